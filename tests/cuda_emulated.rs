@@ -649,6 +649,39 @@ fn with_tensor(precision: Precision, len: usize, dtype: DType) -> (Box<dyn Engin
     (engine, tensor)
 }
 
+/// Elements before the first and after the last packet are hashed by the host.
+#[test]
+fn digests_are_those_of_the_bytes() {
+    let mut engine = emulated(EmulatedGpu::new(false), Precision::Bf16, None, true);
+    let mut plan = Plan::new();
+    let dtypes = [DType::F32, DType::Bf16, DType::I32, DType::Fp8];
+    let tensors = dtypes.map(|dtype| plan.add(Group::Activations, dtype.name(), &[5003], dtype));
+    let attention = AttentionShape { b: 1, t: 64, heads: 1, kv_heads: 1, head_size: 64 };
+    let workload = Workload {
+        attention,
+        channels: 64,
+        fc_channels: 128,
+        mlp_channels: 128,
+        padded_vocab: 128,
+        parameters: 5003,
+        norm_tensors: 1,
+        update_ranges: 0,
+        training: true,
+    };
+    engine.plan(&mut plan, &workload);
+    engine.allocate(&plan).unwrap();
+    for tensor in tensors {
+        let size = tensor.dtype.bytes();
+        let bytes: Vec<u8> = (0..tensor.bytes()).map(|i| (i * i % 251 + i % 5) as u8).collect();
+        engine.write_bytes(tensor, &bytes).unwrap();
+        for (start, len) in [(0, 5003), (1, 5001), (16 / size - 1, 3), (3, 1), (7, 4000), (16, 0)] {
+            let found = engine.digest(tensor.slice(start, len), 11).unwrap();
+            let expected = engine::digest::of_bytes(&bytes[start * size..][..len * size], size, 11);
+            assert_eq!(found, expected, "{} {start} {len}", tensor.dtype.name());
+        }
+    }
+}
+
 #[test]
 fn memory_is_zero_initialized_and_bf16_rounds_to_nearest_even() {
     let (mut engine, tensor) = with_tensor(Precision::Bf16, 4, DType::Bf16);

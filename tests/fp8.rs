@@ -87,6 +87,25 @@ fn a_resumed_run_ends_with_the_bits_of_an_undisturbed_one() {
 }
 
 #[test]
+fn verified_micro_batches_change_no_result() {
+    for recipe in ["current", "delayed"] {
+        let dir = tempfile::tempdir().unwrap();
+        let run = |name: &str, more: &[&str]| {
+            let out = dir.path().join(name);
+            let common = ["--precision", "fp8", "--fp8-recipe", recipe, "--fp8-stats", "1", "-x", "4", "-o"];
+            let printed = train(&[&common[..], &[out.to_str().unwrap()], more].concat());
+            let counts: Vec<String> =
+                printed.lines().filter(|line| line.starts_with("fp8 step")).map(str::to_owned).collect();
+            let files = ["model_00000004.bin", "state_00000004_00000.bin", "main.log"];
+            (counts, statistics(&out, 4), files.map(|name| fs::read(out.join(name)).unwrap()))
+        };
+        let plain = run("plain", &[]);
+        assert!(!plain.0.is_empty());
+        assert!(run("verified", &["--verify-every", "1"]) == plain, "{recipe}");
+    }
+}
+
+#[test]
 fn statistics_are_printed() {
     let printed = train(&["--precision", "fp8", "--fp8-recipe", "current", "-x", "4", "--fp8-stats", "2"]);
     assert!(

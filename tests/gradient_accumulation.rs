@@ -8,7 +8,7 @@ use engine::cpu::Cpu;
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
-use host::train::{OptimizerSettings, Run, Settings};
+use host::train::{HardwareChecks, OptimizerSettings, Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
 use model::{Decoder, Descriptor, PlanOptions};
@@ -43,6 +43,7 @@ fn trained(b: usize) -> Vec<(f64, f64)> {
         fp8_stats_every: None,
         checkpoint_after: None,
         check_ranks_every: None,
+        hardware: HardwareChecks::default(),
     };
     let state = RunState::fresh(loader.position());
     let train = Prefetch::start(loader, &engine).unwrap();

@@ -14,7 +14,7 @@ use engine::cuda::{EmulatedGpu, Precision, emulated};
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
-use host::train::{OptimizerSettings, Outcome, Run, Settings};
+use host::train::{HardwareChecks, OptimizerSettings, Outcome, Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
 use model::{Decoder, Descriptor, Param, PlanOptions};
@@ -119,6 +119,7 @@ impl Trial {
             fp8_stats_every: None,
             checkpoint_after: None,
             check_ranks_every: None,
+            hardware: HardwareChecks::default(),
         };
         let mut run = Run {
             settings: &settings,

@@ -12,7 +12,7 @@ use engine::{BatchLayout, Engine};
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
-use host::train::{OptimizerSettings, Run, Settings};
+use host::train::{HardwareChecks, OptimizerSettings, Run, Settings};
 use model::guards::Limits;
 use model::init::{SEED, generate};
 use model::schedule::{Kind, Schedule};
@@ -201,6 +201,7 @@ fn trained(tokens: &Tokens, steps: usize) -> (Vec<f32>, Vec<[f64; 3]>) {
         fp8_stats_every: None,
         checkpoint_after: None,
         check_ranks_every: None,
+        hardware: HardwareChecks::default(),
     };
     let loader = loader(tokens);
     let mut run = Run {

@@ -11,7 +11,7 @@ use engine::cuda::{EmulatedGpu, Precision, emulated};
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
-use host::train::{MuonSettings, OptimizerSettings, Run, Settings};
+use host::train::{HardwareChecks, MuonSettings, OptimizerSettings, Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
 use model::{Decoder, Descriptor, MasterWeights, Moments, Optimizer, PlanOptions, Recompute};
@@ -105,6 +105,7 @@ fn train(out: &Path, storage: Storage, recompute: Recompute) {
         fp8_stats_every: None,
         checkpoint_after: None,
         check_ranks_every: None,
+        hardware: HardwareChecks::default(),
     };
     let mut run = Run {
         settings: &settings,

@@ -18,13 +18,14 @@
 
 pub mod adamw;
 pub mod attention;
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_feature = "wgmma"))]
 pub mod attention_wgmma;
 pub mod bias;
 pub mod cast;
 pub mod classifier;
 pub mod column_sum;
 pub mod decode;
+pub mod digest;
 pub mod encoder;
 mod float4;
 pub mod gelu;
@@ -32,12 +33,12 @@ pub mod global_norm;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod launch;
 pub mod layernorm;
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_feature = "wgmma"))]
 pub mod matmul;
 pub mod muon;
 pub mod noise;
 pub mod norm_rows;
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_feature = "wgmma"))]
 pub mod quantize;
 pub mod relu_squared;
 pub mod remainder;

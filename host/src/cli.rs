@@ -1,7 +1,8 @@
 //! The command line: the commands, and the rules that hold for every flag.
 
 use crate::commands::{
-    bench, chat, data, doctor, eval, export, inspect, log, plot, sample, selftest, serve, shell, sweep, train, verify,
+    bench, chat, data, doctor, eval, export, inspect, log, plot, sample, selftest, serve, shell, simulate, sweep,
+    train, verify,
 };
 use crate::config_file::ConfigFile;
 use crate::version;
@@ -39,6 +40,7 @@ enum Subcommands {
     Inspect(inspect::Inspect),
     Verify(verify::Verify),
     Selftest(selftest::Selftest),
+    Simulate(simulate::Simulate),
     #[command(subcommand)]
     Bench(bench::Bench),
     Completions(shell::Completions),
@@ -94,9 +96,18 @@ impl Cli {
             Subcommands::Inspect(args) => inspect::run(args),
             Subcommands::Verify(args) => verify::run(args),
             Subcommands::Selftest(args) => selftest::run(args),
+            Subcommands::Simulate(args) => simulate::run(args),
             Subcommands::Bench(args) => bench::run(args),
             Subcommands::Completions(args) => shell::completions(args),
             Subcommands::Man(args) => shell::man(args),
+        }
+    }
+
+    /// Returns the flags of `train`, or `None` for another command.
+    pub fn into_train(self) -> Option<train::Options> {
+        match self.command {
+            Subcommands::Train(options) => Some(*options),
+            _ => None,
         }
     }
 }

@@ -215,6 +215,8 @@ mod tests {
             gpu_info_every: 0,
             zero_stage: 2,
             check_ranks: 100,
+            verify_every: 1000,
+            hash_every: 500,
             recompute: Recompute::Activation,
             master_weights: MasterWeights::Remainder,
             moments: Moments::Bf16,

@@ -1,7 +1,7 @@
 //! Output of a run: lines on standard output and, in a terminal, a progress bar below them.
 
 use crate::evaluate::multiple_choice::Score;
-use crate::gpu_info::GpuInfo;
+use crate::gpu_info::{GpuErrors, GpuInfo};
 use crate::log::{LineFile, Step, closed_stdout};
 use crate::style::{Tone, is_colored, paint};
 use anyhow::{Context, Result};
@@ -9,9 +9,10 @@ use atomic_file::{create_directory, parent};
 use indicatif::{ProgressBar, ProgressStyle};
 use ratatui::crossterm::terminal;
 use std::cell::{Cell, RefCell};
-use std::fs::File;
-use std::io::{self, IsTerminal, Write, stderr, stdout};
+use std::io::{self, Write, stderr, stdout};
 use std::path::{Path, PathBuf};
+use system::fs::File;
+use system::process;
 
 /// What a run prints to standard output.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -31,6 +32,7 @@ pub struct Console {
     verbosity: Verbosity,
     /// The GPU whose state is printed, and the interval in steps.
     gpu: Option<(GpuInfo, usize)>,
+    errors: Option<GpuErrors>,
     /// `None` outside a terminal, where each step prints a line instead.
     bar: Option<ProgressBar>,
     output: RefCell<Output>,
@@ -54,7 +56,7 @@ impl Output {
     fn line(&mut self, text: &str) -> Result<()> {
         match self {
             Self::Stdout(replacement) => {
-                let Err(error) = writeln!(stdout(), "{text}") else { return Ok(()) };
+                let Err(error) = process::print(text) else { return Ok(()) };
                 // Without a file, nobody would see the results of the run.
                 let Some(path) = replacement.take() else { return Err(closed_stdout(&error)) };
                 *self = Self::replacing("standard output", &path, &error)?;
@@ -80,8 +82,7 @@ impl Output {
         let mut file = LineFile::open(path.to_owned())?;
         let warning = format!("warning: {stream} is closed ({error}): output continues in {}", path.display());
         let _ = file.line(&warning);
-        // Standard error may be closed too.
-        let _ = writeln!(stderr(), "{warning}");
+        process::print_error(&warning);
         Ok(Self::File(file))
     }
 }
@@ -96,7 +97,7 @@ impl Console {
     /// Creates a console that prints as much as `verbosity` states. With [`Verbosity::Json`], the lines go to standard error and are lost if
     /// that is closed during the run and there is no `replacement`.
     pub fn with_verbosity(steps: usize, replacement: Option<PathBuf>, verbosity: Verbosity) -> Self {
-        let has_bar = verbosity == Verbosity::Normal && stdout().is_terminal() && stderr().is_terminal();
+        let has_bar = verbosity == Verbosity::Normal && process::prints_to_terminal();
         let bar = has_bar.then(|| {
             let columns = terminal::size().map_or(80, |(columns, _)| usize::from(columns));
             let style = ProgressStyle::with_template(bar_template(columns))
@@ -123,8 +124,20 @@ impl Console {
     }
 
     fn with_output(steps: usize, output: Output) -> Self {
-        let output = RefCell::new(output);
-        Self { steps, verbosity: Verbosity::Normal, gpu: None, bar: None, output, last_train_loss: Cell::new(None) }
+        Self {
+            steps,
+            verbosity: Verbosity::Normal,
+            gpu: None,
+            errors: None,
+            bar: None,
+            output: RefCell::new(output),
+            last_train_loss: Cell::new(None),
+        }
+    }
+
+    /// Reports errors of a GPU after each step.
+    pub fn report_errors(&mut self, errors: Option<GpuErrors>) {
+        self.errors = errors;
     }
 
     /// Prints the state of the GPU after every `every` steps.
@@ -168,6 +181,14 @@ impl Console {
             bar.set_message(format!("loss {:.4} | {rate:.0} tok/s", step.loss));
         } else if self.verbosity == Verbosity::Normal {
             self.line(&step_line(step, self.steps, rate))?;
+        }
+        for error in self.errors.iter().flat_map(GpuErrors::take) {
+            let warning = format!("warning: {error}");
+            self.line(&warning)?;
+            // Ranks other than 0 have no terminal of their own.
+            if matches!(&*self.output.borrow(), Output::File(_) | Output::Discard) {
+                process::print_error(&warning);
+            }
         }
         match &self.gpu {
             // An error of NVML does not end the run.

@@ -1,10 +1,15 @@
-//! Utilization, clock, power and temperature of a GPU, read through NVML, which is loaded at run time.
+//! Utilization, clock, power, temperature and errors of a GPU, read through NVML, which is loaded at run time.
 
 use anyhow::{Context, Result, anyhow};
 use nvml_wrapper::bitmasks::device::ThrottleReasons;
-use nvml_wrapper::enum_wrappers::device::{Clock, TemperatureSensor, TemperatureThreshold};
+use nvml_wrapper::bitmasks::event::EventTypes;
+use nvml_wrapper::enum_wrappers::device::{Clock, EccCounter, MemoryError, TemperatureSensor, TemperatureThreshold};
+use nvml_wrapper::enums::event::XidError;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
 
 /// A GPU opened in NVML.
 pub struct GpuInfo {
@@ -39,6 +44,16 @@ impl GpuInfo {
         Ok((memory.used, memory.total))
     }
 
+    /// Identifies the GPU: `NVIDIA H200, serial number 1650223000000, UUID GPU-…, at 0000:19:00.0`. A GPU may have no serial number.
+    pub fn identity(&self) -> String {
+        let device = self.device().ok();
+        let of = |value: Option<String>| value.unwrap_or_else(|| "unknown".to_owned());
+        let name = of(device.as_ref().and_then(|device| device.name().ok()));
+        let serial = of(device.as_ref().and_then(|device| device.serial().ok()));
+        let uuid = of(device.as_ref().and_then(|device| device.uuid().ok()));
+        format!("{name}, serial number {serial}, UUID {uuid}, at {}", self.pci_bus_id)
+    }
+
     /// Returns the state in one line: `GPU 98 % busy | memory 45 % busy | 1755 of 1980 MHz | 690 of 700 W | 61 °C, slows at 87 |
     /// limited by power`.
     pub fn line(&self) -> Result<String> {
@@ -55,6 +70,77 @@ impl GpuInfo {
     pub fn memory_used(&self) -> Option<u64> {
         self.device().ok()?.memory_info().ok().map(|memory| memory.used)
     }
+}
+
+/// Errors that a GPU's memory and driver report while a run goes on.
+pub struct GpuErrors {
+    lines: Receiver<String>,
+    /// Dropped with this value, which ends the thread that waits for events.
+    _running: Arc<()>,
+}
+
+impl GpuErrors {
+    /// How long the thread waits for an event before it checks whether the run has ended, in milliseconds.
+    const WAIT: u32 = 500;
+
+    /// Begins to watch a GPU. `None` if NVML or the GPU does not report errors.
+    pub fn watch(info: GpuInfo) -> Option<Self> {
+        let wanted =
+            EventTypes::SINGLE_BIT_ECC_ERROR | EventTypes::DOUBLE_BIT_ECC_ERROR | EventTypes::CRITICAL_XID_ERROR;
+        let supported = wanted & info.device().ok()?.supported_event_types().ok()?;
+        if supported.is_empty() {
+            return None;
+        }
+        let (sender, lines) = channel();
+        let running = Arc::new(());
+        let run = Arc::downgrade(&running);
+        let watch = move || {
+            let identity = info.identity();
+            let Ok(device) = info.device() else { return };
+            let Ok(events) = info.nvml.create_event_set() else { return };
+            let Ok(events) = device.register_events(supported, events) else { return };
+            while run.strong_count() > 0 {
+                match events.wait(Self::WAIT) {
+                    Ok(event) => {
+                        let counts = [MemoryError::Corrected, MemoryError::Uncorrected]
+                            .map(|kind| device.total_ecc_errors(kind, EccCounter::Volatile).ok());
+                        let xid = match event.event_data {
+                            Some(XidError::Value(xid)) => Some(xid),
+                            _ => None,
+                        };
+                        if sender.send(error_line(event.event_type, xid, counts, &identity)).is_err() {
+                            return;
+                        }
+                    }
+                    Err(NvmlError::Timeout) => (),
+                    Err(_) => return,
+                }
+            }
+        };
+        thread::Builder::new().name("gpu-errors".into()).spawn(watch).ok()?;
+        Some(Self { lines, _running: running })
+    }
+
+    /// Returns the errors since the last call, one line each.
+    pub fn take(&self) -> impl Iterator<Item = String> {
+        self.lines.try_iter()
+    }
+}
+
+/// Describes an event, with the corrected and uncorrected ECC errors since the driver was loaded.
+fn error_line(event: EventTypes, xid: Option<u64>, [corrected, uncorrected]: [Option<u64>; 2], gpu: &str) -> String {
+    let what = if event.contains(EventTypes::CRITICAL_XID_ERROR) {
+        xid.map_or("an Xid error".to_owned(), |xid| format!("Xid {xid}"))
+    } else if event.contains(EventTypes::DOUBLE_BIT_ECC_ERROR) {
+        "an uncorrected ECC error".to_owned()
+    } else {
+        "a corrected ECC error".to_owned()
+    };
+    let count = |count: Option<u64>| count.map_or("unknown".to_owned(), |count| count.to_string());
+    let (corrected, uncorrected) = (count(corrected), count(uncorrected));
+    format!(
+        "GPU error: {what} on {gpu}; ECC errors since the driver was loaded: {corrected} corrected, {uncorrected} uncorrected"
+    )
 }
 
 /// One set of measurements. A value that the GPU does not report is `None`.
@@ -116,6 +202,20 @@ fn limiting(reasons: ThrottleReasons) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn errors_name_the_gpu_and_the_code() {
+        let gpu = "NVIDIA H200, serial number 1650, UUID GPU-1, at 0000:19:00.0";
+        assert_eq!(
+            error_line(EventTypes::CRITICAL_XID_ERROR, Some(79), [Some(3), Some(0)], gpu),
+            format!("GPU error: Xid 79 on {gpu}; ECC errors since the driver was loaded: 3 corrected, 0 uncorrected")
+        );
+        let line = error_line(EventTypes::DOUBLE_BIT_ECC_ERROR, None, [None, Some(1)], gpu);
+        assert!(
+            line.contains("an uncorrected ECC error") && line.contains("unknown corrected, 1 uncorrected"),
+            "{line}"
+        );
+    }
 
     #[test]
     fn the_line_lists_only_known_values() {

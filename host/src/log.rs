@@ -5,12 +5,14 @@ use crate::evaluate::multiple_choice::Score;
 use anyhow::{Context, Result, anyhow};
 use metrics::run::RunLog;
 use metrics::tensorboard;
+use model::digests::Digests;
 use model::guards::Verdict;
 use serde::{Deserialize, Serialize};
-use std::fs::{self, File};
-use std::io::{self, BufRead, BufReader, Read, Write, stderr, stdout};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
+use system::fs::File;
+use system::process;
 
 /// One training step.
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -64,6 +66,12 @@ struct Timed<'a, R> {
     time: f64,
 }
 
+#[derive(Serialize)]
+struct Hashes<'a> {
+    step: usize,
+    hashes: &'a Digests,
+}
+
 /// The log files of a run; none for a run without a directory.
 ///
 /// Each call writes its line to the files before it returns. A line that cannot be written, as on a full disk, is kept in
@@ -104,8 +112,8 @@ impl LineFile {
     /// Opens a file for appending.
     pub(crate) fn open(path: PathBuf) -> Result<Self> {
         let open = || {
-            let file = File::options().append(true).create(true).open(&path)?;
-            let len = file.metadata()?.len();
+            let file = File::append(&path)?;
+            let len = file.size()?;
             Ok::<_, io::Error>((file, len))
         };
         let (file, len) = open().with_context(|| format!("cannot write {}", path.display()))?;
@@ -143,7 +151,7 @@ impl Log {
             let path = directory.join(name);
             File::create(&path).with_context(|| format!("cannot write {}", path.display()))?;
         }
-        match fs::remove_file(directory.join(SAMPLES)) {
+        match system::fs::remove_file(&directory.join(SAMPLES)) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 Err(error).with_context(|| format!("cannot remove {}", directory.join(SAMPLES).display()))
             }
@@ -232,13 +240,15 @@ impl Log {
             (tensorboard::TOKENS_PER_SECOND, *tokens_per_second as f32),
         ];
         values.extend(mfu.map(|mfu| (tensorboard::MFU, mfu as f32)));
-        self.write(*s, &format!("s:{s} trl:{loss:.4} lr:{lr:.6} norm:{norm:.2}"), step, &values)
+        let line = format!("s:{s} trl:{loss:.4} lr:{lr:.6} norm:{norm:.2}");
+        self.write(*s, Some(&line), step, &values)
     }
 
     /// Logs a validation loss after `tokens` tokens.
     pub fn validation(&mut self, step: usize, tokens: u64, val_loss: f64) -> Result<()> {
         let values = [(tensorboard::VAL_LOSS, val_loss as f32)];
-        self.write(step, &format!("s:{step} tel:{val_loss:.4}"), &Validation { step, val_loss, tokens }, &values)
+        let line = format!("s:{step} tel:{val_loss:.4}");
+        self.write(step, Some(&line), &Validation { step, val_loss, tokens }, &values)
     }
 
     /// Logs a HellaSwag score after `tokens` tokens.
@@ -246,7 +256,12 @@ impl Log {
         let (hellaswag, Score { correct, examples }) = (score.accuracy(), score);
         let record = ScoreLine { step, hellaswag, correct, examples, tokens };
         let values = [(tensorboard::HELLASWAG, hellaswag as f32)];
-        self.write(step, &format!("s:{step} eval:{hellaswag:.4}"), &record, &values)
+        self.write(step, Some(&format!("s:{step} eval:{hellaswag:.4}")), &record, &values)
+    }
+
+    /// Logs hashes of parameters and optimizer state after `step` steps, in `main.jsonl` only.
+    pub fn hashes(&mut self, step: usize, hashes: &Digests) -> Result<()> {
+        self.write(step, None, &Hashes { step, hashes }, &[])
     }
 
     /// Logs a text that the model generated before the update of `step`. The file is created for the first one.
@@ -275,23 +290,31 @@ impl Log {
         if !self.printed {
             return Ok(());
         }
-        let Err(error) = writeln!(stdout(), "{json}") else { return Ok(()) };
+        let Err(error) = process::print(json) else { return Ok(()) };
         let [_, jsonl] = &*self.files else { return Err(closed_stdout(&error)) };
         self.printed = false;
         let path = jsonl.path.display();
-        // Standard error may be closed too.
-        let _ = writeln!(stderr(), "warning: standard output is closed ({error}): output continues in {path}");
+        process::print_error(&format!("warning: standard output is closed ({error}): output continues in {path}"));
         Ok(())
     }
 
-    fn write(&mut self, step: usize, line: &str, record: &impl Serialize, values: &[(&str, f32)]) -> Result<()> {
+    /// Writes `line` to `main.log`, if there is one, `record` to `main.jsonl`, and `values` to the event file, unless there are none.
+    fn write(
+        &mut self,
+        step: usize,
+        line: Option<&str>,
+        record: &impl Serialize,
+        values: &[(&str, f32)],
+    ) -> Result<()> {
         let time = unix_time();
         let rounded = (1e3 * time).round() / 1e3;
         let json = serde_json::to_string(&Timed { record, time: rounded })?;
         self.print(&json)?;
-        let lines = [line, &json].map(|line| format!("{line}\n").into_bytes());
-        let record = self.events.is_some().then(|| tensorboard::scalars(time, step as u64, values));
-        for (output, bytes) in self.files.iter_mut().chain(&mut self.events).zip(lines.into_iter().chain(record)) {
+        let lines = [line, Some(&json)].map(|line| line.map(|line| format!("{line}\n").into_bytes()));
+        let wanted = self.events.is_some() && !values.is_empty();
+        let event = wanted.then(|| tensorboard::scalars(time, step as u64, values));
+        for (output, bytes) in self.files.iter_mut().chain(&mut self.events).zip(lines.into_iter().chain([event])) {
+            let Some(bytes) = bytes else { continue };
             let failed_before = !output.pending.is_empty();
             if let Err(error) = output.append(&bytes)
                 && !failed_before
@@ -320,7 +343,7 @@ fn unix_time() -> f64 {
 /// The content of a log line, as far as resuming needs it.
 struct Line {
     step: usize,
-    /// Whether the line logs a training step rather than an evaluation.
+    /// Whether the line logs a training step, or the hashes after it, rather than an evaluation.
     training: bool,
 }
 
@@ -336,16 +359,19 @@ impl Line {
             step: usize,
             /// Only training steps have a learning rate. Their loss is null if it is not finite.
             lr: Option<serde_json::Value>,
+            hashes: Option<serde_json::Value>,
         }
-        let record: Record = serde_json::from_str(line).ok()?;
-        Some(Self { step: record.step, training: record.lr.is_some() })
+        let Record { step, lr, hashes } = serde_json::from_str(line).ok()?;
+        // Hashes after a number of steps belong to the last of these.
+        let step = if hashes.is_some() { usize::checked_sub(step, 1)? } else { step };
+        Some(Self { step, training: lr.is_some() || hashes.is_some() })
     }
 }
 
 /// Removes the lines of a file for which `keep` is false, and an incomplete last line. A missing file is no error.
 fn retain_lines(path: &Path, keep: impl Fn(&str) -> bool) -> Result<()> {
     let cannot = || format!("cannot read {}", path.display());
-    let mut lines = match bounded_file::open(path) {
+    let mut lines = match bounded_file::open_of_run(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         opened => BufReader::with_capacity(1 << 20, opened.with_context(cannot)?),
     };
@@ -375,6 +401,7 @@ fn read_line(reader: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<bool> 
 mod tests {
     use super::*;
     use model::guards::Skipped;
+    use std::fs::{self, File};
 
     #[test]
     fn a_log_with_gigabytes_of_zeros_is_read_line_by_line() {

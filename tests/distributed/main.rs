@@ -3,6 +3,7 @@
 mod checkpoints;
 mod compact_state;
 mod failures;
+mod hardware;
 mod launchers;
 mod measurements;
 mod sequential_data;

@@ -12,7 +12,7 @@ use engine::{BatchLayout, Engine, Interval};
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
-use host::train::{MuonSettings, OptimizerSettings, Run, Settings};
+use host::train::{HardwareChecks, MuonSettings, OptimizerSettings, Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
 use model::{Decoder, Descriptor, MasterWeights, Moments, Optimizer, Param, Params, PlanOptions, Shard, Store, Zero};
@@ -258,6 +258,7 @@ impl Threads {
             fp8_stats_every: None,
             checkpoint_after: None,
             check_ranks_every: Some(1),
+            hardware: HardwareChecks::default(),
         }
     }
 }

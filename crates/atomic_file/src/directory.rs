@@ -1,11 +1,11 @@
 //! Atomic writes of directories.
 
-use super::{TEMPORARY_PREFIX, create_directory, parent, sync_directory};
+use super::temporary::TemporaryDirectory;
+use super::{create_directory, parent, sync_directory};
 use anyhow::{Context, Result, ensure};
-use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
-use std::fs::{self, File};
 use std::path::Path;
+use system::fs::{self, File};
 
 /// Creates a temporary directory next to `path`, fills it with files by `fill`, syncs them to disk and renames the directory to
 /// `path`. On error the temporary directory is removed and an existing directory at `path` is unchanged.
@@ -16,28 +16,19 @@ pub fn write_directory<T>(path: &Path, fill: impl FnOnce(&Path) -> Result<T>) ->
     ensure!(path.file_name().is_some(), "{}: expected a path that ends with the name of a directory", path.display());
     let parent = parent(path);
     create_directory(parent)?;
-    let mut builder = tempfile::Builder::new();
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::PermissionsExt;
-        // The permissions of `fs::create_dir`. The umask of the process still applies.
-        builder.permissions(fs::Permissions::from_mode(0o777));
-    }
-    let temporary = builder.prefix(TEMPORARY_PREFIX).tempdir_in(parent).with_context(cannot)?;
+    let temporary = TemporaryDirectory::create(parent).with_context(cannot)?;
     let result = fill(temporary.path()).with_context(cannot)?;
-    for entry in fs::read_dir(temporary.path()).with_context(cannot)? {
-        File::open(entry.with_context(cannot)?.path()).and_then(|file| file.sync_all()).with_context(cannot)?;
+    for name in fs::names(temporary.path()).with_context(cannot)? {
+        File::open(temporary.path().join(name)).and_then(|file| file.sync_all()).with_context(cannot)?;
     }
     sync_directory(temporary.path())?;
-    if path.exists() {
+    if fs::exists(path) {
         exchange(temporary.path(), path).with_context(cannot)?;
         sync_directory(parent)?;
         // The temporary name is now that of the old directory, which is removed.
         temporary.close().with_context(|| format!("cannot remove the previous {}", path.display()))?;
     } else {
         fs::rename(temporary.path(), path).with_context(cannot)?;
-        // The temporary name no longer exists.
-        let _ = temporary.keep();
         sync_directory(parent)?;
     }
     Ok(result)
@@ -45,8 +36,13 @@ pub fn write_directory<T>(path: &Path, fill: impl FnOnce(&Path) -> Result<T>) ->
 
 /// Exchanges the names of two directories in one step, or in three where the file system cannot.
 fn exchange(new: &Path, old: &Path) -> Result<()> {
-    match renameat_with(CWD, new, CWD, old, RenameFlags::EXCHANGE) {
-        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => exchange_in_steps(new, old),
+    match fs::exchange(new, old) {
+        Err(error)
+            if [Errno::INVAL, Errno::NOSYS, Errno::OPNOTSUPP]
+                .contains(&Errno::from_io_error(&error).unwrap_or(Errno::IO)) =>
+        {
+            exchange_in_steps(new, old)
+        }
         result => Ok(result?),
     }
 }
@@ -60,13 +56,15 @@ fn exchange_in_steps(new: &Path, old: &Path) -> Result<()> {
             .with_context(|| format!("{error}; the previous directory is now {}", aside.display()))?;
         return Err(error.into());
     }
-    Ok(fs::rename(aside, new)?)
+    Ok(fs::rename(&aside, new)?)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::TEMPORARY_PREFIX;
     use anyhow::bail;
+    use std::fs;
 
     fn names(path: &Path) -> Vec<String> {
         let mut names: Vec<String> =

@@ -3,13 +3,15 @@
 #![warn(missing_docs)]
 
 mod directory;
+mod temporary;
 
 pub use directory::write_directory;
 
 use anyhow::{Context, Result};
-use std::fs::{self, File};
-use std::io::{BufWriter, Write};
+use std::io::BufWriter;
 use std::path::Path;
+use system::fs::{self, File};
+use temporary::TemporaryFile;
 
 /// Prefix of the names of temporary files and directories.
 pub const TEMPORARY_PREFIX: &str = ".unfinished-";
@@ -29,19 +31,12 @@ pub fn write_private<T>(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> 
 fn write_with_mode<T>(path: &Path, mode: u32, fill: impl FnOnce(&mut BufWriter<File>) -> Result<T>) -> Result<T> {
     let cannot = || format!("cannot write {}", path.display());
     let directory = parent(path);
-    let mut builder = tempfile::Builder::new();
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::PermissionsExt;
-        builder.permissions(fs::Permissions::from_mode(mode));
-    }
-    let temporary = builder.prefix(TEMPORARY_PREFIX).tempfile_in(directory).with_context(cannot)?;
-    let mut writer = BufWriter::with_capacity(1 << 20, temporary.as_file().try_clone().with_context(cannot)?);
+    let (temporary, file) = TemporaryFile::create(directory, mode).with_context(cannot)?;
+    let mut writer = BufWriter::with_capacity(1 << 20, file);
     let result = fill(&mut writer).with_context(cannot)?;
-    writer.flush().with_context(cannot)?;
-    drop(writer);
-    temporary.as_file().sync_all().with_context(cannot)?;
-    temporary.persist(path).map_err(|error| error.error).with_context(cannot)?;
+    let file = writer.into_inner().map_err(std::io::IntoInnerError::into_error).with_context(cannot)?;
+    file.sync_all().with_context(cannot)?;
+    temporary.rename_to(path).with_context(cannot)?;
     sync_directory(directory)?;
     Ok(result)
 }
@@ -67,6 +62,8 @@ pub fn create_directory(path: &Path) -> Result<()> {
 mod tests {
     use super::*;
     use anyhow::bail;
+    use std::fs;
+    use std::io::Write;
 
     #[test]
     fn the_parent_of_a_plain_name_is_the_current_directory() {

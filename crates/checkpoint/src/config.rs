@@ -127,6 +127,12 @@ pub struct Config {
     pub gpu_info_every: usize,
     /// Interval of the comparison of replicated tensors between ranks.
     pub check_ranks: usize,
+    /// Interval at which a micro-batch is computed twice. Files of earlier versions lack it, and the next one.
+    #[serde(default)]
+    pub verify_every: usize,
+    /// Interval at which hashes of parameters and optimizer state are logged.
+    #[serde(default)]
+    pub hash_every: usize,
     /// ZeRO stage: 0 replicates all tensors, 1 shards the optimizer state, 2 also the gradients of the layers, 3 also their
     /// parameters.
     pub zero_stage: u8,

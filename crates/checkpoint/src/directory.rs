@@ -2,11 +2,11 @@
 
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeSet;
-use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+use system::fs::{self, File, TryLockError};
+use system::{thread, time};
 
 /// Returns the name of the model file of a step of a GPT-2 model.
 pub fn model_name(step: usize) -> String {
@@ -21,7 +21,7 @@ pub fn decoder_name(step: usize) -> String {
 /// Returns the name of the model file of a step in a directory. If there is none, returns that of a GPT-2 model.
 pub(crate) fn existing_model_name(directory: &Path, step: usize) -> String {
     let name = decoder_name(step);
-    if directory.join(&name).exists() { name } else { model_name(step) }
+    if fs::exists(&directory.join(&name)) { name } else { model_name(step) }
 }
 
 /// Returns the name of the state file of a rank.
@@ -56,17 +56,12 @@ fn step_of(name: &str) -> Option<(usize, bool)> {
 }
 
 fn names(directory: &Path) -> Result<Vec<String>> {
-    let cannot = || format!("cannot list {}", directory.display());
-    let mut names = Vec::new();
-    for entry in fs::read_dir(directory).with_context(cannot)? {
-        names.extend(entry.with_context(cannot)?.file_name().into_string().ok());
-    }
-    Ok(names)
+    fs::names(directory).with_context(|| format!("cannot list {}", directory.display()))
 }
 
 /// Returns the steps of complete checkpoints in ascending order. A directory that does not exist has none.
 pub fn done_steps(directory: &Path) -> Result<Vec<usize>> {
-    if !directory.exists() {
+    if !fs::exists(directory) {
         return Ok(Vec::new());
     }
     let steps: BTreeSet<usize> = names(directory)?
@@ -93,13 +88,26 @@ impl Retention {
     /// are left over from a killed run and are deleted too. Checkpoints after `newest` are kept. Checkpoints of the steps
     /// `replaced` are deleted even if `keep` is 0.
     pub fn apply(self, directory: &Path, newest: usize, replaced: &[usize]) -> Result<()> {
+        self.apply_except(directory, newest, replaced, None)
+    }
+
+    /// Deletes old checkpoints like [`apply`](Self::apply), but keeps the newest one up to step `verified`, at which the hardware was
+    /// found to be correct.
+    pub fn apply_except(
+        self,
+        directory: &Path,
+        newest: usize,
+        replaced: &[usize],
+        verified: Option<usize>,
+    ) -> Result<()> {
         let Self { keep, major_every } = self;
         if keep == 0 && replaced.is_empty() {
             return Ok(());
         }
-        let is_major = |step: usize| major_every > 0 && step.is_multiple_of(major_every);
-        let is_replaced = |step: usize| replaced.contains(&step) && step != newest && !is_major(step);
         let done = done_steps(directory)?;
+        let verified = verified.and_then(|step| done.iter().copied().rfind(|&done| done <= step));
+        let is_major = |step: usize| major_every > 0 && step.is_multiple_of(major_every) || Some(step) == verified;
+        let is_replaced = |step: usize| replaced.contains(&step) && step != newest && !is_major(step);
         let recent = done.iter().rev().filter(|&&step| step <= newest && !is_replaced(step)).take(keep);
         let mut kept: BTreeSet<usize> = recent.copied().collect();
         kept.extend(done.iter().filter(|&&step| step > newest || is_major(step)));
@@ -136,7 +144,7 @@ pub fn remove_temporary_files(directory: &Path) -> Result<usize> {
         names(directory)?.into_iter().filter(|name| name.starts_with(atomic_file::TEMPORARY_PREFIX)).collect();
     for name in &temporary {
         let path = directory.join(name);
-        let removed = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
+        let removed = if fs::is_dir(&path) { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
         removed.with_context(|| format!("cannot delete {}", path.display()))?;
     }
     Ok(temporary.len())
@@ -163,12 +171,12 @@ impl DirectoryLock {
         atomic_file::create_directory(path)?;
         let name = path.display();
         let directory = File::open(path).with_context(|| format!("cannot open {name}"))?;
-        let deadline = Instant::now() + timeout;
+        let deadline = time::now() + timeout;
         let mut waits = Some(waits);
         loop {
             match directory.try_lock() {
                 Ok(()) => break,
-                Err(TryLockError::WouldBlock) if Instant::now() < deadline => {
+                Err(TryLockError::WouldBlock) if time::now() < deadline => {
                     if let Some(waits) = waits.take() {
                         waits();
                     }
@@ -194,6 +202,9 @@ impl DirectoryLock {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
+    use std::thread;
+    use std::time::Instant;
 
     fn directory(steps: &[usize], more: &[&str]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();

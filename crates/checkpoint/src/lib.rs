@@ -30,6 +30,7 @@ pub mod writer;
 
 use crate::fp8::Fp8Statistics;
 use data::loader::Position;
+use model::digests::Digests;
 use model::guards::Guards;
 use rng::XorShift;
 use serde::{Deserialize, Serialize};
@@ -84,6 +85,9 @@ pub struct Progress {
     /// replace them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub timed: Vec<usize>,
+    /// Hashes of parameters and optimizer state at this step. Empty in files of earlier versions.
+    #[serde(default, skip_serializing_if = "Digests::is_empty")]
+    pub hashes: Digests,
 }
 
 impl Progress {

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::fs::File;
 use std::io::Read;
+use std::sync::OnceLock;
 use xxhash_rust::xxh3::Xxh3;
 
 /// The properties of a rank that are compared.
@@ -73,14 +74,18 @@ impl RankInfo {
     }
 }
 
-/// Returns a hash of the program file.
+/// Returns a hash of the program file, which is read once.
 fn build_hash() -> Result<String> {
+    static HASH: OnceLock<String> = OnceLock::new();
+    if let Some(hash) = HASH.get() {
+        return Ok(hash.clone());
+    }
     let cannot = "cannot read the program file to compare it with that of other ranks";
     let mut file = std::env::current_exe().and_then(File::open).context(cannot)?;
     let (mut hash, mut buffer) = (Xxh3::new(), vec![0; 1 << 20]);
     loop {
         match file.read(&mut buffer).context(cannot)? {
-            0 => return Ok(format!("{:016x}", hash.digest())),
+            0 => return Ok(HASH.get_or_init(|| format!("{:016x}", hash.digest())).clone()),
             n => hash.update(&buffer[..n]),
         }
     }

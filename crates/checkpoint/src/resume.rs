@@ -16,7 +16,7 @@ use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
 /// Settings that may change when a run is resumed: device, precision, memory, evaluation and output.
-const MUTABLE_SETTINGS: [&str; 28] = [
+const MUTABLE_SETTINGS: [&str; 30] = [
     "device",
     "precision",
     "fp8-recipe",
@@ -44,6 +44,8 @@ const MUTABLE_SETTINGS: [&str; 28] = [
     "major-every",
     "gpu-info-every",
     "check-ranks",
+    "verify-every",
+    "hash-every",
     "max-bad-steps",
 ];
 
@@ -145,7 +147,7 @@ impl Checkpoint {
     /// Returns the path of the sidecar and its contents, if it exists.
     fn open_sidecar(directory: &Path, step: usize) -> Result<(PathBuf, Option<Sidecar>)> {
         let path = directory.join(sidecar_name(step));
-        let sidecar = path.exists().then(|| Sidecar::read(&path)).transpose()?;
+        let sidecar = system::fs::exists(&path).then(|| Sidecar::read(&path)).transpose()?;
         Ok((path, sidecar))
     }
 
@@ -206,7 +208,7 @@ impl Checkpoint {
     /// Returns the flags that resume with the settings of the checkpoint, for error messages.
     fn use_its_settings(&self) -> String {
         let config = self.directory.join(Config::FILE);
-        if config.exists() {
+        if system::fs::exists(&config) {
             format!("resume with the previous settings by --config {} --resume", config.display())
         } else {
             "use the previous settings".to_owned()

@@ -132,8 +132,8 @@ impl FileChecksum {
     pub fn verify(&self, directory: &Path) -> Result<()> {
         let path = directory.join(&self.name);
         let name = path.display();
-        let mut file = bounded_file::open(&path).with_context(|| format!("cannot open {name}"))?;
-        let size = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
+        let mut file = bounded_file::open_of_run(&path).with_context(|| format!("cannot open {name}"))?;
+        let size = file.size().with_context(|| format!("cannot read {name}"))?;
         ensure!(size == self.bytes, "{name} is damaged: expected {} bytes, found {size}", self.bytes);
         let (mut hash, mut buffer) = (Xxh3::new(), vec![0; 1 << 20]);
         loop {

@@ -24,11 +24,11 @@ use gpu::remainder;
 use half::bf16;
 use model::{Decoder, Params, Shard, WeightStore};
 use rng::{Mt19937, XorShift};
-use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
+use system::fs::File;
 
 const MAGIC: i32 = 20240527;
 const VERSION: i32 = 1;
@@ -257,14 +257,15 @@ struct StateFile {
 
 impl StateFile {
     fn open(path: &Path, step: usize, rank: usize, shape: FileShape) -> Result<Self> {
-        let file = bounded_file::open(path).with_context(|| format!("cannot open state file {}", path.display()))?;
+        let file =
+            bounded_file::open_of_run(path).with_context(|| format!("cannot open state file {}", path.display()))?;
         Self::parse(BufReader::new(file), step, rank, shape)
             .with_context(|| format!("invalid state file {}", path.display()))
     }
 
     /// Reads everything except the tensors, then seeks to their beginning.
     fn parse(mut file: BufReader<File>, step: usize, rank: usize, shape: FileShape) -> Result<Self> {
-        let size = file.get_ref().metadata()?.len();
+        let size = file.get_ref().size()?;
         ensure!(size >= HEADER_BYTES as u64, "expected a header of {HEADER_BYTES} bytes, found {size} bytes");
         let mut header = [0; HEADER_BYTES];
         file.read_exact(&mut header)?;

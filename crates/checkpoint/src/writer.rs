@@ -15,13 +15,14 @@ use engine::ops::Master;
 use engine::tensor::{DType, Sharded, Tensor};
 use engine::{Algorithms, Engine, HostBuffer};
 use model::{Decoder, Descriptor, Params, Shard, Unit};
-use std::fs::{self, File};
 use std::io::{BufWriter, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+use system::fs::{self, File};
+use system::sync::{Receiver, Sender, channel};
+use system::thread::{self, JoinHandle};
+use system::time;
 use xxhash_rust::xxh3::Xxh3;
 
 /// Upper bound of the bytes of a checkpoint besides its tensors: settings, checksums, and log lines written meanwhile.
@@ -47,6 +48,8 @@ pub struct CheckpointWriter {
 struct Rank0 {
     _directory: DirectoryLock,
     retention: Retention,
+    /// The last step before which the hardware was verified.
+    verified: Option<usize>,
     /// Sends the results of the other ranks to the writing thread.
     results: Option<Sender<Vec<StateFileResult>>>,
 }
@@ -106,7 +109,7 @@ impl CheckpointWriter {
     /// Creates the writer of rank 0. `newest` is the step of the checkpoint that the run resumes from.
     pub fn new(directory: DirectoryLock, retention: Retention, identity: Identity, newest: Option<usize>) -> Self {
         let mut writer = Self::for_other_rank(directory.path().to_owned(), identity, newest);
-        writer.rank_0 = Some(Rank0 { _directory: directory, retention, results: None });
+        writer.rank_0 = Some(Rank0 { _directory: directory, retention, verified: None, results: None });
         writer
     }
 
@@ -114,6 +117,13 @@ impl CheckpointWriter {
     /// rank 0.
     pub fn for_other_rank(path: PathBuf, identity: Identity, newest: Option<usize>) -> Self {
         Self { path, rank_0: None, identity, copy: None, thread: None, exchange_pending: false, newest }
+    }
+
+    /// Keeps the newest checkpoint up to `step`, before which the hardware was verified, until a later verification.
+    pub fn keep_verified(&mut self, step: usize) {
+        if let Some(rank_0) = &mut self.rank_0 {
+            rank_0.verified = Some(step);
+        }
     }
 
     /// Returns the checkpoints before and after `step`, the first step with a bad update.
@@ -162,7 +172,7 @@ impl CheckpointWriter {
         replaced: &[usize],
     ) -> Result<()> {
         assert!(self.thread.is_none(), "one checkpoint at a time");
-        let start = Instant::now();
+        let start = time::now();
         let share = model.zero.shard();
         let prepared = logs.and_then(|logs| self.prepare_write(model, engine, &state, logs));
         if share.ranks > 1 {
@@ -178,13 +188,14 @@ impl CheckpointWriter {
             float: engine.dtype(),
             host_layout,
             state,
-            pause: start.elapsed(),
+            pause: time::now() - start,
         };
         let rank_0_job = self.rank_0.as_mut().zip(staging).map(|(rank_0, staging)| {
             rank_0.results = Some(sender);
             Rank0Job {
                 directory: self.path.clone(),
                 retention: rank_0.retention,
+                verified: rank_0.verified,
                 replaced: replaced.to_vec(),
                 identity: self.identity.clone(),
                 descriptor: model.descriptor,
@@ -203,7 +214,7 @@ impl CheckpointWriter {
             };
             ThreadOutput { copy, step, result }
         };
-        let thread = thread::Builder::new().name("checkpoint".into()).spawn(write);
+        let thread = thread::spawn("checkpoint", None, write);
         self.thread = Some(thread.context("cannot start the checkpoint thread")?);
         self.exchange_pending = share.ranks > 1;
         Ok(())
@@ -319,9 +330,8 @@ impl CheckpointWriter {
         let needed = model_file::file_bytes(model.descriptor, engine.dtype())?
             + ranks as u64 * state::file_bytes(parameters, masters, &state.data)
             + SPACE_MARGIN;
-        let space = rustix::fs::statvfs(path)
-            .with_context(|| format!("cannot determine the free space of {}", path.display()))?;
-        let free = space.f_bavail.saturating_mul(space.f_frsize);
+        let free =
+            fs::free_space(path).with_context(|| format!("cannot determine the free space of {}", path.display()))?;
         ensure!(
             needed <= free,
             "{}: expected {} of free space for a checkpoint, found {}; free some space, or choose another --out",
@@ -525,6 +535,7 @@ impl WriteJob {
 struct Rank0Job {
     directory: PathBuf,
     retention: Retention,
+    verified: Option<usize>,
     replaced: Vec<usize>,
     identity: Identity,
     descriptor: Descriptor,
@@ -536,7 +547,7 @@ struct Rank0Job {
 
 impl Rank0Job {
     fn write(self, job: &WriteJob, copy: &[u8]) -> Result<WriteSummary> {
-        let start = Instant::now();
+        let start = time::now();
         let own = self.write_files(job, copy);
         // The staging directory must exist until the other ranks have written their files into it.
         let results = match job.share.ranks {
@@ -569,11 +580,11 @@ impl Rank0Job {
         atomic_file::sync_directory(&self.directory)?;
         drop(self.staging);
         atomic_file::write(&done, |_| Ok(()))?;
-        let warning = self.retention.apply(&self.directory, step, &self.replaced).err();
+        let warning = self.retention.apply_except(&self.directory, step, &self.replaced, self.verified).err();
         Ok(WriteSummary {
             model_file: self.directory.join(Format::of(&self.descriptor).name(step)),
             bytes: files.iter().map(|file| file.bytes).sum(),
-            time: start.elapsed(),
+            time: time::now() - start,
             pause: job.pause,
             warning: warning.map(|error| format!("{error:#}")),
         })
@@ -597,7 +608,7 @@ impl StagingDirectory {
     fn create(parent: &Path) -> Result<Self> {
         let path = staging_path(parent);
         let cannot = || format!("cannot create {}", path.display());
-        if path.exists() {
+        if fs::exists(&path) {
             fs::remove_dir_all(&path).with_context(cannot)?;
         }
         fs::create_dir(&path).with_context(cannot)?;

@@ -8,9 +8,9 @@ use std::process::{Command, Output};
 use crate::BuiltModule;
 use crate::error::{Error, at};
 use crate::json::Value;
-use crate::module::{Kernel, arch_number};
+use crate::module::{FEATURES, Kernel, arch_number, has_feature};
 use crate::toolchain::Toolchain;
-use crate::{ir, ptx, resources};
+use crate::{ir, ptx, resources, unchecked};
 
 const TARGET: &str = "nvptx64-nvidia-cuda";
 
@@ -53,8 +53,13 @@ const APPROXIMATE: [&str; 2] = ["-nvptx-prec-divf32=0", "-nvptx-prec-sqrtf32=0"]
 const EXACT: [&str; 2] = ["-nvptx-prec-divf32=2", "-nvptx-prec-sqrtf32=1"];
 
 /// The source of the build steps. PTX files and cubins of an earlier build are reused only if it has not changed.
-const STEPS: [&str; 4] =
-    [include_str!("compile.rs"), include_str!("ir.rs"), include_str!("ptx.rs"), include_str!("remainder.ll")];
+const STEPS: [&str; 5] = [
+    include_str!("compile.rs"),
+    include_str!("ir.rs"),
+    include_str!("ptx.rs"),
+    include_str!("remainder.ll"),
+    include_str!("unchecked.rs"),
+];
 
 pub struct Job<'a> {
     pub toolchain: &'a Toolchain,
@@ -66,6 +71,8 @@ pub struct Job<'a> {
     pub out_dir: &'a Path,
     /// Whether f32 division and square root are approximate.
     pub approximate: bool,
+    /// Whether device code may contain what the emulator cannot check.
+    pub unchecked: bool,
 }
 
 pub struct JobOutput {
@@ -95,6 +102,7 @@ impl Job<'_> {
             return Err(Error::BadArch { arch: self.arch.to_owned() });
         }
         let mut command = Command::new(&self.toolchain.cargo);
+        let features = FEATURES.into_iter().filter(|feature| has_feature(self.arch, feature));
         clean(&mut command)
             .current_dir(self.krate)
             .args(["rustc", "--lib", "--release", "-Zbuild-std=core", "--message-format=json", "--target", TARGET])
@@ -102,6 +110,8 @@ impl Job<'_> {
             .arg(self.target)
             .args(["--", "--cfg"])
             .arg(format!("cuda_arch=\"{}\"", self.arch))
+            .args(features.flat_map(|feature| ["--cfg".to_owned(), format!("cuda_feature=\"{feature}\"")]))
+            .args((!self.unchecked).then_some("-Dunsafe_code"))
             .env("RUSTC", &self.toolchain.rustc)
             .env("RUSTC_WRAPPER", "")
             .env("RUSTC_WORKSPACE_WRAPPER", "")
@@ -192,7 +202,7 @@ impl Job<'_> {
     /// Returns a hash of all inputs of the PTX and the cubin.
     fn fingerprint(&self, bitcode: &[PathBuf]) -> Result<String, Error> {
         let mut hasher = DefaultHasher::new();
-        (STEPS, self.arch, self.approximate).hash(&mut hasher);
+        (STEPS, self.arch, self.approximate, self.unchecked).hash(&mut hasher);
         for path in bitcode {
             at(path, fs::read(path))?.hash(&mut hasher);
         }
@@ -221,6 +231,13 @@ impl Job<'_> {
         let mut opt = tool("opt");
         opt.args(OPT_FLAGS).arg(format!("-internalize-public-api-list={}", names.join(",")));
         self.run_tool(opt.arg("-S").arg(&files.marked).arg("-o").arg(&files.optimized), "optimizing", advice)?;
+
+        if !self.unchecked {
+            let found = unchecked::find(&at(&files.optimized, fs::read_to_string(&files.optimized))?);
+            if !found.is_empty() {
+                return Err(Error::Unchecked { arch: self.arch.to_owned(), found });
+            }
+        }
 
         let mut llc = tool("llc");
         llc.args(LLC_FLAGS)

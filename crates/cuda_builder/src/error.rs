@@ -5,6 +5,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 
+use crate::unchecked::Unchecked;
+
 /// The reason why a device crate could not be built.
 #[derive(thiserror::Error)]
 #[expect(missing_docs, reason = "the messages describe the fields")]
@@ -83,6 +85,13 @@ pub enum Error {
     /// Launch bounds are given for a function that is not a kernel.
     #[error("launch bounds of {kernel}: expected a kernel, found no kernel of this name; write them in #[kernel(…)]")]
     NoSuchKernel { kernel: String },
+
+    /// The device code contains what the emulator cannot check.
+    #[error(
+        "{arch}: {}; CudaBuilder::allow_unchecked builds code that the emulator does not check",
+        .found.iter().map(|u| format!("{} {}", u.name, u.what)).collect::<Vec<_>>().join("; ")
+    )]
+    Unchecked { arch: String, found: Vec<Unchecked> },
 
     /// Kernels call undefined functions.
     #[error(

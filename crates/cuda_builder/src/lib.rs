@@ -35,6 +35,7 @@ mod module;
 mod ptx;
 mod resources;
 mod toolchain;
+mod unchecked;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -43,8 +44,9 @@ use std::sync::{Mutex, PoisonError};
 use std::time::SystemTime;
 
 pub use error::Error;
-pub use module::{Kernel, LaunchBounds, Module, Resources};
+pub use module::{Kernel, LaunchBounds, Module, Resources, has_feature};
 pub use toolchain::{NIGHTLY, NoToolchain, Toolchain, find_cuda_tool};
+pub use unchecked::Unchecked;
 
 use compile::Job;
 use toolchain::Search;
@@ -56,6 +58,7 @@ pub struct CudaBuilder {
     out_dir: Option<PathBuf>,
     cubins: Option<bool>,
     approximate: bool,
+    unchecked: bool,
     search: Search,
 }
 
@@ -107,12 +110,13 @@ impl CudaBuilder {
             out_dir: None,
             cubins: None,
             approximate: false,
+            unchecked: false,
             search: Search::default(),
         }
     }
 
     /// Adds an architecture, such as `sm_90a`. The device crate, but not its dependencies, sees it as
-    /// `cfg(cuda_arch = "sm_90a")`.
+    /// `cfg(cuda_arch = "sm_90a")`, and what it can do as `cfg(cuda_feature = "wgmma")` (see [`has_feature`]).
     #[must_use]
     pub fn arch(mut self, arch: &str) -> Self {
         self.archs.push(arch.to_owned());
@@ -131,6 +135,14 @@ impl CudaBuilder {
     #[must_use]
     pub fn approximate_division(mut self) -> Self {
         self.approximate = true;
+        self
+    }
+
+    /// Allows device code that the emulator cannot check: `unsafe` in the device crate, atomics of `core`, mutable statics, and
+    /// instructions for thread block clusters. By default such code is an error.
+    #[must_use]
+    pub fn allow_unchecked(mut self) -> Self {
+        self.unchecked = true;
         self
     }
 
@@ -202,6 +214,7 @@ impl CudaBuilder {
                 target,
                 out_dir,
                 approximate: self.approximate,
+                unchecked: self.unchecked,
             })
             .collect();
         let _lock = compile::lock(target)?;

@@ -18,6 +18,9 @@ fn fixture(name: &str) -> PathBuf {
 fn build(name: &str, archs: &[&str]) -> Result<Built, Error> {
     let out_dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", archs.join("-")));
     let builder = CudaBuilder::new(fixture(name)).out_dir(out_dir).cubins(true);
+    // The other fixtures have no views: their kernels access memory through pointers.
+    let checked = ["unchecked", "unsafe_code", "address", "features"].contains(&name);
+    let builder = if checked { builder } else { builder.allow_unchecked() };
     let built = archs.iter().fold(builder, |builder, arch| builder.arch(arch)).build();
     if let Ok(Built { missing: Some(missing), .. }) = &built {
         panic!("this test compiles device code; {missing}");
@@ -85,7 +88,7 @@ fn division_is_exact_unless_the_builder_makes_it_approximate() {
     assert_count("division", &["div.approx.", "div.full", "rcp."], 0);
     let out_dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("probes-approximate");
     let builder = CudaBuilder::new(fixture("probes")).out_dir(out_dir).cubins(false).arch("sm_80");
-    let built = builder.approximate_division().build().unwrap_or_else(|error| panic!("{error}"));
+    let built = builder.approximate_division().allow_unchecked().build().unwrap_or_else(|error| panic!("{error}"));
     let body = entry(&ptx(&built.modules[0]), "division");
     let count = |instructions: &[&str]| -> usize { instructions.iter().map(|i| body.matches(i).count()).sum() };
     assert_eq!((count(&["div.approx.", "rcp.approx."]), count(&["div.rn", "div.full"])), (1, 0), "{body}");
@@ -198,6 +201,67 @@ fn builders_do_not_build_the_package_that_calls_them() {
         let text = String::from_utf8_lossy(&output.stdout);
         assert!(output.status.success() && text.contains(expected), "{variable}: {text}");
     }
+}
+
+#[test]
+fn atomics_of_core_and_mutable_statics_are_refused() {
+    let error = build("unchecked", &["sm_80"]).expect_err("it must not build").to_string();
+    for part in ["counts_in_a_static uses an atomic of core", "COUNT", "is a mutable static", "allow_unchecked"] {
+        assert!(error.contains(part), "{error:?} lacks {part:?}");
+    }
+    assert!(!error.contains("is_checked"), "{error}");
+}
+
+#[test]
+fn unsafe_code_in_kernels_is_refused() {
+    let error = build("unsafe_code", &["sm_80"]).expect_err("it must not build").to_string();
+    assert!(error.contains("usage of an `unsafe` block") && error.contains("src/lib.rs:8"), "{error}");
+}
+
+#[test]
+fn kernels_cannot_make_views_of_addresses() {
+    let error = build("address", &["sm_80"]).expect_err("it must not build").to_string();
+    assert!(error.contains("from_address") && error.contains("src/lib.rs:8"), "{error}");
+}
+
+/// Each primitive compiles to its instruction, and the kernels are accepted by ptxas.
+#[test]
+fn primitives_outside_of_gpu_compile_to_their_instructions() {
+    let built = build("features", &["sm_80", "sm_90", "sm_90a"]).unwrap_or_else(|error| panic!("{error}"));
+    let expected: [(&str, &[(&str, usize)]); 8] = [
+        ("dimensions", &[(".maxntid 16, 4, 2", 1), ("%laneid", 1), ("%tid.y", 1), ("%tid.z", 1)]),
+        ("shuffles", &[("shfl.sync.bfly", 2), ("shfl.sync.up", 1)]),
+        ("masks", &[("activemask.b32", 1), ("bar.warp.sync", 1), ("vote.sync.ballot", 1), ("shfl.sync.idx", 1)]),
+        (
+            "atomics",
+            &[
+                ("atom.add.relaxed.cta.shared.u32", 1),
+                ("atom.min.relaxed.cta.shared.u32", 1),
+                ("atom.cas.relaxed.cta.shared.b32", 1),
+                ("atom.add.relaxed.cta.shared.f64", 1),
+                ("atom.max.relaxed.gpu.global.s32", 1),
+                ("atom.exch.relaxed.gpu.global.b32", 1),
+                ("atom.add.relaxed.gpu.global.u64", 1),
+                ("atom.add.relaxed.gpu.global.f64", 1),
+            ],
+        ),
+        ("halves", &[("cvt.rn.f16x2.f32", 4), ("cvt.f32.f16", 8)]),
+        ("functions", &[("sqrt.rn.f64", 1)]),
+        ("prints", &[("vprintf", 1), ("trap;", 1), ("%clock64", 1), ("%globaltimer", 1)]),
+        ("large_parameter", &[("large_parameter_param_1[2008]", 1)]),
+    ];
+    for module in &built.modules {
+        let text = ptx(module);
+        for (kernel, instructions) in expected {
+            let body = entry(&text, kernel);
+            for (instruction, count) in instructions {
+                let found = body.lines().filter(|line| line.contains(instruction)).count();
+                assert_eq!(found, *count, "{instruction} in {kernel} of {}:\n{body}", module.arch);
+            }
+        }
+    }
+    let names = |name| built.modules.iter().map(|module| kernel(module, name).is_some()).collect::<Vec<_>>();
+    assert_eq!((names("with_tma"), names("with_wgmma")), (vec![false, true, true], vec![false, false, true]));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The storage types of tensors, `f32` and [`bf16`], and 16-byte packets of them. [`crate::fp8`] has the 8-bit types.
+//! The storage types of tensors, `f32`, [`bf16`] and [`f16`], and 16-byte packets of them. [`crate::fp8`] has the 8-bit types.
 
 use crate::backend;
 use core::marker::PhantomData;
@@ -30,9 +30,36 @@ unsafe impl bytemuck::Zeroable for bf16 {}
 #[cfg(not(target_arch = "nvptx64"))]
 unsafe impl bytemuck::Pod for bf16 {}
 
+/// An IEEE 754 half-precision number. It is a storage type; arithmetic uses f32.
+#[expect(non_camel_case_types, reason = "named like the primitive types")]
+#[repr(transparent)]
+#[derive(Clone, Copy, Default, PartialEq, Debug)]
+pub struct f16(u16);
+
+impl f16 {
+    /// Creates a number from its bits.
+    #[inline(always)]
+    pub const fn from_bits(bits: u16) -> Self {
+        Self(bits)
+    }
+
+    /// Returns the bits of the number.
+    #[inline(always)]
+    pub const fn to_bits(self) -> u16 {
+        self.0
+    }
+}
+
+// SAFETY: f16 is a transparent u16, and every bit pattern is valid.
+#[cfg(not(target_arch = "nvptx64"))]
+unsafe impl bytemuck::Zeroable for f16 {}
+// SAFETY: as above.
+#[cfg(not(target_arch = "nvptx64"))]
+unsafe impl bytemuck::Pod for f16 {}
+
 /// A storage type of tensors. Kernels are generic over it and compute in f32.
 pub trait Element: Copy + Default + Send + Sync + 'static {
-    /// Number of elements in a 16-byte packet: 8 for bf16, 4 for f32, 16 for FP8.
+    /// Number of elements in a 16-byte packet: 8 for bf16 and f16, 4 for f32, 16 for FP8.
     const PACKET: usize = 16 / size_of::<Self>();
 
     /// Converts to f32, which is exact.
@@ -155,6 +182,63 @@ impl Element for bf16 {
             backend::bf16x2(f(4), f(5)),
             backend::bf16x2(f(6), f(7)),
         ]
+    }
+}
+
+impl Element for f16 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        backend::f16_to_f32(self.0)
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    fn from_f32(value: f32) -> Self {
+        Self(backend::f16x2(value, 0.0) as u16)
+    }
+
+    /// Values beyond the largest finite number, 65504, are rounded to nearest even.
+    #[inline(always)]
+    fn round_stochastic(value: f32, noise: u32) -> f32 {
+        let magnitude = value.abs();
+        if magnitude > 65504.0 || value.is_nan() {
+            return Self::from_f32(value).to_f32();
+        }
+        // The distance of neighbors: 2^-24 for numbers below 2^-14, and above that 2^-10 of the power of two below.
+        let exponent = (magnitude.to_bits() >> 23).max(127 - 14);
+        let quantum = f32::from_bits((exponent - 10) << 23);
+        // Exact: division by a power of two, whose reciprocal is representable.
+        let scaled = magnitude * f32::from_bits((254 - (exponent - 10)) << 23);
+        let below = scaled as u32;
+        let up = scaled - below as f32 > (noise & 0xffff) as f32 * (1.0 / 65536.0);
+        let rounded = (below + u32::from(up)) as f32 * quantum;
+        if value.is_sign_negative() { -rounded } else { rounded }
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn load_four(pointer: *const Self) -> [f32; 4] {
+        // SAFETY: guaranteed by the caller.
+        let words = unsafe { backend::load64(pointer.cast()) };
+        core::array::from_fn(|i| backend::f16_to_f32((words[i / 2] >> (16 * (i % 2))) as u16))
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn store_four(pointer: *mut Self, [a, b, c, d]: [f32; 4]) {
+        // SAFETY: guaranteed by the caller.
+        unsafe { backend::store64(pointer.cast(), [backend::f16x2(a, b), backend::f16x2(c, d)]) }
+    }
+
+    #[inline(always)]
+    fn unpack(words: &[u32; 4], i: usize) -> f32 {
+        backend::f16_to_f32((words[i / 2] >> (16 * (i % 2))) as u16)
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    fn pack(mut f: impl FnMut(usize) -> f32) -> [u32; 4] {
+        [backend::f16x2(f(0), f(1)), backend::f16x2(f(2), f(3)), backend::f16x2(f(4), f(5)), backend::f16x2(f(6), f(7))]
     }
 }
 

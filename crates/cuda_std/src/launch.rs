@@ -19,29 +19,36 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub struct Launch {
     name: &'static str,
-    threads: u32,
+    block: [u32; 3],
     arguments: Vec<Argument>,
     body: Arc<dyn Fn() + Send + Sync>,
 }
 
 /// The bytes of a kernel argument.
+#[derive(Clone)]
+pub struct Argument(Box<[Line]>);
+
+/// Part of an argument, with the alignment of a [`TensorMap`](crate::hopper::TensorMap).
 #[derive(Clone, Copy)]
-#[repr(C, align(16))]
-pub struct Argument([u8; Self::CAPACITY]);
+#[repr(C, align(64))]
+struct Line([u8; 64]);
 
 impl Argument {
-    /// Size of the largest argument, in bytes.
-    const CAPACITY: usize = 128;
+    /// Size of the largest argument in bytes: that of all parameters of a kernel, in the PTX versions that drivers since CUDA 12.0
+    /// accept.
+    const LIMIT: usize = 4096;
 
     /// Copies `value`, which must be plain data without padding: a pointer view, a scalar, or a `#[repr(C)]` struct of
     /// scalars. The device receives a struct by value, with the layout it has on the host.
     #[doc(hidden)]
     pub fn new<T: Copy + 'static>(value: T) -> Self {
-        const { assert!(size_of::<T>() <= Self::CAPACITY && align_of::<T>() <= 16) };
-        let mut bytes = [0; Self::CAPACITY];
-        // SAFETY: `value` fits, as asserted, and is plain data.
-        unsafe { std::ptr::copy_nonoverlapping((&raw const value).cast::<u8>(), bytes.as_mut_ptr(), size_of::<T>()) };
-        Self(bytes)
+        const { assert!(size_of::<T>() <= Self::LIMIT && align_of::<T>() <= align_of::<Line>()) };
+        let mut lines = vec![Line([0; 64]); size_of::<T>().div_ceil(size_of::<Line>())].into_boxed_slice();
+        // SAFETY: `value` fits and is plain data.
+        unsafe {
+            std::ptr::copy_nonoverlapping((&raw const value).cast::<u8>(), lines.as_mut_ptr().cast(), size_of::<T>());
+        };
+        Self(lines)
     }
 }
 
@@ -63,11 +70,11 @@ impl Launch {
     #[doc(hidden)]
     pub fn new(
         name: &'static str,
-        threads: u32,
+        block: [u32; 3],
         arguments: Vec<Argument>,
         body: impl Fn() + Send + Sync + 'static,
     ) -> Self {
-        Self { name, threads, arguments, body: Arc::new(body) }
+        Self { name, block, arguments, body: Arc::new(body) }
     }
 
     /// Returns the name of the entry point in the PTX.
@@ -77,12 +84,17 @@ impl Launch {
 
     /// Returns the number of threads in a block, given by `#[kernel(threads = …)]`.
     pub fn threads(&self) -> u32 {
-        self.threads
+        self.block.iter().product()
+    }
+
+    /// Returns the number of threads of a block in x, y and z.
+    pub fn block(&self) -> [u32; 3] {
+        self.block
     }
 
     /// Calls `f` with the addresses of the arguments, in the format of `cuLaunchKernel`.
     pub fn with_arguments<R>(&self, f: impl FnOnce(&mut [*mut std::ffi::c_void]) -> R) -> R {
-        let mut addresses: Vec<_> = self.arguments.iter().map(|a| (&raw const a.0).cast_mut().cast()).collect();
+        let mut addresses: Vec<_> = self.arguments.iter().map(|a| a.0.as_ptr().cast_mut().cast()).collect();
         f(&mut addresses)
     }
 
@@ -111,12 +123,12 @@ impl Launch {
     }
 
     fn grid(&self, size: [u32; 3], shared_bytes: usize) -> Grid<'_> {
-        Grid { kernel: self.name, body: &*self.body, size, threads: self.threads, shared_bytes }
+        Grid { kernel: self.name, body: &*self.body, size, threads: self.threads(), block: self.block, shared_bytes }
     }
 }
 
 impl fmt::Debug for Launch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}({} arguments, {} threads)", self.name, self.arguments.len(), self.threads)
+        write!(f, "{}({} arguments, {} threads)", self.name, self.arguments.len(), self.threads())
     }
 }

@@ -38,7 +38,7 @@
 //!
 //! // One element too many:
 //! let report = double(out, inp, 101).emulate_checked(&mut memory, [2, 1, 1], 0).unwrap_err();
-//! let expected = "thread 36: out-of-bounds access: read of 4 bytes at inp + 400, which has 400 bytes";
+//! let expected = "thread 36: out-of-bounds access: read of 4 bytes at inp + 400 (index 100), which has 400 bytes";
 //! assert!(report.to_string().starts_with(&format!("kernel double, block (1, 0, 0), {expected}")));
 //! # Ok::<(), cuda_std::emulate::Report>(())
 //! ```
@@ -88,7 +88,7 @@ pub mod emulate {
     //! * Special functions are correctly rounded or nearly so, while the device approximates them. Tensor-core
     //!   instructions accumulate in f32 in ascending k.
 
-    pub use crate::backend::{Fault, HostAccess, Memory, Report};
+    pub use crate::backend::{Fault, HostAccess, Memory, Report, printed_by};
 }
 pub mod fence;
 pub mod fp8;
@@ -98,13 +98,14 @@ pub mod hopper;
 pub mod launch;
 pub mod math;
 pub mod mma;
+pub mod print;
 pub mod shared;
 pub mod thread;
 pub mod warp;
 
 pub use cache::CachePolicy;
 pub use cuda_std_macros::kernel;
-pub use element::{Element, Packet, bf16};
+pub use element::{Element, Packet, bf16, f16};
 pub use fp8::{E4m3, E5m2, Fp8};
 pub use global::{Global, GlobalMut};
 pub use shared::{SharedArray, SharedTile};

@@ -1,5 +1,6 @@
-//! Mathematical functions of f32. Functions whose names end in `_rn` round to nearest. The others use the
-//! special-function unit and have errors of a few ulp.
+//! Mathematical functions of f32, and in [`double`] of f64. Functions whose names end in `_rn` round to nearest. [`sin`], [`cos`] and
+//! [`pow`] are those of the crate `libm`, with errors of about one ulp over the whole range. The others use the special-function unit
+//! and have errors of a few ulp.
 //!
 //! The device compiler contracts multiplications and additions to fused multiply-adds and approximates `/`, so these
 //! results can differ from the CPU's. A kernel that uses only [`fma`], [`div_rn`], [`sqrt_rn`], their bounded forms, and
@@ -109,6 +110,71 @@ pub fn div_rn_bounded(a: f32, b: f32) -> f32 {
 #[track_caller]
 pub fn tanh(x: f32) -> f32 {
     fma(-2.0, recip(exp(2.0 * x) + 1.0), 1.0)
+}
+
+/// Returns the sine of `x` radians.
+#[inline(always)]
+pub fn sin(x: f32) -> f32 {
+    libm::sinf(x)
+}
+
+/// Returns the cosine of `x` radians.
+#[inline(always)]
+pub fn cos(x: f32) -> f32 {
+    libm::cosf(x)
+}
+
+/// Returns `x` to the power of `y`.
+#[inline(always)]
+pub fn pow(x: f32, y: f32) -> f32 {
+    libm::powf(x, y)
+}
+
+/// Mathematical functions of f64, those of the crate `libm`: errors are about one ulp. A GPU contracts multiplications and additions,
+/// so the last bit can differ from the CPU's.
+pub mod double {
+    macro_rules! functions {
+        ($($(#[$doc:meta])* $name:ident($($x:ident),*) = $function:ident;)*) => {$(
+            $(#[$doc])*
+            #[inline(always)]
+            pub fn $name($($x: f64),*) -> f64 {
+                libm::$function($($x),*)
+            }
+        )*};
+    }
+
+    functions! {
+        /// Returns the sine of `x` radians.
+        sin(x) = sin;
+        /// Returns the cosine of `x` radians.
+        cos(x) = cos;
+        /// Returns `x` to the power of `y`.
+        pow(x, y) = pow;
+        /// Returns e^x.
+        exp(x) = exp;
+        /// Returns 2^x.
+        exp2(x) = exp2;
+        /// Returns the natural logarithm.
+        ln(x) = log;
+        /// Returns the logarithm to base 2.
+        log2(x) = log2;
+        /// Returns the hyperbolic tangent.
+        tanh(x) = tanh;
+        /// Returns the error function.
+        erf(x) = erf;
+    }
+
+    /// Returns the square root, correctly rounded (`sqrt.rn.f64`).
+    #[inline(always)]
+    pub fn sqrt(x: f64) -> f64 {
+        crate::backend::sqrt_f64(x)
+    }
+
+    /// Returns `a * b + c`, rounded once (`fma.rn.f64`).
+    #[inline(always)]
+    pub fn fma(a: f64, b: f64, c: f64) -> f64 {
+        crate::backend::fma_f64(a, b, c)
+    }
 }
 
 #[cfg(test)]

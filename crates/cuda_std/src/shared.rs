@@ -34,29 +34,40 @@ impl Layout {
         self.offset
     }
 
+    /// Reserves memory for a view `V` of elements `T`. `row` is the number of elements in a row of a tile, and between the starts of
+    /// two rows.
     #[inline(always)]
-    pub(crate) fn take(&mut self, bytes: usize, align: usize) -> *mut u8 {
+    #[track_caller]
+    pub(crate) fn take<V, T>(
+        &mut self,
+        bytes: usize,
+        align: usize,
+        row: Option<(usize, usize)>,
+    ) -> backend::SharedView<T> {
         let start = self.offset.next_multiple_of(align);
         self.offset = start + bytes;
-        backend::shared_base().wrapping_add(start)
+        backend::reserve::<V, T>(backend::shared_base(), start, bytes, row)
     }
 
     /// Reserves an array of `len` elements, aligned to 16 bytes.
     #[inline(always)]
+    #[track_caller]
     pub fn array<T>(&mut self, len: usize) -> SharedArray<T> {
-        SharedArray(self.take(len * size_of::<T>(), 16).cast())
+        SharedArray(self.take::<SharedArray<T>, T>(len * size_of::<T>(), 16, None))
     }
 
     /// Reserves an `R` x `C` tile, aligned to 128 bytes.
     #[inline(always)]
+    #[track_caller]
     pub fn tile<T: Element, const R: usize, const C: usize>(&mut self) -> SharedTile<T, R, C> {
-        SharedTile(self.take(R * SharedTile::<T, R, C>::STRIDE * size_of::<T>(), 128).cast())
+        let stride = SharedTile::<T, R, C>::STRIDE;
+        SharedTile(self.take::<SharedTile<T, R, C>, T>(R * stride * size_of::<T>(), 128, Some((C, stride))))
     }
 }
 
 /// A one-dimensional array in shared memory.
 #[repr(transparent)]
-pub struct SharedArray<T>(*mut T);
+pub struct SharedArray<T>(backend::SharedView<T>);
 
 impl<T> Clone for SharedArray<T> {
     #[inline(always)]
@@ -72,7 +83,7 @@ impl<T: Copy> SharedArray<T> {
     #[track_caller]
     pub fn at(self, i: usize) -> T {
         // SAFETY: the launch provides the bytes that `Layout` reserved, and the kernel's indices stay within the array.
-        unsafe { backend::load(self.0.wrapping_add(i)) }
+        unsafe { backend::load(self.0.element(i, 1)) }
     }
 
     /// Writes element `i`.
@@ -80,20 +91,28 @@ impl<T: Copy> SharedArray<T> {
     #[track_caller]
     pub fn set(self, i: usize, value: T) {
         // SAFETY: see `at`.
-        unsafe { backend::store(self.0.wrapping_add(i), value) }
+        unsafe { backend::store(self.0.element(i, 1), value) }
     }
 
-    /// Returns a pointer to element `i`.
+    /// Returns a pointer to `count` elements from element `i` on.
     #[inline(always)]
-    pub(crate) fn element(self, i: usize) -> *const T {
-        self.0.wrapping_add(i)
+    #[track_caller]
+    pub(crate) fn elements(self, i: usize, count: usize) -> *const T {
+        self.0.element(i, count)
     }
 
     /// Returns the array that starts `count` elements after this one.
     #[must_use]
     #[inline(always)]
     pub fn skip(self, count: usize) -> Self {
-        Self(self.0.wrapping_add(count))
+        Self(self.0.skip(count))
+    }
+
+    /// Returns the array unchanged. Reports of the emulator call it `name`.
+    #[must_use]
+    #[inline(always)]
+    pub fn named(self, name: &'static str) -> Self {
+        Self(self.0.named(name))
     }
 }
 
@@ -103,7 +122,7 @@ impl SharedArray<u32> {
     #[track_caller]
     pub fn set_two(self, i: usize, words: [u32; 2]) {
         // SAFETY: see `at`; arrays are 16-byte aligned and the index is even.
-        unsafe { backend::store64(self.0.wrapping_add(i), words) }
+        unsafe { backend::store64(self.0.element(i, 2), words) }
     }
 
     /// Writes elements `i` to `i` + 3 (`st.shared.v4.b32`). `i` must be a multiple of 4.
@@ -111,7 +130,7 @@ impl SharedArray<u32> {
     #[track_caller]
     pub fn set_four(self, i: usize, words: [u32; 4]) {
         // SAFETY: see `at`; arrays are 16-byte aligned and the index is a multiple of 4.
-        unsafe { backend::store128(self.0.wrapping_add(i), words) }
+        unsafe { backend::store128(self.0.element(i, 4), words) }
     }
 }
 
@@ -121,7 +140,7 @@ impl SharedArray<f32> {
     #[track_caller]
     pub fn pair(self, i: usize) -> [f32; 2] {
         // SAFETY: see `at`; arrays are 16-byte aligned and the index is even.
-        let bits = unsafe { backend::load(self.0.wrapping_add(i).cast::<u64>()) };
+        let bits = unsafe { backend::load(self.0.element(i, 2).cast::<u64>()) };
         [f32::from_bits(bits as u32), f32::from_bits((bits >> 32) as u32)]
     }
 }
@@ -132,7 +151,7 @@ impl<T: Element> SharedArray<T> {
     #[track_caller]
     pub fn packet(self, i: usize) -> Packet<T> {
         // SAFETY: see `at`; arrays are 16-byte aligned.
-        Packet::from_words(unsafe { backend::load128(self.0.wrapping_add(i).cast()) })
+        Packet::from_words(unsafe { backend::load128(self.0.element(i, T::PACKET).cast()) })
     }
 
     /// Writes the packet that starts at element `i`, a multiple of `T::PACKET` (`st.shared.v4.b32`).
@@ -140,7 +159,7 @@ impl<T: Element> SharedArray<T> {
     #[track_caller]
     pub fn set_packet(self, i: usize, packet: Packet<T>) {
         // SAFETY: see `packet`.
-        unsafe { backend::store128(self.0.wrapping_add(i).cast(), packet.words) }
+        unsafe { backend::store128(self.0.element(i, T::PACKET).cast(), packet.words) }
     }
 
     /// Starts an asynchronous 16-byte copy of `from[j..]` to element `i` (`cp.async.cg.shared.global`). If `valid` is
@@ -149,7 +168,7 @@ impl<T: Element> SharedArray<T> {
     #[track_caller]
     pub fn copy_packet_async(self, i: usize, from: Global<T>, j: usize, valid: bool) {
         // SAFETY: see `packet`; the launch contract covers `from`.
-        unsafe { backend::async_copy_16(self.0.wrapping_add(i).cast(), from.0.wrapping_add(j).cast(), valid) }
+        unsafe { backend::async_copy_16(self.0.element(i, T::PACKET).cast(), from.0.wrapping_add(j).cast(), valid) }
     }
 }
 
@@ -157,7 +176,7 @@ impl<T: Element> SharedArray<T> {
 ///
 /// Each row is padded by 16 bytes, so that `ldmatrix` reads eight rows without bank conflicts.
 #[repr(transparent)]
-pub struct SharedTile<T, const R: usize, const C: usize>(*mut T);
+pub struct SharedTile<T, const R: usize, const C: usize>(backend::SharedView<T>);
 
 impl<T, const R: usize, const C: usize> Clone for SharedTile<T, R, C> {
     #[inline(always)]
@@ -171,9 +190,18 @@ impl<T: Element, const R: usize, const C: usize> SharedTile<T, R, C> {
     /// Row stride in elements.
     pub const STRIDE: usize = C + T::PACKET;
 
+    /// Returns the tile unchanged. Reports of the emulator call it `name`.
+    #[must_use]
     #[inline(always)]
-    fn pointer(self, row: usize, col: usize) -> *mut T {
-        self.0.wrapping_add(row * Self::STRIDE + col)
+    pub fn named(self, name: &'static str) -> Self {
+        Self(self.0.named(name))
+    }
+
+    /// Returns a pointer to the `rows` x `cols` elements from (`row`, `col`) on.
+    #[inline(always)]
+    #[track_caller]
+    fn pointer(self, row: usize, col: usize, rows: usize, cols: usize) -> *mut T {
+        self.0.tile([row, col], Self::STRIDE, [rows, cols])
     }
 
     /// Reads element (`row`, `col`).
@@ -181,7 +209,7 @@ impl<T: Element, const R: usize, const C: usize> SharedTile<T, R, C> {
     #[track_caller]
     pub fn at(self, row: usize, col: usize) -> T {
         // SAFETY: the launch provides the bytes that `Layout` reserved, and the kernel's indices stay within the tile.
-        unsafe { backend::load(self.pointer(row, col)) }
+        unsafe { backend::load(self.pointer(row, col, 1, 1)) }
     }
 
     /// Writes element (`row`, `col`).
@@ -189,7 +217,7 @@ impl<T: Element, const R: usize, const C: usize> SharedTile<T, R, C> {
     #[track_caller]
     pub fn set(self, row: usize, col: usize, value: T) {
         // SAFETY: see `at`.
-        unsafe { backend::store(self.pointer(row, col), value) }
+        unsafe { backend::store(self.pointer(row, col, 1, 1), value) }
     }
 
     /// Reads the packet that starts at (`row`, `col`). `col` must be a multiple of `T::PACKET`.
@@ -197,7 +225,7 @@ impl<T: Element, const R: usize, const C: usize> SharedTile<T, R, C> {
     #[track_caller]
     pub fn packet(self, row: usize, col: usize) -> Packet<T> {
         // SAFETY: see `at`; the row stride is a multiple of 16 bytes.
-        Packet::from_words(unsafe { backend::load128(self.pointer(row, col).cast()) })
+        Packet::from_words(unsafe { backend::load128(self.pointer(row, col, 1, T::PACKET).cast()) })
     }
 
     /// Writes the packet that starts at (`row`, `col`). `col` must be a multiple of `T::PACKET`.
@@ -205,7 +233,7 @@ impl<T: Element, const R: usize, const C: usize> SharedTile<T, R, C> {
     #[track_caller]
     pub fn set_packet(self, row: usize, col: usize, packet: Packet<T>) {
         // SAFETY: see `packet`.
-        unsafe { backend::store128(self.pointer(row, col).cast(), packet.words) }
+        unsafe { backend::store128(self.pointer(row, col, 1, T::PACKET).cast(), packet.words) }
     }
 
     /// Starts an asynchronous 16-byte copy of `from[j..]` to (`row`, `col`) (`cp.async.cg.shared.global`). If `valid`
@@ -214,7 +242,9 @@ impl<T: Element, const R: usize, const C: usize> SharedTile<T, R, C> {
     #[track_caller]
     pub fn copy_packet_async(self, row: usize, col: usize, from: Global<T>, j: usize, valid: bool) {
         // SAFETY: see `packet`; the launch contract covers `from`.
-        unsafe { backend::async_copy_16(self.pointer(row, col).cast(), from.0.wrapping_add(j).cast(), valid) }
+        unsafe {
+            backend::async_copy_16(self.pointer(row, col, 1, T::PACKET).cast(), from.0.wrapping_add(j).cast(), valid);
+        }
     }
 }
 
@@ -225,7 +255,7 @@ impl<T: TensorCore, const R: usize, const C: usize> SharedTile<T, R, C> {
     #[track_caller]
     pub fn a(self, row: usize, col: usize) -> T::A {
         // SAFETY: see `at`, for the 16 x 16 elements at (row, col).
-        unsafe { T::load_a(self.pointer(row, col), Self::STRIDE) }
+        unsafe { T::load_a(self.pointer(row, col, 16, 16), Self::STRIDE) }
     }
 
     /// Loads two fragments that are adjacent in n: `B[k][n] = tile[row + n][col + k]` for k in 0..16 and n in 0..16.
@@ -233,7 +263,7 @@ impl<T: TensorCore, const R: usize, const C: usize> SharedTile<T, R, C> {
     #[track_caller]
     pub fn b_transposed(self, row: usize, col: usize) -> [T::B; 2] {
         // SAFETY: see `a`.
-        unsafe { T::load_b_transposed(self.pointer(row, col), Self::STRIDE) }
+        unsafe { T::load_b_transposed(self.pointer(row, col, 16, 16), Self::STRIDE) }
     }
 
     /// Loads two fragments that are adjacent in n: `B[k][n] = tile[row + k][col + n]` for k in 0..16 and n in 0..16.
@@ -241,7 +271,7 @@ impl<T: TensorCore, const R: usize, const C: usize> SharedTile<T, R, C> {
     #[track_caller]
     pub fn b(self, row: usize, col: usize) -> [T::B; 2] {
         // SAFETY: see `a`.
-        unsafe { T::load_b(self.pointer(row, col), Self::STRIDE) }
+        unsafe { T::load_b(self.pointer(row, col, 16, 16), Self::STRIDE) }
     }
 
     /// Stores a 16 x 8 accumulator fragment, rounded to `T`, at (`row`, `col`).
@@ -251,8 +281,8 @@ impl<T: TensorCore, const R: usize, const C: usize> SharedTile<T, R, C> {
         let (g, t) = ((warp::lane() / 4) as usize, (warp::lane() % 4) as usize);
         // SAFETY: see `at`.
         unsafe {
-            T::store_pair(self.pointer(row + g, col + 2 * t), c[0], c[1]);
-            T::store_pair(self.pointer(row + g + 8, col + 2 * t), c[2], c[3]);
+            T::store_pair(self.pointer(row + g, col + 2 * t, 1, 2), c[0], c[1]);
+            T::store_pair(self.pointer(row + g + 8, col + 2 * t, 1, 2), c[2], c[3]);
         }
     }
 }

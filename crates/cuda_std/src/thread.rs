@@ -13,16 +13,24 @@ macro_rules! index {
 }
 
 index! {
-    /// Returns the index of this thread in its block (`%tid.x`).
+    /// Returns the x index of this thread in its block (`%tid.x`).
     thread_idx_x
+    /// Returns the y index of this thread in its block (`%tid.y`), 0 in a one-dimensional block.
+    thread_idx_y
+    /// Returns the z index of this thread in its block (`%tid.z`), 0 in a one- or two-dimensional block.
+    thread_idx_z
     /// Returns the x index of this block in the grid (`%ctaid.x`).
     block_idx_x
     /// Returns the y index of this block in the grid (`%ctaid.y`).
     block_idx_y
     /// Returns the z index of this block in the grid (`%ctaid.z`).
     block_idx_z
-    /// Returns the number of threads in a block (`%ntid.x`).
+    /// Returns the number of threads of a block in x (`%ntid.x`).
     block_dim_x
+    /// Returns the number of threads of a block in y (`%ntid.y`).
+    block_dim_y
+    /// Returns the number of threads of a block in z (`%ntid.z`).
+    block_dim_z
     /// Returns the number of blocks of the grid in x (`%nctaid.x`).
     grid_dim_x
     /// Returns the number of blocks of the grid in y (`%nctaid.y`).
@@ -31,10 +39,38 @@ index! {
     grid_dim_z
 }
 
-/// Returns the index of this thread in a one-dimensional grid.
+/// Returns the index of this thread in a one-dimensional grid of one-dimensional blocks.
 #[inline(always)]
+#[track_caller]
 pub fn index_1d() -> usize {
-    block_idx_x() as usize * block_dim_x() as usize + thread_idx_x() as usize
+    block_idx_x() as usize * block_dim_x() as usize + backend::thread_idx_1d() as usize
+}
+
+/// Returns the index of this thread in its block of any dimension: x + `block_dim_x` · (y + `block_dim_y` · z). Consecutive indices
+/// form warps.
+#[inline(always)]
+pub fn linear_index() -> u32 {
+    thread_idx_x() + block_dim_x() * (thread_idx_y() + block_dim_y() * thread_idx_z())
+}
+
+/// Returns the cycles of this SM's clock, modulo 2^64 (`%clock64`). The emulator counts calls instead.
+#[inline(always)]
+pub fn clock() -> u64 {
+    backend::clock()
+}
+
+/// Returns the nanoseconds of a clock that all SMs share (`%globaltimer`). Its resolution is about a microsecond.
+#[inline(always)]
+pub fn nanoseconds() -> u64 {
+    backend::nanoseconds()
+}
+
+/// Stops the kernel with an error (`trap`). The launch fails, and the context of the GPU cannot be used again. The emulator reports
+/// the thread and the line.
+#[inline(always)]
+#[track_caller]
+pub fn trap() -> ! {
+    backend::trap()
 }
 
 /// Returns the number of threads in a one-dimensional grid.

@@ -5,69 +5,134 @@ use crate::backend;
 /// Number of lanes in a warp.
 pub const LANES: u32 = 32;
 
-/// Returns the lane of this thread, in 0..32.
+/// Returns the lane of this thread of a one-dimensional block, in 0..32.
 #[inline(always)]
+#[track_caller]
 pub fn lane() -> u32 {
-    crate::thread::thread_idx_x() % LANES
+    backend::thread_idx_1d() % LANES
 }
 
-/// Returns the index of this thread's warp in its block. A shuffle lets the compiler prove that it is uniform in the
-/// warp.
+/// Returns the lane of this thread of a block of any dimension, in 0..32 (`%laneid`).
+#[inline(always)]
+pub fn lane_id() -> u32 {
+    backend::lane_id()
+}
+
+/// Returns the index of this thread's warp in its one-dimensional block. A shuffle lets the compiler prove that it is uniform in
+/// the warp.
 #[inline(always)]
 #[track_caller]
 pub fn index() -> u32 {
-    shuffle(crate::thread::thread_idx_x() / LANES, 0)
+    shuffle(backend::thread_idx_1d() / LANES, 0)
 }
 
-/// A 32-bit type that can be shuffled.
+/// A 32-bit or 64-bit type that can be shuffled: f32, f64, u32, i32, u64 or i64. A 64-bit value takes two instructions.
 pub trait Shuffle: Copy {
-    /// Returns the bits of the value.
+    /// Whether the value has 64 bits.
+    #[doc(hidden)]
+    const WIDE: bool;
+    /// Returns the lower half of the bits.
+    #[doc(hidden)]
     fn to_word(self) -> u32;
-    /// Creates a value from its bits.
+    /// Creates a value of 32 bits.
+    #[doc(hidden)]
     fn from_word(word: u32) -> Self;
-}
-
-impl Shuffle for u32 {
+    /// Returns the lower and the upper half of the bits.
+    #[doc(hidden)]
     #[inline(always)]
-    fn to_word(self) -> u32 {
-        self
+    fn to_halves(self) -> [u32; 2] {
+        [self.to_word(), 0]
     }
+    /// Creates a value from its halves.
+    #[doc(hidden)]
     #[inline(always)]
-    fn from_word(word: u32) -> Self {
-        word
-    }
-}
-
-impl Shuffle for f32 {
-    #[inline(always)]
-    fn to_word(self) -> u32 {
-        self.to_bits()
-    }
-    #[inline(always)]
-    fn from_word(word: u32) -> Self {
-        f32::from_bits(word)
+    fn from_halves([low, _]: [u32; 2]) -> Self {
+        Self::from_word(low)
     }
 }
 
-/// Returns `value` of lane `from` (`shfl.sync.idx.b32`).
-#[inline(always)]
-#[track_caller]
-pub fn shuffle<S: Shuffle>(value: S, from: u32) -> S {
-    S::from_word(backend::shuffle_idx(value.to_word(), from))
+macro_rules! shuffle_32 {
+    ($($type:ty: $to:expr, $from:expr;)*) => {$(
+        impl Shuffle for $type {
+            const WIDE: bool = false;
+            #[inline(always)]
+            fn to_word(self) -> u32 {
+                $to(self)
+            }
+            #[inline(always)]
+            fn from_word(word: u32) -> Self {
+                $from(word)
+            }
+        }
+    )*};
 }
 
-/// Returns `value` of lane `lane() ^ mask` (`shfl.sync.bfly.b32`).
-#[inline(always)]
-#[track_caller]
-pub fn shuffle_xor<S: Shuffle>(value: S, mask: u32) -> S {
-    S::from_word(backend::shuffle_xor(value.to_word(), mask))
+macro_rules! shuffle_64 {
+    ($($type:ty: $to:expr, $from:expr;)*) => {$(
+        impl Shuffle for $type {
+            const WIDE: bool = true;
+            #[inline(always)]
+            fn to_word(self) -> u32 {
+                self.to_halves()[0]
+            }
+            #[inline(always)]
+            fn from_word(word: u32) -> Self {
+                Self::from_halves([word, 0])
+            }
+            #[inline(always)]
+            fn to_halves(self) -> [u32; 2] {
+                let bits: u64 = $to(self);
+                [bits as u32, (bits >> 32) as u32]
+            }
+            #[inline(always)]
+            fn from_halves([low, high]: [u32; 2]) -> Self {
+                $from(u64::from(low) | u64::from(high) << 32)
+            }
+        }
+    )*};
 }
 
-/// Returns `value` of lane `lane() + delta`, or the lane's own value past the last lane (`shfl.sync.down.b32`).
-#[inline(always)]
-#[track_caller]
-pub fn shuffle_down<S: Shuffle>(value: S, delta: u32) -> S {
-    S::from_word(backend::shuffle_down(value.to_word(), delta))
+shuffle_32! {
+    u32: core::convert::identity, core::convert::identity;
+    i32: i32::cast_unsigned, u32::cast_signed;
+    f32: f32::to_bits, f32::from_bits;
+}
+
+shuffle_64! {
+    u64: core::convert::identity, core::convert::identity;
+    i64: i64::cast_unsigned, u64::cast_signed;
+    f64: f64::to_bits, f64::from_bits;
+}
+
+/// Defines a shuffle of values from the instruction for words.
+macro_rules! shuffles {
+    ($($(#[$doc:meta])* $name:ident($($parameter:ident),*) = $word:ident;)*) => {$(
+        $(#[$doc])*
+        #[inline(always)]
+        #[track_caller]
+        pub fn $name<S: Shuffle>(value: S, $($parameter: u32),*) -> S {
+            if S::WIDE {
+                let [low, high] = value.to_halves();
+                S::from_halves([backend::$word(low, $($parameter),*), backend::$word(high, $($parameter),*)])
+            } else {
+                S::from_word(backend::$word(value.to_word(), $($parameter),*))
+            }
+        }
+    )*};
+}
+
+shuffles! {
+    /// Returns `value` of lane `from` (`shfl.sync.idx.b32`).
+    shuffle(from) = shuffle_idx;
+    /// Returns `value` of lane `lane() ^ mask` (`shfl.sync.bfly.b32`).
+    shuffle_xor(mask) = shuffle_xor;
+    /// Returns `value` of lane `lane() + delta`, or the lane's own value past the last lane (`shfl.sync.down.b32`).
+    shuffle_down(delta) = shuffle_down;
+    /// Returns `value` of lane `lane() - delta`, or the lane's own value before the first lane (`shfl.sync.up.b32`).
+    shuffle_up(delta) = shuffle_up;
+    /// Returns `value` of lane `from` among the lanes of `mask`, all of which must call it together (`shfl.sync.idx.b32`). This lane and
+    /// lane `from` must be in `mask`.
+    shuffle_masked(from, mask) = shuffle_masked;
 }
 
 /// Returns a mask of the lanes whose `predicate` is true (`vote.sync.ballot.b32`).
@@ -75,6 +140,30 @@ pub fn shuffle_down<S: Shuffle>(value: S, delta: u32) -> S {
 #[track_caller]
 pub fn ballot(predicate: bool) -> u32 {
     backend::ballot(predicate)
+}
+
+/// Returns the lanes of `mask` whose `predicate` is true (`vote.sync.ballot.b32`). All lanes of `mask` must call it together.
+#[inline(always)]
+#[track_caller]
+pub fn ballot_masked(predicate: bool, mask: u32) -> u32 {
+    backend::ballot_masked(predicate, mask)
+}
+
+/// Returns a mask of the lanes that execute this together (`activemask.b32`), at least this lane.
+///
+/// The hardware may run lanes of a branch one after the other. A result must not depend on which lanes are together. Typical use: one
+/// of them does the work of all.
+#[inline(always)]
+#[track_caller]
+pub fn active_mask() -> u32 {
+    backend::active_mask()
+}
+
+/// Synchronizes the lanes of `mask` and orders their memory accesses (`bar.warp.sync mask`). This lane must be in `mask`.
+#[inline(always)]
+#[track_caller]
+pub fn sync_masked(mask: u32) {
+    backend::sync_masked(mask);
 }
 
 /// Returns whether `predicate` is true in any lane.

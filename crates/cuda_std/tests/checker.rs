@@ -112,7 +112,7 @@ fn out_of_bounds_read_is_reported() {
     let report = fault_of(|_, inp| out_of_bounds_read(inp));
     expect(&report, Fault::OutOfBounds, "out_of_bounds_read", None);
     assert_eq!((report.kernel, report.block, report.thread), ("out_of_bounds_read", [1, 0, 0], Some(39)));
-    assert!(report.to_string().contains("inp + 4120, which has 4096 bytes"), "{report}");
+    assert!(report.to_string().contains("inp + 4120 (index 1030), which has 4096 bytes (1024 elements)"), "{report}");
 }
 
 #[kernel(threads = 64)]
@@ -124,7 +124,7 @@ fn before_the_start(out: GlobalMut<u32>) {
 fn write_before_the_start_of_a_buffer_is_reported() {
     let report = fault_of(|out, _| before_the_start(out));
     expect(&report, Fault::OutOfBounds, "before_the_start", None);
-    assert!(report.to_string().contains("out - 4, which"), "{report}");
+    assert!(report.to_string().contains("out - 4 (index -1), which"), "{report}");
 }
 
 #[kernel(threads = 64)]
@@ -137,16 +137,18 @@ fn packet_that_crosses_the_end_of_a_buffer_is_reported() {
     expect(&fault_of(|_, inp| straddles_the_end(inp)), Fault::OutOfBounds, "straddles_the_end", None);
 }
 
+/// The launch provides 4096 bytes of shared memory, fewer than this array has.
 #[kernel(threads = 64)]
 fn outside_shared() {
-    shared().set_packet(1024, Packet::zero()); // outside_shared
+    let array: SharedArray<f32> = Layout::new().array(1028);
+    array.set_packet(1024, Packet::zero()); // outside_shared
 }
 
 #[test]
 fn out_of_bounds_access_to_shared_memory_is_reported() {
     let report = fault_of(|_, _| outside_shared());
     expect(&report, Fault::OutOfBounds, "outside_shared", None);
-    assert!(report.to_string().contains("shared memory + 4096"), "{report}");
+    assert!(report.to_string().contains("shared memory + 4096, which has 4096 bytes"), "{report}");
 }
 
 #[kernel(threads = 64)]
@@ -561,7 +563,7 @@ fn panics() {
 fn panic_is_reported_with_its_line() {
     let report = fault_of(|_, _| panics());
     assert_eq!((report.fault, report.thread), (Fault::Panic, Some(50)));
-    let end = format!("thread 50: panicked at {}:{}: no thread 50", file!(), line("panics"));
+    let end = format!("thread 50: panicked at {}:{}:5: no thread 50", file!(), line("panics"));
     assert!(report.to_string().ends_with(&end), "{report}");
 }
 
@@ -672,5 +674,136 @@ fn invalid_launches_are_reported() {
     for (grid, shared, text) in [([1, 0, 1], 0, "grid"), ([1, 1, 65536], 0, "65535"), ([1; 3], 300 << 10, "307200")] {
         let report = launch.emulate_checked(&mut Memory::new(), grid, shared).unwrap_err();
         assert!(report.fault == Fault::Launch && report.to_string().contains(text), "{report}");
+    }
+}
+
+/// The scores (32 floats) and the counts (32 words) that follow them in shared memory.
+fn two_arrays() -> (SharedArray<f32>, SharedArray<u32>) {
+    let mut layout = Layout::new();
+    let scores = layout.array(32).named("scores"); // two_arrays.scores
+    (scores, layout.array(32))
+}
+
+#[kernel(threads = 32)]
+fn beyond_the_first_array(inp: Global<f32>) {
+    let t = thread::thread_idx_x() as usize;
+    let (scores, counts) = two_arrays();
+    counts.set(t, 1);
+    scores.set(t + 1, inp.at(t)); // beyond_the_first_array
+}
+
+#[test]
+fn access_beyond_one_array_into_the_next_is_reported_with_its_name_and_index() {
+    let report = fault_of(|_, inp| beyond_the_first_array(inp));
+    expect(&report, Fault::OutOfBounds, "beyond_the_first_array", None);
+    assert_eq!((report.kernel, report.thread), ("beyond_the_first_array", Some(31)));
+    let reserved = format!("checker.rs:{}:25", line("two_arrays.scores"));
+    let expected = "index 32 of scores, a SharedArray of 32 elements reserved at";
+    let text = report.to_string();
+    assert!(text.contains(expected) && text.contains(&reserved), "{text}");
+    let column = format!("checker.rs:{}:12)", line("beyond_the_first_array"));
+    assert!(text.contains(&column), "{text}");
+}
+
+#[kernel(threads = 32)]
+fn before_the_second_array() {
+    let (_, counts) = two_arrays();
+    counts.skip(4).set(0usize.wrapping_sub(5), 0); // before_the_second_array
+}
+
+#[test]
+fn access_before_one_array_into_the_previous_is_reported() {
+    let report = fault_of(|_, _| before_the_second_array());
+    expect(&report, Fault::OutOfBounds, "before_the_second_array", None);
+    assert!(report.to_string().contains("index -1 of a SharedArray of 32 elements"), "{report}");
+}
+
+#[kernel(threads = 32)]
+fn in_the_padding_of_a_tile() {
+    let tile: SharedTile<f32, 4, 16> = Layout::new().tile();
+    tile.set(1, 16, 0.0); // in_the_padding_of_a_tile
+}
+
+#[test]
+fn access_beyond_a_row_of_a_tile_is_reported() {
+    let report = fault_of(|_, _| in_the_padding_of_a_tile());
+    expect(&report, Fault::OutOfBounds, "in_the_padding_of_a_tile", None);
+    assert!(report.to_string().contains("index (1, 16) of a SharedTile of 4 x 16 elements"), "{report}");
+}
+
+#[kernel(threads = 64)]
+fn race_on_a_named_array() {
+    two_arrays().1.named("counts").set(7, thread::thread_idx_x()); // race_on_a_named_array
+}
+
+#[test]
+fn races_in_shared_memory_are_reported_with_array_and_index() {
+    let report = fault_of(|_, _| race_on_a_named_array());
+    expect(&report, Fault::DataRace, "race_on_a_named_array", Some("race_on_a_named_array"));
+    assert!(report.to_string().contains("shared memory + 156 (index 7 of counts, a SharedArray of 32"), "{report}");
+}
+
+/// Needs about `depth` KiB of stack.
+#[inline(never)]
+fn recurse(depth: u64) -> u64 {
+    let mut frame = [depth; 128];
+    std::hint::black_box(&mut frame);
+    if depth == 0 { 0 } else { recurse(depth - 1) + frame[5] }
+}
+
+#[kernel(threads = 64)]
+fn recurses(out: GlobalMut<u64>, depth: u64) {
+    let t = thread::thread_idx_x();
+    out.set(t as usize, if t == 40 { recurse(depth) } else { 0 });
+}
+
+#[test]
+fn stack_overflow_of_a_thread_is_reported() {
+    let mut memory = Memory::new();
+    let out = memory.output("out", 64);
+    recurses(out, 50).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap();
+    // Twice, to find out whether stacks remain usable.
+    for _ in 0..2 {
+        let report = recurses(out, 100_000).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap_err();
+        assert_eq!((report.kernel, report.fault, report.thread), ("recurses", Fault::StackOverflow, Some(40)));
+        assert!(report.to_string().contains("stack overflow: the thread needs more than 256 KiB"), "{report}");
+    }
+    recurses(out, 50).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap();
+    assert_eq!(memory.read(out)[40], 50 * 51 / 2);
+}
+
+#[kernel(threads = 32)]
+fn wild_pointer(address: u64) {
+    if thread::thread_idx_x() == 7 {
+        let pointer: *const u32 = std::ptr::without_provenance(address as usize);
+        // SAFETY: none; the emulator must report the access.
+        std::hint::black_box(unsafe { pointer.read_volatile() });
+    }
+}
+
+#[test]
+fn access_through_a_wild_pointer_is_reported() {
+    for checked in [true, false] {
+        let launch = wild_pointer(64);
+        let result = if checked {
+            launch.emulate_checked(&mut Memory::new(), [1, 1, 1], 0)
+        } else {
+            // SAFETY: none, as above.
+            unsafe { launch.emulate([1, 1, 1], 0) }
+        };
+        let report = result.unwrap_err();
+        assert_eq!((report.fault, report.thread), (Fault::Segmentation, Some(7)), "{report}");
+        assert!(report.to_string().contains("access to address 0x40"), "{report}");
+    }
+}
+
+#[test]
+fn a_view_cannot_be_read_outside_of_a_kernel() {
+    let values = [1.0f32; 4];
+    let view = Global::new(values.as_ptr());
+    for read in [|view: Global<f32>| view.at(0), |view: Global<f32>| view.packet(0).get(0)] {
+        let panic = std::panic::catch_unwind(|| read(view)).expect_err("no launch makes the pointer valid");
+        let text = panic.downcast_ref::<&str>().copied().unwrap_or_default();
+        assert!(text.contains("outside a kernel"), "{text}");
     }
 }

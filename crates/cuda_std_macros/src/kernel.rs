@@ -9,10 +9,33 @@ use syn::{AngleBracketedGenericArguments, Error, FnArg, GenericParam, Ident, Ite
 /// Arguments of `#[kernel(…)]`.
 #[derive(Default)]
 struct Options {
-    threads: Option<u32>,
+    threads: Option<[u32; 3]>,
     blocks_per_sm: Option<u32>,
     arch: Option<String>,
+    requires: Option<String>,
     instances: Vec<Instance>,
+}
+
+/// The block size: `256`, `(16, 16)` or `(8, 8, 4)`.
+struct Threads([u32; 3]);
+
+impl Parse for Threads {
+    fn parse(input: ParseStream) -> syn::Result<Self> {
+        if !input.peek(syn::token::Paren) {
+            return Ok(Self([input.parse::<LitInt>()?.base10_parse()?, 1, 1]));
+        }
+        let content;
+        let span = syn::parenthesized!(content in input).span.join();
+        let numbers = Punctuated::<LitInt, Token![,]>::parse_terminated(&content)?;
+        let mut extent = [1; 3];
+        if !(1..=3).contains(&numbers.len()) {
+            return Err(Error::new(span, "block size: expected one to three extents"));
+        }
+        for (extent, number) in extent.iter_mut().zip(&numbers) {
+            *extent = number.base10_parse()?;
+        }
+        Ok(Self(extent))
+    }
 }
 
 /// One entry of `instances(…)`: `name = <arguments>` or `name = <arguments>(blocks_per_sm = N)`.
@@ -56,19 +79,15 @@ impl Parse for Options {
                 input.parse::<Token![=]>()?;
                 if key == "arch" {
                     options.arch = Some(input.parse::<LitStr>()?.value());
+                } else if key == "requires" {
+                    options.requires = Some(input.parse::<LitStr>()?.value());
+                } else if key == "threads" {
+                    options.threads = Some(input.parse::<Threads>()?.0);
+                } else if key == "blocks_per_sm" {
+                    options.blocks_per_sm = Some(input.parse::<LitInt>()?.base10_parse()?);
                 } else {
-                    let value = Some(input.parse::<LitInt>()?.base10_parse()?);
-                    match key.to_string().as_str() {
-                        "threads" => options.threads = value,
-                        "blocks_per_sm" => options.blocks_per_sm = value,
-                        _ => {
-                            let known = "threads, blocks_per_sm, arch or instances";
-                            return Err(Error::new(
-                                key.span(),
-                                format!("kernel option: expected {known}, found `{key}`"),
-                            ));
-                        }
-                    }
+                    let known = "threads, blocks_per_sm, requires, arch or instances";
+                    return Err(Error::new(key.span(), format!("kernel option: expected {known}, found `{key}`")));
                 }
             }
             if !input.is_empty() {
@@ -102,6 +121,10 @@ pub fn expand(attribute: TokenStream, item: TokenStream) -> syn::Result<TokenStr
     }
     let arguments = argument_names(&function)?;
     let arch = options.arch.as_ref().map(|arch| quote!(#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = #arch))]));
+    let feature = options.requires.as_ref();
+    let feature = feature.map(|feature| quote!(#[cfg(any(not(target_arch = "nvptx64"), cuda_feature = #feature))]));
+    let arch = arch.is_some().then_some(&arch).into_iter().flatten().chain(&feature);
+    let arch = Some(arch.cloned().collect::<TokenStream>());
 
     let entries = if generic {
         let entry = |i: &Instance| {
@@ -135,7 +158,7 @@ fn device_entry(
     function: &ItemFn,
     options: &Options,
     arch: Option<&TokenStream>,
-    threads: u32,
+    threads: [u32; 3],
     entry: &Ident,
     instance: Option<&Instance>,
 ) -> syn::Result<TokenStream> {
@@ -154,6 +177,10 @@ fn device_entry(
         }
         None => function.block.to_token_stream(),
     };
+    let threads = match threads {
+        [x, 1, 1] => x.to_string(),
+        [x, y, z] => format!("{x},{y},{z}"),
+    };
     let mut bounds = format!("// @launch {entry} maxntid={threads}");
     if let Some(blocks_per_sm) = blocks_per_sm {
         bounds = format!("{bounds} minctasm={blocks_per_sm}");
@@ -167,15 +194,17 @@ fn device_entry(
         #[cfg(target_arch = "nvptx64")]
         #[unsafe(no_mangle)]
         #[allow(improper_gpu_kernel_arg, reason = "the lint does not recognize transparent wrappers of pointers")]
+        #[allow(unsafe_code, reason = "an entry point has the name of its kernel")]
         #lints
         pub unsafe extern "gpu-kernel" fn #entry(#parameters) {
-            #body
+            #[deny(unsafe_code)]
+            let () = { #body };
         }
     })
 }
 
 /// Returns the host function, which has the same name, generics and parameters and returns a `Launch`.
-fn host_launch(function: &ItemFn, options: &Options, threads: u32, arguments: &[Ident]) -> TokenStream {
+fn host_launch(function: &ItemFn, options: &Options, threads: [u32; 3], arguments: &[Ident]) -> TokenStream {
     let (attributes, vis, signature, block) = (&function.attrs, &function.vis, &function.sig, &function.block);
     let (name, inputs) = (&signature.ident, &signature.inputs);
     let (generics, turbofish, predicate) = {
@@ -206,7 +235,7 @@ fn host_launch(function: &ItemFn, options: &Options, threads: u32, arguments: &[
             fn body #generics (#inputs) #predicate #block
             ::cuda_std::launch::Launch::new(
                 #entry,
-                #threads,
+                [#(#threads),*],
                 vec![#(::cuda_std::launch::Argument::new(#arguments)),*],
                 move || body #turbofish (#(#arguments),*),
             )

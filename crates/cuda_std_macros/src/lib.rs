@@ -23,14 +23,18 @@ use proc_macro::TokenStream;
 /// wrong argument type is a compile error. Generic arguments without an instance cause a panic that lists the
 /// instances.
 ///
-/// Parameters are scalars, `Global` and `GlobalMut` views, and `#[repr(C)]` structs of scalars without padding, up to
-/// 128 bytes, which are passed by value. Views must be parameters of their own: LLVM does not infer the address space
+/// Parameters are scalars, `Global` and `GlobalMut` views, and `#[repr(C)]` structs of scalars without padding, which are passed by
+/// value. All parameters together have at most 4096 bytes. Views must be parameters of their own: LLVM does not infer the address space
 /// of a pointer that it loads from a struct.
 ///
-/// * `threads = N`: the block size, one-dimensional (`.maxntid`).
+/// * `threads = N`, `threads = (X, Y)` or `threads = (X, Y, Z)`: the block size (`.maxntid`).
 /// * `blocks_per_sm = N`: the number of blocks that must fit on an SM (`.minnctapersm`), which limits registers. An
 ///   instance can have its own: `instances(bf16 = <bf16>(blocks_per_sm = 2))`.
+/// * `requires = "wgmma"`: compiles the entry point only for targets with these instructions: `tma` (`sm_90` and later),
+///   `setmaxnreg` or `wgmma` (`sm_90a`).
 /// * `arch = "sm_90a"`: compiles the entry point only for this target.
+///
+/// `unsafe` is an error in the body on the device, unless the device crate is built with `CudaBuilder::allow_unchecked`.
 #[proc_macro_attribute]
 pub fn kernel(attribute: TokenStream, item: TokenStream) -> TokenStream {
     kernel::expand(attribute.into(), item.into()).unwrap_or_else(syn::Error::into_compile_error).into()

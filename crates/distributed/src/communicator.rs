@@ -1,5 +1,6 @@
 //! Collective operations on the tensors of an engine.
 
+use super::flight_recorder::Operation;
 use super::nccl::Nccl;
 use super::tcp_group::{Reduction, TcpGroup};
 use engine::tensor::{Sharded, Tensor};
@@ -112,7 +113,7 @@ impl Communicator for TcpGroup {
             let Sharded { whole, shard: part } = of.over(group.world_size)?;
             let mut bytes = vec![0; whole.bytes()];
             engine.read_bytes(whole, &mut bytes)?;
-            group.all_reduce_bytes(&mut bytes, whole.dtype, reduction)?;
+            group.reduce_bytes(Operation::ReduceScatter, &mut bytes, whole.dtype, reduction)?;
             engine.write_bytes(part, &bytes[group.rank * part.bytes()..][..part.bytes()])
         })
     }

@@ -42,6 +42,10 @@ pub enum Fault {
     #[error("{peer} made no progress for {:.0} s during {activity}; see the output of that rank", waited.as_secs_f64())]
     Stalled { peer: String, waited: Duration, activity: String },
 
+    /// A GPU computed or stored a wrong value.
+    #[error("{0}")]
+    Hardware(String),
+
     /// Replicated tensors differ between ranks.
     #[error(
         "{tensor}: expected the same values on {peer} as on rank 0, found other values; check the memory and the GPU of \
@@ -63,7 +67,9 @@ impl Fault {
         match self {
             Self::ReportedByRank0 { recoverable, .. } | Self::RankFailed { recoverable, .. } => *recoverable,
             Self::Device { .. } | Self::Disconnected { .. } | Self::TimedOut { .. } | Self::Stalled { .. } => true,
-            Self::Startup(_) | Self::ReplicaMismatch { .. } | Self::CollectiveMismatch { .. } => false,
+            Self::Startup(_) | Self::Hardware(_) | Self::ReplicaMismatch { .. } | Self::CollectiveMismatch { .. } => {
+                false
+            }
         }
     }
 

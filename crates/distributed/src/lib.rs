@@ -4,6 +4,7 @@
 //! * Host communication: [`tcp_group`] sends messages over TCP, relayed by rank 0. [`watchdog`] detects failed ranks.
 //! * Tensor communication: [`communicator`] defines the collectives on tensors. They run through host memory
 //!   ([`tcp_group`]) or between GPUs (NCCL). [`timing`] measures how long an engine waits for them.
+//! * [`flight_recorder`] keeps the last collectives of a rank, for the report of a failed run.
 //! * [`ranks`] is the interface of the training loop. With one process all of its operations are no-ops.
 //!
 //! This crate knows nothing of models, data or checkpoints.
@@ -12,6 +13,7 @@
 
 pub mod communicator;
 pub mod fault;
+pub mod flight_recorder;
 pub mod launcher;
 mod nccl;
 pub mod ranks;

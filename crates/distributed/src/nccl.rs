@@ -1,6 +1,7 @@
 //! Collectives between GPUs with NCCL, on a separate CUDA stream.
 
 use super::communicator::Communicator;
+use super::flight_recorder::Operation;
 use super::tcp_group::{Reduction, TcpGroup};
 use super::watchdog::DeviceMonitor;
 use anyhow::{Context, bail};
@@ -59,12 +60,17 @@ impl Nccl {
         Ok((self.begin(engine, whole)?, address))
     }
 
-    /// Queues an operation, between two timed events if there is a profile.
-    fn profiled(&mut self, name: &str, queue: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+    /// Launches a collective of `bytes` bytes and records it: in the flight recorder, and between two timed events if there is a
+    /// profile.
+    fn launch(&mut self, operation: Operation, bytes: usize, queue: impl FnOnce(&Self) -> Result<()>) -> Result<()> {
         let begin = self.profile.as_ref().map(|profile| profile.begin(&self.stream)).transpose()?;
-        queue(self)?;
+        let recorder = self.group.recorder();
+        recorder.begin(operation, bytes);
+        let outcome = queue(self);
+        recorder.end(outcome.is_ok(), true);
+        outcome?;
         match (&mut self.profile, begin) {
-            (Some(profile), Some(begin)) => profile.end(name.to_owned(), begin, &self.stream),
+            (Some(profile), Some(begin)) => profile.end(operation.to_string(), begin, &self.stream),
             _ => Ok(()),
         }
     }
@@ -134,7 +140,7 @@ impl Communicator for Nccl {
 
     fn all_reduce(&mut self, engine: &mut dyn Engine, tensor: Tensor, reduction: Reduction) -> Result<()> {
         let address = self.begin(engine, tensor)?;
-        self.profiled("all-reduce", |nccl| match tensor.dtype {
+        self.launch(Operation::AllReduce, tensor.bytes(), |nccl| match tensor.dtype {
             DType::F32 => nccl.queue_all_reduce::<f32>(address, tensor.len, reduction),
             DType::Bf16 => nccl.queue_all_reduce::<bf16>(address, tensor.len, reduction),
             DType::I32 | DType::U16 | DType::Fp8 => {
@@ -145,7 +151,7 @@ impl Communicator for Nccl {
 
     fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor, root: usize) -> Result<()> {
         let address = self.begin(engine, tensor)?;
-        self.profiled("broadcast", |nccl| match tensor.dtype {
+        self.launch(Operation::Broadcast, tensor.bytes(), |nccl| match tensor.dtype {
             DType::F32 | DType::I32 => nccl.queue_broadcast::<f32>(address, tensor.len, root),
             DType::Bf16 | DType::U16 => nccl.queue_broadcast::<bf16>(address, tensor.len, root),
             DType::Fp8 => bail!("broadcast: expected a tensor of another type than fp8"),
@@ -155,7 +161,7 @@ impl Communicator for Nccl {
     fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()> {
         let of = of.over(self.group.world_size)?;
         let (from, to) = self.begin_sharded(engine, of)?;
-        self.profiled("reduce-scatter", |nccl| match of.shard.dtype {
+        self.launch(Operation::ReduceScatter, of.whole.bytes(), |nccl| match of.shard.dtype {
             DType::F32 => nccl.queue_reduce_scatter::<f32>(from, to, of.shard.len, reduction),
             DType::Bf16 => nccl.queue_reduce_scatter::<bf16>(from, to, of.shard.len, reduction),
             DType::I32 | DType::U16 | DType::Fp8 => {
@@ -167,7 +173,7 @@ impl Communicator for Nccl {
     fn all_gather(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()> {
         let of = of.over(self.group.world_size)?;
         let (to, from) = self.begin_sharded(engine, of)?;
-        self.profiled("all-gather", |nccl| match of.shard.dtype {
+        self.launch(Operation::AllGather, of.shard.bytes(), |nccl| match of.shard.dtype {
             DType::F32 | DType::I32 => nccl.queue_all_gather::<f32>(to, from, of.shard.len),
             DType::Bf16 | DType::U16 => nccl.queue_all_gather::<bf16>(to, from, of.shard.len),
             DType::Fp8 => bail!("all-gather: expected a tensor of another type than fp8"),

@@ -9,6 +9,7 @@ use engine::tensor::{Sharded, Tensor};
 use engine::{Engine, Interval, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use std::path::PathBuf;
 use xxhash_rust::xxh3::Xxh3;
 
 /// The ranks of a run. In a run of one process every operation is a no-op.
@@ -80,12 +81,12 @@ impl Ranks {
 
     /// Begins to record the start and end of collectives on tensors.
     pub fn start_profile(&mut self) -> Result<()> {
-        self.communicator().map_or(Ok(()), |communicator| communicator.start_profile())
+        self.communicator().map_or(Ok(()), Communicator::start_profile)
     }
 
     /// Waits for all collectives, ends the profile and returns its intervals in order. Times are in seconds from its start.
     pub fn profile(&mut self) -> Result<Vec<Interval>> {
-        self.communicator().map_or(Ok(Vec::new()), |communicator| communicator.profile())
+        self.communicator().map_or(Ok(Vec::new()), Communicator::profile)
     }
 
     fn communicator(&mut self) -> Option<&mut dyn Communicator> {
@@ -114,6 +115,21 @@ impl Ranks {
     pub fn set_operation(&mut self, operation: &str) {
         if let Some(group) = self.tcp_group() {
             group.set_operation(operation);
+        }
+    }
+
+    /// Sets the file to which the flight recorder of this rank is written when the run fails.
+    pub fn set_flight_recorder_file(&mut self, file: PathBuf) {
+        if let Some(group) = self.tcp_group() {
+            group.recorder().set_file(file);
+        }
+    }
+
+    /// Sets the part of the model that the next collective belongs to, for example `layer 3`, for error messages and the flight
+    /// recorder.
+    pub fn set_part(&mut self, part: impl FnOnce() -> String) {
+        if let Some(group) = self.tcp_group() {
+            group.recorder().set_part(part());
         }
     }
 

@@ -31,13 +31,14 @@ use secret::{Nonce, Proof};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::fs;
-use std::io::{self, Read, Write, stderr};
-use std::net::{Ipv4Addr, TcpListener, TcpStream, UdpSocket};
+use std::io::{self, Read, Write};
+use std::net::{Ipv4Addr, UdpSocket};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::thread::sleep;
 use std::time::{Duration, Instant};
+use system::net::{TcpListener, TcpStream};
+use system::{process, thread, time};
 use xxhash_rust::xxh3::xxh3_64;
 
 /// The value of `--rendezvous`.
@@ -185,14 +186,13 @@ pub fn connect(
     secret: Option<Secret>,
     timeouts: Timeouts,
 ) -> Result<Connected> {
-    let attempt = Attempt { world, timeouts, deadline: Instant::now() + timeouts.rendezvous, secret };
+    let attempt = Attempt { world, timeouts, deadline: time::now() + timeouts.rendezvous, secret };
     let job = world.job.as_deref().unwrap_or_default();
     match endpoint {
         Some(Endpoint::Tcp(address)) if world.rank == 0 => {
             let listener = Listener::bind(address)?;
             if attempt.secret.is_none() && !listener.is_local() {
-                // Standard error may be closed.
-                let _ = writeln!(stderr(), "{}", open_to_anyone(address));
+                process::print_error(&open_to_anyone(address));
             }
             attempt.accept_all(&listener, attempt.secret.as_ref(), job)
         }
@@ -258,7 +258,7 @@ impl Attempt<'_> {
             .context("--rendezvous")?;
         let connected = self.accept_all(&listener, self.secret.as_ref().or(created.as_ref()), &run);
         // A file that cannot be removed is harmless: its run identifier belongs to this run.
-        let _ = fs::remove_file(&path);
+        let _ = system::fs::remove_file(&path);
         connected
     }
 
@@ -304,12 +304,12 @@ impl Attempt<'_> {
             if clients.len() + 1 == self.world.world_size {
                 return Ok(None);
             }
-            if Instant::now() >= self.deadline {
+            if time::now() >= self.deadline {
                 return Ok(Some(Fault::Startup(self.missing_ranks(clients, listener.note.as_deref()))));
             }
             match listener.socket.accept() {
-                Ok((stream, _)) => handshakes.begin(stream),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => sleep(RETRY_INTERVAL / 5),
+                Ok(stream) => handshakes.begin(stream),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => thread::sleep(RETRY_INTERVAL / 5),
                 // The connection was reset before it was accepted.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
                 Err(error) => return Err(error).context("cannot accept connections of the other ranks"),
@@ -494,11 +494,11 @@ impl Client {
 }
 
 /// Sends a message: u32 length, little endian, then JSON.
-fn send_json(stream: &TcpStream, message: &impl Serialize) -> io::Result<()> {
+fn send_json(stream: impl Write, message: &impl Serialize) -> io::Result<()> {
     send_text(stream, &serde_json::to_vec(message)?)
 }
 
-fn send_text(mut stream: &TcpStream, text: &[u8]) -> io::Result<()> {
+fn send_text(mut stream: impl Write, text: &[u8]) -> io::Result<()> {
     stream.write_all(&(text.len() as u32).to_le_bytes())?;
     stream.write_all(text)
 }

@@ -8,17 +8,20 @@
 //! receives messages, so a disconnection is detected while the training loop is busy; see [`watchdog`](super::watchdog).
 
 use super::fault::{self, Fault};
-use super::watchdog::{DeviceMonitor, Progress, Watchdog, lock};
+use super::flight_recorder::{FlightRecorder, Operation};
+use super::watchdog::{DeviceMonitor, Note, Progress, Watchdog};
 use anyhow::bail;
 use cuda_std::{Element, bf16};
 use engine::tensor::DType;
 use engine::{HostProfile, Result};
 use std::io::{self, Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::net::Shutdown;
+use std::sync::Arc;
+use std::sync::mpsc::RecvTimeoutError;
+use std::time::Duration;
+use system::net::{TcpListener, TcpStream};
+use system::sync::{Mutex, Receiver, Sender, channel};
+use system::{thread, time};
 
 /// How the values of all ranks are combined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,8 +127,10 @@ pub struct Connection {
 #[derive(Debug)]
 struct Peer {
     name: String,
-    /// Shared by the training loop and the watchdog.
+    /// Shared by the training loop and the thread that sends for the watchdog. Its holder may wait for a peer that does not read.
     writer: Arc<Mutex<TcpStream>>,
+    /// Another handle, which closes the connection without the lock. This ends the wait of its holder.
+    closer: TcpStream,
     inbox: Receiver<io::Result<Message>>,
 }
 
@@ -170,28 +175,24 @@ impl TcpGroup {
 
     /// Starts the watchdog. After a fault it ends this process, even if the training loop is blocked.
     pub fn start_watchdog(self) -> Result<Self> {
-        let writers: Vec<_> = self.peers.iter().map(|peer| Arc::clone(&peer.writer)).collect();
-        let announce_writers = writers.clone();
-        let send_heartbeat = move |progress: &Progress| {
-            for writer in &writers {
-                // A busy writer is sending another message, which also counts as a sign of life.
-                if let Ok(mut writer) = writer.try_lock() {
-                    let _ = write_message(&mut writer, 0, MessageKind::Heartbeat, &progress.to_bytes());
-                }
-            }
-        };
+        let outboxes = self.peers.iter().map(Peer::start_outbox).collect::<Result<Vec<_>>>()?;
         let is_rank_0 = self.rank == 0;
-        let announce = move |fault: &Fault| {
-            // Rank 0 announces every fault. Other ranks announce only faults of their own device.
-            for writer in announce_writers.iter().filter(|_| is_rank_0 || matches!(fault, Fault::Device { .. })) {
-                // A writer to a failed peer may be blocked for ever, so it is skipped.
-                if let Ok(mut writer) = writer.try_lock() {
+        // An outbox never blocks. Sending fails only after the connection has failed, which the receiving thread detects.
+        let send = move |note: Note| match note {
+            Note::Heartbeat(progress) => {
+                for outbox in &outboxes {
+                    let _ = outbox.send((MessageKind::Heartbeat, progress.to_bytes()));
+                }
+            }
+            Note::Fault(fault) => {
+                // Rank 0 announces every fault. Other ranks announce only faults of their own device.
+                for outbox in outboxes.iter().filter(|_| is_rank_0 || matches!(fault, Fault::Device { .. })) {
                     let kind = MessageKind::failure(fault.is_recoverable());
-                    let _ = write_message(&mut writer, 0, kind, fault.to_string().as_bytes());
+                    let _ = outbox.send((kind, fault.to_string().into_bytes()));
                 }
             }
         };
-        self.watchdog.start(send_heartbeat, announce)?;
+        self.watchdog.start(send)?;
         Ok(self)
     }
 
@@ -200,10 +201,10 @@ impl TcpGroup {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let (mut connections, mut groups) = (Vec::new(), Vec::new());
         for rank in 1..world_size {
-            let stream = TcpStream::connect(listener.local_addr()?)?;
+            let stream = TcpStream::connect_timeout(&listener.local_addr()?, step_timeout)?;
             let to_rank_0 = vec![Connection { peer: "rank 0".to_owned(), stream }];
             groups.push(Self::new(rank, world_size, to_rank_0, step_timeout)?);
-            connections.push(Connection { peer: format!("rank {rank}"), stream: listener.accept()?.0 });
+            connections.push(Connection { peer: format!("rank {rank}"), stream: listener.accept()? });
         }
         groups.insert(0, Self::new(0, world_size, connections, step_timeout)?);
         Ok(groups)
@@ -226,16 +227,21 @@ impl TcpGroup {
         &self.stage
     }
 
-    /// Returns the stage and the operation.
+    /// Returns the stage and the operation, with the collective that this rank waits for.
     pub fn activity(&self) -> String {
-        self.watchdog.progress().activity
+        self.watchdog.activity()
+    }
+
+    /// Returns the recorder of this rank's collectives.
+    pub fn recorder(&self) -> &FlightRecorder {
+        self.watchdog.recorder()
     }
 
     /// Leaves the group after the run has ended in order. No calls may follow.
     pub fn leave(&self) {
         self.watchdog.stop();
         for Peer { writer, .. } in &self.peers {
-            let _ = write_message(&mut lock(writer), self.calls, MessageKind::Goodbye, &[]);
+            let _ = write_message(&mut writer.lock(), self.calls, MessageKind::Goodbye, &[]);
         }
     }
 
@@ -247,7 +253,7 @@ impl TcpGroup {
 
     /// Returns the bytes of every rank in rank order on rank 0, and nothing on the other ranks.
     pub fn gather(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        self.collective(|group| {
+        self.collective(Operation::Gather, bytes.len(), |group| {
             if group.rank > 0 {
                 group.send(0, MessageKind::Gather, bytes)?;
                 return Ok(Vec::new());
@@ -262,7 +268,7 @@ impl TcpGroup {
 
     /// Returns the message of rank 0 on all ranks. Its length need not be known to the other ranks.
     pub fn broadcast_message(&mut self, message: Vec<u8>) -> Result<Vec<u8>> {
-        self.collective(|group| {
+        self.collective(Operation::Broadcast, message.len(), |group| {
             if group.rank > 0 {
                 return group.receive(0, MessageKind::Broadcast, None);
             }
@@ -282,13 +288,25 @@ impl TcpGroup {
     pub fn all_reduce_sum_f64(&mut self, values: &mut [f64]) -> Result<()> {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(values);
         let decode = |bytes: &[u8]| Ok(read_pods::<f64>(bytes));
-        self.collective(|group| {
-            group.all_reduce_chunk(bytes, decode, |a, b| a + b, |sum| bytemuck::cast_slice(sum).to_vec())
+        let encode = |sum: &mut [f64]| bytemuck::cast_slice(sum).to_vec();
+        self.collective(Operation::AllReduce, bytes.len(), |group| {
+            group.all_reduce_chunk(bytes, decode, |a, b| a + b, encode)
         })
     }
 
     /// Reduces values of type `dtype` over all ranks, in place. Accumulates in f32. All ranks receive the same bits.
     pub fn all_reduce_bytes(&mut self, bytes: &mut [u8], dtype: DType, reduction: Reduction) -> Result<()> {
+        self.reduce_bytes(Operation::AllReduce, bytes, dtype, reduction)
+    }
+
+    /// Performs [`all_reduce_bytes`](Self::all_reduce_bytes), which the flight recorder shows as `operation`.
+    pub(crate) fn reduce_bytes(
+        &mut self,
+        operation: Operation,
+        bytes: &mut [u8],
+        dtype: DType,
+        reduction: Reduction,
+    ) -> Result<()> {
         let scale = match reduction {
             Reduction::Sum | Reduction::Max => 1.0,
             Reduction::Mean => 1.0 / self.world_size as f32,
@@ -300,7 +318,7 @@ impl TcpGroup {
             encode_f32(sum, dtype)
         };
         let combine = |a: f32, b: f32| if reduction == Reduction::Max { a.max(b) } else { a + b };
-        self.collective(|group| {
+        self.collective(operation, bytes.len(), |group| {
             let decode = |bytes: &[u8]| decode_f32(bytes, dtype);
             bytes.chunks_mut(CHUNK_BYTES).try_for_each(|chunk| group.all_reduce_chunk(chunk, decode, combine, encode))
         })
@@ -330,7 +348,7 @@ impl TcpGroup {
 
     /// Copies `bytes` of rank `root` to all ranks. Those of another rank than 0 pass through rank 0.
     pub fn broadcast_bytes(&mut self, bytes: &mut [u8], root: usize) -> Result<()> {
-        self.collective(|group| {
+        self.collective(Operation::Broadcast, bytes.len(), |group| {
             for chunk in bytes.chunks_mut(CHUNK_BYTES) {
                 if root > 0 && group.rank == root {
                     group.send(0, MessageKind::Broadcast, chunk)?;
@@ -351,7 +369,7 @@ impl TcpGroup {
     /// Returns the concatenated bytes of all ranks on all ranks. Every rank passes the same number of bytes.
     pub fn all_gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<u8>> {
         let mut all = vec![0; self.world_size * bytes.len()];
-        self.collective(|group| {
+        self.collective(Operation::AllGather, bytes.len(), |group| {
             let chunk_bytes = (CHUNK_BYTES / group.world_size).max(1);
             for (i, chunk) in bytes.chunks(chunk_bytes).enumerate() {
                 let chunks = group.all_gather_chunk(chunk)?;
@@ -378,10 +396,20 @@ impl TcpGroup {
     }
 
     /// Runs a call that all ranks make. If it fails on rank 0, rank 0 announces the failure.
-    fn collective<R>(&mut self, call: impl FnOnce(&mut Self) -> Result<R>) -> Result<R> {
+    fn collective<R>(
+        &mut self,
+        operation: Operation,
+        bytes: usize,
+        call: impl FnOnce(&mut Self) -> Result<R>,
+    ) -> Result<R> {
+        self.recorder().begin(operation, bytes);
         let outcome = self.check().and_then(|()| call(self));
+        self.recorder().end(outcome.is_ok(), false);
         self.calls = self.calls.wrapping_add(1);
-        self.watchdog.set_progress(Progress { calls: self.calls.into(), activity: self.activity() });
+        self.watchdog.set_progress(Progress { calls: self.calls.into(), ..self.watchdog.progress() });
+        if let Err(error) = &outcome {
+            self.recorder().dump(&format!("{error:#}"));
+        }
         if let Err(error) = &outcome
             && self.rank == 0
         {
@@ -424,10 +452,10 @@ impl TcpGroup {
                 let _ = self.send(peer, MessageKind::failure(recoverable), text.as_bytes());
             }
             // Closing a connection early may discard the message, so this waits until the peers have closed their ends.
-            let deadline = Instant::now() + ANNOUNCE_TIMEOUT;
-            for Peer { writer, inbox, .. } in &self.peers {
-                let _ = lock(writer).shutdown(Shutdown::Write);
-                while let Ok(Ok(_)) = inbox.recv_timeout(deadline.saturating_duration_since(Instant::now())) {}
+            let deadline = time::now() + ANNOUNCE_TIMEOUT;
+            for Peer { closer, inbox, .. } in &self.peers {
+                let _ = closer.shutdown(Shutdown::Write);
+                while let Ok(Ok(_)) = inbox.recv_timeout(deadline.saturating_duration_since(time::now())) {}
             }
         }
     }
@@ -437,8 +465,8 @@ impl TcpGroup {
     }
 
     fn send(&mut self, peer: usize, kind: MessageKind, payload: &[u8]) -> Result<()> {
-        let Peer { name, writer, inbox } = &self.peers[peer];
-        let sent = write_message(&mut lock(writer), self.calls, kind, payload);
+        let Peer { name, writer, inbox, .. } = &self.peers[peer];
+        let sent = write_message(&mut writer.lock(), self.calls, kind, payload);
         match sent {
             Ok(()) => Ok(()),
             // The peer may have sent the cause before it closed the connection.
@@ -459,7 +487,7 @@ impl TcpGroup {
     /// Receives the payload of a message of `kind` from a peer. Its length must be `len` if that is known.
     fn receive(&mut self, peer: usize, kind: MessageKind, len: Option<usize>) -> Result<Vec<u8>> {
         let Peer { name, inbox, .. } = &self.peers[peer];
-        let start = Instant::now();
+        let start = time::now();
         let message = loop {
             match inbox.recv_timeout(POLL_INTERVAL) {
                 Ok(message) => break message,
@@ -469,7 +497,7 @@ impl TcpGroup {
             if let Some(fault) = self.watchdog.fault() {
                 return Err(fault.into());
             }
-            if start.elapsed() >= self.step_timeout {
+            if time::now() - start >= self.step_timeout {
                 break Err(io::ErrorKind::TimedOut.into());
             }
         };
@@ -502,9 +530,9 @@ impl TcpGroup {
 impl Drop for TcpGroup {
     fn drop(&mut self) {
         self.watchdog.stop();
-        for Peer { writer, .. } in &self.peers {
-            // The receiving thread also owns the stream, so dropping it would not close the connection.
-            let _ = lock(writer).shutdown(Shutdown::Both);
+        for Peer { closer, .. } in &self.peers {
+            // The other threads also own the stream, so dropping it would not close the connection.
+            let _ = closer.shutdown(Shutdown::Both);
         }
     }
 }
@@ -551,8 +579,23 @@ impl Peer {
                 }
             }
         };
-        thread::Builder::new().name(format!("from {name}")).spawn(run)?;
-        Ok(Self { name, writer: Arc::new(Mutex::new(stream)), inbox })
+        thread::spawn(format!("from {name}"), None, run)?;
+        let closer = stream.try_clone()?;
+        Ok(Self { name, writer: Arc::new(Mutex::new(stream)), closer, inbox })
+    }
+
+    /// Starts a thread that sends messages to the peer, so that a peer that does not read blocks nothing else. It ends when the sender
+    /// is dropped.
+    fn start_outbox(&self) -> Result<Sender<(MessageKind, Vec<u8>)>> {
+        let (sender, messages) = channel::<(MessageKind, Vec<u8>)>();
+        let writer = Arc::clone(&self.writer);
+        let run = move || {
+            while let Ok((kind, payload)) = messages.recv() {
+                let _ = write_message(&mut writer.lock(), 0, kind, &payload);
+            }
+        };
+        thread::spawn(format!("to {}", self.name), Some(256 << 10), run)?;
+        Ok(sender)
     }
 }
 
@@ -614,6 +657,8 @@ fn encode_f32(values: &[f32], dtype: DType) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::thread;
+    use std::time::Instant;
 
     const TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -719,7 +764,8 @@ mod tests {
             }
             group.any_rank(false).unwrap_err().to_string()
         });
-        let fault = Fault::Disconnected { peer: "rank 2".to_owned(), activity: "step 17".to_owned() };
+        let activity = "step 17 (all-reduce 1, 8 bytes)".to_owned();
+        let fault = Fault::Disconnected { peer: "rank 2".to_owned(), activity };
         let text = fault.to_string();
         assert_eq!(texts, [text.clone(), text.clone(), String::new(), text]);
     }
@@ -730,7 +776,7 @@ mod tests {
             0 => String::new(),
             _ => group.broadcast_message(vec![]).unwrap_err().to_string(),
         });
-        assert!(texts[1].starts_with("rank 0 disconnected during startup:"), "{texts:?}");
+        assert!(texts[1].starts_with("rank 0 disconnected during startup (broadcast 0, 0 bytes):"), "{texts:?}");
         assert_eq!(texts[1], texts[2]);
     }
 
@@ -746,7 +792,10 @@ mod tests {
             group.any_rank(false).unwrap_err().to_string()
         });
         assert!(start.elapsed() < 10 * timeout);
-        assert!(texts[0].starts_with("rank 1 timed out: no message for 0 s during startup;"), "{texts:?}");
+        assert!(
+            texts[0].starts_with("rank 1 timed out: no message for 0 s during startup (all-reduce 0, 8 bytes);"),
+            "{texts:?}"
+        );
         // Rank 2 waits for rank 0 for as long as rank 0 waits for rank 1, so either timeout may expire first.
         assert!(texts[2] == texts[0] || texts[2].starts_with("rank 0 timed out"), "{texts:?}");
     }

@@ -6,13 +6,13 @@
 //! process.
 
 use super::fault::Fault;
+use super::flight_recorder::FlightRecorder;
 use engine::Result;
 use std::fmt;
-use std::io::{Write, stderr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
 use std::time::{Duration, Instant};
+use system::{process, thread, time};
 
 /// Time between heartbeats.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
@@ -54,6 +54,15 @@ impl Progress {
     }
 }
 
+/// What a watchdog tells the other ranks.
+#[derive(Debug)]
+pub enum Note {
+    /// This rank is alive, and has made this progress.
+    Heartbeat(Progress),
+    /// The run has failed.
+    Fault(Fault),
+}
+
 /// Status of a rank.
 #[derive(Clone, Debug)]
 struct RankStatus {
@@ -75,6 +84,7 @@ pub struct Watchdog {
     fault: Mutex<Option<(Fault, Instant)>>,
     stall_timeout: Mutex<Duration>,
     device: Mutex<Option<Arc<dyn DeviceMonitor>>>,
+    recorder: FlightRecorder,
     stopped: AtomicBool,
 }
 
@@ -92,7 +102,7 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Watchdog {
     /// Creates a watchdog for connections to `peers`. A rank without progress for `stall_timeout` has failed.
     pub fn new<'a>(peers: impl Iterator<Item = &'a str>, stall_timeout: Duration) -> Self {
-        let now = Instant::now();
+        let now = time::now();
         let progress = Progress { calls: 0, activity: "startup".to_owned() };
         let status = |name: &str| RankStatus {
             name: name.to_owned(),
@@ -108,13 +118,14 @@ impl Watchdog {
             fault: Mutex::new(None),
             stall_timeout: Mutex::new(stall_timeout),
             device: Mutex::new(None),
+            recorder: FlightRecorder::default(),
             stopped: AtomicBool::new(false),
         }
     }
 
     /// Changes the stall timeout. Time that has passed so far does not count against the new timeout.
     pub fn set_stall_timeout(&self, timeout: Duration) {
-        let now = Instant::now();
+        let now = time::now();
         lock(&self.ranks).iter_mut().for_each(|rank| rank.last_progress = now);
         *lock(&self.stall_timeout) = timeout;
     }
@@ -132,7 +143,7 @@ impl Watchdog {
     /// Records a message from connected rank number `i`, counted from 1. Heartbeats contain progress.
     pub fn record_message(&self, i: usize, progress: Option<Progress>) {
         let mut ranks = lock(&self.ranks);
-        let now = Instant::now();
+        let now = time::now();
         ranks[i].last_message = now;
         if let Some(progress) = progress.filter(|progress| *progress != ranks[i].progress) {
             (ranks[i].progress, ranks[i].last_progress) = (progress, now);
@@ -154,9 +165,26 @@ impl Watchdog {
         lock(&self.ranks)[0].progress.clone()
     }
 
+    /// Returns the recorder of this rank's collectives.
+    pub fn recorder(&self) -> &FlightRecorder {
+        &self.recorder
+    }
+
+    /// Returns the activity of this rank, with the collective that it waits for.
+    pub fn activity(&self) -> String {
+        self.with_collective(self.progress().activity)
+    }
+
+    fn with_collective(&self, activity: String) -> String {
+        match self.recorder.pending() {
+            Some(collective) => format!("{activity} ({collective})"),
+            None => activity,
+        }
+    }
+
     /// Reports a fault. Only the first reported fault is kept.
     pub fn report_fault(&self, fault: Fault) {
-        lock(&self.fault).get_or_insert((fault, Instant::now()));
+        lock(&self.fault).get_or_insert((fault, time::now()));
     }
 
     /// Returns the first fault.
@@ -169,13 +197,22 @@ impl Watchdog {
         self.stopped.store(true, Ordering::Relaxed);
     }
 
+    /// Makes allowance for `pause`, a time in which this process did not run. Messages of other ranks that arrived meanwhile have not
+    /// been read yet.
+    fn excuse(&self, pause: Duration) {
+        for rank in lock(&self.ranks).iter_mut() {
+            rank.last_message += pause;
+            rank.last_progress += pause;
+        }
+    }
+
     /// Returns the fault visible at `now`, if any.
     fn detect_fault(&self, now: Instant) -> Option<Fault> {
         let (device, stall_timeout) = (lock(&self.device).clone(), *lock(&self.stall_timeout));
         let device_error = device.and_then(|device| device.check().err());
         let ranks = lock(&self.ranks);
         // All ranks run the same operations. The activity of this rank is the most recent one known.
-        let activity = || ranks[0].progress.activity.clone();
+        let activity = || self.with_collective(ranks[0].progress.activity.clone());
         for RankStatus { name, last_message, disconnected, .. } in ranks[1..].iter().filter(|rank| !rank.leaving) {
             let peer = name.clone();
             if *disconnected {
@@ -190,65 +227,71 @@ impl Watchdog {
         }
         // If any rank has stalled, the cause is the rank with the fewest calls: all others wait for it.
         let stalled = ranks.iter().any(|rank| now - rank.last_progress > stall_timeout);
-        let last = ranks.iter().filter(|_| stalled).min_by_key(|rank| rank.progress.calls)?;
-        let (peer, activity) = (last.name.clone(), last.progress.activity.clone());
+        let (i, last) = ranks.iter().enumerate().filter(|_| stalled).min_by_key(|(_, rank)| rank.progress.calls)?;
+        // Another rank sends its activity with the collective.
+        let activity = if i == 0 { activity() } else { last.progress.activity.clone() };
+        let peer = last.name.clone();
         Some(Fault::Stalled { peer, waited: now - last.last_progress, activity })
     }
 
-    /// Starts the watchdog thread. It calls `send_heartbeat` every second, and `announce` once after a fault.
+    /// Starts the watchdog thread. It sends a heartbeat every second, and a fault once. `send` must not block.
     /// The thread ends after [`stop`](Self::stop), or when `self` is dropped everywhere else.
-    pub fn start(
-        self: &Arc<Self>,
-        send_heartbeat: impl Fn(&Progress) + Send + 'static,
-        announce: impl Fn(&Fault) + Send + 'static,
-    ) -> std::io::Result<()> {
+    pub fn start(self: &Arc<Self>, send: impl Fn(Note) + Send + 'static) -> std::io::Result<()> {
         let watchdog = Arc::downgrade(self);
         let mut announced = false;
-        let mut tick = move || {
+        let mut tick = move |paused: Duration| {
             let Some(watchdog) = watchdog.upgrade() else { return false };
             if watchdog.stopped.load(Ordering::Relaxed) {
                 return false;
             }
-            send_heartbeat(&watchdog.progress());
+            if paused > HEARTBEAT_INTERVAL {
+                watchdog.excuse(paused);
+            }
+            send(Note::Heartbeat(Progress { activity: watchdog.activity(), ..watchdog.progress() }));
             if watchdog.fault().is_none()
-                && let Some(fault) = watchdog.detect_fault(Instant::now())
+                && let Some(fault) = watchdog.detect_fault(time::now())
             {
                 watchdog.report_fault(fault);
             }
             let fault = lock(&watchdog.fault).clone();
             let Some((fault, since)) = fault else { return true };
             if !std::mem::replace(&mut announced, true) {
-                announce(&fault);
+                send(Note::Fault(fault.clone()));
+                watchdog.recorder.dump(&fault.to_string());
                 // The abort may itself block on the failed device, so it runs on its own thread.
                 if let Some(device) = lock(&watchdog.device).take() {
-                    let _ = thread::Builder::new().name("abort".into()).spawn(move || device.abort());
+                    let _ = thread::spawn("abort", None, move || device.abort());
                 }
             }
-            if since.elapsed() > SHUTDOWN_GRACE {
+            if time::now() - since > SHUTDOWN_GRACE {
                 exit_process(&fault);
             }
             true
         };
         let run = move || {
-            while tick() {
+            let mut paused = Duration::ZERO;
+            while tick(paused) {
+                let asleep = time::now();
                 thread::sleep(HEARTBEAT_INTERVAL);
+                paused = (time::now() - asleep).saturating_sub(HEARTBEAT_INTERVAL);
             }
         };
-        thread::Builder::new().name("watchdog".into()).spawn(run).map(|_| ())
+        thread::spawn("watchdog", None, run).map(|_| ())
     }
 }
 
 /// Exits without running destructors or exit handlers, any of which may block.
 fn exit_process(fault: &Fault) {
     if !matches!(fault, Fault::ReportedByRank0 { .. }) {
-        let _ = writeln!(stderr(), "error: {fault}");
+        process::print_error(&format!("error: {fault}"));
     }
-    signal_hook::low_level::exit(fault.exit_code().into());
+    process::exit(fault.exit_code())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::thread;
 
     fn progress(calls: u64) -> Progress {
         Progress { calls, activity: format!("step {calls}") }
@@ -301,6 +344,15 @@ mod tests {
     }
 
     #[test]
+    fn time_in_which_this_process_did_not_run_is_excused() {
+        let watchdog = watchdog();
+        let later = Instant::now() + Duration::from_secs(50);
+        assert!(watchdog.detect_fault(later).is_some());
+        watchdog.excuse(Duration::from_secs(40));
+        assert!(watchdog.detect_fault(later).is_none());
+    }
+
+    #[test]
     fn changing_the_stall_timeout_resets_the_timer() {
         let watchdog = watchdog();
         let fails_after = |seconds| {
@@ -350,7 +402,12 @@ mod tests {
         watchdog.set_device(device.clone());
         let announced = Arc::new(Mutex::new(Vec::new()));
         let log = announced.clone();
-        watchdog.start(|_| {}, move |fault| lock(&log).push(fault.to_string())).unwrap();
+        let send = move |note| {
+            if let Note::Fault(fault) = note {
+                lock(&log).push(fault.to_string());
+            }
+        };
+        watchdog.start(send).unwrap();
         thread::sleep(HEARTBEAT_INTERVAL * 3 / 2);
         assert!(watchdog.fault().is_none() && !device.aborted.load(Ordering::Relaxed));
         device.failed.store(true, Ordering::Relaxed);
@@ -367,7 +424,7 @@ mod tests {
         let (watchdog, device) = (Arc::new(watchdog()), Arc::new(FakeDevice::default()));
         watchdog.set_device(device.clone());
         watchdog.mark_disconnected(2);
-        watchdog.start(|_| {}, |_| {}).unwrap();
+        watchdog.start(|_| {}).unwrap();
         device.wait_for_abort();
         watchdog.stop();
         assert!(watchdog.fault().unwrap().to_string().starts_with("rank 2 disconnected"));

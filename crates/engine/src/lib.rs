@@ -4,6 +4,7 @@
 //! * [`ops`]: the operations, one argument struct for each. [`gemm`]: the matrix multiplications behind linear layers.
 //! * [`batch`], [`graph`]: the layout of a batch, and keys of CUDA graphs.
 //! * [`cpu`]: the engine on the CPU in f32, the reference of every test. [`cuda`]: the engine on a GPU or its emulator, in bf16 or f32.
+//! * [`digest`], [`trace`]: hashes of tensors, and of all that operations write.
 //! * [`open`]: selection of an engine from command-line settings.
 //!
 //! Models, communication between ranks, and file formats belong to other crates.
@@ -13,12 +14,14 @@
 pub mod batch;
 pub mod cpu;
 pub mod cuda;
+pub mod digest;
 pub mod gemm;
 pub mod graph;
 pub mod open;
 pub mod ops;
 pub mod plan;
 pub mod tensor;
+pub mod trace;
 
 pub use batch::{BatchLayout, HostBuffer};
 pub use gemm::{Algorithms, Tuning};
@@ -236,6 +239,12 @@ pub trait Engine {
 
     /// Copies a tensor in its storage format after all previous work is complete. `to` has its size.
     fn read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()>;
+
+    /// Returns the digest of a tensor (see [`mod@digest`]) after all previous work is complete. `first` is the position of its first
+    /// element.
+    fn digest(&mut self, tensor: Tensor, first: u64) -> Result<u64> {
+        digest::through_host(self, tensor, first)
+    }
 
     /// Copies bytes in storage format into a tensor. `bytes` has its size and is pageable memory, which is read before the call
     /// returns.

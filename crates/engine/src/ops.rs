@@ -9,6 +9,7 @@
 
 mod decode;
 mod fp8;
+mod outputs;
 mod update;
 
 pub use decode::{

@@ -80,6 +80,7 @@ impl DataParallel<'_> {
             return Ok(());
         }
         let (store, unit) = (self.model.param_store(), Unit::Layer(layer));
+        self.ranks.set_part(|| unit.to_string());
         self.ranks.all_gather(engine, store.sharded(unit))?;
         self.buffers.parameters[parity] = Some(layer);
         self.buffers.gathering[parity] = true;
@@ -118,6 +119,7 @@ impl LayerHooks for DataParallel<'_> {
     fn gradients_ready(&mut self, engine: &mut dyn Engine, unit: Unit) -> Result<()> {
         let training = self.training()?;
         let store = self.model.grad_store(&training);
+        self.ranks.set_part(|| unit.to_string());
         match (self.model.zero.stage(), unit) {
             (0, _) if self.last => self.ranks.all_reduce_mean(engine, store.unit(unit)),
             (1, _) if self.last => self.ranks.reduce_scatter(engine, store.sharded(unit), Reduction::Mean),
@@ -146,6 +148,7 @@ impl LayerHooks for DataParallel<'_> {
             return Ok(());
         }
         let store = self.model.param_store();
+        self.ranks.set_part(|| unit.to_string());
         self.ranks.all_gather(engine, store.sharded(unit))
     }
 

@@ -343,6 +343,11 @@ impl Fp8 {
         if counting { all.into_iter().try_for_each(|slots| engine.zero(slots.counts)) } else { Ok(()) }
     }
 
+    /// Returns this state without counting.
+    pub(super) fn uncounted(self) -> Self {
+        Self { counting: false, ..self }
+    }
+
     /// Returns the statistics of this step that ranks must combine, so that their scales agree.
     ///
     /// With current scaling, each rank scales its own inputs and gradients. Weights and their scales are equal on all ranks.

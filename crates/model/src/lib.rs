@@ -7,6 +7,7 @@
 //! * [`generator`]: text generation with a KV cache.
 //! * [`sharding`], [`data_parallel`]: ZeRO, and its overlap with the passes.
 //! * [`fp8`]: FP8 in the linear layers. [`storage`]: types of the optimizer state.
+//! * [`verification`], [`digests`]: detection of faulty hardware, and hashes of parameters and optimizer state.
 //! * [`train_step`]: one optimizer step. [`guards`], [`schedule`]: which steps may change the model, and the learning rate.
 //!
 //! Kernels and operations belong to the engine; files and the command line belong to other crates.
@@ -17,6 +18,7 @@ pub mod backward;
 pub mod data_parallel;
 pub mod decoder;
 pub mod descriptor;
+pub mod digests;
 pub mod fit;
 pub mod forward;
 pub mod fp8;
@@ -34,6 +36,7 @@ pub mod storage;
 pub mod train_step;
 mod tune;
 pub mod update;
+pub mod verification;
 
 pub use data_parallel::{DataParallel, LayerBuffers};
 pub use decoder::{Decoder, Training};

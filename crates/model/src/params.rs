@@ -8,6 +8,7 @@ use super::descriptor::{Biases, Descriptor, Norm, Positions};
 use engine::ops::UpdateRange;
 use engine::tensor::Tensor;
 use gpu::noise;
+use std::fmt;
 use std::ops::Range;
 
 /// A parameter tensor of a decoder, by llm.c's name where it has one.
@@ -176,6 +177,15 @@ pub enum Unit {
     Embeddings,
     /// All tensors of a layer. The last layer includes lnfw and lnfb.
     Layer(usize),
+}
+
+impl fmt::Display for Unit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Embeddings => f.write_str("the embeddings"),
+            Self::Layer(layer) => write!(f, "layer {layer}"),
+        }
+    }
 }
 
 /// The layout of the parameter block, in elements. Gradients, moments and master weights have the same layout.

@@ -6,6 +6,7 @@ use super::fp8::Fp8Counts;
 use super::nvtx::Range;
 use super::sharding::LayerHooks;
 use super::update::Update;
+use super::verification::Verification;
 use distributed::Ranks;
 use engine::tensor::Tensor;
 use engine::{BatchLayout, Engine, GraphKey, Result};
@@ -19,10 +20,12 @@ pub type DecideUpdate<'a> = dyn FnMut(&mut dyn Engine, Tensor) -> Result<Option<
 
 /// Runs the optimizer steps of one rank. Training, benchmarks, verification and tests all use it.
 pub struct TrainStep {
-    model: Decoder,
-    layout: BatchLayout,
-    grad_accum: usize,
-    buffers: LayerBuffers,
+    pub(super) model: Decoder,
+    pub(super) layout: BatchLayout,
+    pub(super) grad_accum: usize,
+    pub(super) buffers: LayerBuffers,
+    /// The verification of the next step's first micro-batch, if it is due.
+    pub(super) verification: Option<Verification>,
     /// Set if the passes of a micro-batch are captured as a CUDA graph.
     graph: Option<GraphKey>,
     /// Whether the next step counts the values that FP8 loses.
@@ -39,6 +42,7 @@ impl TrainStep {
             layout,
             grad_accum,
             buffers: LayerBuffers::default(),
+            verification: None,
             graph: None,
             count_fp8: false,
             statistics_changed: false,
@@ -107,6 +111,9 @@ impl TrainStep {
         for micro_batch in 1..=self.grad_accum {
             let _range = Range::new(format_args!("micro-batch {micro_batch}"));
             load(engine)?;
+            if let Some(verification) = self.verification.take() {
+                self.verify(engine, ranks, verification)?;
+            }
             let last = micro_batch == self.grad_accum;
             capture_error = self.micro_batch(engine, ranks, last)?.or(capture_error);
             if let Some(fp8) = &mut self.model.fp8 {

@@ -5,7 +5,9 @@ use distributed::tcp_group::TcpGroup;
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::ops::{AdamW, Fp8Accumulation};
+use engine::trace::BitFlip;
 use engine::{BatchLayout, Engine};
+use model::verification::{Difference, Verification};
 use model::{
     Decoder, Descriptor, Fp8Gradients, Fp8Options, Fp8Recipe, Fp8Settings, MasterWeights, PlanOptions, Recompute,
     Shard, TrainStep, Unsharded, Zero,
@@ -82,6 +84,10 @@ impl Setup {
 impl Run {
     /// Runs a step. Its tokens follow a pattern that the model can learn, and differ between steps, micro-batches and ranks.
     fn step(&mut self) {
+        self.try_step().unwrap();
+    }
+
+    fn try_step(&mut self) -> engine::Result<()> {
         let (model, rank, step) = (&self.model, self.ranks.rank(), self.steps);
         let mut micro_batch = 0;
         let mut load = |engine: &mut dyn Engine| {
@@ -110,10 +116,11 @@ impl Run {
             seed: step,
         };
         let mut decide = |_: &mut dyn Engine, _| Ok(Some(settings.into()));
-        self.step.run(&mut *self.engine, &mut self.ranks, &mut load, &mut decide).unwrap();
+        self.step.run(&mut *self.engine, &mut self.ranks, &mut load, &mut decide)?;
         let stats = self.engine.read(self.model.training.unwrap().stats).unwrap();
         self.losses.push(stats[0] / (LAYOUT.b * LAYOUT.t * self.grad_accum) as f32);
         self.steps += 1;
+        Ok(())
     }
 
     fn steps(mut self, n: usize) -> Self {
@@ -337,6 +344,33 @@ fn statistics_are_restored_after_an_error() {
     assert!(run.state() == before);
     run.step();
     assert!(run.state() == whole.state() && run.losses == whole.losses);
+}
+
+/// The emulator checks all accesses, also those of digests.
+#[test]
+fn verification_changes_no_bit_and_finds_a_flipped_one() {
+    let engines: [fn() -> Box<dyn Engine>; 2] =
+        [|| Box::new(Cpu::new()), || emulated(EmulatedGpu::new(true), Precision::Bf16, None, true)];
+    for (engine, places) in engines.into_iter().zip([10, 4]) {
+        for recipe in [None, Some(Fp8Recipe::Current), Some(Fp8Recipe::Delayed)] {
+            let start = || Setup::new(recipe).on(engine(), Ranks::Single);
+            let (mut plain, mut run) = (start().steps(2), start());
+            for number in 0..2 {
+                run.step.verify_next(Verification { number, flip: None });
+                run.step();
+            }
+            assert!(run.state() == plain.state() && run.losses == plain.losses, "{recipe:?}");
+            let before = run.state();
+            for i in 0..places {
+                let flip = BitFlip { step: 2, rank: 0, output: 2 + 5 * i * 10 / places, element: 37 * i, bit: 3 * i };
+                run.step.verify_next(Verification { number: 2, flip: Some(flip) });
+                let found = run.try_step().unwrap_err().downcast::<Difference>().unwrap();
+                assert_eq!((found.output.0, &found.replays[..]), (flip.output, &[false; 2][..]), "{recipe:?}: {found}");
+                run.step.restore_statistics(&mut *run.engine).unwrap();
+                assert!(run.state() == before);
+            }
+        }
+    }
 }
 
 /// A step that counts losses quantizes each tensor separately, from bf16, after the GEMM that computes it.

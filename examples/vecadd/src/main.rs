@@ -36,8 +36,7 @@ fn main() -> Result<()> {
     );
     let mut layout = Layout::new();
     vecadd_kernel::shared(&mut layout);
-    let block = [launch.threads(), 1, 1];
-    let config = LaunchConfig { grid, block, shared_bytes: layout.bytes() as u32 };
+    let config = LaunchConfig { grid, block: launch.block(), shared_bytes: layout.bytes() as u32 };
     // SAFETY: each allocation has the length of its slice, and the kernel accesses n elements and one sum per block.
     // All operations are on one stream, which is synchronized before the slices are used.
     unsafe {

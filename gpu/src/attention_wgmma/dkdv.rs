@@ -40,7 +40,7 @@ pub fn dkdv_shared_bytes() -> usize {
 /// d = rowsum(dout ∘ out) are (B, NH, T).
 ///
 /// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a")]
+#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma")]
 pub fn attention_backward_dkdv_wgmma_hs_64(
     dqkv: GlobalMut<bf16>,
     qkv: Global<TensorMap>,

@@ -91,7 +91,7 @@ pub fn forward_shared_bytes<H: Head>() -> usize {
 /// `qkv` maps (B, T, (NH + 2 KV) HS) with box [`super::BOX`].
 ///
 /// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(hs_64 = <Head64>, hs_128 = <Head128>))]
+#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(hs_64 = <Head64>, hs_128 = <Head128>))]
 pub fn attention_forward_wgmma<H: Head>(
     out: GlobalMut<bf16>,
     lse: GlobalMut<f32>,

@@ -145,7 +145,7 @@ pub fn fused_shared_bytes() -> usize {
 /// are zero before and after the launch.
 ///
 /// Grid: any number of blocks.
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a")]
+#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma")]
 pub fn attention_backward_fused_wgmma(
     dqkv: GlobalMut<bf16>,
     dq: GlobalMut<f32>,
@@ -665,7 +665,7 @@ impl<const INDEX: u32> Consumer<INDEX> {
 /// dQ in dqkv (B, T, NH + 2 KV, HS): the sums `dq` of [`attention_backward_fused_wgmma`], scaled and rounded to bf16.
 ///
 /// Grid: (panels of 64 queries, NH, B).
-#[kernel(threads = 256, arch = "sm_90a")]
+#[kernel(threads = 256, requires = "wgmma")]
 pub fn attention_backward_convert_dq(dqkv: GlobalMut<bf16>, dq: Global<f32>, t: u32, kv: u32, group: u32) {
     let sizes = Sizes::<H>::new(t, kv, group);
     let (panel, h, b) = (thread::block_idx_x(), thread::block_idx_y(), thread::block_idx_z());

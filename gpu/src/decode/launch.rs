@@ -77,7 +77,7 @@ pub fn matvec<T: Element>(operands: MatvecOperands<T>, size: MatvecSize) -> Opti
         return None;
     }
     let MatvecOperands { out, inp, weight, bias, residual, norm } = operands;
-    let null = Global::new(std::ptr::null());
+    let null = Global::null();
     let (norm_weight, norm_bias, eps) = match norm {
         Norm::None => (null, null, 0.0),
         Norm::LayerNorm(weight, bias) => (weight, bias, 0.0),

@@ -178,7 +178,7 @@ pub fn matvec<T: Element, const ROWS: usize, const COLUMNS: usize, const UNROLL:
         let sum = sum.min(outputs - 1);
         if swiglu_layer { sum / 2 + sum % 2 * (outputs / 2) } else { sum }
     };
-    let mut rows = [Global::new(core::ptr::null()); COLUMNS];
+    let mut rows = [Global::null(); COLUMNS];
     for n in 0..COLUMNS {
         rows[n] = weight.skip(weight_row(first + n) * channels);
     }

@@ -17,7 +17,7 @@ use cuda_std::{Global, kernel, thread};
 /// multiples of 8.
 ///
 /// The tensor maps are three-dimensional: `launch::maps` describes them. Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(
+#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(
     tile_128x128 = <Pingpong128x128>,
     tile_128x192 = <Pingpong128x192>,
     tile_256x128 = <Cooperative256x128>,
@@ -41,7 +41,7 @@ pub fn matmul_batched<T: Tile>(
         aux.prefetch();
     }
     let scheduler = BatchScheduler::new([T::TILE_M, T::TILE_N], m, n, k, count);
-    let (bias, scale) = (Global::new(core::ptr::null()), Scale { alpha, beta });
+    let (bias, scale) = (Global::null(), Scale { alpha, beta });
     let operands = EpilogueOperands { out, aux, second: out, bias, n, scale };
     let epilogue = |shared, consumer| TmaEpilogue::<Scaled, T>::new(shared, operands, consumer);
     run_persistent::<Batched<AB>, T, _, false>(a, b, scheduler, NO_COLUMN_SUMS, epilogue);
@@ -55,7 +55,7 @@ pub fn matmul_batched<T: Tile>(
 ///
 /// The tensor maps are three-dimensional: `launch::maps` describes them. `a` and `b` are the same tensor. Grid: (number
 /// of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(
+#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(
     abt_128x128 = <ABt, Symmetric, Pingpong128x128>,
     abt_128x192 = <ABt, Symmetric, Pingpong128x192>,
     atb_128x128 = <AtB, Symmetric, Pingpong128x128>,
@@ -80,7 +80,7 @@ pub fn matmul_symmetric<L: OperandLayout, E: Epilogue, T: Tile>(
         }
     }
     let scheduler = SymmetricScheduler::new([T::TILE_M, T::TILE_N], n, k, count);
-    let (bias, scale) = (Global::new(core::ptr::null()), Scale { alpha, beta });
+    let (bias, scale) = (Global::null(), Scale { alpha, beta });
     let operands = EpilogueOperands { out, aux, second: out, bias, n, scale };
     let epilogue = |shared, consumer| TmaEpilogue::<E, T>::new(shared, operands, consumer);
     run_persistent::<Batched<L>, T, _, false>(a, b, scheduler, NO_COLUMN_SUMS, epilogue);

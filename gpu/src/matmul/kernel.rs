@@ -33,7 +33,7 @@ use cuda_std::{Global, GlobalMut, bf16, kernel, thread, warp};
 /// arbitrary. `launch::maps` describes the tensor maps. Rows of all matrices are multiples of 8 elements.
 ///
 /// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(
+#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(
     abt_128x128 = <ABt, Plain, Pingpong128x128>,
     abt_128x192 = <ABt, Plain, Pingpong128x192>,
     abt_256x128 = <ABt, Plain, Cooperative256x128>,
@@ -115,7 +115,7 @@ pub fn matmul_wgmma<L: OperandLayout, E: Epilogue, T: Tile>(
 /// out (M, N) f32 += a (K, M)ᵀ · b (K, N). `m` and `n` are multiples of 8.
 ///
 /// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(
+#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(
     tile_128x128 = <Pingpong128x128>,
     tile_128x192 = <Pingpong128x192>,
     tile_256x128 = <Cooperative256x128>,
@@ -139,7 +139,7 @@ pub fn matmul_accumulate_f32<T: Tile>(
 /// (`partial_rows`, M) f32. `m` and `n` are multiples of 8.
 ///
 /// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(
+#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(
     tile_128x128 = <Pingpong128x128>,
     tile_128x192 = <Pingpong128x192>,
     tile_256x128 = <Cooperative256x128>,
@@ -159,7 +159,7 @@ pub fn matmul_accumulate_column_sums<T: Tile>(
         out.prefetch();
     }
     let scheduler = TileScheduler::new([T::TILE_M, T::TILE_N], m, n, k, 1);
-    let bias = Global::new(core::ptr::null());
+    let bias = Global::null();
     let operands = EpilogueOperands { out, aux: out, second: out, bias, n, scale: Scale::ONE };
     let epilogue = |shared, consumer| TmaEpilogue::<Accumulate, T>::new(shared, operands, consumer);
     run_persistent::<AtB, T, _, true>(a, b, scheduler, ColumnSums { partials: column_sums, m, n }, epilogue);
@@ -172,7 +172,7 @@ pub fn matmul_accumulate_column_sums<T: Tile>(
 /// of a to `column_sums` (`split_k` · `partial_rows`, M).
 ///
 /// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(
+#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(
     tile_128x128 = <Pingpong128x128, false>,
     tile_128x192 = <Pingpong128x192, false>,
     tile_256x128 = <Cooperative256x128, false>,
@@ -200,7 +200,7 @@ pub fn matmul_split_k<T: Tile, const COLUMN_SUMS: bool>(
     run_persistent::<AtB, T, _, COLUMN_SUMS>(a, b, scheduler, ColumnSums { partials: column_sums, m, n }, epilogue);
 }
 
-pub const NO_COLUMN_SUMS: ColumnSums = ColumnSums { partials: GlobalMut::new(core::ptr::null_mut()), m: 0, n: 0 };
+pub const NO_COLUMN_SUMS: ColumnSums = ColumnSums { partials: GlobalMut::null(), m: 0, n: 0 };
 
 /// Initializes the barriers, assigns roles to the warpgroups, and computes all work tiles of this block.
 ///

@@ -73,7 +73,7 @@ pub fn reduce_grid([tile_m, tile_n]: [u32; 2], tiles: usize) -> [u32; 3] {
 /// `tile_m` x `tile_n`, to out (M, N).
 ///
 /// A block reduces four packets of each thread for 64 rows of a tile. Grid: (packets / 4, tiles · `tile_m` / 64).
-#[kernel(threads = 128, blocks_per_sm = 8, arch = "sm_90a", instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+#[kernel(threads = 128, blocks_per_sm = 8, requires = "wgmma", instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn matmul_split_k_reduce<O: AccumulateInto>(
     out: GlobalMut<O>,
     partials: Global<f32>,

@@ -241,7 +241,7 @@ impl<T: Tile, const BACKWARD: bool, const ACTIVATION: bool> SwiGluEpilogue<T, BA
 /// matrices of the preactivation. `f` and `k` are multiples of 8.
 ///
 /// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(
+#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(
     tile_128x128 = <Pingpong128x128>,
     tile_128x192 = <Pingpong128x192>))]
 pub fn matmul_swiglu_forward<T: Tile>(
@@ -267,7 +267,7 @@ pub fn matmul_swiglu_forward<T: Tile>(
 /// `ACTIVATION`, also activation (M, F) = up · silu(gate). `f` and `k` are multiples of 8.
 ///
 /// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(
+#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(
     tile_128x128 = <Pingpong128x128, false>,
     tile_128x192 = <Pingpong128x192, false>,
     activation_128x128 = <Pingpong128x128, true>,

@@ -37,7 +37,7 @@ pub struct ForwardOperands<T> {
 pub fn forward<T: Element>(operands: ForwardOperands<T>, size: Size) -> Option<KernelLaunch> {
     let (shape, rows, channels) = (Shape::of::<T>(size.channels)?, size.rows as u32, size.channels as u32);
     let ForwardOperands { out, rstd, inp, weight, eps } = operands;
-    let weight = weight.unwrap_or(Global::new(std::ptr::null()));
+    let weight = weight.unwrap_or(Global::null());
     Some(KernelLaunch {
         launch: dispatch!(shape, rmsnorm_forward::<T>(out, rstd, inp, weight, eps, rows, channels)),
         grid: [shape.forward_grid(size.rows, size.sm_count), 1, 1],
@@ -85,7 +85,7 @@ pub fn backward<T: Element>(operands: BackwardOperands<T>, size: Size) -> Option
     let first =
         |launch| KernelLaunch { launch, grid: [blocks, 1, 1], shared_bytes: shape.backward_shared_bytes::<T>() };
     let Some(Weight { weight, dweight, partials }) = weight else {
-        let (partials, weight) = (GlobalMut::new(std::ptr::null_mut()), Global::new(std::ptr::null()));
+        let (partials, weight) = (GlobalMut::null(), Global::null());
         return Some(vec![first(dispatch!(
             shape,
             rmsnorm_backward::<T, false>(dinp, partials, dout, inp, weight, rstd, rows, channels)

@@ -19,6 +19,7 @@ pub mod sample;
 pub mod selftest;
 pub mod serve;
 pub mod shell;
+pub mod simulate;
 pub mod sweep;
 pub mod train;
 pub mod verify;

@@ -1,13 +1,16 @@
 //! The training loop.
 //!
 //! This file contains the loop: load a batch, run a step, log, and do what is due. `evaluation.rs` validates, scores and samples;
-//! `saving.rs` writes checkpoints, also after an error; `logging.rs` reports steps and guards against divergence.
+//! `saving.rs` writes checkpoints, also after an error; `logging.rs` reports steps and guards against divergence; `hardware.rs` verifies
+//! micro-batches and logs hashes.
 
 mod evaluation;
+mod hardware;
 mod logging;
 mod optimizer;
 mod saving;
 
+pub use hardware::HardwareChecks;
 pub use optimizer::{MuonSettings, OptimizerSettings};
 
 use crate::clock::Clock;
@@ -29,6 +32,7 @@ use model::{Decoder, TrainStep, Training};
 use rng::XorShift;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
+use system::time;
 use tokenizer::Tokenizer;
 
 /// Settings of the loop. An interval ("every") counts steps; the end of the run counts as due; `None` means never.
@@ -64,6 +68,8 @@ pub struct Settings {
     pub checkpoint_after: Option<Duration>,
     /// Interval at which ranks compare their replicas.
     pub check_ranks_every: Option<usize>,
+    /// Detection of faulty hardware.
+    pub hardware: HardwareChecks,
 }
 
 impl Settings {
@@ -150,6 +156,10 @@ struct Session {
     /// The latest checkpoint and the reason, if it could not be written.
     unsaved: Option<(usize, Error)>,
     stopped: Option<usize>,
+    /// The last step whose first micro-batch was verified, and the number of verifications of this process.
+    verified: (Option<usize>, usize),
+    /// The run has failed, so that collectives would not complete.
+    failed: bool,
 }
 
 /// The part of the state that changes within a step, as it was before the step.
@@ -198,7 +208,10 @@ impl Run<'_> {
         let outcome = match self.session(&training) {
             Ok(mut session) => match self.run_steps(&training, &mut session) {
                 Ok(()) => self.finish(session).map_err(|error| (error, None)),
-                Err(error) => Err((error, self.save_after_error(session))),
+                Err(error) => match self.hardware_fault(error, &session) {
+                    Ok(fault) => Err((fault, None)),
+                    Err(error) => Err((error, self.save_after_error(session))),
+                },
             },
             Err(error) => Err((error, None)),
         };
@@ -241,12 +254,14 @@ impl Run<'_> {
             clock: Clock::start(self.engine_time(training)?),
             launched: None,
             boundary: Boundary::of(&self.state),
-            last_save: Instant::now(),
+            last_save: time::now(),
             step: TrainStep::new(self.model, self.train.layout(), self.settings.grad_accum).capture_graphs(),
             last_val_loss: None,
             model_file: self.checkpoints.as_ref().and_then(CheckpointWriter::model_file),
             unsaved: None,
             stopped: None,
+            verified: (None, 0),
+            failed: false,
         })
     }
 
@@ -266,6 +281,7 @@ impl Run<'_> {
                 break;
             }
             self.poll_checkpoint(session)?;
+            self.verify(step, session);
             let now = self.launch_step(step, training, session)?;
             if let Some(previous) = session.launched.replace(now) {
                 self.log_step(previous, session)?;
@@ -273,6 +289,11 @@ impl Run<'_> {
             if self.settings.fp8_stats_every.is_some_and(|n| (step + 1).is_multiple_of(n)) {
                 self.log_launched(session)?;
                 self.print_fp8_counts(step, session)?;
+                session.clock.resume(self.engine_time(training)?);
+            }
+            if self.settings.hardware.hash_every.is_some_and(|n| (step + 1).is_multiple_of(n)) {
+                self.log_launched(session)?;
+                self.log_hashes()?;
                 session.clock.resume(self.engine_time(training)?);
             }
             if self.settings.check_ranks_every.is_some_and(|n| (step + 1).is_multiple_of(n)) {
@@ -294,7 +315,7 @@ impl Run<'_> {
         let steps = self.settings.steps;
         self.ranks.set_stage(|| format!("step {} of {steps}", step + 1));
         self.ranks.set_operation("waiting for the others");
-        let old = self.settings.checkpoint_after.is_some_and(|after| session.last_save.elapsed() >= after);
+        let old = self.settings.checkpoint_after.is_some_and(|after| time::now() - session.last_save >= after);
         let [stop, save] = self.ranks.any_ranks([self.stop.requested(), old && self.ranks.is_first()])?;
         self.ranks.set_operation("computing");
         Ok((stop, save))
@@ -348,6 +369,7 @@ impl Run<'_> {
         let tokens = layout.b * layout.t * settings.grad_accum * ranks.world_size();
         let rank_seed = (ranks.rank() as u32).wrapping_mul(RANK_SEED);
         let learning_rate = settings.schedule.at(step);
+        let verified = settings.hardware.is_due(step).then_some(step);
         let mut verdict = None;
         let intact = &mut session.boundary.intact;
         let state = std::cell::RefCell::new(state);
@@ -375,6 +397,10 @@ impl Run<'_> {
             session.step.count_fp8();
         }
         let capture_error = session.step.run(*engine, ranks, load, decide)?;
+        if let Some(step) = verified {
+            session.verified.0 = Some(step);
+            self.checkpoints.iter_mut().for_each(|checkpoints| checkpoints.keep_verified(step));
+        }
         if let Some(error) = capture_error {
             self.console
                 .line(&format!("warning: CUDA graph capture failed, kernels are launched individually: {error}"))?;

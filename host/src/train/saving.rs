@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use checkpoint::fp8::Fp8Statistics;
 use checkpoint::writer::{CheckpointWriter, WriteOutcome, WriteSummary, format_bytes};
 use model::guards::Limits;
-use std::time::Instant;
+use system::time;
 
 impl Run<'_> {
     /// Reports a checkpoint that was written in the background.
@@ -38,11 +38,17 @@ impl Run<'_> {
     pub(super) fn save(&mut self, session: &mut Session) -> Result<()> {
         let previous = self.wait_for_checkpoint()?;
         let Self { settings, train, checkpoints, ranks, engine, model, log, state, .. } = self;
+        // After an error on this rank, the others do not hash their part.
+        if !session.failed && (checkpoints.is_some() || ranks.world_size() > 1) {
+            state.progress.hashes = model.digests(*engine, ranks)?;
+        } else {
+            state.progress.hashes.clear();
+        }
         let Some(checkpoints) = checkpoints else { return Ok(()) };
         state.progress.fp8 = Fp8Statistics::read(model, *engine, settings.dloss(model, train.layout()))?;
         let replaced = state.progress.replaced(state.step == settings.steps);
         let begun = checkpoints.begin(model, *engine, ranks, state.clone(), log.files(), replaced);
-        session.last_save = Instant::now();
+        session.last_save = time::now();
         self.report_checkpoint(previous, session)?;
         match begun {
             Ok(()) => Ok(()),
@@ -134,6 +140,7 @@ impl Run<'_> {
         if [newest, failed].contains(&Some(self.state.step)) {
             return Ok(());
         }
+        session.failed = true;
         self.save(session)?;
         let written = self.wait_for_checkpoint()?;
         self.report_checkpoint(written, session)

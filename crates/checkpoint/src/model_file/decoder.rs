@@ -9,9 +9,8 @@ use anyhow::{Context, Result, ensure};
 use engine::tensor::DType;
 use model::{Descriptor, Param};
 use serde_json::{Map, Value, json};
-use std::fs::File;
 use std::io::Write;
-use std::os::unix::fs::FileExt;
+use system::fs::File;
 
 /// Key of the descriptor in the metadata.
 const DESCRIPTOR: &str = "descriptor";

@@ -9,8 +9,8 @@ use crate::tensors::{FileShape, Order};
 use anyhow::{Context, Result, ensure};
 use engine::tensor::DType;
 use model::Descriptor;
-use std::fs::File;
 use std::io::{Read, Write};
+use system::fs::File;
 
 const MAGIC: i32 = 20240326;
 const HEADER_BYTES: usize = 1024;

@@ -12,9 +12,8 @@ use engine::ops::{Activation, RotaryPairs};
 use engine::tensor::DType;
 use model::Descriptor;
 use model::descriptor::{Biases, Init, Norm, Positions, Rotary, RotaryScaling};
-use std::fs::File;
 use std::io::Write;
-use std::os::unix::fs::FileExt;
+use system::fs::File;
 
 pub(super) const MAGIC: i32 = 20240803;
 /// Size of each header.

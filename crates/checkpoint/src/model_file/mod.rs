@@ -16,10 +16,9 @@ use anyhow::{Context, Result, bail, ensure};
 use engine::Engine;
 use engine::tensor::DType;
 use model::{Decoder, Descriptor, Param, Params};
-use std::fs::File;
 use std::io::{BufReader, Seek, SeekFrom, Write};
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use system::fs::File;
 
 /// An open model file. Its header has been checked against its size.
 #[derive(Debug)]
@@ -66,8 +65,8 @@ impl ModelFile {
     /// Opens a file and checks its header and size.
     pub fn open(path: &Path) -> Result<Self> {
         let name = path.display();
-        let mut file = bounded_file::open(path).with_context(|| format!("cannot open model file {name}"))?;
-        let size = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
+        let mut file = bounded_file::open_of_run(path).with_context(|| format!("cannot open model file {name}"))?;
+        let size = file.size().with_context(|| format!("cannot read {name}"))?;
         let mut start = [0; 8];
         let read = file.read_at(&mut start, 0).with_context(|| format!("cannot read {name}"))?;
         let magic = i32::from_le_bytes(start[..4].try_into().expect("four bytes"));

@@ -1,11 +1,11 @@
 //! Loads, stores, atomics and `cp.async`.
 
-use super::block::{Polling, fail, is_checked, is_running, with};
+use super::block::{Mode, Polling, fail, is_running, mode, outside_kernel, with};
 use super::checker::{Finding, Kind, Request};
 use super::hopper::check_accumulator_read;
 use super::report::{Fault, Line, Site};
 use std::panic::Location;
-use std::sync::atomic::{self, AtomicU32, Ordering};
+use std::sync::atomic::{self, AtomicU32, AtomicU64, Ordering};
 use std::{mem, ptr};
 
 /// Returns the address of the block's dynamic shared memory. Returns null outside a kernel, where layouts are only
@@ -16,10 +16,16 @@ pub fn shared_base() -> *mut u8 {
 }
 
 /// Stops the kernel if it runs in a checked launch and this access is invalid.
+///
+/// # Panics
+/// Outside a kernel, where no launch guarantees that the access is valid.
 #[inline(always)]
+#[track_caller]
 pub fn check(kind: Kind, address: usize, bytes: usize, align: usize, at: Site) {
-    if is_checked() {
-        check_access(Request { kind, address, bytes, align, at });
+    match mode() {
+        Mode::Unchecked => (),
+        Mode::Checked => check_access(Request { kind, address, bytes, align, at }),
+        Mode::Outside => outside_kernel(),
     }
 }
 
@@ -220,6 +226,58 @@ pub unsafe fn atomic_add_f32(pointer: *mut f32, value: f32) {
     let word = unsafe { AtomicU32::from_ptr(pointer.cast()) };
     let add = |bits| Some((f32::from_bits(bits) + value).to_bits());
     let _ = word.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
+}
+
+/// Defines atomic operations on global and shared memory that return the old value.
+macro_rules! atomics {
+    ($($name:ident, $shared:ident, $type:ty, $atomic:ty, ($($operand:ident),*), |$old:ident| $new:expr;)*) => {$(
+        /// # Safety
+        /// `pointer` must be valid for reads and writes, and all concurrent accesses must be atomic.
+        #[inline]
+        #[track_caller]
+        pub unsafe fn $name(pointer: *mut $type, $($operand: $type),*) -> $type {
+            let bytes = size_of::<$type>();
+            check(Kind::Atomic, pointer.addr(), bytes, bytes, Location::caller());
+            // SAFETY: guaranteed by the caller; both types have the same layout.
+            let word = unsafe { <$atomic>::from_ptr(pointer.cast()) };
+            let update = |bits| {
+                let $old: $type = bytemuck::cast(bits);
+                let new: $type = $new;
+                Some(bytemuck::cast(new))
+            };
+            let old = word.fetch_update(Ordering::Relaxed, Ordering::Relaxed, update).unwrap_or_else(|bits| bits);
+            bytemuck::cast(old)
+        }
+
+        /// # Safety
+        /// As above.
+        #[inline]
+        #[track_caller]
+        pub unsafe fn $shared(pointer: *mut $type, $($operand: $type),*) -> $type {
+            // SAFETY: guaranteed by the caller.
+            unsafe { $name(pointer, $($operand),*) }
+        }
+    )*};
+}
+
+atomics! {
+    fetch_add_u32, shared_add_u32, u32, AtomicU32, (value), |old| old.wrapping_add(value);
+    fetch_add_i32, shared_add_i32, i32, AtomicU32, (value), |old| old.wrapping_add(value);
+    fetch_add_u64, shared_add_u64, u64, AtomicU64, (value), |old| old.wrapping_add(value);
+    fetch_add_f32, shared_add_f32, f32, AtomicU32, (value), |old| old + value;
+    fetch_add_f64, shared_add_f64, f64, AtomicU64, (value), |old| old + value;
+    fetch_min_u32, shared_min_u32, u32, AtomicU32, (value), |old| old.min(value);
+    fetch_min_i32, shared_min_i32, i32, AtomicU32, (value), |old| old.min(value);
+    fetch_min_u64, shared_min_u64, u64, AtomicU64, (value), |old| old.min(value);
+    fetch_max_u32, shared_max_u32, u32, AtomicU32, (value), |old| old.max(value);
+    fetch_max_i32, shared_max_i32, i32, AtomicU32, (value), |old| old.max(value);
+    fetch_max_u64, shared_max_u64, u64, AtomicU64, (value), |old| old.max(value);
+    exchange_u32, shared_exchange_u32, u32, AtomicU32, (value), |_old| value;
+    exchange_u64, shared_exchange_u64, u64, AtomicU64, (value), |_old| value;
+    compare_exchange_u32, shared_compare_exchange_u32, u32, AtomicU32, (expected, value),
+        |old| if old == expected { value } else { old };
+    compare_exchange_u64, shared_compare_exchange_u64, u64, AtomicU64, (expected, value),
+        |old| if old == expected { value } else { old };
 }
 
 pub fn fence_device() {

@@ -81,6 +81,14 @@ pub fn fma(a: f32, b: f32, c: f32) -> f32 {
     a.mul_add(b, c)
 }
 
+pub fn sqrt_f64(x: f64) -> f64 {
+    x.sqrt()
+}
+
+pub fn fma_f64(a: f64, b: f64, c: f64) -> f64 {
+    a.mul_add(b, c)
+}
+
 /// Returns the larger operand. If one operand is NaN, returns the other.
 #[inline]
 #[track_caller]
@@ -137,6 +145,26 @@ fn fp8x2(format: Fp8Format, low: f32, high: f32, at: Site) -> u16 {
 pub fn permute_bytes(low: u32, high: u32, selector: u32) -> u32 {
     let bytes = (u64::from(high) << 32 | u64::from(low)).to_le_bytes();
     u32::from_le_bytes(std::array::from_fn(|i| bytes[(selector >> (4 * i) & 7) as usize]))
+}
+
+/// Rounds `x` to f16 bits, to nearest even. Every NaN becomes 0x7fff, as in `cvt.rn.f16x2.f32`.
+#[inline]
+fn f16_bits(x: f32) -> u32 {
+    if x.is_nan() { 0x7fff } else { u32::from(half::f16::from_f32(x).to_bits()) }
+}
+
+/// Rounds `low` and `high` to f16 and packs them into one word, with `high` in the upper half.
+#[inline]
+#[track_caller]
+pub fn f16x2(low: f32, high: f32) -> u32 {
+    check_operands([low, high], Location::caller());
+    f16_bits(low) | f16_bits(high) << 16
+}
+
+/// Converts the bits of an f16 to f32.
+#[inline]
+pub fn f16_to_f32(bits: u16) -> f32 {
+    half::f16::from_bits(bits).to_f32()
 }
 
 /// Rounds to tf32, which has ten mantissa bits, with ties away from zero (`cvt.rna.tf32.f32`).

@@ -17,12 +17,12 @@ use corosensei::{Coroutine, Yielder};
 use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
 use std::cell::{Cell, RefCell};
 use std::fmt::Write;
-use std::panic::{self, AssertUnwindSafe, catch_unwind};
+use std::panic::{self, AssertUnwindSafe, Location, catch_unwind};
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Once};
 
-type Fiber = Coroutine<(), (), (), FiberStack>;
+pub type Fiber = Coroutine<(), (), (), FiberStack>;
 
 /// Maximum number of live fibers over all blocks. Each fiber uses two of the 65,530 memory mappings that Linux grants a
 /// process by default.
@@ -36,6 +36,8 @@ const MAX_SHARED: usize = 227 << 10;
 pub struct Block {
     kernel: &'static str,
     size: [u32; 3],
+    /// Extent in x, y and z.
+    pub extent: [u32; 3],
     pub threads: u32,
     pub index: [u32; 3],
     /// Index of the running thread.
@@ -98,14 +100,44 @@ thread_local! {
     /// Source line of the last panic in a kernel.
     static PANICKED_AT: RefCell<String> = const { RefCell::new(String::new()) };
     static BLOCK: Cell<*mut Block> = const { Cell::new(ptr::null_mut()) };
-    /// Whether the running block is checked.
-    static CHECKED: Cell<bool> = const { Cell::new(false) };
+    /// The fibers of the running block: their address and number.
+    static FIBERS: Cell<(*const Fiber, usize)> = const { Cell::new((ptr::null(), 0)) };
+    static CLOCK: Cell<u64> = const { Cell::new(0) };
+    static MODE: Cell<Mode> = const { Cell::new(Mode::Outside) };
+}
+
+/// The kind of launch that runs on an OS thread.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// No kernel runs.
+    Outside,
+    /// The caller of the launch guarantees that accesses are valid.
+    Unchecked,
+    /// Each access is checked.
+    Checked,
+}
+
+/// Returns the kind of the launch that runs on this OS thread.
+#[inline]
+pub fn mode() -> Mode {
+    MODE.get()
 }
 
 /// Returns whether the kernel that runs on this OS thread is checked.
 #[inline]
 pub fn is_checked() -> bool {
-    CHECKED.get()
+    mode() == Mode::Checked
+}
+
+/// Returns the block that runs on this OS thread, or null.
+pub fn running_block() -> *mut Block {
+    BLOCK.get()
+}
+
+/// Returns the fiber of a thread of the running block.
+pub fn fiber_at(thread: usize) -> Option<*const Fiber> {
+    let (fibers, count) = FIBERS.get();
+    (thread < count).then(|| fibers.wrapping_add(thread))
 }
 
 /// Returns whether a kernel is being emulated on this OS thread.
@@ -117,14 +149,22 @@ pub fn is_running() -> bool {
 #[inline]
 pub fn with<R>(f: impl FnOnce(&mut Block) -> R) -> R {
     let block = BLOCK.get();
-    assert!(
-        !block.is_null(),
-        "a device function of cuda_std was called outside a kernel; call it from a #[kernel] function and emulate the \
-         launch"
-    );
+    if block.is_null() {
+        outside_kernel();
+    }
     // SAFETY: `run_block` keeps the block alive while BLOCK points at it. Only one of its fibers runs at a time, and
     // none holds a reference across a suspension, so this reference is the only one.
     f(unsafe { &mut *block })
+}
+
+/// Panics: there is no kernel whose launch would make an access valid.
+#[cold]
+#[track_caller]
+pub fn outside_kernel() -> ! {
+    panic!(
+        "a device function of cuda_std was called outside a kernel; call it from a #[kernel] function and emulate the \
+         launch"
+    )
 }
 
 /// Suspends the running fiber until the scheduler resumes it.
@@ -159,6 +199,7 @@ impl Block {
         Self {
             kernel: grid.kernel,
             size: grid.size,
+            extent: grid.block,
             threads: grid.threads,
             index: [0; 3],
             current: 0,
@@ -241,6 +282,14 @@ impl Block {
         Report { kernel: self.kernel, block: self.index, thread: None, fault, at, other, message }
     }
 
+    /// Ends the running thread with a report.
+    #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+    pub fn end_thread(&mut self, report: Report) {
+        let (warp, lane) = self.warp_and_lane();
+        self.warps[warp].finished |= 1 << lane;
+        self.report.get_or_insert(report);
+    }
+
     /// Returns the waiting threads, grouped by operation and line, and the finished threads.
     fn waiting(&self) -> (Vec<(Wait, Vec<usize>)>, Vec<usize>) {
         let (finished, waiting): (Vec<usize>, Vec<usize>) =
@@ -303,6 +352,8 @@ pub struct Grid<'a> {
     pub body: &'a (dyn Fn() + Sync),
     pub size: [u32; 3],
     pub threads: u32,
+    /// Extent of a block in x, y and z; the product is `threads`.
+    pub block: [u32; 3],
     pub shared_bytes: usize,
 }
 
@@ -406,25 +457,26 @@ fn catch_panics() {
     HOOK.call_once(|| {
         let before = panic::take_hook();
         panic::set_hook(Box::new(move |info| match info.location() {
-            Some(at) if is_running() => PANICKED_AT.set(format!("{}:{}", at.file(), at.line())),
+            Some(at) if is_running() => PANICKED_AT.set(format!("{}:{}:{}", at.file(), at.line(), at.column())),
             _ => before(info),
         }));
     });
 }
 
 /// Guard that points BLOCK at a block and restores the previous value on drop.
-struct RunningBlock(*mut Block, bool);
+struct RunningBlock(*mut Block, Mode, (*const Fiber, usize));
 
 impl RunningBlock {
-    fn new(block: *mut Block, checked: bool) -> Self {
-        Self(BLOCK.replace(block), CHECKED.replace(checked))
+    fn new(block: *mut Block, mode: Mode, fibers: &[Fiber]) -> Self {
+        Self(BLOCK.replace(block), MODE.replace(mode), FIBERS.replace((fibers.as_ptr(), fibers.len())))
     }
 }
 
 impl Drop for RunningBlock {
     fn drop(&mut self) {
         BLOCK.set(self.0);
-        CHECKED.set(self.1);
+        MODE.set(self.1);
+        FIBERS.set(self.2);
     }
 }
 
@@ -455,11 +507,13 @@ fn fiber(thread: usize, body: &(dyn Fn() + Sync), stack: FiberStack) -> Fiber {
 
 /// Runs one block until it finishes or faults. On return `stacks` holds the same stacks again.
 fn run_block(block: &mut Block, body: &(dyn Fn() + Sync), stacks: &mut Vec<FiberStack>) -> Option<Report> {
-    let checked = block.checker.is_some();
+    let mode = if block.checker.is_some() { Mode::Checked } else { Mode::Unchecked };
     let mut fibers: Vec<Fiber> =
         stacks.drain(..).enumerate().map(|(thread, stack)| fiber(thread, body, stack)).collect();
     catch_panics();
-    let running = RunningBlock::new(block, checked);
+    #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+    super::trap::install();
+    let running = RunningBlock::new(block, mode, &fibers);
     let found = schedule(&mut fibers).or_else(|| with(Block::verdict)).or_else(|| {
         with(|block| {
             hopper::finish_read_stores(block);
@@ -485,7 +539,10 @@ fn schedule(fibers: &mut [Fiber]) -> Option<Report> {
     while progress {
         progress = false;
         for warp in 0..fibers.len().div_ceil(LANES) {
-            while let Some(lane) = with(|block| block.warps[warp].next_ready()) {
+            while let Some(lane) = with(|block| {
+                let warp = &mut block.warps[warp];
+                warp.next_ready().or_else(|| warp.wake_active().then(|| warp.next_ready()).flatten())
+            }) {
                 progress = true;
                 let thread = warp * LANES + lane;
                 with(|block| {
@@ -513,6 +570,41 @@ fn schedule(fibers: &mut [Fiber]) -> Option<Report> {
     None
 }
 
+/// Returns the index of the running thread. Stops the kernel if its block is not one-dimensional.
+#[inline]
+#[track_caller]
+pub fn thread_idx_1d() -> u32 {
+    let (thread, extent) = with(|block| (block.current as u32, block.extent));
+    if extent[1] * extent[2] != 1 {
+        let at = Location::caller();
+        let message = format!(
+            "invalid operand: index of a thread of a one-dimensional block in one of {extent:?} threads; use lane_id or \
+             linear_index ({})",
+            Line(at)
+        );
+        fail(Fault::Operand, at, None, message);
+    }
+    thread
+}
+
+/// Stops the kernel, as the instruction does.
+#[track_caller]
+pub fn trap() -> ! {
+    let at = Location::caller();
+    fail(Fault::Trap, at, None, format!("trap ({})", Line(at)))
+}
+
+/// Returns the number of calls on this OS thread, so that results are the same in each run.
+pub fn clock() -> u64 {
+    CLOCK.replace(CLOCK.get() + 1)
+}
+
+/// Returns the nanoseconds since the first call.
+pub fn nanoseconds() -> u64 {
+    static START: std::sync::OnceLock<std::time::Instant> = std::sync::OnceLock::new();
+    START.get_or_init(std::time::Instant::now).elapsed().as_nanos() as u64
+}
+
 macro_rules! index {
     ($($name:ident = |$block:ident| $value:expr;)*) => {$(
         #[inline]
@@ -523,11 +615,16 @@ macro_rules! index {
 }
 
 index! {
-    thread_idx_x = |block| block.current as u32;
+    thread_idx_x = |block| block.current as u32 % block.extent[0];
+    thread_idx_y = |block| block.current as u32 / block.extent[0] % block.extent[1];
+    thread_idx_z = |block| block.current as u32 / (block.extent[0] * block.extent[1]);
+    block_dim_y = |block| block.extent[1];
+    block_dim_z = |block| block.extent[2];
+    lane_id = |block| (block.current % LANES) as u32;
     block_idx_x = |block| block.index[0];
     block_idx_y = |block| block.index[1];
     block_idx_z = |block| block.index[2];
-    block_dim_x = |block| block.threads;
+    block_dim_x = |block| block.extent[0];
     grid_dim_x = |block| block.size[0];
     grid_dim_y = |block| block.size[1];
     grid_dim_z = |block| block.size[2];

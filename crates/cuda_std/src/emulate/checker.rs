@@ -9,6 +9,7 @@
 
 use super::LANES;
 use super::memory::{Buffer, Memory};
+use super::region::Region;
 use super::report::{Fault, Line, Site};
 use super::shadow::{Access, CELL, Shadow};
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -68,6 +69,8 @@ pub struct Checker {
     shared_start: usize,
     shared_bytes: usize,
     shared: Shadow,
+    /// The arrays and tiles that kernels have reserved in shared memory, for reports.
+    regions: Vec<Region>,
     order: Order,
     sites: Sites,
     /// Number of times a fiber was resumed since the last write.
@@ -228,6 +231,7 @@ impl Checker {
             shared_start,
             shared_bytes,
             shared: Shadow::new(shared_bytes),
+            regions: Vec::new(),
             order: Order {
                 clocks: [[0; LANES]; LANES],
                 synced: [0; LANES],
@@ -242,6 +246,14 @@ impl Checker {
             },
             sites: Sites { all: Vec::new(), recent: [None; 256] },
             idle_steps: 0,
+        }
+    }
+
+    /// Records an array or tile in shared memory. A region with the same bytes is replaced.
+    pub fn reserve(&mut self, region: Region) {
+        if self.regions.last() != Some(&region) {
+            self.regions.retain(|known| !known.covers_same_bytes(&region));
+            self.regions.push(region);
         }
     }
 
@@ -366,7 +378,15 @@ impl Checker {
         };
         let address = request.address;
         let place = if let Some(buffer) = self.buffers.iter().find(|buffer| buffer.near(address)) {
-            format!("{} {}, which has {} bytes", buffer.name, relative(buffer.start(), address), buffer.bytes)
+            let (name, offset, bytes) = (&buffer.name, relative(buffer.start(), address), buffer.bytes);
+            match buffer.element {
+                // A buffer of bytes may hold elements of any type.
+                1 => format!("{name} {offset}, which has {bytes} bytes"),
+                element => {
+                    let index = (address as isize - buffer.start() as isize).div_euclid(element as isize);
+                    format!("{name} {offset} (index {index}), which has {bytes} bytes ({} elements)", bytes / element)
+                }
+            }
         } else if address.abs_diff(self.shared_start) < 1 << 20 {
             let offset = relative(self.shared_start, address);
             format!("shared memory {offset}, which has {} bytes", self.shared_bytes)
@@ -384,8 +404,16 @@ impl Checker {
 
     fn name(&self, location: Location) -> String {
         match location {
-            Location::Shared(offset) => format!("shared memory + {offset}"),
-            Location::Buffer(buffer, offset) => format!("{} + {offset}", self.buffers[buffer].name),
+            Location::Shared(offset) => {
+                let region = self.regions.iter().rev().find(|region| region.contains(offset));
+                let region = region.map_or_else(String::new, |region| format!(" ({})", region.place(offset)));
+                format!("shared memory + {offset}{region}")
+            }
+            Location::Buffer(buffer, offset) => {
+                let Buffer { name, element, .. } = &self.buffers[buffer];
+                let index = if *element > 1 { format!(" (index {})", offset / element) } else { String::new() };
+                format!("{name} + {offset}{index}")
+            }
         }
     }
 

@@ -25,15 +25,32 @@ pub enum Operation {
     Shuffle,
     Ballot,
     SyncWarp,
+    /// One of these operations among the lanes of a mask.
+    Masked {
+        mask: u32,
+    },
+    ActiveMask,
     LdMatrix,
     StMatrix,
     Mma,
     SyncThreads,
-    SyncNamed { id: u32, threads: u32 },
-    ArriveNamed { id: u32, threads: u32 },
-    MBarrier { offset: u32, parity: u32 },
+    SyncNamed {
+        id: u32,
+        threads: u32,
+    },
+    ArriveNamed {
+        id: u32,
+        threads: u32,
+    },
+    MBarrier {
+        offset: u32,
+        parity: u32,
+    },
     WgmmaWait,
-    Counter { address: usize, value: u32 },
+    Counter {
+        address: usize,
+        value: u32,
+    },
 }
 
 impl fmt::Display for Operation {
@@ -42,6 +59,8 @@ impl fmt::Display for Operation {
             Self::Shuffle => f.write_str("a warp shuffle"),
             Self::Ballot => f.write_str("a warp vote"),
             Self::SyncWarp => f.write_str("warp::sync"),
+            Self::Masked { mask } => write!(f, "an operation of the lanes in {mask:#010x}"),
+            Self::ActiveMask => f.write_str("warp::active_mask"),
             Self::LdMatrix => f.write_str("a fragment load (ldmatrix)"),
             Self::StMatrix => f.write_str("a fragment store (stmatrix)"),
             Self::Mma => f.write_str("mma"),
@@ -85,17 +104,45 @@ pub struct Warp {
     /// lane that has not read its result yet, but never two.
     parity: usize,
     slots: [Slots; 2],
+    /// Operations that some lanes of a mask have reached.
+    masked: Vec<Masked>,
+    /// Result of each lane's last operation among the lanes of a mask.
+    masked_results: [u32; LANES],
+    /// Lanes that wait in `active_mask`.
+    active: Vec<(usize, Site)>,
+}
+
+/// An operation of the lanes of a mask: where it is, the lanes that have arrived, and their words.
+struct Masked {
+    wait: Wait,
+    arrived: u32,
+    words: [u32; LANES],
+    /// The lane from which each lane reads, in a shuffle.
+    from: [u8; LANES],
 }
 
 impl Warp {
     pub fn new(lanes: usize) -> Self {
         let lanes = u32::MAX >> (LANES - lanes);
         let slots = [[Slot([0; 16]); LANES]; 2];
-        Self { lanes, ready: 0, arrived: 0, finished: 0, pending: None, parity: 0, slots }
+        Self {
+            lanes,
+            ready: 0,
+            arrived: 0,
+            finished: 0,
+            pending: None,
+            parity: 0,
+            slots,
+            masked: Vec::new(),
+            masked_results: [0; LANES],
+            active: Vec::new(),
+        }
     }
 
     pub fn start(&mut self) {
         (self.ready, self.arrived, self.finished, self.pending) = (self.lanes, 0, 0, None);
+        self.masked.clear();
+        self.active.clear();
     }
 
     /// Returns whether all lanes have returned from the kernel.
@@ -243,6 +290,121 @@ pub fn ballot(predicate: bool) -> u32 {
     };
     let wait = Wait { operation: Operation::Ballot, at: Location::caller() };
     collective(wait, |slot| slot.0[0] = u32::from(predicate), complete, |slots, lane| slots[lane].0[1])
+}
+
+#[inline]
+#[track_caller]
+pub fn shuffle_up(value: u32, delta: u32) -> u32 {
+    let delta = delta as usize % LANES;
+    shuffle(value, |lane| lane.checked_sub(delta).unwrap_or(lane))
+}
+
+/// Executes an operation of the lanes of `mask`. Each lane gives a word and the lane `from` which it reads, and gets `result` of the
+/// words of all lanes and its `from`.
+#[inline]
+fn masked(
+    mask: u32,
+    at: Site,
+    (word, from): (u32, usize),
+    result: impl Fn(&[u32; LANES], usize) -> u32,
+    syncs: bool,
+) -> u32 {
+    let wait = Wait { operation: Operation::Masked { mask }, at };
+    let invalid = with(|block| {
+        let (warp, lane) = block.warp_and_lane();
+        mask >> lane & 1 == 0 || mask & !block.warps[warp].lanes != 0
+    });
+    if invalid {
+        let message = format!(
+            "invalid operand: mask {mask:#010x}: expected lanes of this warp, this lane among them ({})",
+            Line(at)
+        );
+        fail(Fault::Operand, at, None, message);
+    }
+    let last = with(|block| {
+        let (index, lane) = block.warp_and_lane();
+        let warp = &mut block.warps[index];
+        let group = warp.masked.iter().position(|group| group.wait.same(wait)).unwrap_or_else(|| {
+            warp.masked.push(Masked { wait, arrived: 0, words: [0; LANES], from: [0; LANES] });
+            warp.masked.len() - 1
+        });
+        let group_state = &mut warp.masked[group];
+        group_state.arrived |= 1 << lane;
+        (group_state.words[lane], group_state.from[lane]) = (word, from as u8);
+        if group_state.arrived != mask {
+            block.wait(wait);
+            return false;
+        }
+        let Masked { words, from, .. } = warp.masked.swap_remove(group);
+        for lane in (0..LANES).filter(|lane| mask >> lane & 1 != 0) {
+            warp.masked_results[lane] = result(&words, usize::from(from[lane]));
+        }
+        warp.ready |= mask & !(1 << lane);
+        if let (true, Some(checker)) = (syncs, &mut block.checker) {
+            checker.warp_synced(index);
+        }
+        true
+    });
+    if !last {
+        suspend();
+    }
+    with(|block| {
+        let (warp, lane) = block.warp_and_lane();
+        block.warps[warp].masked_results[lane]
+    })
+}
+
+#[track_caller]
+pub fn shuffle_masked(value: u32, from: u32, mask: u32) -> u32 {
+    let (at, from) = (Location::caller(), from as usize % LANES);
+    check_accumulator_read(value, at);
+    if mask >> from & 1 == 0 {
+        let message =
+            format!("invalid operand: shuffle from lane {from}, which is not in mask {mask:#010x} ({})", Line(at));
+        fail(Fault::Operand, at, None, message);
+    }
+    masked(mask, at, (value, from), |words, from| words[from], false)
+}
+
+#[track_caller]
+pub fn ballot_masked(predicate: bool, mask: u32) -> u32 {
+    let bits = |words: &[u32; LANES], _| (0..LANES).fold(0, |bits, lane| bits | words[lane] << lane);
+    masked(mask, Location::caller(), (u32::from(predicate), 0), bits, false)
+}
+
+#[track_caller]
+pub fn sync_masked(mask: u32) {
+    masked(mask, Location::caller(), (0, 0), |_, _| 0, true);
+}
+
+/// Returns the lanes that arrive at this line before the other lanes of the warp wait, branch away for good, or end.
+#[track_caller]
+pub fn active_mask() -> u32 {
+    let at = Location::caller();
+    with(|block| {
+        let (warp, lane) = block.warp_and_lane();
+        block.warps[warp].active.push((lane, at));
+        block.wait(Wait { operation: Operation::ActiveMask, at });
+    });
+    suspend();
+    with(|block| {
+        let (warp, lane) = block.warp_and_lane();
+        block.warps[warp].masked_results[lane]
+    })
+}
+
+impl Warp {
+    /// Wakes the lanes that wait in `active_mask` at the same line as the first of them. Returns whether there are any.
+    pub fn wake_active(&mut self) -> bool {
+        let Some((_, at)) = self.active.first().copied() else { return false };
+        let mask = self.active.iter().filter(|(_, other)| *other == at).fold(0, |mask, (lane, _)| mask | 1 << lane);
+        self.active.retain(|(_, other)| *other != at);
+        for lane in (0..LANES).filter(|lane| mask >> lane & 1 != 0) {
+            self.masked_results[lane] = mask;
+        }
+        self.ready |= mask;
+        true
+    }
 }
 
 #[track_caller]

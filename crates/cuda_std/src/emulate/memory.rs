@@ -21,23 +21,23 @@ impl Memory {
 
     /// Adds a read-only buffer that contains `values`.
     pub fn input<T: Pod>(&mut self, name: &str, values: &[T]) -> Global<T> {
-        Global::new(self.add(name, size_of_val(values), Some(bytemuck::cast_slice(values)), false).cast())
+        Global::new(self.add::<T>(name, size_of_val(values), Some(bytemuck::cast_slice(values)), false).cast())
     }
 
     /// Adds a writable buffer that contains `values`.
     pub fn buffer<T: Pod>(&mut self, name: &str, values: &[T]) -> GlobalMut<T> {
-        GlobalMut::new(self.add(name, size_of_val(values), Some(bytemuck::cast_slice(values)), true).cast())
+        GlobalMut::new(self.add::<T>(name, size_of_val(values), Some(bytemuck::cast_slice(values)), true).cast())
     }
 
     /// Adds an uninitialized writable buffer of `len` elements. Reading an element before it is written is a fault.
     pub fn output<T: Pod>(&mut self, name: &str, len: usize) -> GlobalMut<T> {
-        GlobalMut::new(self.add(name, len * size_of::<T>(), None, true).cast())
+        GlobalMut::new(self.add::<T>(name, len * size_of::<T>(), None, true).cast())
     }
 
     /// Adds a writable buffer of `len` elements filled with zeros.
     pub fn zeroed<T: Pod>(&mut self, name: &str, len: usize) -> GlobalMut<T> {
         let bytes = len * size_of::<T>();
-        GlobalMut::new(self.add(name, bytes, Some(&vec![0; bytes]), true).cast())
+        GlobalMut::new(self.add::<T>(name, bytes, Some(&vec![0; bytes]), true).cast())
     }
 
     /// Copies `values` from the host to the start of `view`. Read-only buffers can be written as well.
@@ -96,8 +96,10 @@ impl Memory {
         Ok((buffer, offset))
     }
 
-    fn add(&mut self, name: &str, bytes: usize, values: Option<&[u8]>, writable: bool) -> *mut u8 {
-        let buffer = Buffer::new(name, bytes, values, writable);
+    /// Adds a buffer of elements of type `T`.
+    fn add<T>(&mut self, name: &str, bytes: usize, values: Option<&[u8]>, writable: bool) -> *mut u8 {
+        let mut buffer = Buffer::new(name, bytes, values, writable);
+        buffer.element = size_of::<T>().max(1);
         let pointer = buffer.pointer();
         let index = self.buffers.partition_point(|b| b.start() < buffer.start());
         self.buffers.insert(index, buffer);
@@ -126,6 +128,8 @@ pub struct Buffer {
     /// Offset of the buffer in the allocation. The buffer is aligned to 256 bytes, like those of `cuMemAlloc`.
     offset: usize,
     pub bytes: usize,
+    /// Size of an element in bytes, for reports.
+    pub element: usize,
     pub writable: bool,
     pub shadow: Shadow,
 }
@@ -158,7 +162,7 @@ impl Buffer {
             // NaN as f32 and as bf16.
             None => contents.fill(0xff),
         }
-        Self { name: name.to_owned(), allocation, layout, offset, bytes, writable, shadow }
+        Self { name: name.to_owned(), allocation, layout, offset, bytes, element: 1, writable, shadow }
     }
 
     fn pointer(&self) -> *mut u8 {

@@ -23,6 +23,12 @@ pub enum Fault {
     Operand,
     /// A panic in the kernel.
     Panic,
+    /// The kernel executed `thread::trap`.
+    Trap,
+    /// Stack overflow: a thread needs more stack than the emulator gives it.
+    StackOverflow,
+    /// Segmentation fault: an access, through a pointer that is not a view, to memory that the process does not have.
+    Segmentation,
     /// Out-of-bounds access: an address outside every buffer and the block's shared memory.
     OutOfBounds,
     /// Misaligned access: an address that is not a multiple of the required alignment.
@@ -85,12 +91,12 @@ impl fmt::Debug for Report {
 
 impl std::error::Error for Report {}
 
-/// Displays a site as `file:line`.
+/// Displays a site as `file:line:column`.
 pub(super) struct Line(pub Site);
 
 impl fmt::Display for Line {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", self.0.file(), self.0.line())
+        write!(f, "{}:{}:{}", self.0.file(), self.0.line(), self.0.column())
     }
 }
 

@@ -5,7 +5,7 @@ use std::io;
 use std::sync::{Mutex, PoisonError};
 
 /// Stack size in bytes: enough for a kernel compiled without optimization. Untouched pages use no physical memory.
-const BYTES: usize = 256 << 10;
+pub const BYTES: usize = 256 << 10;
 
 /// A stack whose base is a few cache lines below the end of its mapping. The distance differs between neighboring
 /// fibers: with equal page offsets, the frames of a warp would compete for the same few sets of the L1 cache.

@@ -74,7 +74,9 @@ impl MBarriers {
 impl Layout {
     /// Reserves `count` mbarriers.
     #[inline(always)]
+    #[track_caller]
     pub fn mbarriers(&mut self, count: usize) -> MBarriers {
-        MBarriers(backend::hopper::window(self.take(8 * count, 8)).cast())
+        let barriers = self.take::<MBarriers, u64>(8 * count, 8, None);
+        MBarriers(backend::hopper::window(barriers.pointer()))
     }
 }

@@ -174,7 +174,7 @@ impl SharedArray<f32> {
     #[track_caller]
     pub fn store_bulk(self, i: usize, count: u32, to: GlobalMut<f32>, j: usize) {
         // SAFETY: the launch provides the bytes that `Layout` reserved, and the launch contract covers `to`.
-        unsafe { backend::hopper::bulk_store(to.skip(j).0.cast(), self.element(i).cast(), 4 * count) }
+        unsafe { backend::hopper::bulk_store(to.skip(j).0.cast(), self.elements(i, count as usize).cast(), 4 * count) }
     }
 
     /// Starts the addition of elements `i` .. `i` + `count` to element `j` of `to` and those after it
@@ -186,7 +186,9 @@ impl SharedArray<f32> {
     #[track_caller]
     pub fn add_bulk(self, i: usize, count: u32, to: GlobalMut<f32>, j: usize) {
         // SAFETY: see `store_bulk`.
-        unsafe { backend::hopper::bulk_add_f32(to.skip(j).0.cast(), self.element(i).cast(), 4 * count) }
+        unsafe {
+            backend::hopper::bulk_add_f32(to.skip(j).0.cast(), self.elements(i, count as usize).cast(), 4 * count);
+        }
     }
 }
 

@@ -204,8 +204,10 @@ impl<const R: usize> NarrowTile<R> {
 impl Layout {
     /// Reserves a swizzled tile of `R` rows.
     #[inline(always)]
+    #[track_caller]
     pub fn swizzled<const R: usize>(&mut self) -> SwizzledTile<R> {
-        SwizzledTile(backend::hopper::window(self.take(R * 128, 1024)).cast())
+        let tile = self.take::<SwizzledTile<R>, bf16>(R * 128, 1024, Some((64, 64)));
+        SwizzledTile(backend::hopper::window(tile.pointer()))
     }
 }
 

@@ -13,6 +13,8 @@ unsafe extern "C" {
     /// shared memory: a generic pointer that LLVM knows to be shared, and an address in the shared window.
     fn dynamic_shared_memory() -> *mut u8;
     fn dynamic_shared_address() -> u32;
+    /// Prints text; the driver defines it.
+    fn vprintf(format: *const u8, arguments: *const u8) -> i32;
     #[link_name = "llvm.nvvm.shfl.sync.idx.i32"]
     fn shfl_idx(mask: u32, value: u32, lane: u32, clamp: u32) -> u32;
     #[link_name = "llvm.nvvm.shfl.sync.bfly.i32"]
@@ -27,6 +29,8 @@ unsafe extern "C" {
     fn convert_e5m2x2(high: f32, low: f32) -> u16;
     #[link_name = "llvm.nvvm.prmt"]
     fn prmt(low: u32, high: u32, selector: u32) -> u32;
+    #[link_name = "llvm.nvvm.shfl.sync.up.i32"]
+    fn shfl_up(mask: u32, value: u32, delta: u32, clamp: u32) -> u32;
     #[link_name = "llvm.nvvm.barrier.cta.sync.aligned.all"]
     fn barrier_all(id: u32);
 }
@@ -45,13 +49,48 @@ macro_rules! special_register {
 
 special_register! {
     thread_idx_x = _thread_idx_x
+    thread_idx_y = _thread_idx_y
+    thread_idx_z = _thread_idx_z
     block_idx_x = _block_idx_x
     block_idx_y = _block_idx_y
     block_idx_z = _block_idx_z
     block_dim_x = _block_dim_x
+    block_dim_y = _block_dim_y
+    block_dim_z = _block_dim_z
     grid_dim_x = _grid_dim_x
     grid_dim_y = _grid_dim_y
     grid_dim_z = _grid_dim_z
+}
+
+/// Returns the index of a thread of a one-dimensional block. The emulator refuses other blocks.
+#[inline(always)]
+pub fn thread_idx_1d() -> u32 {
+    thread_idx_x()
+}
+
+#[inline(always)]
+pub fn lane_id() -> u32 {
+    let lane;
+    // SAFETY: this reads a special register.
+    unsafe { asm!("mov.u32 {}, %laneid;", out(reg32) lane, options(pure, nomem, nostack, preserves_flags)) }
+    lane
+}
+
+macro_rules! timers {
+    ($($name:ident = $register:literal)*) => {$(
+        #[inline(always)]
+        pub fn $name() -> u64 {
+            let time;
+            // SAFETY: this reads a special register. It is not pure, so that readings keep their order.
+            unsafe { asm!(concat!("mov.u64 {}, ", $register, ";"), out(reg64) time, options(nostack, preserves_flags)) }
+            time
+        }
+    )*};
+}
+
+timers! {
+    clock = "%clock64"
+    nanoseconds = "%globaltimer"
 }
 
 #[inline(always)]
@@ -95,6 +134,19 @@ pub fn max(a: f32, b: f32) -> f32 {
 #[inline(always)]
 pub fn fma(a: f32, b: f32, c: f32) -> f32 {
     core::intrinsics::fmaf32(a, b, c)
+}
+
+#[inline(always)]
+pub fn fma_f64(a: f64, b: f64, c: f64) -> f64 {
+    core::intrinsics::fmaf64(a, b, c)
+}
+
+#[inline(always)]
+pub fn sqrt_f64(x: f64) -> f64 {
+    let root;
+    // SAFETY: the instruction only operates on registers.
+    unsafe { asm!("sqrt.rn.f64 {}, {};", out(reg64) root, in(reg64) x, options(pure, nomem, nostack, preserves_flags)) }
+    root
 }
 
 #[inline(always)]
@@ -153,6 +205,29 @@ pub fn permute_bytes(low: u32, high: u32, selector: u32) -> u32 {
     unsafe { prmt(low, high, selector) }
 }
 
+/// Rounds `low` and `high` to f16 and packs them into one word, with `high` in the upper half.
+#[inline(always)]
+pub fn f16x2(low: f32, high: f32) -> u32 {
+    let packed;
+    // SAFETY: the instruction only operates on registers.
+    unsafe {
+        asm!("cvt.rn.f16x2.f32 {}, {}, {};", out(reg32) packed, in(reg32) high, in(reg32) low,
+            options(pure, nomem, nostack, preserves_flags));
+    }
+    packed
+}
+
+/// Converts the bits of an f16 to f32.
+#[inline(always)]
+pub fn f16_to_f32(bits: u16) -> f32 {
+    let value;
+    // SAFETY: the instruction only operates on registers.
+    unsafe {
+        asm!("cvt.f32.f16 {}, {};", out(reg32) value, in(reg16) bits, options(pure, nomem, nostack, preserves_flags));
+    }
+    value
+}
+
 #[inline(always)]
 pub fn sync_threads() {
     // SAFETY: the instruction only synchronizes threads.
@@ -196,6 +271,43 @@ pub fn shuffle_down(value: u32, delta: u32) -> u32 {
 }
 
 #[inline(always)]
+pub fn shuffle_up(value: u32, delta: u32) -> u32 {
+    // SAFETY: the instruction only exchanges registers within the warp. The clamp of an upward shuffle is the first lane.
+    unsafe { shfl_up(FULL_WARP, value, delta, 0) }
+}
+
+#[inline(always)]
+pub fn shuffle_masked(value: u32, from: u32, mask: u32) -> u32 {
+    // SAFETY: the instruction only exchanges registers within the warp.
+    unsafe { shfl_idx(mask, value, from, 31) }
+}
+
+#[inline(always)]
+pub fn ballot_masked(predicate: bool, mask: u32) -> u32 {
+    let bits;
+    // SAFETY: the instruction only exchanges registers within the warp.
+    unsafe {
+        asm!("{{ .reg .pred p; setp.ne.b32 p, {}, 0; vote.sync.ballot.b32 {}, p, {}; }}",
+            in(reg32) predicate as u32, out(reg32) bits, in(reg32) mask, options(nomem, nostack, preserves_flags));
+    }
+    bits
+}
+
+#[inline(always)]
+pub fn active_mask() -> u32 {
+    let mask;
+    // SAFETY: the instruction reads the state of the warp.
+    unsafe { asm!("activemask.b32 {};", out(reg32) mask, options(nostack, preserves_flags)) }
+    mask
+}
+
+#[inline(always)]
+pub fn sync_masked(mask: u32) {
+    // SAFETY: the instruction only synchronizes threads.
+    unsafe { asm!("bar.warp.sync {};", in(reg32) mask, options(nostack, preserves_flags)) }
+}
+
+#[inline(always)]
 pub fn ballot(predicate: bool) -> u32 {
     let bits;
     // SAFETY: the instruction only exchanges registers within the warp.
@@ -233,6 +345,56 @@ pub unsafe fn load<T: Copy>(pointer: *const T) -> T {
 pub unsafe fn store<T: Copy>(pointer: *mut T, value: T) {
     // SAFETY: guaranteed by the caller.
     unsafe { *pointer = value }
+}
+
+/// The address of an element of an array or tile in shared memory.
+#[repr(transparent)]
+pub struct SharedView<T>(*mut T);
+
+impl<T> Clone for SharedView<T> {
+    #[inline(always)]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for SharedView<T> {}
+
+/// Returns the address of an array or tile of elements `T` at `offset` in shared memory.
+#[inline(always)]
+pub fn reserve<V, T>(base: *mut u8, offset: usize, _bytes: usize, _row: Option<(usize, usize)>) -> SharedView<T> {
+    SharedView(base.wrapping_add(offset).cast())
+}
+
+impl<T> SharedView<T> {
+    /// Returns the address.
+    #[inline(always)]
+    pub fn pointer(self) -> *mut T {
+        self.0
+    }
+
+    /// Returns the address of element `i`.
+    #[inline(always)]
+    pub fn element(self, i: usize, _count: usize) -> *mut T {
+        self.0.wrapping_add(i)
+    }
+
+    /// Returns the address of element (`row`, `col`) of a tile with this row stride.
+    #[inline(always)]
+    pub fn tile(self, [row, col]: [usize; 2], stride: usize, _extent: [usize; 2]) -> *mut T {
+        self.0.wrapping_add(row * stride + col)
+    }
+
+    /// Returns the view that starts `count` elements later.
+    #[inline(always)]
+    pub fn skip(self, count: usize) -> Self {
+        Self(self.0.wrapping_add(count))
+    }
+
+    /// Returns the view unchanged: names are for reports of the emulator.
+    #[inline(always)]
+    pub fn named(self, _name: &'static str) -> Self {
+        self
+    }
 }
 
 /// Four words. Only a SIMD type guarantees a single 128-bit access; the compiler may split an aligned struct.
@@ -382,6 +544,53 @@ pub unsafe fn atomic_add_f32(pointer: *mut f32, value: f32) {
     }
 }
 
+/// Defines atomic operations that return the old value: relaxed, at device scope in global and at block scope in shared memory.
+macro_rules! atomics {
+    ($($name:ident, $shared:ident, $type:ty, $register:ident, $instruction:literal, $suffix:literal, ($($operand:ident),*);)*) => {$(
+        #[inline(always)]
+        pub unsafe fn $name(pointer: *mut $type, $($operand: $type),*) -> $type {
+            let old;
+            // SAFETY: the caller guarantees a valid word of global memory.
+            unsafe {
+                asm!(concat!("atom.", $instruction, ".relaxed.gpu.global.", $suffix, " {}, [{}]" $(, ", {", stringify!($operand), "}")*, ";"),
+                    out($register) old, in(reg64) pointer, $($operand = in($register) $operand,)*
+                    options(nostack, preserves_flags));
+            }
+            old
+        }
+
+        #[inline(always)]
+        pub unsafe fn $shared(pointer: *mut $type, $($operand: $type),*) -> $type {
+            let old;
+            // SAFETY: the caller guarantees a valid word of shared memory.
+            unsafe {
+                asm!(concat!("atom.", $instruction, ".relaxed.cta.shared.", $suffix, " {}, [{}]" $(, ", {", stringify!($operand), "}")*, ";"),
+                    out($register) old, in(reg32) shared_address(pointer), $($operand = in($register) $operand,)*
+                    options(nostack, preserves_flags));
+            }
+            old
+        }
+    )*};
+}
+
+atomics! {
+    fetch_add_u32, shared_add_u32, u32, reg32, "add", "u32", (value);
+    fetch_add_i32, shared_add_i32, i32, reg32, "add", "s32", (value);
+    fetch_add_u64, shared_add_u64, u64, reg64, "add", "u64", (value);
+    fetch_add_f32, shared_add_f32, f32, reg32, "add", "f32", (value);
+    fetch_add_f64, shared_add_f64, f64, reg64, "add", "f64", (value);
+    fetch_min_u32, shared_min_u32, u32, reg32, "min", "u32", (value);
+    fetch_min_i32, shared_min_i32, i32, reg32, "min", "s32", (value);
+    fetch_min_u64, shared_min_u64, u64, reg64, "min", "u64", (value);
+    fetch_max_u32, shared_max_u32, u32, reg32, "max", "u32", (value);
+    fetch_max_i32, shared_max_i32, i32, reg32, "max", "s32", (value);
+    fetch_max_u64, shared_max_u64, u64, reg64, "max", "u64", (value);
+    exchange_u32, shared_exchange_u32, u32, reg32, "exch", "b32", (value);
+    exchange_u64, shared_exchange_u64, u64, reg64, "exch", "b64", (value);
+    compare_exchange_u32, shared_compare_exchange_u32, u32, reg32, "cas", "b32", (expected, value);
+    compare_exchange_u64, shared_compare_exchange_u64, u64, reg64, "cas", "b64", (expected, value);
+}
+
 #[inline(always)]
 pub unsafe fn release_add_u32(pointer: *mut u32, value: u32) {
     // SAFETY: the caller guarantees a valid word of global memory.
@@ -510,6 +719,13 @@ pub fn mma_f32(d: &mut [f32; 4], a: [f32; 8], b: [f32; 4]) {
     mma_tf32(d, high_a(a_big), high_b(b_small));
     mma_tf32(d, low_a(a_big), low_b(b_big));
     mma_tf32(d, high_a(a_big), high_b(b_big));
+}
+
+/// Prints a line with this format of `printf`.
+#[inline(always)]
+pub fn print<A: Copy>(format: &'static [u8], arguments: A) {
+    // SAFETY: the format ends with a zero and describes the arguments, which have the layout of C's variadic arguments.
+    unsafe { vprintf(format.as_ptr(), (&raw const arguments).cast()) };
 }
 
 pub fn trap() -> ! {

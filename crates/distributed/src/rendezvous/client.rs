@@ -9,9 +9,10 @@ use crate::fault::Fault;
 use crate::tcp_group::Connection;
 use anyhow::{Result, bail};
 use std::io;
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
-use std::thread::sleep;
-use std::time::{Duration, Instant};
+use std::net::SocketAddr;
+use std::time::Duration;
+use system::net::{TcpStream, resolve};
+use system::{thread, time};
 
 /// Additional time for the reply of rank 0, so that its reason for a refusal arrives.
 const REPLY_MARGIN: Duration = Duration::from_secs(5);
@@ -36,7 +37,7 @@ impl Attempt<'_> {
         fixed: bool,
         candidates: impl Fn() -> Result<Vec<Candidate>>,
     ) -> Result<Connected> {
-        let start = Instant::now();
+        let start = time::now();
         let mut findings =
             Findings { unreachable: "no address was found there".to_owned(), silent: None, unknown: None };
         let mut unknown_since = None;
@@ -44,8 +45,8 @@ impl Attempt<'_> {
             // Rank 0 may still appear if an address is unreachable or if the candidates may change.
             let (mut found_unknown, mut may_appear) = (false, !fixed);
             for Candidate { address, run, secret } in candidates()? {
-                let sockets: Vec<_> = match address.to_socket_addrs() {
-                    Ok(sockets) => sockets.collect(),
+                let sockets = match resolve(&address) {
+                    Ok(sockets) => sockets,
                     Err(error) => {
                         (findings.unreachable, may_appear) = (format!("{address}: {error}"), true);
                         continue;
@@ -83,7 +84,7 @@ impl Attempt<'_> {
                     }
                 }
             }
-            let now = Instant::now();
+            let now = time::now();
             if may_appear {
                 unknown_since = None;
             } else if found_unknown {
@@ -92,7 +93,7 @@ impl Attempt<'_> {
             if now >= self.deadline || unknown_since.is_some_and(|since| now - since >= UNKNOWN_SERVER_TIMEOUT) {
                 bail!(self.not_found(place, now - start, &findings));
             }
-            sleep(RETRY_INTERVAL);
+            thread::sleep(RETRY_INTERVAL);
         }
     }
 
@@ -123,9 +124,8 @@ impl Attempt<'_> {
         run: String,
         secret: Option<&Secret>,
     ) -> Result<(TcpStream, Reply), RequestError> {
-        let limit = |timeout: Duration| {
-            timeout.min(self.deadline.saturating_duration_since(Instant::now())).max(RETRY_INTERVAL)
-        };
+        let limit =
+            |timeout: Duration| timeout.min(self.deadline.saturating_duration_since(time::now())).max(RETRY_INTERVAL);
         let stream = TcpStream::connect_timeout(&address, limit(HELLO_TIMEOUT)).map_err(RequestError::Unreachable)?;
         // TCP may connect a socket to itself if nothing listens on an ephemeral port.
         if is_self_connected(&stream) {

@@ -5,12 +5,13 @@ use super::secret::{Nonce, Proof, Secret, Side};
 use super::{Client, HELLO_TIMEOUT, Hello, PROTOCOL_PREFIX, Reply, receive_json, receive_text, send_json};
 use std::collections::VecDeque;
 use std::io::{self, Read};
-use std::net::{Shutdown, TcpStream};
+use std::net::Shutdown;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread;
 use std::time::{Duration, Instant};
+use system::net::TcpStream;
+use system::sync::{Receiver, Sender, channel};
+use system::{thread, time};
 
 /// Number of connections that may introduce themselves at the same time. Beyond it, the oldest is closed: a rank needs
 /// milliseconds.
@@ -77,7 +78,7 @@ impl Handshakes {
                 let _ = stream.shutdown(Shutdown::Both);
             }
         };
-        if thread::Builder::new().name("handshake".into()).stack_size(256 << 10).spawn(shake).is_ok() {
+        if thread::spawn("handshake", Some(256 << 10), shake).is_ok() {
             self.pending.push_back(pending);
         }
     }
@@ -102,7 +103,7 @@ struct UntilDeadline<'a> {
 
 impl Read for UntilDeadline<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let left = self.deadline.saturating_duration_since(Instant::now());
+        let left = self.deadline.saturating_duration_since(time::now());
         if left.is_zero() {
             return Err(io::ErrorKind::TimedOut.into());
         }
@@ -116,7 +117,7 @@ impl Read for UntilDeadline<'_> {
 fn handshake(stream: &TcpStream, secret: Option<&Secret>, run: &str) -> Option<Hello> {
     stream.set_nonblocking(false).ok()?;
     stream.set_write_timeout(Some(HELLO_TIMEOUT)).ok()?;
-    let deadline = Instant::now() + HELLO_TIMEOUT;
+    let deadline = time::now() + HELLO_TIMEOUT;
     let text = receive_text(UntilDeadline { stream, deadline }).ok()?;
     let hello: Hello = serde_json::from_slice(&text).ok()?;
     if !hello.protocol.starts_with(PROTOCOL_PREFIX) {

@@ -2,6 +2,7 @@
 
 use super::client::UNKNOWN_SERVER_TIMEOUT;
 use super::*;
+use std::net::{TcpListener, TcpStream};
 use std::thread;
 
 const TIMEOUT: Duration = Duration::from_secs(20);

@@ -35,6 +35,7 @@ use arena::Arena;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::time::Instant;
+use system::time;
 
 /// Elements of one task in elementwise loops.
 const CHUNK: usize = 1 << 15;
@@ -64,7 +65,7 @@ impl Cpu {
             arena: Arena::default(),
             scratch: None,
             reads: BTreeMap::new(),
-            start: Instant::now(),
+            start: time::now(),
             next_read: 0,
             profile: None,
         }
@@ -80,6 +81,7 @@ impl Cpu {
         Ok(())
     }
 
+    #[expect(clippy::needless_pass_by_value, reason = "as in the trait")]
     fn compute(&mut self, operation: Operation) -> Result<()> {
         let arena = &mut self.arena;
         match operation {
@@ -230,7 +232,7 @@ impl Engine for Cpu {
     fn read_async(&mut self, from: Tensor) -> Result<PendingRead> {
         let values = self.read(from)?;
         self.next_read += 1;
-        self.reads.insert(self.next_read, ReadResult { values, completed_at: self.start.elapsed() });
+        self.reads.insert(self.next_read, ReadResult { values, completed_at: time::now() - self.start });
         Ok(PendingRead(self.next_read))
     }
 

@@ -33,7 +33,7 @@ impl Functions {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => entry.insert(self.module.function(launch.name())?),
         };
-        let config = LaunchConfig { grid, block: [launch.threads(), 1, 1], shared_bytes: u32::try_from(shared_bytes)? };
+        let config = LaunchConfig { grid, block: launch.block(), shared_bytes: u32::try_from(shared_bytes)? };
         // SAFETY: a `Launch` has the kernel's arguments by construction; the rest is the caller's promise.
         Ok(launch.with_arguments(|arguments| unsafe { function.launch(stream, &config, arguments) })?)
     }

@@ -13,6 +13,7 @@ mod classifier;
 mod cuda_graphs;
 mod decode;
 mod device;
+mod digest;
 mod emulated;
 mod encoder;
 mod executor;
@@ -522,6 +523,10 @@ impl<T: Float> Engine for Cuda<T> {
         let address = self.arena.bytes_of("the tensor read", from)?;
         // SAFETY: `address` covers the tensor's bytes of the arena.
         unsafe { self.executor.download(to, address) }
+    }
+
+    fn digest(&mut self, tensor: Tensor, first: u64) -> Result<u64> {
+        digest::of_tensor(self, tensor, first)
     }
 
     fn write_bytes(&mut self, to: Tensor, bytes: &[u8]) -> Result<()> {

@@ -29,7 +29,7 @@ impl Choice<'_> {
 
     /// Reports whether the code uses Hopper's own instructions (TMA, wgmma).
     pub fn is_hopper(&self) -> bool {
-        self.architecture() == "sm_90a"
+        cuda_builder::has_feature(self.architecture(), "wgmma")
     }
 
     /// Returns the bytes to load.

@@ -85,7 +85,7 @@ pub fn edge_cases() -> Vec<Case> {
         }
     }
     for n in [8, 1000, 12_344] {
-        cases.extend([global_norm(n), sum(n), cast_to_float(n), cast_from_float(n)]);
+        cases.extend([global_norm(n), sum(n), digest(n), cast_to_float(n), cast_from_float(n)]);
     }
     cases.extend(update::edge_cases());
     cases.extend(decode::edge_cases());
@@ -143,7 +143,7 @@ pub fn model_cases() -> Vec<Case> {
         cases.extend(rotary(RotaryShape { attention, pairs: RotaryPairs::HalfSplit }));
     }
     for n in [1 << 20, 7_087_872] {
-        cases.extend([global_norm(n), cast_to_float(n), cast_from_float(n)]);
+        cases.extend([global_norm(n), digest(n), cast_to_float(n), cast_from_float(n)]);
     }
     cases.push(sum(65_536));
     cases.extend(update::model_cases());
@@ -761,6 +761,21 @@ fn global_norm(n: usize) -> Case {
     case("global_norm", format!("{n}"), workload(1, 1, 8, 1, 128, n), operands, work, |e, x| {
         e.run(GlobalNorm { norm: x[0], grads: x[1] })
     })
+}
+
+/// The digest of integers, in four f32 with 16 bits each. Other types have different bits on different engines.
+fn digest(n: usize) -> Case {
+    let operands = vec![
+        f32(output("digest", 4, Tolerance::ELEMENTWISE)),
+        i32(input("values", n, Init::Tokens { below: i32::MAX })),
+    ];
+    let work = Work { floats: 0, bytes: 4 * n, flops: 0 };
+    exact(case("digest", format!("{n}"), workload(1, 1, 8, 1, 128, n), operands, work, move |e, x| {
+        // The first values are not aligned to a packet.
+        let digest = e.digest(x[1].slice(1, n - 1), 5)?;
+        let parts = [0, 16, 32, 48].map(|shift| (digest >> shift & 0xffff) as f32);
+        e.write(x[0], &parts)
+    }))
 }
 
 fn cast_to_float(n: usize) -> Case {

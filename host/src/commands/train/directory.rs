@@ -10,10 +10,9 @@ use checkpoint::resume::{self, FoundCheckpoint};
 use checkpoint::sidecar::Identity;
 use checkpoint::writer::CheckpointWriter;
 use metrics::tensorboard::MARKER;
-use std::fs;
-use std::io::{Write, stderr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use system::process;
 use tokenizer::stored::{self, Found};
 
 /// Time that a run waits for another process to release its directory. A supervisor may restart a killed run while the operating
@@ -31,7 +30,7 @@ pub struct OutDirectory {
 impl OutDirectory {
     /// Locks an existing directory and, with `--resume`, finds the checkpoint to resume from. Changes nothing.
     pub fn inspect(path: &Path, options: &Options) -> Result<Self> {
-        let locked = path.exists().then(|| lock(path)).transpose()?;
+        let locked = system::fs::exists(path).then(|| lock(path)).transpose()?;
         let resumes = options.resume != Resume::No;
         let found = if resumes { resume::find_newest(path)? } else { FoundCheckpoint::default() };
         ensure!(
@@ -89,19 +88,16 @@ impl OutDirectory {
 
 /// Returns whether the run has written event files for TensorBoard.
 fn has_events(directory: &Path) -> bool {
-    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
-    entries.into_iter().any(|entry| entry.file_name().to_string_lossy().contains(MARKER))
+    system::fs::names(directory).is_ok_and(|names| names.iter().any(|name| name.contains(MARKER)))
 }
 
 /// Locks a directory, which is created if necessary. Waits for a process that is ending, and says so.
 fn lock(path: &Path) -> Result<DirectoryLock> {
     DirectoryLock::acquire_within(path, LOCK_TIMEOUT, || {
         let seconds = LOCK_TIMEOUT.as_secs();
-        // Standard error may be closed.
-        let _ = writeln!(
-            stderr(),
+        process::print_error(&format!(
             "note: {} is in use by another process; waiting up to {seconds} s for it to end",
             path.display()
-        );
+        ));
     })
 }

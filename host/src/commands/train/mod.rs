@@ -11,12 +11,12 @@ pub use options::{GENERAL, Launch, Options};
 
 use super::report::{Setup, planned, summary, zero_stages};
 use crate::console::Console;
-use crate::gpu_info::GpuInfo;
+use crate::gpu_info::{GpuErrors, GpuInfo};
 use crate::hints::Invocation;
 use crate::plots;
 use crate::signals::Stop;
-use crate::train::{MuonSettings, OptimizerSettings, Outcome, Run, Settings};
-use anyhow::{Result, ensure};
+use crate::train::{HardwareChecks, MuonSettings, OptimizerSettings, Outcome, Run, Settings};
+use anyhow::{Context, Result, bail, ensure};
 use checkpoint::config::Config;
 use checkpoint::resume::{Checkpoint, FoundCheckpoint};
 use checkpoint::sidecar::Identity;
@@ -28,20 +28,27 @@ use distributed::Ranks;
 use engine::Engine;
 use engine::open::Device;
 use engine::plan::Plan;
+use engine::trace::BitFlip;
 use interchange::ModelSource;
 use model::fit::{self, RunLimits};
 use model::schedule::Schedule;
 use model::{Decoder, Descriptor, Fp8Options, Fp8Settings, Optimizer, PlanOptions, Shard, Zero};
 use resolve::Resolved;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+use system::time;
 use tokenizer::stored::Found;
 
 /// Trains a model as one rank of a run.
 pub fn run(args: &Options) -> Result<()> {
+    run_until(args, Stop::on_signals)
+}
+
+/// Trains a model as one rank of a run. `stop` creates the source of requests to stop, from the directory in which this rank writes.
+pub fn run_until(args: &Options, stop: impl FnOnce(Option<PathBuf>) -> Result<Stop>) -> Result<()> {
     let (mut ranks, local_rank) = multi_rank::connect(&args.launch)?;
     // An error on one rank ends the run on all ranks.
-    train(args, &mut ranks, local_rank).map_err(|error| ranks.abort(error))
+    train(args, &mut ranks, local_rank, stop).map_err(|error| ranks.abort(error))
 }
 
 /// A run whose memory is planned; nothing has been allocated or written yet.
@@ -61,8 +68,13 @@ struct PlannedRun {
     console: Console,
 }
 
-fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
-    let started = Instant::now();
+fn train(
+    args: &Options,
+    ranks: &mut Ranks,
+    local_rank: usize,
+    stop: impl FnOnce(Option<PathBuf>) -> Result<Stop>,
+) -> Result<()> {
+    let started = time::now();
     let gpu = multi_rank::gpu_of(local_rank, ranks.world_size() == 1, args.hardware.device)?;
     let mut opened = if args.dry_run { args.hardware.open_to_plan(gpu) } else { args.hardware.open_on(gpu) }?;
     // Rank 0 owns the output directory and reads the checkpoint that the run resumes from.
@@ -119,6 +131,9 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     if let Some(Ok(info)) = gpu_info {
         console.report_gpu(info, config.gpu_info_every);
     }
+    // A machine without NVML is not watched.
+    let watched = if on_gpu { GpuInfo::open(gpu).ok() } else { None };
+    console.report_errors(watched.and_then(GpuErrors::watch));
     let planned = PlannedRun {
         config,
         weights,
@@ -134,12 +149,20 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         plan,
         console,
     };
-    planned.execute(ranks, engine, args, started)
+    planned.execute(ranks, engine, args, on_gpu.then_some(gpu), started, stop)
 }
 
 impl PlannedRun {
     /// Allocates the memory, loads the weights and the state, and trains.
-    fn execute(mut self, ranks: &mut Ranks, engine: &mut dyn Engine, args: &Options, started: Instant) -> Result<()> {
+    fn execute(
+        mut self,
+        ranks: &mut Ranks,
+        engine: &mut dyn Engine,
+        args: &Options,
+        gpu: Option<usize>,
+        started: Instant,
+        stop: impl FnOnce(Option<PathBuf>) -> Result<Stop>,
+    ) -> Result<()> {
         self.allocate(ranks, engine)?;
         let Self { config, model, console, mut train, mut notes, .. } = self;
         let newest = ranks.broadcast(self.checkpoint.as_ref().map(|checkpoint| checkpoint.step))?;
@@ -151,7 +174,8 @@ impl PlannedRun {
         };
         load_weights(newest, self.weights, &model, engine, ranks, &config)?;
         let state = multi_rank::broadcast_start(ranks, &model, engine, state, &mut train)?;
-        let settings = settings(&config, ranks.world_size());
+        check_hashes(&model, engine, ranks, &state)?;
+        let settings = settings(&config, ranks.world_size(), gpu)?;
         if let Some(fp8) = &state.progress.fp8
             && !fp8.restore(&model, engine, settings.dloss(&model, train.layout()))?
         {
@@ -172,6 +196,9 @@ impl PlannedRun {
         if let Some(checkpoints) = checkpoints.as_mut().filter(|_| writes) {
             checkpoints.prepare(&model, engine, &state)?;
         }
+        if let Some(out) = &config.out {
+            ranks.set_flight_recorder_file(out.join(format!("flight-recorder-{}.txt", ranks.rank())));
+        }
         let written_by_this_rank = config.out.clone().filter(|_| ranks.is_first());
         let directory = written_by_this_rank.clone();
         let printed = args.json && ranks.is_first();
@@ -188,7 +215,7 @@ impl PlannedRun {
             log: log.unwrap_or_default().printed(printed),
             state,
             checkpoints,
-            stop: Stop::on_signals(written_by_this_rank)?,
+            stop: stop(written_by_this_rank)?,
         };
         let outcome = run.train();
         // The curves of a failed run may show why it failed.
@@ -197,7 +224,7 @@ impl PlannedRun {
         if let Err(error) = &drawn {
             run.console.line(&format!("warning: no plots: {error:#}"))?;
         }
-        report_end(&run.console, &outcome, &config, started.elapsed(), drawn.is_ok_and(|drawn| drawn))?;
+        report_end(&run.console, &outcome, &config, time::now() - started, drawn.is_ok_and(|drawn| drawn))?;
         outcome.stopped.map_or(Ok(()), |_| Err(run.stop.stopped().into()))
     }
 
@@ -310,9 +337,9 @@ fn capacity(config: &Config, descriptor: &Descriptor, engine: &dyn Engine) -> Re
 }
 
 /// Returns the settings of the training loop.
-fn settings(config: &Config, ranks: usize) -> Settings {
+fn settings(config: &Config, ranks: usize, gpu: Option<usize>) -> Result<Settings> {
     let every = |n: usize| (n > 0).then_some(n);
-    Settings {
+    Ok(Settings {
         steps: config.steps,
         grad_accum: config.grad_accum(ranks),
         schedule: Schedule {
@@ -336,7 +363,39 @@ fn settings(config: &Config, ranks: usize) -> Settings {
         checkpoint_after: (config.checkpoint_minutes > 0.0)
             .then(|| Duration::from_secs_f64(60.0 * f64::from(config.checkpoint_minutes))),
         check_ranks_every: every(config.check_ranks),
+        hardware: HardwareChecks {
+            verify_every: every(config.verify_every),
+            hash_every: every(config.hash_every),
+            flip: bit_flip()?,
+            gpu,
+        },
+    })
+}
+
+/// Returns the bit that tests of the detection of faulty hardware flip.
+fn bit_flip() -> Result<Option<BitFlip>> {
+    let variable = HardwareChecks::FLIP_VARIABLE;
+    let text = std::env::var(variable).ok();
+    text.map(|text| text.parse().with_context(|| variable)).transpose()
+}
+
+/// Compares the hashes of the loaded parameters and optimizer state with those of the checkpoint. Values of a type that the checkpoint did
+/// not have are not compared.
+fn check_hashes(model: &Decoder, engine: &mut dyn Engine, ranks: &mut Ranks, state: &RunState) -> Result<()> {
+    let saved = &state.progress.hashes;
+    if saved.is_empty() {
+        return Ok(());
     }
+    let loaded = model.digests(engine, ranks)?;
+    for (name, expected) in saved {
+        let Some(found) = loaded.get(name).filter(|found| *found != expected) else { continue };
+        bail!(
+            "{name} of the checkpoint of step {}: expected hash {expected} as before it was written, found {found} in memory; the \
+             memory of this machine, its GPU or its disk may be faulty: resume from an earlier checkpoint on another machine",
+            state.step
+        );
+    }
+    Ok(())
 }
 
 /// Returns the settings of the optimizer.

@@ -21,6 +21,7 @@ const EVALUATION: &str = "Evaluation and reports";
 const CHECKPOINTS: &str = "Checkpoints";
 const MEMORY: &str = "Memory";
 const DISTRIBUTED: &str = "Distributed training";
+const HARDWARE_CHECKS: &str = "Detection of faulty hardware";
 /// Heading of the flags that fit nowhere else, `--help` among them.
 pub const GENERAL: &str = "General";
 
@@ -278,6 +279,15 @@ pub struct Options {
     /// Compare parameters and optimizer state between the ranks every N steps; 0: never
     #[arg(long, value_name = "N", default_value = "0", value_parser = interval, help_heading = DISTRIBUTED)]
     pub check_ranks: usize,
+
+    /// Every N steps, compute a micro-batch twice, on the same GPU or in turn on those of other ranks, and end the run if a bit
+    /// differs, which means faulty hardware; 0: never
+    #[arg(long, value_name = "N", default_value = "0", value_parser = interval, help_heading = HARDWARE_CHECKS)]
+    pub verify_every: usize,
+
+    /// Log hashes of parameters and optimizer state every N steps; 0: only in checkpoints
+    #[arg(long, value_name = "N", default_value = "0", value_parser = interval, help_heading = HARDWARE_CHECKS)]
+    pub hash_every: usize,
 
     /// Flags of distributed training.
     #[command(flatten)]

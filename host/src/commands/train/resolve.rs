@@ -299,6 +299,8 @@ fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, o
         checkpoint_minutes: checkpoint_minutes(options),
         gpu_info_every: options.gpu_info_every,
         check_ranks: options.check_ranks,
+        verify_every: options.verify_every,
+        hash_every: options.hash_every,
         zero_stage: options.zero_stage,
         recompute: options.recompute,
         master_weights: options.master_weights,

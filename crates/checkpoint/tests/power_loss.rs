@@ -1,0 +1,124 @@
+//! Power failures at every disk operation of a run that writes checkpoints. The simulated disk loses or tears everything that was not
+//! synced.
+
+use checkpoint::RunState;
+use checkpoint::directory::{DirectoryLock, Retention, remove_temporary_files};
+use checkpoint::resume::find_newest;
+use checkpoint::sidecar::Identity;
+use checkpoint::writer::CheckpointWriter;
+use data::loader::Position;
+use distributed::Ranks;
+use engine::Engine;
+use engine::cpu::Cpu;
+use model::{Decoder, Descriptor, PlanOptions};
+use serde_json::Map;
+use std::io::Write;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use system::fs::File;
+use system::simulation::{Disk, Fault, ROOT, Simulation, Trigger};
+
+/// Power failures per operation, with different losses.
+const SEEDS: u64 = 4;
+
+/// The steps of the checkpoints in the order in which they are written. The last one replaces one that exists.
+const STEPS: [usize; 4] = [1, 2, 3, 3];
+
+fn directory() -> PathBuf {
+    [ROOT, "runs", "a"].iter().collect()
+}
+
+fn log() -> PathBuf {
+    directory().join("main.log")
+}
+
+fn identity() -> Identity {
+    Identity {
+        program: "test".to_owned(),
+        engine: "CPU".to_owned(),
+        config: Map::new(),
+        train: Vec::new(),
+        val: None,
+        ranks: 1,
+    }
+}
+
+/// Writes the checkpoints of [`STEPS`]. Stores in `reported` how many were reported as complete.
+fn write_checkpoints(reported: &AtomicUsize) {
+    let mut engine = Cpu::new();
+    let descriptor = Descriptor::gpt2(1, 1, 4, 4, 10).unwrap();
+    let (model, plan) = Decoder::plan(descriptor, PlanOptions::training(1, 4), &mut engine);
+    engine.allocate(&plan).unwrap();
+    model.initialize(&mut engine, 42).unwrap();
+    let lock = DirectoryLock::acquire(&directory()).unwrap();
+    let mut writer = CheckpointWriter::new(lock, Retention { keep: 1, major_every: 0 }, identity(), None);
+    let mut state = RunState::fresh(Position { shard: 0, sample: 0, shuffle: None });
+    let mut logged = File::create(log()).unwrap();
+    for (i, step) in STEPS.into_iter().enumerate() {
+        if step > state.step {
+            logged.write_all(format!("s:{} \n", step - 1).as_bytes()).unwrap();
+        }
+        state.step = step;
+        // The files of the two checkpoints of step 3 differ.
+        engine.write(model.params.slice(0, 1), &[i as f32]).unwrap();
+        let logs = logged.try_clone().map(|log| vec![log]).map_err(anyhow::Error::from);
+        let mut ranks = Ranks::Single;
+        writer.begin(&model, &mut engine, &mut ranks, state.clone(), logs, &[]).unwrap();
+        let outcome = writer.wait(&mut ranks).unwrap().unwrap();
+        outcome.result.unwrap();
+        reported.store(i + 1, Ordering::Relaxed);
+    }
+}
+
+/// Runs [`write_checkpoints`], with a power failure at a disk operation if it is given. Returns how many checkpoints were reported,
+/// the number of disk operations, and the disk.
+fn run(seed: u64, failure: Option<u64>) -> (usize, u64, Disk) {
+    let simulation = Simulation::new(seed);
+    if let Some(operation) = failure {
+        simulation.schedule(Trigger::DiskOperation(operation), Fault::PowerLoss);
+    }
+    let reported = Arc::new(AtomicUsize::new(0));
+    let count = reported.clone();
+    simulation.run(vec![Box::new(move || write_checkpoints(&count))]).unwrap();
+    let operations = simulation.operations().1;
+    (reported.load(Ordering::Relaxed), operations, simulation.into_disk())
+}
+
+/// Returns the step of the newest checkpoint, the notes about the others, and the number of log lines.
+fn found(disk: Disk) -> (usize, Vec<String>, usize) {
+    let find = || {
+        if !system::fs::exists(&directory()) {
+            return (0, Vec::new(), 0);
+        }
+        remove_temporary_files(&directory()).unwrap();
+        let lines = bounded_file::read_to_string(&log(), 1 << 20).unwrap_or_default().matches('\n').count();
+        match find_newest(&directory()) {
+            Ok(found) => (found.checkpoint.map_or(0, |checkpoint| checkpoint.step), found.notes, lines),
+            Err(error) => (0, vec![format!("{error:#}")], lines),
+        }
+    };
+    let ended = Simulation::with_disk(0, disk).run(vec![Box::new(find)]).unwrap().remove(0);
+    match ended.end {
+        system::simulation::End::Returned(found) => found,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_power_failure_at_any_operation_loses_no_complete_checkpoint() {
+    let (reported, operations, disk) = run(0, None);
+    assert_eq!((reported, found(disk)), (4, (3, Vec::new(), 3)));
+    for operation in 1..=operations {
+        for seed in 0..SEEDS {
+            let (reported, _, disk) = run(seed, Some(operation));
+            let (step, notes, lines) = found(disk);
+            let place = format!("operation {operation} of {operations}, seed {seed}");
+            // While the checkpoint of step 3 is replaced, the previous one has been deleted.
+            let expected = if reported == 3 { 0 } else { reported.checked_sub(1).map_or(0, |last| STEPS[last]) };
+            assert!(step >= expected, "{place}: expected the checkpoint of step {expected}, found {step}");
+            assert!(notes.is_empty(), "{place}: {notes:?}");
+            assert!(lines >= step, "{place}: the checkpoint of step {step} has {lines} lines in its log");
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! Finds device code that the emulator cannot check, in optimized textual LLVM IR.
+
+/// Something that the emulator cannot check, and the function or static that has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unchecked {
+    /// The function or static.
+    pub name: String,
+    /// What it is or has.
+    pub what: &'static str,
+}
+
+const ATOMIC: &str = "uses an atomic of core: use the atomics of cuda_std's views";
+const STATIC: &str = "is a mutable static: pass memory as an argument";
+const CLUSTER: &str = "has an instruction for thread block clusters: launches have no clusters";
+
+/// Instructions and intrinsics that are valid only in a thread block cluster.
+const CLUSTER_CODE: [&str; 6] =
+    ["barrier.cluster", "mapa.", "%cluster", "multicast::cluster", "getctarank", "ptx.sreg.cluster"];
+
+/// Returns the code that the emulator cannot check.
+pub fn find(ir: &str) -> Vec<Unchecked> {
+    let mut found: Vec<Unchecked> = Vec::new();
+    let mut function = "";
+    for line in ir.lines() {
+        if let Some(rest) = line.strip_prefix("define ") {
+            function = name(rest).unwrap_or_default();
+        }
+        let what = if let Some(rest) = line.strip_prefix('@') {
+            if !is_mutable_static(line) {
+                continue;
+            }
+            found.push(Unchecked { name: until(rest, " =").trim_matches('"').to_owned(), what: STATIC });
+            continue;
+        } else if is_atomic(line) {
+            ATOMIC
+        } else if line.starts_with("  ") && CLUSTER_CODE.iter().any(|code| line.contains(code)) {
+            CLUSTER
+        } else {
+            continue;
+        };
+        found.push(Unchecked { name: function.to_owned(), what });
+    }
+    found.dedup();
+    found
+}
+
+fn until<'a>(text: &'a str, end: &str) -> &'a str {
+    text.split(end).next().unwrap_or(text)
+}
+
+/// Returns the name of the function in `ATTRIBUTES @NAME(…`.
+fn name(definition: &str) -> Option<&str> {
+    let (_, rest) = definition.split_once('@')?;
+    Some(match rest.strip_prefix('"') {
+        Some(quoted) => until(quoted, "\""),
+        None => until(rest, "("),
+    })
+}
+
+fn is_atomic(line: &str) -> bool {
+    let instruction = line.trim_start();
+    let instruction = match instruction.strip_prefix('%') {
+        Some(assignment) => assignment.split_once(" = ").map_or("", |(_, instruction)| instruction),
+        None => instruction,
+    };
+    ["atomicrmw ", "cmpxchg ", "load atomic ", "store atomic "].iter().any(|opcode| instruction.starts_with(opcode))
+}
+
+/// Returns whether `@NAME = … global …` defines a static that is neither constant nor dynamic shared memory.
+fn is_mutable_static(line: &str) -> bool {
+    let Some((_, definition)) = line.split_once(" = ") else { return false };
+    let keywords = definition.split_whitespace().take_while(|word| !word.starts_with(['[', '{', '<']));
+    let mut is_global = false;
+    for keyword in keywords {
+        match keyword {
+            "constant" | "addrspace(3)" | "addrspace(4)" => return false,
+            "global" => is_global = true,
+            _ => {}
+        }
+    }
+    is_global
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn atomics_mutable_statics_and_cluster_instructions_are_found() {
+        let ir = "\
+@dynamic_shared = external addrspace(3) global [0 x i8], align 1024
+@TABLE = internal unnamed_addr constant [4 x i32] zeroinitializer
+@\"a::COUNT\" = internal global [4 x i8] zeroinitializer, align 4
+define ptx_kernel void @counts(ptr %p) #0 {
+  %1 = atomicrmw add ptr %p, i32 1 monotonic, align 4
+  %2 = load i32, ptr %p, align 4
+}
+define internal void @\"other::f\"() {
+  store atomic i32 0, ptr %p seq_cst, align 4
+  call void asm sideeffect \"fence.mbarrier_init.release.cluster;\", \"\"()
+  call void asm sideeffect \"barrier.cluster.arrive;\", \"\"()
+}
+";
+        let expected = [("a::COUNT", STATIC), ("counts", ATOMIC), ("other::f", ATOMIC), ("other::f", CLUSTER)];
+        assert_eq!(find(ir), expected.map(|(name, what)| Unchecked { name: name.to_owned(), what }));
+    }
+}

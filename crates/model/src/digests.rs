@@ -1,0 +1,77 @@
+//! Digests of parameters and optimizer state, equal on all ranks and for any sharding.
+
+use super::decoder::{Decoder, Training};
+use super::params::{Param, Unit};
+use super::sharding::Store;
+use anyhow::bail;
+use distributed::Ranks;
+use distributed::fault::Fault;
+use engine::{Engine, Result};
+use std::collections::BTreeMap;
+
+/// Digests in hexadecimal, by the name and type of the values, for example `m f32`.
+pub type Digests = BTreeMap<String, String>;
+
+/// Distance between the positions of the elements of two tensors. No tensor is as long.
+const TENSOR: u64 = 1 << 40;
+
+impl Decoder {
+    /// Returns the digests of parameters, moments and master weights. All ranks must call it.
+    ///
+    /// # Errors
+    /// A [`Fault::ReplicaMismatch`] if ranks that have the same values differ.
+    pub fn digests(&self, engine: &mut dyn Engine, ranks: &mut Ranks) -> Result<Digests> {
+        let Some(Training { m, v, master, .. }) = self.training else {
+            bail!("this model was planned for inference only")
+        };
+        let master = master.tensor().map(|master| ("master", master));
+        let (params, state) = (self.zero.shards_parameters(), self.zero.shards_optimizer());
+        // The embeddings of parameters are never sharded.
+        let mut stores = vec![("params", self.param_store(), self.params, [false, params])];
+        for (name, tensor) in [("m", m), ("v", v)].into_iter().chain(master) {
+            stores.push((name, self.state_store(tensor), tensor, [state; 2]));
+        }
+        let mut sums = Vec::new();
+        for (_, store, _, sharded) in &stores {
+            sums.extend(self.digest_of(engine, *store, *sharded)?);
+        }
+        let all = ranks.gather(sums.iter().flat_map(|sum| sum.to_le_bytes()).collect())?;
+        let all: Vec<Vec<u64>> = all.iter().map(|bytes| words(bytes)).collect();
+        let (mut digests, mut differs) = (Digests::new(), None);
+        for (i, (name, _, tensor, _)) in stores.iter().enumerate() {
+            let Some(first) = all.first() else { break };
+            let differing = all.iter().position(|sums| sums[2 * i] != first[2 * i]);
+            differs = differs.or(differing.map(|rank| (rank, (*name).to_owned())));
+            let sum = all.iter().fold(first[2 * i], |sum, sums| sum.wrapping_add(sums[2 * i + 1]));
+            digests.insert(format!("{name} {}", tensor.dtype.name()), format!("{sum:016x}"));
+        }
+        let (digests, differs) = ranks.broadcast((digests, differs))?;
+        if let Some((rank, tensor)) = differs {
+            let peer = ranks.tcp_group().map_or_else(|| format!("rank {rank}"), |group| group.peer_name(rank));
+            bail!(Fault::ReplicaMismatch { peer, tensor });
+        }
+        Ok(digests)
+    }
+
+    /// Returns the digests of the values that every rank has, and of this rank's shards. `sharded` tells whether ranks shard the
+    /// embeddings, and the layers.
+    fn digest_of(&self, engine: &mut dyn Engine, store: Store, sharded: [bool; 2]) -> Result<[u64; 2]> {
+        let mut sums = [0u64; 2];
+        for (i, param) in Param::ALL.into_iter().enumerate().filter(|(_, param)| param.is_in(&self.descriptor)) {
+            let layers = if param.layered() { self.descriptor.layers } else { 1 };
+            for layer in 0..layers {
+                let Some((range, tensor)) = store.held(param, layer) else { continue };
+                let position = (i + layer * Param::ALL.len()) as u64 * TENSOR + range.start as u64;
+                let digest = engine.digest(tensor, position)?;
+                let of_layer = self.layout.unit_of(param, layer) != Unit::Embeddings;
+                let sum = &mut sums[usize::from(sharded[usize::from(of_layer)])];
+                *sum = sum.wrapping_add(digest);
+            }
+        }
+        Ok(sums)
+    }
+}
+
+fn words(bytes: &[u8]) -> Vec<u64> {
+    bytes.chunks_exact(8).map(|word| word.iter().rev().fold(0, |bits, &byte| bits << 8 | u64::from(byte))).collect()
+}

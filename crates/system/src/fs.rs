@@ -1,0 +1,269 @@
+//! Files and directories.
+
+use crate::simulation::disk::{Handle, Open, on_disk};
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use std::fs;
+use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
+use std::path::Path;
+
+pub use std::fs::TryLockError;
+
+/// An open file or directory.
+#[derive(Debug)]
+pub struct File(Opened);
+
+#[derive(Debug)]
+enum Opened {
+    Real(fs::File),
+    Simulated(Handle),
+}
+
+impl File {
+    fn open_as(path: &Path, how: Open, real: impl FnOnce() -> io::Result<fs::File>) -> io::Result<Self> {
+        match on_disk(path) {
+            Some(task) => Ok(Self(Opened::Simulated(task.open(path, how)?))),
+            None => Ok(Self(Opened::Real(real()?))),
+        }
+    }
+
+    /// Opens a file for reading, or a directory for syncing and locking it.
+    pub fn open(path: impl AsRef<Path>) -> io::Result<Self> {
+        let path = path.as_ref();
+        Self::open_as(path, Open::Read, || fs::File::open(path))
+    }
+
+    /// Creates a file for writing, or empties an existing one.
+    pub fn create(path: impl AsRef<Path>) -> io::Result<Self> {
+        let path = path.as_ref();
+        Self::open_as(path, Open::Create, || fs::File::create(path))
+    }
+
+    /// Creates a file that must not exist, with permissions to which the umask of the process applies.
+    pub fn create_new(path: impl AsRef<Path>, mode: u32) -> io::Result<Self> {
+        let path = path.as_ref();
+        let mut options = fs::OpenOptions::new();
+        options.write(true).create_new(true);
+        #[cfg(unix)]
+        std::os::unix::fs::OpenOptionsExt::mode(&mut options, mode);
+        Self::open_as(path, Open::CreateNew, || options.open(path))
+    }
+
+    /// Opens a file for writing at its end. Creates it if necessary.
+    pub fn append(path: impl AsRef<Path>) -> io::Result<Self> {
+        let path = path.as_ref();
+        Self::open_as(path, Open::Append, || fs::File::options().append(true).create(true).open(path))
+    }
+
+    /// Waits until contents and metadata are on the disk.
+    pub fn sync_all(&self) -> io::Result<()> {
+        match &self.0 {
+            Opened::Real(file) => file.sync_all(),
+            Opened::Simulated(file) => file.sync(),
+        }
+    }
+
+    /// Waits until the contents are on the disk.
+    pub fn sync_data(&self) -> io::Result<()> {
+        match &self.0 {
+            Opened::Real(file) => file.sync_data(),
+            Opened::Simulated(file) => file.sync(),
+        }
+    }
+
+    /// Returns the size in bytes.
+    pub fn size(&self) -> io::Result<u64> {
+        match &self.0 {
+            Opened::Real(file) => Ok(file.metadata()?.len()),
+            Opened::Simulated(file) => file.len(),
+        }
+    }
+
+    /// Truncates or extends the file.
+    pub fn set_len(&self, len: u64) -> io::Result<()> {
+        match &self.0 {
+            Opened::Real(file) => file.set_len(len),
+            Opened::Simulated(file) => file.set_len(len),
+        }
+    }
+
+    /// Returns another handle, with the same position.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        match &self.0 {
+            Opened::Real(file) => Ok(Self(Opened::Real(file.try_clone()?))),
+            Opened::Simulated(file) => Ok(Self(Opened::Simulated(file.try_clone()?))),
+        }
+    }
+
+    /// Takes the exclusive lock of a file or directory, which its last handle releases.
+    pub fn try_lock(&self) -> Result<(), TryLockError> {
+        match &self.0 {
+            Opened::Real(file) => file.try_lock(),
+            Opened::Simulated(file) => match file.try_lock() {
+                Ok(true) => Ok(()),
+                Ok(false) => Err(TryLockError::WouldBlock),
+                Err(error) => Err(TryLockError::Error(error)),
+            },
+        }
+    }
+
+    /// Reads at most `buffer.len()` bytes from a position.
+    pub fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        match &self.0 {
+            Opened::Real(file) => std::os::unix::fs::FileExt::read_at(file, buffer, offset),
+            Opened::Simulated(file) => file.read_at(buffer, offset),
+        }
+    }
+
+    /// Fills a buffer from a position.
+    pub fn read_exact_at(&self, mut buffer: &mut [u8], mut offset: u64) -> io::Result<()> {
+        if let Opened::Real(file) = &self.0 {
+            return std::os::unix::fs::FileExt::read_exact_at(file, buffer, offset);
+        }
+        while !buffer.is_empty() {
+            let n = self.read_at(buffer, offset)?;
+            if n == 0 {
+                return Err(ErrorKind::UnexpectedEof.into());
+            }
+            (buffer, offset) = (&mut buffer[n..], offset + n as u64);
+        }
+        Ok(())
+    }
+}
+
+impl From<fs::File> for File {
+    fn from(file: fs::File) -> Self {
+        Self(Opened::Real(file))
+    }
+}
+
+impl Read for File {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        match &mut self.0 {
+            Opened::Real(file) => file.read(buffer),
+            Opened::Simulated(file) => file.read(buffer),
+        }
+    }
+}
+
+impl Write for File {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match &mut self.0 {
+            Opened::Real(file) => file.write(bytes),
+            Opened::Simulated(file) => file.write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Seek for File {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        match &mut self.0 {
+            Opened::Real(file) => file.seek(to),
+            Opened::Simulated(file) => file.seek(to),
+        }
+    }
+}
+
+/// Returns whether a path is on a simulated disk, which has only files and directories.
+pub fn is_simulated(path: &Path) -> bool {
+    on_disk(path).is_some()
+}
+
+/// Renames a file or directory. Replaces an existing file.
+pub fn rename(from: &Path, to: &Path) -> io::Result<()> {
+    match on_disk(from) {
+        Some(task) => task.rename(from, to),
+        None => fs::rename(from, to),
+    }
+}
+
+/// Exchanges the names of two files or directories in one step. Some file systems cannot.
+pub fn exchange(one: &Path, other: &Path) -> io::Result<()> {
+    match on_disk(one) {
+        Some(task) => task.exchange(one, other),
+        None => Ok(renameat_with(CWD, one, CWD, other, RenameFlags::EXCHANGE)?),
+    }
+}
+
+/// Removes a file.
+pub fn remove_file(path: &Path) -> io::Result<()> {
+    match on_disk(path) {
+        Some(task) => task.remove_file(path),
+        None => fs::remove_file(path),
+    }
+}
+
+/// Removes a directory with its contents.
+pub fn remove_dir_all(path: &Path) -> io::Result<()> {
+    let Some(task) = on_disk(path) else { return fs::remove_dir_all(path) };
+    for name in task.list(path)? {
+        let path = path.join(name);
+        if task.is_directory(&path)? { remove_dir_all(&path) } else { task.remove_file(&path) }?;
+    }
+    task.remove_directory(path)
+}
+
+/// Creates a directory.
+pub fn create_dir(path: &Path) -> io::Result<()> {
+    match on_disk(path) {
+        Some(task) => task.create_directory(path),
+        None => fs::create_dir(path),
+    }
+}
+
+/// Creates a directory and its parents, unless they exist. Syncs the parent of each directory that it creates: otherwise a power
+/// failure may take the directory with everything in it.
+pub fn create_dir_all(path: &Path) -> io::Result<()> {
+    if is_dir(path) || path.as_os_str().is_empty() {
+        return Ok(());
+    }
+    let parent = path.parent().unwrap_or(path);
+    create_dir_all(parent)?;
+    match create_dir(path) {
+        // Another rank may create it at the same time.
+        Err(error) if !is_dir(path) => return Err(error),
+        _ => {}
+    }
+    let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
+    File::open(parent)?.sync_all()
+}
+
+/// Returns the names in a directory, in any order. Names that are not UTF-8 are left out.
+pub fn names(directory: &Path) -> io::Result<Vec<String>> {
+    if let Some(task) = on_disk(directory) {
+        return task.list(directory);
+    }
+    let mut names = Vec::new();
+    for entry in fs::read_dir(directory)? {
+        names.extend(entry?.file_name().into_string().ok());
+    }
+    Ok(names)
+}
+
+/// Returns whether a path exists.
+pub fn exists(path: &Path) -> bool {
+    match on_disk(path) {
+        Some(task) => task.is_directory(path).is_ok(),
+        None => path.exists(),
+    }
+}
+
+/// Returns whether a path is a directory.
+pub fn is_dir(path: &Path) -> bool {
+    match on_disk(path) {
+        Some(task) => task.is_directory(path).unwrap_or(false),
+        None => path.is_dir(),
+    }
+}
+
+/// Returns the free space of the file system of a path in bytes.
+pub fn free_space(path: &Path) -> io::Result<u64> {
+    if let Some(task) = on_disk(path) {
+        return task.free_space();
+    }
+    let space = rustix::fs::statvfs(path)?;
+    Ok(space.f_bavail.saturating_mul(space.f_frsize))
+}

@@ -1,0 +1,179 @@
+//! A run and its faults, drawn from a seed.
+
+use std::time::Duration;
+use system::simulation::{Fault, ROOT, Random, Trigger};
+
+/// Optimizer steps of a run.
+pub const STEPS: usize = 6;
+
+/// A training run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Shape {
+    pub ranks: usize,
+    pub zero_stage: u8,
+    pub shuffle: bool,
+}
+
+/// A training run with faults.
+#[derive(Clone, Debug)]
+pub struct Scenario {
+    pub shape: Shape,
+    rendezvous: Option<&'static str>,
+    checkpoint_every: usize,
+    keep: usize,
+    check_ranks: usize,
+    verify_every: usize,
+    hash_every: usize,
+    /// The kind of its faults, for the tally.
+    pub kind: &'static str,
+    /// The faults of each start of the run. The last start has none.
+    pub faults: Vec<Vec<(Trigger, Fault)>>,
+}
+
+/// Numbers of operations of an undisturbed run: all, and those on the disk.
+pub type Operations = (u64, u64);
+
+/// The kinds of faults.
+const KINDS: [&str; 15] = [
+    "none",
+    "killed rank",
+    "lost host",
+    "frozen rank",
+    "frozen rank, full sockets",
+    "slow rank",
+    "isolated rank",
+    "reset connection",
+    "delayed and reordered messages",
+    "dropped messages",
+    "power loss",
+    "full disk",
+    "failing disk",
+    "slow disk",
+    "several",
+];
+
+impl Scenario {
+    /// Draws the scenario of a seed. `operations` returns those of an undisturbed run.
+    pub fn new(seed: u64, operations: impl FnOnce(Shape) -> anyhow::Result<Operations>) -> anyhow::Result<Self> {
+        let random = &mut Random::new(seed);
+        let ranks = 1 + random.below(4) as usize;
+        let zero_stage = if ranks > 1 { random.below(4) as u8 } else { 0 };
+        // The order of the samples makes state files large.
+        let shape = Shape { ranks, zero_stage, shuffle: random.below(4) == 0 };
+        let operations = operations(shape)?;
+        let kind = random.choose(&KINDS);
+        let mut scenario = Self {
+            shape,
+            rendezvous: random.choose(&[None, Some("tcp://127.0.0.1:29400"), Some("file:///simulated")]),
+            checkpoint_every: 1 + random.below(3) as usize,
+            keep: random.below(3) as usize,
+            check_ranks: random.below(2) as usize,
+            verify_every: random.below(3) as usize,
+            hash_every: random.below(3) as usize,
+            kind,
+            faults: Vec::new(),
+        };
+        let starts = if kind == "none" { 0 } else { 1 + u64::from(random.below(4) == 0) };
+        for _ in 0..starts {
+            let mut faults = Vec::new();
+            if kind == "several" {
+                for _ in 0..2 + random.below(3) {
+                    let kind = random.choose(&KINDS[1..KINDS.len() - 1]);
+                    faults.extend(scenario.draw(kind, operations, random));
+                }
+            } else {
+                faults.extend(scenario.draw(kind, operations, random));
+            }
+            scenario.faults.push(faults);
+        }
+        Ok(scenario)
+    }
+
+    /// Draws faults of a kind.
+    fn draw(&self, kind: &str, (all, on_disk): Operations, random: &mut Random) -> Vec<(Trigger, Fault)> {
+        let rank = random.below(self.shape.ranks as u64) as usize;
+        let seconds = |random: &mut Random, longest: u64| Duration::from_millis(random.below(1000 * longest));
+        let anywhere = Trigger::Operation(1 + random.below(all));
+        let at_disk = Trigger::DiskOperation(1 + random.below(on_disk.max(1)));
+        let start = Trigger::Time(Duration::ZERO);
+        match kind {
+            "killed rank" => vec![(anywhere, Fault::Kill(rank))],
+            "lost host" => vec![(anywhere, Fault::LoseHost(rank))],
+            "frozen rank" => vec![(anywhere, Fault::Freeze(rank, seconds(random, 120)))],
+            "frozen rank, full sockets" => {
+                let window = 64 + random.below(16 << 10) as usize;
+                vec![(start, Fault::SmallSockets(window)), (anywhere, Fault::Freeze(rank, seconds(random, 120)))]
+            }
+            "slow rank" => vec![(start, Fault::Slow(rank, seconds(random, 1)))],
+            "isolated rank" => vec![(anywhere, Fault::Isolate(rank, seconds(random, 60)))],
+            "reset connection" => vec![(anywhere, Fault::ResetConnection)],
+            "delayed and reordered messages" => vec![(start, Fault::Delay(seconds(random, 1)))],
+            "dropped messages" => vec![(start, Fault::Drop(2 + random.below(50) as u32))],
+            "power loss" if random.below(2) == 0 => vec![(anywhere, Fault::PowerLoss)],
+            "power loss" => vec![(at_disk, Fault::PowerLoss)],
+            "full disk" => vec![(at_disk, Fault::DiskFull(random.below(100_000)))],
+            "failing disk" => vec![(at_disk, Fault::DiskErrors(1 + random.below(8) as u32))],
+            "slow disk" => vec![(start, Fault::SlowDisk(seconds(random, 2)))],
+            _ => Vec::new(),
+        }
+    }
+
+    /// Returns the command line of a rank.
+    pub fn arguments(&self, rank: usize) -> Vec<String> {
+        let Shape { ranks, zero_stage, shuffle } = self.shape;
+        let mut arguments = vec!["llm-rs".to_owned(), "train".to_owned()];
+        let flags = [
+            ("--device", "cpu".to_owned()),
+            ("--layers", "1".to_owned()),
+            ("--heads", "1".to_owned()),
+            ("--channels", "8".to_owned()),
+            ("--batch", "1".to_owned()),
+            ("--seq", "8".to_owned()),
+            // Two micro-batches in a step.
+            ("--total-batch", (16 * ranks).to_string()),
+            ("--steps", STEPS.to_string()),
+            ("--val-every", "3".to_owned()),
+            ("--val-batches", "1".to_owned()),
+            ("--sample-every", "0".to_owned()),
+            ("--zero-stage", zero_stage.to_string()),
+            ("--shuffle", u8::from(shuffle).to_string()),
+            ("--rank", rank.to_string()),
+            ("--world-size", ranks.to_string()),
+            ("--rendezvous-timeout", "20".to_owned()),
+            ("--check-ranks", self.check_ranks.to_string()),
+            ("--verify-every", self.verify_every.to_string()),
+            ("--hash-every", self.hash_every.to_string()),
+            ("--checkpoint-every", self.checkpoint_every.to_string()),
+            ("--keep", self.keep.to_string()),
+            ("--resume", "auto".to_owned()),
+            ("--out", directory().display().to_string()),
+        ];
+        for (flag, value) in flags {
+            arguments.extend([flag.to_owned(), value]);
+        }
+        if let Some(rendezvous) = self.rendezvous {
+            arguments.extend(["--rendezvous".to_owned(), rendezvous.to_owned()]);
+        }
+        arguments
+    }
+
+    /// Returns the undisturbed run of a shape.
+    pub fn undisturbed(shape: Shape) -> Self {
+        Self {
+            shape,
+            rendezvous: None,
+            checkpoint_every: 2,
+            keep: 0,
+            check_ranks: 1,
+            verify_every: 0,
+            hash_every: 0,
+            kind: "none",
+            faults: Vec::new(),
+        }
+    }
+}
+
+/// Returns the directory of the run.
+pub fn directory() -> std::path::PathBuf {
+    [ROOT, "runs", "a"].iter().collect()
+}
