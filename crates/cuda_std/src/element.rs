@@ -1,4 +1,4 @@
-//! The storage types of tensors, `f32`, [`bf16`] and [`f16`], and 16-byte packets of them. [`crate::fp8`] has the 8-bit types.
+//! The storage types of tensors, `f32`, [`bf16`] and [`struct@f16`], and 16-byte packets of them. [`crate::fp8`] has the 8-bit types.
 
 use crate::backend;
 use core::marker::PhantomData;

@@ -277,7 +277,7 @@ mod tests {
         let mut named = 0;
         for i in 0..16 {
             let freeze =
-                (Trigger::Operation(operations / 4 + i * operations / 32), Fault::Freeze(1, Duration::from_secs(120)));
+                (Trigger::Operation(operations / 4 + i * operations / 32), Fault::Freeze(1, Duration::from_mins(2)));
             let Start { ended, simulation, .. } = start(&scenario, i, Disk::default(), &[freeze]).unwrap();
             let text = match &ended[0].end {
                 End::Returned(Err((text, _))) => text.clone(),
