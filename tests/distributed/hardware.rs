@@ -54,10 +54,18 @@ fn verification_by_other_ranks_finds_a_flipped_bit_and_changes_no_result() {
 #[test]
 fn hashes_do_not_depend_on_how_ranks_shard_the_values() {
     let world = World::new();
-    for stage in ["0", "1", "2", "3"] {
+    // Stages 2 and 3 compute the same bits. Other stages may add the shares of the gradient norm in another order.
+    for stage in ["2", "3"] {
         succeed(&world, stage, &["--hash-every", "2", "--zero-stage", stage]);
     }
-    let all = ["0", "1", "2", "3"].map(|stage| hashes(&world, stage));
-    assert_eq!(all[0].len(), 4);
-    assert_eq!((&all[0], &all[2]), (&all[1], &all[3]));
+    let [two, three] = ["2", "3"].map(|stage| hashes(&world, stage));
+    assert_eq!(two.len(), 4);
+    assert_eq!(two, three);
+    // A resumed run compares its memory with the hashes of the checkpoint.
+    for stage in ["1", "2", "3"] {
+        let out = format!("from 0 to {stage}");
+        succeed(&world, &out, &["--zero-stage", "0"]);
+        fs::remove_file(world.path(&out).join("DONE_00000008")).unwrap();
+        succeed(&world, &out, &["--zero-stage", stage, "--resume"]);
+    }
 }
