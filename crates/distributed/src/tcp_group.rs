@@ -14,7 +14,7 @@ use anyhow::bail;
 use cuda_std::{Element, bf16};
 use engine::tensor::DType;
 use engine::{HostProfile, Result};
-use std::io::{self, Read, Write};
+use std::io::{self, BufReader, Read, Write};
 use std::net::Shutdown;
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
@@ -86,6 +86,10 @@ const MAX_PAYLOAD_BYTES: usize = 64 << 20;
 
 /// Bytes of a tensor per message. Rank 0 holds at most this much of the data of each rank.
 const CHUNK_BYTES: usize = 4 << 20;
+
+/// Bytes that are read ahead, and largest payload that is sent together with its header. A slow rank then reads all heartbeats that
+/// have arrived at once. If it read each on its own, it could fall behind without end.
+const BUFFER_BYTES: usize = 64 << 10;
 
 /// Interval at which a waiting call checks whether the run has failed.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
@@ -551,7 +555,7 @@ impl Peer {
         stream.set_read_timeout(None)?;
         stream.set_write_timeout(Some(step_timeout))?;
         let (sender, inbox) = channel();
-        let mut reader = stream.try_clone()?;
+        let mut reader = BufReader::with_capacity(BUFFER_BYTES, stream.try_clone()?);
         let watchdog = Arc::downgrade(watchdog);
         let peer = name.clone();
         let run = move || {
@@ -614,11 +618,14 @@ fn write_message(stream: &mut TcpStream, call: u32, kind: MessageKind, payload: 
     header[..4].copy_from_slice(&call.to_le_bytes());
     header[4] = kind as u8;
     header[5..].copy_from_slice(&(payload.len() as u64).to_le_bytes());
+    if payload.len() <= BUFFER_BYTES {
+        return stream.write_all(&[&header, payload].concat());
+    }
     stream.write_all(&header)?;
     stream.write_all(payload)
 }
 
-fn read_message(stream: &mut TcpStream) -> io::Result<Message> {
+fn read_message(stream: &mut impl Read) -> io::Result<Message> {
     let mut header = [0; HEADER_BYTES];
     stream.read_exact(&mut header)?;
     let [a, b, c, d, kind, len @ ..] = header;
