@@ -19,9 +19,7 @@
 ///
 /// The number of arguments is checked:
 /// ```compile_fail
-/// # fn f() {
 /// cuda_std::gpu_println!("{} {}", 1u32);
-/// # }
 /// ```
 #[macro_export]
 macro_rules! gpu_println {
