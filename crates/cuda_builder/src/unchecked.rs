@@ -5,7 +5,7 @@
 pub struct Unchecked {
     /// The function or static.
     pub name: String,
-    /// What it is or has.
+    /// The problem and its fix, as the predicate of a sentence that begins with the name.
     pub what: &'static str,
 }
 

@@ -1,4 +1,4 @@
-//! Mathematical functions of f32, and in [`double`] of f64. Functions whose names end in `_rn` round to nearest. [`sin`], [`cos`] and
+//! Mathematical functions of f32, and in [`double`] of f64. Functions with the suffix `_rn` round to nearest. [`sin`], [`cos`] and
 //! [`pow`] are those of the crate `libm`, with errors of about one ulp over the whole range. The others use the special-function unit
 //! and have errors of a few ulp.
 //!

@@ -135,14 +135,14 @@ shuffles! {
     shuffle_masked(from, mask) = shuffle_masked;
 }
 
-/// Returns a mask of the lanes whose `predicate` is true (`vote.sync.ballot.b32`).
+/// Returns a mask of the lanes with a true `predicate` (`vote.sync.ballot.b32`).
 #[inline(always)]
 #[track_caller]
 pub fn ballot(predicate: bool) -> u32 {
     backend::ballot(predicate)
 }
 
-/// Returns the lanes of `mask` whose `predicate` is true (`vote.sync.ballot.b32`). All lanes of `mask` must call it together.
+/// Returns the lanes of `mask` with a true `predicate` (`vote.sync.ballot.b32`). All lanes of `mask` must call it together.
 #[inline(always)]
 #[track_caller]
 pub fn ballot_masked(predicate: bool, mask: u32) -> u32 {

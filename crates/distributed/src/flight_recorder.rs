@@ -75,7 +75,7 @@ struct Recorded {
     /// The newest collective is the last.
     collectives: VecDeque<Collective>,
     part: String,
-    /// Where the recorder is written when the run fails.
+    /// The file into which the recorder is written when the run fails.
     file: Option<PathBuf>,
 }
 

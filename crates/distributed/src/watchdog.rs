@@ -54,7 +54,7 @@ impl Progress {
     }
 }
 
-/// What a watchdog tells the other ranks.
+/// A message of a watchdog to the other ranks.
 #[derive(Debug)]
 pub enum Note {
     /// This rank is alive, and has made this progress.
@@ -280,7 +280,7 @@ impl Watchdog {
     }
 }
 
-/// Exits without running destructors or exit handlers, any of which may block.
+/// Exits without running destructors or exit handlers, because they may block.
 fn exit_process(fault: &Fault) {
     if !matches!(fault, Fault::ReportedByRank0 { .. }) {
         process::print_error(&format!("error: {fault}"));

@@ -61,7 +61,8 @@ impl Vocabulary {
         Self::of_ranks(&Tokenizer::gpt2(), Pattern::Gpt2, false)
     }
 
-    /// Returns the vocabulary of a tokenizer that merges the pair of lowest rank, whose ids are ranks, then special tokens.
+    /// Returns the vocabulary of a tokenizer that merges the pair of lowest rank. Its ids are the ranks, followed by those of special
+    /// tokens.
     fn of_ranks(tokenizer: &Tokenizer, pattern: Pattern, adds_bos: bool) -> Self {
         let special: Vec<u32> = tokenizer.special().iter().map(|token| token.id).collect();
         let ranked = special.iter().min().map_or(tokenizer.vocab(), |&id| id as usize);

@@ -99,7 +99,7 @@ impl TrainStep {
     ) -> Result<()> {
         let (rank, world) = (ranks.rank(), ranks.world_size());
         let first = self.trace(engine, ranks, flip.filter(|flip| flip.rank == rank))?;
-        // Ranks that shard more exchange gradients in each pass, whose sums depend on which rank has which batch.
+        // Ranks that shard more exchange gradients in each pass. Those sums depend on the rank that has a batch.
         let shift = if self.model.zero.shards_gradients() { 0 } else { number % world };
         let difference = if shift == 0 {
             let second = self.trace(engine, ranks, None)?;

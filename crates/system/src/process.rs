@@ -3,7 +3,7 @@
 use crate::simulation;
 use std::io::{self, IsTerminal, Write, stderr, stdout};
 
-/// Exits without running destructors or exit handlers, any of which may block.
+/// Exits without running destructors or exit handlers, because they may block.
 pub fn exit(code: u8) -> ! {
     if let Some(task) = simulation::current() {
         task.exit(code);

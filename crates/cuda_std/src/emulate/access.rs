@@ -250,7 +250,7 @@ macro_rules! atomics {
         }
 
         /// # Safety
-        /// As above.
+        /// The pointer is valid for the operation.
         #[inline]
         #[track_caller]
         pub unsafe fn $shared(pointer: *mut $type, $($operand: $type),*) -> $type {

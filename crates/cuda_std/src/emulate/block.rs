@@ -157,7 +157,7 @@ pub fn with<R>(f: impl FnOnce(&mut Block) -> R) -> R {
     f(unsafe { &mut *block })
 }
 
-/// Panics: there is no kernel whose launch would make an access valid.
+/// Panics, because device memory can be accessed only while a kernel runs.
 #[cold]
 #[track_caller]
 pub fn outside_kernel() -> ! {

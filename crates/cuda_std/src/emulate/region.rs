@@ -106,8 +106,7 @@ impl<T> SharedView<T> {
         self.pointer
     }
 
-    /// Returns the address of element `i`, of which `count` elements are accessed. Stops a checked kernel if they are not all in the
-    /// array.
+    /// Returns the address of element `i` for an access to `count` elements. Stops a checked kernel if they are not all in the array.
     #[inline(always)]
     #[track_caller]
     pub fn element(self, i: usize, count: usize) -> *mut T {

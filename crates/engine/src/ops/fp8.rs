@@ -131,7 +131,7 @@ pub enum Fp8Accumulation {
     Fast,
     /// Sums over 128 columns of K are added in f32
     Exact,
-    /// `exact` in the backward pass, whose sums over all tokens are the longest, and `fast` in the forward pass
+    /// `exact` in the backward pass, which has the longest sums (over all tokens), and `fast` in the forward pass
     #[default]
     ExactGradients,
 }

@@ -176,7 +176,7 @@ struct TaskState {
     turn: Arc<Condvar>,
     /// Number of waits so far. A timer of an earlier wait has no effect.
     waits: u64,
-    /// What the end of the task wakes.
+    /// The key of the threads that the end of the task wakes.
     key: u64,
 }
 
@@ -744,7 +744,7 @@ impl<T> TaskHandle<T> {
     }
 }
 
-/// What simulated threads wait for: a channel or a lock.
+/// A channel or a lock that simulated threads wait for.
 #[derive(Debug)]
 pub(crate) struct WaitKey {
     world: Arc<World>,

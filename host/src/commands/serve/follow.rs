@@ -26,7 +26,7 @@ const SAMPLE_BYTES: u64 = 64 << 10;
 /// Widths of the figure in pixels: next to the chat, and on a phone.
 const WIDTHS: [f64; 2] = [760.0, 380.0];
 
-/// What to follow.
+/// The run and the model that the page shows, and their state.
 pub struct Follow {
     /// The directory of a run, if the server shows one.
     pub run: Option<PathBuf>,

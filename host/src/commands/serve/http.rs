@@ -53,7 +53,7 @@ const SCRIPT: &str = include_str!("page.js");
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; \
      form-action 'none'; frame-ancestors 'none'";
 
-/// What handlers share.
+/// State that all handlers of requests share.
 pub struct Server {
     /// The requests that wait for the model.
     pub queue: Arc<Queue>,
@@ -333,7 +333,7 @@ fn server_sent(body: Body) -> Response {
     (StatusCode::OK, [(header::CONTENT_TYPE, "text/event-stream")], body).into_response()
 }
 
-/// What a page has received so far.
+/// An open page: the events that it has yet to receive.
 struct Follower {
     events: [watch::Receiver<Arc<str>>; 2],
     heartbeat: tokio::time::Interval,

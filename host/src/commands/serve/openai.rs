@@ -29,7 +29,7 @@ const NOT_IMPLEMENTED: [&str; 11] = [
     "modalities",
 ];
 
-/// What a model continues.
+/// The input that a model continues.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Prompt {
     /// A document that begins with this text.
@@ -68,9 +68,9 @@ pub struct Completion {
 /// Number of tokens to keep of a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Truncate {
-    /// As many as the context holds.
+    /// Keeps as many tokens as the context holds.
     Context,
-    /// At most this number, which is not 0.
+    /// Keeps at most this number, which is not 0.
     Tokens(usize),
 }
 
@@ -292,7 +292,7 @@ fn messages(value: Option<&Value>) -> Result<Prompt, ApiError> {
     Ok(Prompt::Messages(messages))
 }
 
-/// What the parts of a response have in common.
+/// The fields that all parts of a response have in common.
 #[derive(Clone, Debug)]
 pub struct Header {
     /// Identifies the response.
