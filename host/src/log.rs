@@ -102,8 +102,10 @@ pub const SAMPLES: &str = "samples.jsonl";
 pub(crate) struct LineFile {
     path: PathBuf,
     file: File,
-    /// Length of the file in bytes.
+    /// Length of the file in bytes, without a partly written line.
     len: u64,
+    /// Whether the file may end with a partly written line.
+    torn: bool,
     /// Lines or records that could not be written yet.
     pending: Vec<u8>,
 }
@@ -117,7 +119,7 @@ impl LineFile {
             Ok::<_, io::Error>((file, len))
         };
         let (file, len) = open().with_context(|| format!("cannot write {}", path.display()))?;
-        Ok(Self { path, file, len, pending: Vec::new() })
+        Ok(Self { path, file, len, torn: false, pending: Vec::new() })
     }
 
     /// Writes a line and all lines before it that could not be written.
@@ -132,13 +134,27 @@ impl LineFile {
     }
 
     fn flush(&mut self) -> Result<()> {
+        self.write_pending().with_context(|| format!("cannot write {}", self.path.display()))
+    }
+
+    fn write_pending(&mut self) -> io::Result<()> {
+        self.remove_torn_line()?;
         if let Err(error) = self.file.write_all(&self.pending) {
-            // Remove a partly written line, so that the next attempt does not continue it.
-            let _ = self.file.set_len(self.len);
-            return Err(error).with_context(|| format!("cannot write {}", self.path.display()));
+            self.torn = true;
+            // If this fails, too, the next attempt begins with it.
+            let _ = self.remove_torn_line();
+            return Err(error);
         }
         self.len += self.pending.len() as u64;
         self.pending.clear();
+        Ok(())
+    }
+
+    fn remove_torn_line(&mut self) -> io::Result<()> {
+        if self.torn {
+            self.file.set_len(self.len)?;
+            self.torn = false;
+        }
         Ok(())
     }
 }
@@ -210,8 +226,9 @@ impl Log {
         Self { printed, ..self }
     }
 
-    /// Returns handles of the files.
-    pub fn files(&self) -> Result<Vec<File>> {
+    /// Writes all pending lines, or fails, and returns handles of the files.
+    pub fn flushed(&mut self) -> Result<Vec<File>> {
+        self.finish()?;
         self.files
             .iter()
             .chain(&self.events)
@@ -473,7 +490,7 @@ mod tests {
         log.write_events(dir.path(), 0).unwrap();
         log.validation(0, 0, 5.5).unwrap();
         log.finish().unwrap();
-        assert_eq!(log.files().unwrap().len(), 3);
+        assert_eq!(log.flushed().unwrap().len(), 3);
         let files = || {
             let entries = fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
             entries.filter(|path| path.to_string_lossy().contains(tensorboard::MARKER)).collect::<Vec<_>>()

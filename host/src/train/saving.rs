@@ -47,7 +47,7 @@ impl Run<'_> {
         let Some(checkpoints) = checkpoints else { return Ok(()) };
         state.progress.fp8 = Fp8Statistics::read(model, *engine, settings.dloss(model, train.layout()))?;
         let replaced = state.progress.replaced(state.step == settings.steps);
-        let begun = checkpoints.begin(model, *engine, ranks, state.clone(), log.files(), replaced);
+        let begun = checkpoints.begin(model, *engine, ranks, state.clone(), log.flushed(), replaced);
         session.last_save = time::now();
         self.report_checkpoint(previous, session)?;
         match begun {
@@ -104,6 +104,9 @@ impl Run<'_> {
             let step = self.state.step;
             // The error that ends the run is reported in any case.
             let _ = self.console.line(&format!("warning: no checkpoint of step {step}: {error:#}"));
+        }
+        if let Err(error) = self.log.finish() {
+            let _ = self.console.line(&format!("warning: the last lines of the log are lost: {error:#}"));
         }
         let Some(checkpoints) = &self.checkpoints else {
             return Some("nothing is kept without --out".to_owned());

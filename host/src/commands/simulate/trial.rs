@@ -108,6 +108,11 @@ impl References {
 /// Runs a seed.
 pub fn run(seed: u64, references: &References) -> Result<Verdict> {
     let scenario = Scenario::new(seed, |shape| Ok(references.get(shape)?.operations))?;
+    run_scenario(seed, &scenario, references)
+}
+
+/// Runs a scenario until it has completed or failed. The seed determines the order of the threads.
+fn run_scenario(seed: u64, scenario: &Scenario, references: &References) -> Result<Verdict> {
     let story = vec![format!("seed {seed}: {scenario:?}")];
     let mut verdict = Verdict {
         kind: scenario.kind,
@@ -123,7 +128,7 @@ pub fn run(seed: u64, references: &References) -> Result<Verdict> {
     for number in 0..=scenario.faults.len() {
         let faults = scenario.faults.get(number).map_or(&[][..], Vec::as_slice);
         let last = number == scenario.faults.len();
-        let started = start(&scenario, seed.wrapping_mul(31).wrapping_add(number as u64), disk, faults)?;
+        let started = start(scenario, seed.wrapping_mul(31).wrapping_add(number as u64), disk, faults)?;
         verdict.faults += started.faults.len() as u64;
         verdict.tell(&started);
         if let Err(failure) = verdict.judge(&started, &mut reported, last) {
@@ -293,5 +298,22 @@ mod tests {
             }
         }
         assert!(named > 0, "no freeze hit a reduce-scatter of layer 0");
+    }
+
+    #[test]
+    fn a_disk_that_fails_for_a_moment_takes_no_line_of_the_log() {
+        let shape = Shape { ranks: 2, zero_stage: 0, shuffle: false };
+        let references = References::default();
+        let (_, on_disk) = references.get(shape).unwrap().operations;
+        for operation in (1..=on_disk).step_by(2) {
+            let mut scenario = Scenario::undisturbed(shape);
+            // The loss of the other rank ends the run before it writes its log again.
+            scenario.faults = vec![vec![
+                (Trigger::DiskOperation(operation), Fault::DiskErrors(1 + operation as u32 / 2 % 3)),
+                (Trigger::DiskOperation(operation + 10 + operation * 7 % 20), Fault::Kill(1)),
+            ]];
+            let verdict = run_scenario(operation, &scenario, &references).unwrap();
+            assert_eq!(verdict.failure, None, "{}", verdict.story.join("\n"));
+        }
     }
 }
