@@ -2,7 +2,7 @@
 
 use super::arena::Arena;
 use super::cuda_graphs::{CudaGraphs, GraphAction};
-use super::executor::{EmulatedGpu, Executor, GemmTimer, LibraryTiming};
+use super::executor::{EmulatedGpu, Executor, GemmTimer};
 use super::functions::Functions;
 use super::gemm_cache::Cache;
 use super::noise::noise;
@@ -15,7 +15,7 @@ use crate::tensor::DType;
 use crate::{GeluFusion, GraphKey, HostBuffer, Interval, Peak, PendingRead, ReadResult, Result};
 use anyhow::{Context, ensure};
 use cublaslt::sys::MatmulAlgo;
-use cublaslt::{Handle, Matmuls};
+use cublaslt::{Finalists, Handle, Matmuls};
 use cuda_driver::{DeviceMemory, Event, Gpu, GraphExec, Module, PinnedBuffer, Stopwatch, Stream, TimedEvent};
 use cuda_std::Global;
 use cuda_std::hopper::TensorMap;
@@ -388,14 +388,25 @@ impl GemmTimer for Device {
         Ok(unsafe { self.stream.fill(memory.address(), 0, memory.bytes()) }?)
     }
 
-    unsafe fn time_library(&mut self, gemm: &Gemm, operands: &GemmOperands) -> Result<LibraryTiming> {
+    unsafe fn library_finalists(&mut self, gemm: &Gemm, operands: &GemmOperands) -> Result<Finalists> {
         let (problem, operands) = translation::call(gemm, operands);
         // SAFETY: the caller's promise.
-        let timing = unsafe { self.cublaslt.tune(&self.stream, &problem, &operands) }?;
-        Ok(LibraryTiming { candidates: timing.candidates, first: timing.first, best: timing.best })
+        Ok(unsafe { self.cublaslt.finalists(&self.stream, &problem, &operands) }?)
     }
 
-    unsafe fn time_kernels(&mut self, kernels: &[KernelLaunch]) -> Result<f32> {
+    unsafe fn time_library(
+        &mut self,
+        gemm: &Gemm,
+        operands: &GemmOperands,
+        algo: MatmulAlgo,
+        runs: u32,
+    ) -> Result<f32> {
+        let (problem, operands) = translation::call(gemm, operands);
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.cublaslt.time(&self.stream, &problem, &operands, algo, runs) }?)
+    }
+
+    unsafe fn time_kernels(&mut self, kernels: &[KernelLaunch], runs: u32) -> Result<f32> {
         let (functions, stream) = (&mut self.functions, &self.stream);
         let mut run = || {
             kernels.iter().try_for_each(|KernelLaunch { launch, grid, shared_bytes }| {
@@ -404,7 +415,7 @@ impl GemmTimer for Device {
             })
         };
         run()?;
-        Stopwatch::new(stream)?.time(stream, cublaslt::FINAL_RUNS, run)
+        Stopwatch::new(stream)?.time(stream, runs, run)
     }
 
     fn library_algorithm(&self, (gemm, alignments): &GemmKey) -> Option<MatmulAlgo> {

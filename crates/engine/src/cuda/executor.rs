@@ -8,6 +8,7 @@ use crate::gemm::{Gemm, GemmKey, GemmOperands};
 use crate::plan::Plan;
 use crate::tensor::DType;
 use crate::{GeluFusion, GraphKey, HostBuffer, Interval, Peak, PendingRead, ReadResult, Result};
+use cublaslt::Finalists;
 use cublaslt::sys::MatmulAlgo;
 use cuda_std::Global;
 use cuda_std::hopper::TensorMap;
@@ -184,17 +185,6 @@ pub trait Executor {
     fn wait(&mut self, read: PendingRead) -> Result<ReadResult>;
 }
 
-/// Times of cuBLASLt's algorithms for one GEMM, in milliseconds.
-#[derive(Clone, Copy, Debug)]
-pub struct LibraryTiming {
-    /// Number of algorithms that were timed.
-    pub candidates: usize,
-    /// cuBLASLt's own first choice.
-    pub first: f32,
-    /// The fastest algorithm.
-    pub best: f32,
-}
-
 /// Times GEMMs on the GPU. The autotuner is its only user.
 pub trait GemmTimer {
     /// Fills the allocated memory with noise: a GPU multiplies zeros faster than real data, because it draws less power.
@@ -203,17 +193,24 @@ pub trait GemmTimer {
     /// Fills the allocated memory with zeros.
     fn zero_memory(&mut self) -> Result<()>;
 
-    /// Times cuBLASLt's algorithms for a GEMM's library part and keeps the fastest.
+    /// Returns cuBLASLt's first choice for a GEMM and its fastest other algorithms.
     ///
     /// # Safety
     /// Same as [`Executor::library_gemm`]. The outputs are undefined afterwards.
-    unsafe fn time_library(&mut self, gemm: &Gemm, operands: &GemmOperands) -> Result<LibraryTiming>;
+    unsafe fn library_finalists(&mut self, gemm: &Gemm, operands: &GemmOperands) -> Result<Finalists>;
 
-    /// Returns the mean time of launching the kernels, in milliseconds.
+    /// Returns the mean time of `runs` GEMMs with an algorithm of cuBLASLt, in milliseconds.
+    ///
+    /// # Safety
+    /// Same as [`Executor::library_gemm`]. The outputs are undefined afterwards.
+    unsafe fn time_library(&mut self, gemm: &Gemm, operands: &GemmOperands, algo: MatmulAlgo, runs: u32)
+    -> Result<f32>;
+
+    /// Returns the mean time of launching the kernels `runs` times, in milliseconds.
     ///
     /// # Safety
     /// Same as [`Executor::launch`], for each kernel. The outputs are undefined afterwards.
-    unsafe fn time_kernels(&mut self, kernels: &[KernelLaunch]) -> Result<f32>;
+    unsafe fn time_kernels(&mut self, kernels: &[KernelLaunch], runs: u32) -> Result<f32>;
 
     /// Returns the algorithm that cuBLASLt uses for a GEMM, if one was selected.
     fn library_algorithm(&self, key: &GemmKey) -> Option<MatmulAlgo>;

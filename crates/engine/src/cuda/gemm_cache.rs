@@ -27,7 +27,7 @@ impl Cache {
         let machine = format!("{model}-{architecture}-driver-{major}.{minor}-cublaslt-{library}");
         // A checkpoint's choices stay valid when tile shapes are added; they are only no longer known to be the fastest.
         let name = format!("{machine}-tiles-{}.json", TileShape::ALL.len());
-        let path = dirs::cache_dir().map(|cache| cache.join("llm-rs/products").join(name));
+        let path = dirs::cache_dir().map(|cache| cache.join("llm-rs/gemms").join(name));
         Ok(Self { machine, path })
     }
 

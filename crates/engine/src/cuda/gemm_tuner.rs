@@ -6,6 +6,7 @@ use super::wgmma::WgmmaGemm;
 use crate::gemm::{Choice, GemmCall, KernelConfig, Timing, Tuning};
 use crate::{COOLDOWN, Result};
 use anyhow::Context;
+use cublaslt::Finalists;
 use cublaslt::sys::MatmulAlgo;
 use gpu::launch::KernelLaunch;
 use std::thread::sleep;
@@ -42,87 +43,109 @@ impl GemmDispatch {
         Ok(Tuning { timings, seconds: start.elapsed().as_secs_f64(), cache_error })
     }
 
+    /// Races the finalists of both libraries in one list, and the kernels around the library part.
     fn tune(&mut self, call: &GemmCall, retune: bool, executor: &mut dyn Executor) -> Result<Timing> {
         // Times that are reported must begin with the same clock. Where only the choice matters, startup time matters more.
-        let cool_down = || {
-            if retune {
-                sleep(COOLDOWN);
+        if retune {
+            sleep(COOLDOWN);
+        }
+        let part = call.library_part();
+        let Finalists { candidates, algos } = self.library_finalists(&part, executor)?;
+        let kernels = self.kernel_finalists(call, executor)?;
+        let unfused = self.unfused_kernels(call, executor)?;
+        let others: Vec<_> = call.fallback.iter().chain(&call.after).cloned().collect();
+        let others = (!algos.is_empty() && !others.is_empty()).then_some(others);
+
+        let launches: Vec<&[KernelLaunch]> = kernels
+            .iter()
+            .map(|(_, launches)| &launches[..])
+            .chain(unfused.as_deref())
+            .chain(others.as_deref())
+            .collect();
+        let times = cublaslt::race(algos.len() + launches.len(), |i, runs| {
+            let timer = timer_of(executor)?;
+            // SAFETY: the operations have checked the operands against the arena; nothing else is running.
+            match algos.get(i) {
+                Some(algo) => unsafe { timer.time_library(&part.gemm, &part.operands, *algo, runs) },
+                None => unsafe { timer.time_kernels(launches[i - algos.len()], runs) },
             }
+        })?;
+
+        let (of_algos, of_launches) = times.split_at(algos.len());
+        let (of_kernels, mut rest) = (&of_launches[..kernels.len()], of_launches[kernels.len()..].iter().copied());
+        let unfused = unfused.and_then(|_| rest.next());
+        let added = rest.next().unwrap_or(0.0);
+        let best = cublaslt::fastest(of_algos);
+        let kernel = kernels.iter().zip(of_kernels).min_by(|a, b| a.1.total_cmp(b.1));
+        let kernel = kernel.map(|((config, _), milliseconds)| (*config, *milliseconds));
+        let of_library = |i: usize| of_algos.get(i).map_or(f32::INFINITY, |milliseconds| milliseconds + added);
+        let timing = Timing {
+            gemm: call.gemm,
+            candidates,
+            library_first: of_library(0),
+            library: of_library(best),
+            kernel,
+            unfused,
         };
-        cool_down();
-        let (algo, timing) = self.time_library(call, executor)?;
-        cool_down();
-        let kernel = self.time_kernels(call, executor)?;
-        let unfused = self.time_unfused(call, &cool_down, executor)?;
-        let timing = Timing { kernel, unfused, ..timing };
+        let algo = match algos.get(best) {
+            Some(algo) => self.keep_algorithm(call, &part, *algo, executor)?,
+            None => MatmulAlgo([0; 8]),
+        };
         let (gemm, alignments) = call.key();
         let (kernel, kernel_wins) = (kernel.map(|(config, _)| config), timing.kernel_wins());
         self.choices.insert(call.key(), Choice { gemm, alignments, algo, kernel, kernel_wins });
         Ok(timing)
     }
 
-    /// Times cuBLASLt's algorithms for the library part, plus the kernels for the rest.
-    fn time_library(&mut self, call: &GemmCall, executor: &mut dyn Executor) -> Result<(MatmulAlgo, Timing)> {
-        let part = call.library_part();
-        let never = || {
-            let (library_first, library) = (f32::INFINITY, f32::INFINITY);
-            let timing = Timing { gemm: call.gemm, candidates: 0, library_first, library, kernel: None, unfused: None };
-            Ok((MatmulAlgo([0; 8]), timing))
-        };
-        if !self.may_use_library(&part) {
-            return never();
+    /// Returns the algorithms of cuBLASLt that are worth a race; none if it cannot compute the library part of a GEMM.
+    fn library_finalists(&mut self, part: &GemmCall, executor: &mut dyn Executor) -> Result<Finalists> {
+        let none = || Finalists { candidates: 0, algos: Vec::new() };
+        if !self.may_use_library(part) {
+            return Ok(none());
         }
-        let (key, timer) = (part.key(), timer_of(executor)?);
-        let previous = timer.library_algorithm(&key).filter(|_| part.gemm != call.gemm);
         // SAFETY: the operations have checked the operands against the arena; nothing else is running.
-        let library = match unsafe { timer.time_library(&part.gemm, &part.operands) } {
-            Err(error) if self.falls_back(&part, &error) => return never(),
-            library => library?,
-        };
-        if let Some(algo) = previous {
-            // The part was already tuned as a GEMM of its own.
-            timer.set_library_algorithm(&key, algo);
+        match unsafe { timer_of(executor)?.library_finalists(&part.gemm, &part.operands) } {
+            Err(error) if self.falls_back(part, &error) => Ok(none()),
+            finalists => finalists,
         }
-        let algo = timer.library_algorithm(&key);
-        let algo = algo.with_context(|| format!("cuBLASLt has no algorithm for {}", part.gemm))?;
-        let others: Vec<_> = call.fallback.iter().chain(&call.after).cloned().collect();
-        // SAFETY: as above.
-        let added = if others.is_empty() { 0.0 } else { unsafe { timer.time_kernels(&others) }? };
-        let timing = Timing {
-            gemm: call.gemm,
-            candidates: library.candidates,
-            library_first: library.first + added,
-            library: library.best + added,
-            kernel: None,
-            unfused: None,
-        };
-        Ok((algo, timing))
     }
 
-    /// Returns the fastest kernel and its time.
-    fn time_kernels(&self, call: &GemmCall, executor: &mut dyn Executor) -> Result<Option<(KernelConfig, f32)>> {
-        let Some(gemm) = WgmmaGemm::new(&call.gemm, &call.operands) else { return Ok(None) };
-        let mut fastest: Option<(KernelConfig, f32)> = None;
+    /// Selects cuBLASLt's algorithm for the library part of a GEMM, unless the part was already tuned as a GEMM of its own. Returns
+    /// the algorithm that is selected then.
+    fn keep_algorithm(
+        &self,
+        call: &GemmCall,
+        part: &GemmCall,
+        algo: MatmulAlgo,
+        executor: &mut dyn Executor,
+    ) -> Result<MatmulAlgo> {
+        let (key, timer) = (part.key(), timer_of(executor)?);
+        if let Some(previous) = timer.library_algorithm(&key).filter(|_| part.gemm != call.gemm) {
+            return Ok(previous);
+        }
+        timer.set_library_algorithm(&key, algo);
+        Ok(algo)
+    }
+
+    /// Returns the configurations of the wgmma kernels that are worth a race, and their launches.
+    fn kernel_finalists(
+        &self,
+        call: &GemmCall,
+        executor: &mut dyn Executor,
+    ) -> Result<Vec<(KernelConfig, Vec<KernelLaunch>)>> {
+        let Some(gemm) = WgmmaGemm::new(&call.gemm, &call.operands) else { return Ok(Vec::new()) };
+        let mut timed = Vec::new();
         for config in gemm.configs(executor.sm_count(), self.scratch) {
-            let kernels = gemm.launches(config, self.scratch, executor)?;
-            if kernels.is_empty() {
-                return Ok(None);
+            let launches = gemm.launches(config, self.scratch, executor)?;
+            if launches.is_empty() {
+                return Ok(Vec::new());
             }
             // SAFETY: the operations have checked the operands against the arena; nothing else is running.
-            let milliseconds = unsafe { timer_of(executor)?.time_kernels(&kernels) }?;
-            if fastest.is_none_or(|(_, least)| milliseconds < least) {
-                fastest = Some((config, milliseconds));
-            }
+            let milliseconds = unsafe { timer_of(executor)?.time_kernels(&launches, cublaslt::SCREENING_RUNS) }?;
+            timed.push((milliseconds, config, launches));
         }
-        Ok(fastest)
-    }
-
-    /// Times a wgmma kernel for a part of the GEMM, with the kernels for the rest, if that kernel beats cuBLASLt.
-    fn time_unfused(&self, call: &GemmCall, cool_down: &dyn Fn(), executor: &mut dyn Executor) -> Result<Option<f32>> {
-        let Some(kernels) = self.unfused_kernels(call, executor)? else { return Ok(None) };
-        cool_down();
-        // SAFETY: the operations have checked the operands against the arena; nothing else is running.
-        Ok(Some(unsafe { timer_of(executor)?.time_kernels(&kernels) }?))
+        timed.sort_by(|a, b| a.0.total_cmp(&b.0));
+        Ok(timed.into_iter().take(cublaslt::FINALISTS).map(|(_, config, launches)| (config, launches)).collect())
     }
 
     /// Returns the kernels that [`run`](Self::run) launches if no kernel computes the whole GEMM; `None` if cuBLASLt computes a
