@@ -1,6 +1,7 @@
 //! Data-parallel training with several ranks: as threads on both engines, and as processes started by launchers.
 
 mod checkpoints;
+mod clusters;
 mod compact_state;
 mod failures;
 mod hardware;

@@ -395,6 +395,13 @@ impl RendezvousFile {
             socket.local_addr()
         });
         addresses.extend(outside.ok().map(|address| address.ip().to_string()));
+        // The network that connects the hosts may be another one.
+        for interface in if_addrs::get_if_addrs().unwrap_or_default() {
+            let (address, usable) = (interface.ip().to_string(), interface.ip().is_ipv4() && !interface.is_loopback());
+            if usable && !addresses.contains(&address) {
+                addresses.push(address);
+            }
+        }
         Self { run, host, port, addresses, secret }
     }
 
