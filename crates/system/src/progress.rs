@@ -78,3 +78,55 @@ impl fmt::Debug for Progress {
         f.debug_tuple("Progress").field(&self.0.is_some()).finish()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::simulation::Simulation;
+    use std::sync::Mutex;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    static BEGUN: Mutex<Vec<(String, Option<u64>)>> = Mutex::new(Vec::new());
+    static DONE: AtomicU64 = AtomicU64::new(0);
+    static ENDED: AtomicU64 = AtomicU64::new(0);
+
+    /// Counts when the report is dropped.
+    struct End;
+
+    impl Drop for End {
+        fn drop(&mut self) {
+            ENDED.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn show(name: &str, unit: Unit, total: Option<u64>) -> Option<Report> {
+        BEGUN.lock().unwrap().push((name.to_owned(), total));
+        if unit == Unit::Count {
+            return None;
+        }
+        let end = End;
+        Some(Arc::new(move |amount| {
+            let _ = &end;
+            DONE.fetch_add(amount, Ordering::Relaxed);
+        }))
+    }
+
+    #[test]
+    fn work_is_reported_after_the_program_asks_for_it_and_not_in_a_simulation() {
+        start("before", Unit::Count, 1).add(1);
+        show_with(show);
+        let reading = start_unbounded("reading", Unit::Bytes, None);
+        let mut reader = reading.clone().count(io::repeat(7).take(30));
+        assert_eq!(io::copy(&mut reader, &mut io::sink()).unwrap(), 30);
+        drop(reading);
+        assert_eq!((DONE.load(Ordering::Relaxed), ENDED.load(Ordering::Relaxed)), (30, 0));
+        drop(reader);
+        assert_eq!(ENDED.load(Ordering::Relaxed), 1);
+        start("hidden", Unit::Count, 5).add(5);
+        Simulation::new(1).run(vec![Box::new(|| start("simulated", Unit::Bytes, 9).add(9))]).unwrap();
+        assert_eq!(
+            (DONE.load(Ordering::Relaxed), &*BEGUN.lock().unwrap()),
+            (30, &vec![("reading".to_owned(), None), ("hidden".to_owned(), Some(5))])
+        );
+    }
+}
