@@ -1,6 +1,6 @@
 //! Progress bars on standard error, and lines beside them.
 //!
-//! Bars appear for work that takes longer than [`DELAY`] and vanish when it ends. They are shown in a terminal only, and not with
+//! Bars appear for work that takes longer than half a second and vanish when it ends. They are shown in a terminal only, and not with
 //! `--quiet` or `--json`.
 
 use anyhow::Result;
