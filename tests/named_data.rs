@@ -97,6 +97,12 @@ fn check_prints_a_table_and_each_problem() {
         ],
         5,
     );
+    let output = llm_rs(&["data", "check", text(&all), "--json"]);
+    let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(!output.status.success() && json["problems"] == 4 && json["documents"] == 4, "{json}");
+    let files = json["files"].as_array().unwrap();
+    assert_eq!((&files[0]["tokens"], &files[0]["starts_with_document"]), (&7.into(), &true.into()), "{json}");
+    assert!(files[2]["tokens"].is_null() && files[2]["problems"][0].as_str().unwrap().contains("a_2.bin is truncated"));
     let second = dir.path().join("a_1.bin");
     let problems = ["token 50256 at position 2: expected ids below 8", "token 8 at position 3: expected ids below 8"];
     reports(&[text(&second), "--vocab", "8"], &problems, 1);

@@ -165,6 +165,11 @@ fn files(dir: &Path) -> Vec<(String, u64, std::time::SystemTime)> {
     found
 }
 
+/// Returns what `sample` prints.
+fn sample(run: &Path, prompt: &str, more: &[&str]) -> String {
+    succeed(&[&["sample", "--device", "cpu", "--model", text(run), "--prompt", prompt], more].concat())
+}
+
 #[test]
 fn completions_equal_those_of_sample() {
     let (_dir, run) = trained();
@@ -172,8 +177,8 @@ fn completions_equal_those_of_sample() {
     let server = Server::start(&run, &["--slots", "3"]);
     assert_eq!(server.token, None);
     let sampled = |more: &[&str]| {
-        let args = ["sample", "--device", "cpu", "--model", text(&run), "--prompt", "to be", "-g", "20"];
-        succeed(&[&args, more].concat()).strip_prefix("to be").unwrap().trim_end_matches('\n').to_owned()
+        let printed = sample(&run, "to be", &[&["-g", "20"], more].concat());
+        printed.strip_prefix("to be").unwrap().trim_end_matches('\n').to_owned()
     };
     let greedy = sampled(&["--temperature", "0"]);
     let body = json!({ "prompt": "to be", "max_tokens": 20, "temperature": 0 });
@@ -234,19 +239,7 @@ fn completions_equal_those_of_sample() {
     let server = Server::start(&run, &[]);
     let (status, response) = server.post("/v1/chat/completions", &chat);
     let response: Value = serde_json::from_str(&response).unwrap();
-    let expected = succeed(&[
-        "sample",
-        "--device",
-        "cpu",
-        "--model",
-        text(&run),
-        "-g",
-        "5",
-        "--temperature",
-        "0",
-        "--prompt",
-        "u:to be;a:",
-    ]);
+    let expected = sample(&run, "u:to be;a:", &["-g", "5", "--temperature", "0"]);
     let message = &response["choices"][0]["message"];
     assert_eq!((status, &message["role"]), (200, &"assistant".into()));
     assert_eq!(format!("u:to be;a:{}\n", message["content"].as_str().unwrap()), expected);

@@ -83,6 +83,21 @@ fn verify_command_passes_against_pytorch() {
     assert!(text.contains("\noverall okay: 1\n") && !text.contains("FAILED"), "{text}");
 }
 
+#[test]
+fn verify_command_prints_json() {
+    let files = Files::new();
+    let output = Command::new(env!("CARGO_BIN_EXE_llm-rs"))
+        .args(["verify", "--device", "cpu", "--json", "--losses"])
+        .args(["losses.txt", "model.bin", "state.bin"].map(|name| files.path(name)))
+        .output()
+        .unwrap();
+    let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let comparisons = json["comparisons"].as_array().unwrap();
+    assert_eq!((comparisons.len(), json["losses"].as_array().unwrap().len()), (2 + 16 + 10, 10), "{json}");
+    assert!(json["okay"] == true && comparisons.iter().all(|comparison| comparison["okay"] == true), "{json}");
+    assert!(comparisons[0]["name"] == "logits" && comparisons[0]["allowed"]["relative"].is_f64(), "{json}");
+}
+
 /// Checks an engine with a model that has a head size of the GPU kernels.
 fn assert_matches_pytorch(engine: &mut dyn Engine, tf32: bool) {
     let (model, state) = (data("wide.bin"), data("wide_debug_state.bin"));

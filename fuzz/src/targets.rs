@@ -18,7 +18,6 @@ use engine::{Algorithms, Engine};
 use host::cli::Cli;
 use host::log::Log;
 use host::sample::{self, Sampling};
-use indicatif::ProgressBar;
 use interchange::config::ModelConfig;
 use interchange::tokenizer::Vocabulary;
 use interchange::{ModelSource, export};
@@ -35,6 +34,7 @@ use std::fs;
 use std::io::Write;
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
+use system::progress;
 use tempfile::NamedTempFile;
 use tokenizer::Tokenizer;
 use verify::llmc::Verification;
@@ -492,7 +492,7 @@ impl Sink for DocumentBytes {
 fn read_documents(data: &[u8], format: Format, field: &str) -> Result<usize> {
     let reading = Reading { format: Some(format), field: field.into(), separator: Some("<|end|>".into()) };
     let mut bytes = DocumentBytes::default();
-    as_file(data, |path| documents::read(path, &reading, &ProgressBar::hidden(), &mut bytes))?;
+    as_file(data, |path| documents::read(path, &reading, &progress::Progress::default(), &mut bytes))?;
     Ok(bytes.0)
 }
 

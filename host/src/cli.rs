@@ -5,9 +5,11 @@ use crate::commands::{
     train, verify,
 };
 use crate::config_file::ConfigFile;
+use crate::terminal;
 use crate::version;
 use anyhow::{Context, Result};
 use clap::error::ErrorKind;
+use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command, CommandFactory, FromArgMatches, Parser, Subcommand};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -21,6 +23,14 @@ use std::path::PathBuf;
 pub struct Cli {
     #[command(subcommand)]
     command: Subcommands,
+
+    /// Print only warnings and results
+    #[arg(long, global = true)]
+    quiet: bool,
+
+    /// Whether the command prints or writes JSON.
+    #[arg(skip)]
+    json: bool,
 }
 
 #[derive(Debug, Subcommand)]
@@ -35,8 +45,7 @@ enum Subcommands {
     Serve(serve::Serve),
     Log(log::Log),
     Data(data::Data),
-    /// Check this machine for GPU training: list what was found, what is missing, and how to fix it
-    Doctor,
+    Doctor(doctor::Doctor),
     Inspect(inspect::Inspect),
     Verify(verify::Verify),
     Selftest(selftest::Selftest),
@@ -81,6 +90,7 @@ impl Cli {
 
     /// Runs the command.
     pub fn run(&self) -> Result<()> {
+        terminal::configure(self.quiet, self.json);
         match &self.command {
             Subcommands::Train(args) => train::run(args),
             Subcommands::Sweep(args) => sweep::run(args),
@@ -92,7 +102,7 @@ impl Cli {
             Subcommands::Serve(args) => serve::run(args),
             Subcommands::Log(args) => log::run(args),
             Subcommands::Data(args) => data::run(args),
-            Subcommands::Doctor => doctor::run(),
+            Subcommands::Doctor(args) => doctor::run(args),
             Subcommands::Inspect(args) => inspect::run(args),
             Subcommands::Verify(args) => verify::run(args),
             Subcommands::Selftest(args) => selftest::run(args),
@@ -119,7 +129,10 @@ pub fn parser() -> Command {
     let help = Arg::new("help").short('h').long("help").action(ArgAction::Help).help_heading(train::GENERAL);
     // The built-in flag would form a section of its own before all others.
     let in_sections = |train: Command| train.disable_help_flag(true).arg(help.help("Print help"));
-    accept_negative_numbers(Cli::command()).mut_subcommand("train", in_sections)
+    let narrow = terminal::columns() < 80;
+    // Beside the flags, there would be room for one word in a line.
+    let command = Cli::command().next_line_help(narrow);
+    accept_negative_numbers(command).mut_subcommand("train", in_sections)
 }
 
 fn accept_negative_numbers(command: Command) -> Command {
@@ -131,7 +144,15 @@ fn accept_negative_numbers(command: Command) -> Command {
 }
 
 fn parse(command: Command, arguments: &[OsString]) -> Result<Cli, clap::Error> {
-    Cli::from_arg_matches(&command.try_get_matches_from(arguments)?)
+    let matches = command.try_get_matches_from(arguments)?;
+    Ok(Cli { json: has_json(&matches), ..Cli::from_arg_matches(&matches)? })
+}
+
+/// Returns whether the command line has the flag `--json` of a command.
+fn has_json(matches: &ArgMatches) -> bool {
+    let given = || matches.value_source("json") == Some(ValueSource::CommandLine);
+    matches.try_contains_id("json").is_ok_and(|_| given())
+        || matches.subcommand().is_some_and(|(_, matches)| has_json(matches))
 }
 
 fn long_flag(argument: OsString) -> OsString {
@@ -178,6 +199,33 @@ mod tests {
             assert!(error.exit_code() == 2 && error.to_string().contains("--hellaswag FILE"), "{line}: {error}");
         }
         assert_eq!(error("llm-rs train -h").kind(), ErrorKind::DisplayHelp);
+    }
+
+    #[test]
+    fn every_command_can_be_quiet() {
+        fn check(command: &Command) {
+            let has_quiet = command.get_arguments().any(|arg| arg.get_long() == Some("quiet"));
+            assert!(has_quiet, "{}", command.get_name());
+            command.get_subcommands().filter(|command| command.get_name() != "help").for_each(check);
+        }
+        let mut command = parser();
+        command.build();
+        check(&command);
+        let cli = |line: &str| Cli::from_arguments(line.split(' ').map(OsString::from)).unwrap();
+        for line in
+            ["llm-rs doctor --quiet", "llm-rs --quiet doctor", "llm-rs train --quiet", "llm-rs bench step --quiet"]
+        {
+            assert!(cli(line).quiet, "{line}");
+        }
+        assert!(cli("llm-rs train --quiet").into_train().unwrap().quiet && !cli("llm-rs train").quiet);
+    }
+
+    #[test]
+    fn json_is_recognized_in_every_command() {
+        let json = |line: &str| Cli::from_arguments(line.split(' ').map(OsString::from)).unwrap().json;
+        assert!(json("llm-rs train --json") && json("llm-rs eval -e a -j b --json"));
+        assert!(json("llm-rs bench step --json out.json") && json("llm-rs data check a.bin --json"));
+        assert!(!json("llm-rs train") && !json("llm-rs eval -e a -j b") && !json("llm-rs bench step"));
     }
 
     #[test]

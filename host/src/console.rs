@@ -4,10 +4,10 @@ use crate::evaluate::multiple_choice::Score;
 use crate::gpu_info::{GpuErrors, GpuInfo};
 use crate::log::{LineFile, Step, closed_stdout};
 use crate::style::{Tone, is_colored, paint};
+use crate::terminal;
 use anyhow::{Context, Result};
 use atomic_file::{create_directory, parent};
 use indicatif::{ProgressBar, ProgressStyle};
-use ratatui::crossterm::terminal;
 use std::cell::{Cell, RefCell};
 use std::io::{self, Write, stderr, stdout};
 use std::path::{Path, PathBuf};
@@ -99,11 +99,10 @@ impl Console {
     pub fn with_verbosity(steps: usize, replacement: Option<PathBuf>, verbosity: Verbosity) -> Self {
         let has_bar = verbosity == Verbosity::Normal && process::prints_to_terminal();
         let bar = has_bar.then(|| {
-            let columns = terminal::size().map_or(80, |(columns, _)| usize::from(columns));
-            let style = ProgressStyle::with_template(bar_template(columns))
+            let style = ProgressStyle::with_template(bar_template(terminal::columns()))
                 .expect("the template is valid")
                 .progress_chars("=> ");
-            ProgressBar::new(steps as u64).with_style(style)
+            terminal::add(ProgressBar::new(steps as u64).with_style(style))
         });
         let output = match verbosity {
             Verbosity::Json => Output::Stderr(replacement),
@@ -166,8 +165,8 @@ impl Console {
     pub fn result(&self, text: &str) -> Result<()> {
         let write = || self.output.borrow_mut().line(text);
         match &self.bar {
-            Some(bar) if !bar.is_finished() => bar.suspend(write),
-            _ => write(),
+            Some(_) => terminal::suspend(write),
+            None => write(),
         }
     }
 

@@ -4,6 +4,7 @@ use anyhow::Result;
 use data::Prefetch;
 use engine::Engine;
 use model::{Decoder, LayerHooks};
+use system::progress::{self, Unit};
 
 pub mod multiple_choice;
 pub mod predictions;
@@ -19,10 +20,12 @@ pub fn loss(
 ) -> Result<f64> {
     let layout = data.layout();
     engine.zero(model.losses)?;
+    let progress = progress::start("validation", Unit::Count, batches as u64);
     for _ in 0..batches {
         data.load_next(engine, model.batch, 0)?;
         model.forward(engine, layout, hooks)?;
         model.loss(engine, layout, None)?;
+        progress.add(1);
     }
     let tokens = layout.b * layout.t;
     let sum: f64 = engine.read(model.losses.slice(0, tokens))?.into_iter().map(f64::from).sum();

@@ -8,7 +8,7 @@
 //! * [`cli`] parses the command line with [`values`] and [`config_file`]; `commands` implements each command.
 //! * [`mod@train`], [`evaluate`] and [`sample`] use a model; [`corpus`] is the text that the program trains on by default;
 //!   [`datasets`] reads the descriptions of others.
-//! * [`console`], [`log`], [`plots`], [`hints`], [`style`] and [`version`] produce what a user reads.
+//! * [`console`], [`terminal`], [`log`], [`plots`], [`hints`], [`style`] and [`version`] produce what a user reads.
 //! * [`clock`], [`mfu`] and [`gpu_info`] measure; [`signals`] handles requests to stop; [`allocator`] reports memory that runs out.
 
 #![warn(missing_docs)]
@@ -31,6 +31,7 @@ pub mod plots;
 pub mod sample;
 pub mod signals;
 pub mod style;
+pub mod terminal;
 pub mod train;
 pub mod values;
 pub mod version;

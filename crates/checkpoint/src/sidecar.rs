@@ -12,6 +12,7 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 use std::io::{Read, Write};
 use std::path::Path;
+use system::progress::{self, Unit};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 const VERSION: u32 = 1;
@@ -135,6 +136,7 @@ impl FileChecksum {
         let mut file = bounded_file::open_of_run(&path).with_context(|| format!("cannot open {name}"))?;
         let size = file.size().with_context(|| format!("cannot read {name}"))?;
         ensure!(size == self.bytes, "{name} is damaged: expected {} bytes, found {size}", self.bytes);
+        let progress = progress::start("verifying checkpoint", Unit::Bytes, size);
         let (mut hash, mut buffer) = (Xxh3::new(), vec![0; 1 << 20]);
         loop {
             let n = file.read(&mut buffer).with_context(|| format!("cannot read {name}"))?;
@@ -142,6 +144,7 @@ impl FileChecksum {
                 break;
             }
             hash.update(&buffer[..n]);
+            progress.add(n as u64);
         }
         let found = format_checksum(hash.digest());
         ensure!(found == self.xxh3, "{name} is damaged: expected checksum {}, found {found}", self.xxh3);

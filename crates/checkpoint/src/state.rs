@@ -83,7 +83,7 @@ const CHUNK: usize = 1 << 16;
 
 impl Values<'_> {
     /// Returns the number of elements.
-    fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         match self {
             Self::F32(bytes) => bytes.len() / 4,
             Self::Bf16(bytes) | Self::Remainder { remainders: bytes, .. } => bytes.len() / 2,

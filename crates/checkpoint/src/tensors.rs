@@ -10,6 +10,7 @@ use half::bf16;
 use model::{Descriptor, Param, Params, Shard, WeightStore};
 use std::io::{BufReader, Read, Seek, Write};
 use std::ops::Range;
+use system::progress::{self, Unit};
 
 /// Number of elements that are copied through host memory at a time.
 const CHUNK: usize = 1 << 20;
@@ -130,6 +131,8 @@ pub fn read<R: Read + Seek>(
     engine: &mut dyn Engine,
 ) -> Result<()> {
     let ranks = files.len();
+    let total = shape.elements() as u64 * dtype.bytes() as u64;
+    let progress = progress::start("loading tensors", Unit::Bytes, total);
     let mut bytes = Vec::new();
     let tensors = shape.slots().into_iter().flat_map(|slot| (0..slot.layers).map(move |layer| (slot, layer)));
     for (Slot { param, elements: len, .. }, layer) in tensors {
@@ -144,6 +147,7 @@ pub fn read<R: Read + Seek>(
             let share = Shard { rank, ranks }.of(len);
             for start in share.clone().step_by(CHUNK) {
                 let chunk = start..share.end.min(start + CHUNK);
+                progress.add((chunk.len() * dtype.bytes()) as u64);
                 let wanted = |kept: &Range<usize>| chunk.start.max(kept.start)..chunk.end.min(kept.end).min(used);
                 if held.iter().all(|(_, kept, _)| wanted(kept).is_empty()) {
                     file.seek_relative((chunk.len() * dtype.bytes()) as i64)?;

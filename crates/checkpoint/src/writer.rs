@@ -20,6 +20,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use system::fs::{self, File};
+use system::progress::{self, Progress};
 use system::sync::{Receiver, Sender, channel};
 use system::thread::{self, JoinHandle};
 use system::time;
@@ -523,8 +524,9 @@ struct WriteJob {
 impl WriteJob {
     fn write_state(&self, copy: &[u8]) -> Result<FileChecksum> {
         let HostLayout { m, v, masters, .. } = &self.host_layout;
-        write_file(&self.staging_path, &state_name(self.state.step, self.share.rank), |out| {
-            let [m, v] = [m, v].map(|values| values.in_copy(copy));
+        let [m, v] = [m, v].map(|values| values.in_copy(copy));
+        let progress = writing(state::file_bytes(m.len(), masters.is_some(), &self.state.data));
+        write_file(&self.staging_path, &state_name(self.state.step, self.share.rank), progress, |out| {
             let optimizer = OptimizerState { m, v, master: masters.as_ref().map(|values| values.in_copy(copy)) };
             state::write(out, self.share, &self.state, &self.layout, optimizer)
         })
@@ -566,7 +568,7 @@ impl Rank0Job {
             algorithms: self.algorithms.clone(),
             files: files.clone(),
         };
-        files.push(write_file(&self.staging.0, &sidecar_name(step), |out| sidecar.write(out))?);
+        files.push(write_file(&self.staging.0, &sidecar_name(step), Progress::default(), |out| sidecar.write(out))?);
         for log in &self.logs {
             log.sync_data().context("cannot write the log")?;
         }
@@ -593,7 +595,9 @@ impl Rank0Job {
     /// Writes the model file and the state file of rank 0.
     fn write_files(&self, job: &WriteJob, copy: &[u8]) -> Result<Vec<FileChecksum>> {
         let params = job.host_layout.params.clone().context("rank 0 copied no parameters")?;
-        let model = write_file(&self.staging.0, &Format::of(&self.descriptor).name(job.state.step), |out| {
+        let progress = writing(model_file::file_bytes(self.descriptor, job.float)?);
+        let name = Format::of(&self.descriptor).name(job.state.step);
+        let model = write_file(&self.staging.0, &name, progress, |out| {
             model_file::write(out, self.descriptor, &job.layout, &copy[params], job.float)
         })?;
         Ok(vec![model, job.write_state(copy)?])
@@ -626,10 +630,16 @@ fn staging_path(directory: &Path) -> PathBuf {
     directory.join(format!("{}checkpoint", atomic_file::TEMPORARY_PREFIX))
 }
 
-/// Writes a file and syncs it to disk.
+/// Begins to write `bytes` bytes.
+fn writing(bytes: u64) -> Progress {
+    progress::start("writing checkpoint", progress::Unit::Bytes, bytes)
+}
+
+/// Writes a file and syncs it to disk. `progress` counts its bytes.
 fn write_file(
     directory: &Path,
     name: &str,
+    progress: Progress,
     fill: impl FnOnce(&mut ChecksumWriter) -> Result<()>,
 ) -> Result<FileChecksum> {
     let path = directory.join(name);
@@ -638,6 +648,7 @@ fn write_file(
             file: BufWriter::with_capacity(1 << 20, File::create(&path)?),
             hash: Xxh3::new(),
             bytes: 0,
+            progress,
         };
         fill(&mut out)?;
         let file = out.file.into_inner().map_err(|error| anyhow!(error.into_error()))?;
@@ -659,6 +670,7 @@ struct ChecksumWriter {
     file: BufWriter<File>,
     hash: Xxh3,
     bytes: u64,
+    progress: Progress,
 }
 
 impl Write for ChecksumWriter {
@@ -666,6 +678,7 @@ impl Write for ChecksumWriter {
         let n = self.file.write(buf)?;
         self.hash.update(&buf[..n]);
         self.bytes += n as u64;
+        self.progress.add(n as u64);
         Ok(n)
     }
 

@@ -5,6 +5,7 @@ use crate::tokens::Width;
 use anyhow::{Result, anyhow};
 use rayon::prelude::*;
 use std::ops::Range;
+use system::progress::{self, Unit};
 
 /// Tokens that a thread reads at a time. They fit into its cache.
 const CHUNK: usize = 1 << 18;
@@ -49,11 +50,13 @@ struct Part {
 
 /// Reads a token file completely. Ids must be below `vocab`, and `document` precedes each document.
 pub fn shard(tokens: &Tokens, vocab: usize, document: u32) -> Result<Report> {
+    let progress = progress::start("checking tokens", Unit::Count, tokens.len() as u64);
     let parts: Vec<Part> = chunks(tokens.len())
         .into_par_iter()
         .map_init(Vec::new, |ids, range| {
             ids.resize(range.len(), 0);
             tokens.read(range.start, ids)?;
+            progress.add(ids.len() as u64);
             Ok(part(range.start, ids, vocab, document))
         })
         .collect::<Result<_>>()?;
@@ -128,11 +131,14 @@ fn vocabulary_of_up_to(shards: &[Tokens], vocab: usize, most: usize) -> Result<(
             chunks.into_iter().enumerate().filter(move |(i, _)| selected(i)).map(move |(_, range)| (shard, range))
         })
         .collect();
+    let selected = parts.iter().map(|(_, range)| range.len() as u64);
+    let progress = progress::start("checking tokens", Unit::Count, selected.sum());
     let check = |bytes: &mut Vec<u8>, (shard, range): &(&Tokens, Range<usize>)| {
         let largest = match shard.largest_in(range.clone(), bytes) {
             Ok(largest) => largest,
             Err(error) => return Some(error),
         };
+        progress.add(range.len() as u64);
         (largest as usize >= vocab).then(|| invalid_in(shard, range.clone(), vocab))
     };
     // The first error in the order of the shards is reported, for any number of threads.

@@ -9,14 +9,14 @@ mod tests;
 pub use huggingface::files as huggingface_files;
 
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
-use indicatif::{ProgressBar, ProgressStyle};
 use sha2::{Digest, Sha256};
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::{IsTerminal, Read, Seek, SeekFrom, Write, stderr};
+use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
+use system::progress::{self, Progress, Unit};
 use ureq::http::{Response, StatusCode, header};
 use ureq::{Agent, Body};
 
@@ -41,6 +41,11 @@ impl Remote {
     /// Creates a remote file with a known SHA-256.
     pub fn with_sha256(url: &str, sha256: &str) -> Self {
         Self { url: url.to_owned(), bytes: None, sha256: Some(sha256.to_owned()) }
+    }
+
+    /// Returns the name of the file.
+    pub fn name(&self) -> &str {
+        self.url.rsplit('/').next().unwrap_or_default()
     }
 }
 
@@ -72,9 +77,7 @@ fn with_pause(remote: &Remote, to: &Path, pause: Duration) -> Result<()> {
         }
         Err(TryLockError::Error(error)) => return Err(error).with_context(cannot_write),
     }
-    let bar = progress_bar(remote);
-    let fetched = fetch(remote, &mut file, pause, &bar);
-    bar.finish_and_clear();
+    let fetched = fetch(remote, &mut file, pause);
     let size = file.metadata().with_context(cannot_write)?.len();
     if size == 0 && fetched.is_err() {
         fs::remove_file(&partial).with_context(cannot_write)?;
@@ -98,14 +101,6 @@ fn partial_path(to: &Path) -> PathBuf {
     name.into()
 }
 
-fn progress_bar(remote: &Remote) -> ProgressBar {
-    let bar = if stderr().is_terminal() { ProgressBar::no_length() } else { ProgressBar::hidden() };
-    let template = "{msg} {bar:30} {bytes}/{total_bytes} | {bytes_per_sec} | {eta} left";
-    bar.set_style(ProgressStyle::with_template(template).expect("the template is valid"));
-    bar.set_message(remote.url.rsplit('/').next().unwrap_or_default().to_owned());
-    bar
-}
-
 /// The reason why an attempt failed.
 enum Failure {
     /// Another attempt may succeed.
@@ -120,7 +115,7 @@ impl From<Error> for Failure {
 }
 
 /// Downloads the rest of a file, with several attempts.
-fn fetch(remote: &Remote, file: &mut File, pause: Duration, bar: &ProgressBar) -> Result<()> {
+fn fetch(remote: &Remote, file: &mut File, pause: Duration) -> Result<()> {
     let agent = agent(TIMEOUT);
     let mut attempt = 1;
     loop {
@@ -128,7 +123,7 @@ fn fetch(remote: &Remote, file: &mut File, pause: Duration, bar: &ProgressBar) -
         if start > 0 && remote.bytes == Some(start) {
             return Ok(());
         }
-        match try_fetch(&agent, remote, file, start, bar) {
+        match try_fetch(&agent, remote, file, start) {
             Ok(()) => return Ok(()),
             Err(Failure::Permanent(error)) => return Err(error),
             Err(Failure::Transient(error)) => {
@@ -155,7 +150,7 @@ fn agent(timeout: Duration) -> Agent {
     config.build().new_agent()
 }
 
-fn try_fetch(agent: &Agent, remote: &Remote, file: &mut File, start: u64, bar: &ProgressBar) -> Result<(), Failure> {
+fn try_fetch(agent: &Agent, remote: &Remote, file: &mut File, start: u64) -> Result<(), Failure> {
     let mut request = agent.get(&remote.url);
     if start > 0 {
         request = request.header(header::RANGE, format!("bytes={start}-"));
@@ -186,7 +181,7 @@ fn try_fetch(agent: &Agent, remote: &Remote, file: &mut File, start: u64, bar: &
         return Err(Failure::Permanent(anyhow!("expected a file of {expected} bytes, found {total} bytes")));
     }
     truncate(file, start)?;
-    receive(response, file, start, total, bar)
+    receive(response, remote.name(), file, start, total)
 }
 
 /// Removes the bytes from `size` on, and moves to the end.
@@ -199,16 +194,12 @@ fn truncate(file: &mut File, size: u64) -> Result<()> {
 /// Appends the body of a response to a file of `received` bytes.
 fn receive(
     response: Response<Body>,
+    name: &str,
     file: &mut File,
     mut received: u64,
     total: Option<u64>,
-    bar: &ProgressBar,
 ) -> Result<(), Failure> {
-    if let Some(total) = total {
-        bar.set_length(total);
-    }
-    bar.set_position(received);
-    bar.reset_eta();
+    let progress = progress::start_unbounded(name, Unit::Bytes, total.map(|total| total.saturating_sub(received)));
     let mut body = response.into_body().into_reader();
     let mut buffer = vec![0; 1 << 16];
     loop {
@@ -219,7 +210,7 @@ fn receive(
         }
         file.write_all(&buffer[..n]).map_err(|error| anyhow!("cannot write the file: {error}"))?;
         received += n as u64;
-        bar.set_position(received);
+        progress.add(n as u64);
     }
     match total {
         Some(total) if received != total => {
@@ -256,7 +247,7 @@ fn verify(remote: &Remote, file: &mut File, size: u64) -> Result<()> {
     }
     let Some(expected) = &remote.sha256 else { return Ok(()) };
     file.seek(SeekFrom::Start(0))?;
-    let found = sha256(file)?;
+    let found = sha256(file, &progress::start("verifying", Unit::Bytes, size))?;
     ensure!(
         found.eq_ignore_ascii_case(expected),
         "expected SHA-256 {expected}, found {found}; the download was discarded, because the file was damaged or has changed"
@@ -265,11 +256,12 @@ fn verify(remote: &Remote, file: &mut File, size: u64) -> Result<()> {
 }
 
 /// Returns the SHA-256 of the input in hexadecimal.
-fn sha256(input: &mut impl Read) -> Result<String> {
+fn sha256(input: &mut impl Read, progress: &Progress) -> Result<String> {
     let mut hash = Sha256::new();
     let mut buffer = vec![0; 1 << 20];
     loop {
         let n = input.read(&mut buffer)?;
+        progress.add(n as u64);
         if n == 0 {
             let digits = hash.finalize();
             return Ok(digits.iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}")));

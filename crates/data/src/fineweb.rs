@@ -5,10 +5,10 @@ use crate::documents::{self, FileReport, Format, Reading};
 use crate::download::{self, Remote};
 use crate::text::{self, Encoder, Layout, Summary, Validation};
 use anyhow::{Result, bail, ensure};
-use indicatif::ProgressBar;
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
+use system::progress::{self, Unit};
 use tokenizer::Tokenizer;
 
 /// The size of a sample.
@@ -87,11 +87,11 @@ pub struct Options {
 }
 
 /// Tokenizes the column `text` of parquet files and writes `NAME_val_000000.bin`, `NAME_train_NNNNNN.bin` and `dataset.json`
-/// into `out`. `progress` counts the bytes of the files.
+/// into `out`.
 ///
 /// The documents form one sequence of tokens, each after a document token. A shard is a range of `shard_tokens` tokens of it,
 /// so a document may continue in the next shard. Shard 0 is the validation split.
-pub fn write(files: &[PathBuf], out: &Path, options: &Options, progress: &ProgressBar) -> Result<Summary> {
+pub fn write(files: &[PathBuf], out: &Path, options: &Options) -> Result<Summary> {
     let Options { names, shard_tokens, tokenizer, program } = options;
     text::check_shard_tokens(*shard_tokens)?;
     let reading = Reading { format: Some(Format::Parquet), ..Reading::default() };
@@ -107,13 +107,14 @@ pub fn write(files: &[PathBuf], out: &Path, options: &Options, progress: &Progre
             documents::list_names(names)
         );
     }
-    progress.set_length(files.iter().filter_map(|file| fs::metadata(file).ok()).map(|found| found.len()).sum());
+    let bytes = files.iter().filter_map(|file| fs::metadata(file).ok()).map(|found| found.len()).sum();
+    let progress = progress::start("tokenizing", Unit::Bytes, bytes);
     let replacement = Replacement::begin(out, Replaces::Same(*names))?;
     let validation = Validation::FirstTokens(*shard_tokens);
     let layout = Layout { names: *names, shard_tokens: *shard_tokens, validation };
     text::write_shards(replacement, &Encoder::of_llmc(tokenizer), layout, program, |sink| {
         for file in files {
-            let FileReport { null, invalid_utf8, .. } = documents::read(file, &reading, progress, sink)?;
+            let FileReport { null, invalid_utf8, .. } = documents::read(file, &reading, &progress, sink)?;
             ensure!(
                 null == 0 && invalid_utf8 == 0,
                 "{}: expected UTF-8 text in each row, found {null} null values and {invalid_utf8} invalid UTF-8 sequences; \

@@ -12,6 +12,7 @@ use rayon::prelude::*;
 use std::fmt;
 use std::io::BufReader;
 use std::path::{Path, PathBuf};
+use system::progress::{self, Unit};
 
 const URL: &str = "https://people.eecs.berkeley.edu/~hendrycks/data.tar";
 const SHA256: &str = "bec563ba4bac1d6aaf04141cd7d1605d7a5ca833e38f994051e818489592989b";
@@ -67,7 +68,9 @@ pub fn find(from: &Path, split: Split, extracted: &Path) -> Result<Vec<PathBuf>>
         let is_wanted = |path: &Path| {
             path.parent().is_some_and(|parent| parent.ends_with(&name)) && path.to_string_lossy().ends_with(&suffix)
         };
-        return archive::extract(BufReader::new(file), &archive, &expected, extracted, is_wanted);
+        let bytes = file.metadata().with_context(|| format!("cannot read {archive}"))?.len();
+        let counted = progress::start("extracting", Unit::Bytes, bytes).count(file);
+        return archive::extract(BufReader::new(counted), &archive, &expected, extracted, is_wanted);
     }
     if !from.is_dir() {
         return Ok(vec![from.to_owned()]);

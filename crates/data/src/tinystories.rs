@@ -5,11 +5,11 @@ use crate::text::{self, Encoder, Layout, Summary, Validation};
 use crate::{archive, local_files, python_random};
 use anyhow::{Context, Result, ensure};
 use flate2::read::GzDecoder;
-use indicatif::ProgressBar;
 use serde::Deserialize;
 use std::fs::{self};
 use std::io::BufReader;
 use std::path::{Path, PathBuf};
+use system::progress::{self, Unit};
 use tokenizer::Tokenizer;
 
 /// Repository of the archive on the Hugging Face Hub.
@@ -34,7 +34,7 @@ struct Story {
 /// `from` is the archive `TinyStories_all_data.tar.gz` or a directory with its JSON files. The first file, by name, is the
 /// validation split. The stories of each file are shuffled as in llm.c. The files follow one another by name; in llm.c, their
 /// order varies from run to run.
-pub fn write(from: &Path, out: &Path, tokenizer: &Tokenizer, program: &str, progress: &ProgressBar) -> Result<Summary> {
+pub fn write(from: &Path, out: &Path, tokenizer: &Tokenizer, program: &str) -> Result<Summary> {
     let is_directory = fs::metadata(from).with_context(|| format!("cannot read {}", from.display()))?.is_dir();
     let files = if is_directory { local_files::find(from, "json")? } else { Vec::new() };
     let replacement = Replacement::begin(out, Replaces::Same(NAMES))?;
@@ -46,8 +46,7 @@ pub fn write(from: &Path, out: &Path, tokenizer: &Tokenizer, program: &str, prog
         files.len()
     );
     let size = |file: &PathBuf| fs::metadata(file).map_or(0, |found| found.len());
-    progress.set_length(files.iter().map(size).sum());
-    progress.set_position(0);
+    let progress = progress::start("tokenizing", Unit::Bytes, files.iter().map(size).sum());
     let validation = Validation::FirstDocuments(stories(&files[0])?.len());
     let layout = Layout { names: NAMES, shard_tokens: usize::MAX, validation };
     text::write_shards(replacement, &Encoder::of_llmc(tokenizer), layout, program, |sink| {
@@ -59,7 +58,7 @@ pub fn write(from: &Path, out: &Path, tokenizer: &Tokenizer, program: &str, prog
                 sink.text(&story)?;
                 sink.end()?;
             }
-            progress.inc(size(file));
+            progress.add(size(file));
         }
         Ok(Summary { input: Input { files: files.len(), ..Input::default() }, ..Summary::default() })
     })
@@ -87,7 +86,9 @@ fn extract(archive: &Path, directory: &Path) -> Result<Vec<PathBuf>> {
     let file = bounded_file::open(archive).with_context(|| format!("cannot open {name}"))?;
     let expected = "a complete .tar.gz archive or a directory of JSON files";
     let is_json = |path: &Path| path.extension().is_some_and(|extension| extension == "json");
-    archive::extract(GzDecoder::new(BufReader::new(file)), &name, expected, directory, is_json)
+    let bytes = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
+    let counted = progress::start("extracting", Unit::Bytes, bytes).count(file);
+    archive::extract(GzDecoder::new(BufReader::new(counted)), &name, expected, directory, is_json)
 }
 
 #[cfg(test)]

@@ -23,6 +23,7 @@ use serde_json::json;
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
+use system::progress::{self, Progress, Unit};
 
 /// Name of the file with the defaults of text generation.
 const GENERATION: &str = "generation_config.json";
@@ -103,9 +104,12 @@ pub fn llmc(source: &ModelSource, out: &Path, dtype: DType, overwrite: bool) -> 
     }
     let padding = (descriptor.padded_vocab() - descriptor.vocab) * descriptor.channels * dtype.bytes();
     atomic_file::write(out, |file| {
+        let progress = exporting(descriptor.parameters() as u64 * dtype.bytes() as u64);
         model_file::write_header(file, descriptor, dtype)?;
         for (param, layer) in Params::new(descriptor).file_order() {
-            file.write_all(&source.read(param, layer, dtype)?)?;
+            let bytes = source.read(param, layer, dtype)?;
+            file.write_all(&bytes)?;
+            progress.add(bytes.len() as u64);
             if param == Param::Wte {
                 file.write_all(&vec![0; padding])?;
             }
@@ -121,7 +125,9 @@ fn llmc_llama(source: &ModelSource, out: &Path, dtype: DType) -> Result<()> {
     atomic_file::write(out, |file| {
         model_file::llama::write_header(file, &descriptor, dtype)?;
         let tensors = shape.slots().into_iter().flat_map(|slot| (0..slot.layers).map(move |layer| (slot, layer)));
+        let progress = exporting(shape.elements() as u64 * dtype.bytes() as u64);
         for (Slot { param, elements, .. }, layer) in tensors {
+            progress.add((elements * dtype.bytes()) as u64);
             match param {
                 None => file.write_all(&vec![0; elements * dtype.bytes()])?,
                 Some(Param::LmHead) if descriptor.tied => file.write_all(&source.read(Param::Wte, 0, dtype)?)?,
@@ -167,7 +173,9 @@ pub fn gguf(
     let metadata = gguf_metadata(source, &name, dtype, vocabulary)?;
     atomic_file::write(out, |file| {
         gguf::write_header(file, &metadata, &tensors)?;
+        let progress = exporting(tensors.iter().map(NewTensor::bytes).sum());
         for ((_, names, layer), tensor) in all.iter().zip(&tensors) {
+            progress.add(tensor.bytes());
             file.write_all(&source.read_part(names, *layer, gguf_dtype(names, dtype), architecture.gguf_pairs)?)?;
             file.write_all(&gguf::padding(tensor))?;
         }
@@ -178,6 +186,11 @@ pub fn gguf(
         Ok(())
     })?;
     Ok(written)
+}
+
+/// Begins to write `bytes` bytes of tensors.
+fn exporting(bytes: u64) -> Progress {
+    progress::start("exporting", Unit::Bytes, bytes)
 }
 
 /// Returns the divisors of llama.cpp's rotary frequencies, one for each pair of a head, or `None` without scaling.
@@ -244,7 +257,9 @@ fn write_safetensors(out: &mut impl Write, source: &ModelSource, dtype: DType) -
     all.sort_by(|(a, ..), (b, ..)| a.name.cmp(&b.name));
     let header: Vec<NewTensor> = all.iter().map(|(tensor, ..)| tensor.clone()).collect();
     safetensors_file::write_header(out, &header)?;
-    for (_, names, layer) in all {
+    let progress = exporting(header.iter().map(NewTensor::bytes).sum());
+    for (tensor, names, layer) in all {
+        progress.add(tensor.bytes());
         let bytes = source.read_part(names, layer, dtype, RotaryPairs::HalfSplit)?;
         if names.transposed {
             out.write_all(&transpose(&bytes, names.shape(&descriptor)[0], dtype.bytes()))?;

@@ -10,6 +10,7 @@ use model::{Descriptor, Param};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
+use system::progress::{self, Unit};
 
 /// Name of the only safetensors file.
 pub const WEIGHTS: &str = "model.safetensors";
@@ -138,6 +139,7 @@ impl HuggingFaceModel {
             b.describe()
         );
         let bytes = a.data_offsets.1 - a.data_offsets.0;
+        let progress = progress::start("checking tied head", Unit::Bytes, bytes);
         let mut buffers = [vec![0; CHUNK], vec![0; CHUNK]];
         for start in (0..bytes).step_by(CHUNK) {
             let len = CHUNK.min((bytes - start) as usize);
@@ -150,6 +152,7 @@ impl HuggingFaceModel {
                 head.name,
                 embedding.name
             );
+            progress.add(len as u64);
         }
         Ok(())
     }
@@ -173,6 +176,11 @@ impl HuggingFaceModel {
     pub fn dtype(&self) -> DType {
         let all_bf16 = self.tensors.values().all(|located| element(located).dtype() == DType::Bf16);
         if all_bf16 { DType::Bf16 } else { DType::F32 }
+    }
+
+    /// Returns the size of all tensors in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.tensors.values().map(|Located { info, .. }| info.data_offsets.1 - info.data_offsets.0).sum()
     }
 
     /// Returns the first part of a tensor.

@@ -15,6 +15,7 @@ use engine::tensor::{DType, Tensor};
 use model::descriptor::Positions;
 use model::{Decoder, Descriptor, Param, WeightStore};
 use std::path::Path;
+use system::progress::{self, Unit};
 use tokenizer::Tokenizer;
 use tokenizer::stored::{Found, Search};
 
@@ -196,6 +197,7 @@ pub fn convert_pairs(rows: &[u8], row: usize, head_size: usize, pairs: RotaryPai
 fn load(source: &HuggingFaceModel, model: &Decoder, engine: &mut dyn Engine) -> Result<()> {
     assert_eq!(model.descriptor, source.descriptor(), "the model was planned for another directory");
     let stores = model.weight_stores();
+    let progress = progress::start("loading tensors", Unit::Bytes, source.bytes());
     for (param, layer) in model.layout.file_order() {
         let held = |store| WeightStore::held(store, param, layer).map(|(range, tensor)| (store, range, tensor));
         let held: Vec<_> = stores.iter().filter_map(held).collect();
@@ -203,6 +205,7 @@ fn load(source: &HuggingFaceModel, model: &Decoder, engine: &mut dyn Engine) -> 
             continue;
         }
         let (element, bytes) = source.read(param, layer)?;
+        progress.add(bytes.len() as u64);
         check_finite(element, &bytes, source.name(param, layer))?;
         let elements = bytes.len() / element.bytes();
         for (store, range, tensor) in held {

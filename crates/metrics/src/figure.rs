@@ -74,17 +74,17 @@ pub struct PanelData {
     pub curves: Vec<(String, usize, Points)>,
 }
 
-const DEFAULT_WIDTH: f64 = 1000.0;
+pub(crate) const DEFAULT_WIDTH: f64 = 1000.0;
 /// Width below which every panel has a row of its own.
 pub const SINGLE_COLUMN: f64 = 600.0;
-const MARGIN: f64 = 18.0;
+pub(crate) const MARGIN: f64 = 18.0;
 const GAP: f64 = 22.0;
-const WIDE_HEIGHT: f64 = 400.0;
+pub(crate) const WIDE_HEIGHT: f64 = 400.0;
 const NARROW_HEIGHT: f64 = 240.0;
 /// Font sizes.
-const TITLE: f64 = 17.0;
+pub(crate) const TITLE: f64 = 17.0;
 const HEADING: f64 = 13.0;
-const LABEL: f64 = 11.0;
+pub(crate) const LABEL: f64 = 11.0;
 /// Largest number of evaluations that are drawn as dots.
 const MAX_DOTS: usize = 60;
 /// Opacity of raw values behind a smoothed curve.

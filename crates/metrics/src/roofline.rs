@@ -6,18 +6,13 @@
 //! it. FLOPs of memory-bound operations are not counted, so these have a bar only.
 
 use crate::axis::{Scale, Unit};
+use crate::figure::{DEFAULT_WIDTH, LABEL, MARGIN, TITLE, WIDE_HEIGHT};
 use crate::png;
 use crate::svg::{Anchor, Color, Dash, Stroke, Svg, document, shorten, text_width};
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
-const WIDTH: f64 = 1000.0;
-const MARGIN: f64 = 18.0;
-const ROOF_HEIGHT: f64 = 400.0;
 const ROW_HEIGHT: f64 = 19.0;
-/// Font sizes.
-const TITLE: f64 = 17.0;
-const LABEL: f64 = 11.0;
 /// Largest number of operations in a figure. The longest ones are kept.
 const MAX_OPERATIONS: usize = 200;
 /// Percentage at the right end of the bars.
@@ -107,7 +102,7 @@ impl Roofline {
         let mut body = Svg::default();
         let mut y = MARGIN + TITLE;
         let title = format!("Roofline of {}, {}", self.machine, self.precision);
-        body.text((MARGIN, y), Anchor::Start, TITLE, Color::Ink, &shorten(&title, TITLE, WIDTH - 2.0 * MARGIN));
+        body.text((MARGIN, y), Anchor::Start, TITLE, Color::Ink, &shorten(&title, TITLE, DEFAULT_WIDTH - 2.0 * MARGIN));
         y += 22.0;
         let mut x = MARGIN;
         for (i, model) in self.models().into_iter().enumerate() {
@@ -119,10 +114,10 @@ impl Roofline {
         y += 10.0;
         if self.rows.iter().any(|row| row.point().is_some()) {
             self.roof(&mut body, y);
-            y += ROOF_HEIGHT;
+            y += WIDE_HEIGHT;
         }
         y = self.bars(&mut body, y + 24.0);
-        document(&body, (WIDTH, y + MARGIN), &title, dark)
+        document(&body, (DEFAULT_WIDTH, y + MARGIN), &title, dark)
     }
 
     /// Returns a PNG file of twice the resolution of the SVG, with light colors.
@@ -141,7 +136,7 @@ impl Roofline {
         let low = points().map(|(_, y)| y).fold(bandwidth * horizontal.low, f64::min);
         let high = points().map(|(_, y)| y).fold(self.product_tflops, f64::max);
         let vertical = Scale::new(low, high, true).padded(0.02, 0.08);
-        let (x0, y0, w, h) = (MARGIN + 46.0, top + 20.0, WIDTH - 2.0 * MARGIN - 60.0, ROOF_HEIGHT - 60.0);
+        let (x0, y0, w, h) = (MARGIN + 46.0, top + 20.0, DEFAULT_WIDTH - 2.0 * MARGIN - 60.0, WIDE_HEIGHT - 60.0);
         let place = |(x, y): (f64, f64)| (x0 + w * horizontal.position(x), y0 + h * (1.0 - vertical.position(y)));
         body.text((x0 - 40.0, top + 10.0), Anchor::Start, LABEL, Color::Muted, "TFLOP/s");
         for tick in vertical.ticks(6, Unit::Number) {
@@ -180,7 +175,7 @@ impl Roofline {
     /// Draws a row for each operation from `top` on. Returns the lower end.
     fn bars(&self, body: &mut Svg, top: f64) -> f64 {
         let (name, time, bar) = (MARGIN + 30.0, 560.0, 580.0);
-        let width = WIDTH - MARGIN - 90.0 - bar;
+        let width = DEFAULT_WIDTH - MARGIN - 90.0 - bar;
         let place = |percent: f64| bar + width * percent.min(MOST_PERCENT) / MOST_PERCENT;
         body.text((name, top), Anchor::Start, LABEL, Color::Muted, "operation, shape");
         body.text((time, top), Anchor::End, LABEL, Color::Muted, "us");

@@ -8,6 +8,7 @@ use engine::ops::Master;
 use rng::Mt19937;
 use std::sync::mpsc::{channel, sync_channel};
 use std::thread;
+use system::progress::{self, Unit};
 
 /// Default seed of the initial weights.
 pub const SEED: u32 = 42;
@@ -30,6 +31,8 @@ pub fn generate(
     seed: u32,
     mut write: impl FnMut(Param, usize, &[f32]) -> Result<()>,
 ) -> Result<()> {
+    let drawn = matrices(descriptor).map(|(_, _, values, _)| values as u64);
+    let progress = progress::start("initializing weights", Unit::Count, drawn.sum());
     thread::scope(|scope| {
         // One tensor is generated while the previous one is written; two buffers alternate.
         let (drawn, tensors) = sync_channel(1);
@@ -50,6 +53,7 @@ pub fn generate(
         });
         for (param, layer, buffer) in tensors {
             write(param, layer, &buffer)?;
+            progress.add(buffer.len() as u64);
             // The generator has ended when the last two buffers return.
             let _ = used.send(buffer);
         }

@@ -15,6 +15,7 @@ use model::descriptor::Positions;
 use model::fit;
 use model::{Decoder, Param, PlanOptions, TrainStep, Unsharded};
 use std::path::Path;
+use system::progress::{self, Unit};
 
 /// Largest number of logit rows that are read at once.
 const ROWS: usize = 64;
@@ -123,7 +124,10 @@ impl<'a> Verification<'a> {
         error.add(&[loss], &self.state.floats(1)?);
         comparisons.push(error.comparison("loss", Bound::Absolute(self.tolerance.loss)));
         let mut tied = None;
-        for slot in self.state.slots() {
+        let slots = self.state.slots();
+        let progress = progress::start("comparing gradients", Unit::Count, slots.len() as u64);
+        for slot in slots {
+            progress.add(1);
             match slot.param {
                 // The file has the two gradients of a tied embedding one after the other.
                 Some(Param::Wte) if self.model.descriptor.tied && self.state.order() == Order::LlmCLlama => {
@@ -158,6 +162,7 @@ impl<'a> Verification<'a> {
             Order::Params => 1e-4,
             Order::LlmCLlama => 1e-5,
         };
+        let progress = progress::start("optimizer steps", Unit::Count, steps as u64);
         let mut losses = Vec::new();
         for step in 1..=steps {
             let settings = AdamW {
@@ -174,6 +179,7 @@ impl<'a> Verification<'a> {
             let decide = &mut |_: &mut dyn Engine, _| Ok(Some(settings.into()));
             step.run(self.engine, &mut Ranks::default(), &mut |_| Ok(()), decide)?;
             losses.push(self.mean_loss()?);
+            progress.add(1);
         }
         Ok(losses)
     }
@@ -193,6 +199,7 @@ impl<'a> Verification<'a> {
         let rows = self.layout.b * self.layout.t;
         let mut error = MaxError::default();
         let chunk = ROWS.min(self.model.logit_rows());
+        let progress = progress::start("comparing logits", Unit::Count, rows as u64);
         for row in (0..rows).step_by(chunk) {
             let rows = chunk.min(rows - row);
             let logits = self.model.logits(self.engine, row..row + rows)?;
@@ -201,6 +208,7 @@ impl<'a> Verification<'a> {
             for (actual, expected) in actual.chunks(vp).zip(expected.chunks(v)) {
                 error.add(&actual[..v], expected);
             }
+            progress.add(rows as u64);
         }
         Ok(error.comparison("logits", Bound::Relative(self.tolerance.logits)))
     }

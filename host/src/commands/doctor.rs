@@ -1,13 +1,23 @@
 //! `doctor`: lists what this machine has for training on a GPU and for building the kernels, what is missing, and how to
 //! install it.
 
+use super::json;
 use crate::style::{Tone, is_colored, paint};
 use anyhow::Result;
 use cuda_builder::{Toolchain, find_cuda_tool};
 use cuda_driver::library::SearchPath;
 use engine::cuda::EMBEDDED;
+use serde_json::{Value, json};
 use std::io::{self, Write};
 use std::path::Path;
+
+/// Check this machine for GPU training: list what was found, what is missing, and how to fix it
+#[derive(Clone, Debug, clap::Args)]
+pub struct Doctor {
+    /// Print JSON instead of text: verdict, ready_for_gpu and findings
+    #[arg(long)]
+    json: bool,
+}
 
 /// The result of one check.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,8 +50,11 @@ pub enum State {
 }
 
 /// Prints all findings.
-pub fn run() -> Result<()> {
+pub fn run(args: &Doctor) -> Result<()> {
     let findings = examine();
+    if args.json {
+        return json::print(&as_json(&findings));
+    }
     match print(&findings, is_colored(&io::stdout()), &mut io::stdout().lock()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         outcome => Ok(outcome?),
@@ -187,16 +200,32 @@ pub(super) fn workspace() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
 }
 
-/// Prints a verdict, and one line for each finding, followed by its fix.
-pub fn print(findings: &[Finding], colored: bool, out: &mut impl Write) -> io::Result<()> {
+/// Returns whether this machine can train on a GPU, and a line that says so.
+fn verdict(findings: &[Finding]) -> (bool, String) {
     let required: Vec<_> =
         findings.iter().filter(|f| matches!(f.state, State::Missing { .. })).map(|f| f.name.as_str()).collect();
     if required.is_empty() {
-        writeln!(out, "{}\n", paint("Ready to train on a GPU.", Tone::Good, colored))?;
+        (true, "Ready to train on a GPU.".to_owned())
     } else {
-        let verdict = format!("Ready to train on the CPU. To train on a GPU, fix: {}.", required.join(", "));
-        writeln!(out, "{}\n", paint(&verdict, Tone::Warning, colored))?;
+        (false, format!("Ready to train on the CPU. To train on a GPU, fix: {}.", required.join(", ")))
     }
+}
+
+fn as_json(findings: &[Finding]) -> Value {
+    let (ready_for_gpu, verdict) = verdict(findings);
+    let finding = |Finding { name, state }: &Finding| match state {
+        State::Found(what) => json!({ "name": name, "state": "found", "detail": what }),
+        State::Missing { reason, fix } => json!({ "name": name, "state": "missing", "detail": reason, "fix": fix }),
+        State::Optional { reason, fix } => json!({ "name": name, "state": "optional", "detail": reason, "fix": fix }),
+    };
+    let findings: Vec<Value> = findings.iter().map(finding).collect();
+    json!({ "verdict": verdict, "ready_for_gpu": ready_for_gpu, "findings": findings })
+}
+
+/// Prints a verdict, and one line for each finding, followed by its fix.
+pub fn print(findings: &[Finding], colored: bool, out: &mut impl Write) -> io::Result<()> {
+    let (ready, verdict) = verdict(findings);
+    writeln!(out, "{}\n", paint(&verdict, if ready { Tone::Good } else { Tone::Warning }, colored))?;
     for Finding { name, state } in findings {
         match state {
             State::Found(what) => writeln!(out, "{}       {name}: {what}", paint("ok", Tone::Good, colored))?,
@@ -229,6 +258,18 @@ mod tests {
 
         let text = printed(&[driver, missing("libcublasLt", "not found".into(), "pip install that"), nccl]);
         assert!(text.starts_with("Ready to train on the CPU. To train on a GPU, fix: libcublasLt.\n"), "{text}");
+    }
+
+    #[test]
+    fn json_has_the_verdict_and_all_findings() {
+        let json = as_json(&[found("a", "1.0".into()), missing("b", "none".into(), "install it")]);
+        assert_eq!(json["ready_for_gpu"], false);
+        assert_eq!(json["verdict"], "Ready to train on the CPU. To train on a GPU, fix: b.");
+        assert_eq!(json["findings"][0], json!({ "name": "a", "state": "found", "detail": "1.0" }));
+        assert_eq!(
+            json["findings"][1],
+            json!({ "name": "b", "state": "missing", "detail": "none", "fix": "install it" })
+        );
     }
 
     #[test]

@@ -6,6 +6,7 @@ use crate::datasets::Datasets;
 use crate::evaluate::multiple_choice::{self, Score};
 use crate::evaluate::predictions::Predictions;
 use crate::evaluate::text::{self, TextScore, TokenBytes};
+use crate::terminal;
 use crate::values::count;
 use anyhow::{Context, Result};
 use data::{Geometry, Loader, MultipleChoice, Prefetch, Tokens};
@@ -13,7 +14,7 @@ use engine::{BatchLayout, Engine};
 use interchange::ModelSource;
 use model::{Decoder, Descriptor, Unsharded, fit};
 use serde::Serialize;
-use std::io::{Write, stderr, stdout};
+use std::io::{Write, stderr};
 use std::path::{Path, PathBuf};
 use tokenizer::Tokenizer;
 use tokenizer::stored::Search;
@@ -160,10 +161,7 @@ pub fn run(args: &Eval) -> Result<()> {
         *result = Some(SetScore::new(&set, score));
     }
     match args.json.as_deref() {
-        Some(path) if path == Path::new(STANDARD_OUTPUT) => {
-            writeln!(stdout(), "{}", serde_json::to_string_pretty(&results)?)?;
-            Ok(())
-        }
+        Some(path) if path == Path::new(STANDARD_OUTPUT) => json::print(&results),
         Some(path) => json::write(path, &results),
         None => Ok(()),
     }
@@ -243,7 +241,7 @@ impl Eval {
     /// Prints a line, unless standard output is for JSON.
     fn print(&self, line: &str) -> Result<()> {
         if self.json.as_deref() != Some(Path::new(STANDARD_OUTPUT)) {
-            writeln!(stdout(), "{line}")?;
+            terminal::line(line)?;
         }
         Ok(())
     }

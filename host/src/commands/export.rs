@@ -1,6 +1,7 @@
 //! `export`: writes a model in a format of another program.
 
 use crate::hints::Invocation;
+use crate::terminal;
 use anyhow::{Result, bail};
 use engine::open::Precision;
 use engine::tensor::DType;
@@ -98,7 +99,9 @@ pub fn run(args: &Export) -> Result<()> {
             tokenizer::FILES[0]
         )?;
     }
-    if let Format::Hf | Format::Llmc = args.format {
+    if let Format::Hf | Format::Llmc = args.format
+        && !terminal::is_quiet()
+    {
         let command = ["sample", "--model", &out.to_string_lossy(), "--prompt", "Once upon a time"];
         writeln!(lines, "\nnext: {}", Invocation::current().command(command))?;
     }

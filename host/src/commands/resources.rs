@@ -1,5 +1,6 @@
 //! Flags and functions that several commands share.
 
+use crate::terminal;
 use crate::values::{level, switch};
 use anyhow::{Result, ensure};
 use clap::ArgAction;
@@ -10,7 +11,6 @@ use engine::{Engine, GeluFusion};
 use interchange::ModelSource;
 use model::fit;
 use model::{Decoder, Fp8Gradients, Fp8Recipe, Fp8Settings, PlanOptions};
-use std::io::{Write, stderr};
 
 const DEVICE: &str = "Device and precision";
 
@@ -60,7 +60,7 @@ pub struct Fp8Flags {
     pub fp8_gradients: Option<Fp8Gradients>,
 
     /// With --precision fp8: how tensor cores accumulate [default: exact-gradients]
-    #[arg(long, value_enum, help_heading = DEVICE)]
+    #[arg(long, value_enum, value_name = "MODE", help_heading = DEVICE)]
     pub fp8_accumulation: Option<Fp8Accumulation>,
 }
 
@@ -124,7 +124,7 @@ impl Hardware {
     /// Opens the engine as [`open_quietly`](Self::open_quietly) does, on GPU `gpu` if it runs on a GPU.
     pub fn open_quietly_on(&self, gpu: usize) -> Result<Box<dyn Engine>> {
         let opened = self.open_on(gpu)?;
-        writeln!(stderr(), "device: {}, {}", describe(&opened), opened.engine.dtype().name())?;
+        terminal::note(&format!("device: {}, {}", describe(&opened), opened.engine.dtype().name()))?;
         Ok(opened.engine)
     }
 }

@@ -3,13 +3,15 @@
 use super::generation::{Loaded, SamplingFlags, check_prompt, end_tokens, load, tokenizer_of};
 use super::resources::Hardware;
 use crate::generate::{Finish, Request, TextStream, generate};
+use crate::terminal;
 use crate::values::count;
 use anyhow::{Context, Result};
 use interchange::ModelSource;
 use serde_json::json;
-use std::io::{Read, Write, stderr, stdin, stdout};
+use std::io::{Read, Write, stdin, stdout};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
+use system::progress::{self, Progress, Unit};
 
 /// Most sequences that are generated at a time.
 const MOST_SLOTS: usize = 64;
@@ -87,11 +89,19 @@ pub fn run(args: &Sample) -> Result<()> {
     };
     output.begin()?;
     let start = Instant::now();
-    let finishes = generate(&generator, &mut *engine, &requests, run_ahead, &mut |i, token| output.take(i, token))?;
+    // A text that is printed as it is generated shows its own progress.
+    let total = (args.n * args.tokens) as u64;
+    let progress =
+        if output.streams() { Progress::default() } else { progress::start("generating", Unit::Count, total) };
+    let finishes = generate(&generator, &mut *engine, &requests, run_ahead, &mut |i, token| {
+        progress.add(1);
+        output.take(i, token)
+    })?;
+    drop(progress);
     let seconds = start.elapsed().as_secs_f64();
     let generated = output.end(&finishes)?;
     let rate = generated as f64 / seconds;
-    Ok(writeln!(stderr(), "generated {generated} tokens in {seconds:.2} s: {rate:.1} tokens/s, prompt included")?)
+    terminal::note(&format!("generated {generated} tokens in {seconds:.2} s: {rate:.1} tokens/s, prompt included"))
 }
 
 impl Sample {

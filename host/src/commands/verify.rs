@@ -1,8 +1,12 @@
 //! `verify`: compares this program with a debug state of llm.c or PyTorch.
 
+use super::json;
 use super::resources::{Hardware, describe};
+use crate::style::{Tone, is_colored, paint};
+use crate::terminal;
 use anyhow::{Context, Result, bail, ensure};
-use std::io::{Write, stderr, stdout};
+use serde_json::{Value, json};
+use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
 use verify::llmc::{Bound, Comparison, Verification};
 
@@ -23,6 +27,10 @@ pub struct Verify {
     #[arg(long, value_name = "FILE")]
     losses: Option<PathBuf>,
 
+    /// Print JSON instead of text: the comparisons, the losses of the steps, and okay
+    #[arg(long)]
+    json: bool,
+
     #[command(flatten)]
     hardware: Hardware,
 }
@@ -31,24 +39,26 @@ pub struct Verify {
 pub fn run(args: &Verify) -> Result<()> {
     let expected = args.losses.as_deref().map(read_losses).transpose()?;
     let mut opened = args.hardware.open()?;
-    writeln!(stderr(), "device: {}, {}", describe(&opened), opened.engine.dtype().name())?;
+    terminal::note(&format!("device: {}, {}", describe(&opened), opened.engine.dtype().name()))?;
     let mut verification = Verification::open(&args.model, &args.state, &mut *opened.engine, opened.tf32)?;
     let mut comparisons = verification.gradients()?;
-    print(&comparisons)?;
+    if !args.json {
+        print(&comparisons)?;
+    }
     let recorded = verification.recorded_losses()?;
     let expected = expected.unwrap_or(recorded);
     let losses = verification.steps(if expected.is_empty() { STEPS } else { expected.len() })?;
     let steps = verification.compare_losses(&losses, &expected);
-    let mut out = stdout().lock();
-    writeln!(out)?;
-    for (i, loss) in losses.iter().enumerate() {
-        let verdict =
-            steps.get(i).map_or(String::new(), |c| format!("  difference {:.1e}  {}", c.max_abs_error, verdict(c)));
-        writeln!(out, "step {:>2}: loss {loss:.6}{verdict}", i + 1)?;
-    }
+    let of_gradients = comparisons.len();
     comparisons.extend(steps);
     let failed = comparisons.iter().filter(|c| !c.ok()).count();
-    writeln!(out, "overall okay: {}", u8::from(failed == 0))?;
+    if args.json {
+        let comparisons: Vec<Value> = comparisons.iter().map(as_json).collect();
+        json::print(&json!({ "comparisons": comparisons, "losses": losses, "okay": failed == 0 }))?;
+    } else {
+        print_steps(&losses, &comparisons[of_gradients..])?;
+        writeln!(stdout(), "overall okay: {}", u8::from(failed == 0))?;
+    }
     if failed > 0 {
         bail!("{failed} of {} comparisons exceed their tolerance", comparisons.len());
     }
@@ -75,8 +85,36 @@ fn print(comparisons: &[Comparison]) -> Result<()> {
     Ok(())
 }
 
-fn verdict(comparison: &Comparison) -> &'static str {
-    if comparison.ok() { "ok" } else { "FAILED" }
+fn print_steps(losses: &[f32], comparisons: &[Comparison]) -> Result<()> {
+    let mut out = stdout().lock();
+    writeln!(out)?;
+    for (i, loss) in losses.iter().enumerate() {
+        let compared = comparisons.get(i);
+        let verdict =
+            compared.map_or_else(String::new, |c| format!("  difference {:.1e}  {}", c.max_abs_error, verdict(c)));
+        writeln!(out, "step {:>2}: loss {loss:.6}{verdict}", i + 1)?;
+    }
+    Ok(())
+}
+
+fn as_json(comparison: &Comparison) -> Value {
+    let Comparison { name, max_abs_error, max_rel_error, bound } = comparison;
+    let (kind, allowed) = match bound {
+        Bound::Absolute(bound) => ("absolute", bound),
+        Bound::Relative(bound) => ("relative", bound),
+    };
+    json!({
+        "name": name,
+        "max_abs_error": max_abs_error,
+        "max_rel_error": max_rel_error,
+        "allowed": { kind: allowed },
+        "okay": comparison.ok(),
+    })
+}
+
+fn verdict(comparison: &Comparison) -> String {
+    let (text, tone) = if comparison.ok() { ("ok", Tone::Good) } else { ("FAILED", Tone::Bad) };
+    paint(text, tone, is_colored(&stdout()))
 }
 
 fn read_losses(path: &Path) -> Result<Vec<f32>> {

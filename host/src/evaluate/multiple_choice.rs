@@ -7,6 +7,7 @@ use model::{Decoder, LayerHooks};
 use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
+use system::progress::{self, Unit};
 
 /// Sequences are padded to a multiple of this length, so that GEMM tiles are full.
 const PADDING: usize = 64;
@@ -61,6 +62,7 @@ pub fn score(
     let mut losses = Losses { examples, t, rows: Vec::with_capacity(rows) };
     let mut queued: VecDeque<PendingRead> = VecDeque::new();
     let mut spare: Vec<HostBuffer> = Vec::new();
+    let progress = progress::start("multiple choice", Unit::Count, rows.div_ceil(layout.b) as u64);
     for first in (0..rows).step_by(layout.b) {
         let mut words = match spare.pop() {
             Some(words) => words,
@@ -79,6 +81,7 @@ pub fn score(
             && let Some(oldest) = queued.pop_front()
         {
             losses.take(&engine.wait(oldest)?.values);
+            progress.add(1);
         }
     }
     for read in queued {

@@ -6,6 +6,7 @@ use data::Prefetch;
 use engine::{BatchLayout, Engine};
 use model::{Decoder, LayerHooks};
 use std::f64::consts::LN_2;
+use system::progress::{self, Unit};
 use tokenizer::Tokenizer;
 
 /// The number of bytes that each token stands for. Special tokens, and tokens that are not in the list, stand for none.
@@ -71,6 +72,7 @@ pub fn score(
     // Sums by position in f32, as `evaluate::loss` has them, so that `eval` prints the digits of `train`.
     let mut sums = vec![0.0f32; tokens];
     let mut score = TextScore { tokens: batches * tokens, ..TextScore::default() };
+    let progress = progress::start("validation", Unit::Count, batches as u64);
     for _ in 0..batches {
         engine.zero(losses)?;
         data.load_next(engine, model.batch, 0)?;
@@ -89,6 +91,7 @@ pub fn score(
                 score.nats += f64::from(loss);
             }
         }
+        progress.add(1);
     }
     score.loss = sums.into_iter().map(f64::from).sum::<f64>() / score.tokens as f64;
     ensure!(

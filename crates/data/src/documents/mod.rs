@@ -14,9 +14,9 @@ pub use find::{Found, Reason, Skipped, find};
 pub use parquet::check as check_parquet;
 
 use anyhow::{Result, bail, ensure};
-use indicatif::ProgressBar;
 use source::Source;
 use std::path::Path;
+use system::progress::Progress;
 
 /// Largest record of a JSON lines or CSV file. Text files have no such limit.
 const MAX_RECORD_BYTES: usize = 128 << 20;
@@ -89,7 +89,7 @@ pub struct FileReport {
 }
 
 /// Passes the documents of a file to `sink`. `progress` counts the bytes of the file.
-pub fn read(path: &Path, reading: &Reading, progress: &ProgressBar, sink: &mut dyn Sink) -> Result<FileReport> {
+pub fn read(path: &Path, reading: &Reading, progress: &Progress, sink: &mut dyn Sink) -> Result<FileReport> {
     let name = path.display();
     let format = reading.format.unwrap_or_else(|| Format::of_name(path));
     if format == Format::Parquet {

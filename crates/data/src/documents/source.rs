@@ -4,11 +4,11 @@ use super::STDIN;
 use crate::header::read_available;
 use anyhow::{Context, Result};
 use flate2::bufread::MultiGzDecoder;
-use indicatif::ProgressBar;
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Cursor, Read};
 use std::path::{Path, PathBuf};
+use system::progress::Progress;
 
 /// Size of the buffers of compressed and of decompressed bytes.
 const BUFFER_BYTES: usize = 256 << 10;
@@ -43,20 +43,6 @@ impl Compression {
     }
 }
 
-/// Counts the bytes that pass through a reader.
-struct Counted<R> {
-    inner: R,
-    progress: ProgressBar,
-}
-
-impl<R: Read> Read for Counted<R> {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let n = self.inner.read(buffer)?;
-        self.progress.inc(n as u64);
-        Ok(n)
-    }
-}
-
 /// Returns the path without `.gz` or `.zst`.
 pub fn without_compression(path: &Path) -> PathBuf {
     if Compression::of_name(path).is_some() { path.with_extension("") } else { path.to_owned() }
@@ -64,14 +50,14 @@ pub fn without_compression(path: &Path) -> PathBuf {
 
 impl Source {
     /// Opens a file or, for `-`, standard input.
-    pub fn open(path: &Path, progress: &ProgressBar) -> Result<Self> {
+    pub fn open(path: &Path, progress: &Progress) -> Result<Self> {
         let name = if path == Path::new(STDIN) { "standard input".to_owned() } else { path.display().to_string() };
         let progress = progress.clone();
         let raw: Box<dyn Read> = if path == Path::new(STDIN) {
-            Box::new(Counted { inner: io::stdin(), progress })
+            Box::new(progress.count(io::stdin()))
         } else {
             let inner = File::open(path).with_context(|| format!("cannot read {name}"))?;
-            Box::new(Counted { inner, progress })
+            Box::new(progress.count(inner))
         };
         let buffered = |raw| BufReader::with_capacity(BUFFER_BYTES, raw);
         let mut stream: Box<dyn Read> = match Compression::of_name(path) {

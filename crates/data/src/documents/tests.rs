@@ -34,7 +34,7 @@ impl Sink for Collector {
 
 fn read_with(path: &Path, reading: &Reading) -> Result<(Vec<String>, FileReport)> {
     let mut sink = Collector::default();
-    let report = read(path, reading, &ProgressBar::hidden(), &mut sink)?;
+    let report = read(path, reading, &Progress::default(), &mut sink)?;
     assert!(sink.current.is_empty(), "every document ends");
     Ok((sink.documents, report))
 }

@@ -187,7 +187,7 @@ fn a_transfer_that_stalls_fails_after_a_time() {
     });
     let mut file = tempfile::tempfile().unwrap();
     let agent = agent(Duration::from_millis(200));
-    let failed = try_fetch(&agent, &remote(&url), &mut file, 0, &ProgressBar::hidden()).err().unwrap();
+    let failed = try_fetch(&agent, &remote(&url), &mut file, 0).err().unwrap();
     assert!(!server.is_finished(), "the server ended the connection");
     drop(end);
     server.join().unwrap();

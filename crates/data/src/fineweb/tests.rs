@@ -61,7 +61,7 @@ fn options(shard_tokens: usize) -> Options {
 }
 
 fn run(from: &Path, out: &Path, options: &Options) -> Result<Summary> {
-    write(&files(from)?, out, options, &ProgressBar::hidden())
+    write(&files(from)?, out, options)
 }
 
 fn shards(out: &Path) -> Vec<(String, Vec<u32>)> {
@@ -205,9 +205,7 @@ fn bad_input_is_an_error_that_keeps_the_old_shards() {
     fs::write(&text, &complete[..complete.len() / 2]).unwrap();
     assert!(error(&text).contains("text.parquet"));
     let none = options(0);
-    assert!(
-        write(&[], dir.path(), &none, &ProgressBar::hidden()).unwrap_err().to_string().contains("--shard-tokens 0")
-    );
+    assert!(write(&[], dir.path(), &none).unwrap_err().to_string().contains("--shard-tokens 0"));
 }
 
 /// The last file is checked before the first one is read.

@@ -14,9 +14,9 @@ use crate::documents::{self, Found, Reading, Sink, Skipped};
 use crate::tokens::{MAX_SHARD_TOKENS, Width};
 use anyhow::{Result, ensure};
 use chunks::{Counts, SIZES, Sizes};
-use indicatif::ProgressBar;
 use splits::Splits;
 use std::path::{Path, PathBuf};
+use system::progress::{self, Unit};
 use tokenizer::Tokenizer;
 
 /// Settings of [`write()`].
@@ -62,11 +62,11 @@ pub struct Summary {
 ///
 /// A data set in `out` is replaced when the new one is complete. The validation split consists of evenly spaced documents. With
 /// fewer than `1 / val_fraction` documents, it consists of the end of each document instead. Invalid UTF-8 becomes U+FFFD.
-pub fn write(found: &Found, out: &Path, options: &Options, progress: &ProgressBar) -> Result<Summary> {
-    write_with(found, out, options, progress, SIZES)
+pub fn write(found: &Found, out: &Path, options: &Options) -> Result<Summary> {
+    write_with(found, out, options, SIZES)
 }
 
-fn write_with(found: &Found, out: &Path, options: &Options, progress: &ProgressBar, sizes: Sizes) -> Result<Summary> {
+fn write_with(found: &Found, out: &Path, options: &Options, sizes: Sizes) -> Result<Summary> {
     ensure!(
         (0.0..1.0).contains(&options.val_fraction),
         "--val-fraction {}: expected at least 0 and less than 1",
@@ -83,7 +83,7 @@ fn write_with(found: &Found, out: &Path, options: &Options, progress: &ProgressB
     let encoder = Encoder { tokenizer, keep_special: *keep_special, keep_empty: false, sizes };
     let validation = Validation::Fraction(*val_fraction);
     let layout = Layout { names: ShardNames::TEXT, shard_tokens: *shard_tokens, validation };
-    write_shards(replacement, &encoder, layout, program, |sink| read_all(found, &options.reading, progress, sink))
+    write_shards(replacement, &encoder, layout, program, |sink| read_all(found, &options.reading, sink))
 }
 
 /// Checks the value of `--shard-tokens`.
@@ -132,10 +132,11 @@ pub(crate) fn write_shards(
 }
 
 /// Reads all files.
-fn read_all(found: &Found, reading: &Reading, progress: &ProgressBar, sink: &mut dyn Sink) -> Result<Summary> {
+fn read_all(found: &Found, reading: &Reading, sink: &mut dyn Sink) -> Result<Summary> {
+    let progress = progress::start_unbounded("tokenizing", Unit::Bytes, found.bytes());
     let mut summary = Summary { skipped: found.skipped.clone(), ..Summary::default() };
     for file in &found.files {
-        let report = documents::read(file, reading, progress, sink)?;
+        let report = documents::read(file, reading, &progress, sink)?;
         if let Some(reason) = report.skipped {
             summary.skipped.add(reason, file);
             continue;

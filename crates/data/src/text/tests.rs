@@ -18,7 +18,7 @@ fn options(val_fraction: f64, shard_tokens: usize) -> Options {
 }
 
 fn run(paths: &[PathBuf], out: &Path, options: &Options) -> Result<Summary> {
-    write(&find(paths, &[], Some(out))?, out, options, &ProgressBar::hidden())
+    write(&find(paths, &[], Some(out))?, out, options)
 }
 
 fn read_all(pattern: &Path) -> (usize, Vec<u32>) {
@@ -176,7 +176,7 @@ fn shards_do_not_depend_on_threads_or_batches() {
             let out = dir.path().join(format!("out-{fraction}-{i}"));
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             let options = options(fraction, 50_000);
-            pool.install(|| write_with(&found, &out, &options, &ProgressBar::hidden(), sizes)).unwrap();
+            pool.install(|| write_with(&found, &out, &options, sizes)).unwrap();
             all.push(snapshot(&out));
         }
         assert!(all[0].len() > 3);

@@ -44,7 +44,7 @@ fn archive(path: &Path, files: &[(String, Vec<u8>)]) {
 }
 
 fn run(from: &Path, out: &Path) -> Result<Summary> {
-    write(from, out, &Tokenizer::gpt2(), "test", &ProgressBar::hidden())
+    write(from, out, &Tokenizer::gpt2(), "test")
 }
 
 fn tokens(path: &Path) -> Vec<u32> {

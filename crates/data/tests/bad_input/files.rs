@@ -5,7 +5,6 @@ use data::documents::{self, Format, Reading};
 use data::text::{self, Options};
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use indicatif::ProgressBar;
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -149,7 +148,7 @@ fn special_files(kinds: &mut Kinds) {
         let parts = ["fifo: expected a parquet file, found a pipe or device", "store it in a file"];
         kinds.fails("parquet in a pipe", &parts, |kinds| {
             let found = documents::find(&[fifo], &[], None)?;
-            text::write(&found, &kinds.out(), &parquet, &ProgressBar::hidden())
+            text::write(&found, &kinds.out(), &parquet)
         });
     }
     let out = kinds.out();
@@ -171,12 +170,12 @@ fn settings(kinds: &mut Kinds) {
     kinds.fails("only separators", &["expected at least one document with text, found none in 1 file"], |kinds| {
         let found = documents::find(&[path], &[], None)?;
         let options = Options { reading: separator("<|end|>"), ..options() };
-        text::write(&found, &kinds.out(), &options, &ProgressBar::hidden())
+        text::write(&found, &kinds.out(), &options)
     });
     let file = kinds.file("occupied", b"a file");
     kinds.fails("output directory that is a file", &["occupied"], |kinds| {
         let found = documents::find(&[kinds.path("good.txt")], &[], None)?;
-        text::write(&found, &file, &options(), &ProgressBar::hidden())
+        text::write(&found, &file, &options())
     });
     assert_eq!(fs::read(kinds.path("occupied")).unwrap(), b"a file");
 }

@@ -3,7 +3,6 @@
 use anyhow::Result;
 use data::documents::{self, Format, Reading};
 use data::text::{self, Options, Summary};
-use indicatif::ProgressBar;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -58,7 +57,7 @@ impl Kinds {
         let good = dir.path().join("good.txt");
         fs::write(&good, "All the world's a stage, and all the men and women merely players. ".repeat(40)).unwrap();
         let found = documents::find(&[good], &[], None).unwrap();
-        text::write(&found, &out, &options(), &ProgressBar::hidden()).unwrap();
+        text::write(&found, &out, &options()).unwrap();
         // A directory holds one data set.
         for name in ["fineweb/edu_fineweb_val_000000.bin", "tinystories/TinyStories_val.bin", "set.bin"] {
             fs::create_dir_all(out.join(name).parent().unwrap()).unwrap();
@@ -117,7 +116,7 @@ impl Kinds {
         let good = self.file("input/a good file.txt", b"This document is read first.");
         let paths = [&[good], paths].concat();
         let found = documents::find(&paths, &[], Some(&self.out()))?;
-        text::write(&found, &self.out(), options, &ProgressBar::hidden())
+        text::write(&found, &self.out(), options)
     }
 
     /// Expects that `data text --overwrite` fails for a good file and a bad one, and names the bad one.
@@ -137,7 +136,7 @@ impl Kinds {
     pub fn skips(&mut self, kind: &str, path: PathBuf, parts: &[&str]) {
         self.fails(kind, parts, |kinds| {
             let found = documents::find(&[path], &[], Some(&kinds.out()))?;
-            text::write(&found, &kinds.out(), &options(), &ProgressBar::hidden())
+            text::write(&found, &kinds.out(), &options())
         });
     }
 
@@ -147,7 +146,7 @@ impl Kinds {
         let path = self.file(&format!("input/{name}"), bytes);
         let found = documents::find(&[path], &[], None).unwrap();
         let out = tempfile::tempdir().unwrap();
-        text::write(&found, out.path(), &Options { reading, ..options() }, &ProgressBar::hidden()).unwrap()
+        text::write(&found, out.path(), &Options { reading, ..options() }).unwrap()
     }
 }
 

@@ -7,7 +7,6 @@ use ::parquet::basic::Compression;
 use anyhow::Result;
 use data::dataset::ShardNames;
 use data::{fineweb, tinystories};
-use indicatif::ProgressBar;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -23,8 +22,7 @@ pub fn run(kinds: &mut Kinds) {
 }
 
 fn write_stories(kinds: &Kinds, from: &Path) -> Result<()> {
-    tinystories::write(from, &kinds.out().join("tinystories"), &Tokenizer::gpt2(), "test", &ProgressBar::hidden())
-        .map(drop)
+    tinystories::write(from, &kinds.out().join("tinystories"), &Tokenizer::gpt2(), "test").map(drop)
 }
 
 fn story_files(kinds: &mut Kinds) {
@@ -132,7 +130,7 @@ fn write_fineweb(kinds: &Kinds, from: &Path) -> Result<()> {
         tokenizer: Tokenizer::gpt2(),
         program: "test".into(),
     };
-    fineweb::write(&files, &kinds.out().join("fineweb"), &options, &ProgressBar::hidden()).map(drop)
+    fineweb::write(&files, &kinds.out().join("fineweb"), &options).map(drop)
 }
 
 fn fineweb_files(kinds: &mut Kinds) {

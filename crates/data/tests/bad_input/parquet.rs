@@ -11,11 +11,11 @@ use ::parquet::schema::parser::parse_message_type;
 use anyhow::Result;
 use data::documents::{self, Reading, Sink};
 use data::text;
-use indicatif::ProgressBar;
 use rng::Mt19937;
 use std::fs;
 use std::io::Write;
 use std::sync::Arc;
+use system::progress::Progress;
 
 /// Returns a file with one row group. Values other than those of `text` do not matter.
 pub fn file(schema: &str, texts: &[Option<&[u8]>], compression: Compression) -> Vec<u8> {
@@ -198,7 +198,7 @@ fn flipped(kinds: &mut Kinds) {
             let found = documents::find(&[path], &[], None).unwrap();
             let out = tempfile::tempdir().unwrap();
             fs::write(out.path().join("train_000000.bin"), "old").unwrap();
-            let Err(error) = text::write(&found, out.path(), &options(), &ProgressBar::hidden()) else { continue };
+            let Err(error) = text::write(&found, out.path(), &options()) else { continue };
             rejected += 1;
             let message = format!("{error:#}");
             assert!(message.contains("flipped.parquet") || message.contains("found none in 1 file"), "{message}");
@@ -217,7 +217,7 @@ pub fn catch_a_panic() -> Vec<u8> {
     let path = directory.path().join("damaged.parquet");
     let panics = |bytes: &Vec<u8>| {
         fs::write(&path, bytes).unwrap();
-        let read = documents::read(&path, &Reading::default(), &ProgressBar::hidden(), &mut Panics(None));
+        let read = documents::read(&path, &Reading::default(), &Progress::default(), &mut Panics(None));
         read.is_err_and(|error| error.to_string().contains("contradictory data"))
     };
     damaged.find(panics).expect("the parquet crate panics for some damaged files")
@@ -228,7 +228,7 @@ pub fn panic_while_reading(message: &'static str) {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("good.parquet");
     fs::write(&path, good(Compression::SNAPPY)).unwrap();
-    documents::read(&path, &Reading::default(), &ProgressBar::hidden(), &mut Panics(Some(message))).unwrap();
+    documents::read(&path, &Reading::default(), &Progress::default(), &mut Panics(Some(message))).unwrap();
 }
 
 /// Receives documents and panics with a message, if there is one.

@@ -11,6 +11,7 @@ use cublaslt::sys::MatmulAlgo;
 use gpu::launch::KernelLaunch;
 use std::thread::sleep;
 use std::time::Instant;
+use system::progress::{self, Unit};
 
 impl GemmDispatch {
     /// Begins a tuning pass: GEMMs are collected and no work runs until [`finish_tuning`](Self::finish_tuning).
@@ -32,9 +33,11 @@ impl GemmDispatch {
         let Some(first) = pending.first() else { return Ok(Tuning::default()) };
         let Some(timer) = executor.gemm_timer() else { return Ok(Tuning::default()) };
         timer.fill_with_noise(&first.gemm)?;
+        let progress = progress::start("tuning GEMMs", Unit::Count, pending.len() as u64);
         let mut timings = Vec::new();
         for call in &pending {
             timings.push(self.tune(call, retune, executor)?);
+            progress.add(1);
         }
         timer_of(executor)?.zero_memory()?;
         let choices: Vec<Choice> = self.choices.values().copied().collect();

@@ -109,6 +109,13 @@ pub struct Outcome {
     pub errors: Vec<(&'static str, ErrorStats)>,
 }
 
+impl Outcome {
+    /// Returns whether all errors are within their tolerance.
+    pub fn ok(&self) -> bool {
+        self.errors.iter().all(|(_, error)| error.ok())
+    }
+}
+
 /// The measured times of a case.
 #[derive(Clone, Debug)]
 pub struct Speed {

@@ -6,6 +6,7 @@ use anyhow::{Context, bail, ensure};
 use engine::Result;
 use engine::ops::AttentionShape;
 use std::str::FromStr;
+use system::progress::{self, Unit};
 use verify::selftest::{Case, attention};
 
 /// Time causal attention, forward and backward. Rates do not count FLOPs on masked elements
@@ -64,14 +65,15 @@ pub fn run(options: &Attention) -> Result<()> {
     let engine = &mut *options.hardware.open_quietly()?;
     let mut table = Table::new("attention", COLUMNS, engine, &options.json);
     table.print_heading()?;
-    for Shape(heads) in &options.shapes {
-        for case in attention(*heads) {
-            let speed = case.time(engine)?;
-            table.row(&cells(&case, case.operation, Spread::of(speed.samples), case.work.flops))?;
-            if speed.kernels.len() > 1 {
-                for (name, samples) in speed.kernels {
-                    table.row(&cells(&case, &format!("  {name}"), Spread::of(samples), 0))?;
-                }
+    let cases: Vec<Case> = options.shapes.iter().flat_map(|Shape(heads)| attention(*heads)).collect();
+    let progress = progress::start("timing", Unit::Count, cases.len() as u64);
+    for case in cases {
+        let speed = case.time(engine)?;
+        progress.add(1);
+        table.row(&cells(&case, case.operation, Spread::of(speed.samples), case.work.flops))?;
+        if speed.kernels.len() > 1 {
+            for (name, samples) in speed.kernels {
+                table.row(&cells(&case, &format!("  {name}"), Spread::of(samples), 0))?;
             }
         }
     }

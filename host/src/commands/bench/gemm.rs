@@ -13,6 +13,7 @@ use engine::plan::{Group, Plan};
 use engine::tensor::Tensor;
 use engine::{Engine, Result, Workload};
 use model::Descriptor;
+use system::progress::{self, Unit};
 
 /// Time the GEMMs of a model: cuBLASLt's first choice, its fastest algorithm, and the fastest wgmma kernel
 #[derive(Clone, Debug, clap::Args)]
@@ -89,8 +90,12 @@ pub fn run(options: &Gemm) -> Result<()> {
     table.print_heading()?;
     let us = |milliseconds: f32| 1e3 * f64::from(milliseconds);
     let (mut first, mut best, mut fastest) = (0.0, 0.0, 0.0);
-    for layer in layers(options, &descriptor) {
-        for timing in tune(&mut *engine, layer)? {
+    let layers = layers(options, &descriptor);
+    let progress = progress::start("timing layers", Unit::Count, layers.len() as u64);
+    for layer in layers {
+        let timings = tune(&mut *engine, layer)?;
+        progress.add(1);
+        for timing in timings {
             table.row(&row(&timing))?;
             if timing.gemm.epilogue == GemmEpilogue::GeluBackwardRecompute {
                 // The same GEMM as the previous one, with recomputation.

@@ -7,6 +7,7 @@ use engine::cuda::fp8::{Fp8Bench, Fp8Case};
 use engine::open;
 use engine::ops::MatmulShape;
 use gpu::matmul::launch::GemmShape;
+use system::progress::{self, Unit};
 
 const COLUMNS: &[Column] = &[
     Column::text("gemm", "GEMM", 36),
@@ -25,6 +26,7 @@ pub fn run(shapes: &[MatmulShape], hardware: &Hardware, json: &Json) -> Result<(
     let mut bench = Fp8Bench::open(&hardware.gpu(open::GPU))?;
     let mut table = Table::of("gemm_fp8", COLUMNS, &bench.describe(), "fp8", json);
     table.print_heading()?;
+    let progress = progress::start("timing", Unit::Count, 2 * shapes.len() as u64);
     for &MatmulShape { rows, c, oc } in shapes {
         let forward = GemmShape { m: rows, n: oc, k: c };
         let weight_gradient = GemmShape { m: oc, n: c, k: rows };
@@ -33,6 +35,7 @@ pub fn run(shapes: &[MatmulShape], hardware: &Hardware, json: &Json) -> Result<(
             let kind = if weight_gradient { " += weight grad" } else { "" };
             let name = format!("{m}x{n}, K = {k}{kind}");
             let (timings, accumulation) = bench.measure(Fp8Case { shape, weight_gradient })?;
+            progress.add(1);
             for timing in timings {
                 let us = 1e3 * f64::from(timing.milliseconds);
                 let rate = 2.0 * (m * n * k) as f64 / us / 1e6;

@@ -2,6 +2,7 @@
 
 use super::table::{Cell, Column, Json, Spread, Table};
 use crate::commands::resources::Hardware;
+use crate::terminal;
 use crate::values::count;
 use anyhow::Context;
 use engine::ops::SlotSampling;
@@ -10,6 +11,7 @@ use interchange::ModelSource;
 use model::{Descriptor, Generator};
 use std::path::Path;
 use std::time::Instant;
+use system::progress::{self, Unit};
 use verify::selftest::copy;
 
 /// Time text generation with a KV cache, as a percentage of the bandwidth of a copy measured in the same run
@@ -60,10 +62,12 @@ pub fn run(options: &Generate) -> Result<()> {
     let ceiling = case.work.bytes(engine.dtype()) as f64 / seconds;
     let mut table = Table::new("generate", COLUMNS, engine, &options.json);
     table.note("copy_gbs", ceiling / 1e9);
-    println!("copy: {:.1} GB/s", ceiling / 1e9);
+    terminal::line(&format!("copy: {:.1} GB/s", ceiling / 1e9))?;
     table.print_heading()?;
+    let progress = progress::start("timing batch sizes", Unit::Count, options.batch.len() as u64);
     for &slots in &options.batch {
         let row = options.time(engine, slots, ceiling)?;
+        progress.add(1);
         table.row(&row)?;
     }
     table.finish()

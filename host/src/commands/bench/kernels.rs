@@ -7,6 +7,7 @@ use anyhow::ensure;
 use engine::Result;
 use engine::tensor::DType;
 use model::Descriptor;
+use system::progress::{self, Unit};
 use verify::selftest::{Case, Work, copy, square_matmul, training_step_cases};
 
 /// Time every operation of a training step, each after a short cooldown, as a percentage of the bandwidth of a copy or of the
@@ -92,9 +93,13 @@ pub fn run(options: &Kernels) -> Result<()> {
     let mut found = false;
     for (model, descriptor, batch) in models {
         let wanted = |case: &Case| options.filter.as_ref().is_none_or(|f| case.operation.contains(f.as_str()));
-        for case in training_step_cases(&descriptor, batch, options.seq, engine).iter().filter(|case| wanted(case)) {
+        let mut cases = training_step_cases(&descriptor, batch, options.seq, engine);
+        cases.retain(wanted);
+        let progress = progress::start("timing", Unit::Count, cases.len() as u64);
+        for case in &cases {
             found = true;
             let speed = case.time(engine)?;
+            progress.add(1);
             let time = Spread::of(speed.samples);
             table.row(&cells(model, case.operation, &case.shape, time, case.work, float, ceilings))?;
             if speed.kernels.len() > 1 {

@@ -24,6 +24,7 @@ use std::collections::HashMap;
 use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+use system::progress::{self, Unit};
 
 /// Time a training step. On a GPU, list each kernel, each GEMM and the gaps between them. With several ranks, started like
 /// `train`, measure the cost of communication
@@ -111,8 +112,10 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         with_graphs: TrainStep::new(&model, layout, options.grad_accum).capture_graphs(),
         individually: TrainStep::new(&model, layout, options.grad_accum),
     };
+    let progress = progress::start("timing steps", Unit::Count, 3 + options.steps as u64);
     for _ in 0..3 {
         bench.timed_step(ranks, Mode::AsTrain)?;
+        progress.add(1);
     }
     let gpu_info = if on_gpu { GpuInfo::open(gpu).ok() } else { None };
     let joules = || gpu_info.as_ref().and_then(GpuInfo::joules);
@@ -124,6 +127,7 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         if on_gpu {
             individually.push(bench.timed_step(ranks, Mode::Individually)?);
         }
+        progress.add(1);
     }
     // Both ways to launch a step do the same work.
     let tokens = options.tokens() * (times.len() + individually.len());

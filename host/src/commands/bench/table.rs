@@ -1,11 +1,11 @@
 //! Tables of measurements: each row is printed when it is complete, and `--json` saves them all.
 
 use crate::commands::json as json_file;
+use crate::terminal;
 use anyhow::ensure;
 use engine::{Engine, Result};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
-use std::io::{Write, stdout};
 use std::path::PathBuf;
 
 /// The file for the measurements.
@@ -139,9 +139,7 @@ impl Table {
     }
 
     fn print(&self, cells: &[Cell]) -> Result<()> {
-        let mut out = stdout().lock();
-        writeln!(out, "{}", line(self.columns, cells))?;
-        Ok(out.flush()?)
+        terminal::line(&line(self.columns, cells))
     }
 
     /// Writes the JSON file if `--json` was given, and fails if the table has no row.

@@ -1,11 +1,14 @@
 //! `data check`.
 
 use super::show::default_tokenizer;
+use crate::commands::json;
+use crate::terminal;
 use crate::values::count;
 use anyhow::{Result, ensure};
 use data::check::{self, Report};
 use data::{Tokens, tokens};
-use std::io::{Write, stdout};
+use serde::Serialize;
+use serde_json::json;
 use std::path::Path;
 use tokenizer::Tokenizer;
 
@@ -27,6 +30,30 @@ pub struct Check {
     /// gpt2 for 16-bit files and the ids of Llama 3 for 32-bit files]
     #[arg(long, value_name = "NAME|PATH")]
     tokenizer: Option<String>,
+
+    /// Print JSON instead of text
+    #[arg(long)]
+    json: bool,
+}
+
+/// The result for a file, as it is written to JSON.
+#[derive(Serialize)]
+struct FileReport {
+    file: String,
+    /// `None` if the file is not a token file.
+    #[serde(flatten)]
+    contents: Option<Contents>,
+    problems: Vec<String>,
+}
+
+#[derive(Serialize)]
+struct Contents {
+    tokens: usize,
+    bits: usize,
+    documents: usize,
+    longest: usize,
+    largest: u32,
+    starts_with_document: bool,
 }
 
 /// Prints a table of the files, and each problem. Fails if there are any.
@@ -38,29 +65,38 @@ pub fn run(args: &Check) -> Result<()> {
         let path = Path::new(pattern);
         files.extend(if path.exists() { vec![path.to_owned()] } else { tokens::find(pattern)? });
     }
-    let mut out = stdout();
-    writeln!(
-        out,
-        "{:>12} {:>5} {:>10} {:>10} {:>8}  start     file",
-        "tokens", "bits", "documents", "longest", "largest"
-    )?;
+    if !args.json {
+        terminal::line(&format!(
+            "{:>12} {:>5} {:>10} {:>10} {:>8}  start     file",
+            "tokens", "bits", "documents", "longest", "largest"
+        ))?;
+    }
     let (mut total, mut documents, mut problems) = (0, 0, 0);
+    let mut reports = Vec::new();
     for file in &files {
-        match check_file(file, args.vocab, tokenizer.as_ref()) {
+        let report = match check_file(file, args.vocab, tokenizer.as_ref()) {
             Ok((tokens, limits, report)) => {
-                writeln!(out, "{}", row(&tokens, &report))?;
                 total += tokens.len();
                 documents += report.documents;
                 problems += report.invalid + usize::from(report.documents == 0);
-                print_problems(&tokens, &report, &limits)?;
+                FileReport::new(&tokens, &report, &limits)
             }
             Err(error) => {
                 problems += 1;
-                writeln!(out, "problem: {error:#}")?;
+                FileReport { file: file.display().to_string(), contents: None, problems: vec![format!("{error:#}")] }
             }
+        };
+        if args.json {
+            reports.push(report);
+        } else {
+            report.print()?;
         }
     }
-    writeln!(out, "{total} tokens, {documents} documents in {} files", files.len())?;
+    if args.json {
+        json::print(&json!({ "files": reports, "tokens": total, "documents": documents, "problems": problems }))?;
+    } else {
+        terminal::line(&format!("{total} tokens, {documents} documents in {} files", files.len()))?;
+    }
     ensure!(problems == 0, "expected valid token files, found {problems} problems in {} files", files.len());
     Ok(())
 }
@@ -84,25 +120,37 @@ fn check_file(file: &Path, vocab: Option<usize>, tokenizer: Option<&Tokenizer>) 
     Ok((tokens, limits, report))
 }
 
-fn row(tokens: &Tokens, report: &Report) -> String {
-    let Report { documents, longest, largest, .. } = report;
-    let bits = tokens.width().map_or(0, |width| 8 * width.bytes());
-    let start = if report.starts_with_document { "document" } else { "inside" };
-    format!("{:>12} {bits:>5} {documents:>10} {longest:>10} {largest:>8}  {start:<8}  {tokens}", tokens.len())
+impl FileReport {
+    fn new(tokens: &Tokens, report: &Report, limits: &Limits) -> Self {
+        let Report { documents, longest, largest, starts_with_document, .. } = *report;
+        let bits = tokens.width().map_or(0, |width| 8 * width.bytes());
+        let contents = Contents { tokens: tokens.len(), bits, documents, longest, largest, starts_with_document };
+        Self { file: tokens.to_string(), contents: Some(contents), problems: problems(tokens, report, limits) }
+    }
+
+    fn print(&self) -> Result<()> {
+        if let Some(Contents { tokens, bits, documents, longest, largest, starts_with_document }) = &self.contents {
+            let start = if *starts_with_document { "document" } else { "inside" };
+            let file = &self.file;
+            terminal::line(&format!(
+                "{tokens:>12} {bits:>5} {documents:>10} {longest:>10} {largest:>8}  {start:<8}  {file}"
+            ))?;
+        }
+        self.problems.iter().try_for_each(|problem| terminal::line(&format!("problem: {problem}")))
+    }
 }
 
-fn print_problems(tokens: &Tokens, report: &Report, limits: &Limits) -> Result<()> {
-    let mut out = stdout();
-    let Limits { vocab, document } = limits;
-    for (position, id) in &report.first_invalid {
-        writeln!(out, "problem: {tokens}: token {id} at position {position}: expected ids below {vocab}")?;
-    }
+fn problems(tokens: &Tokens, report: &Report, Limits { vocab, document }: &Limits) -> Vec<String> {
+    let invalid = |(position, id): &(usize, u32)| {
+        format!("{tokens}: token {id} at position {position}: expected ids below {vocab}")
+    };
+    let mut problems: Vec<String> = report.first_invalid.iter().map(invalid).collect();
     let more = report.invalid - report.first_invalid.len();
     if more > 0 {
-        writeln!(out, "problem: {tokens}: {more} more ids of at least {vocab}")?;
+        problems.push(format!("{tokens}: {more} more ids of at least {vocab}"));
     }
     if report.documents == 0 {
-        writeln!(out, "problem: {tokens}: expected token {document} before each document, found none")?;
+        problems.push(format!("{tokens}: expected token {document} before each document, found none"));
     }
-    Ok(())
+    problems
 }

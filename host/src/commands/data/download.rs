@@ -21,8 +21,7 @@ pub fn local_or_downloaded(
 
 /// Downloads a file into a directory next to the data set in `out`. `from` is the value of `--from` in error messages.
 pub fn downloaded(remote: &Remote, out: &Path, from: &str) -> Result<PathBuf> {
-    let name = remote.url.rsplit('/').next().unwrap_or_default();
-    let to = out.join(DOWNLOADS).join(name);
+    let to = out.join(DOWNLOADS).join(remote.name());
     download::file(remote, &to, from)?;
     Ok(to)
 }

@@ -1,6 +1,7 @@
 //! Writes evaluation files of the `data` commands.
 
 use crate::hints::Invocation;
+use crate::terminal;
 use anyhow::Result;
 use data::multiple_choice::{self, Example};
 use std::io::{Write, stdout};
@@ -13,7 +14,10 @@ pub fn write(flag: &str, out: &Path, examples: &[Example]) -> Result<()> {
     }
     multiple_choice::write(out, examples)?;
     let file = out.to_string_lossy();
-    let next = Invocation::current().command(["eval", "--model", "FILE", flag, &file]);
-    writeln!(stdout(), "wrote {} examples to {file}\n\nnext: {next}", examples.len())?;
+    writeln!(stdout(), "wrote {} examples to {file}", examples.len())?;
+    if !terminal::is_quiet() {
+        let next = Invocation::current().command(["eval", "--model", "FILE", flag, &file]);
+        writeln!(stdout(), "\nnext: {next}")?;
+    }
     Ok(())
 }

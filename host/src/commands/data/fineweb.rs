@@ -1,7 +1,7 @@
 //! `data fineweb`.
 
 use super::download::downloaded;
-use super::output::{print_next, print_summary, program, progress};
+use super::output::{print_next, print_summary, program};
 use crate::values::count;
 use anyhow::Result;
 use data::fineweb::{self, Options, Sample, Version};
@@ -49,9 +49,7 @@ pub fn run(args: &Fineweb) -> Result<()> {
     };
     let names = sample.names();
     let options = Options { names, shard_tokens: args.shard_tokens, tokenizer, program: program() };
-    let bar = progress(Some(0))?;
-    let written = fineweb::write(&files, &out, &options, &bar)?;
-    bar.finish_and_clear();
+    let written = fineweb::write(&files, &out, &options)?;
     print_summary(&out, names, &written)?;
     print_next(&out, names, &written, &["--model", "d12"])
 }

@@ -1,30 +1,17 @@
-//! Progress, summary and next command of the commands that write shards.
+//! Summary and next command of the commands that write shards.
 
 use crate::hints::Invocation;
+use crate::terminal;
 use crate::version;
 use anyhow::Result;
 use data::dataset::ShardNames;
 use data::text::Summary;
-use indicatif::{ProgressBar, ProgressStyle};
-use std::io::{IsTerminal, Write, stderr, stdout};
+use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
 
 /// Returns the name and the version of this program, for the description of a data set.
 pub fn program() -> String {
     format!("llm-rs {}", version::short())
-}
-
-/// Returns a progress bar over bytes of input, which is hidden unless it is shown on a terminal.
-pub fn progress(bytes: Option<u64>) -> Result<ProgressBar> {
-    if !stderr().is_terminal() {
-        return Ok(ProgressBar::hidden());
-    }
-    let Some(bytes) = bytes else {
-        let style = ProgressStyle::with_template("{spinner} {bytes} | {bytes_per_sec}")?;
-        return Ok(ProgressBar::no_length().with_style(style));
-    };
-    let style = ProgressStyle::with_template("{bar:30} {bytes}/{total_bytes} | {bytes_per_sec} | {eta} left")?;
-    Ok(ProgressBar::new(bytes).with_style(style))
 }
 
 /// Prints the amounts of data and everything that was left out or changed.
@@ -70,6 +57,9 @@ pub fn print_summary(directory: &Path, names: ShardNames, written: &Summary) -> 
 
 /// Suggests to train on the data set with these settings.
 pub fn print_next(directory: &Path, names: ShardNames, written: &Summary, settings: &[&str]) -> Result<()> {
+    if terminal::is_quiet() {
+        return Ok(());
+    }
     let mut next = vec!["train".to_owned()];
     for (name, part) in [("train", &written.train), ("val", &written.val)] {
         if part.shards > 0 {

@@ -1,6 +1,6 @@
 //! `data text`: tokenizes documents in text, JSON lines, CSV and parquet files.
 
-use super::output::{print_next, print_summary, program, progress};
+use super::output::{print_next, print_summary, program};
 use crate::values::{count, fraction};
 use anyhow::Result;
 use data::dataset::ShardNames;
@@ -89,9 +89,7 @@ pub fn run(args: &Text) -> Result<()> {
         overwrite: args.overwrite,
         program: program(),
     };
-    let progress = progress(found.bytes())?;
-    let written = text::write(&found, &args.out, &options, &progress)?;
-    progress.finish_and_clear();
+    let written = text::write(&found, &args.out, &options)?;
     print_summary(&args.out, ShardNames::TEXT, &written)?;
     if let Some(separator) = args.separator.as_ref().filter(|_| written.without_separator > 0) {
         let files = written.without_separator;

@@ -1,7 +1,7 @@
 //! `data tinystories`.
 
 use super::download::local_or_downloaded;
-use super::output::{print_next, print_summary, program, progress};
+use super::output::{print_next, print_summary, program};
 use anyhow::{Context, Result};
 use data::download;
 use data::tinystories::{self, NAMES};
@@ -32,9 +32,7 @@ pub fn run(args: &Tinystories) -> Result<()> {
         files.into_iter().next().context("the list of files is empty")
     };
     let from = local_or_downloaded(args.from.as_deref(), remote, &args.out)?;
-    let bar = progress(Some(0))?;
-    let written = tinystories::write(&from, &args.out, &tokenizer, &program(), &bar)?;
-    bar.finish_and_clear();
+    let written = tinystories::write(&from, &args.out, &tokenizer, &program())?;
     print_summary(&args.out, NAMES, &written)?;
     print_next(&args.out, NAMES, &written, &["--model", "d12"])
 }

@@ -1,12 +1,13 @@
 //! `selftest --determinism`: compares two runs from the same seed. The second one uses CUDA graphs where the engine supports them.
 
 use crate::commands::resources::{Hardware, describe};
+use crate::terminal;
 use anyhow::bail;
 use engine::open::{Device, Precision};
 use engine::{Algorithms, Result};
 use model::Fp8Recipe;
-use std::io::{Write, stderr, stdout};
 use std::time::Instant;
+use system::progress::{self, Unit};
 use verify::selftest::determinism::{GRAD_ACCUM, Group, Scale, Trace, Trial};
 
 /// Fails unless both runs are bitwise equal after every step, in the requested precision or in each that the device supports.
@@ -14,7 +15,7 @@ pub fn run(hardware: &Hardware, steps: usize) -> Result<()> {
     let opened = hardware.open()?;
     let device = opened.device;
     if opened.note.is_some() {
-        writeln!(stderr(), "device: {}", describe(&opened))?;
+        terminal::note(&format!("device: {}", describe(&opened)))?;
     }
     // The device's memory is needed by the runs.
     drop(opened);
@@ -38,21 +39,20 @@ pub fn run(hardware: &Hardware, steps: usize) -> Result<()> {
 fn compare(hardware: &Hardware, recipe: Option<Fp8Recipe>, steps: usize) -> Result<()> {
     let (first, algorithms) = trace(hardware, recipe, steps, 1, None)?;
     let (second, _) = trace(hardware, recipe, steps, 2, algorithms.as_ref())?;
-    writeln!(stdout(), "{:<16} {:<16}  run 2", "all steps", "run 1")?;
+    terminal::line(&format!("{:<16} {:<16}  run 2", "all steps", "run 1"))?;
     for group in Group::ALL {
         if let Some((a, b)) = first.hash(group).zip(second.hash(group)) {
-            writeln!(
-                stdout(),
+            terminal::line(&format!(
                 "{:<16} {a:016x}  {b:016x}  {}",
                 group.name(),
                 if a == b { "identical" } else { "DIFFERENT" }
-            )?;
+            ))?;
         }
     }
     if let Some((step, part)) = first.first_difference(&second) {
         bail!("two runs from the same seed differ, first after step {step}, in {part}");
     }
-    writeln!(stdout(), "identical\n")?;
+    terminal::line("identical\n")?;
     Ok(())
 }
 
@@ -68,22 +68,24 @@ fn trace(
     let scale = Scale::STANDARD;
     if number == 1 {
         let Scale { layers, channels, b, t, .. } = scale;
-        writeln!(
-            stdout(),
+        terminal::line(&format!(
             "{}, {}{}: {layers} layers, {channels} channels, two runs of {steps} steps of {GRAD_ACCUM} x {b} x {t} tokens",
             engine.describe(),
             engine.dtype().name(),
             recipe.map_or_else(String::new, |recipe| format!(" and FP8 with {recipe:?} scaling").to_lowercase())
-        )?;
+        ))?;
     }
     let began = Instant::now();
     let trial = Trial::new(&mut *engine, scale, recipe, algorithms)?;
     // A CUDA graph must compute the same as separate launches.
     let mut trial = if number == 1 { trial } else { trial.with_cuda_graph() };
+    let progress = progress::start("training", Unit::Count, steps as u64);
     for _ in 0..steps {
         trial.step()?;
+        progress.add(1);
     }
+    drop(progress);
     let trace = trial.into_trace();
-    writeln!(stdout(), "run {number}: loss {:.6} after {:.1} s", trace.last_loss, began.elapsed().as_secs_f64())?;
+    terminal::line(&format!("run {number}: loss {:.6} after {:.1} s", trace.last_loss, began.elapsed().as_secs_f64()))?;
     Ok((trace, engine.algorithms()))
 }

@@ -2,7 +2,10 @@
 
 mod determinism;
 
+use super::json;
 use super::resources::{Hardware, describe};
+use crate::style::{Tone, is_colored, paint};
+use crate::terminal;
 use crate::values::{count, whole_number};
 use anyhow::{Context, ensure};
 use engine::cpu::Cpu;
@@ -10,13 +13,16 @@ use engine::cuda::{EmulatedGpu, emulated};
 use engine::open::{Device, MatmulBackend, Precision};
 use engine::tensor::DType;
 use engine::{Engine, Result};
-use std::io::{Write, stderr, stdout};
-use verify::selftest::{Case, ErrorStats, edge_cases, fp8, model_cases};
+use serde_json::{Value, json};
+use std::io::stdout;
+use system::progress::{self, Unit};
+use verify::selftest::{Case, ErrorStats, Outcome, edge_cases, fp8, model_cases};
 
 /// Check every operation of a GPU against the CPU
 ///
 /// Without a GPU, the kernels run in the emulator, on small shapes.
 #[derive(Clone, Debug, clap::Args)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag")]
 pub struct Selftest {
     /// Check only cases whose operation or shape contains this text, such as rotary or softcap
     #[arg(value_name = "NAME")]
@@ -38,6 +44,10 @@ pub struct Selftest {
     /// Steps of each run of --determinism
     #[arg(long, value_name = "N", value_parser = count, default_value = "100", requires = "determinism")]
     pub steps: usize,
+
+    /// Print JSON instead of text: the largest error of each tensor of each case
+    #[arg(long, conflicts_with = "determinism")]
+    pub json: bool,
 
     /// Flags of the device.
     #[command(flatten)]
@@ -61,11 +71,11 @@ pub fn run(options: &Selftest) -> Result<()> {
     let opened = hardware.open()?;
     let without_gpu = opened.device == Device::Cpu;
     let engine = &mut *if without_gpu {
-        writeln!(stderr(), "no GPU: the kernels run in the emulator, on small shapes; GEMMs are those of a reference")?;
+        terminal::note("no GPU: the kernels run in the emulator, on small shapes; GEMMs are those of a reference")?;
         let precision = options.hardware.precision.unwrap_or(Precision::Fp32);
         emulated(EmulatedGpu::default(), precision, options.hardware.gelu_fusion, true)
     } else {
-        writeln!(stderr(), "device: {}, {}", describe(&opened), opened.engine.dtype().name())?;
+        terminal::note(&format!("device: {}, {}", describe(&opened), opened.engine.dtype().name()))?;
         opened.engine
     };
     ensure!(
@@ -79,7 +89,7 @@ pub fn run(options: &Selftest) -> Result<()> {
     } else {
         &mut Cpu::new()
     };
-    writeln!(stdout(), "{}, {}, against {}", engine.describe(), engine.dtype().name(), reference.describe())?;
+    let title = format!("{}, {}, against {}", engine.describe(), engine.dtype().name(), reference.describe());
     let wanted = |case: &Case| {
         let contains = |f: &String| case.operation.contains(f.as_str()) || case.shape.contains(f.as_str());
         options.filter.as_ref().is_none_or(contains)
@@ -94,65 +104,81 @@ pub fn run(options: &Selftest) -> Result<()> {
             cases.extend(fp8::model_cases());
         }
     }
-    check(cases.iter().filter(|c| wanted(c)), engine, reference, options.emulator)
-}
-
-fn check<'a>(
-    cases: impl Iterator<Item = &'a Case>,
-    engine: &mut dyn Engine,
-    reference: &mut dyn Engine,
-    emulator: bool,
-) -> Result<()> {
-    writeln!(
-        stdout(),
-        "\n{:<28} {:<30} {:<10} {:>10} {:>10} {:>10}",
-        "operation",
-        "shape",
-        "worst in",
-        "differing",
-        "error",
-        "allowed"
-    )?;
-    let (mut passed, mut failed) = (0, 0);
-    for case in cases {
-        let outcome = if emulator { case.check_emulated(engine, reference)? } else { case.check(engine, reference)? };
-        for (tensor, error) in &outcome.errors {
-            if error.ok() {
-                continue;
-            }
-            writeln!(
-                stdout(),
-                "{:<28} {:<30} {tensor}[{}]: expected {}, found {}",
-                case.operation,
-                case.shape,
-                error.index,
-                error.expected,
-                error.actual
-            )?;
-        }
-        let severity =
-            |e: &ErrorStats| if e.ok() { e.max_rel_error / e.tolerance.max(f32::MIN_POSITIVE) } else { f32::INFINITY };
-        let worst = outcome.errors.iter().max_by(|a, b| severity(&a.1).total_cmp(&severity(&b.1)));
-        if let Some((tensor, error)) = worst {
-            let verdict = if error.ok() { "ok" } else { "FAILED" };
-            writeln!(
-                stdout(),
-                "{:<28} {:<30} {tensor:<10} {:>9.4}% {:>10.1e} {:>10.1e} {verdict}",
-                case.operation,
-                case.shape,
-                100.0 * error.mismatches as f64 / error.elements as f64,
-                error.max_rel_error,
-                error.tolerance
-            )?;
-        }
-        if outcome.errors.iter().all(|(_, error)| error.ok()) {
-            passed += 1;
-        } else {
-            failed += 1;
-        }
+    cases.retain(wanted);
+    let print = if options.json { None } else { Some(print_case as fn(&Case, &Outcome) -> Result<()>) };
+    if print.is_some() {
+        print_heading(&title)?;
     }
-    writeln!(stdout(), "{passed} cases passed, {failed} failed")?;
+    let outcomes = check(&cases, engine, reference, options.emulator, print)?;
+    let passed = outcomes.iter().filter(|outcome| outcome.ok()).count();
+    let failed = outcomes.len() - passed;
+    if options.json {
+        let cases: Vec<Value> = cases.iter().zip(&outcomes).map(|(case, outcome)| as_json(case, outcome)).collect();
+        json::print(&json!({ "title": title, "cases": cases, "passed": passed, "failed": failed }))?;
+    } else {
+        terminal::line(&format!("{passed} cases passed, {failed} failed"))?;
+    }
     ensure!(passed + failed > 0, "expected at least one case, found none; nothing was compared; choose another NAME");
     ensure!(failed == 0, "{failed} cases differ from the reference by more than their tolerance");
     Ok(())
+}
+
+fn check(
+    cases: &[Case],
+    engine: &mut dyn Engine,
+    reference: &mut dyn Engine,
+    emulator: bool,
+    print: Option<fn(&Case, &Outcome) -> Result<()>>,
+) -> Result<Vec<Outcome>> {
+    let progress = progress::start("checking operations", Unit::Count, cases.len() as u64);
+    let check = |case: &Case| {
+        let outcome = if emulator { case.check_emulated(engine, reference)? } else { case.check(engine, reference)? };
+        print.map_or(Ok(()), |print| print(case, &outcome))?;
+        progress.add(1);
+        Ok(outcome)
+    };
+    cases.iter().map(check).collect()
+}
+
+fn print_heading(title: &str) -> Result<()> {
+    let [operation, shape, worst, differing, error, allowed] =
+        ["operation", "shape", "worst in", "differing", "error", "allowed"];
+    terminal::line(&format!(
+        "{title}\n\n{operation:<28} {shape:<30} {worst:<10} {differing:>10} {error:>10} {allowed:>10}"
+    ))
+}
+
+fn print_case(case: &Case, outcome: &Outcome) -> Result<()> {
+    let Case { operation, shape, .. } = case;
+    for (tensor, error) in outcome.errors.iter().filter(|(_, error)| !error.ok()) {
+        let ErrorStats { index, expected, actual, .. } = error;
+        terminal::line(&format!("{operation:<28} {shape:<30} {tensor}[{index}]: expected {expected}, found {actual}"))?;
+    }
+    let severity =
+        |e: &ErrorStats| if e.ok() { e.max_rel_error / e.tolerance.max(f32::MIN_POSITIVE) } else { f32::INFINITY };
+    let worst = outcome.errors.iter().max_by(|a, b| severity(&a.1).total_cmp(&severity(&b.1)));
+    let Some((tensor, error)) = worst else { return Ok(()) };
+    let colored = is_colored(&stdout());
+    terminal::line(&format!(
+        "{operation:<28} {shape:<30} {tensor:<10} {:>9.4}% {:>10.1e} {:>10.1e} {}",
+        100.0 * error.mismatches as f64 / error.elements as f64,
+        error.max_rel_error,
+        error.tolerance,
+        if error.ok() { paint("ok", Tone::Good, colored) } else { paint("FAILED", Tone::Bad, colored) }
+    ))
+}
+
+fn as_json(case: &Case, outcome: &Outcome) -> Value {
+    let tensor = |(tensor, error): &(&str, ErrorStats)| {
+        json!({
+            "tensor": tensor,
+            "elements": error.elements,
+            "differing": error.mismatches,
+            "max_rel_error": error.max_rel_error,
+            "allowed": error.tolerance,
+            "okay": error.ok(),
+        })
+    };
+    let tensors: Vec<Value> = outcome.errors.iter().map(tensor).collect();
+    json!({ "operation": case.operation, "shape": case.shape, "okay": outcome.ok(), "tensors": tensors })
 }

@@ -6,11 +6,14 @@ mod scenario;
 mod tally;
 mod trial;
 
+use crate::commands::json;
+use crate::terminal;
 use anyhow::{Context, Result, ensure};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use system::process;
+use system::progress::{self, Unit};
 use tally::Tally;
 use trial::{References, Verdict};
 
@@ -22,7 +25,7 @@ Examples:
   Repeat a seed, and print what its ranks print:
     llm-rs simulate --first 4711 --seeds 1 --verbose";
 
-/// Seeds between two lines of progress.
+/// Seeds between two lines of progress, where no progress bar is shown.
 const PROGRESS: u64 = 1000;
 
 /// Train with simulated faults of processes, network and disk, and check that nothing is lost
@@ -52,6 +55,10 @@ pub struct Simulate {
     /// Print the faults of each seed, and what its ranks print
     #[arg(long)]
     verbose: bool,
+
+    /// Print JSON instead of a table. Failures go to standard error
+    #[arg(long, conflicts_with = "verbose")]
+    json: bool,
 }
 
 /// Runs all seeds and prints the tally. Fails if a seed failed.
@@ -59,6 +66,7 @@ pub fn run(args: &Simulate) -> Result<()> {
     let end = args.first.checked_add(args.seeds).context("--first: expected a smaller seed")?;
     let (next, tally) = (AtomicU64::new(args.first), Mutex::new(Tally::default()));
     let references = References::default();
+    let progress = progress::start("seeds", Unit::Count, args.seeds);
     let work = || -> Result<()> {
         loop {
             let seed = next.fetch_add(1, Ordering::Relaxed);
@@ -68,7 +76,8 @@ pub fn run(args: &Simulate) -> Result<()> {
             let verdict = args.run_seed(seed, &references)?;
             let mut tally = tally.lock().map_err(|_| anyhow::anyhow!("another thread failed"))?;
             tally.add(&verdict);
-            if tally.seeds().is_multiple_of(PROGRESS) {
+            progress.add(1);
+            if !terminal::shows_bars() && !terminal::is_quiet() && tally.seeds().is_multiple_of(PROGRESS) {
                 process::print_error(&format!("{} of {} seeds, {} failed", tally.seeds(), args.seeds, tally.failed()));
             }
         }
@@ -79,8 +88,13 @@ pub fn run(args: &Simulate) -> Result<()> {
             .into_iter()
             .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     })?;
+    drop(progress);
     let tally = tally.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
-    process::print(&tally.table())?;
+    if args.json {
+        json::print(&tally.json())?;
+    } else {
+        terminal::line(&tally.table())?;
+    }
     ensure!(
         tally.failed() == 0,
         "{} of {} seeds failed; repeat one with `llm-rs simulate --first SEED --seeds 1 --verbose`",
@@ -101,11 +115,16 @@ impl Simulate {
         }
         if self.verbose {
             for line in &verdict.story {
-                process::print(line)?;
+                terminal::line(line)?;
             }
         }
         if let Some(failure) = &verdict.failure {
-            process::print(&format!("seed {seed}: {}: {failure}", verdict.kind))?;
+            let failure = format!("seed {seed}: {}: {failure}", verdict.kind);
+            if self.json {
+                terminal::suspend(|| process::print_error(&failure));
+            } else {
+                terminal::line(&failure)?;
+            }
         }
         Ok(verdict)
     }
@@ -118,11 +137,11 @@ mod tests {
     #[test]
     fn two_hundred_seeds_lose_nothing() {
         let threads = thread::available_parallelism().map_or(1, usize::from).min(4);
-        run(&Simulate { seeds: 200, first: 0, threads, twice: false, verbose: false }).unwrap();
+        run(&Simulate { seeds: 200, first: 0, threads, twice: false, verbose: false, json: false }).unwrap();
     }
 
     #[test]
     fn a_seed_repeats_exactly() {
-        run(&Simulate { seeds: 12, first: 1000, threads: 1, twice: true, verbose: false }).unwrap();
+        run(&Simulate { seeds: 12, first: 1000, threads: 1, twice: true, verbose: false, json: false }).unwrap();
     }
 }

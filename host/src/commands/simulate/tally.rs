@@ -1,6 +1,7 @@
 //! Counts of the seeds by kind of fault.
 
 use super::trial::Verdict;
+use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -46,8 +47,8 @@ impl Tally {
         self.0.values().map(|counts| counts.failed).sum()
     }
 
-    /// Returns the table in Markdown.
-    pub fn table(&self) -> String {
+    /// Returns the counts by kind of fault, and of all kinds.
+    fn rows(&self) -> impl Iterator<Item = (&'static str, Counts)> {
         let mut total = Counts::default();
         for counts in self.0.values() {
             total.seeds += counts.seeds;
@@ -57,10 +58,32 @@ impl Tally {
             total.failed += counts.failed;
             total.longest = total.longest.max(counts.longest);
         }
+        self.0.iter().map(|(kind, counts)| (*kind, *counts)).chain([("all", total)])
+    }
+
+    /// Returns the counts by kind of fault as JSON.
+    pub fn json(&self) -> Value {
+        let counts = |(kind, counts): (&str, Counts)| {
+            let Counts { seeds, faults, undisturbed, resumed, failed, longest } = counts;
+            json!({
+                "fault": kind,
+                "seeds": seeds,
+                "faults_that_occurred": faults,
+                "same_bits_at_once": undisturbed,
+                "same_bits_after_resuming": resumed,
+                "failed": failed,
+                "longest_end_after_lost_rank_s": longest.as_secs_f64(),
+            })
+        };
+        self.rows().map(counts).collect()
+    }
+
+    /// Returns the table in Markdown.
+    pub fn table(&self) -> String {
         let mut table = "| fault | seeds | faults that occurred | same bits at once | stopped, same bits after resuming | failed | longest end after a lost rank |\n\
                          |---|---|---|---|---|---|---|\n"
             .to_owned();
-        for (kind, counts) in self.0.iter().map(|(kind, counts)| (*kind, counts)).chain([("all", &total)]) {
+        for (kind, counts) in self.rows() {
             let Counts { seeds, faults, undisturbed, resumed, failed, longest } = counts;
             let longest = if longest.is_zero() { String::new() } else { format!("{:.1} s", longest.as_secs_f64()) };
             let row = format!("| {kind} | {seeds} | {faults} | {undisturbed} | {resumed} | {failed} | {longest} |\n");

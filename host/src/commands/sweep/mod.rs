@@ -8,6 +8,7 @@ mod table;
 
 use crate::cli::Cli;
 use crate::signals::{Stop, Stopped};
+use crate::terminal;
 use anyhow::{Context, Result, bail, ensure};
 use outcome::Outcome;
 use runs::{Axis, Run, axis, combinations};
@@ -17,6 +18,7 @@ use std::fs::File;
 use std::io::{Write, stdout};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use system::progress::{self, Unit};
 
 /// The file in a run's directory that receives what the run prints.
 const OUTPUT: &str = "output.txt";
@@ -65,17 +67,27 @@ pub fn run(args: &Sweep) -> Result<()> {
     let stop = Stop::on_signals(None)?;
     let mut out = stdout();
     let mut outcomes = Vec::new();
+    let progress = progress::start("runs", Unit::Count, runs.len() as u64);
     for (i, run) in runs.iter().enumerate() {
         if stop.requested() {
             break;
         }
-        write!(out, "run {} of {}: {} | ", i + 1, runs.len(), run.settings(&args.axes))?;
-        out.flush()?;
+        let start = format!("run {} of {}: {} | ", i + 1, runs.len(), run.settings(&args.axes));
+        if !terminal::shows_bars() {
+            write!(out, "{start}")?;
+            out.flush()?;
+        }
         let outcome = if run.is_finished() { Outcome::read(run) } else { train(run, &launcher)? };
-        writeln!(out, "{outcome}")?;
+        progress.add(1);
+        if terminal::shows_bars() {
+            terminal::line(&format!("{start}{outcome}"))?;
+        } else {
+            writeln!(out, "{outcome}")?;
+        }
         outcomes.push((run, outcome));
         table::save(&args.out, &args.axes, &outcomes)?;
     }
+    drop(progress);
     writeln!(out, "\n{}", table::markdown(&args.axes, &outcomes))?;
     let (csv, markdown) = (args.out.join(table::CSV), args.out.join(table::MARKDOWN));
     writeln!(out, "wrote {} and {}", csv.display(), markdown.display())?;

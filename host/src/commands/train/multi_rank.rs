@@ -2,6 +2,7 @@
 
 use super::options::{Launch, Options};
 use crate::console::Console;
+use crate::terminal;
 use crate::values::Resume;
 use anyhow::{Context, Result, ensure};
 use atomic_file::create_directory;
@@ -42,7 +43,11 @@ pub fn connect(launch: &Launch) -> Result<(Ranks, usize)> {
     };
     let connected = rendezvous::connect(&world, launch.rendezvous.as_ref(), secret, timeouts)?;
     connected.group.set_startup_timeout(Duration::from_secs(launch.start_timeout as u64));
-    Ok((Ranks::Connected(connected.group), connected.local_rank))
+    let ranks = Ranks::Connected(connected.group);
+    if !ranks.is_first() {
+        terminal::hide_bars();
+    }
+    Ok((ranks, connected.local_rank))
 }
 
 /// Returns the GPU of a local rank. If only one GPU is visible, the launcher has selected it for this rank, unless the run consists

@@ -176,7 +176,7 @@ pub struct Options {
     pub muon_momentum_warmup: Option<usize>,
 
     /// Coefficients of Muon's Newton-Schulz iterations [default: polar-express]
-    #[arg(long, value_enum, help_heading = OPTIMIZER)]
+    #[arg(long, value_enum, value_name = "NAME", help_heading = OPTIMIZER)]
     pub muon_coefficients: Option<MuonCoefficients>,
 
     /// Steps of linear warmup [default: 0]

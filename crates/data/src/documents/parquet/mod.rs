@@ -8,16 +8,16 @@ use ::parquet::column::reader::{ColumnReader, get_column_reader};
 use ::parquet::file::reader::{FileReader, SerializedFileReader};
 use ::parquet::schema::types::SchemaDescriptor;
 use anyhow::{Context, Result, bail, ensure};
-use indicatif::ProgressBar;
 use pages::CheckedPages;
 use std::fs::{self, File};
 use std::path::Path;
+use system::progress::Progress;
 
 /// Rows that are decoded at a time.
 const ROWS: usize = 256;
 
 /// Passes the column `field` of each row to `sink` as a document.
-pub fn read(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Sink) -> Result<FileReport> {
+pub fn read(path: &Path, field: &str, progress: &Progress, sink: &mut dyn Sink) -> Result<FileReport> {
     let name = path.display();
     let size = size(path)?;
     if size == 0 {
@@ -65,7 +65,7 @@ pub fn read(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Sin
             read == expected,
             "{name}, row group {group}: expected {expected} rows, found {read}; download the file again"
         );
-        progress.inc(size * (group as u64 + 1) / groups as u64 - size * group as u64 / groups as u64);
+        progress.add(size * (group as u64 + 1) / groups as u64 - size * group as u64 / groups as u64);
     }
     Ok(report)
 }

@@ -1,0 +1,105 @@
+//! Training steps and gradients of a small model against the CPU engine.
+
+use distributed::Ranks;
+use engine::cpu::Cpu;
+use engine::cuda::{EmulatedGpu, Precision, emulated};
+use engine::ops::AdamW;
+use engine::{BatchLayout, Engine};
+use model::{Decoder, Descriptor, MasterWeights, PlanOptions, Recompute, TrainStep};
+
+/// Loads a fixed batch of tokens below 50.
+fn load_batch(model: &Decoder, engine: &mut dyn Engine, layout: BatchLayout, seed: u32) -> anyhow::Result<()> {
+    let mut words = engine.host_buffer(layout.words())?;
+    for (i, word) in words[..layout.targets().end].iter_mut().enumerate() {
+        *word = (i * i % 50) as i32;
+    }
+    layout.sort(&mut words);
+    layout.set_seed(&mut words, seed);
+    engine.load_batch(model.batch, layout, words).map(drop)
+}
+
+/// Trains a small model for two steps and returns the losses and gradient norms.
+fn train(engine: &mut dyn Engine, recompute: Recompute) -> Vec<f32> {
+    let descriptor = Descriptor::gpt2(2, 2, 128, 24, 50).unwrap();
+    let layout = BatchLayout { b: 3, t: 17 };
+    let options = PlanOptions { recompute, ..PlanOptions::training(layout.b, 24) };
+    let (model, plan) = Decoder::plan(descriptor, options, engine);
+    engine.allocate(&plan).unwrap();
+    model.initialize(engine, 42).unwrap();
+    let (mut train_step, ranks) = (TrainStep::new(&model, layout, 1), &mut Ranks::default());
+    let mut stats = Vec::new();
+    for step in 1..3 {
+        let (learning_rate, weight_decay, clip) = (1e-3, 0.1, 1.0);
+        let adamw = AdamW { learning_rate, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay, step, clip, seed: step };
+        let mut load = |engine: &mut dyn Engine| load_batch(&model, engine, layout, step);
+        train_step.run(engine, ranks, &mut load, &mut |_, _| Ok(Some(adamw.into()))).unwrap();
+        stats.extend(engine.read(model.training.unwrap().stats).unwrap());
+    }
+    stats
+}
+
+#[test]
+fn training_steps_match_cpu_engine_without_memory_errors() {
+    let (stored, recomputed) = (Recompute::Nothing, Recompute::ActivationAndNorms);
+    let expected = train(&mut Cpu::new(), stored);
+    let mut sm_90a_stats = Vec::new();
+    for (precision, hopper, recompute, tolerance) in [
+        (Precision::Fp32, false, recomputed, 1e-4),
+        (Precision::Bf16, false, recomputed, 2e-2),
+        (Precision::Bf16, true, stored, 2e-2),
+        (Precision::Bf16, true, recomputed, 2e-2),
+    ] {
+        let got = train(&mut *emulated(EmulatedGpu::new(hopper), precision, None, true), recompute);
+        if hopper {
+            sm_90a_stats.push(got.clone());
+        }
+        for (got, expected) in got.iter().zip(&expected) {
+            assert!((got - expected).abs() < tolerance * expected.abs(), "{precision:?}: {got}, expected {expected}");
+        }
+    }
+    // The recomputed GELU has the same bits as the GELU of the forward epilogue.
+    assert_eq!(sm_90a_stats[0], sm_90a_stats[1]);
+}
+
+/// Returns the name and gradient of each parameter tensor after one micro-batch, for a model of two layers.
+fn gradients(engine: &mut dyn Engine, channels: usize) -> Vec<(String, Vec<f32>)> {
+    let descriptor = Descriptor::gpt2(2, channels / 64, channels, 16, 50).unwrap();
+    let layout = BatchLayout { b: 2, t: 9 };
+    let recompute = Recompute::ActivationAndNorms;
+    let options =
+        PlanOptions { master_weights: MasterWeights::None, recompute, ..PlanOptions::training(layout.b, layout.t) };
+    let (model, plan) = Decoder::plan(descriptor, options, engine);
+    engine.allocate(&plan).unwrap();
+    model.initialize(engine, 42).unwrap();
+    let mut load = |engine: &mut dyn Engine| load_batch(&model, engine, layout, 1);
+    TrainStep::new(&model, layout, 1).gradients(engine, &mut Ranks::default(), &mut load).unwrap();
+    let training = model.training.unwrap();
+    let read = |(param, layer)| {
+        let values = engine.read(model.grad_store(&training).tensor(param, layer)).unwrap();
+        (format!("{param:?} of layer {layer}"), values)
+    };
+    model.layout.file_order().map(read).collect()
+}
+
+/// Bias gradients are column sums, which either the LayerNorm or the matmul backward computes. The CPU engine always
+/// uses the former. The CUDA engine uses it only if a whole block processes a row.
+#[test]
+fn bias_gradients_match_from_layernorm_or_matmul_backward() {
+    for (precision, channels, in_layernorm, tolerance) in [
+        (Precision::Fp32, 128, false, 1e-4),
+        (Precision::Fp32, 576, true, 1e-4),
+        (Precision::Bf16, 128, false, 3e-2),
+        (Precision::Bf16, 1088, true, 3e-2),
+    ] {
+        let (engine, reference) = (&mut *emulated(EmulatedGpu::new(false), precision, None, true), &mut Cpu::new());
+        assert_eq!((engine.fuses_column_sums(channels), reference.fuses_column_sums(channels)), (in_layernorm, true));
+        for ((name, got), (_, want)) in gradients(engine, channels).iter().zip(&gradients(reference, channels)) {
+            let largest = want.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+            for (i, (got, want)) in got.iter().zip(want).enumerate() {
+                let error = (got - want).abs();
+                let element = format!("{precision:?}, C = {channels}: {name}[{i}]");
+                assert!(error <= tolerance * largest, "{element}: {got}, expected {want}, largest {largest}");
+            }
+        }
+    }
+}

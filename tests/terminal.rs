@@ -1,0 +1,108 @@
+//! The program in a terminal of 40 columns: progress bars, colors and help. `script` of util-linux provides the terminal.
+
+mod common;
+
+use common::{llm_rs, succeed};
+use std::process::Command;
+
+const COLUMNS: usize = 40;
+/// A command that takes longer than the delay after which bars appear.
+const LONG: &str = "simulate --seeds 20";
+
+/// Runs the program in a terminal and returns everything that it writes there.
+fn in_terminal(args: &str, no_color: Option<&str>) -> String {
+    let program = env!("CARGO_BIN_EXE_llm-rs");
+    let mut script = Command::new("script");
+    script.args(["-qec", &format!("stty cols {COLUMNS} rows 24; exec {program} {args}"), "/dev/null"]);
+    script.env("TERM", "xterm").env_remove("NO_COLOR").envs(no_color.map(|value| ("NO_COLOR", value)));
+    String::from_utf8(script.output().expect("script is installed").stdout).unwrap()
+}
+
+/// Returns the lines that were on the screen at some time, without escape sequences.
+fn shown(written: &str) -> Vec<String> {
+    let mut lines = Vec::new();
+    for line in written.split(['\r', '\n']) {
+        let mut parts = line.split("\x1b[");
+        let first = parts.next().unwrap_or_default().to_owned();
+        let after_escape = |part: &str| {
+            let end = part.find(|c: char| c.is_ascii_alphabetic()).map_or(part.len(), |at| at + 1);
+            part[end..].to_owned()
+        };
+        lines.push(parts.map(after_escape).fold(first, |line, part| line + &part));
+    }
+    lines
+}
+
+fn is_bar(line: &str) -> bool {
+    line.contains("% | ") && line.trim_end().ends_with(" left")
+}
+
+#[test]
+fn long_work_shows_the_time_left_and_leaves_its_result() {
+    let lines = shown(&in_terminal(LONG, None));
+    let bars: Vec<&String> = lines.iter().filter(|line| is_bar(line)).collect();
+    assert!(!bars.is_empty() && bars.iter().all(|bar| bar.starts_with("seeds ")), "{lines:?}");
+    assert!(bars.iter().all(|bar| bar.len() <= COLUMNS), "{bars:?}");
+    assert!(bars.iter().any(|bar| bar.trim_end().ends_with("s left")), "no time left: {bars:?}");
+    let result = lines.iter().position(|line| line.starts_with("| all | 20 | ")).expect("the result is printed");
+    assert!(!lines[result..].iter().any(|line| is_bar(line)), "{lines:?}");
+}
+
+#[test]
+fn quiet_json_and_piped_commands_show_no_bars() {
+    let quiet = shown(&in_terminal(&format!("{LONG} --quiet"), None));
+    assert!(quiet.iter().any(|line| line.starts_with("| all | 20 | ")) && !quiet.iter().any(|line| is_bar(line)));
+    let json: serde_json::Value = serde_json::from_str(&in_terminal(&format!("{LONG} --json"), None)).unwrap();
+    let all = json.as_array().unwrap().last().unwrap();
+    assert_eq!((&all["fault"], &all["seeds"]), (&"all".into(), &20.into()));
+    let piped = llm_rs(&LONG.split(' ').collect::<Vec<_>>());
+    assert!(piped.status.success() && piped.stderr.is_empty(), "{}", String::from_utf8_lossy(&piped.stderr));
+}
+
+#[test]
+fn colors_need_a_terminal_without_no_color() {
+    for args in ["doctor", "selftest swiglu --small", "data check /nowhere.bin", "train --no-such-flag", "--help"] {
+        let escapes = |no_color| in_terminal(args, no_color).contains("\x1b[");
+        assert!(escapes(None) && escapes(Some("")) && !escapes(Some("1")), "{args}");
+        let piped = llm_rs(&args.split(' ').collect::<Vec<_>>());
+        assert!(![piped.stdout, piped.stderr].concat().contains(&b'\x1b'), "{args}");
+    }
+}
+
+#[test]
+fn help_of_every_command_fits() {
+    for args in
+        ["", "train", "sweep", "eval", "data text", "data check", "bench step", "selftest", "verify", "simulate"]
+    {
+        for line in shown(&in_terminal(&format!("{args} --help"), Some("1"))) {
+            // Usage, example commands and addresses are not wrapped.
+            let may_be_long = ["Usage: ", "llm-rs ", "http", "  --", "    "].iter().any(|text| line.contains(text));
+            assert!(line.len() <= COLUMNS || may_be_long, "{args}: {line}");
+        }
+    }
+    let help = in_terminal("data text --help", Some("1"));
+    assert!(help.contains("Directory for the shards"), "{help}");
+}
+
+#[test]
+fn doctor_begins_with_its_verdict() {
+    let json: serde_json::Value = serde_json::from_str(&succeed(&["doctor", "--json"])).unwrap();
+    let text = succeed(&["doctor"]);
+    assert!(text.starts_with(&format!("{}\n", json["verdict"].as_str().unwrap())), "{text}");
+    assert_eq!(json["ready_for_gpu"], text.starts_with("Ready to train on a GPU."));
+    assert!(
+        json["findings"].as_array().unwrap().iter().all(|finding| text.contains(finding["detail"].as_str().unwrap()))
+    );
+}
+
+#[test]
+fn selftest_prints_json() {
+    let json: serde_json::Value = serde_json::from_str(&succeed(&["selftest", "swiglu", "--small", "--json"])).unwrap();
+    let cases = json["cases"].as_array().unwrap();
+    assert!(!cases.is_empty() && json["passed"] == cases.len() && json["failed"] == 0, "{json}");
+    for case in cases {
+        let name = format!("{} {}", case["operation"], case["shape"]);
+        assert!(name.contains("swiglu") && case["okay"] == true, "{case}");
+        assert!(case["tensors"][0]["max_rel_error"].as_f64() <= case["tensors"][0]["allowed"].as_f64(), "{case}");
+    }
+}
