@@ -29,7 +29,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates
         done; \
     fi \
     && useradd --create-home --uid 1000 llm
-COPY --from=build /src/target/release/llm-rs /usr/local/bin/llm-rs
+COPY --from=build /src/target/release/llm-rs /src/scripts/several_gpus /src/scripts/restarts /usr/local/bin/
 # The NVIDIA container toolkit mounts the driver of the host.
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 1000

@@ -47,6 +47,25 @@ fn several_gpus_starts_ranks_and_returns_their_exit_code() {
     assert!(output_text(&output).1.contains("rank 1 (process "), "{:?}", output_text(&output));
 }
 
+#[test]
+fn several_gpus_starts_the_ranks_of_one_of_two_hosts() {
+    let world = World::new();
+    let endpoint = free_endpoint();
+    let start = |node: &str| {
+        let mut command = world.script("several_gpus", &["2"], "out", &["--rendezvous", &endpoint]);
+        command.env("NODES", "2").env("NODE_RANK", node).spawn().unwrap()
+    };
+    let hosts = ["1", "0"].map(start).map(|host| host.wait_with_output().unwrap());
+    assert!(hosts.iter().all(|output| output.status.success()), "{hosts:?}");
+    assert!(output_text(&hosts[1]).0.contains("4 ranks, connected by TCP"), "{hosts:?}");
+    assert!(output_text(&hosts[0]).0.is_empty() && world.path("out/rank-3.log").exists(), "{hosts:?}");
+    let output = start("2").wait_with_output().unwrap();
+    assert!(
+        output.status.code() == Some(2)
+            && output_text(&output).1.contains("expected a number below NODES (2), found 2")
+    );
+}
+
 /// One rank is killed, later one is stopped. The result equals that of an uninterrupted run.
 #[test]
 fn a_run_resumes_after_lost_ranks() {

@@ -91,7 +91,7 @@ impl GemmDispatch {
             unfused,
         };
         let algo = match algos.get(best) {
-            Some(algo) => self.keep_algorithm(call, &part, *algo, executor)?,
+            Some(algo) => keep_algorithm(call, &part, *algo, executor)?,
             None => MatmulAlgo([0; 8]),
         };
         let (gemm, alignments) = call.key();
@@ -111,23 +111,6 @@ impl GemmDispatch {
             Err(error) if self.falls_back(part, &error) => Ok(none()),
             finalists => finalists,
         }
-    }
-
-    /// Selects cuBLASLt's algorithm for the library part of a GEMM, unless the part was already tuned as a GEMM of its own. Returns
-    /// the algorithm that is selected then.
-    fn keep_algorithm(
-        &self,
-        call: &GemmCall,
-        part: &GemmCall,
-        algo: MatmulAlgo,
-        executor: &mut dyn Executor,
-    ) -> Result<MatmulAlgo> {
-        let (key, timer) = (part.key(), timer_of(executor)?);
-        if let Some(previous) = timer.library_algorithm(&key).filter(|_| part.gemm != call.gemm) {
-            return Ok(previous);
-        }
-        timer.set_library_algorithm(&key, algo);
-        Ok(algo)
     }
 
     /// Returns the configurations of the wgmma kernels that are worth a race, and their launches.
@@ -176,4 +159,20 @@ impl GemmDispatch {
 
 fn timer_of(executor: &mut dyn Executor) -> Result<&mut dyn GemmTimer> {
     executor.gemm_timer().context("GEMMs cannot be timed in the emulator")
+}
+
+/// Selects cuBLASLt's algorithm for the library part of a GEMM, unless the part was already tuned as a GEMM of its own. Returns
+/// the algorithm that is selected then.
+fn keep_algorithm(
+    call: &GemmCall,
+    part: &GemmCall,
+    algo: MatmulAlgo,
+    executor: &mut dyn Executor,
+) -> Result<MatmulAlgo> {
+    let (key, timer) = (part.key(), timer_of(executor)?);
+    if let Some(previous) = timer.library_algorithm(&key).filter(|_| part.gemm != call.gemm) {
+        return Ok(previous);
+    }
+    timer.set_library_algorithm(&key, algo);
+    Ok(algo)
 }
