@@ -38,7 +38,6 @@ pub mod matmul;
 pub mod muon;
 pub mod noise;
 pub mod norm_rows;
-#[cfg(any(not(target_arch = "nvptx64"), cuda_feature = "wgmma"))]
 pub mod quantize;
 pub mod relu_squared;
 pub mod remainder;

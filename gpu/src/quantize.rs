@@ -88,7 +88,7 @@ fn warp_max(mut magnitude: u32) -> u32 {
 /// One atomic operation per block instead of one per warp: those on one address run one after another.
 #[inline(always)]
 #[track_caller]
-fn store_block_amax(amax: GlobalMut<u32>, maxima: SharedArray<u32>, magnitude: u32) {
+pub(crate) fn store_block_amax(amax: GlobalMut<u32>, maxima: SharedArray<u32>, magnitude: u32) {
     let magnitude = warp_max(magnitude);
     let (warp, lane) = (thread::thread_idx_x() as usize / warp::LANES as usize, warp::lane() as usize);
     if lane == 0 {
@@ -225,15 +225,71 @@ pub fn count_losses(
     }
 }
 
+/// Whether the GPU has instructions that convert to FP8. Otherwise integer instructions do, which take less time than memory.
+const CONVERTS: bool = cfg!(any(not(target_arch = "nvptx64"), cuda_feature = "fp8"));
+
+/// Rounds four numbers to FP8 and packs them, the first in the lowest byte.
+#[inline(always)]
+#[track_caller]
+fn pack_four<T: Fp8>(values: [f32; 4]) -> u32 {
+    if CONVERTS { T::pack_four(values) } else { u32::from_le_bytes(values.map(|value| T::FORMAT.encode(value))) }
+}
+
 /// Quantizes a packet.
 #[inline(always)]
 fn quantized<T: Fp8>(packet: Packet<bf16>, factor: f32) -> [u32; 2] {
     let value = |i| scaled(packet.get(i), factor);
-    [T::pack_four([value(0), value(1), value(2), value(3)]), T::pack_four([value(4), value(5), value(6), value(7)])]
+    [pack_four::<T>([value(0), value(1), value(2), value(3)]), pack_four::<T>([value(4), value(5), value(6), value(7)])]
+}
+
+/// Receives a tensor that the kernel which computes it quantizes.
+#[derive(Clone, Copy)]
+pub struct QuantizedOperands<T> {
+    /// The tensor.
+    pub out: GlobalMut<T>,
+    /// (1): the largest magnitude, as f32 bits, or null.
+    pub amax: GlobalMut<u32>,
+    /// (1): the scale.
+    pub scale: Global<f32>,
+}
+
+/// Memory for a quantized tensor, of which a thread computes some packets in bf16.
+pub(crate) struct QuantizedOutput<T> {
+    out: GlobalMut<T>,
+    /// 1 / scale.
+    factor: f32,
+    /// Bits of the largest magnitude of the thread's elements.
+    largest: u32,
+}
+
+impl<T: Fp8> QuantizedOutput<T> {
+    #[inline(always)]
+    #[track_caller]
+    pub fn new(out: GlobalMut<T>, scale: Global<f32>) -> Self {
+        Self { out, factor: math::div_rn(1.0, scale.at(0)), largest: 0 }
+    }
+
+    /// Quantizes the elements from `i` on.
+    #[inline(always)]
+    #[track_caller]
+    pub fn set_packet(&mut self, i: usize, packet: Packet<bf16>) {
+        self.out.set_eight(i, quantized::<T>(packet, self.factor));
+        self.largest = self.largest.max(amax_of(packet));
+    }
+
+    /// Replaces `amax` by the maximum of itself and the largest magnitude of the block, of which all threads call this. Does
+    /// nothing if `amax` is null.
+    #[inline(always)]
+    #[track_caller]
+    pub fn store_amax(&self, amax: GlobalMut<u32>, maxima: SharedArray<u32>) {
+        if !amax.is_null() {
+            store_block_amax(amax, maxima, self.largest);
+        }
+    }
 }
 
 /// out (n) = inp (n) / scale in FP8. With `AMAX`, also does what [`amax_bf16`] does. `n` is a multiple of 8. Grid: [`grid`].
-#[kernel(threads = 256, arch = "sm_90a", instances(
+#[kernel(threads = 256, instances(
     e4m3 = <E4m3, false>, e4m3_amax = <E4m3, true>, e5m2 = <E5m2, false>, e5m2_amax = <E5m2, true>))]
 pub fn quantize<T: Fp8, const AMAX: bool>(
     out: GlobalMut<T>,
@@ -351,7 +407,7 @@ fn store_transposed<T: Fp8, const SUMS: bool>(
 /// With `AMAX`, also does what [`amax_bf16`] does. With `SUMS`, also computes `partials` ([`sum_rows`], columns), the sums of
 /// the quantized values of each tile's columns, times the scale. With `GELU`, inp is gelu(inp) in bf16 instead. `rows` and `columns` are multiples of 16. Grid:
 /// [`transpose_grid`].
-#[kernel(threads = 256, arch = "sm_90a", instances(
+#[kernel(threads = 256, instances(
     e4m3 = <E4m3, false, false, false, false>, e4m3_amax = <E4m3, false, true, false, false>,
     e5m2 = <E5m2, false, false, false, false>, e5m2_amax = <E5m2, false, true, false, false>,
     both_e4m3 = <E4m3, true, false, false, false>, both_e4m3_amax = <E4m3, true, true, false, false>,

@@ -65,7 +65,7 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
     if !fp8.inp_is_quantized {
         let input = Quantize {
             out: Some(fp8.inp),
-            transposed: fp8.inp_transposed,
+            transposed: None,
             inp,
             scale: fp8.inp_scale,
             scaling: fp8.scaling,

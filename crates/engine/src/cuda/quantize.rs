@@ -7,6 +7,7 @@ use crate::{Engine, Result, Workload};
 use anyhow::{Context, ensure};
 use cuda_std::launch::Launch;
 use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, bf16};
+use gpu::quantize::QuantizedOperands;
 use gpu::{bias, column_sum, quantize};
 
 impl<T: Float> Cuda<T> {
@@ -63,6 +64,22 @@ impl<T: Float> Cuda<T> {
     /// Returns the address of the largest magnitude, as f32 bits.
     fn magnitude(&self, op: &Quantize) -> Result<GlobalMut<u32>> {
         Ok(GlobalMut::new(self.arena.address::<f32>("amax", op.scale.amax, 1)?.cast()))
+    }
+
+    /// Returns the operands of a kernel that quantizes its output with a given scale, instead of writing it in bf16. Returns
+    /// `None` if the scale, or the counts of losses, need the output in bf16, or if the kernel's format is another.
+    /// [`transpose_quantized`] must follow.
+    pub(super) fn fused_operands<F: Fp8>(&self, op: &Quantize) -> Result<Option<QuantizedOperands<F>>> {
+        let is_given = match op.scaling {
+            Scaling::Current | Scaling::Calibrate => false,
+            Scaling::Delayed => op.scale.counts.is_none(),
+            Scaling::Given => true,
+        };
+        let Some(out) = op.out.filter(|_| is_given && op.format == F::FORMAT) else { return Ok(None) };
+        check(self, op)?;
+        let amax = if op.scaling == Scaling::Delayed { self.magnitude(op)? } else { GlobalMut::null() };
+        let (out, scale) = (self.fp8("out", out, op.shape[0] * op.shape[1])?, self.input("scale", op.scale.scale, 1)?);
+        Ok(Some(QuantizedOperands { out, amax, scale }))
     }
 
     fn launch_quantize<F: Fp8>(&mut self, op: &Quantize) -> Result<()> {
@@ -128,7 +145,7 @@ pub(super) fn gelu_transposed<T: Float>(
     cuda.launch(&launch, quantize::transpose_grid(rows, columns), shared_bytes(quantize::tile_and_maxima))
 }
 
-/// Does what [`quantize`] does, for an operation of which a GEMM's epilogue has computed `out` and the largest magnitude.
+/// Does what [`quantize`] does, for an operation of which another kernel has computed `out` and the largest magnitude.
 pub(super) fn transpose_quantized<T: Float>(cuda: &mut Cuda<T>, op: &Quantize) -> Result<()> {
     match op.format {
         Fp8Format::E4m3 => cuda.launch_transpose::<E4m3>(op),
@@ -136,7 +153,8 @@ pub(super) fn transpose_quantized<T: Float>(cuda: &mut Cuda<T>, op: &Quantize) -
     }
 }
 
-pub(super) fn quantize<T: Float>(cuda: &mut Cuda<T>, op: Quantize) -> Result<()> {
+/// Checks that kernels quantize tensors of this shape.
+fn check<T: Float>(cuda: &Cuda<T>, op: &Quantize) -> Result<()> {
     let [rows, columns] = op.shape;
     ensure!(cuda.fp8_dtype().is_some(), "quantize: expected bf16 and kernels for sm_90a, found {}", cuda.describe());
     ensure!(
@@ -147,6 +165,12 @@ pub(super) fn quantize<T: Float>(cuda: &mut Cuda<T>, op: Quantize) -> Result<()>
         op.column_sums.is_none() || op.out.is_some() && op.transposed.is_some(),
         "quantize: column sums: expected both layouts, found one"
     );
+    Ok(())
+}
+
+pub(super) fn quantize<T: Float>(cuda: &mut Cuda<T>, op: Quantize) -> Result<()> {
+    let [rows, columns] = op.shape;
+    check(cuda, &op)?;
     if matches!(op.scaling, Scaling::Current | Scaling::Calibrate) {
         if op.scaling == Scaling::Current {
             cuda.zero(op.scale.amax)?;

@@ -125,7 +125,6 @@ fn forward(
         };
         let fp8 = Fp8Forward {
             inp: x[first],
-            inp_transposed: None,
             inp_is_quantized: false,
             inp_scale: of(x[first + 2], x[first + 3]),
             scaling,
@@ -267,7 +266,6 @@ fn mlp_forward(shape: MatmulShape, accumulation: Fp8Accumulation) -> Case {
         };
         let fp8 = Fp8Forward {
             inp: x[n],
-            inp_transposed: None,
             inp_is_quantized: false,
             inp_scale: scale_of(x, 0),
             scaling: Scaling::Current,
