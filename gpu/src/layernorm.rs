@@ -164,7 +164,7 @@ pub fn layernorm_forward<T: Element, const PACKETS: usize, const WARPS: usize, c
 /// Does what [`layernorm_forward`] does in bf16, and quantizes normed with a given scale (1) instead of storing it: its bits are
 /// those of [`quantize`](crate::quantize::quantize) for an output in bf16, as are those of `amax` (1), which may be null.
 ///
-/// Grid: [`Shape::forward_grid`]. Shared memory: [`Shape::forward_fp8_shared_bytes`].
+/// Grid: [`Shape::forward_fp8_grid`]. Shared memory: [`Shape::forward_fp8_shared_bytes`].
 #[kernel(threads = 256, instances(
     e4m3_2 = <E4m3, 2, 1, 1>, e4m3_1x4 = <E4m3, 1, 4, 2>, e4m3_1x8 = <E4m3, 1, 8, 2>, e4m3_4x8 = <E4m3, 4, 8, 1>,
     e4m3_8x8 = <E4m3, 8, 8, 1>,

@@ -39,6 +39,7 @@ pub mod muon;
 pub mod noise;
 pub mod norm_rows;
 pub mod quantize;
+pub mod quantize_activation;
 pub mod relu_squared;
 pub mod remainder;
 pub mod rmsnorm;

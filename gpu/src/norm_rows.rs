@@ -87,7 +87,16 @@ impl Shape {
     /// With PACKETS = 1 the kernel is persistent: at most the resident blocks of `sm_count` SMs, each with a
     /// grid-stride loop over rows that prefetches the next ones.
     pub const fn forward_grid(self, rows: usize, sm_count: usize) -> u32 {
-        let (useful, resident) = (rows.div_ceil(self.rows_per_block()) as u32, (4 * sm_count) as u32);
+        self.grid_of_resident_blocks(rows, 4 * sm_count)
+    }
+
+    /// Returns the grid size of a forward kernel with an FP8 output. It has more registers, so fewer blocks are resident.
+    pub const fn forward_fp8_grid(self, rows: usize, sm_count: usize) -> u32 {
+        self.grid_of_resident_blocks(rows, 3 * sm_count)
+    }
+
+    const fn grid_of_resident_blocks(self, rows: usize, resident: usize) -> u32 {
+        let (useful, resident) = (rows.div_ceil(self.rows_per_block()) as u32, resident as u32);
         if self.is_of_one_packet() && resident < useful { resident } else { useful }
     }
 

@@ -11,7 +11,6 @@
 //! gradient of a linear layer's output. They write one sum per column and tile of rows, in a fixed order. The kernel
 //! [`bias_backward_reduce`](crate::bias::bias_backward_reduce) adds them.
 
-use crate::gelu;
 use cuda_std::fp8::transpose_bytes;
 use cuda_std::shared::Layout;
 use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, Packet, SharedArray, bf16, kernel, math, thread, warp};
@@ -23,9 +22,9 @@ const PACKETS: usize = 4;
 /// Elements that a block of [`amax_bf16`] and [`quantize`] processes.
 const BLOCK_ELEMENTS: usize = THREADS * PACKETS * 8;
 /// Rows and columns of a tile of the transposing kernels.
-const TILE: usize = 128;
+pub(crate) const TILE: usize = 128;
 /// 32-bit words in a row of a tile.
-const ROW_WORDS: usize = TILE / 4;
+pub(crate) const ROW_WORDS: usize = TILE / 4;
 
 /// Returns the number of blocks of [`amax_bf16`] and [`quantize`] for n elements.
 pub const fn grid(n: usize) -> u32 {
@@ -102,7 +101,7 @@ pub(crate) fn store_block_amax(amax: GlobalMut<u32>, maxima: SharedArray<u32>, m
 
 /// Returns the largest magnitude in a packet.
 #[inline(always)]
-fn amax_of(packet: Packet<bf16>) -> u32 {
+pub(crate) fn amax_of(packet: Packet<bf16>) -> u32 {
     let mut largest = 0;
     for i in 0..8 {
         largest = largest.max(magnitude(packet.get(i)));
@@ -237,7 +236,7 @@ fn pack_four<T: Fp8>(values: [f32; 4]) -> u32 {
 
 /// Quantizes a packet.
 #[inline(always)]
-fn quantized<T: Fp8>(packet: Packet<bf16>, factor: f32) -> [u32; 2] {
+pub(crate) fn quantized<T: Fp8>(packet: Packet<bf16>, factor: f32) -> [u32; 2] {
     let value = |i| scaled(packet.get(i), factor);
     [pack_four::<T>([value(0), value(1), value(2), value(3)]), pack_four::<T>([value(4), value(5), value(6), value(7)])]
 }
@@ -325,7 +324,7 @@ pub fn quantize<T: Fp8, const AMAX: bool>(
 /// The permutation by groups of 16 rows lets a warp read four adjacent words of eight such groups, and write whole rows,
 /// without bank conflicts. It keeps aligned groups of four words together.
 #[inline(always)]
-fn place(row: usize, word: usize) -> usize {
+pub(crate) fn place(row: usize, word: usize) -> usize {
     row * ROW_WORDS + (word ^ (row / 16 % 8 * 4))
 }
 
@@ -349,18 +348,20 @@ fn sum_of<T: Fp8>(words: [u32; 4]) -> f32 {
 
 /// Column sums of a quantized tensor (rows, columns).
 #[derive(Clone, Copy)]
-struct ColumnSums {
+pub(crate) struct ColumnSums {
     /// (tiles of rows, columns): receives the sums of each tile.
-    partials: GlobalMut<f32>,
+    pub partials: GlobalMut<f32>,
+    /// Elements from a row of `partials` to the next.
+    pub columns: usize,
     /// The tensor's scale.
-    scale: f32,
+    pub scale: f32,
 }
 
 /// Stores a tile of FP8 numbers, transposed, to out (columns, rows). `row` and `column` are the tile's first. Elements outside
 /// of the matrix are zeros in the tile. With `SUMS`, also stores the sums of the tile's columns.
 #[inline(always)]
 #[track_caller]
-fn store_transposed<T: Fp8, const SUMS: bool>(
+pub(crate) fn store_transposed<T: Fp8, const SUMS: bool>(
     out: GlobalMut<T>,
     tile: SharedArray<u32>,
     [row, column]: [usize; 2],
@@ -392,7 +393,7 @@ fn store_transposed<T: Fp8, const SUMS: bool>(
         let [a, b, c, d] = transposed;
         let of_columns = [of_column(a), of_column(b), of_column(c), of_column(d)];
         if thread.is_multiple_of(8) && column < columns {
-            sums.partials.set_four(tile_row * columns + column, of_columns);
+            sums.partials.set_four(tile_row * sums.columns + column, of_columns);
         }
     }
     if row >= rows || column >= columns {
@@ -405,17 +406,16 @@ fn store_transposed<T: Fp8, const SUMS: bool>(
 
 /// `transposed` (columns, rows) = inp (rows, columns)ᵀ / scale in FP8. With `BOTH`, also out (rows, columns) = inp / scale.
 /// With `AMAX`, also does what [`amax_bf16`] does. With `SUMS`, also computes `partials` ([`sum_rows`], columns), the sums of
-/// the quantized values of each tile's columns, times the scale. With `GELU`, inp is gelu(inp) in bf16 instead. `rows` and `columns` are multiples of 16. Grid:
+/// the quantized values of each tile's columns, times the scale. `rows` and `columns` are multiples of 16. Grid:
 /// [`transpose_grid`].
 #[kernel(threads = 256, instances(
-    e4m3 = <E4m3, false, false, false, false>, e4m3_amax = <E4m3, false, true, false, false>,
-    e5m2 = <E5m2, false, false, false, false>, e5m2_amax = <E5m2, false, true, false, false>,
-    both_e4m3 = <E4m3, true, false, false, false>, both_e4m3_amax = <E4m3, true, true, false, false>,
-    both_e5m2 = <E5m2, true, false, false, false>, both_e5m2_amax = <E5m2, true, true, false, false>,
-    both_e4m3_sums = <E4m3, true, false, true, false>, both_e4m3_amax_sums = <E4m3, true, true, true, false>,
-    both_e5m2_sums = <E5m2, true, false, true, false>, both_e5m2_amax_sums = <E5m2, true, true, true, false>,
-    e4m3_gelu = <E4m3, false, false, false, true>))]
-pub fn quantize_transpose<T: Fp8, const BOTH: bool, const AMAX: bool, const SUMS: bool, const GELU: bool>(
+    e4m3 = <E4m3, false, false, false>, e4m3_amax = <E4m3, false, true, false>,
+    e5m2 = <E5m2, false, false, false>, e5m2_amax = <E5m2, false, true, false>,
+    both_e4m3 = <E4m3, true, false, false>, both_e4m3_amax = <E4m3, true, true, false>,
+    both_e5m2 = <E5m2, true, false, false>, both_e5m2_amax = <E5m2, true, true, false>,
+    both_e4m3_sums = <E4m3, true, false, true>, both_e4m3_amax_sums = <E4m3, true, true, true>,
+    both_e5m2_sums = <E5m2, true, false, true>, both_e5m2_amax_sums = <E5m2, true, true, true>))]
+pub fn quantize_transpose<T: Fp8, const BOTH: bool, const AMAX: bool, const SUMS: bool>(
     out: GlobalMut<T>,
     transposed: GlobalMut<T>,
     amax: GlobalMut<u32>,
@@ -440,11 +440,6 @@ pub fn quantize_transpose<T: Fp8, const BOTH: bool, const AMAX: bool, const SUMS
             packets[i] = inp.packet_streaming(at(i).0 * columns + at(i).1);
         }
     }
-    if GELU {
-        for i in 0..8 {
-            packets[i] = Packet::from_fn(|j| gelu::gelu(packets[i].get(j)));
-        }
-    }
     let mut largest = 0;
     for i in 0..8 {
         let words = quantized::<T>(packets[i], factor);
@@ -460,7 +455,7 @@ pub fn quantize_transpose<T: Fp8, const BOTH: bool, const AMAX: bool, const SUMS
         store_block_amax(amax, maxima, largest);
     }
     thread::sync_threads();
-    let sums = ColumnSums { partials, scale: if SUMS { scale.at(0) } else { 1.0 } };
+    let sums = ColumnSums { partials, columns, scale: if SUMS { scale.at(0) } else { 1.0 } };
     store_transposed::<T, SUMS>(transposed, tile, [row, column], [rows, columns], sums);
 }
 
@@ -492,6 +487,6 @@ pub fn transpose_fp8<T: Fp8, const SUMS: bool>(
         tile.set_four(place(first_row + i * 32, packet * 4), packets[i].packed());
     }
     thread::sync_threads();
-    let sums = ColumnSums { partials, scale: if SUMS { scale.at(0) } else { 1.0 } };
+    let sums = ColumnSums { partials, columns, scale: if SUMS { scale.at(0) } else { 1.0 } };
     store_transposed::<T, SUMS>(out, tile, [row, column], [rows, columns], sums);
 }

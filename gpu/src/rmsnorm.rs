@@ -109,9 +109,9 @@ pub fn rmsnorm_forward<T: Element, const PACKETS: usize, const WARPS: usize, con
 /// Does what [`rmsnorm_forward`] does in bf16, and quantizes out with a given scale (1) instead of storing it: its bits are those
 /// of [`quantize`](crate::quantize::quantize) for an output in bf16, as are those of `amax` (1), which may be null.
 ///
-/// Grid: [`Shape::forward_grid`]. Shared memory: [`Shape::forward_fp8_shared_bytes`].
+/// Grid: [`Shape::forward_fp8_grid`]. Shared memory: [`Shape::forward_fp8_shared_bytes`].
 ///
-/// [`Shape::forward_grid`]: crate::norm_rows::Shape::forward_grid
+/// [`Shape::forward_fp8_grid`]: crate::norm_rows::Shape::forward_fp8_grid
 /// [`Shape::forward_fp8_shared_bytes`]: crate::norm_rows::Shape::forward_fp8_shared_bytes
 #[kernel(threads = 256, instances(
     e4m3_2 = <E4m3, 2, 1, 1>, e4m3_1x4 = <E4m3, 1, 4, 2>, e4m3_1x8 = <E4m3, 1, 8, 2>, e4m3_4x8 = <E4m3, 4, 8, 1>,

@@ -78,7 +78,7 @@ fn check_quantized(n: usize, channels: usize, scale: f32, bad: Option<f32>) {
         let (r, c) = (n as u32, channels as u32);
         let launch =
             dispatch!(shape, layernorm_forward_fp8::<E4m3>(normed, mean, rstd, amax, scale_, inp, weight, bias, r, c));
-        run(&mut memory, &launch, shape.forward_grid(n, 1), shape.forward_fp8_shared_bytes());
+        run(&mut memory, &launch, shape.forward_fp8_grid(n, 1), shape.forward_fp8_shared_bytes());
         quantized::check(&memory, normed, &want.normed, scale, amax_before.map(|before| (amax, before)));
         assert_same("mean", &read(&memory, mean), &want.mean);
         assert_same("rstd", &read(&memory, rstd), &want.rstd);

@@ -8,7 +8,6 @@ use common::{for_all, noise, rounded, run};
 use cuda_std::emulate::Memory;
 use cuda_std::shared::Layout;
 use cuda_std::{E4m3, E5m2, Element, Fp8, Global, GlobalMut, bf16};
-use gpu::gelu::{self, gelu_forward};
 use gpu::quantize::{
     self, amax_bf16, count_losses, current_scale, delayed_scales, grid, quantize, quantize_transpose, scale_of,
     scales_grid, sum_rows, transpose_fp8, transpose_grid,
@@ -19,7 +18,7 @@ tests! {
     kernels of "quantize.rs";
     once: amax_is_the_largest_magnitude, amax_accumulates_and_keeps_nan, any_length_is_quantized,
         values_saturate_and_others_become_nan, current_scale_fits_the_largest_magnitude,
-        delayed_scales_fit_the_largest_finite_amax, losses_are_counted, any_shape_is_transposed, columns_are_summed, gelu_is_applied_first,
+        delayed_scales_fit_the_largest_finite_amax, losses_are_counted, any_shape_is_transposed, columns_are_summed,
         fp8_is_transposed;
 }
 
@@ -190,7 +189,7 @@ fn check_transpose<T: Fp8 + Pod, const BOTH: bool, const AMAX: bool, const SUMS:
     let (transposed_, amax) = (memory.output("transposed", values.len()), memory.buffer("amax", &[7]));
     let sums = if SUMS { memory.output("sums", sum_rows(rows) * columns) } else { GlobalMut::from_address(0) };
     let (r, c) = (rows as u32, columns as u32);
-    let launch = quantize_transpose::<T, BOTH, AMAX, SUMS, false>(out, transposed_, amax, sums, inp, scale_, r, c);
+    let launch = quantize_transpose::<T, BOTH, AMAX, SUMS>(out, transposed_, amax, sums, inp, scale_, r, c);
     run(&mut memory, &launch, transpose_grid(rows, columns), shared_bytes());
     let want = reference::<T>(values, scale);
     if BOTH {
@@ -218,24 +217,6 @@ fn any_shape_is_transposed() {
         check_transpose::<E5m2, false, true, false>(&values, shape);
         check_transpose::<E5m2, true, false, false>(&values, shape);
         check_transpose::<E5m2, true, true, false>(&values, shape);
-    });
-}
-
-/// The bits are those of the kernel for GELU and of quantization after it.
-fn gelu_is_applied_first() {
-    for_all(8, (shapes(), 0..u32::MAX), |((rows, columns), seed)| {
-        let (values, scale) = (values(rows * columns, seed), 0.04);
-        let mut memory = Memory::new();
-        let (inp, scale_) = (memory.input("inp", &values), memory.input("scale", &[scale]));
-        let (activated, out) = (memory.output("activated", values.len()), memory.output("out", values.len()));
-        let n = values.len();
-        run(&mut memory, &gelu_forward(activated, inp, n as u64), gelu::grid::<bf16>(n), 0);
-        let (none, amax, sums) = (GlobalMut::from_address(0), GlobalMut::from_address(0), GlobalMut::from_address(0));
-        let (r, c) = (rows as u32, columns as u32);
-        let launch = quantize_transpose::<E4m3, false, false, false, true>(none, out, amax, sums, inp, scale_, r, c);
-        run(&mut memory, &launch, transpose_grid(rows, columns), shared_bytes());
-        let want = reference::<E4m3>(&memory.read(activated), scale);
-        assert_eq!(bits(&memory.read(out)), transposed(&want, columns), "{rows} x {columns}");
     });
 }
 

@@ -68,7 +68,7 @@ pub fn forward_fp8(operands: Fp8ForwardOperands, size: Size) -> Option<KernelLau
     let weight = weight.unwrap_or(Global::null());
     Some(KernelLaunch {
         launch: dispatch!(shape, rmsnorm_forward_fp8::<E4m3>(out, rstd, amax, scale, inp, weight, eps, rows, channels)),
-        grid: [shape.forward_grid(size.rows, size.sm_count), 1, 1],
+        grid: [shape.forward_fp8_grid(size.rows, size.sm_count), 1, 1],
         shared_bytes: shape.forward_fp8_shared_bytes(),
     })
 }

@@ -88,9 +88,14 @@ impl GemmDispatch {
         valid
     }
 
+    /// Reports whether kernels compute GEMMs, where they are the fastest.
+    pub fn uses_kernels(&self) -> bool {
+        self.hopper && self.backend != MatmulBackend::Cublaslt
+    }
+
     /// Reports whether a kernel could compute a GEMM, whether or not it is the fastest.
     pub fn may_use_kernel(&self, call: &GemmCall) -> bool {
-        self.hopper && self.backend != MatmulBackend::Cublaslt && WgmmaGemm::new(&call.gemm, &call.operands).is_some()
+        self.uses_kernels() && WgmmaGemm::new(&call.gemm, &call.operands).is_some()
     }
 
     /// Reports whether cuBLASLt may compute the library part of a GEMM.

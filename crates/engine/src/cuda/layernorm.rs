@@ -58,7 +58,7 @@ fn forward_quantizing<T: Float>(cuda: &mut Cuda<T>, op: &LayerNormForward, next:
             op.c as u32,
         )
     );
-    let grid = shape.forward_grid(rows, cuda.executor.sm_count());
+    let grid = shape.forward_fp8_grid(rows, cuda.executor.sm_count());
     cuda.launch(&launch, [grid, 1, 1], shape.forward_fp8_shared_bytes())?;
     quantize::transpose_quantized(cuda, next)?;
     Ok(true)
