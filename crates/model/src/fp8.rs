@@ -88,7 +88,7 @@ impl Fp8Options {
     ) -> Result<Self> {
         let dtype = engine.fp8_dtype().with_context(|| {
             let device = engine.describe();
-            format!("--precision fp8: expected a GPU of compute capability 9.0 and bf16, found {device}; use --precision bf16")
+            format!("--precision fp8: expected a GPU of compute capability 8.9 or later and bf16, found {device}; use --precision bf16")
         })?;
         for (what, extent, fix) in [
             ("batch x seq", b * t, "change --batch or --seq"),

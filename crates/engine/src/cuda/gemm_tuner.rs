@@ -1,7 +1,7 @@
 //! The autotuner: times the backends of each GEMM once and keeps the fastest.
 
 use super::executor::{Executor, GemmTimer};
-use super::gemm_dispatch::GemmDispatch;
+use super::gemm_dispatch::{GemmDispatch, unsupported};
 use super::wgmma::WgmmaGemm;
 use crate::gemm::{Choice, GemmCall, KernelConfig, Timing, Tuning};
 use crate::{COOLDOWN, Result};
@@ -77,7 +77,7 @@ impl GemmDispatch {
         // SAFETY: the operations have checked the operands against the arena; nothing else is running.
         let library = match unsafe { timer.time_library(&part.gemm, &part.operands) } {
             Err(error) if self.falls_back(&part, &error) => return never(),
-            library => library?,
+            library => library.map_err(|error| unsupported(&part.gemm, error))?,
         };
         if let Some(algo) = previous {
             // The part was already tuned as a GEMM of its own.

@@ -1,7 +1,7 @@
 //! Linear layers as GEMMs with FP8 operands. All GEMMs have the layout NT, because FP8 tensor cores read both operands along K.
 
 use super::quantize::{quantize, transpose_quantized};
-use super::{Cuda, Float, Fp8Bits, activation};
+use super::{Cuda, Float, Fp8Bits, activation, bias};
 use crate::gemm::{GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision};
 use crate::ops::{
     Activation, ActivationInput, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, MatmulBackward,
@@ -90,6 +90,15 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
         ..operands
     };
     let gemm = Gemm { precision: forward_precision(fp8.accumulation), ..gemm };
+    if let Some(bias) =
+        op.bias.filter(|_| gemm.epilogue == GemmEpilogue::BiasResidual && !cuda.executor.emulation().hopper)
+    {
+        // cuBLASLt lacks bias and residual together for some shapes, and no kernel computes the GEMM.
+        let gemm = Gemm { epilogue: GemmEpilogue::Residual, ..gemm };
+        let operands = GemmOperands { bias: None, ..operands };
+        cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })?;
+        return bias::add(cuda, out, bias, [rows, oc]);
+    }
     if gemm.epilogue == GemmEpilogue::BiasGelu
         && let Some(next) = fp8.out
         && cuda.run_quantizing(Gemm { epilogue: GemmEpilogue::BiasGeluFp8, ..gemm }, operands, &next)?

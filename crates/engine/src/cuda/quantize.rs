@@ -137,7 +137,7 @@ pub(super) fn transpose_quantized<T: Float>(cuda: &mut Cuda<T>, op: &Quantize) -
 /// Checks that kernels quantize tensors of this shape.
 fn check<T: Float>(cuda: &Cuda<T>, op: &Quantize) -> Result<()> {
     let [rows, columns] = op.shape;
-    ensure!(cuda.fp8_dtype().is_some(), "quantize: expected bf16 and kernels for sm_90a, found {}", cuda.describe());
+    ensure!(cuda.fp8_dtype().is_some(), "quantize: expected bf16 and a GPU with FP8, found {}", cuda.describe());
     ensure!(
         rows.is_multiple_of(16) && columns.is_multiple_of(16),
         "quantize: expected rows and columns that are multiples of 16, found {rows} x {columns}"
