@@ -1,3 +1,5 @@
+//! The sum of a matrix and a bias, and the bias gradient.
+//!
 //! Bias gradient: dbias (OC) += sum over rows of dout (rows, OC).
 //!
 //! A two-stage reduction without atomics. In the first stage, block (g, s) sums slice s of the rows for 32 packets of
@@ -7,7 +9,7 @@
 
 use crate::column_sum;
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, kernel, thread, warp};
+use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, bf16, kernel, thread, warp};
 
 const THREADS: u32 = 256;
 const WARPS: usize = (THREADS / warp::LANES) as usize;
@@ -95,4 +97,22 @@ pub fn bias_backward_reduce<T: Element>(dbias: GlobalMut<T>, partials: Global<f3
     if let Some((column, sum)) = column_sum::column_sum(partials, slices as usize, columns as usize) {
         dbias.set(column, T::from_f32(dbias.at(column).to_f32() + sum));
     }
+}
+
+/// Returns the grid of [`bias_add`] for out (rows, OC) of n elements.
+pub const fn bias_add_grid(n: usize) -> u32 {
+    n.div_ceil(THREADS as usize * bf16::PACKET) as u32
+}
+
+/// Adds bias (OC) to each row of out (rows, OC). `n` is rows · OC, and has fewer than 2^32 packets. Grid: [`bias_add_grid`].
+#[kernel(threads = 256)]
+pub fn bias_add(out: GlobalMut<bf16>, bias: Global<bf16>, n: u64, columns: u32) {
+    let packet = thread::index_1d();
+    let i = packet * bf16::PACKET;
+    if i >= n as usize {
+        return;
+    }
+    let column = packet as u32 % (columns / bf16::PACKET as u32).max(1) * bf16::PACKET as u32;
+    let (x, b) = (out.packet(i), bias.packet(column as usize));
+    out.set_packet(i, Packet::from_fn(|k| x.get(k) + b.get(k)));
 }

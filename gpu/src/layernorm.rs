@@ -16,9 +16,12 @@
 //! T, which is more accurate than summing the stored values and saves their conversion.
 
 use crate::column_sum;
-use crate::norm_rows::{MAX_ROWS, RowPart, Shape, THREADS, backward_shared, forward_pipeline, scratch, stages};
+use crate::norm_rows::{
+    MAX_ROWS, RowOutput, RowPart, Shape, THREADS, backward_shared, forward_pipeline, scratch, stages,
+};
+use crate::quantize::{self, QuantizedOutput};
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Global, GlobalMut, Packet, async_copy, kernel, math, thread, warp};
+use cuda_std::{E4m3, Element, Fp8, Global, GlobalMut, Packet, async_copy, bf16, kernel, math, thread, warp};
 
 const EPSILON: f32 = 1e-5;
 
@@ -70,11 +73,10 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
         x: &[[Packet<T>; PACKETS]; ROWS],
         row: usize,
         rows: usize,
-        outputs: Outputs<T>,
+        Outputs { normed, mean, rstd }: &mut Outputs<impl RowOutput<T>>,
         weight: impl Fn(usize) -> Packet<T>,
         bias: impl Fn(usize) -> Packet<T>,
     ) {
-        let Outputs { normed, mean, rstd } = outputs;
         let scale = math::recip(self.channels as f32);
         let mut sums = [[0.0]; ROWS];
         for r in 0..ROWS {
@@ -123,12 +125,18 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
     }
 }
 
-/// Outputs of [`layernorm_forward`].
-#[derive(Clone, Copy)]
-struct Outputs<T> {
-    normed: GlobalMut<T>,
+/// Outputs of a forward kernel: `normed` receives the normalized rows.
+struct Outputs<O> {
+    normed: O,
     mean: GlobalMut<f32>,
     rstd: GlobalMut<f32>,
+}
+
+/// Inputs of a forward kernel.
+struct Inputs<T> {
+    inp: Global<T>,
+    weight: Global<T>,
+    bias: Global<T>,
 }
 
 /// Computes normed (rows, C), mean (rows) and rstd (rows) from inp (rows, C), weight (C) and bias (C).
@@ -149,9 +157,48 @@ pub fn layernorm_forward<T: Element, const PACKETS: usize, const WARPS: usize, c
     rows: u32,
     channels: u32,
 ) {
-    let outputs = Outputs { normed, mean, rstd };
+    let (mut outputs, inputs) = (Outputs { normed, mean, rstd }, Inputs { inp, weight, bias });
+    normalize_rows::<T, _, PACKETS, WARPS, ROWS>(&mut Layout::new(), &mut outputs, inputs, rows, channels);
+}
+
+/// Does what [`layernorm_forward`] does in bf16, and quantizes normed with a given scale (1) instead of storing it: its bits are
+/// those of [`quantize`](crate::quantize::quantize) for an output in bf16, as are those of `amax` (1), which may be null.
+///
+/// Grid: [`Shape::forward_fp8_grid`]. Shared memory: [`Shape::forward_fp8_shared_bytes`].
+#[kernel(threads = 256, instances(
+    e4m3_2 = <E4m3, 2, 1, 1>, e4m3_1x4 = <E4m3, 1, 4, 2>, e4m3_1x8 = <E4m3, 1, 8, 2>, e4m3_4x8 = <E4m3, 4, 8, 1>,
+    e4m3_8x8 = <E4m3, 8, 8, 1>,
+))]
+pub fn layernorm_forward_fp8<F: Fp8, const PACKETS: usize, const WARPS: usize, const ROWS: usize>(
+    normed: GlobalMut<F>,
+    mean: GlobalMut<f32>,
+    rstd: GlobalMut<f32>,
+    amax: GlobalMut<u32>,
+    scale: Global<f32>,
+    inp: Global<bf16>,
+    weight: Global<bf16>,
+    bias: Global<bf16>,
+    rows: u32,
+    channels: u32,
+) {
     let mut layout = Layout::new();
-    let part = RowPart::<T, PACKETS, WARPS, ROWS>::new(channels, scratch(&mut layout, MAX_ROWS));
+    let maxima = quantize::maxima(&mut layout);
+    let mut outputs = Outputs { normed: QuantizedOutput::new(normed, scale), mean, rstd };
+    let inputs = Inputs { inp, weight, bias };
+    normalize_rows::<bf16, _, PACKETS, WARPS, ROWS>(&mut layout, &mut outputs, inputs, rows, channels);
+    outputs.normed.store_amax(amax, maxima);
+}
+
+/// Normalizes the block's rows.
+#[inline(always)]
+fn normalize_rows<T: Element, O: RowOutput<T>, const PACKETS: usize, const WARPS: usize, const ROWS: usize>(
+    layout: &mut Layout,
+    outputs: &mut Outputs<O>,
+    Inputs { inp, weight, bias }: Inputs<T>,
+    rows: u32,
+    channels: u32,
+) {
+    let part = RowPart::<T, PACKETS, WARPS, ROWS>::new(channels, scratch(layout, MAX_ROWS));
     let (mut row, rows) = (part.row(), rows as usize);
     let (weight, bias) = (part.parameter(weight), part.parameter(bias));
     if PACKETS > 1 {
@@ -161,7 +208,7 @@ pub fn layernorm_forward<T: Element, const PACKETS: usize, const WARPS: usize, c
         return;
     }
     // No barrier is needed: each thread reads only the data it copied.
-    let pipeline = forward_pipeline::<T>(&mut layout, ROWS);
+    let pipeline = forward_pipeline::<T>(layout, ROWS);
     let slot =
         |stage: usize, r: usize| ((stage * ROWS + r) * THREADS as usize + thread::thread_idx_x() as usize) * T::PACKET;
     let fetch = |stage: usize, row: usize| {

@@ -38,8 +38,8 @@ pub mod matmul;
 pub mod muon;
 pub mod noise;
 pub mod norm_rows;
-#[cfg(any(not(target_arch = "nvptx64"), cuda_feature = "wgmma"))]
 pub mod quantize;
+pub mod quantize_activation;
 pub mod relu_squared;
 pub mod remainder;
 pub mod rmsnorm;

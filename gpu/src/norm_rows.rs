@@ -20,8 +20,9 @@
 //! Arithmetic does not belong here. Neither do the loops over rows: in a shared function that calls a closure, LLVM
 //! schedules the LayerNorm kernels differently and uses up to 60 % more registers.
 
+use crate::quantize::{self, QuantizedOutput};
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, block, thread, warp};
+use cuda_std::{Element, Fp8, Global, GlobalMut, Packet, SharedArray, bf16, block, thread, warp};
 
 /// Threads of a block of a forward or backward kernel.
 pub(crate) const THREADS: u32 = 256;
@@ -86,13 +87,32 @@ impl Shape {
     /// With PACKETS = 1 the kernel is persistent: at most the resident blocks of `sm_count` SMs, each with a
     /// grid-stride loop over rows that prefetches the next ones.
     pub const fn forward_grid(self, rows: usize, sm_count: usize) -> u32 {
-        let (useful, resident) = (rows.div_ceil(self.rows_per_block()) as u32, (4 * sm_count) as u32);
+        self.grid_of_resident_blocks(rows, 4 * sm_count)
+    }
+
+    /// Returns the grid size of a forward kernel with an FP8 output. It has more registers, so fewer blocks are resident.
+    pub const fn forward_fp8_grid(self, rows: usize, sm_count: usize) -> u32 {
+        self.grid_of_resident_blocks(rows, 3 * sm_count)
+    }
+
+    const fn grid_of_resident_blocks(self, rows: usize, resident: usize) -> u32 {
+        let (useful, resident) = (rows.div_ceil(self.rows_per_block()) as u32, resident as u32);
         if self.is_of_one_packet() && resident < useful { resident } else { useful }
     }
 
     /// Returns the shared memory of a forward kernel in bytes.
     pub fn forward_shared_bytes<T: Element>(self) -> usize {
+        self.forward_layout::<T>(Layout::new())
+    }
+
+    /// Returns the shared memory of a forward kernel with an FP8 output in bytes.
+    pub fn forward_fp8_shared_bytes(self) -> usize {
         let mut layout = Layout::new();
+        quantize::maxima(&mut layout);
+        self.forward_layout::<bf16>(layout)
+    }
+
+    fn forward_layout<T: Element>(self, mut layout: Layout) -> usize {
         scratch(&mut layout, MAX_ROWS);
         if self.is_of_one_packet() {
             forward_pipeline::<T>(&mut layout, MAX_ROWS);
@@ -125,8 +145,9 @@ impl Shape {
     }
 }
 
-/// Calls the instance of a kernel for a [`Shape`]: `dispatch!(shape, layernorm_forward::<bf16>(…))`. Generic arguments
-/// after PACKETS, WARPS and ROWS follow the element type: `dispatch!(shape, rmsnorm_backward::<bf16, true>(…))`.
+/// Calls the instance of a kernel for a [`Shape`]: `dispatch!(shape, layernorm_forward::<bf16>(…))`. The first generic argument
+/// is a storage type. Generic arguments after PACKETS, WARPS and ROWS follow it: `dispatch!(shape, rmsnorm_backward::<bf16,
+/// true>(…))`.
 #[macro_export]
 macro_rules! norm_rows_dispatch {
     ($shape:expr, $kernel:ident::<$element:ty $(, $more:tt)*>($($argument:expr),* $(,)?)) => {
@@ -177,6 +198,26 @@ pub(crate) fn backward_shared<T: Element>(
 fn group_sums(layout: &mut Layout, len: usize, rows: usize) -> SharedArray<f32> {
     scratch(layout, 2 * rows);
     layout.array(len)
+}
+
+/// The memory for the output of a forward kernel.
+pub(crate) trait RowOutput<T> {
+    /// Stores the elements from `i` on.
+    fn set_packet(&mut self, i: usize, packet: Packet<T>);
+}
+
+impl<T: Element> RowOutput<T> for GlobalMut<T> {
+    #[inline(always)]
+    fn set_packet(&mut self, i: usize, packet: Packet<T>) {
+        GlobalMut::set_packet(*self, i, packet);
+    }
+}
+
+impl<T: Fp8> RowOutput<bf16> for QuantizedOutput<T> {
+    #[inline(always)]
+    fn set_packet(&mut self, i: usize, packet: Packet<bf16>) {
+        QuantizedOutput::set_packet(self, i, packet);
+    }
 }
 
 /// The part of each row that the calling thread holds.

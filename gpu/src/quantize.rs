@@ -11,7 +11,6 @@
 //! gradient of a linear layer's output. They write one sum per column and tile of rows, in a fixed order. The kernel
 //! [`bias_backward_reduce`](crate::bias::bias_backward_reduce) adds them.
 
-use crate::gelu;
 use cuda_std::fp8::transpose_bytes;
 use cuda_std::shared::Layout;
 use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, Packet, SharedArray, bf16, kernel, math, thread, warp};
@@ -23,9 +22,9 @@ const PACKETS: usize = 4;
 /// Elements that a block of [`amax_bf16`] and [`quantize`] processes.
 const BLOCK_ELEMENTS: usize = THREADS * PACKETS * 8;
 /// Rows and columns of a tile of the transposing kernels.
-const TILE: usize = 128;
+pub(crate) const TILE: usize = 128;
 /// 32-bit words in a row of a tile.
-const ROW_WORDS: usize = TILE / 4;
+pub(crate) const ROW_WORDS: usize = TILE / 4;
 
 /// Returns the number of blocks of [`amax_bf16`] and [`quantize`] for n elements.
 pub const fn grid(n: usize) -> u32 {
@@ -88,7 +87,7 @@ fn warp_max(mut magnitude: u32) -> u32 {
 /// One atomic operation per block instead of one per warp: those on one address run one after another.
 #[inline(always)]
 #[track_caller]
-fn store_block_amax(amax: GlobalMut<u32>, maxima: SharedArray<u32>, magnitude: u32) {
+pub(crate) fn store_block_amax(amax: GlobalMut<u32>, maxima: SharedArray<u32>, magnitude: u32) {
     let magnitude = warp_max(magnitude);
     let (warp, lane) = (thread::thread_idx_x() as usize / warp::LANES as usize, warp::lane() as usize);
     if lane == 0 {
@@ -102,7 +101,7 @@ fn store_block_amax(amax: GlobalMut<u32>, maxima: SharedArray<u32>, magnitude: u
 
 /// Returns the largest magnitude in a packet.
 #[inline(always)]
-fn amax_of(packet: Packet<bf16>) -> u32 {
+pub(crate) fn amax_of(packet: Packet<bf16>) -> u32 {
     let mut largest = 0;
     for i in 0..8 {
         largest = largest.max(magnitude(packet.get(i)));
@@ -225,15 +224,71 @@ pub fn count_losses(
     }
 }
 
+/// Whether the GPU has instructions that convert to FP8. Otherwise integer instructions do, which take less time than memory.
+const CONVERTS: bool = cfg!(any(not(target_arch = "nvptx64"), cuda_feature = "fp8"));
+
+/// Rounds four numbers to FP8 and packs them, the first in the lowest byte.
+#[inline(always)]
+#[track_caller]
+fn pack_four<T: Fp8>(values: [f32; 4]) -> u32 {
+    if CONVERTS { T::pack_four(values) } else { u32::from_le_bytes(values.map(|value| T::FORMAT.encode(value))) }
+}
+
 /// Quantizes a packet.
 #[inline(always)]
-fn quantized<T: Fp8>(packet: Packet<bf16>, factor: f32) -> [u32; 2] {
+pub(crate) fn quantized<T: Fp8>(packet: Packet<bf16>, factor: f32) -> [u32; 2] {
     let value = |i| scaled(packet.get(i), factor);
-    [T::pack_four([value(0), value(1), value(2), value(3)]), T::pack_four([value(4), value(5), value(6), value(7)])]
+    [pack_four::<T>([value(0), value(1), value(2), value(3)]), pack_four::<T>([value(4), value(5), value(6), value(7)])]
+}
+
+/// Receives a tensor that the kernel which computes it quantizes.
+#[derive(Clone, Copy)]
+pub struct QuantizedOperands<T> {
+    /// The tensor.
+    pub out: GlobalMut<T>,
+    /// (1): the largest magnitude, as f32 bits, or null.
+    pub amax: GlobalMut<u32>,
+    /// (1): the scale.
+    pub scale: Global<f32>,
+}
+
+/// Memory for a quantized tensor, of which a thread computes some packets in bf16.
+pub(crate) struct QuantizedOutput<T> {
+    out: GlobalMut<T>,
+    /// 1 / scale.
+    factor: f32,
+    /// Bits of the largest magnitude of the thread's elements.
+    largest: u32,
+}
+
+impl<T: Fp8> QuantizedOutput<T> {
+    #[inline(always)]
+    #[track_caller]
+    pub fn new(out: GlobalMut<T>, scale: Global<f32>) -> Self {
+        Self { out, factor: math::div_rn(1.0, scale.at(0)), largest: 0 }
+    }
+
+    /// Quantizes the elements from `i` on.
+    #[inline(always)]
+    #[track_caller]
+    pub fn set_packet(&mut self, i: usize, packet: Packet<bf16>) {
+        self.out.set_eight(i, quantized::<T>(packet, self.factor));
+        self.largest = self.largest.max(amax_of(packet));
+    }
+
+    /// Replaces `amax` by the maximum of itself and the largest magnitude of the block, of which all threads call this. Does
+    /// nothing if `amax` is null.
+    #[inline(always)]
+    #[track_caller]
+    pub fn store_amax(&self, amax: GlobalMut<u32>, maxima: SharedArray<u32>) {
+        if !amax.is_null() {
+            store_block_amax(amax, maxima, self.largest);
+        }
+    }
 }
 
 /// out (n) = inp (n) / scale in FP8. With `AMAX`, also does what [`amax_bf16`] does. `n` is a multiple of 8. Grid: [`grid`].
-#[kernel(threads = 256, arch = "sm_90a", instances(
+#[kernel(threads = 256, instances(
     e4m3 = <E4m3, false>, e4m3_amax = <E4m3, true>, e5m2 = <E5m2, false>, e5m2_amax = <E5m2, true>))]
 pub fn quantize<T: Fp8, const AMAX: bool>(
     out: GlobalMut<T>,
@@ -269,7 +324,7 @@ pub fn quantize<T: Fp8, const AMAX: bool>(
 /// The permutation by groups of 16 rows lets a warp read four adjacent words of eight such groups, and write whole rows,
 /// without bank conflicts. It keeps aligned groups of four words together.
 #[inline(always)]
-fn place(row: usize, word: usize) -> usize {
+pub(crate) fn place(row: usize, word: usize) -> usize {
     row * ROW_WORDS + (word ^ (row / 16 % 8 * 4))
 }
 
@@ -293,18 +348,20 @@ fn sum_of<T: Fp8>(words: [u32; 4]) -> f32 {
 
 /// Column sums of a quantized tensor (rows, columns).
 #[derive(Clone, Copy)]
-struct ColumnSums {
+pub(crate) struct ColumnSums {
     /// (tiles of rows, columns): receives the sums of each tile.
-    partials: GlobalMut<f32>,
+    pub partials: GlobalMut<f32>,
+    /// Elements from a row of `partials` to the next.
+    pub columns: usize,
     /// The tensor's scale.
-    scale: f32,
+    pub scale: f32,
 }
 
 /// Stores a tile of FP8 numbers, transposed, to out (columns, rows). `row` and `column` are the tile's first. Elements outside
 /// of the matrix are zeros in the tile. With `SUMS`, also stores the sums of the tile's columns.
 #[inline(always)]
 #[track_caller]
-fn store_transposed<T: Fp8, const SUMS: bool>(
+pub(crate) fn store_transposed<T: Fp8, const SUMS: bool>(
     out: GlobalMut<T>,
     tile: SharedArray<u32>,
     [row, column]: [usize; 2],
@@ -336,7 +393,7 @@ fn store_transposed<T: Fp8, const SUMS: bool>(
         let [a, b, c, d] = transposed;
         let of_columns = [of_column(a), of_column(b), of_column(c), of_column(d)];
         if thread.is_multiple_of(8) && column < columns {
-            sums.partials.set_four(tile_row * columns + column, of_columns);
+            sums.partials.set_four(tile_row * sums.columns + column, of_columns);
         }
     }
     if row >= rows || column >= columns {
@@ -349,17 +406,16 @@ fn store_transposed<T: Fp8, const SUMS: bool>(
 
 /// `transposed` (columns, rows) = inp (rows, columns)ᵀ / scale in FP8. With `BOTH`, also out (rows, columns) = inp / scale.
 /// With `AMAX`, also does what [`amax_bf16`] does. With `SUMS`, also computes `partials` ([`sum_rows`], columns), the sums of
-/// the quantized values of each tile's columns, times the scale. With `GELU`, inp is gelu(inp) in bf16 instead. `rows` and `columns` are multiples of 16. Grid:
+/// the quantized values of each tile's columns, times the scale. `rows` and `columns` are multiples of 16. Grid:
 /// [`transpose_grid`].
-#[kernel(threads = 256, arch = "sm_90a", instances(
-    e4m3 = <E4m3, false, false, false, false>, e4m3_amax = <E4m3, false, true, false, false>,
-    e5m2 = <E5m2, false, false, false, false>, e5m2_amax = <E5m2, false, true, false, false>,
-    both_e4m3 = <E4m3, true, false, false, false>, both_e4m3_amax = <E4m3, true, true, false, false>,
-    both_e5m2 = <E5m2, true, false, false, false>, both_e5m2_amax = <E5m2, true, true, false, false>,
-    both_e4m3_sums = <E4m3, true, false, true, false>, both_e4m3_amax_sums = <E4m3, true, true, true, false>,
-    both_e5m2_sums = <E5m2, true, false, true, false>, both_e5m2_amax_sums = <E5m2, true, true, true, false>,
-    e4m3_gelu = <E4m3, false, false, false, true>))]
-pub fn quantize_transpose<T: Fp8, const BOTH: bool, const AMAX: bool, const SUMS: bool, const GELU: bool>(
+#[kernel(threads = 256, instances(
+    e4m3 = <E4m3, false, false, false>, e4m3_amax = <E4m3, false, true, false>,
+    e5m2 = <E5m2, false, false, false>, e5m2_amax = <E5m2, false, true, false>,
+    both_e4m3 = <E4m3, true, false, false>, both_e4m3_amax = <E4m3, true, true, false>,
+    both_e5m2 = <E5m2, true, false, false>, both_e5m2_amax = <E5m2, true, true, false>,
+    both_e4m3_sums = <E4m3, true, false, true>, both_e4m3_amax_sums = <E4m3, true, true, true>,
+    both_e5m2_sums = <E5m2, true, false, true>, both_e5m2_amax_sums = <E5m2, true, true, true>))]
+pub fn quantize_transpose<T: Fp8, const BOTH: bool, const AMAX: bool, const SUMS: bool>(
     out: GlobalMut<T>,
     transposed: GlobalMut<T>,
     amax: GlobalMut<u32>,
@@ -384,11 +440,6 @@ pub fn quantize_transpose<T: Fp8, const BOTH: bool, const AMAX: bool, const SUMS
             packets[i] = inp.packet_streaming(at(i).0 * columns + at(i).1);
         }
     }
-    if GELU {
-        for i in 0..8 {
-            packets[i] = Packet::from_fn(|j| gelu::gelu(packets[i].get(j)));
-        }
-    }
     let mut largest = 0;
     for i in 0..8 {
         let words = quantized::<T>(packets[i], factor);
@@ -404,7 +455,7 @@ pub fn quantize_transpose<T: Fp8, const BOTH: bool, const AMAX: bool, const SUMS
         store_block_amax(amax, maxima, largest);
     }
     thread::sync_threads();
-    let sums = ColumnSums { partials, scale: if SUMS { scale.at(0) } else { 1.0 } };
+    let sums = ColumnSums { partials, columns, scale: if SUMS { scale.at(0) } else { 1.0 } };
     store_transposed::<T, SUMS>(transposed, tile, [row, column], [rows, columns], sums);
 }
 
@@ -436,6 +487,6 @@ pub fn transpose_fp8<T: Fp8, const SUMS: bool>(
         tile.set_four(place(first_row + i * 32, packet * 4), packets[i].packed());
     }
     thread::sync_threads();
-    let sums = ColumnSums { partials, scale: if SUMS { scale.at(0) } else { 1.0 } };
+    let sums = ColumnSums { partials, columns, scale: if SUMS { scale.at(0) } else { 1.0 } };
     store_transposed::<T, SUMS>(out, tile, [row, column], [rows, columns], sums);
 }

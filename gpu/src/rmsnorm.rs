@@ -14,20 +14,20 @@
 //! kernel (dout, inp, dinp twice, rstd).
 
 use crate::column_sum;
-use crate::norm_rows::{MAX_ROWS, RowPart, THREADS, backward_shared, forward_pipeline, scratch, stages};
+use crate::norm_rows::{MAX_ROWS, RowOutput, RowPart, THREADS, backward_shared, forward_pipeline, scratch, stages};
+use crate::quantize::{self, QuantizedOutput};
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Global, GlobalMut, Packet, async_copy, kernel, math, thread, warp};
+use cuda_std::{E4m3, Element, Fp8, Global, GlobalMut, Packet, async_copy, bf16, kernel, math, thread, warp};
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod launch;
 
-/// Arguments of [`rmsnorm_forward`].
-#[derive(Clone, Copy)]
-struct Forward<T> {
-    out: GlobalMut<T>,
+/// Arguments of a forward kernel: `out` receives the normalized rows.
+struct Forward<O> {
+    out: O,
     rstd: GlobalMut<f32>,
     eps: f32,
-    rows: usize,
+    rows: u32,
 }
 
 impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> RowPart<T, PACKETS, WARPS, ROWS> {
@@ -48,7 +48,7 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
         x: &[[Packet<T>; PACKETS]; ROWS],
         row: usize,
         parity: usize,
-        Forward { out, rstd, eps, rows }: Forward<T>,
+        &mut Forward { ref mut out, rstd, eps, rows }: &mut Forward<impl RowOutput<T>>,
         weight: impl Fn(usize) -> Packet<T>,
     ) {
         let scale = math::recip(self.channels as f32);
@@ -65,7 +65,7 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
         let rstds = self.sums(squares, parity).map(|[mean]| math::rsqrt(mean + eps));
         for r in 0..ROWS {
             let row = row + r;
-            if ROWS > 1 && row >= rows {
+            if ROWS > 1 && row >= rows as usize {
                 return;
             }
             if self.first == 0 {
@@ -102,10 +102,50 @@ pub fn rmsnorm_forward<T: Element, const PACKETS: usize, const WARPS: usize, con
     rows: u32,
     channels: u32,
 ) {
+    let mut forward = Forward { out, rstd, eps, rows };
+    normalize_rows::<T, _, PACKETS, WARPS, ROWS>(&mut Layout::new(), &mut forward, inp, weight, channels);
+}
+
+/// Does what [`rmsnorm_forward`] does in bf16, and quantizes out with a given scale (1) instead of storing it: its bits are those
+/// of [`quantize`](crate::quantize::quantize) for an output in bf16, as are those of `amax` (1), which may be null.
+///
+/// Grid: [`Shape::forward_fp8_grid`]. Shared memory: [`Shape::forward_fp8_shared_bytes`].
+///
+/// [`Shape::forward_fp8_grid`]: crate::norm_rows::Shape::forward_fp8_grid
+/// [`Shape::forward_fp8_shared_bytes`]: crate::norm_rows::Shape::forward_fp8_shared_bytes
+#[kernel(threads = 256, instances(
+    e4m3_2 = <E4m3, 2, 1, 1>, e4m3_1x4 = <E4m3, 1, 4, 2>, e4m3_1x8 = <E4m3, 1, 8, 2>, e4m3_4x8 = <E4m3, 4, 8, 1>,
+    e4m3_8x8 = <E4m3, 8, 8, 1>,
+))]
+pub fn rmsnorm_forward_fp8<F: Fp8, const PACKETS: usize, const WARPS: usize, const ROWS: usize>(
+    out: GlobalMut<F>,
+    rstd: GlobalMut<f32>,
+    amax: GlobalMut<u32>,
+    scale: Global<f32>,
+    inp: Global<bf16>,
+    weight: Global<bf16>,
+    eps: f32,
+    rows: u32,
+    channels: u32,
+) {
     let mut layout = Layout::new();
-    let part = RowPart::<T, PACKETS, WARPS, ROWS>::new(channels, scratch(&mut layout, MAX_ROWS));
-    let (mut row, rows) = (part.row(), rows as usize);
-    let forward = Forward { out, rstd, eps, rows };
+    let maxima = quantize::maxima(&mut layout);
+    let mut forward = Forward { out: QuantizedOutput::new(out, scale), rstd, eps, rows };
+    normalize_rows::<bf16, _, PACKETS, WARPS, ROWS>(&mut layout, &mut forward, inp, weight, channels);
+    forward.out.store_amax(amax, maxima);
+}
+
+/// Normalizes the block's rows.
+#[inline(always)]
+fn normalize_rows<T: Element, O: RowOutput<T>, const PACKETS: usize, const WARPS: usize, const ROWS: usize>(
+    layout: &mut Layout,
+    forward: &mut Forward<O>,
+    inp: Global<T>,
+    weight: Global<T>,
+    channels: u32,
+) {
+    let part = RowPart::<T, PACKETS, WARPS, ROWS>::new(channels, scratch(layout, MAX_ROWS));
+    let (mut row, rows) = (part.row(), forward.rows as usize);
     let weight = part.weight(weight);
     if PACKETS > 1 {
         if row < rows {
@@ -114,7 +154,7 @@ pub fn rmsnorm_forward<T: Element, const PACKETS: usize, const WARPS: usize, con
         return;
     }
     // No barrier is needed: each thread reads only the data it copied.
-    let pipeline = forward_pipeline::<T>(&mut layout, ROWS);
+    let pipeline = forward_pipeline::<T>(layout, ROWS);
     let slot =
         |stage: usize, r: usize| ((stage * ROWS + r) * THREADS as usize + thread::thread_idx_x() as usize) * T::PACKET;
     let fetch = |stage: usize, row: usize| {

@@ -4,13 +4,18 @@ mod common;
 
 use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
 use cuda_std::emulate::Memory;
-use gpu::bias::{bias_backward, bias_backward_grid, bias_backward_reduce, bias_backward_shared, bias_backward_slices};
+use cuda_std::{Element, bf16};
+use gpu::bias::{
+    bias_add, bias_add_grid, bias_backward, bias_backward_grid, bias_backward_reduce, bias_backward_shared,
+    bias_backward_slices,
+};
 use gpu::column_sum;
 
 tests! {
     kernels of "bias.rs";
     for both types: bias_gradient_matches_f64_sums, random_shapes_and_slices_are_exact,
         nan_and_infinity_stay_in_their_column;
+    once: bias_is_added_to_every_row;
 }
 
 /// Runs both kernels and returns the new dbias, with the rows of dout in `slices` slices.
@@ -52,6 +57,19 @@ fn random_shapes_and_slices_are_exact<T: Tolerance>() {
         let (dbias, dout) = (integers(columns, seed), integers(rows * columns, seed + 1));
         let want = rounded::<T>(&sums(&dbias, &dout));
         assert_same("dbias", &bias_gradient(&rounded::<T>(&dbias), &rounded(&dout), slices), &wide(&want));
+    });
+}
+
+fn bias_is_added_to_every_row() {
+    for_all(24, (1..70usize, 1..70usize, 0..9u32), |(rows, packets, seed)| {
+        let columns = 8 * packets;
+        let (out, bias) = (rounded::<bf16>(&noise(rows * columns, seed)), rounded::<bf16>(&noise(columns, seed + 1)));
+        let mut memory = Memory::new();
+        let (to, added) = (memory.buffer("out", &out), memory.input("bias", &bias));
+        run(&mut memory, &bias_add(to, added, out.len() as u64, columns as u32), bias_add_grid(out.len()), 0);
+        let sum = |(i, x): (usize, &bf16)| f64::from(x.to_f32() + bias[i % columns].to_f32());
+        let want = rounded::<bf16>(&out.iter().enumerate().map(sum).collect::<Vec<_>>());
+        assert_same("out", &read(&memory, to), &wide(&want));
     });
 }
 

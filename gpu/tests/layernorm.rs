@@ -3,11 +3,15 @@
 mod common;
 
 use common::norm::shapes;
-use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
-use cuda_std::GlobalMut;
+use common::{
+    Tolerance, assert_close, assert_same, for_all, integers, noise, quantized, read, rounded, run, shared_bytes, wide,
+};
 use cuda_std::emulate::Memory;
+use cuda_std::{E4m3, Element, GlobalMut, bf16};
 use gpu::column_sum;
-use gpu::layernorm::{dispatch_backward, layernorm_backward_reduce, layernorm_forward, reduce_grid};
+use gpu::layernorm::{
+    dispatch_backward, layernorm_backward_reduce, layernorm_forward, layernorm_forward_fp8, reduce_grid,
+};
 use gpu::norm_rows::{Shape, dispatch};
 use proptest::prop_oneof;
 
@@ -17,6 +21,7 @@ tests! {
         shifting_rows_does_not_change_normed, constant_rows_normalize_to_the_bias, large_rows_do_not_overflow,
         nan_stays_in_its_row, dinp_is_orthogonal_to_ones_and_normed, dbias_of_integers_is_exact,
         column_sums_of_integers_are_exact, nan_gradients_stay_in_their_row_and_column, every_channel_count_has_a_shape;
+    once: quantized_normed_has_the_bits_of_separate_quantization;
 }
 
 struct Forward {
@@ -52,6 +57,43 @@ fn normalize<T: Tolerance>(x: &[T], weight: &[T], bias: &[T]) -> Forward {
     // One SM, so that each block processes several rows.
     run(&mut memory, &launch, shape.forward_grid(rows, 1), shape.forward_shared_bytes::<T>());
     Forward { normed: read(&memory, normed), mean: read(&memory, mean), rstd: read(&memory, rstd) }
+}
+
+/// Quantizes the normalized rows in the kernel that computes them, and checks every output.
+fn check_quantized(n: usize, channels: usize, scale: f32, bad: Option<f32>) {
+    let mut x = rows::<bf16>(n, channels, 1);
+    if let Some(bad) = bad {
+        x[n * channels - 1] = bf16::from_f32(bad);
+    }
+    let (weight, bias) = (rounded::<bf16>(&noise(channels, 2)), rounded::<bf16>(&noise(channels, 3)));
+    let want = normalize(&x, &weight, &bias);
+    let shape = Shape::of::<bf16>(channels).unwrap();
+    for amax_before in [None, Some(0.0f32), Some(1e9)] {
+        let mut memory = Memory::new();
+        let (weight, bias) = (memory.input("weight", &weight), memory.input("bias", &bias));
+        let (inp, scale_) = (memory.input("inp", &x), memory.input("scale", &[scale]));
+        let normed = memory.output::<E4m3>("normed", x.len());
+        let (mean, rstd) = (memory.output::<f32>("mean", n), memory.output::<f32>("rstd", n));
+        let amax = amax_before.map_or(GlobalMut::null(), |before| memory.buffer("amax", &[before.to_bits()]));
+        let (r, c) = (n as u32, channels as u32);
+        let launch =
+            dispatch!(shape, layernorm_forward_fp8::<E4m3>(normed, mean, rstd, amax, scale_, inp, weight, bias, r, c));
+        run(&mut memory, &launch, shape.forward_fp8_grid(n, 1), shape.forward_fp8_shared_bytes());
+        quantized::check(&memory, normed, &want.normed, scale, amax_before.map(|before| (amax, before)));
+        assert_same("mean", &read(&memory, mean), &want.mean);
+        assert_same("rstd", &read(&memory, rstd), &want.rstd);
+    }
+}
+
+fn quantized_normed_has_the_bits_of_separate_quantization() {
+    for (i, (n, channels)) in shapes::<bf16>().enumerate() {
+        // The smaller scales saturate.
+        check_quantized(n, channels, [1.0 / 64.0, 1.0 / 300.0, 0.7][i % 3], None);
+    }
+    for channels in [80, 1024, 1600, 4096, 8192] {
+        check_quantized(10, channels, 0.01, Some(f32::NAN));
+        check_quantized(3, channels, 0.01, Some(f32::INFINITY));
+    }
 }
 
 /// Normalizes with weight 1 and bias 0.

@@ -3,23 +3,22 @@
 mod common;
 
 use bytemuck::Pod;
+use common::quantized::{bits, check_column_sums, transposed};
 use common::{for_all, noise, rounded, run};
 use cuda_std::emulate::Memory;
 use cuda_std::shared::Layout;
 use cuda_std::{E4m3, E5m2, Element, Fp8, Global, GlobalMut, bf16};
-use gpu::gelu::{self, gelu_forward};
 use gpu::quantize::{
     self, amax_bf16, count_losses, current_scale, delayed_scales, grid, quantize, quantize_transpose, scale_of,
     scales_grid, sum_rows, transpose_fp8, transpose_grid,
 };
 use proptest::strategy::Strategy;
-use std::any::type_name;
 
 tests! {
     kernels of "quantize.rs";
     once: amax_is_the_largest_magnitude, amax_accumulates_and_keeps_nan, any_length_is_quantized,
         values_saturate_and_others_become_nan, current_scale_fits_the_largest_magnitude,
-        delayed_scales_fit_the_largest_finite_amax, losses_are_counted, any_shape_is_transposed, columns_are_summed, gelu_is_applied_first,
+        delayed_scales_fit_the_largest_finite_amax, losses_are_counted, any_shape_is_transposed, columns_are_summed,
         fp8_is_transposed;
 }
 
@@ -50,14 +49,6 @@ fn largest(values: &[bf16]) -> u32 {
 /// Returns the bits of x / scale in FP8.
 fn reference<T: Fp8>(values: &[bf16], scale: f32) -> Vec<u8> {
     values.iter().map(|x| T::from_f32(quantize::scaled(x.to_f32(), 1.0 / scale)).to_bits()).collect()
-}
-
-fn bits<T: Fp8>(values: &[T]) -> Vec<u8> {
-    values.iter().map(|x| x.to_bits()).collect()
-}
-
-fn transposed(values: &[u8], columns: usize) -> Vec<u8> {
-    (0..columns).flat_map(|column| values.iter().skip(column).step_by(columns).copied()).collect()
 }
 
 fn amax_of(values: &[bf16], before: f32) -> u32 {
@@ -187,27 +178,6 @@ fn losses_are_counted() {
     count::<E4m3>(&[448.0, 449.0, 1.0 / 1024.0, 1.1 / 1024.0, 0.0, -448.0, -450.0, -1e-9].map(bf16::from_f32), 1.0);
 }
 
-/// Returns the sums of the columns of each tile of 128 rows of FP8 numbers (rows, columns), times `scale`, and the sums of
-/// magnitudes.
-fn column_sums<T: Fp8>(values: &[u8], columns: usize, scale: f32) -> Vec<[f64; 2]> {
-    let tile = |tile: &[u8]| -> Vec<[f64; 2]> {
-        let value = |bits: &u8| f64::from(T::from_bits(*bits).to_f32()) * f64::from(scale);
-        let sum = |column| tile.iter().skip(column).step_by(columns).map(value);
-        (0..columns).map(|column| [sum(column).sum(), sum(column).map(f64::abs).sum()]).collect()
-    };
-    values.chunks(128 * columns).flat_map(tile).collect()
-}
-
-/// Checks column sums; a NaN must not spread to other columns or tiles.
-fn check_sums<T: Fp8>(got: &[f32], values: &[u8], columns: usize, scale: f32) {
-    let want = column_sums::<T>(values, columns, scale);
-    assert_eq!(got.len(), want.len());
-    for (i, (got, [want, magnitude])) in got.iter().zip(want).enumerate() {
-        let near = (f64::from(*got) - want).abs() <= 1e-6 * magnitude || got.is_nan() && want.is_nan();
-        assert!(near, "{}, {columns} columns, sum {i}: expected {want}, found {got}", type_name::<T>());
-    }
-}
-
 fn check_transpose<T: Fp8 + Pod, const BOTH: bool, const AMAX: bool, const SUMS: bool>(
     values: &[bf16],
     [rows, columns]: [usize; 2],
@@ -219,7 +189,7 @@ fn check_transpose<T: Fp8 + Pod, const BOTH: bool, const AMAX: bool, const SUMS:
     let (transposed_, amax) = (memory.output("transposed", values.len()), memory.buffer("amax", &[7]));
     let sums = if SUMS { memory.output("sums", sum_rows(rows) * columns) } else { GlobalMut::from_address(0) };
     let (r, c) = (rows as u32, columns as u32);
-    let launch = quantize_transpose::<T, BOTH, AMAX, SUMS, false>(out, transposed_, amax, sums, inp, scale_, r, c);
+    let launch = quantize_transpose::<T, BOTH, AMAX, SUMS>(out, transposed_, amax, sums, inp, scale_, r, c);
     run(&mut memory, &launch, transpose_grid(rows, columns), shared_bytes());
     let want = reference::<T>(values, scale);
     if BOTH {
@@ -228,7 +198,7 @@ fn check_transpose<T: Fp8 + Pod, const BOTH: bool, const AMAX: bool, const SUMS:
     assert_eq!(bits(&memory.read(transposed_)), transposed(&want, columns), "{rows} x {columns}");
     assert_eq!(memory.read(amax)[0], if AMAX { largest(values).max(7) } else { 7 });
     if SUMS {
-        check_sums::<T>(&memory.read(sums), &want, columns, scale);
+        check_column_sums::<T>(&memory.read(sums), &want, columns, scale);
     }
 }
 
@@ -247,24 +217,6 @@ fn any_shape_is_transposed() {
         check_transpose::<E5m2, false, true, false>(&values, shape);
         check_transpose::<E5m2, true, false, false>(&values, shape);
         check_transpose::<E5m2, true, true, false>(&values, shape);
-    });
-}
-
-/// The bits are those of the kernel for GELU and of quantization after it.
-fn gelu_is_applied_first() {
-    for_all(8, (shapes(), 0..u32::MAX), |((rows, columns), seed)| {
-        let (values, scale) = (values(rows * columns, seed), 0.04);
-        let mut memory = Memory::new();
-        let (inp, scale_) = (memory.input("inp", &values), memory.input("scale", &[scale]));
-        let (activated, out) = (memory.output("activated", values.len()), memory.output("out", values.len()));
-        let n = values.len();
-        run(&mut memory, &gelu_forward(activated, inp, n as u64), gelu::grid::<bf16>(n), 0);
-        let (none, amax, sums) = (GlobalMut::from_address(0), GlobalMut::from_address(0), GlobalMut::from_address(0));
-        let (r, c) = (rows as u32, columns as u32);
-        let launch = quantize_transpose::<E4m3, false, false, false, true>(none, out, amax, sums, inp, scale_, r, c);
-        run(&mut memory, &launch, transpose_grid(rows, columns), shared_bytes());
-        let want = reference::<E4m3>(&memory.read(activated), scale);
-        assert_eq!(bits(&memory.read(out)), transposed(&want, columns), "{rows} x {columns}");
     });
 }
 
@@ -292,7 +244,7 @@ fn check_transpose_fp8<T: Fp8 + Pod, const SUMS: bool>(values: &[u8], [rows, col
     run(&mut memory, &launch, transpose_grid(rows, columns), shared_bytes());
     assert_eq!(bits(&memory.read(out)), transposed(values, columns), "{rows} x {columns}");
     if SUMS {
-        check_sums::<T>(&memory.read(sums), values, columns, scale);
+        check_column_sums::<T>(&memory.read(sums), values, columns, scale);
     }
 }
 

@@ -3,10 +3,13 @@
 mod common;
 
 use common::norm::shapes;
-use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, wide};
+use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, quantized, read, rounded, run, wide};
 use cuda_std::emulate::Memory;
+use cuda_std::{E4m3, Element, GlobalMut, bf16};
+use gpu::quantize::QuantizedOperands;
 use gpu::rmsnorm::launch::{
-    BackwardOperands, ForwardOperands, Size, Weight, backward, backward_partials, forward as forward_kernel,
+    BackwardOperands, ForwardOperands, Fp8ForwardOperands, Size, Weight, backward, backward_partials,
+    forward as forward_kernel, forward_fp8,
 };
 use proptest::bool::ANY;
 
@@ -17,6 +20,7 @@ tests! {
         backward_matches_f64_reference, gradients_of_large_and_small_rows_are_finite, dinp_is_orthogonal_to_inp,
         dweight_of_integers_is_exact, ones_as_weight_change_nothing, nan_gradients_stay_in_their_row_and_column,
         unsupported_channels_have_no_kernel;
+    once: quantized_out_has_the_bits_of_separate_quantization;
 }
 
 const EPS: f32 = 1e-5;
@@ -48,6 +52,41 @@ fn normalize<T: Tolerance>(x: &[T], channels: usize, weight: Option<&[T]>, eps: 
     let kernel = forward_kernel(ForwardOperands { out, rstd, inp, weight, eps }, size).unwrap();
     run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
     Forward { out: read(&memory, out), rstd: read(&memory, rstd) }
+}
+
+/// Quantizes the normalized rows in the kernel that computes them, and checks every output.
+fn check_quantized(rows: usize, channels: usize, scale: f32, bad: Option<f32>, weighted: bool) {
+    let mut x = rounded::<bf16>(&noise(rows * channels, 1).iter().map(|x| x + 0.3).collect::<Vec<_>>());
+    if let Some(bad) = bad {
+        x[rows * channels - 1] = bf16::from_f32(bad);
+    }
+    let weight = weighted.then(|| rounded::<bf16>(&noise(channels, 2)));
+    let want = normalize(&x, channels, weight.as_deref(), EPS);
+    for amax_before in [None, Some(0.0f32), Some(1e9)] {
+        let mut memory = Memory::new();
+        let weight = weight.as_ref().map(|weight| memory.input("weight", weight));
+        let (inp, scale_) = (memory.input("inp", &x), memory.input("scale", &[scale]));
+        let out = memory.output::<E4m3>("out", x.len());
+        let rstd = memory.output::<f32>("rstd", rows);
+        let amax = amax_before.map_or(GlobalMut::null(), |before| memory.buffer("amax", &[before.to_bits()]));
+        let quantized = QuantizedOperands { out, amax, scale: scale_ };
+        let size = Size { rows, channels, sm_count: 1 };
+        let kernel = forward_fp8(Fp8ForwardOperands { quantized, rstd, inp, weight, eps: EPS }, size).unwrap();
+        run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
+        quantized::check(&memory, out, &want.out, scale, amax_before.map(|before| (amax, before)));
+        assert_same("rstd", &read(&memory, rstd), &want.rstd);
+    }
+}
+
+fn quantized_out_has_the_bits_of_separate_quantization() {
+    for (i, (rows, channels)) in shapes::<bf16>().enumerate() {
+        // The smaller scales saturate.
+        check_quantized(rows, channels, [1.0 / 64.0, 1.0 / 300.0, 0.7][i % 3], None, i % 2 == 0);
+    }
+    for channels in [80, 1024, 1600, 4096, 8192] {
+        check_quantized(10, channels, 0.01, Some(f32::NAN), true);
+        check_quantized(3, channels, 0.01, Some(f32::INFINITY), false);
+    }
 }
 
 /// Checks the forward kernel with and without weight on rows of `noise`, multiplied by `scale`.

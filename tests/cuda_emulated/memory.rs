@@ -115,7 +115,7 @@ fn rmsnorm_rejects_unsupported_channels_and_incomplete_weights() {
         let x = plan.add(Group::Activations, "x", &[c], dtype);
         let rstd = plan.add(Group::Activations, "rstd", &[1], DType::F32);
         engine.allocate(&plan).unwrap();
-        let forward = RmsNormForward { out: x, rstd, inp: x, weight: None, c, eps: 1e-5 };
+        let forward = RmsNormForward { out: x, rstd, inp: x, weight: None, c, eps: 1e-5, quantized: None };
         assert_eq!(engine.run(forward).unwrap_err().to_string(), expected);
         let backward = RmsNormBackward { dinp: x, dweight: None, dout: x, inp: x, weight: None, rstd, c };
         assert_eq!(engine.run(backward).unwrap_err().to_string(), expected);

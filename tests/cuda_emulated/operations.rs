@@ -7,19 +7,22 @@ use engine::plan::{Group, Plan};
 use engine::tensor::DType;
 use engine::{Engine, Workload};
 use gpu::matmul::launch::MAX_CANDIDATE_CONFIGS;
-use verify::selftest::{edge_cases, fp8};
+use verify::selftest::{Case, edge_cases, fp8};
 
 fn assert_operations_match(precision: Precision, hopper: bool) {
     assert_cases_match("", emulated(EmulatedGpu::new(hopper), precision, None, true));
 }
 
 /// Checks the edge cases of all operations whose names contain `operation`.
-fn assert_cases_match(operation: &str, mut engine: Box<dyn Engine>) {
-    let (mut failures, mut reference) = (Vec::new(), Cpu::new());
+fn assert_cases_match(operation: &str, engine: Box<dyn Engine>) {
     let fp8 = if engine.fp8_dtype().is_some() { fp8::edge_cases() } else { Vec::new() };
     let cases = edge_cases().into_iter().chain(fp8);
-    let cases: Vec<_> = cases.filter(|case| case.operation.contains(operation)).collect();
-    for case in &cases {
+    assert_match(&cases.filter(|case| case.operation.contains(operation)).collect::<Vec<_>>(), engine);
+}
+
+fn assert_match(cases: &[Case], mut engine: Box<dyn Engine>) {
+    let (mut failures, mut reference) = (Vec::new(), Cpu::new());
+    for case in cases {
         let name = format!("{} {}", case.operation, case.shape);
         match case.check(&mut *engine, &mut reference) {
             Ok(outcome) => failures.extend(
@@ -39,6 +42,13 @@ fn bf16_operations_match_cpu_engine() {
 #[test]
 fn sm_90a_operations_match_cpu_engine() {
     assert_operations_match(Precision::Bf16, true);
+}
+
+/// Where kernels for sm_90a do not run, the library computes all GEMMs.
+#[test]
+fn fp8_operations_match_cpu_engine_without_kernels_for_sm_90a() {
+    let gpu = EmulatedGpu { fp8: true, ..EmulatedGpu::new(false) };
+    assert_match(&fp8::edge_cases(), emulated(gpu, Precision::Bf16, None, true));
 }
 
 #[test]

@@ -67,14 +67,16 @@ pub(crate) fn shared_limit(arch: &str) -> Option<u32> {
 }
 
 /// The names of instruction sets that `#[kernel(requires = "…")]` and `cfg(cuda_feature = "…")` accept.
-pub(crate) const FEATURES: [&str; 3] = ["tma", "setmaxnreg", "wgmma"];
+pub(crate) const FEATURES: [&str; 4] = ["fp8", "tma", "setmaxnreg", "wgmma"];
 
-/// Returns whether an architecture has a set of instructions: `tma` (TMA and transactions of mbarriers), `setmaxnreg`, or `wgmma`.
+/// Returns whether an architecture has a set of instructions: `fp8` (conversions to and from FP8), `tma` (TMA and transactions of
+/// mbarriers), `setmaxnreg`, or `wgmma`.
 pub fn has_feature(arch: &str, feature: &str) -> bool {
     let Some(number) = arch_number(arch) else { return false };
     // The suffixes a and f select instructions that later architectures may lack.
     let specific = arch.ends_with(['a', 'f']);
     match feature {
+        "fp8" => number >= 89,
         "tma" => number >= 90,
         "setmaxnreg" => number >= 90 && specific,
         "wgmma" => number == 90 && specific,
@@ -94,11 +96,12 @@ mod tests {
     #[test]
     fn features_follow_the_capability() {
         let of = |arch| FEATURES.map(|feature| has_feature(arch, feature));
-        assert_eq!(of("sm_80"), [false; 3]);
-        assert_eq!(of("sm_90"), [true, false, false]);
-        assert_eq!(of("sm_90a"), [true; 3]);
-        assert_eq!(of("sm_100a"), [true, true, false]);
-        assert_eq!(of("sm_120"), [true, false, false]);
+        assert_eq!(of("sm_80"), [false; 4]);
+        assert_eq!(of("sm_89"), [true, false, false, false]);
+        assert_eq!(of("sm_90"), [true, true, false, false]);
+        assert_eq!(of("sm_90a"), [true; 4]);
+        assert_eq!(of("sm_100a"), [true, true, true, false]);
+        assert_eq!(of("sm_120"), [true, true, false, false]);
         assert!(!has_feature("sm_90a", "clusters") && !has_feature("hopper", "wgmma"));
     }
 }

@@ -9,8 +9,8 @@
 //! becomes that number with the same sign. A NaN becomes the NaN with bits 0x7f. These are the results of
 //! `cvt.rn.satfinite.e4m3x2.f32`, on the device and on the CPU.
 //!
-//! The conversion instruction exists from `sm_89` on. Only kernels with `arch = "sm_90a"` may use these types; llc rejects
-//! the instruction in code for `sm_80`.
+//! The conversion instruction exists from `sm_89` on; llc rejects it in code for `sm_80`. [`Fp8Format::encode`] needs no such
+//! instruction.
 
 use crate::backend;
 use crate::element::{Element, Packet};
@@ -80,19 +80,20 @@ impl Fp8Format {
         f32::from_bits(((exponent - self.mantissa_bits() as i32 + 127) as u32) << 23)
     }
 
-    /// Converts from f32: round to nearest even, saturating.
-    #[cfg(not(target_arch = "nvptx64"))]
-    pub(crate) fn encode(self, value: f32) -> u8 {
-        let (sign, magnitude) = ((value.to_bits() >> 24 & 0x80) as u8, value.abs().min(self.max()));
-        if value.is_nan() {
-            return 0x7f;
-        }
+    /// Converts from f32 without the conversion instruction: rounds to nearest even, saturating.
+    #[inline(always)]
+    pub fn encode(self, value: f32) -> u8 {
+        let bits = value.to_bits() & 0x7fff_ffff;
+        let sign = (value.to_bits() >> 24 & 0x80) as u8;
+        let magnitude = f32::from_bits(bits.min(self.max().to_bits()));
         let spacing = self.spacing(magnitude);
-        // Multiples of the spacing: 2^mantissa_bits is the first number of a binade, and the first normal one.
-        let multiple = (magnitude / spacing).round_ties_even() as u32;
+        let inverse = f32::from_bits((254 << 23) - spacing.to_bits());
+        // Multiples of the spacing, rounded by the addition of 2^23: 2^mantissa_bits is the first number of a binade, and the
+        // first normal one. The product is exact.
+        let multiple = (magnitude * inverse + 8_388_608.0).to_bits() & 0xff;
         let exponent = (spacing.to_bits() >> 23) as i32 - 127 + self.mantissa_bits() as i32;
         let binade = (exponent - self.min_exponent()) as u32;
-        sign | ((binade << self.mantissa_bits()) + multiple) as u8
+        if bits > 0x7f80_0000 { 0x7f } else { sign | ((binade << self.mantissa_bits()) + multiple) as u8 }
     }
 
     /// Rounds stochastically. See [`Element::round_stochastic`].

@@ -41,8 +41,14 @@ pub struct Opened {
 pub const GPU: usize = 0;
 
 /// An H100 or H200.
-const PLANNED_FOR: EmulatedGpu =
-    EmulatedGpu { sm_count: 132, hopper: true, tf32: false, matmul: MatmulBackend::Auto, kernel_config: None };
+const PLANNED_FOR: EmulatedGpu = EmulatedGpu {
+    sm_count: 132,
+    hopper: true,
+    fp8: false,
+    tf32: false,
+    matmul: MatmulBackend::Auto,
+    kernel_config: None,
+};
 
 /// Opens an engine. `precision` is the value of the flag; without it a GPU uses `gpu.precision` and the CPU uses fp32.
 pub fn open(device: Device, precision: Option<Precision>, gpu: &Options) -> Result<Opened> {

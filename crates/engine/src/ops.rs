@@ -136,6 +136,9 @@ pub struct LayerNormForward {
     pub bias: Tensor,
     /// Channels.
     pub c: usize,
+    /// Set if `out` is the input of a linear layer in FP8: quantizes it. Then nothing else reads it, and an engine may leave it
+    /// unwritten.
+    pub quantized: Option<Quantize>,
 }
 
 /// Adds the gradient through a LayerNorm to `dinp`, and the gradients of its weight and bias.
@@ -179,6 +182,9 @@ pub struct RmsNormForward {
     pub c: usize,
     /// Added to the mean square.
     pub eps: f32,
+    /// Set if `out` is the input of a linear layer in FP8: quantizes it. Then nothing else reads it, and an engine may leave it
+    /// unwritten.
+    pub quantized: Option<Quantize>,
 }
 
 /// Adds the gradient through an RMSNorm to `dinp`, and the gradient of its weight.

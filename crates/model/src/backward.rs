@@ -153,8 +153,8 @@ impl BackwardPass<'_> {
         let (model, d) = (self.model, &self.model.descriptor);
         let (p, g) = (|param| model.param(param, l), |param| self.grads.tensor(param, l));
         // A layer that was recomputed as a whole has the outputs of ln2 and of the activation.
-        if self.recompute == Recompute::ActivationAndNorms {
-            model.norm(engine, NormOf::Mlp(l), ln2, residual2)?;
+        if self.recompute == Recompute::ActivationAndNorms && model.fp8.is_none() {
+            model.recompute_norm(engine, NormOf::Mlp(l), ln2, residual2)?;
         }
         let recomputes = matches!(self.recompute, Recompute::Activation | Recompute::ActivationAndNorms);
         let fc_shape = self.shape(d.channels, d.fc_channels());
@@ -175,6 +175,10 @@ impl BackwardPass<'_> {
             shape,
             fp8: model.fp8_backward(l, Param::Fcprojw, shape, dfc, dfcb),
         })?;
+        // In FP8, only the gradient of fc's weight reads the output of ln2, in memory that the gradient of fcproj's weight uses before.
+        if self.recompute >= Recompute::ActivationAndNorms && model.fp8.is_some() {
+            model.recompute_norm(engine, NormOf::Mlp(l), ln2, residual2)?;
+        }
         engine.run(MatmulBackward {
             dinp: self.dchannels,
             dweight: g(Param::Fcw),
@@ -219,7 +223,7 @@ impl BackwardPass<'_> {
         }
         // Both norms of a layer share one buffer, which ln2 has overwritten.
         if self.recompute >= Recompute::ActivationAndNorms {
-            model.norm(engine, NormOf::Attention(l), ln1, residual)?;
+            model.recompute_norm(engine, NormOf::Attention(l), ln1, residual)?;
         }
         let shape = self.shape(d.channels, d.qkv_channels());
         engine.run(MatmulBackward {

@@ -20,12 +20,13 @@
 
 use super::decoder::{Decoder, Layer, Norm, NormOf};
 use super::descriptor::{self, Positions};
+use super::fp8::Fp8;
 use super::nvtx::Range;
 use super::params::Param;
 use super::sharding::LayerHooks;
 use engine::ops::{
     AttentionForward, EncoderForward, Epilogue, LayerNormForward, MatmulForward, MatmulShape, NormForward, QkNorm,
-    RmsNormForward, RotaryForward, RotaryShape,
+    Quantize, RmsNormForward, RotaryForward, RotaryShape,
 };
 use engine::tensor::Tensor;
 use engine::{BatchLayout, Engine, Result};
@@ -158,7 +159,7 @@ impl Decoder {
         MatmulForward { out, inp, weight, bias, epilogue, shape, fp8 }
     }
 
-    /// Recomputes the activations of a layer from its input `residual`, except its output.
+    /// Recomputes the activations of a layer from its input `residual`, except its output. The losses of FP8 have been counted.
     pub(super) fn recompute_layer(
         &self,
         engine: &mut dyn Engine,
@@ -167,29 +168,39 @@ impl Decoder {
         layout: BatchLayout,
         residual: Tensor,
     ) -> Result<()> {
-        self.norm(engine, NormOf::Attention(l), layer.ln1, residual)?;
-        self.attention_layer(engine, l, layer, layout, residual)?;
-        self.norm(engine, NormOf::Mlp(l), layer.ln2, layer.residual2)?;
-        self.mlp_input(engine, l, layer, true)
+        let model = Self { fp8: self.fp8.map(Fp8::uncounted), ..self.clone() };
+        model.norm(engine, NormOf::Attention(l), layer.ln1, residual)?;
+        model.attention_layer(engine, l, layer, layout, residual)?;
+        model.norm(engine, NormOf::Mlp(l), layer.ln2, layer.residual2)?;
+        model.mlp_input(engine, l, layer, true)
     }
 
-    /// Normalizes `inp` (rows, C).
+    /// Normalizes `inp` (rows, C) in the forward pass. Quantizes the input of a linear layer in FP8.
     pub(super) fn norm(&self, engine: &mut dyn Engine, of: NormOf, norm: Norm, inp: Tensor) -> Result<()> {
-        match self.norm_of(of, norm, inp) {
+        self.run_norm(engine, self.norm_of(of, norm, inp, self.fp8_norm(of, norm.out)))
+    }
+
+    /// Normalizes `inp` (rows, C) again, for the gradient of the weight of the linear layer that follows.
+    pub(super) fn recompute_norm(&self, engine: &mut dyn Engine, of: NormOf, norm: Norm, inp: Tensor) -> Result<()> {
+        self.run_norm(engine, self.norm_of(of, norm, inp, self.fp8_recomputed_norm(of, norm.out)))
+    }
+
+    fn run_norm(&self, engine: &mut dyn Engine, norm: NormForward) -> Result<()> {
+        match norm {
             NormForward::LayerNorm(op) => engine.run(op),
             NormForward::RmsNorm(op) => engine.run(op),
         }
     }
 
     /// Returns the norm of `inp` (rows, C).
-    pub(super) fn norm_of(&self, of: NormOf, norm: Norm, inp: Tensor) -> NormForward {
+    pub(super) fn norm_of(&self, of: NormOf, norm: Norm, inp: Tensor, quantized: Option<Quantize>) -> NormForward {
         let (c, params) = (self.descriptor.channels, self.norm_params(self.param_store(), of));
         let Norm { out, mean, rstd } = norm;
         if let (Some(mean), Some(weight), Some(bias)) = (mean, params.weight, params.bias) {
-            return NormForward::LayerNorm(LayerNormForward { out, mean, rstd, inp, weight, bias, c });
+            return NormForward::LayerNorm(LayerNormForward { out, mean, rstd, inp, weight, bias, c, quantized });
         }
         let eps = self.descriptor.norm.eps().unwrap_or(EMBEDDING_EPS);
-        NormForward::RmsNorm(RmsNormForward { out, rstd, inp, weight: params.weight, c, eps })
+        NormForward::RmsNorm(RmsNormForward { out, rstd, inp, weight: params.weight, c, eps, quantized })
     }
 
     /// Returns the rotation of a layer's queries and keys, or `None` if positions are learned.

@@ -6,13 +6,14 @@
 //! 1. computes the scales of delayed scaling from the statistics of earlier steps,
 //! 2. quantizes each weight, in both layouts. Ranks that shard the parameters quantize a layer
 //!    whenever they have gathered it,
-//! 3. quantizes inputs and gradients of outputs: those between fc and fcproj where GEMMs write them, which saves their copies in
-//!    the engine's type, and the others where GEMMs read them.
+//! 3. quantizes inputs and gradients of outputs: those between fc and fcproj, and outputs of norms, where they are computed, which
+//!    saves their copies in the engine's type, and the others where GEMMs read them.
 //!
 //! Passes outside of a training step do not use FP8: [`Decoder::plan`] returns a model without it, and
 //! [`TrainStep`](crate::TrainStep) adds it.
 
 use super::Decoder;
+use super::decoder::NormOf;
 use super::descriptor::Descriptor;
 use super::memory_plan::Recompute;
 use super::params::Param;
@@ -87,7 +88,7 @@ impl Fp8Options {
     ) -> Result<Self> {
         let dtype = engine.fp8_dtype().with_context(|| {
             let device = engine.describe();
-            format!("--precision fp8: expected a GPU of compute capability 9.0 and bf16, found {device}; use --precision bf16")
+            format!("--precision fp8: expected a GPU of compute capability 8.9 or later and bf16, found {device}; use --precision bf16")
         })?;
         for (what, extent, fix) in [
             ("batch x seq", b * t, "change --batch or --seq"),
@@ -272,9 +273,9 @@ impl Fp8 {
         }
     }
 
-    /// Returns where the forward pass keeps the transposed input of a linear layer.
-    fn kept_input(&self, d: &Descriptor, layer: usize, weight: Param, shape: MatmulShape) -> Option<Tensor> {
-        self.kept[index(weight)].map(|kept| kept.part(layer, d.layers).slice(0, shape.rows * shape.c))
+    /// Returns where the forward pass keeps the transposed input (rows, C) of a linear layer.
+    fn kept_input(&self, d: &Descriptor, layer: usize, weight: Param, [rows, c]: [usize; 2]) -> Option<Tensor> {
+        self.kept[index(weight)].map(|kept| kept.part(layer, d.layers).slice(0, rows * c))
     }
 
     /// Returns this layer's FP8 weight and transposed weight.
@@ -428,6 +429,34 @@ impl Decoder {
         })
     }
 
+    /// Returns the quantization of a norm's output `inp`, if it is the input of a linear layer in FP8.
+    pub(super) fn fp8_norm(&self, of: NormOf, inp: Tensor) -> Option<Quantize> {
+        let (fp8, d) = (self.fp8.as_ref()?, &self.descriptor);
+        let (weight, layer) = match of {
+            NormOf::Attention(layer) => (Param::Qkvw, layer),
+            NormOf::Mlp(layer) => (Param::Fcw, layer),
+            NormOf::Embedding | NormOf::Head => return None,
+        };
+        let (rows, c) = (inp.len / d.channels, d.channels);
+        Some(Quantize {
+            out: Some(fp8.buffers.narrow.slice(0, inp.len)),
+            transposed: fp8.kept_input(d, layer, weight, [rows, c]),
+            inp,
+            scale: fp8.inputs.slot(layer, weight, fp8.counting),
+            scaling: fp8.scaling,
+            format: Fp8Format::E4m3,
+            shape: [rows, c],
+            column_sums: None,
+        })
+    }
+
+    /// Returns the quantization of a norm's output that the backward pass recomputes for the gradient of a weight.
+    pub(super) fn fp8_recomputed_norm(&self, of: NormOf, inp: Tensor) -> Option<Quantize> {
+        let forward = self.fp8_norm(of, inp)?;
+        let transposed = self.fp8.as_ref()?.buffers.inp_transposed.slice(0, inp.len);
+        Some(Quantize { transposed: Some(transposed), scaling: Scaling::Given, ..forward })
+    }
+
     /// Returns the FP8 operands of a linear layer's forward pass. That of fc also quantizes `out`, the input of fcproj.
     pub(super) fn fp8_forward(
         &self,
@@ -437,23 +466,22 @@ impl Decoder {
         out: Tensor,
     ) -> Option<Fp8Forward> {
         let (fp8, d) = (self.fp8.as_ref()?, &self.descriptor);
-        let of_fcproj = MatmulShape { rows: shape.rows, c: d.mlp_channels, oc: d.channels };
+        let activated = [shape.rows, d.mlp_channels];
         let (narrow, wide) = (fp8.buffers.narrow, fp8.buffers.wide.slice(0, shape.rows * d.mlp_channels));
         let next = (weight == Param::Fcw).then(|| Quantize {
             out: Some(wide),
-            transposed: fp8.kept_input(d, layer, Param::Fcprojw, of_fcproj),
+            transposed: fp8.kept_input(d, layer, Param::Fcprojw, activated),
             inp: out,
             scale: fp8.inputs.slot(layer, Param::Fcprojw, fp8.counting),
             scaling: fp8.scaling,
             format: Fp8Format::E4m3,
-            shape: [shape.rows, d.mlp_channels],
+            shape: activated,
             column_sums: None,
         });
-        let inp_is_quantized = weight == Param::Fcprojw;
         Some(Fp8Forward {
-            inp: if inp_is_quantized { wide } else { narrow.slice(0, shape.rows * shape.c) },
-            inp_transposed: fp8.kept_input(d, layer, weight, shape),
-            inp_is_quantized,
+            inp: if weight == Param::Fcprojw { wide } else { narrow.slice(0, shape.rows * shape.c) },
+            // Norms and fc quantize their outputs.
+            inp_is_quantized: weight != Param::Attprojw,
             inp_scale: fp8.inputs.slot(layer, weight, fp8.counting),
             scaling: fp8.scaling,
             out: next,
@@ -476,7 +504,8 @@ impl Decoder {
         let (fp8, d) = (self.fp8.as_ref()?, &self.descriptor);
         let Buffers { narrow, wide, dout_transposed, inp_transposed } = fp8.buffers;
         let (inp_len, dout_len) = (shape.rows * shape.c, shape.rows * shape.oc);
-        let kept = fp8.kept_input(d, layer, weight, shape);
+        let kept = fp8.kept_input(d, layer, weight, [shape.rows, shape.c]);
+        let is_normed = matches!(weight, Param::Qkvw | Param::Fcw);
         let next_len = shape.rows * d.fc_channels();
         let next = (weight == Param::Fcprojw).then(|| Quantize {
             out: Some(wide.slice(0, next_len)),
@@ -488,7 +517,7 @@ impl Decoder {
             shape: [shape.rows, d.fc_channels()],
             column_sums: dinp_sums,
         });
-        let dout = if matches!(weight, Param::Qkvw | Param::Fcw) { wide } else { narrow };
+        let dout = if is_normed { wide } else { narrow };
         Some(Fp8Backward {
             dout: [dout.slice(0, dout_len), dout_transposed.slice(0, dout_len)],
             dout_is_quantized: weight == Param::Fcw,
@@ -496,7 +525,8 @@ impl Decoder {
             scaling: fp8.scaling,
             format: fp8.options.gradients,
             inp_transposed: kept.unwrap_or_else(|| inp_transposed.slice(0, inp_len)),
-            inp_is_quantized: kept.is_some(),
+            // Norms also quantize the outputs that they recompute.
+            inp_is_quantized: kept.is_some() || is_normed,
             inp_scale: fp8.inputs.slot(layer, weight, fp8.counting),
             weight_transposed: fp8.weight(d, layer, weight)[1],
             weight_scale: fp8.weights.slot(layer, weight, false).scale,

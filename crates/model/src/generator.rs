@@ -290,11 +290,11 @@ impl Generator {
         let plain = |matmul| DecodeMatmul { norm: None, matmul };
         let mut residual = self.embed(engine)?;
         for (l, layer) in layers.iter().enumerate() {
-            let norm = Some(model.norm_of(NormOf::Attention(l), layer.ln1, residual));
+            let norm = Some(model.norm_of(NormOf::Attention(l), layer.ln1, residual, None));
             engine.run(DecodeMatmul { norm, matmul: model.qkv(l, layer) })?;
             self.attention(engine, l, layer)?;
             engine.run(plain(model.attproj(l, layer, residual)))?;
-            let norm = Some(model.norm_of(NormOf::Mlp(l), layer.ln2, layer.residual2));
+            let norm = Some(model.norm_of(NormOf::Mlp(l), layer.ln2, layer.residual2, None));
             engine.run(DecodeMatmul { norm, matmul: model.fc(l, layer) })?;
             engine.run(plain(model.fcproj(l, layer)))?;
             residual = layer.residual3;
@@ -348,7 +348,7 @@ impl Generator {
             shape: MatmulShape { rows, c: d.channels, oc: vp },
             fp8: None,
         };
-        engine.run(DecodeMatmul { norm: Some(model.norm_of(NormOf::Head, norm, residual)), matmul })?;
+        engine.run(DecodeMatmul { norm: Some(model.norm_of(NormOf::Head, norm, residual, None)), matmul })?;
         let Cache { slots, seen, sampled, scratch, .. } = self.cache;
         let (logits, capacity) = (self.logits(), self.capacity);
         engine.run(SampleTokens { sampled, slots, seen, scratch, logits, v, vp, capacity, softcap })

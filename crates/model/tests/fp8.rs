@@ -23,6 +23,24 @@ fn descriptor() -> Descriptor {
     Descriptor::gpt2(2, 1, 64, LAYOUT.t, VOCAB).unwrap()
 }
 
+/// Returns models with the norms and activations of GPT-2, Llama and nanochat.
+fn families() -> [Descriptor; 3] {
+    let gpt2 = descriptor();
+    let norm = model::descriptor::Norm::RmsNorm { eps: 1e-5, weights: true };
+    let llama = Descriptor {
+        norm,
+        activation: engine::ops::Activation::SwiGlu,
+        biases: model::descriptor::Biases::None,
+        ..gpt2
+    };
+    [gpt2, llama, Descriptor { activation: engine::ops::Activation::ReluSquared, ..llama }]
+}
+
+/// Returns an emulated GPU with FP8 and without kernels for its tensor cores: the library computes all GEMMs.
+fn ada() -> EmulatedGpu {
+    EmulatedGpu { fp8: true, ..EmulatedGpu::new(false) }
+}
+
 /// A model in an engine, and its training.
 struct Run {
     engine: Box<dyn Engine>,
@@ -290,11 +308,9 @@ fn evaluation_does_not_use_fp8() {
 /// Runs kernels with all checks, with the activations of each family of models. Both engines quantize almost equal numbers.
 #[test]
 fn kernels_compute_the_gradients_of_the_cpu_engine() {
-    let gpt2 = descriptor();
-    let llama =
-        Descriptor { activation: engine::ops::Activation::SwiGlu, biases: model::descriptor::Biases::None, ..gpt2 };
-    let relu_squared = Descriptor { activation: engine::ops::Activation::ReluSquared, ..llama };
-    for descriptor in [gpt2, llama, relu_squared] {
+    let hopper = EmulatedGpu::new(true);
+    let gpus = families().map(|descriptor| (descriptor, hopper)).into_iter().chain([(descriptor(), ada())]);
+    for (descriptor, gpu) in gpus {
         for (recipe, gradients, accumulation) in [
             (Fp8Recipe::Current, Fp8Gradients::E5m2, Fp8Accumulation::Fast),
             (Fp8Recipe::Delayed, Fp8Gradients::E4m3, Fp8Accumulation::Exact),
@@ -306,7 +322,7 @@ fn kernels_compute_the_gradients_of_the_cpu_engine() {
                 let grads = run.model.training.unwrap().grads;
                 (run.losses[0], run.engine.read(grads).unwrap())
             };
-            let gpu = emulated(EmulatedGpu::new(true), Precision::Bf16, None, true);
+            let gpu = emulated(gpu, Precision::Bf16, None, true);
             let (loss, got) = gradients(setup.on(gpu, Ranks::Single));
             let (want_loss, want) = gradients(setup.on_cpu());
             let (exact_loss, exact) = gradients(Setup { recipe: None, ..setup }.on_cpu());
@@ -373,21 +389,46 @@ fn verification_changes_no_bit_and_finds_a_flipped_one() {
     }
 }
 
-/// A step that counts losses quantizes each tensor separately, from bf16, after the GEMM that computes it.
+/// A step that counts losses quantizes each tensor separately, from bf16, after the kernel that computes it. Recomputation
+/// quantizes by other kernels, too.
 #[test]
-fn quantization_in_epilogues_has_the_bits_of_separate_quantization() {
-    let train = |counts: bool| {
-        let gpu = emulated(EmulatedGpu::new(true), Precision::Bf16, None, true);
-        let mut run = Setup::new(Fp8Recipe::Delayed).on(gpu, Ranks::Single);
-        for _ in 0..3 {
-            if counts {
-                run.step.count_fp8();
+fn fused_quantization_has_the_bits_of_separate_quantization() {
+    let hopper = EmulatedGpu::new(true);
+    let gpus = families().map(|descriptor| (descriptor, hopper)).into_iter().chain([(descriptor(), ada())]);
+    for (descriptor, gpu) in gpus {
+        let train = |recompute, counts: bool| {
+            let gpu = emulated(gpu, Precision::Bf16, None, true);
+            let setup = Setup { recompute, descriptor, ..Setup::new(Fp8Recipe::Delayed) };
+            let mut run = setup.on(gpu, Ranks::Single);
+            for _ in 0..3 {
+                if counts {
+                    run.step.count_fp8();
+                }
+                run.step();
             }
-            run.step();
+            (run.bits(), run.state(), run.losses)
+        };
+        let separate = train(Recompute::Nothing, true);
+        for recompute in Recompute::ALL {
+            assert!(train(recompute, false) == separate, "{:?}, {recompute:?}", descriptor.activation);
         }
-        (run.bits(), run.state(), run.losses)
+    }
+}
+
+/// Recomputation must not count losses again.
+#[test]
+fn losses_are_counted_once() {
+    let counts = |recompute| {
+        let mut run = Setup { recompute, ..Setup::new(Fp8Recipe::Delayed) }.on_cpu().steps(2);
+        run.step.count_fp8();
+        run.step();
+        run.step.fp8_counts(&mut *run.engine).unwrap()
     };
-    assert!(train(false) == train(true));
+    let stored = counts(Recompute::Nothing);
+    assert!(stored.iter().any(|of_tensor| of_tensor.saturated + of_tensor.zeroed > 0));
+    for recompute in Recompute::ALL {
+        assert_eq!(counts(recompute), stored, "{recompute:?}");
+    }
 }
 
 #[test]
@@ -398,7 +439,7 @@ fn what_fp8_cannot_do_is_an_error() {
     };
     let old = emulated(EmulatedGpu::new(false), Precision::Bf16, None, false);
     let error = refusal(&*old, descriptor(), [2, 32]);
-    assert!(error.contains("--precision fp8: expected a GPU of compute capability 9.0"), "{error}");
+    assert!(error.contains("--precision fp8: expected a GPU of compute capability 8.9 or later"), "{error}");
     let error = refusal(&Cpu::new(), descriptor(), [3, 10]);
     assert!(error.contains("batch x seq: expected a multiple of 16, found 30; change --batch or --seq"), "{error}");
     let narrow = Descriptor::gpt2(1, 1, 24, 32, VOCAB).unwrap();

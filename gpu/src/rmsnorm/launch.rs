@@ -1,11 +1,12 @@
 //! Host side: selects the kernel instance for a storage type and a number of channels, with its grid and shared memory.
 
-use super::{rmsnorm_backward, rmsnorm_backward_reduce, rmsnorm_forward};
+use super::{rmsnorm_backward, rmsnorm_backward_reduce, rmsnorm_forward, rmsnorm_forward_fp8};
 use crate::column_sum;
 use crate::launch::KernelLaunch;
 use crate::norm_rows::{Shape, dispatch};
+use crate::quantize::QuantizedOperands;
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Global, GlobalMut};
+use cuda_std::{E4m3, Element, Global, GlobalMut, bf16};
 
 /// The sizes of an operation, and the GPU's.
 #[derive(Clone, Copy, Debug)]
@@ -42,6 +43,33 @@ pub fn forward<T: Element>(operands: ForwardOperands<T>, size: Size) -> Option<K
         launch: dispatch!(shape, rmsnorm_forward::<T>(out, rstd, inp, weight, eps, rows, channels)),
         grid: [shape.forward_grid(size.rows, size.sm_count), 1, 1],
         shared_bytes: shape.forward_shared_bytes::<T>(),
+    })
+}
+
+/// The operands of the forward kernel that quantizes its output.
+#[derive(Clone, Copy)]
+pub struct Fp8ForwardOperands {
+    /// (rows, C)
+    pub quantized: QuantizedOperands<E4m3>,
+    /// (rows)
+    pub rstd: GlobalMut<f32>,
+    /// (rows, C)
+    pub inp: Global<bf16>,
+    /// (C)
+    pub weight: Option<Global<bf16>>,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+/// Returns the forward kernel that quantizes its output, or `None` if no kernel supports the number of channels.
+pub fn forward_fp8(operands: Fp8ForwardOperands, size: Size) -> Option<KernelLaunch> {
+    let (shape, rows, channels) = (Shape::of::<bf16>(size.channels)?, size.rows as u32, size.channels as u32);
+    let Fp8ForwardOperands { quantized: QuantizedOperands { out, amax, scale }, rstd, inp, weight, eps } = operands;
+    let weight = weight.unwrap_or(Global::null());
+    Some(KernelLaunch {
+        launch: dispatch!(shape, rmsnorm_forward_fp8::<E4m3>(out, rstd, amax, scale, inp, weight, eps, rows, channels)),
+        grid: [shape.forward_fp8_grid(size.rows, size.sm_count), 1, 1],
+        shared_bytes: shape.forward_fp8_shared_bytes(),
     })
 }
 

@@ -4,6 +4,7 @@
 pub mod attention;
 pub mod entries;
 pub mod norm;
+pub mod quantized;
 
 use bytemuck::Pod;
 use cuda_std::emulate::Memory;

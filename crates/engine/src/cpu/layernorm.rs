@@ -1,5 +1,6 @@
 use super::arena::{ABSENT, Arena};
 use super::matmul::add_column_sums;
+use super::quantize;
 use crate::Result;
 use crate::ops::{LayerNormBackward, LayerNormForward};
 use anyhow::ensure;
@@ -26,7 +27,7 @@ fn normalize(out: &mut [f32], inp: &[f32], weight: &[f32], bias: &[f32]) -> (f32
 }
 
 pub(super) fn forward(arena: &mut Arena, op: LayerNormForward) -> Result<()> {
-    let LayerNormForward { out, mean, rstd, inp, weight, bias, c } = op;
+    let LayerNormForward { out, mean, rstd, inp, weight, bias, c, quantized } = op;
     let rows = mean.len;
     ensure!(c > 0, "layernorm: expected at least one channel, found 0");
     let operands = [
@@ -42,7 +43,7 @@ pub(super) fn forward(arena: &mut Arena, op: LayerNormForward) -> Result<()> {
     rows.with_min_len(ROWS).for_each(|((out, inp), (mean, rstd))| {
         (*mean, *rstd) = normalize(out, inp, weight, bias);
     });
-    Ok(())
+    quantized.map_or(Ok(()), |next| quantize::quantize(arena, next))
 }
 
 pub(super) fn backward(arena: &mut Arena, op: LayerNormBackward) -> Result<()> {

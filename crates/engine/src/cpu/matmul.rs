@@ -83,12 +83,12 @@ pub(super) fn add_column_sums(to: &mut [f32], values: &[f32], columns: usize) {
 
 /// Quantizes the input of a linear layer for its forward pass.
 fn quantize_input(arena: &mut Arena, inp: Tensor, shape: MatmulShape, fp8: &Fp8Forward) -> Result<()> {
-    let Fp8Forward { inp: out, inp_transposed: transposed, inp_scale: scale, scaling, .. } = *fp8;
+    let Fp8Forward { inp: out, inp_scale: scale, scaling, .. } = *fp8;
     let shape = [shape.rows, shape.c];
     let format = Fp8Format::E4m3;
     quantize::quantize(
         arena,
-        Quantize { out: Some(out), transposed, inp, scale, scaling, format, shape, column_sums: None },
+        Quantize { out: Some(out), transposed: None, inp, scale, scaling, format, shape, column_sums: None },
     )
 }
 

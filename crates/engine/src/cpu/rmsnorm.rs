@@ -1,4 +1,5 @@
 use super::arena::{ABSENT, Arena};
+use super::quantize;
 use crate::Result;
 use crate::ops::{RmsNormBackward, RmsNormForward};
 use crate::tensor::Tensor;
@@ -36,7 +37,7 @@ fn optional(weight: Option<Tensor>, c: usize) -> (Tensor, usize) {
 }
 
 pub(super) fn forward(arena: &mut Arena, op: RmsNormForward) -> Result<()> {
-    let RmsNormForward { out, rstd, inp, weight, c, eps } = op;
+    let RmsNormForward { out, rstd, inp, weight, c, eps, quantized } = op;
     let rows = rstd.len;
     ensure!(c > 0, "rmsnorm: expected at least one channel, found 0");
     let (weight, weights) = optional(weight, c);
@@ -49,7 +50,7 @@ pub(super) fn forward(arena: &mut Arena, op: RmsNormForward) -> Result<()> {
             *out = x * *rstd * weight_at(weight, i);
         }
     });
-    Ok(())
+    quantized.map_or(Ok(()), |next| quantize::quantize(arena, next))
 }
 
 pub(super) fn backward(arena: &mut Arena, op: RmsNormBackward) -> Result<()> {

@@ -1,10 +1,11 @@
-//! The gradient of a bias.
+//! The sum of a matrix and a bias, and the gradient of a bias.
 
 use super::{Cuda, Float, shared_bytes};
 use crate::ops::MatmulShape;
 use crate::tensor::Tensor;
 use crate::{Result, Workload};
 use anyhow::ensure;
+use cuda_std::bf16;
 use gpu::launch::KernelLaunch;
 use gpu::{bias, column_sum};
 
@@ -39,4 +40,11 @@ pub(super) fn backward_kernels<T: Float>(
             shared_bytes: shared_bytes(column_sum::shared),
         },
     ])
+}
+
+/// Adds `bias` (OC) to each row of `out` (rows, OC), in bf16. OC is a multiple of 8.
+pub(super) fn add<T: Float>(cuda: &mut Cuda<T>, out: Tensor, bias: Tensor, [rows, oc]: [usize; 2]) -> Result<()> {
+    let n = rows * oc;
+    let (out, bias) = (cuda.output::<bf16>("out", out, n)?, cuda.input::<bf16>("bias", bias, oc)?);
+    cuda.launch(&bias::bias_add(out, bias, n as u64, oc as u32), [bias::bias_add_grid(n), 1, 1], 0)
 }

@@ -16,7 +16,9 @@ use crate::{GeluFusion, GraphKey, HostBuffer, Interval, Peak, PendingRead, ReadR
 use anyhow::{Context, ensure};
 use cublaslt::sys::MatmulAlgo;
 use cublaslt::{Finalists, Handle, Matmuls};
-use cuda_driver::{DeviceMemory, Event, Gpu, GraphExec, Module, PinnedBuffer, Stopwatch, Stream, TimedEvent};
+use cuda_driver::{
+    DeviceInfo, DeviceMemory, Event, Gpu, GraphExec, Module, PinnedBuffer, Stopwatch, Stream, TimedEvent,
+};
 use cuda_std::Global;
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
@@ -95,8 +97,8 @@ impl Device {
             if options.precision == Precision::Fp32 { "fp32" } else { "bf16" }
         );
         ensure!(
-            options.precision != Precision::Fp8 || choice.is_hopper(),
-            "--precision fp8: expected a GPU of compute capability 9.0, found {} with {choice} kernels; use --precision bf16",
+            options.precision != Precision::Fp8 || has_fp8(gpu.info()),
+            "--precision fp8: expected a GPU of compute capability 8.9 or later, found {}; use --precision bf16",
             gpu.info().name
         );
         let tensor_maps = choice.is_hopper().then(|| TensorMaps::new(&gpu)).transpose()?;
@@ -129,6 +131,11 @@ impl Device {
     pub fn gemm_cache(&self) -> Result<Cache> {
         Cache::new(&self.gpu, self.architecture)
     }
+}
+
+/// Reports whether a GPU has tensor cores for FP8.
+fn has_fp8(info: &DeviceInfo) -> bool {
+    info.compute_capability >= (8, 9)
 }
 
 /// Launches work, between two events if there is a profile.
@@ -166,6 +173,7 @@ impl Executor for Device {
         EmulatedGpu {
             sm_count: self.gpu.info().sm_count as usize,
             hopper: self.tensor_maps.is_some(),
+            fp8: has_fp8(self.gpu.info()),
             tf32: self.tf32,
             matmul: self.matmul,
             kernel_config: self.kernel_config,

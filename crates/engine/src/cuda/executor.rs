@@ -22,6 +22,8 @@ pub struct EmulatedGpu {
     pub sm_count: usize,
     /// Runs the kernels for sm_90a where they exist.
     pub hopper: bool,
+    /// Has tensor cores for FP8 where kernels for sm_90a do not run. The library computes FP8 GEMMs.
+    pub fp8: bool,
     /// Rounds the inputs of f32 GEMMs to TF32.
     pub tf32: bool,
     /// Which kernels compute GEMMs.
@@ -31,16 +33,21 @@ pub struct EmulatedGpu {
 }
 
 impl EmulatedGpu {
-    /// Returns the default GPU with kernels for sm_90a (`hopper`) or sm_80.
+    /// Returns the default GPU with kernels for sm_90a (`hopper`) or sm_80, without FP8.
     pub fn new(hopper: bool) -> Self {
         Self { hopper, ..Self::default() }
+    }
+
+    /// Reports whether GEMMs may have FP8 operands.
+    pub(crate) fn multiplies_fp8(self) -> bool {
+        self.hopper || self.fp8
     }
 }
 
 impl Default for EmulatedGpu {
     /// Returns a GPU with so few SMs that small tests fill more than one wave.
     fn default() -> Self {
-        Self { sm_count: 4, hopper: false, tf32: false, matmul: MatmulBackend::Auto, kernel_config: None }
+        Self { sm_count: 4, hopper: false, fp8: false, tf32: false, matmul: MatmulBackend::Auto, kernel_config: None }
     }
 }
 

@@ -5,7 +5,7 @@ use super::executor::{EmulatedGpu, Executor};
 use super::gemm_cache::Cache;
 use super::wgmma::{Scratch, WgmmaGemm};
 use crate::Result;
-use crate::gemm::{Algorithms, Choice, GemmCall, GemmKey, KernelConfig};
+use crate::gemm::{Algorithms, Choice, Gemm, GemmCall, GemmKey, GemmPrecision, KernelConfig};
 use anyhow::Context;
 use gpu::launch::KernelLaunch;
 use std::collections::{HashMap, HashSet};
@@ -88,9 +88,14 @@ impl GemmDispatch {
         valid
     }
 
+    /// Reports whether kernels compute GEMMs, where they are the fastest.
+    pub fn uses_kernels(&self) -> bool {
+        self.hopper && self.backend != MatmulBackend::Cublaslt
+    }
+
     /// Reports whether a kernel could compute a GEMM, whether or not it is the fastest.
     pub fn may_use_kernel(&self, call: &GemmCall) -> bool {
-        self.hopper && self.backend != MatmulBackend::Cublaslt && WgmmaGemm::new(&call.gemm, &call.operands).is_some()
+        self.uses_kernels() && WgmmaGemm::new(&call.gemm, &call.operands).is_some()
     }
 
     /// Reports whether cuBLASLt may compute the library part of a GEMM.
@@ -161,7 +166,7 @@ impl GemmDispatch {
             return match unsafe { executor.library_gemm(&call.gemm, &call.operands) } {
                 // SAFETY: the caller's promise. A refused matmul has launched nothing.
                 Err(error) if self.falls_back(&call, &error) => unsafe { self.run(call, executor) },
-                result => result,
+                result => result.map_err(|error| unsupported(&call.gemm, error)),
             };
         }
         // If the part has kernels that run after it, they are those of this GEMM.
@@ -172,6 +177,18 @@ impl GemmDispatch {
             self.run(part, executor)?;
             launch_all(&after, executor)
         }
+    }
+}
+
+/// Returns the error of a GEMM. If cuBLASLt does not support it in FP8, the error says what to do.
+pub(super) fn unsupported(gemm: &Gemm, error: anyhow::Error) -> anyhow::Error {
+    let refused = error.downcast_ref::<cublaslt::Error>().is_some_and(cublaslt::Error::is_unsupported);
+    if refused && matches!(gemm.precision, GemmPrecision::Fp8 { .. }) {
+        error.context(format!(
+            "--precision fp8: GEMM {gemm}: expected an algorithm of cuBLASLt for this GPU, found none; use --precision bf16"
+        ))
+    } else {
+        error
     }
 }
 
@@ -211,10 +228,11 @@ mod tests {
     use super::super::arena::Arena;
     use super::super::emulated::Emulated;
     use super::*;
-    use crate::gemm::{Gemm, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision};
+    use crate::gemm::{GemmEpilogue, GemmLayout, GemmOperands};
     use crate::plan::{Group, Plan};
     use crate::tensor::{DType, Tensor};
     use cublaslt::sys::MatmulAlgo;
+    use cuda_std::fp8::Fp8Format;
     use cuda_std::{Element, GlobalMut, bf16};
     use gpu::swiglu;
 
@@ -448,9 +466,13 @@ mod tests {
         let mut dispatch = tuned(&mut mlp, &[]);
         dispatch.hopper = false;
         let call = mlp.forward().library_part();
+        let gemm = call.gemm;
         // SAFETY: the tensors have the sizes that the GEMM implies.
         let error = unsafe { dispatch.run(call, &mut mlp.executor) }.unwrap_err();
         assert!(error.to_string().contains("no algorithm"), "{error}");
+        let precision = GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: false };
+        let text = unsupported(&Gemm { precision, ..gemm }, error).to_string();
+        assert!(text.starts_with("--precision fp8: GEMM ") && text.ends_with("use --precision bf16"), "{text}");
     }
 
     #[test]

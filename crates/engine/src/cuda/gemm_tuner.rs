@@ -1,7 +1,7 @@
 //! The autotuner: times the backends of each GEMM once and keeps the fastest.
 
 use super::executor::{Executor, GemmTimer};
-use super::gemm_dispatch::GemmDispatch;
+use super::gemm_dispatch::{GemmDispatch, unsupported};
 use super::wgmma::WgmmaGemm;
 use crate::gemm::{Choice, GemmCall, KernelConfig, Timing, Tuning};
 use crate::{COOLDOWN, Result};
@@ -109,7 +109,7 @@ impl GemmDispatch {
         // SAFETY: the operations have checked the operands against the arena; nothing else is running.
         match unsafe { timer_of(executor)?.library_finalists(&part.gemm, &part.operands) } {
             Err(error) if self.falls_back(part, &error) => Ok(none()),
-            finalists => finalists,
+            finalists => finalists.map_err(|error| unsupported(&part.gemm, error)),
         }
     }
 

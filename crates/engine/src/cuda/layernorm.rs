@@ -1,13 +1,14 @@
 //! Layer normalization.
 
-use super::{Cuda, Float, bias, shared_bytes};
-use crate::ops::{LayerNormBackward, LayerNormForward, MatmulShape};
+use super::{Cuda, Float, bias, quantize, shared_bytes};
+use crate::ops::{LayerNormBackward, LayerNormForward, MatmulShape, Quantize};
 use crate::{Result, Workload};
 use anyhow::Context;
-use cuda_std::GlobalMut;
+use cuda_std::{E4m3, GlobalMut};
 use gpu::column_sum;
-use gpu::layernorm::{self, layernorm_forward};
+use gpu::layernorm::{self, layernorm_forward, layernorm_forward_fp8};
 use gpu::norm_rows::{Shape, dispatch};
+use gpu::quantize::QuantizedOperands;
 
 /// Returns the f32 elements of scratch memory; 0 for channels that no kernel supports, which the first operation reports.
 pub(super) fn scratch<T: Float>(workload: &Workload, sm_count: usize) -> usize {
@@ -38,7 +39,37 @@ fn shape_of<T: Float>(channels: usize) -> Result<Shape> {
     })
 }
 
+/// Runs the kernel that quantizes its output in place of writing it. Returns false and does nothing if there is none.
+fn forward_quantizing<T: Float>(cuda: &mut Cuda<T>, op: &LayerNormForward, next: &Quantize) -> Result<bool> {
+    let Some(QuantizedOperands { out, amax, scale }) = cuda.fused_operands::<E4m3>(next)? else { return Ok(false) };
+    let (shape, rows, n) = (shape_of::<T>(op.c)?, op.mean.len, op.mean.len * op.c);
+    let launch = dispatch!(
+        shape,
+        layernorm_forward_fp8::<E4m3>(
+            out,
+            cuda.output("mean", op.mean, rows)?,
+            cuda.output("rstd", op.rstd, rows)?,
+            amax,
+            scale,
+            cuda.input("inp", op.inp, n)?,
+            cuda.input("weight", op.weight, op.c)?,
+            cuda.input("bias", op.bias, op.c)?,
+            rows as u32,
+            op.c as u32,
+        )
+    );
+    let grid = shape.forward_fp8_grid(rows, cuda.executor.sm_count());
+    cuda.launch(&launch, [grid, 1, 1], shape.forward_fp8_shared_bytes())?;
+    quantize::transpose_quantized(cuda, next)?;
+    Ok(true)
+}
+
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: LayerNormForward) -> Result<()> {
+    if let Some(next) = &op.quantized
+        && forward_quantizing(cuda, &op, next)?
+    {
+        return Ok(());
+    }
     let (shape, rows, n) = (shape_of::<T>(op.c)?, op.mean.len, op.mean.len * op.c);
     let launch = dispatch!(
         shape,
@@ -54,7 +85,8 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: LayerNormForward) -> Res
         )
     );
     let grid = shape.forward_grid(rows, cuda.executor.sm_count());
-    cuda.launch(&launch, [grid, 1, 1], shape.forward_shared_bytes::<T>())
+    cuda.launch(&launch, [grid, 1, 1], shape.forward_shared_bytes::<T>())?;
+    op.quantized.map_or(Ok(()), |next| quantize::quantize(cuda, next))
 }
 
 pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: LayerNormBackward) -> Result<()> {

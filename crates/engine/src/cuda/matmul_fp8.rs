@@ -1,7 +1,7 @@
 //! Linear layers as GEMMs with FP8 operands. All GEMMs have the layout NT, because FP8 tensor cores read both operands along K.
 
-use super::quantize::{gelu_transposed, quantize, transpose_quantized};
-use super::{Cuda, Float, Fp8Bits, activation};
+use super::quantize::{quantize, transpose_quantized};
+use super::{Cuda, Float, Fp8Bits, activation, bias};
 use crate::gemm::{GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision};
 use crate::ops::{
     Activation, ActivationInput, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, MatmulBackward,
@@ -65,7 +65,7 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
     if !fp8.inp_is_quantized {
         let input = Quantize {
             out: Some(fp8.inp),
-            transposed: fp8.inp_transposed,
+            transposed: None,
             inp,
             scale: fp8.inp_scale,
             scaling: fp8.scaling,
@@ -79,7 +79,8 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
         Epilogue::Activation(activation, preactivation) => Some((activation, preactivation)),
         _ => None,
     };
-    let unfused = activation.filter(|(activation, _)| !cuda.fuses_forward(*activation, op.bias, oc));
+    let fuses = |activation| cuda.gemms.uses_kernels() && cuda.fuses_forward(activation, op.bias, oc);
+    let unfused = activation.filter(|(activation, _)| !fuses(*activation));
     let plain = unfused.map(|(_, sums)| MatmulForward { out: sums, epilogue: Epilogue::None, ..*op });
     let GemmCall { gemm, operands, .. } = cuda.forward_gemm(plain.as_ref().unwrap_or(op))?;
     let operands = GemmOperands {
@@ -89,23 +90,35 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
         ..operands
     };
     let gemm = Gemm { precision: forward_precision(fp8.accumulation), ..gemm };
+    if let Some(bias) =
+        op.bias.filter(|_| gemm.epilogue == GemmEpilogue::BiasResidual && !cuda.executor.emulation().hopper)
+    {
+        // cuBLASLt lacks bias and residual together for some shapes, and no kernel computes the GEMM.
+        let gemm = Gemm { epilogue: GemmEpilogue::Residual, ..gemm };
+        let operands = GemmOperands { bias: None, ..operands };
+        cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })?;
+        return bias::add(cuda, out, bias, [rows, oc]);
+    }
     if gemm.epilogue == GemmEpilogue::BiasGelu
         && let Some(next) = fp8.out
         && cuda.run_quantizing(Gemm { epilogue: GemmEpilogue::BiasGeluFp8, ..gemm }, operands, &next)?
     {
         return Ok(());
     }
+    if let Some((activation, preactivation)) = unfused {
+        cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })?;
+        if let Some(next) = fp8.out {
+            return activation::quantize_forward(cuda, activation, preactivation, next);
+        }
+        let shape = activation::Shape { rows, columns: oc / activation.inputs() };
+        return activation::forward(cuda, activation, out, preactivation, shape);
+    }
     let kernel = activation.map(|(activation, preactivation)| {
         let shape = activation::Shape { rows, columns: oc / activation.inputs() };
         activation::forward_kernel(cuda, activation, out, preactivation, shape)
     });
-    let kernel = kernel.transpose()?;
-    if unfused.is_some() {
-        cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })?;
-        kernel.map_or(Ok(()), |kernel| cuda.launch_all(&[kernel]))?;
-    } else {
-        cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: kernel.into_iter().collect() })?;
-    }
+    let after = kernel.transpose()?.into_iter().collect();
+    cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after })?;
     fp8.out.map_or(Ok(()), |next| quantize(cuda, next))
 }
 
@@ -115,14 +128,6 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &
         !(fp8.dout_is_quantized && dbias.is_some()),
         "matmul_backward in FP8: expected the bias gradient of a gradient that is quantized here, found one that is quantized"
     );
-    // The forward pass applied the activation to rounded sums, so these kernels give the same bits.
-    let recomputed = activation.filter(|input| input.recompute.is_some());
-    let gelu = recomputed.filter(|input| input.activation == Activation::Gelu && !fp8.inp_is_quantized);
-    if let Some(ActivationInput { activation, preactivation, .. }) = recomputed
-        && gelu.is_none()
-    {
-        activation::forward(cuda, activation, inp, preactivation, activation::Shape { rows, columns: c })?;
-    }
     if !fp8.dout_is_quantized {
         let gradient = Quantize {
             out: Some(fp8.dout[0]),
@@ -136,9 +141,7 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &
         };
         quantize(cuda, gradient)?;
     }
-    if let Some(ActivationInput { preactivation, .. }) = gelu {
-        gelu_transposed(cuda, fp8.inp_transposed, preactivation, fp8.inp_scale.scale, [rows, c])?;
-    } else if !fp8.inp_is_quantized {
+    if !fp8.inp_is_quantized {
         let input = Quantize {
             out: None,
             transposed: Some(fp8.inp_transposed),
@@ -149,7 +152,13 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &
             shape: [rows, c],
             column_sums: None,
         };
-        quantize(cuda, input)?;
+        match activation {
+            // The forward pass applied the activation to rounded sums, so this gives the same bits.
+            Some(ActivationInput { activation, preactivation, recompute: Some(_) }) => {
+                activation::quantize_forward(cuda, activation, preactivation, input)?;
+            }
+            _ => quantize(cuda, input)?,
+        }
     }
     weight_gradient(cuda, op, fp8)?;
     // Only quantization reads `inp`, so the sums of SwiGLU's gradient may replace it.
@@ -187,13 +196,8 @@ fn input_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Ba
         Some(input) if input.activation == Activation::SwiGlu => inp,
         _ => dinp,
     };
-    let kernel = activation.map(|ActivationInput { activation, preactivation, .. }| {
-        let shape = activation::Shape { rows, columns: c };
-        activation::backward_kernel(cuda, activation, dinp, dact, preactivation, shape)
-    });
-    let kernel = kernel.transpose()?;
     let fused = activation.filter(|input| {
-        let fuses = cuda.gelu_fusion == GeluFusion::Both && c.is_multiple_of(GELU_COLUMNS);
+        let fuses = cuda.gemms.uses_kernels() && cuda.gelu_fusion == GeluFusion::Both && c.is_multiple_of(GELU_COLUMNS);
         fuses && input.activation == Activation::Gelu
     });
     let gemm = Gemm {
@@ -213,17 +217,27 @@ fn input_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Ba
         fp8_scales: cuda.scale_addresses([fp8.dout_scale.scale, fp8.weight_scale])?,
         ..GemmOperands::default()
     };
-    if fused.is_some() {
+    let shape = activation::Shape { rows, columns: c };
+    if let Some(ActivationInput { activation, preactivation, .. }) = fused {
         if let Some(next) = fp8.dinp
             && next.format == fp8.format
             && cuda.run_quantizing(Gemm { epilogue: GemmEpilogue::GeluBackwardFp8, ..gemm }, operands, &next)?
         {
             return Ok(());
         }
-        cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: kernel.into_iter().collect() })?;
-    } else {
-        cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })?;
-        kernel.map_or(Ok(()), |kernel| cuda.launch_all(&[kernel]))?;
+        let after = vec![activation::backward_kernel(cuda, activation, dinp, dact, preactivation, shape)?];
+        cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after })?;
+        return fp8.dinp.map_or(Ok(()), |next| quantize(cuda, next));
     }
-    fp8.dinp.map_or(Ok(()), |next| quantize(cuda, next))
+    cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })?;
+    match (activation, fp8.dinp) {
+        (Some(ActivationInput { activation, preactivation, .. }), Some(next)) => {
+            activation::quantize_backward(cuda, activation, dact, preactivation, next)
+        }
+        (Some(ActivationInput { activation, preactivation, .. }), None) => {
+            activation::backward(cuda, activation, dinp, dact, preactivation, shape)
+        }
+        (None, Some(next)) => quantize(cuda, next),
+        (None, None) => Ok(()),
+    }
 }

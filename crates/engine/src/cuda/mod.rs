@@ -283,7 +283,7 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn fp8_dtype(&self) -> Option<DType> {
-        (T::DTYPE == DType::Bf16 && self.executor.emulation().hopper).then_some(DType::Fp8)
+        (T::DTYPE == DType::Bf16 && self.executor.emulation().multiplies_fp8()).then_some(DType::Fp8)
     }
 
     fn gelu_fusion(&self) -> GeluFusion {

@@ -7,6 +7,7 @@ use crate::{Engine, Result, Workload};
 use anyhow::{Context, ensure};
 use cuda_std::launch::Launch;
 use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, bf16};
+use gpu::quantize::QuantizedOperands;
 use gpu::{bias, column_sum, quantize};
 
 impl<T: Float> Cuda<T> {
@@ -32,27 +33,27 @@ impl<T: Float> Cuda<T> {
         let sums = self.partial_sums(op)?;
         let (r, c) = (rows as u32, columns as u32);
         let launch = match (out, sums) {
-            (Some(out), Some(sums)) => quantize::quantize_transpose::<F, true, AMAX, true, false>(
-                out, transposed, amax, sums, inp, scale, r, c,
-            ),
-            (Some(out), None) => quantize::quantize_transpose::<F, true, AMAX, false, false>(
-                out, transposed, amax, none, inp, scale, r, c,
-            ),
-            (None, _) => quantize::quantize_transpose::<F, false, AMAX, false, false>(
-                unused, transposed, amax, none, inp, scale, r, c,
-            ),
+            (Some(out), Some(sums)) => {
+                quantize::quantize_transpose::<F, true, AMAX, true>(out, transposed, amax, sums, inp, scale, r, c)
+            }
+            (Some(out), None) => {
+                quantize::quantize_transpose::<F, true, AMAX, false>(out, transposed, amax, none, inp, scale, r, c)
+            }
+            (None, _) => {
+                quantize::quantize_transpose::<F, false, AMAX, false>(unused, transposed, amax, none, inp, scale, r, c)
+            }
         };
         Ok((launch, quantize::transpose_grid(rows, columns), shared_bytes(quantize::tile_and_maxima)))
     }
 
     /// Returns the memory for the partial sums of the columns, if the operation sums them.
-    fn partial_sums(&self, op: &Quantize) -> Result<Option<GlobalMut<f32>>> {
+    pub(super) fn partial_sums(&self, op: &Quantize) -> Result<Option<GlobalMut<f32>>> {
         let len = quantize::sum_rows(op.shape[0]) * op.shape[1];
         op.column_sums.map(|_| self.output("scratch", self.scratch(len)?, len)).transpose()
     }
 
     /// Adds the partial sums of the columns to the column sums.
-    fn add_column_sums(&mut self, op: &Quantize) -> Result<()> {
+    pub(super) fn add_column_sums(&mut self, op: &Quantize) -> Result<()> {
         let (Some(sums), Some(partials)) = (op.column_sums, self.partial_sums(op)?) else { return Ok(()) };
         let [rows, columns] = op.shape;
         let (sums, slices) = (self.output::<T>("column sums", sums, columns)?, quantize::sum_rows(rows) as u32);
@@ -63,6 +64,26 @@ impl<T: Float> Cuda<T> {
     /// Returns the address of the largest magnitude, as f32 bits.
     fn magnitude(&self, op: &Quantize) -> Result<GlobalMut<u32>> {
         Ok(GlobalMut::new(self.arena.address::<f32>("amax", op.scale.amax, 1)?.cast()))
+    }
+
+    /// Returns the scale, and where to keep the largest magnitude (null if it does not change), for a kernel that quantizes its
+    /// result in place of writing it in bf16. Returns `None` if the scale, or the counts of losses, need the result in bf16.
+    pub(super) fn given_scale(&self, op: &Quantize) -> Result<Option<(GlobalMut<u32>, Global<f32>)>> {
+        check(self, op)?;
+        let amax = match op.scaling {
+            Scaling::Delayed if op.scale.counts.is_none() => self.magnitude(op)?,
+            Scaling::Given => GlobalMut::null(),
+            Scaling::Current | Scaling::Calibrate | Scaling::Delayed => return Ok(None),
+        };
+        Ok(Some((amax, self.input("scale", op.scale.scale, 1)?)))
+    }
+
+    /// Returns the operands of a kernel that quantizes its result to `op.out` in place of writing it in bf16.
+    /// [`transpose_quantized`] must follow. Returns `None` if the result is needed in bf16 or in another format.
+    pub(super) fn fused_operands<F: Fp8>(&self, op: &Quantize) -> Result<Option<QuantizedOperands<F>>> {
+        let (Some(out), Some((amax, scale))) = (op.out, self.given_scale(op)?) else { return Ok(None) };
+        let out = self.fp8("out", out, op.shape[0] * op.shape[1])?;
+        Ok((op.format == F::FORMAT).then_some(QuantizedOperands { out, amax, scale }))
     }
 
     fn launch_quantize<F: Fp8>(&mut self, op: &Quantize) -> Result<()> {
@@ -105,30 +126,7 @@ pub(super) fn scratch(workload: &Workload) -> usize {
     workload.linear_layers().into_iter().map(|(oc, _)| partials(oc)).max().unwrap_or(0)
 }
 
-/// Computes `transposed` (columns, rows) = gelu(`preactivation` (rows, columns))ᵀ in E4M3, with a given scale.
-pub(super) fn gelu_transposed<T: Float>(
-    cuda: &mut Cuda<T>,
-    transposed: Tensor,
-    preactivation: Tensor,
-    scale: Tensor,
-    [rows, columns]: [usize; 2],
-) -> Result<()> {
-    let n = rows * columns;
-    let (inp, scale) = (cuda.input("preactivation", preactivation, n)?, cuda.input("scale", scale, 1)?);
-    let launch = quantize::quantize_transpose::<E4m3, false, false, false, true>(
-        GlobalMut::from_address(0),
-        cuda.fp8("transposed", transposed, n)?,
-        GlobalMut::from_address(0),
-        GlobalMut::from_address(0),
-        inp,
-        scale,
-        rows as u32,
-        columns as u32,
-    );
-    cuda.launch(&launch, quantize::transpose_grid(rows, columns), shared_bytes(quantize::tile_and_maxima))
-}
-
-/// Does what [`quantize`] does, for an operation of which a GEMM's epilogue has computed `out` and the largest magnitude.
+/// Does what [`quantize`] does, for an operation of which another kernel has computed `out` and the largest magnitude.
 pub(super) fn transpose_quantized<T: Float>(cuda: &mut Cuda<T>, op: &Quantize) -> Result<()> {
     match op.format {
         Fp8Format::E4m3 => cuda.launch_transpose::<E4m3>(op),
@@ -136,9 +134,10 @@ pub(super) fn transpose_quantized<T: Float>(cuda: &mut Cuda<T>, op: &Quantize) -
     }
 }
 
-pub(super) fn quantize<T: Float>(cuda: &mut Cuda<T>, op: Quantize) -> Result<()> {
+/// Checks that kernels quantize tensors of this shape.
+fn check<T: Float>(cuda: &Cuda<T>, op: &Quantize) -> Result<()> {
     let [rows, columns] = op.shape;
-    ensure!(cuda.fp8_dtype().is_some(), "quantize: expected bf16 and kernels for sm_90a, found {}", cuda.describe());
+    ensure!(cuda.fp8_dtype().is_some(), "quantize: expected bf16 and a GPU with FP8, found {}", cuda.describe());
     ensure!(
         rows.is_multiple_of(16) && columns.is_multiple_of(16),
         "quantize: expected rows and columns that are multiples of 16, found {rows} x {columns}"
@@ -147,6 +146,12 @@ pub(super) fn quantize<T: Float>(cuda: &mut Cuda<T>, op: Quantize) -> Result<()>
         op.column_sums.is_none() || op.out.is_some() && op.transposed.is_some(),
         "quantize: column sums: expected both layouts, found one"
     );
+    Ok(())
+}
+
+pub(super) fn quantize<T: Float>(cuda: &mut Cuda<T>, op: Quantize) -> Result<()> {
+    let [rows, columns] = op.shape;
+    check(cuda, &op)?;
     if matches!(op.scaling, Scaling::Current | Scaling::Calibrate) {
         if op.scaling == Scaling::Current {
             cuda.zero(op.scale.amax)?;

@@ -71,10 +71,8 @@ pub struct Fp8Scales {
 pub struct Fp8Forward {
     /// (rows, C) E4M3: receives the quantized input.
     pub inp: Tensor,
-    /// (C, rows) E4M3: receives the transposed input, if the backward pass needs it.
-    pub inp_transposed: Option<Tensor>,
-    /// Whether `inp` and `inp_transposed` hold the quantized input, because the operation that computed it has quantized it.
-    /// Then nothing reads the operation's own `inp`.
+    /// Whether `inp` holds the quantized input, because the operation that computed it has quantized it. Then nothing reads the
+    /// operation's own `inp`.
     pub inp_is_quantized: bool,
     /// The scale of the input.
     pub inp_scale: Fp8Scale,
@@ -108,7 +106,7 @@ pub struct Fp8Backward {
     pub format: Fp8Format,
     /// (C, rows) E4M3: the quantized input, transposed. Its scale is that of the forward pass.
     pub inp_transposed: Tensor,
-    /// Whether the forward pass has quantized the input. Otherwise this operation does; nothing else reads `inp`.
+    /// Whether `inp_transposed` holds the quantized input. Otherwise this operation quantizes `inp`, which nothing else reads.
     pub inp_is_quantized: bool,
     /// The scale of the input.
     pub inp_scale: Fp8Scale,

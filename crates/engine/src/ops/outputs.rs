@@ -13,14 +13,14 @@ impl Operation<'_> {
                 ("EncoderBackward", vec![("dwte", op.dwte)], vec![op.dwpe.map(|dwpe| ("dwpe", dwpe))])
             }
             Self::LayerNormForward(op) => {
-                ("LayerNormForward", vec![("out", op.out), ("mean", op.mean), ("rstd", op.rstd)], vec![])
+                ("LayerNormForward", vec![("mean", op.mean), ("rstd", op.rstd)], normed(op.out, &op.quantized))
             }
             Self::LayerNormBackward(op) => (
                 "LayerNormBackward",
                 vec![("dinp", op.dinp), ("dweight", op.dweight), ("dbias", op.dbias)],
                 vec![op.column_sums.map(|sums| ("column_sums", sums))],
             ),
-            Self::RmsNormForward(op) => ("RmsNormForward", vec![("out", op.out), ("rstd", op.rstd)], vec![]),
+            Self::RmsNormForward(op) => ("RmsNormForward", vec![("rstd", op.rstd)], normed(op.out, &op.quantized)),
             Self::RmsNormBackward(op) => {
                 ("RmsNormBackward", vec![("dinp", op.dinp)], vec![op.dweight.map(|dweight| ("dweight", dweight))])
             }
@@ -67,6 +67,11 @@ impl Operation<'_> {
 
 type Outputs = Vec<Option<(&'static str, Tensor)>>;
 
+fn normed(out: Tensor, quantized: &Option<Quantize>) -> Outputs {
+    // An engine may leave an output unwritten that it quantizes.
+    quantized.as_ref().map_or_else(|| vec![Some(("out", out))], quantize)
+}
+
 fn matmul_forward(op: &MatmulForward) -> Outputs {
     let preactivation = match op.epilogue {
         Epilogue::Activation(_, preactivation) => Some(("preactivation", preactivation)),
@@ -75,7 +80,7 @@ fn matmul_forward(op: &MatmulForward) -> Outputs {
     let Some(fp8) = &op.fp8 else { return vec![Some(("out", op.out)), preactivation] };
     let mut outputs = Vec::new();
     if !fp8.inp_is_quantized {
-        outputs.extend([Some(("quantized inp", fp8.inp)), fp8.inp_transposed.map(|inp| ("transposed inp", inp))]);
+        outputs.push(Some(("quantized inp", fp8.inp)));
         outputs.extend(scale(&fp8.inp_scale, fp8.scaling));
     }
     // An engine may leave an output unwritten that it quantizes.

@@ -335,7 +335,8 @@ fn layernorm_forward(rows: usize, c: usize) -> Case {
     operands.push(input("inp", rows * c, Init::Uniform { mean: 0.3, spread: 2.0 }));
     let work = Work { floats: 2 * rows * c, bytes: 8 * rows, flops: 0 };
     case("layernorm_forward", format!("{rows}x{c}"), workload(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
-        e.run(LayerNormForward { out: x[0], mean: x[1], rstd: x[2], weight: x[3], bias: x[4], inp: x[5], c })
+        let (out, mean, rstd, weight, bias, inp) = (x[0], x[1], x[2], x[3], x[4], x[5]);
+        e.run(LayerNormForward { out, mean, rstd, inp, weight, bias, c, quantized: None })
     })
 }
 
@@ -398,7 +399,7 @@ fn rmsnorm_forward(rows: usize, c: usize, weighted: bool) -> Case {
     case("rmsnorm_forward", shape, workload, operands, work, move |e, x| {
         let weight = weighted.then_some(x[3]);
         // A large eps, so that an ignored one shows.
-        e.run(RmsNormForward { out: x[0], rstd: x[1], inp: x[2], weight, c, eps: 0.25 })
+        e.run(RmsNormForward { out: x[0], rstd: x[1], inp: x[2], weight, c, eps: 0.25, quantized: None })
     })
 }
 

@@ -219,7 +219,7 @@ proptest! {
         let (dinp, dout) = (bench.normal(rows * c), bench.normal(rows * c));
         let (dweight, dbias, column_sums) = (bench.normal(c), bench.normal(c), bench.normal(c));
         bench.ready();
-        bench.dyn_engine().run(LayerNormForward { out, mean, rstd, inp, weight, bias, c }).unwrap();
+        bench.dyn_engine().run(LayerNormForward { out, mean, rstd, inp, weight, bias, c, quantized: None }).unwrap();
         let x = bench.before(inp);
         let (w, beta) = (bench.before(weight), bench.before(bias));
         let means: Vec<f64> = x.chunks(c).map(|row| row.iter().sum::<f64>() / c as f64).collect();

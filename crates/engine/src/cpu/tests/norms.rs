@@ -35,7 +35,7 @@ proptest! {
         let (dinp, dout) = (bench.normal(rows * c), bench.normal(rows * c));
         bench.ready();
         let of = |tensor| weighted.then_some(tensor);
-        bench.dyn_engine().run(RmsNormForward { out, rstd, inp, weight: of(weight), c, eps }).unwrap();
+        bench.dyn_engine().run(RmsNormForward { out, rstd, inp, weight: of(weight), c, eps, quantized: None }).unwrap();
         let backward = RmsNormBackward { dinp, dweight: of(dweight), dout, inp, weight: of(weight), rstd, c };
         bench.dyn_engine().run(backward).unwrap();
 

@@ -163,10 +163,17 @@ fn matmul(shape: MatmulShape, norm: Norm, bias: bool, epilogue: After) -> Case {
                 weight: x[9],
                 bias: x[10],
                 c,
+                quantized: None,
             })),
-            Norm::Rms => {
-                Some(NormForward::RmsNorm(RmsNormForward { out, rstd: x[8], inp, weight: Some(x[9]), c, eps: 1e-5 }))
-            }
+            Norm::Rms => Some(NormForward::RmsNorm(RmsNormForward {
+                out,
+                rstd: x[8],
+                inp,
+                weight: Some(x[9]),
+                c,
+                eps: 1e-5,
+                quantized: None,
+            })),
         };
         let epilogue = match epilogue {
             After::Nothing => Epilogue::None,

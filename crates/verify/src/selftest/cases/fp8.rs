@@ -9,7 +9,7 @@ use super::{
 };
 use engine::ops::{
     Activation, ActivationInput, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Scale, Fp8Scales,
-    MatmulBackward, MatmulForward, MatmulShape, Quantize, Scaling,
+    LayerNormForward, MatmulBackward, MatmulForward, MatmulShape, Quantize, RmsNormForward, Scaling,
 };
 
 /// Returns every operation in FP8 at small shapes, which are multiples of 16.
@@ -18,6 +18,7 @@ pub fn edge_cases() -> Vec<Case> {
     for (rows, c, oc) in [(16, 64, 64), (48, 80, 240), (144, 208, 160)] {
         cases.extend(linear(MatmulShape { rows, c, oc }));
         cases.extend(mlp(MatmulShape { rows, c, oc }));
+        cases.extend(norm(MatmulShape { rows, c, oc }));
     }
     cases
 }
@@ -27,7 +28,7 @@ pub fn model_cases() -> Vec<Case> {
     [(2048, 768, 2304), (512, 1600, 6400)]
         .into_iter()
         .map(|(rows, c, oc)| MatmulShape { rows, c, oc })
-        .flat_map(|shape| linear(shape).into_iter().chain(mlp(shape)))
+        .flat_map(|shape| linear(shape).into_iter().chain(mlp(shape)).chain(norm(shape)))
         .collect()
 }
 
@@ -125,7 +126,6 @@ fn forward(
         };
         let fp8 = Fp8Forward {
             inp: x[first],
-            inp_transposed: None,
             inp_is_quantized: false,
             inp_scale: of(x[first + 2], x[first + 3]),
             scaling,
@@ -197,10 +197,19 @@ fn backward(
     Case { before: Some(Box::new(before)), parts: plain.parts, ..case }
 }
 
-/// Returns the passes of an MLP with GELU, of which GEMMs quantize the tensors in the middle.
-fn mlp(shape: MatmulShape) -> [Case; 3] {
+/// Returns the passes of MLPs, whose tensors in the middle are quantized by the kernels that compute them.
+fn mlp(shape: MatmulShape) -> [Case; 7] {
     let (fast, exact) = (Fp8Accumulation::Fast, Fp8Accumulation::Exact);
-    [mlp_forward(shape, fast), mlp_backward(shape, Fp8Format::E5m2, fast), mlp_backward(shape, Fp8Format::E4m3, exact)]
+    let (gelu, swiglu, relu_squared) = (Activation::Gelu, Activation::SwiGlu, Activation::ReluSquared);
+    [
+        mlp_forward(shape, gelu, fast),
+        mlp_forward(shape, swiglu, fast),
+        mlp_forward(shape, relu_squared, fast),
+        mlp_backward(shape, gelu, Fp8Format::E5m2, fast),
+        mlp_backward(shape, gelu, Fp8Format::E4m3, exact),
+        mlp_backward(shape, swiglu, Fp8Format::E5m2, fast),
+        mlp_backward(shape, relu_squared, Fp8Format::E4m3, fast),
+    ]
 }
 
 /// Tolerance of sums of products of a tensor that both engines round to FP8 from slightly different values: a few percent of the
@@ -209,23 +218,24 @@ fn mlp(shape: MatmulShape) -> [Case; 3] {
 const NEIGHBORS: Tolerance = Tolerance { f32: 0.25, bf16: 0.25 };
 
 /// Returns the operands of [`mlp_forward`].
-fn mlp_forward_operands(MatmulShape { rows, c, oc }: MatmulShape) -> Vec<Operand> {
+fn mlp_forward_operands(MatmulShape { rows, c, oc }: MatmulShape, activation: Activation) -> Vec<Operand> {
     let weight = Init::Uniform { mean: 0.0, spread: 0.2 };
+    let width = oc * activation.inputs();
     let mut operands = vec![
         output("proj", rows * c, NEIGHBORS),
         accumulated("dweight", c * oc, NEIGHBORS),
         input("inp", rows * c, super::UNIT),
-        input("fc", oc * c, weight.clone()),
-        input("bias", oc, super::UNIT),
+        input("fc", width * c, weight.clone()),
+        input("bias", width, super::UNIT),
         input("fcproj", c * oc, weight),
-        output("preactivation", rows * oc, Tolerance::CHAIN),
+        output("preactivation", rows * width, Tolerance::CHAIN),
         Operand { checked: None, ..output("out", rows * oc, NEIGHBORS) },
         input("dout", rows * c, super::UNIT),
         Operand { checked: None, ..output("dinp", rows * oc, NEIGHBORS) },
     ];
     operands.extend([
         fp8("inp in FP8", rows * c),
-        fp8("fc in FP8", oc * c),
+        fp8("fc in FP8", width * c),
         fp8("out in FP8", rows * oc),
         fp8("out in FP8, transposed", rows * oc),
         fp8("fcproj in FP8", oc * c),
@@ -236,8 +246,8 @@ fn mlp_forward_operands(MatmulShape { rows, c, oc }: MatmulShape) -> Vec<Operand
     operands.extend(scale(["scale of inp", "amax of inp"], Fp8Format::E4m3));
     operands.extend(scale(["scale of fc", "amax of fc"], Fp8Format::E4m3));
     let mut of_out = scale(["scale of out", "amax of out"], Fp8Format::E4m3);
-    // Outputs of GELU are a few times larger than its inputs' unit.
-    of_out[0].init = Init::Values(vec![1.0 / 16.0]);
+    // Sums are a few times larger than their terms' unit, and products of two sums more.
+    of_out[0].init = Init::Values(vec![if activation == Activation::Gelu { 1.0 / 16.0 } else { 1.0 }]);
     of_out[1].checked = Some(Tolerance { f32: 1e-2, bf16: 1e-2 });
     operands.extend(of_out);
     operands.extend(scale(["scale of fcproj", "amax of fcproj"], Fp8Format::E4m3));
@@ -245,12 +255,14 @@ fn mlp_forward_operands(MatmulShape { rows, c, oc }: MatmulShape) -> Vec<Operand
     operands
 }
 
-/// out (rows, OC) = gelu(inp (rows, C) · fcᵀ + bias), with fc (OC, C), is quantized with a given scale. proj = out · fcprojᵀ,
-/// with fcproj (C, OC), reads only the quantized output. Its transposed copy is multiplied, too.
-fn mlp_forward(shape: MatmulShape, accumulation: Fp8Accumulation) -> Case {
+/// out (rows, OC) = activation(inp (rows, C) · fcᵀ + bias), with fc (I · OC, C), is quantized with a given scale. I is the number
+/// of the activation's inputs. proj = out · fcprojᵀ, with fcproj (C, OC), reads only the quantized output. Its transposed copy is
+/// multiplied, too.
+fn mlp_forward(shape: MatmulShape, activation: Activation, accumulation: Fp8Accumulation) -> Case {
+    let operands = mlp_forward_operands(shape, activation);
     let MatmulShape { rows, c, oc } = shape;
     let next = MatmulShape { rows, c: oc, oc: c };
-    let operands = mlp_forward_operands(shape);
+    let shape = MatmulShape { oc: oc * activation.inputs(), ..shape };
     // The first operand in FP8.
     let n = 10;
     let scale_of = move |x: &[Tensor], i: usize| of(x[n + 8 + 2 * i], x[n + 9 + 2 * i]);
@@ -267,7 +279,6 @@ fn mlp_forward(shape: MatmulShape, accumulation: Fp8Accumulation) -> Case {
         };
         let fp8 = Fp8Forward {
             inp: x[n],
-            inp_transposed: None,
             inp_is_quantized: false,
             inp_scale: scale_of(x, 0),
             scaling: Scaling::Current,
@@ -276,7 +287,7 @@ fn mlp_forward(shape: MatmulShape, accumulation: Fp8Accumulation) -> Case {
             weight_scale: scale_of(x, 1).scale,
             accumulation,
         };
-        let epilogue = Epilogue::Activation(Activation::Gelu, x[6]);
+        let epilogue = Epilogue::Activation(activation, x[6]);
         let [out, inp, weight, bias] = [x[7], x[2], x[3], x[4]];
         e.run(MatmulForward { out, inp, weight, bias: Some(bias), epilogue, shape, fp8: Some(fp8) })?;
         let fp8 = Fp8Forward {
@@ -322,35 +333,40 @@ fn mlp_forward(shape: MatmulShape, accumulation: Fp8Accumulation) -> Case {
         quantize_weight(e, x[5], [Some(x[n + 4]), Some(x[n + 5])], scale_of(x, 3), next)
     };
     let work = Work { floats: rows * (3 * c + oc), bytes: 4 * rows * oc, flops: 8 * rows * c * oc };
-    let name = format!("{} fp8 mlp {accumulation:?}", linear_name(shape, true)).to_lowercase();
+    let name = format!("{} fp8 {activation:?} mlp {accumulation:?}", linear_name(shape, true)).to_lowercase();
     let case = case("matmul_forward", name, linear_workload(shape), operands, work, run);
     Case { before: Some(Box::new(before)), ..case }
 }
 
 /// Returns the operands of [`mlp_backward`].
-fn mlp_backward_operands(MatmulShape { rows, c, oc }: MatmulShape, format: Fp8Format) -> Vec<Operand> {
+fn mlp_backward_operands(
+    MatmulShape { rows, c, oc }: MatmulShape,
+    activation: Activation,
+    format: Fp8Format,
+) -> Vec<Operand> {
     let weight = Init::Uniform { mean: 0.0, spread: 0.2 };
+    let width = oc * activation.inputs();
     let mut operands = vec![
         output("dinp", rows * c, NEIGHBORS),
         accumulated("dfcproj", c * oc, NEIGHBORS),
-        accumulated("dfcw", oc * c, NEIGHBORS),
-        accumulated("dfcb", oc, NEIGHBORS),
+        accumulated("dfcw", width * c, NEIGHBORS),
+        accumulated("dfcb", width, NEIGHBORS),
         input("dout", rows * c, super::UNIT),
         input("inp", rows * c, super::UNIT),
         input("activated", rows * oc, super::UNIT),
-        input("preactivation", rows * oc, super::UNIT),
-        input("fc", oc * c, weight.clone()),
+        input("preactivation", rows * width, super::UNIT),
+        input("fc", width * c, weight.clone()),
         input("fcproj", c * oc, weight),
-        Operand { checked: None, ..output("dfc", rows * oc, NEIGHBORS) },
+        Operand { checked: None, ..output("dfc", rows * width, NEIGHBORS) },
     ];
     operands.extend([
         fp8("dout in FP8", rows * c),
         fp8("dout in FP8, transposed", rows * c),
-        fp8("dfc in FP8", rows * oc),
-        fp8("dfc in FP8, transposed", rows * oc),
+        fp8("dfc in FP8", rows * width),
+        fp8("dfc in FP8, transposed", rows * width),
         fp8("inp in FP8, transposed", rows * c),
         fp8("activated in FP8, transposed", rows * oc),
-        fp8("fc in FP8, transposed", oc * c),
+        fp8("fc in FP8, transposed", width * c),
         fp8("fcproj in FP8, transposed", oc * c),
     ]);
     operands.extend(scale(["scale of dout", "amax of dout"], format));
@@ -365,12 +381,14 @@ fn mlp_backward_operands(MatmulShape { rows, c, oc }: MatmulShape, format: Fp8Fo
     operands
 }
 
-/// dfc (rows, OC) = (dout (rows, C) · fcproj (C, OC)) ⊙ gelu' is quantized with a given scale, and its columns are summed.
-/// dinp (rows, C) = dfc · fc (OC, C) and the gradient of fc read only the quantized gradient.
-fn mlp_backward(shape: MatmulShape, format: Fp8Format, accumulation: Fp8Accumulation) -> Case {
+/// dfc (rows, I · OC), the gradient of the preactivation given dout (rows, C) · fcproj (C, OC), is quantized with a given scale, and
+/// its columns are summed. I is the number of the activation's inputs. dinp (rows, C) = dfc · fc (I · OC, C) and the gradient of fc
+/// read only the quantized gradient.
+fn mlp_backward(shape: MatmulShape, activation: Activation, format: Fp8Format, accumulation: Fp8Accumulation) -> Case {
+    let operands = mlp_backward_operands(shape, activation, format);
     let MatmulShape { rows, c, oc } = shape;
     let next = MatmulShape { rows, c: oc, oc: c };
-    let operands = mlp_backward_operands(shape, format);
+    let shape = MatmulShape { oc: oc * activation.inputs(), ..shape };
     // The first operand in FP8.
     let n = 11;
     let scale_of = move |x: &[Tensor], i: usize| of(x[n + 8 + 2 * i], x[n + 9 + 2 * i]);
@@ -382,7 +400,7 @@ fn mlp_backward(shape: MatmulShape, format: Fp8Format, accumulation: Fp8Accumula
             scale: scale_of(x, 1),
             scaling: Scaling::Delayed,
             format,
-            shape: [rows, oc],
+            shape: [rows, shape.oc],
             column_sums: Some(x[3]),
         };
         let fp8 = Fp8Backward {
@@ -406,7 +424,7 @@ fn mlp_backward(shape: MatmulShape, format: Fp8Format, accumulation: Fp8Accumula
             dout: x[4],
             inp: x[6],
             weight: x[9],
-            activation: Some(ActivationInput { activation: Activation::Gelu, preactivation: x[7], recompute: None }),
+            activation: Some(ActivationInput { activation, preactivation: x[7], recompute: None }),
             shape: next,
             fp8: Some(fp8),
         })?;
@@ -438,8 +456,112 @@ fn mlp_backward(shape: MatmulShape, format: Fp8Format, accumulation: Fp8Accumula
         quantize_weight(e, x[9], [None, Some(x[n + 7])], scale_of(x, 5), next)
     };
     let work = Work { floats: rows * (3 * c + 2 * oc), bytes: 4 * rows * oc, flops: 8 * rows * c * oc };
-    let name = format!("{} {format:?} fp8 mlp {accumulation:?}", linear_name(shape, true)).to_lowercase();
+    let what = format!("{activation:?} {format:?} fp8 mlp {accumulation:?}");
+    let name = format!("{} {what}", linear_name(shape, true)).to_lowercase();
     let case = case("matmul_backward", name, linear_workload(shape), operands, work, run);
+    Case { before: Some(Box::new(before)), ..case }
+}
+
+/// Returns LayerNorm and RMSNorm whose outputs are quantized with a given scale, in the forward pass and when they are recomputed.
+fn norm(shape: MatmulShape) -> [Case; 3] {
+    [
+        quantized_norm(shape, true, Scaling::Delayed),
+        quantized_norm(shape, true, Scaling::Given),
+        quantized_norm(shape, false, Scaling::Delayed),
+    ]
+}
+
+/// normed (rows, C), the output of LayerNorm or RMSNorm, is quantized. out (rows, OC) = normed · weightᵀ, and the gradient of
+/// the weight, read only its quantized copies.
+fn quantized_norm(shape: MatmulShape, is_layernorm: bool, scaling: Scaling) -> Case {
+    let MatmulShape { rows, c, oc } = shape;
+    let mut operands = vec![
+        output("out", rows * oc, NEIGHBORS),
+        accumulated("dweight", oc * c, NEIGHBORS),
+        f32(Operand { checked: None, ..output("mean", rows, NEIGHBORS) }),
+        f32(output("rstd", rows, Tolerance::CHAIN)),
+        input("inp", rows * c, Init::Uniform { mean: 0.3, spread: 2.0 }),
+        input("norm weight", c, Init::Uniform { mean: 1.0, spread: 0.5 }),
+        input("norm bias", c, super::UNIT),
+        Operand { checked: None, ..output("normed", rows * c, NEIGHBORS) },
+        input("weight", oc * c, Init::Uniform { mean: 0.0, spread: 0.2 }),
+        input("dout", rows * oc, super::UNIT),
+        Operand { checked: None, ..output("dinp", rows * c, NEIGHBORS) },
+    ];
+    // The first operand in FP8.
+    let n = operands.len();
+    operands.extend([
+        fp8("normed in FP8", rows * c),
+        fp8("normed in FP8, transposed", rows * c),
+        fp8("weight in FP8", oc * c),
+        fp8("weight in FP8, transposed", oc * c),
+        fp8("dout in FP8", rows * oc),
+        fp8("dout in FP8, transposed", rows * oc),
+    ]);
+    let mut of_normed = scale(["scale of normed", "amax of normed"], Fp8Format::E4m3);
+    of_normed[0].init = Init::Values(vec![1.0 / 64.0]);
+    if scaling == Scaling::Delayed {
+        of_normed[1].checked = Some(Tolerance { f32: 1e-2, bf16: 1e-2 });
+    }
+    operands.extend(of_normed);
+    operands.extend(scale(["scale of weight", "amax of weight"], Fp8Format::E4m3));
+    operands.extend(scale(["scale of dout", "amax of dout"], Fp8Format::E5m2));
+    let scale_of = move |x: &[Tensor], i: usize| of(x[n + 6 + 2 * i], x[n + 7 + 2 * i]);
+    let run = move |e: &mut dyn Engine, x: &[Tensor]| {
+        let (normed, mean, rstd, inp, weight, bias) = (x[7], x[2], x[3], x[4], x[5], x[6]);
+        let quantized = Some(Quantize {
+            out: Some(x[n]),
+            transposed: Some(x[n + 1]),
+            inp: normed,
+            scale: scale_of(x, 0),
+            scaling,
+            format: Fp8Format::E4m3,
+            shape: [rows, c],
+            column_sums: None,
+        });
+        if is_layernorm {
+            e.run(LayerNormForward { out: normed, mean, rstd, inp, weight, bias, c, quantized })?;
+        } else {
+            e.run(RmsNormForward { out: normed, rstd, inp, weight: Some(weight), c, eps: 1e-5, quantized })?;
+        }
+        let accumulation = Fp8Accumulation::Fast;
+        let forward = Fp8Forward {
+            inp: x[n],
+            inp_is_quantized: true,
+            inp_scale: scale_of(x, 0),
+            scaling,
+            out: None,
+            weight: x[n + 2],
+            weight_scale: scale_of(x, 1).scale,
+            accumulation,
+        };
+        let (out, weight, epilogue) = (x[0], x[8], Epilogue::None);
+        e.run(MatmulForward { out, inp: normed, weight, bias: None, epilogue, shape, fp8: Some(forward) })?;
+        let backward = Fp8Backward {
+            dout: [x[n + 4], x[n + 5]],
+            dout_is_quantized: false,
+            dout_scale: scale_of(x, 2),
+            scaling: Scaling::Current,
+            format: Fp8Format::E5m2,
+            inp_transposed: x[n + 1],
+            inp_is_quantized: true,
+            inp_scale: scale_of(x, 0),
+            weight_transposed: x[n + 3],
+            weight_scale: scale_of(x, 1).scale,
+            accumulation,
+            dinp: None,
+        };
+        let (dinp, dweight, dout) = (x[10], x[1], x[9]);
+        let (inp, activation, fp8) = (normed, None, Some(backward));
+        e.run(MatmulBackward { dinp, dweight, dbias: None, dout, inp, weight, activation, shape, fp8 })
+    };
+    let before = move |e: &mut dyn Engine, x: &[Tensor]| {
+        quantize_weight(e, x[8], [2, 3].map(|i| Some(x[n + i])), scale_of(x, 1), shape)
+    };
+    let work = Work { floats: rows * (2 * c + 2 * oc), bytes: 4 * rows * c, flops: 6 * rows * c * oc };
+    let name = format!("{} fp8 {scaling:?}", linear_name(shape, false)).to_lowercase();
+    let operation = if is_layernorm { "layernorm_forward" } else { "rmsnorm_forward" };
+    let case = case(operation, name, linear_workload(shape), operands, work, run);
     Case { before: Some(Box::new(before)), ..case }
 }
 

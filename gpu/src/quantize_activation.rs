@@ -1,0 +1,258 @@
+//! Activations and their gradients, quantized to FP8 by the kernel that computes them.
+//!
+//! Values are rounded to bf16 before they are quantized. Therefore the results have the bits of the activation's own kernel,
+//! followed by those of [`quantize`](crate::quantize).
+//!
+//! A block computes a tile of the activation's output. A function of I inputs moves 2 I + 1 bytes per element of its output, or
+//! 2 I + 2 for both layouts, in [`quantize_activation`], and 2 + 4 I in [`quantize_activation_gradient`].
+
+use crate::gelu;
+use crate::quantize::{
+    ColumnSums, ROW_WORDS, TILE, amax_of, maxima, place, quantized, store_block_amax, store_transposed, tile_and_maxima,
+};
+use crate::relu_squared;
+use crate::swiglu;
+use cuda_std::shared::Layout;
+use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, Packet, SharedArray, bf16, kernel, math, thread};
+
+/// An activation function of one or two numbers.
+pub trait ActivationFunction: 'static {
+    /// Number of inputs. The preactivation of a function of two has rows of all first inputs, then all second inputs.
+    const INPUTS: usize;
+
+    /// Returns the output. The second of one input is 0.
+    fn output(inputs: [f32; 2]) -> f32;
+
+    /// Returns the gradients of the inputs, given that of the output.
+    fn gradients(dout: f32, inputs: [f32; 2]) -> [f32; 2];
+}
+
+/// The function [`gelu::gelu`].
+pub struct Gelu;
+
+impl ActivationFunction for Gelu {
+    const INPUTS: usize = 1;
+
+    #[inline(always)]
+    fn output([x, _]: [f32; 2]) -> f32 {
+        gelu::gelu(x)
+    }
+
+    #[inline(always)]
+    fn gradients(dout: f32, [x, _]: [f32; 2]) -> [f32; 2] {
+        [dout * gelu::slope(x), 0.0]
+    }
+}
+
+/// The function [`relu_squared::relu_squared`].
+pub struct ReluSquared;
+
+impl ActivationFunction for ReluSquared {
+    const INPUTS: usize = 1;
+
+    #[inline(always)]
+    fn output([x, _]: [f32; 2]) -> f32 {
+        relu_squared::relu_squared(x)
+    }
+
+    #[inline(always)]
+    fn gradients(dout: f32, [x, _]: [f32; 2]) -> [f32; 2] {
+        [dout * relu_squared::slope(x), 0.0]
+    }
+}
+
+/// The function [`swiglu::swiglu`] of up and gate.
+pub struct SwiGlu;
+
+impl ActivationFunction for SwiGlu {
+    const INPUTS: usize = 2;
+
+    #[inline(always)]
+    fn output([up, gate]: [f32; 2]) -> f32 {
+        swiglu::swiglu(up, gate)
+    }
+
+    #[inline(always)]
+    fn gradients(dout: f32, [up, gate]: [f32; 2]) -> [f32; 2] {
+        swiglu::swiglu_gradients(dout, up, gate)
+    }
+}
+
+/// Packets of each tensor that a thread loads before it computes.
+const BATCH: usize = 4;
+/// Packets of each tensor that a thread processes.
+const PACKETS: usize = 8;
+
+/// The packets of a tile of the output (rows, columns) that a thread computes. Sixteen threads take a row of the tile.
+#[derive(Clone, Copy)]
+struct TilePart {
+    /// First row and first column of the tile.
+    first: [usize; 2],
+    rows: usize,
+    columns: usize,
+}
+
+impl TilePart {
+    #[inline(always)]
+    fn new(rows: u32, columns: u32) -> Self {
+        let first = [thread::block_idx_y() as usize * TILE, thread::block_idx_x() as usize * TILE];
+        Self { first, rows: rows as usize, columns: columns as usize }
+    }
+
+    /// Returns the row and the 32-bit word of packet `i` in a tile of FP8 numbers.
+    #[inline(always)]
+    fn in_tile(self, i: usize) -> [usize; 2] {
+        let thread = thread::thread_idx_x() as usize;
+        [thread / 16 + i * 16, thread % 16 * 2]
+    }
+
+    /// Returns row and column of packet `i` in the output, or `None` outside of it.
+    #[inline(always)]
+    fn in_output(self, i: usize) -> Option<[usize; 2]> {
+        let [row, word] = self.in_tile(i);
+        let (row, column) = (self.first[0] + row, self.first[1] + word * 4);
+        (row < self.rows && column < self.columns).then_some([row, column])
+    }
+
+    /// Loads packet `i` of each input of a tensor (rows, inputs · columns). Packets outside of it are zero.
+    #[inline(always)]
+    #[track_caller]
+    fn load(self, from: Global<bf16>, inputs: usize, i: usize) -> [Packet<bf16>; 2] {
+        let mut packets = [Packet::zero(); 2];
+        if let Some([row, column]) = self.in_output(i) {
+            let at = row * self.columns * inputs + column;
+            packets[0] = from.packet_streaming(at);
+            if inputs == 2 {
+                packets[1] = from.packet_streaming(at + self.columns);
+            }
+        }
+        packets
+    }
+}
+
+/// out (rows, columns) = activation(inp (rows, I · columns)) / scale in E4M3, if `OUT`, and `transposed` (columns, rows), its
+/// transpose, if `TRANSPOSED`. I is [`ActivationFunction::INPUTS`].
+///
+/// `amax` becomes the maximum of itself and the largest magnitude of the activation in bf16, unless it is null. `rows` and
+/// `columns` are multiples of 16. Grid: [`transpose_grid`](crate::quantize::transpose_grid) of out. Shared memory:
+/// [`tile_and_maxima`].
+#[kernel(threads = 256, instances(
+    gelu = <Gelu, true, false>, gelu_transposed = <Gelu, false, true>, gelu_both = <Gelu, true, true>,
+    relu_squared = <ReluSquared, true, false>, relu_squared_transposed = <ReluSquared, false, true>,
+    relu_squared_both = <ReluSquared, true, true>,
+    swiglu = <SwiGlu, true, false>, swiglu_transposed = <SwiGlu, false, true>, swiglu_both = <SwiGlu, true, true>))]
+pub fn quantize_activation<A: ActivationFunction, const OUT: bool, const TRANSPOSED: bool>(
+    out: GlobalMut<E4m3>,
+    transposed: GlobalMut<E4m3>,
+    amax: GlobalMut<u32>,
+    inp: Global<bf16>,
+    scale: Global<f32>,
+    rows: u32,
+    columns: u32,
+) {
+    let (tile, maxima) = tile_and_maxima(&mut Layout::new());
+    let factor = math::div_rn(1.0, scale.at(0));
+    let part = TilePart::new(rows, columns);
+    let mut largest = 0;
+    for batch in 0..PACKETS / BATCH {
+        let first = batch * BATCH;
+        let mut inputs = [[Packet::zero(); 2]; BATCH];
+        for i in 0..BATCH {
+            inputs[i] = part.load(inp, A::INPUTS, first + i);
+        }
+        for i in 0..BATCH {
+            let [x, y] = inputs[i];
+            let activated = Packet::from_fn(|j| A::output([x.get(j), y.get(j)]));
+            largest = largest.max(amax_of(activated));
+            let words = quantized::<E4m3>(activated, factor);
+            if TRANSPOSED {
+                let [row, word] = part.in_tile(first + i);
+                tile.set_two(place(row, word), words);
+            }
+            if OUT && let Some([row, column]) = part.in_output(first + i) {
+                out.set_eight(row * part.columns + column, words);
+            }
+        }
+    }
+    if !amax.is_null() {
+        store_block_amax(amax, maxima, largest);
+    }
+    if TRANSPOSED {
+        thread::sync_threads();
+        let no_sums = ColumnSums { partials: GlobalMut::null(), columns: 0, scale: 1.0 };
+        store_transposed::<E4m3, false>(transposed, tile, part.first, [part.rows, part.columns], no_sums);
+    }
+}
+
+/// The shared memory of [`quantize_activation_gradient`]: a tile of FP8 numbers for each input, and the largest magnitude of each
+/// warp.
+pub fn tiles_and_maxima(layout: &mut Layout) -> ([SharedArray<u32>; 2], SharedArray<u32>) {
+    ([layout.array(TILE * ROW_WORDS), layout.array(TILE * ROW_WORDS)], maxima(layout))
+}
+
+/// out (rows, I · columns) = the gradient of inp / scale in FP8, given dout (rows, columns), that of activation(inp), and
+/// `transposed` (I · columns, rows), its transpose. I is [`ActivationFunction::INPUTS`].
+///
+/// `amax` becomes the maximum of itself and the largest magnitude of the gradient in bf16, unless it is null. With `SUMS`, the
+/// kernel also computes `partials` as [`quantize_transpose`](crate::quantize::quantize_transpose) does. `rows` and `columns` are
+/// multiples of 16. Grid: [`transpose_grid`](crate::quantize::transpose_grid) of dout. Shared memory: [`tiles_and_maxima`].
+#[kernel(threads = 256, instances(
+    gelu_e4m3 = <Gelu, E4m3, false>, gelu_e4m3_sums = <Gelu, E4m3, true>,
+    gelu_e5m2 = <Gelu, E5m2, false>, gelu_e5m2_sums = <Gelu, E5m2, true>,
+    relu_squared_e4m3 = <ReluSquared, E4m3, false>, relu_squared_e4m3_sums = <ReluSquared, E4m3, true>,
+    relu_squared_e5m2 = <ReluSquared, E5m2, false>, relu_squared_e5m2_sums = <ReluSquared, E5m2, true>,
+    swiglu_e4m3 = <SwiGlu, E4m3, false>, swiglu_e4m3_sums = <SwiGlu, E4m3, true>,
+    swiglu_e5m2 = <SwiGlu, E5m2, false>, swiglu_e5m2_sums = <SwiGlu, E5m2, true>))]
+pub fn quantize_activation_gradient<A: ActivationFunction, T: Fp8, const SUMS: bool>(
+    out: GlobalMut<T>,
+    transposed: GlobalMut<T>,
+    amax: GlobalMut<u32>,
+    partials: GlobalMut<f32>,
+    dout: Global<bf16>,
+    inp: Global<bf16>,
+    scale: Global<f32>,
+    rows: u32,
+    columns: u32,
+) {
+    let (tiles, maxima) = tiles_and_maxima(&mut Layout::new());
+    let factor = math::div_rn(1.0, scale.at(0));
+    let part = TilePart::new(rows, columns);
+    let stride = A::INPUTS * part.columns;
+    let mut largest = 0;
+    for batch in 0..PACKETS / BATCH {
+        let first = batch * BATCH;
+        let (mut douts, mut inputs) = ([Packet::zero(); BATCH], [[Packet::zero(); 2]; BATCH]);
+        for i in 0..BATCH {
+            [douts[i], _] = part.load(dout, 1, first + i);
+            inputs[i] = part.load(inp, A::INPUTS, first + i);
+        }
+        for i in 0..BATCH {
+            let [x, y] = inputs[i];
+            let mut gradients = [[0.0; 2]; 8];
+            for j in 0..8 {
+                gradients[j] = A::gradients(douts[i].get(j), [x.get(j), y.get(j)]);
+            }
+            for input in 0..A::INPUTS {
+                let gradient = Packet::from_fn(|j| gradients[j][input]);
+                largest = largest.max(amax_of(gradient));
+                let words = quantized::<T>(gradient, factor);
+                let [row, word] = part.in_tile(first + i);
+                tiles[input].set_two(place(row, word), words);
+                if let Some([row, column]) = part.in_output(first + i) {
+                    out.set_eight(row * stride + input * part.columns + column, words);
+                }
+            }
+        }
+    }
+    if !amax.is_null() {
+        store_block_amax(amax, maxima, largest);
+    }
+    thread::sync_threads();
+    for input in 0..A::INPUTS {
+        let first = input * part.columns;
+        let partials = if SUMS { partials.skip(first) } else { partials };
+        let sums = ColumnSums { partials, columns: stride, scale: if SUMS { scale.at(0) } else { 1.0 } };
+        let (transposed, shape) = (transposed.skip(first * part.rows), [part.rows, part.columns]);
+        store_transposed::<T, SUMS>(transposed, tiles[input], part.first, shape, sums);
+    }
+}
