@@ -83,6 +83,13 @@ const BATCH: usize = 4;
 /// Packets of each tensor that a thread processes.
 const PACKETS: usize = 8;
 
+/// Returns the row and the 32-bit word of the thread's packet `i` in a tile of FP8 numbers.
+#[inline(always)]
+fn in_tile(i: usize) -> [usize; 2] {
+    let thread = thread::thread_idx_x() as usize;
+    [thread / 16 + i * 16, thread % 16 * 2]
+}
+
 /// The packets of a tile of the output (rows, columns) that a thread computes. Sixteen threads take a row of the tile.
 #[derive(Clone, Copy)]
 struct TilePart {
@@ -99,17 +106,10 @@ impl TilePart {
         Self { first, rows: rows as usize, columns: columns as usize }
     }
 
-    /// Returns the row and the 32-bit word of packet `i` in a tile of FP8 numbers.
-    #[inline(always)]
-    fn in_tile(self, i: usize) -> [usize; 2] {
-        let thread = thread::thread_idx_x() as usize;
-        [thread / 16 + i * 16, thread % 16 * 2]
-    }
-
     /// Returns row and column of packet `i` in the output, or `None` outside of it.
     #[inline(always)]
     fn in_output(self, i: usize) -> Option<[usize; 2]> {
-        let [row, word] = self.in_tile(i);
+        let [row, word] = in_tile(i);
         let (row, column) = (self.first[0] + row, self.first[1] + word * 4);
         (row < self.rows && column < self.columns).then_some([row, column])
     }
@@ -166,7 +166,7 @@ pub fn quantize_activation<A: ActivationFunction, const OUT: bool, const TRANSPO
             largest = largest.max(amax_of(activated));
             let words = quantized::<E4m3>(activated, factor);
             if TRANSPOSED {
-                let [row, word] = part.in_tile(first + i);
+                let [row, word] = in_tile(first + i);
                 tile.set_two(place(row, word), words);
             }
             if OUT && let Some([row, column]) = part.in_output(first + i) {
@@ -236,7 +236,7 @@ pub fn quantize_activation_gradient<A: ActivationFunction, T: Fp8, const SUMS: b
                 let gradient = Packet::from_fn(|j| gradients[j][input]);
                 largest = largest.max(amax_of(gradient));
                 let words = quantized::<T>(gradient, factor);
-                let [row, word] = part.in_tile(first + i);
+                let [row, word] = in_tile(first + i);
                 tiles[input].set_two(place(row, word), words);
                 if let Some([row, column]) = part.in_output(first + i) {
                     out.set_eight(row * stride + input * part.columns + column, words);

@@ -177,19 +177,12 @@ impl Decoder {
 
     /// Normalizes `inp` (rows, C) in the forward pass. Quantizes the input of a linear layer in FP8.
     pub(super) fn norm(&self, engine: &mut dyn Engine, of: NormOf, norm: Norm, inp: Tensor) -> Result<()> {
-        self.run_norm(engine, self.norm_of(of, norm, inp, self.fp8_norm(of, norm.out)))
+        run_norm(engine, &self.norm_of(of, norm, inp, self.fp8_norm(of, norm.out)))
     }
 
     /// Normalizes `inp` (rows, C) again, for the gradient of the weight of the linear layer that follows.
     pub(super) fn recompute_norm(&self, engine: &mut dyn Engine, of: NormOf, norm: Norm, inp: Tensor) -> Result<()> {
-        self.run_norm(engine, self.norm_of(of, norm, inp, self.fp8_recomputed_norm(of, norm.out)))
-    }
-
-    fn run_norm(&self, engine: &mut dyn Engine, norm: NormForward) -> Result<()> {
-        match norm {
-            NormForward::LayerNorm(op) => engine.run(op),
-            NormForward::RmsNorm(op) => engine.run(op),
-        }
+        run_norm(engine, &self.norm_of(of, norm, inp, self.fp8_recomputed_norm(of, norm.out)))
     }
 
     /// Returns the norm of `inp` (rows, C).
@@ -214,6 +207,13 @@ impl Decoder {
         });
         let shape = RotaryShape { attention: d.attention(layout.b, layout.t), pairs: rotary.pairs };
         Some(Rotation { table, qk_norm, shape })
+    }
+}
+
+fn run_norm(engine: &mut dyn Engine, norm: &NormForward) -> Result<()> {
+    match *norm {
+        NormForward::LayerNorm(op) => engine.run(op),
+        NormForward::RmsNorm(op) => engine.run(op),
     }
 }
 

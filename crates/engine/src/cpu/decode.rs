@@ -51,7 +51,7 @@ pub(super) fn embed(arena: &mut Arena, op: DecodeEmbed) -> Result<()> {
 }
 
 pub(super) fn matmul(arena: &mut Arena, op: &DecodeMatmul) -> Result<()> {
-    match op.norm {
+    match &op.norm {
         Some(NormForward::LayerNorm(norm)) => layernorm::forward(arena, norm)?,
         Some(NormForward::RmsNorm(norm)) => rmsnorm::forward(arena, norm)?,
         None => {}

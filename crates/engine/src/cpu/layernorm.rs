@@ -26,8 +26,8 @@ fn normalize(out: &mut [f32], inp: &[f32], weight: &[f32], bias: &[f32]) -> (f32
     (mean, rstd)
 }
 
-pub(super) fn forward(arena: &mut Arena, op: LayerNormForward) -> Result<()> {
-    let LayerNormForward { out, mean, rstd, inp, weight, bias, c, quantized } = op;
+pub(super) fn forward(arena: &mut Arena, op: &LayerNormForward) -> Result<()> {
+    let LayerNormForward { out, mean, rstd, inp, weight, bias, c, quantized } = *op;
     let rows = mean.len;
     ensure!(c > 0, "layernorm: expected at least one channel, found 0");
     let operands = [

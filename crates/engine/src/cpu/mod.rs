@@ -87,9 +87,9 @@ impl Cpu {
         match operation {
             Operation::EncoderForward(op) => encoder::forward(arena, op),
             Operation::EncoderBackward(op) => encoder::backward(arena, op),
-            Operation::LayerNormForward(op) => layernorm::forward(arena, op),
+            Operation::LayerNormForward(op) => layernorm::forward(arena, &op),
             Operation::LayerNormBackward(op) => layernorm::backward(arena, op),
-            Operation::RmsNormForward(op) => rmsnorm::forward(arena, op),
+            Operation::RmsNormForward(op) => rmsnorm::forward(arena, &op),
             Operation::RmsNormBackward(op) => rmsnorm::backward(arena, op),
             Operation::RotaryForward(op) => rotary::forward(arena, op),
             Operation::RotaryBackward(op) => rotary::backward(arena, op),

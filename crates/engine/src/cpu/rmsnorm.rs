@@ -36,8 +36,8 @@ fn optional(weight: Option<Tensor>, c: usize) -> (Tensor, usize) {
     weight.map_or((ABSENT, 0), |weight| (weight, c))
 }
 
-pub(super) fn forward(arena: &mut Arena, op: RmsNormForward) -> Result<()> {
-    let RmsNormForward { out, rstd, inp, weight, c, eps, quantized } = op;
+pub(super) fn forward(arena: &mut Arena, op: &RmsNormForward) -> Result<()> {
+    let RmsNormForward { out, rstd, inp, weight, c, eps, quantized } = *op;
     let rows = rstd.len;
     ensure!(c > 0, "rmsnorm: expected at least one channel, found 0");
     let (weight, weights) = optional(weight, c);

@@ -209,14 +209,11 @@ fn gradient_kernel<T: Float, F: Fp8>(
     let dout = cuda.input("dout", dout, n / inputs)?;
     let (out, transposed) = (cuda.fp8::<F>("out", out, n)?, cuda.fp8::<F>("transposed", transposed, n)?);
     let (r, c) = (rows as u32, columns as u32);
-    let launch = with_function!(activation, A => match cuda.partial_sums(op)? {
-        Some(sums) => {
-            quantize_activation_gradient::<A, F, true>(out, transposed, amax, sums, dout, inp, scale, r, c)
-        }
-        None => {
-            let none = GlobalMut::null();
-            quantize_activation_gradient::<A, F, false>(out, transposed, amax, none, dout, inp, scale, r, c)
-        }
+    let launch = with_function!(activation, A => if let Some(sums) = cuda.partial_sums(op)? {
+        quantize_activation_gradient::<A, F, true>(out, transposed, amax, sums, dout, inp, scale, r, c)
+    } else {
+        let none = GlobalMut::null();
+        quantize_activation_gradient::<A, F, false>(out, transposed, amax, none, dout, inp, scale, r, c)
     });
     let (grid, shared_bytes) = (transpose_grid(rows, columns), shared_bytes(tiles_and_maxima));
     Ok(Some(KernelLaunch { launch, grid, shared_bytes }))

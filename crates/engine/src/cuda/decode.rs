@@ -91,7 +91,7 @@ pub(super) fn matmul<T: Float>(cuda: &mut Cuda<T>, op: &DecodeMatmul) -> Result<
     if let Some(kernel) = normed_kernel(cuda, op)? {
         return cuda.launch_all(&[kernel]);
     }
-    match op.norm {
+    match &op.norm {
         Some(NormForward::LayerNorm(norm)) => layernorm::forward(cuda, norm)?,
         Some(NormForward::RmsNorm(norm)) => rmsnorm::forward(cuda, norm)?,
         None => {}

@@ -1,7 +1,7 @@
 //! Measurements of FP8 GEMMs on a GPU: the wgmma kernels beside cuBLASLt.
 
 use super::functions::Functions;
-use super::{Options, modules};
+use super::{Options, modules, shared_bytes};
 use crate::Result;
 use anyhow::{Context, ensure};
 use cublaslt::{Element, Epilogue, Fp8, Handle, Matmuls, Operands, Problem};
@@ -13,7 +13,10 @@ use cuda_std::{E4m3, Element as _, Global, GlobalMut, bf16};
 use gpu::launch::{Extents, KernelLaunch};
 use gpu::matmul::fp8_launch::{Fp8Epilogue, Fp8Gemm, Fp8Operands};
 use gpu::matmul::launch::{GemmShape, Map, TileConfig};
-use gpu::quantize::{self, quantize_transpose as transpose, transpose_fp8};
+use gpu::quantize::{self, QuantizedOperands, quantize_transpose as transpose, transpose_fp8};
+use gpu::quantize_activation::{SwiGlu, quantize_activation, quantize_activation_gradient, tiles_and_maxima};
+use gpu::rmsnorm;
+use gpu::rmsnorm::launch::{Fp8ForwardOperands, Size};
 use std::cell::Cell;
 
 /// Alignment of the buffers in device memory.
@@ -103,6 +106,13 @@ impl Buffers {
         self.used.set(end);
         Ok(self.memory.address() + start as u64)
     }
+}
+
+/// The tensors of kernels that quantize what they compute.
+struct FusedTensors {
+    inp: Global<bf16>,
+    dout: Global<bf16>,
+    transposed: GlobalMut<E4m3>,
 }
 
 /// The addresses of a case's buffers.
@@ -332,7 +342,7 @@ impl Fp8Bench {
         let buffers = Buffers::new(&self.gpu, 8 * n + 16 * ALIGNMENT)?;
         let take = |bytes| buffers.take(bytes);
         let (inp, copy, out, transposed) = (take(2 * n)?, take(2 * n)?, take(n)?, take(n)?);
-        let (scale, amax, sums) = (take(4)?, take(4)?, take(4 * quantize::sum_rows(rows) * columns)?);
+        let (scale, amax, sums) = (take(4)?, take(4)?, take(4 * rows.max(quantize::sum_rows(rows) * columns))?);
         // Every bf16 number, again and again.
         let every: Vec<u16> = (0..=u16::MAX).collect();
         for start in (0..n).step_by(every.len()) {
@@ -357,6 +367,9 @@ impl Fp8Bench {
             shared_bytes: layout.bytes(),
         };
         let (r, c) = (rows as u32, columns as u32);
+        let fused = FusedTensors { inp: inp_, dout: Global::from_address(copy), transposed: transposed_ };
+        // Kernels after these write out again, which is compared with the CPU.
+        let fused = self.fused_kernels(fused, QuantizedOperands { out: out_, amax, scale }, sums, [rows, columns])?;
         let kernels = [
             ("amax", 2, elementwise(quantize::amax_bf16(amax, inp_, n as u64))),
             ("quantize", 3, elementwise(quantize::quantize::<E4m3, false>(out_, amax, inp_, scale, n as u64))),
@@ -396,7 +409,7 @@ impl Fp8Bench {
         // SAFETY: both buffers have n bf16 elements.
         time("copy", 4 * n, &mut || Ok(unsafe { self.stream.copy(copy, inp, 2 * n) }?))?;
         let functions = &mut self.functions;
-        for (name, bytes, kernel) in &kernels {
+        for (name, bytes, kernel) in fused.iter().chain(&kernels) {
             time(name, bytes * n, &mut || run(functions, &self.stream, std::slice::from_ref(kernel)))?;
         }
         let got = self.read::<E4m3>(out, n.min(every.len()))?;
@@ -405,6 +418,42 @@ impl Fp8Bench {
             ensure!(got == want, "quantize: bf16 {bits:#06x}: expected E4M3 {want:?}, found {got:?}");
         }
         Ok(timings)
+    }
+
+    /// Returns kernels that quantize what they compute, with the bytes that they read and write per element of inp (rows,
+    /// columns).
+    fn fused_kernels(
+        &self,
+        FusedTensors { inp, dout, transposed }: FusedTensors,
+        quantized: QuantizedOperands<E4m3>,
+        rstd: GlobalMut<f32>,
+        [rows, columns]: [usize; 2],
+    ) -> Result<[(&'static str, usize, KernelLaunch); 3]> {
+        let size = Size { rows, channels: columns, sm_count: self.gpu.info().sm_count as usize };
+        let operands = Fp8ForwardOperands { quantized, rstd, inp, weight: None, eps: 1e-5 };
+        let norm =
+            rmsnorm::launch::forward_fp8(operands, size).context("bench: no RMSNorm has this number of channels")?;
+        // Up and gate are the halves of a row.
+        let (r, c, grid) = (rows as u32, columns as u32 / 2, quantize::transpose_grid(rows, columns / 2));
+        let QuantizedOperands { out, amax, scale } = quantized;
+        let activation = KernelLaunch {
+            launch: quantize_activation::<SwiGlu, true, true>(out, transposed, amax, inp, scale, r, c),
+            grid,
+            shared_bytes: shared_bytes(quantize::tile_and_maxima),
+        };
+        let none = GlobalMut::null();
+        let gradient = KernelLaunch {
+            launch: quantize_activation_gradient::<SwiGlu, E4m3, false>(
+                out, transposed, amax, none, dout, inp, scale, r, c,
+            ),
+            grid,
+            shared_bytes: shared_bytes(tiles_and_maxima),
+        };
+        Ok([
+            ("RMSNorm to FP8, amax", 3, norm),
+            ("SwiGLU to both layouts, amax", 3, activation),
+            ("SwiGLU's gradient to both layouts, amax", 5, gradient),
+        ])
     }
 
     fn run(&mut self, launches: &[KernelLaunch]) -> Result<()> {

@@ -64,9 +64,9 @@ fn forward_quantizing<T: Float>(cuda: &mut Cuda<T>, op: &LayerNormForward, next:
     Ok(true)
 }
 
-pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: LayerNormForward) -> Result<()> {
+pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &LayerNormForward) -> Result<()> {
     if let Some(next) = &op.quantized
-        && forward_quantizing(cuda, &op, next)?
+        && forward_quantizing(cuda, op, next)?
     {
         return Ok(());
     }

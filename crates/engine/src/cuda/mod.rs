@@ -298,9 +298,9 @@ impl<T: Float> Engine for Cuda<T> {
         match operation {
             Operation::EncoderForward(op) => encoder::forward(self, op),
             Operation::EncoderBackward(op) => encoder::backward(self, op),
-            Operation::LayerNormForward(op) => layernorm::forward(self, op),
+            Operation::LayerNormForward(op) => layernorm::forward(self, &op),
             Operation::LayerNormBackward(op) => layernorm::backward(self, op),
-            Operation::RmsNormForward(op) => rmsnorm::forward(self, op),
+            Operation::RmsNormForward(op) => rmsnorm::forward(self, &op),
             Operation::RmsNormBackward(op) => rmsnorm::backward(self, op),
             Operation::RotaryForward(op) => rotary::forward(self, op),
             Operation::RotaryBackward(op) => rotary::backward(self, op),

@@ -40,9 +40,9 @@ fn forward_quantizing<T: Float>(cuda: &mut Cuda<T>, op: &RmsNormForward, next: &
     Ok(true)
 }
 
-pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: RmsNormForward) -> Result<()> {
+pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &RmsNormForward) -> Result<()> {
     if let Some(next) = &op.quantized
-        && forward_quantizing(cuda, &op, next)?
+        && forward_quantizing(cuda, op, next)?
     {
         return Ok(());
     }

@@ -13,14 +13,17 @@ impl Operation<'_> {
                 ("EncoderBackward", vec![("dwte", op.dwte)], vec![op.dwpe.map(|dwpe| ("dwpe", dwpe))])
             }
             Self::LayerNormForward(op) => {
-                ("LayerNormForward", vec![("mean", op.mean), ("rstd", op.rstd)], normed(op.out, &op.quantized))
+                let statistics = [("mean", op.mean), ("rstd", op.rstd)];
+                ("LayerNormForward", vec![], normed(op.out, &statistics, op.quantized.as_ref()))
             }
             Self::LayerNormBackward(op) => (
                 "LayerNormBackward",
                 vec![("dinp", op.dinp), ("dweight", op.dweight), ("dbias", op.dbias)],
                 vec![op.column_sums.map(|sums| ("column_sums", sums))],
             ),
-            Self::RmsNormForward(op) => ("RmsNormForward", vec![("rstd", op.rstd)], normed(op.out, &op.quantized)),
+            Self::RmsNormForward(op) => {
+                ("RmsNormForward", vec![], normed(op.out, &[("rstd", op.rstd)], op.quantized.as_ref()))
+            }
             Self::RmsNormBackward(op) => {
                 ("RmsNormBackward", vec![("dinp", op.dinp)], vec![op.dweight.map(|dweight| ("dweight", dweight))])
             }
@@ -67,9 +70,11 @@ impl Operation<'_> {
 
 type Outputs = Vec<Option<(&'static str, Tensor)>>;
 
-fn normed(out: Tensor, quantized: &Option<Quantize>) -> Outputs {
+fn normed(out: Tensor, statistics: &[(&'static str, Tensor)], quantized: Option<&Quantize>) -> Outputs {
     // An engine may leave an output unwritten that it quantizes.
-    quantized.as_ref().map_or_else(|| vec![Some(("out", out))], quantize)
+    let out = quantized.is_none().then_some(("out", out));
+    let quantized = quantized.into_iter().flat_map(quantize);
+    [out].into_iter().chain(statistics.iter().copied().map(Some)).chain(quantized).collect()
 }
 
 fn matmul_forward(op: &MatmulForward) -> Outputs {
