@@ -4,6 +4,7 @@ mod checkpoints;
 mod compact_state;
 mod failures;
 mod hardware;
+mod hybrid_sharding;
 mod launchers;
 mod measurements;
 mod sequential_data;
