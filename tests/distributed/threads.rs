@@ -45,7 +45,6 @@ enum EngineKind {
 
 /// A training run with one thread per rank.
 #[derive(Clone, Copy)]
-#[expect(clippy::struct_excessive_bools, reason = "each changes one part of the run")]
 struct Threads {
     ranks: usize,
     /// ZeRO stage.
