@@ -282,6 +282,7 @@ fn errors_name_invalid_flags() {
         (&["train", "--lr", "nan"], "'nan' for '--lr <LR>': expected a finite number of at least 0"),
         (&["train", "--keep", "-2"], "'-2' for '--keep <N>': expected a whole number of at least 0"),
         (&["train", "--zero-stage", "4"], "'4' for '--zero-stage <0|1|2|3>': expected 0, 1, 2 or 3"),
+        (&["train", "--shard-size", "0"], "'0' for '--shard-size <N>': expected a whole number from 1 to"),
         (&["sample", "--model", "x.bin", "--seed", "-1"], "'-1' for '--seed <N>': expected a whole number from 0"),
         (
             &["data", "text", "x", "-o", "y", "--val-fraction", "2"],
@@ -362,6 +363,7 @@ fn settings_without_effect_are_reported() {
             "--warmup has no effect: --schedule constant has no other learning rate than the peak",
         ),
         (&["--zero-stage", "2"], "--zero-stage has no effect: the run has one rank"),
+        (&["--shard-size", "2"], "--shard-size has no effect: the run has one rank"),
         (&["--check-ranks", "2"], "--check-ranks has no effect: the run has one rank"),
         (&["-s", "0", "-g", "7"], "--sample-length has no effect: --sample-every is 0"),
     ] {

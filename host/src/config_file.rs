@@ -214,6 +214,7 @@ mod tests {
             checkpoint_minutes: 2.5,
             gpu_info_every: 0,
             zero_stage: 2,
+            shard_size: Some(4),
             check_ranks: 100,
             verify_every: 1000,
             hash_every: 500,

@@ -78,7 +78,7 @@ fn llmc_tensors(vp: usize, t: usize, c: usize, l: usize) -> [(usize, usize); 16]
 
 /// Assembles m, v and master weights from the files of all ranks. As in llm.c, each tensor of each layer is split into
 /// consecutive parts. If it does not split evenly, which llm.c refuses, the last parts are shorter.
-fn assemble_files(out: &Path, step: usize, ranks: usize, tensors: &[(usize, usize)]) -> Vec<f32> {
+pub fn assemble_files(out: &Path, step: usize, ranks: usize, tensors: &[(usize, usize)]) -> Vec<f32> {
     let names = (0..ranks).map(|rank| out.join(format!("state_{step:08}_{rank:05}.bin")));
     let files: Vec<_> = names.map(|name| state_file(&name)).collect();
     for (rank, (header, _)) in files.iter().enumerate() {
@@ -101,13 +101,13 @@ fn assemble_files(out: &Path, step: usize, ranks: usize, tensors: &[(usize, usiz
 }
 
 /// Returns the tensors of `tests/data/tiny.bin`.
-fn tiny_tensors() -> Vec<(usize, usize)> {
+pub fn tiny_tensors() -> Vec<(usize, usize)> {
     let word = |i: usize| i32::from_le_bytes(include_bytes!("../data/tiny.bin")[4 * i..4 * i + 4].try_into().unwrap());
     let [t, l, c, vp] = [2, 4, 6, 7].map(|i| word(i) as usize);
     llmc_tensors(vp, t, c, l).to_vec()
 }
 
-fn succeed(outputs: &[Output], what: &str) -> String {
+pub fn succeed(outputs: &[Output], what: &str) -> String {
     for (rank, output) in outputs.iter().enumerate() {
         assert!(output.status.success(), "{what}, rank {rank}: {:?}", output_text(output));
     }

@@ -18,16 +18,18 @@ use std::thread;
 
 const STEP: usize = 7;
 
-/// A run: its world size, its ZeRO stage and the storage of its optimizer state.
+/// A run: its world size, its ZeRO stage, the number of ranks that shard together (0: all), and the storage of its optimizer state.
 #[derive(Clone, Copy, Debug)]
 struct Layout {
     ranks: usize,
     stage: u8,
+    shard_size: usize,
     master_weights: MasterWeights,
     moments: Moments,
 }
 
-const EXACT: Layout = Layout { ranks: 1, stage: 0, master_weights: MasterWeights::F32, moments: Moments::F32 };
+const EXACT: Layout =
+    Layout { ranks: 1, stage: 0, shard_size: 0, master_weights: MasterWeights::F32, moments: Moments::F32 };
 const COMPACT: Layout = Layout { master_weights: MasterWeights::Remainder, moments: Moments::Bf16, ..EXACT };
 
 /// The tensors that a rank keeps: the name, the first element, and the bytes.
@@ -83,7 +85,8 @@ fn run(layout: Layout, from: Option<&Path>, to: Option<&Path>) -> Vec<Kept> {
         let engine = &mut *emulated(EmulatedGpu::new(false), Precision::Bf16, None, false);
         // The tensors do not divide evenly among three ranks.
         let descriptor = Descriptor::gpt2(2, 1, CHANNELS, 10, VOCAB).unwrap();
-        let zero = Zero::new(layout.stage, Shard { rank, ranks });
+        let shard_size = if layout.shard_size > 0 { layout.shard_size } else { ranks };
+        let zero = Zero::new(layout.stage, Shard { rank: rank % shard_size, ranks: shard_size });
         let Layout { master_weights, moments, .. } = layout;
         let options = PlanOptions { master_weights, moments, zero, ..PlanOptions::training(1, 10) };
         let (model, plan) = Decoder::plan(descriptor, options, engine);
@@ -97,7 +100,7 @@ fn run(layout: Layout, from: Option<&Path>, to: Option<&Path>) -> Vec<Kept> {
             None => fill(&model, engine),
         }
         let mut communicator = if ranks == 1 { Ranks::Single } else { Ranks::Connected(group) };
-        communicator.init_communicator(engine, model.params).unwrap();
+        communicator.init_communicator(engine, model.params, zero.shard().ranks).unwrap();
         if let Some(to) = to.filter(|_| rank == 0 || zero.is_sharded()) {
             let identity = Identity {
                 program: String::new(),
@@ -109,8 +112,10 @@ fn run(layout: Layout, from: Option<&Path>, to: Option<&Path>) -> Vec<Kept> {
             };
             let mut writer = if rank == 0 {
                 CheckpointWriter::new(DirectoryLock::acquire(to).unwrap(), Retention::default(), identity, None)
-            } else {
+            } else if rank < shard_size {
                 CheckpointWriter::for_other_rank(to.to_owned(), identity, None)
+            } else {
+                CheckpointWriter::for_replica(to.to_owned(), identity, None)
             };
             let state = RunState { step: STEP, ..RunState::fresh(Position { shard: 0, sample: 0, shuffle: None }) };
             writer.begin(&model, engine, &mut communicator, state, Ok(Vec::new()), &[]).unwrap();
@@ -130,11 +135,14 @@ fn run(layout: Layout, from: Option<&Path>, to: Option<&Path>) -> Vec<Kept> {
 /// A checkpoint of any layout restores every bit of any other layout.
 #[test]
 fn compact_checkpoints_restore_every_layout() {
-    for writer in [COMPACT, Layout { ranks: 2, stage: 1, ..COMPACT }, Layout { ranks: 3, stage: 3, ..COMPACT }] {
+    let hybrid = Layout { ranks: 6, stage: 3, shard_size: 3, ..COMPACT };
+    for writer in [COMPACT, Layout { ranks: 2, stage: 1, ..COMPACT }, Layout { ranks: 3, stage: 3, ..COMPACT }, hybrid]
+    {
         let dir = tempfile::tempdir().unwrap();
         let written = run(writer, None, Some(dir.path()));
         assert!(run(writer, Some(dir.path()), None) == written, "{writer:?}");
-        for reader in [COMPACT, Layout { ranks: 2, stage: 2, ..COMPACT }, EXACT] {
+        let other_hybrid = Layout { ranks: 4, stage: 1, shard_size: 2, ..COMPACT };
+        for reader in [COMPACT, Layout { ranks: 2, stage: 2, ..COMPACT }, other_hybrid, EXACT] {
             // Parameters beside f32 master weights come from the model file, where they are rounded otherwise than by `fill`.
             let of = |ranks: Vec<Kept>| -> Vec<Kept> {
                 let exact = reader.master_weights == MasterWeights::F32;

@@ -5,6 +5,7 @@ mod clusters;
 mod compact_state;
 mod failures;
 mod hardware;
+mod hybrid_sharding;
 mod launchers;
 mod measurements;
 mod sequential_data;

@@ -2,9 +2,10 @@
 
 use checkpoint::RunState;
 use data::{Geometry, Loader, Prefetch, Tokens};
-use distributed::Ranks;
 use distributed::communicator::Communicator;
+use distributed::fault::Fault;
 use distributed::tcp_group::{Reduction, TcpGroup};
+use distributed::{Ranks, Scope, ShardGroups};
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::tensor::{DType, Sharded, Tensor};
@@ -15,7 +16,9 @@ use host::signals::Stop;
 use host::train::{HardwareChecks, MuonSettings, OptimizerSettings, Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
-use model::{Decoder, Descriptor, MasterWeights, Moments, Optimizer, Param, Params, PlanOptions, Shard, Store, Zero};
+use model::{
+    Decoder, Descriptor, MasterWeights, Moments, Optimizer, Param, Params, PlanOptions, Shard, Store, Unit, Zero,
+};
 use rng::Mt19937;
 use std::collections::BTreeSet;
 use std::fs;
@@ -42,11 +45,12 @@ enum EngineKind {
 
 /// A training run with one thread per rank.
 #[derive(Clone, Copy)]
-#[expect(clippy::struct_excessive_bools, reason = "each changes one part of the run")]
 struct Threads {
     ranks: usize,
     /// ZeRO stage.
     stage: u8,
+    /// Number of ranks that shard together; `None`: all.
+    shard_size: Option<usize>,
     engine: EngineKind,
     descriptor: (usize, usize, usize),
     b: usize,
@@ -54,14 +58,23 @@ struct Threads {
     steps: usize,
     clip: f32,
     shuffle: Option<u32>,
-    /// Changes a weight of rank 1 before the run starts.
-    corrupt: bool,
+    /// Changes a value of a rank before the run starts.
+    corrupt: Option<(usize, Corrupted)>,
     /// Updates the layers' matrices with Muon.
     muon: bool,
     /// Delays collectives until the engine waits for them.
     delayed: bool,
     /// Whether validation follows the last step.
     validates: bool,
+}
+
+/// A value that a rank keeps.
+#[derive(Clone, Copy, PartialEq)]
+enum Corrupted {
+    Embedding,
+    LayerWeight,
+    /// The learning rate is 0, so that no parameter differs.
+    Moment,
 }
 
 /// The final state of a rank.
@@ -146,8 +159,14 @@ impl Threads {
             _ => emulated(EmulatedGpu::new(false), Precision::Bf16, None, false),
         };
         let (mut ranks, model) = self.prepare(group, &mut *engine);
-        if self.corrupt && rank == 1 {
-            engine.write(model.params.slice(5, 1), &[0.25]).unwrap();
+        if let Some((_, value)) = self.corrupt.filter(|(corrupt, _)| *corrupt == rank) {
+            let m = model.training.unwrap().m;
+            let value = match value {
+                Corrupted::Embedding => model.params.slice(5, 1),
+                Corrupted::LayerWeight => model.params.slice(model.layout.unit(Unit::Embeddings).len() + 5, 1),
+                Corrupted::Moment => m.slice(5, 1),
+            };
+            engine.write(value, &[0.25]).unwrap();
         }
         let (train, val) = self.loaders(rank);
         let settings = self.settings();
@@ -202,7 +221,9 @@ impl Threads {
             EngineKind::EmulatedWithMasters => (MasterWeights::F32, Moments::F32),
             EngineKind::Cpu | EngineKind::Emulated => (MasterWeights::None, Moments::F32),
         };
-        let zero = Zero::new(self.stage, Shard { rank, ranks: n });
+        let groups = ShardGroups::new(n, self.shard_size.unwrap_or(n)).unwrap();
+        let shard = Shard { rank: groups.index(Scope::ShardGroup, rank), ranks: groups.shard_size() };
+        let zero = Zero::new(self.stage, shard);
         let optimizer = if self.muon { Optimizer::Muon } else { Optimizer::AdamW };
         let options = PlanOptions { master_weights, moments, zero, optimizer, ..PlanOptions::training(b, T) };
         let (model, plan) = Decoder::plan(descriptor, options, engine);
@@ -212,7 +233,7 @@ impl Threads {
             model.initialize(engine, 42).unwrap();
         }
         let mut ranks = if n == 1 { Ranks::Single } else { Ranks::Connected(group) };
-        ranks.init_communicator(engine, model.params).unwrap();
+        ranks.init_communicator(engine, model.params, zero.shard().ranks).unwrap();
         if self.delayed
             && let Ranks::Ready(inner) = ranks
         {
@@ -239,10 +260,12 @@ impl Threads {
 
     fn settings(self) -> Settings {
         let Self { accum, steps, .. } = self;
+        let corrupt = self.corrupt.map(|(_, value)| value);
+        let peak = if corrupt == Some(Corrupted::Moment) { 0.0 } else { 1e-2 };
         Settings {
             steps,
             grad_accum: accum,
-            schedule: Schedule { kind: Kind::Linear, peak: 1e-2, warmup: 2, steps, final_fraction: 0.0, warmdown: 0.0 },
+            schedule: Schedule { kind: Kind::Linear, peak, warmup: 2, steps, final_fraction: 0.0, warmdown: 0.0 },
             optimizer: OptimizerSettings {
                 muon: self.muon.then_some(MuonSettings::DEFAULT),
                 ..OptimizerSettings::default()
@@ -276,8 +299,8 @@ struct DelayedCommunicator {
 }
 
 enum Collective {
-    AllReduce(Tensor, Reduction),
-    Broadcast(Tensor, usize),
+    AllReduce(Scope, Tensor, Reduction),
+    Broadcast(Scope, Tensor, usize),
     ReduceScatter(Sharded, Reduction),
     AllGather(Sharded),
 }
@@ -295,13 +318,19 @@ impl Communicator for DelayedCommunicator {
         self.inner.tcp_group()
     }
 
-    fn all_reduce(&mut self, _: &mut dyn Engine, tensor: Tensor, reduction: Reduction) -> anyhow::Result<()> {
-        self.pending.push(Collective::AllReduce(tensor, reduction));
+    fn all_reduce(
+        &mut self,
+        _: &mut dyn Engine,
+        scope: Scope,
+        tensor: Tensor,
+        reduction: Reduction,
+    ) -> anyhow::Result<()> {
+        self.pending.push(Collective::AllReduce(scope, tensor, reduction));
         Ok(())
     }
 
-    fn broadcast(&mut self, _: &mut dyn Engine, tensor: Tensor, root: usize) -> anyhow::Result<()> {
-        self.pending.push(Collective::Broadcast(tensor, root));
+    fn broadcast(&mut self, _: &mut dyn Engine, scope: Scope, tensor: Tensor, root: usize) -> anyhow::Result<()> {
+        self.pending.push(Collective::Broadcast(scope, tensor, root));
         Ok(())
     }
 
@@ -318,8 +347,10 @@ impl Communicator for DelayedCommunicator {
     fn wait_on_stream(&mut self, engine: &mut dyn Engine) -> anyhow::Result<()> {
         for collective in self.pending.drain(..) {
             match collective {
-                Collective::AllReduce(tensor, reduction) => self.inner.all_reduce(engine, tensor, reduction)?,
-                Collective::Broadcast(tensor, root) => self.inner.broadcast(engine, tensor, root)?,
+                Collective::AllReduce(scope, tensor, reduction) => {
+                    self.inner.all_reduce(engine, scope, tensor, reduction)?;
+                }
+                Collective::Broadcast(scope, tensor, root) => self.inner.broadcast(engine, scope, tensor, root)?,
                 Collective::ReduceScatter(of, reduction) => self.inner.reduce_scatter(engine, of, reduction)?,
                 Collective::AllGather(of) => self.inner.all_gather(engine, of)?,
             }
@@ -356,6 +387,7 @@ impl Communicator for DelayedCommunicator {
 const ON_CPU: Threads = Threads {
     ranks: 1,
     stage: 0,
+    shard_size: None,
     engine: EngineKind::Cpu,
     descriptor: (2, 2, 32),
     b: 4,
@@ -363,7 +395,7 @@ const ON_CPU: Threads = Threads {
     steps: 6,
     clip: 1.0,
     shuffle: None,
-    corrupt: false,
+    corrupt: None,
     muon: false,
     delayed: false,
     validates: true,
@@ -423,7 +455,7 @@ fn gradients_are_rounded_differently_on_each_rank() {
 
 #[test]
 fn diverged_replicas_are_detected() {
-    let results = Threads { ranks: 3, corrupt: true, ..ON_CPU }.run();
+    let results = Threads { ranks: 3, corrupt: Some((1, Corrupted::Embedding)), ..ON_CPU }.run();
     for result in results {
         let text = result.error.unwrap();
         let expected = "params of step 1 of 6: expected the same values on rank 1 as on rank 0, found other values;";
@@ -471,6 +503,127 @@ fn every_zero_stage_matches_one_rank() {
             let difference = distance(&assemble(&results, |result| &result.params, shape(SHARDED)), &weights);
             assert!(difference < 1e-3, "{what}: the weights differ by {difference}");
         }
+    }
+}
+
+/// Runs whose shard groups have 2 of 4 ranks, 2 of 6, and 3 of 6.
+fn hybrid(base: Threads) -> impl Iterator<Item = Threads> {
+    let sizes = [(4, 2), (6, 2), (6, 3)].into_iter();
+    sizes.flat_map(move |(ranks, size)| {
+        (1..=3).map(move |stage| Threads { ranks, shard_size: Some(size), stage, b: 12 / ranks, ..base })
+    })
+}
+
+#[test]
+fn hybrid_sharding_matches_one_rank() {
+    let single = Threads { b: 12, accum: 2, ..SHARDED }.run();
+    let weights = assemble(&single, |result| &result.params, shape(SHARDED));
+    let moments = assemble(&single, |result| &result.m, shape(SHARDED));
+    for run in hybrid(SHARDED) {
+        let what = format!("{} ranks in groups of {:?}, stage {}", run.ranks, run.shard_size, run.stage);
+        let results = run.run();
+        for result in &results {
+            assert_eq!(result.error, None, "{what}");
+            assert_eq!((&result.losses, &result.norms), (&results[0].losses, &results[0].norms), "{what}");
+        }
+        close(&results[0].losses, &single[0].losses, &what);
+        close(&results[0].norms, &single[0].norms, &what);
+        close(&results[0].vals, &single[0].vals, &what);
+        // Each rank keeps its shard of its group only, and `assemble` compares the replicas bit for bit.
+        let kept = |result: &RankResult| result.m.iter().map(|part| part.values.len()).sum::<usize>();
+        let all: usize = results.iter().map(kept).sum();
+        assert_eq!(all, moments.len() * run.ranks / run.shard_size.unwrap(), "{what}");
+        let got = assemble(&results, |result| &result.params, shape(SHARDED));
+        assert!(distance(&got, &weights) < 1e-3, "{what}: the weights differ by {}", distance(&got, &weights));
+        let got = assemble(&results, |result| &result.m, shape(SHARDED));
+        assert!(distance(&got, &moments) < 1e-2, "{what}: the moments differ by {}", distance(&got, &moments));
+        // Collectives of different scopes keep their order when the GPU is behind.
+        assert_eq!(Threads { delayed: true, ..run }.run(), results, "delayed, {what}");
+    }
+}
+
+#[test]
+fn muon_with_hybrid_sharding_matches_one_rank() {
+    let base = Threads { muon: true, ..SHARDED };
+    let single = Threads { b: 12, accum: 2, ..base }.run();
+    let weights = assemble(&single, |result| &result.params, shape(base));
+    for run in hybrid(base) {
+        let what = format!("{} ranks in groups of {:?}, stage {}", run.ranks, run.shard_size, run.stage);
+        let results = run.run();
+        assert_eq!(results[0].error, None, "{what}");
+        close(&results[0].losses, &single[0].losses, &what);
+        let got = assemble(&results, |result| &result.params, shape(base));
+        assert!(distance(&got, &weights) < 1e-3, "{what}: the weights differ by {}", distance(&got, &weights));
+    }
+}
+
+/// A group of one rank shards nothing, and a group of all ranks is ZeRO without replicas.
+#[test]
+fn the_smallest_and_the_largest_shard_group_are_plain_layouts() {
+    let base = Threads { ranks: 4, stage: 2, b: 1, steps: 3, ..SHARDED };
+    assert_eq!(Threads { shard_size: Some(4), ..base }.run(), base.run());
+    assert_eq!(Threads { shard_size: Some(1), ..base }.run(), Threads { stage: 0, ..base }.run());
+}
+
+#[test]
+fn kernels_keep_replicas_identical() {
+    for (stage, muon) in [(1, false), (3, true)] {
+        let engine = EngineKind::EmulatedCompact;
+        let base = Threads { engine, muon, descriptor: (2, 1, 64), b: 1, accum: 1, steps: 2, ..ON_CPU };
+        let results = Threads { ranks: 4, shard_size: Some(2), stage, ..base }.run();
+        assert_eq!((results[0].losses.len(), results[0].error.as_ref()), (2, None), "stage {stage}");
+        // Ranks 2 and 3 end with the bits of ranks 0 and 1.
+        assert_eq!((&results[0], &results[1]), (&results[2], &results[3]), "stage {stage}");
+    }
+}
+
+#[test]
+fn diverged_shards_are_detected() {
+    for (stage, (rank, value), tensor, expected) in [
+        (3, (3, Corrupted::LayerWeight), "params", 1),
+        (3, (2, Corrupted::Embedding), "wte and wpe", 0),
+        (1, (5, Corrupted::Moment), "m", 1),
+        (2, (3, Corrupted::Moment), "m", 1),
+        (3, (5, Corrupted::Moment), "m", 1),
+    ] {
+        let run = Threads { ranks: 6, shard_size: Some(2), stage, b: 2, corrupt: Some((rank, value)), ..SHARDED };
+        for result in run.run() {
+            let text = result.error.unwrap();
+            let expected = format!(
+                "{tensor} of step 1 of 6: expected the same values on rank {rank} as on rank {expected}, found other values;"
+            );
+            assert!(text.starts_with(&expected), "{text}");
+        }
+    }
+}
+
+#[test]
+fn digests_compare_replicas_and_do_not_depend_on_the_shard_size() {
+    let digests = |threads: Threads| {
+        let groups = TcpGroup::in_process(threads.ranks, TIMEOUT).unwrap();
+        let rank = |group: TcpGroup| {
+            let (rank, mut engine) = (group.rank, Cpu::new());
+            let (mut ranks, model) = threads.prepare(group, &mut engine);
+            if threads.corrupt.is_some_and(|(corrupt, _)| corrupt == rank) {
+                engine.write(model.training.unwrap().m.slice(5, 1), &[0.25]).unwrap();
+            }
+            model.digests(&mut engine, &mut ranks)
+        };
+        let ranks: Vec<_> = thread::scope(|scope| {
+            let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(|| rank(group))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        ranks
+    };
+    let hybrid = Threads { ranks: 4, shard_size: Some(2), stage: 3, ..SHARDED };
+    let [unsharded, whole, hybrid_digests] =
+        [Threads { ranks: 1, stage: 0, ..SHARDED }, Threads { shard_size: None, ..hybrid }, hybrid]
+            .map(|threads| digests(threads).into_iter().map(Result::unwrap).collect::<Vec<_>>());
+    assert!(hybrid_digests.iter().chain(&whole).all(|digest| *digest == unsharded[0]));
+    for result in digests(Threads { corrupt: Some((3, Corrupted::Moment)), ..hybrid }) {
+        let error = result.unwrap_err();
+        let Some(Fault::ReplicaMismatch { peer, expected, tensor }) = error.downcast_ref() else { panic!("{error}") };
+        assert_eq!((peer.as_str(), *expected, tensor.as_str()), ("rank 3", 1, "m"));
     }
 }
 

@@ -136,6 +136,8 @@ pub struct Config {
     /// ZeRO stage: 0 replicates all tensors, 1 shards the optimizer state, 2 also the gradients of the layers, 3 also their
     /// parameters.
     pub zero_stage: u8,
+    /// Number of ranks that shard together. If absent, all.
+    pub shard_size: Option<usize>,
 
     /// Which activations are recomputed in the backward pass.
     pub recompute: Recompute,

@@ -16,7 +16,7 @@ use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
 /// Settings that may change when a run is resumed: device, precision, memory, evaluation and output.
-const MUTABLE_SETTINGS: [&str; 30] = [
+const MUTABLE_SETTINGS: [&str; 31] = [
     "device",
     "precision",
     "fp8-recipe",
@@ -31,6 +31,7 @@ const MUTABLE_SETTINGS: [&str; 30] = [
     "master-weights",
     "moments",
     "zero-stage",
+    "shard-size",
     "out",
     "val-every",
     "val-batches",

@@ -35,12 +35,14 @@ pub struct CheckpointWriter {
     path: PathBuf,
     /// State of rank 0, which writes all files except the state files of the other ranks. `None` on other ranks.
     rank_0: Option<Rank0>,
+    /// Whether this rank writes a state file: with several shard groups, only the ranks of the first do.
+    writes: bool,
     identity: Identity,
     /// Host memory for the copy of the tensors, reused for each checkpoint. The writing thread owns it while it writes.
     copy: Option<HostCopy>,
     thread: Option<JoinHandle<ThreadOutput>>,
-    /// Whether the results of the other ranks have not been exchanged yet.
-    exchange_pending: bool,
+    /// The number of state files, until the results of their ranks are exchanged.
+    exchange_pending: Option<usize>,
     /// Step of the newest complete checkpoint.
     newest: Option<usize>,
 }
@@ -117,7 +119,15 @@ impl CheckpointWriter {
     /// Creates the writer of another rank, for a sharded optimizer state. It writes its state files into the directory of
     /// rank 0.
     pub fn for_other_rank(path: PathBuf, identity: Identity, newest: Option<usize>) -> Self {
-        Self { path, rank_0: None, identity, copy: None, thread: None, exchange_pending: false, newest }
+        Self { path, rank_0: None, writes: true, identity, copy: None, thread: None, exchange_pending: None, newest }
+    }
+
+    /// Creates the writer of a rank whose shard is a replica of another rank's. It writes nothing, but takes part in the collectives
+    /// of the others.
+    pub fn for_replica(path: PathBuf, identity: Identity, newest: Option<usize>) -> Self {
+        let mut writer = Self::for_other_rank(path, identity, newest);
+        writer.writes = false;
+        writer
     }
 
     /// Keeps the newest checkpoint up to `step`, before which the hardware was verified, until a later verification.
@@ -151,7 +161,10 @@ impl CheckpointWriter {
     /// Checks that there is disk space for one checkpoint of `model`, and allocates host memory for it.
     pub fn prepare(&mut self, model: &Decoder, engine: &dyn Engine, state: &RunState) -> Result<()> {
         self.check_disk_space(model, engine, state)?;
-        self.host_copy(&self.layout(model)?, engine).map(|copy| self.copy = Some(copy))
+        if self.writes {
+            self.copy = Some(self.host_copy(&self.layout(model)?, engine)?);
+        }
+        Ok(())
     }
 
     fn layout(&self, model: &Decoder) -> Result<HostLayout> {
@@ -180,7 +193,10 @@ impl CheckpointWriter {
             fail_if_any_rank_failed(ranks, prepared.as_ref().err())?;
         }
         let Prepared { host_layout, mut copy, staging, logs } = prepared?;
-        host_layout.copy(model, engine, ranks, bytemuck::cast_slice_mut(&mut copy.0))?;
+        let to = copy.as_mut().map(|copy| bytemuck::cast_slice_mut(&mut copy.0));
+        host_layout.copy(model, engine, ranks, to)?;
+        self.exchange_pending = (share.ranks > 1).then_some(share.ranks);
+        let Some(copy) = copy else { return Ok(()) };
         let (sender, results) = channel();
         let job = WriteJob {
             staging_path: staging_path(&self.path),
@@ -217,7 +233,6 @@ impl CheckpointWriter {
         };
         let thread = thread::spawn("checkpoint", None, write);
         self.thread = Some(thread.context("cannot start the checkpoint thread")?);
-        self.exchange_pending = share.ranks > 1;
         Ok(())
     }
 
@@ -231,19 +246,19 @@ impl CheckpointWriter {
     ) -> Result<Prepared> {
         self.check_disk_space(model, engine, state)?;
         let host_layout = self.layout(model)?;
-        let copy = self.host_copy(&host_layout, engine)?;
+        let copy = if self.writes { Some(self.host_copy(&host_layout, engine)?) } else { None };
         let staging = self.rank_0.is_some().then(|| StagingDirectory::create(&self.path)).transpose()?;
         Ok(Prepared { host_layout, copy, staging, logs })
     }
 
     /// Returns the outcome of the current write if it has ended. Always `None` on ranks other than 0.
     pub fn poll(&mut self, ranks: &mut Ranks) -> Result<Option<WriteOutcome>> {
-        if self.exchange_pending {
+        if let Some(files) = self.exchange_pending {
             let writing = self.rank_0.is_none() && self.thread.as_ref().is_some_and(|thread| !thread.is_finished());
             if ranks.any_rank(writing)? {
                 return Ok(None);
             }
-            self.exchange_results(ranks)?;
+            self.exchange_results(ranks, files)?;
         }
         let finished = self.thread.as_ref().is_some_and(JoinHandle::is_finished);
         Ok(if finished { self.finish() } else { None })
@@ -251,15 +266,15 @@ impl CheckpointWriter {
 
     /// Waits for the current write, if any, and returns its outcome on rank 0.
     pub fn wait(&mut self, ranks: &mut Ranks) -> Result<Option<WriteOutcome>> {
-        if self.exchange_pending {
-            self.exchange_results(ranks)?;
+        if let Some(files) = self.exchange_pending {
+            self.exchange_results(ranks, files)?;
         }
         Ok(self.finish())
     }
 
-    /// Sends the results of the other ranks to the writing thread of rank 0, which waits for them.
-    fn exchange_results(&mut self, ranks: &mut Ranks) -> Result<()> {
-        self.exchange_pending = false;
+    /// Sends the results of the other ranks that write one of `files` state files to the writing thread of rank 0, which waits for them.
+    fn exchange_results(&mut self, ranks: &mut Ranks, files: usize) -> Result<()> {
+        self.exchange_pending = None;
         let own: Option<StateFileResult> = match &self.rank_0 {
             Some(_) => None,
             None => self.join().map(|ThreadOutput { copy, step, result }| {
@@ -277,7 +292,7 @@ impl CheckpointWriter {
         ranks.set_operation("writing a checkpoint");
         let all = ranks.gather(serde_json::to_vec(&own)?)?;
         if let Some(sender) = self.rank_0.as_mut().and_then(|rank_0| rank_0.results.take()) {
-            let results = all.iter().skip(1).enumerate().map(|(i, bytes)| {
+            let results = all.iter().take(files).skip(1).enumerate().map(|(i, bytes)| {
                 let result: Option<StateFileResult> = serde_json::from_slice(bytes)?;
                 let result = result.unwrap_or_else(|| Err("it wrote no state file".to_owned()));
                 Ok(result.map_err(|error| format!("rank {}: {error}", i + 1)))
@@ -369,7 +384,8 @@ pub fn format_bytes(bytes: u64) -> String {
 /// The resources of a write.
 struct Prepared {
     host_layout: HostLayout,
-    copy: HostCopy,
+    /// `None` on ranks that write nothing.
+    copy: Option<HostCopy>,
     staging: Option<StagingDirectory>,
     logs: Vec<File>,
 }
@@ -456,13 +472,15 @@ impl HostLayout {
         Ok(Self { params, m, v, masters, state, bytes })
     }
 
-    /// Copies the tensors to host memory. Sharded tensors are gathered first, one unit of the model at a time.
-    fn copy(&self, model: &Decoder, engine: &mut dyn Engine, ranks: &mut Ranks, to: &mut [u8]) -> Result<()> {
+    /// Copies the tensors to host memory `to`, if this rank writes them. Sharded tensors are gathered first, one unit of the model at
+    /// a time, by all ranks.
+    fn copy(&self, model: &Decoder, engine: &mut dyn Engine, ranks: &mut Ranks, to: Option<&mut [u8]>) -> Result<()> {
+        let mut read = Reader(to);
         let training = model.training.context("the model was planned for inference only")?;
         let Some(gathered) = training.gathered else {
             let params = self.params.iter().map(|range| (range.clone(), model.params));
             let state = self.state.iter().cloned();
-            return state.chain(params).try_for_each(|(range, tensor)| engine.read_bytes(tensor, &mut to[range]));
+            return state.chain(params).try_for_each(|(range, tensor)| read.read(engine, tensor, range));
         };
         let size = model.params.dtype.bytes();
         let params = model.param_store();
@@ -471,7 +489,7 @@ impl HostLayout {
             if !model.zero.shards_parameters() || unit == Unit::Embeddings {
                 if let Some(block) = &self.params {
                     let at = block.start + range.start * size;
-                    engine.read_bytes(params.unit(unit), &mut to[at..at + range.len() * size])?;
+                    read.read(engine, params.unit(unit), at..at + range.len() * size)?;
                 }
             } else {
                 let whole = Tensor { len: range.len(), dtype: model.params.dtype, ..gathered };
@@ -479,7 +497,7 @@ impl HostLayout {
                 ranks.wait_on_stream(engine)?;
                 if let Some(block) = &self.params {
                     let at = block.start + range.start * size;
-                    engine.read_bytes(whole, &mut to[at..at + whole.bytes()])?;
+                    read.read(engine, whole, at..at + whole.bytes())?;
                 }
             }
             for (block, tensor) in &self.state {
@@ -487,27 +505,42 @@ impl HostLayout {
                 let whole = Tensor { len: range.len(), dtype: tensor.dtype, ..gathered };
                 ranks.all_gather(engine, Sharded { whole, shard: store.own(unit) })?;
                 ranks.wait_on_stream(engine)?;
-                read_shares(model, unit, whole, engine, &mut to[block.clone()])?;
+                read.read_shares(model, unit, whole, engine, block.start)?;
             }
         }
         Ok(())
     }
 }
 
-/// Copies this rank's share of each tensor of a whole unit to its position in the host copy.
-fn read_shares(model: &Decoder, unit: Unit, whole: Tensor, engine: &mut dyn Engine, to: &mut [u8]) -> Result<()> {
-    let (layout, share) = (&model.layout, model.zero.shard());
-    let mut at = 0;
-    for (param, layer) in layout.file_order() {
-        let range = layout.range(param, layer);
-        let own = share.of(range.len());
-        if layout.unit_of(param, layer) == unit && !own.is_empty() {
-            let from = whole.slice(range.start - layout.unit(unit).start + own.start, own.len());
-            engine.read_bytes(from, &mut to[at..at + from.bytes()])?;
-        }
-        at += own.len() * whole.dtype.bytes();
+/// Reads tensors to the host copy, if there is one.
+struct Reader<'a>(Option<&'a mut [u8]>);
+
+impl Reader<'_> {
+    fn read(&mut self, engine: &mut dyn Engine, tensor: Tensor, to: Range<usize>) -> Result<()> {
+        self.0.as_mut().map_or(Ok(()), |copy| engine.read_bytes(tensor, &mut copy[to]))
     }
-    Ok(())
+
+    /// Copies this rank's share of each tensor of a whole unit to its position in the block that begins at `at`.
+    fn read_shares(
+        &mut self,
+        model: &Decoder,
+        unit: Unit,
+        whole: Tensor,
+        engine: &mut dyn Engine,
+        mut at: usize,
+    ) -> Result<()> {
+        let (layout, share) = (&model.layout, model.zero.shard());
+        for (param, layer) in layout.file_order() {
+            let range = layout.range(param, layer);
+            let own = share.of(range.len());
+            if layout.unit_of(param, layer) == unit && !own.is_empty() {
+                let from = whole.slice(range.start - layout.unit(unit).start + own.start, own.len());
+                self.read(engine, from, at..at + from.bytes())?;
+            }
+            at += own.len() * whole.dtype.bytes();
+        }
+        Ok(())
+    }
 }
 
 /// The inputs of the writing thread on every rank.

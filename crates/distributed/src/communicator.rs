@@ -2,17 +2,18 @@
 
 use super::flight_recorder::Operation;
 use super::nccl::Nccl;
+use super::scope::Scope;
 use super::tcp_group::{Reduction, TcpGroup};
 use engine::tensor::{Sharded, Tensor};
 use engine::{Engine, HostProfile, Interval, Result};
 use std::time::Instant;
 
-/// Collective operations of one rank. All ranks make the same calls in the same order, with tensors of the same length and
-/// type.
+/// Collective operations of one rank. All ranks make the same calls in the same order, with the same [`Scope`] and tensors of the
+/// same length and type. Each rank takes part in the operation of its own shard group or replicas.
 ///
 /// An operation starts after the work queued on the engine before the call. It may overlap with work queued later.
 /// Call [`wait_on_stream`](Self::wait_on_stream) before queueing work that reads a result or overwrites an input.
-/// All ranks receive bitwise identical results.
+/// The ranks of an operation receive bitwise identical results.
 pub trait Communicator {
     /// Returns the index of this rank.
     fn rank(&self) -> usize;
@@ -23,16 +24,17 @@ pub trait Communicator {
     /// Returns the TCP connections between the processes, for values in host memory.
     fn tcp_group(&mut self) -> &mut TcpGroup;
 
-    /// Reduces `tensor` over all ranks, in place.
-    fn all_reduce(&mut self, engine: &mut dyn Engine, tensor: Tensor, reduction: Reduction) -> Result<()>;
+    /// Reduces `tensor` over the ranks of a scope, in place.
+    fn all_reduce(&mut self, engine: &mut dyn Engine, scope: Scope, tensor: Tensor, reduction: Reduction)
+    -> Result<()>;
 
-    /// Copies `tensor` of rank `root` to all ranks.
-    fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor, root: usize) -> Result<()>;
+    /// Copies `tensor` of the rank with index `root` in a scope to its other ranks.
+    fn broadcast(&mut self, engine: &mut dyn Engine, scope: Scope, tensor: Tensor, root: usize) -> Result<()>;
 
-    /// Reduces the whole over all ranks and keeps this rank's part. The rest of the whole is unspecified afterwards.
+    /// Reduces the whole over the shard group and keeps this rank's part. The rest of the whole is unspecified afterwards.
     fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()>;
 
-    /// Concatenates the parts of all ranks into the whole, in rank order.
+    /// Concatenates the parts of the shard group into the whole, in rank order.
     fn all_gather(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()>;
 
     /// Makes work that is queued on the engine from now on wait for all operations so far.
@@ -88,39 +90,48 @@ impl Communicator for TcpGroup {
         self
     }
 
-    fn all_reduce(&mut self, engine: &mut dyn Engine, tensor: Tensor, reduction: Reduction) -> Result<()> {
+    fn all_reduce(
+        &mut self,
+        engine: &mut dyn Engine,
+        scope: Scope,
+        tensor: Tensor,
+        reduction: Reduction,
+    ) -> Result<()> {
         self.profiled("all-reduce", |group| {
             let mut bytes = vec![0; tensor.bytes()];
             engine.read_bytes(tensor, &mut bytes)?;
-            group.all_reduce_bytes(&mut bytes, tensor.dtype, reduction)?;
+            group.all_reduce_bytes(scope, &mut bytes, tensor.dtype, reduction)?;
             engine.write_bytes(tensor, &bytes)
         })
     }
 
-    fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor, root: usize) -> Result<()> {
+    fn broadcast(&mut self, engine: &mut dyn Engine, scope: Scope, tensor: Tensor, root: usize) -> Result<()> {
         self.profiled("broadcast", |group| {
             let mut bytes = vec![0; tensor.bytes()];
-            if group.rank == root {
+            let is_root = group.shard_groups().index(scope, group.rank) == root;
+            if is_root {
                 engine.read_bytes(tensor, &mut bytes)?;
             }
-            group.broadcast_bytes(&mut bytes, root)?;
-            if group.rank == root { Ok(()) } else { engine.write_bytes(tensor, &bytes) }
+            group.broadcast_bytes(scope, &mut bytes, root)?;
+            if is_root { Ok(()) } else { engine.write_bytes(tensor, &bytes) }
         })
     }
 
     fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()> {
         self.profiled("reduce-scatter", |group| {
-            let Sharded { whole, shard: part } = of.over(group.world_size)?;
+            let groups = group.shard_groups();
+            let Sharded { whole, shard: part } = of.over(groups.shard_size())?;
             let mut bytes = vec![0; whole.bytes()];
             engine.read_bytes(whole, &mut bytes)?;
-            group.reduce_bytes(Operation::ReduceScatter, &mut bytes, whole.dtype, reduction)?;
-            engine.write_bytes(part, &bytes[group.rank * part.bytes()..][..part.bytes()])
+            group.reduce_bytes((Operation::ReduceScatter, Scope::ShardGroup), &mut bytes, whole.dtype, reduction)?;
+            let index = groups.index(Scope::ShardGroup, group.rank);
+            engine.write_bytes(part, &bytes[index * part.bytes()..][..part.bytes()])
         })
     }
 
     fn all_gather(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()> {
         self.profiled("all-gather", |group| {
-            let Sharded { whole, shard: part } = of.over(group.world_size)?;
+            let Sharded { whole, shard: part } = of.over(group.shard_groups().shard_size())?;
             let mut bytes = vec![0; part.bytes()];
             engine.read_bytes(part, &mut bytes)?;
             engine.write_bytes(whole, &group.all_gather_bytes(&bytes)?)
@@ -161,7 +172,8 @@ impl Communicator for TcpGroup {
     }
 }
 
-/// Creates the communicator for an engine: NCCL if `tensor`, a tensor of the engine, is on a GPU, otherwise TCP.
+/// Creates the communicator for an engine: NCCL if `tensor`, a tensor of the engine, is on a GPU, otherwise TCP. The shard groups
+/// are those of `group`.
 pub fn for_engine(group: TcpGroup, engine: &dyn Engine, tensor: Tensor) -> Result<Box<dyn Communicator>> {
     match engine.device_tensor(tensor)? {
         Some(device) => Ok(Box::new(Nccl::new(group, device.stream.gpu())?)),

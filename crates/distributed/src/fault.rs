@@ -48,10 +48,10 @@ pub enum Fault {
 
     /// Replicated tensors differ between ranks.
     #[error(
-        "{tensor}: expected the same values on {peer} as on rank 0, found other values; check the memory and the GPU of \
+        "{tensor}: expected the same values on {peer} as on rank {expected}, found other values; check the memory and the GPU of \
          that host"
     )]
-    ReplicaMismatch { peer: String, tensor: String },
+    ReplicaMismatch { peer: String, expected: usize, tensor: String },
 
     /// Ranks called different collectives.
     #[error(

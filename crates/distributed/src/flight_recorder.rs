@@ -3,6 +3,7 @@
 //! The recorder of a rank that waits shows the collective that the missing rank has not joined. Comparing the files of all ranks shows
 //! which rank is behind.
 
+use super::scope::Scope;
 use std::collections::VecDeque;
 use std::fmt::{self, Write as _};
 use std::io::Write as _;
@@ -54,6 +55,7 @@ struct Collective {
     /// Number of collectives of this rank before it. All ranks have the same order.
     sequence: u64,
     operation: Operation,
+    scope: Scope,
     bytes: usize,
     /// The part of the model, for example `layer 3`, or empty.
     part: String,
@@ -100,13 +102,14 @@ impl FlightRecorder {
         self.lock().part = part.into();
     }
 
-    /// Records the beginning of a collective. `bytes` is the size of this rank's tensor or message.
-    pub fn begin(&self, operation: Operation, bytes: usize) {
+    /// Records the beginning of a collective of the ranks in `scope`. `bytes` is the size of this rank's tensor or message.
+    pub fn begin(&self, operation: Operation, scope: Scope, bytes: usize) {
         let begun = time::now();
         let mut recorded = self.lock();
         let collective = Collective {
             sequence: recorded.count,
             operation,
+            scope,
             bytes,
             part: std::mem::take(&mut recorded.part),
             state: State::Waiting,
@@ -172,11 +175,16 @@ impl FlightRecorder {
 
 impl fmt::Display for Collective {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { sequence, operation, bytes, part, .. } = self;
+        let Self { sequence, operation, scope, bytes, part, .. } = self;
         write!(f, "{operation} {sequence}")?;
         if !part.is_empty() {
             write!(f, " of {part}")?;
         }
+        f.write_str(match scope {
+            Scope::World => "",
+            Scope::ShardGroup => " in the shard group",
+            Scope::Replicas => " over the replicas",
+        })?;
         write!(f, ", {bytes} bytes")
     }
 }
@@ -192,12 +200,12 @@ mod tests {
         assert_eq!(recorder.pending(), None);
         for i in 0..KEPT + 3 {
             recorder.set_part(format!("layer {i}"));
-            recorder.begin(Operation::ReduceScatter, 4 * i);
+            recorder.begin(Operation::ReduceScatter, Scope::World, 4 * i);
             recorder.end(true, i % 2 == 0);
         }
         recorder.end(true, false);
         assert_eq!(recorder.pending(), None);
-        recorder.begin(Operation::AllReduce, 16);
+        recorder.begin(Operation::AllReduce, Scope::World, 16);
         assert_eq!(recorder.pending().unwrap(), format!("all-reduce {}, 16 bytes", KEPT + 3));
         let path = dir.path().join("flight");
         recorder.set_file(path.clone());
@@ -211,5 +219,18 @@ mod tests {
         );
         assert!(lines[4].contains(" | done | reduce-scatter 5 of"), "{text}");
         assert!(lines.last().unwrap().contains(" | waiting | all-reduce 67, 16 bytes"), "{text}");
+    }
+
+    #[test]
+    fn collectives_of_some_ranks_name_them() {
+        let recorder = FlightRecorder::default();
+        for (scope, expected) in [
+            (Scope::ShardGroup, "reduce-scatter 0 of layer 3 in the shard group, 8 bytes"),
+            (Scope::Replicas, "reduce-scatter 1 of layer 3 over the replicas, 8 bytes"),
+        ] {
+            recorder.set_part("layer 3");
+            recorder.begin(Operation::ReduceScatter, scope, 8);
+            assert_eq!(recorder.pending().unwrap(), expected);
+        }
     }
 }

@@ -2,6 +2,7 @@
 
 use super::communicator::Communicator;
 use super::flight_recorder::Operation;
+use super::scope::Scope;
 use super::tcp_group::{Reduction, TcpGroup};
 use super::watchdog::DeviceMonitor;
 use anyhow::{Context, bail};
@@ -12,6 +13,7 @@ use engine::{DeviceTensor, Engine, Interval, Result};
 use half::bf16;
 use nccl_rs::{Buffer, Element, Monitor, UniqueId};
 use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
 /// Timeout for connecting the GPUs of all ranks and for queueing an operation.
@@ -20,7 +22,9 @@ const TIMEOUT: Duration = Duration::from_mins(2);
 /// Collectives on tensors in GPU memory.
 pub struct Nccl {
     group: TcpGroup,
-    communicator: nccl_rs::Communicator,
+    world: nccl_rs::Communicator,
+    /// The communicators of the other scopes, if shard groups have more than one rank and fewer than all.
+    split: Option<Split>,
     stream: Stream,
     /// Recorded on the engine's stream. Collectives wait for it.
     engine_event: Event,
@@ -32,17 +36,51 @@ pub struct Nccl {
     profile: Option<Profile>,
 }
 
+struct Split {
+    shard_group: nccl_rs::Communicator,
+    replicas: nccl_rs::Communicator,
+}
+
 impl Nccl {
-    /// Connects the GPUs of all ranks.
+    /// Connects the GPUs of all ranks, and those of shard groups and of replicas.
     pub fn new(mut group: TcpGroup, gpu: &Gpu) -> Result<Self> {
         let id = if group.rank == 0 { UniqueId::new()?.to_bytes().to_vec() } else { Vec::new() };
         let id = group.broadcast_message(id)?.try_into().ok().context("rank 0 sent no valid NCCL id")?;
-        let communicator =
-            nccl_rs::Communicator::new(gpu, UniqueId::from_bytes(id), group.rank, group.world_size, TIMEOUT)?;
-        group.monitor_device(Arc::new(communicator.monitor()));
+        let world = nccl_rs::Communicator::new(gpu, UniqueId::from_bytes(id), group.rank, group.world_size, TIMEOUT)?;
+        group.monitor_device(Arc::new(Monitors(vec![world.monitor()])));
+        let groups = group.shard_groups();
+        let split = |scope| {
+            let (part, index) = (groups.part(scope, group.rank), groups.index(scope, group.rank));
+            world.split(part, index, groups.size(scope))
+        };
+        let split = match groups.communicators() {
+            3 => Some(Split { shard_group: split(Scope::ShardGroup)?, replicas: split(Scope::Replicas)? }),
+            _ => None,
+        };
         let (engine_event, collectives_event) = (Event::new(gpu)?, Event::new(gpu)?);
         let stream = Stream::new(gpu)?;
-        Ok(Self { group, communicator, stream, engine_event, collectives_event, pending: false, profile: None })
+        let nccl = Self { group, world, split, stream, engine_event, collectives_event, pending: false, profile: None };
+        nccl.group.monitor_device(Arc::new(nccl.monitors()));
+        Ok(nccl)
+    }
+
+    /// Returns all communicators. Those that depend on others come first.
+    fn communicators(&self) -> impl Iterator<Item = &nccl_rs::Communicator> {
+        let split = self.split.iter().flat_map(|split| [&split.replicas, &split.shard_group]);
+        split.chain([&self.world])
+    }
+
+    fn monitors(&self) -> Monitors {
+        Monitors(self.communicators().map(nccl_rs::Communicator::monitor).collect())
+    }
+
+    /// Returns the communicator of a scope, which has more than one rank.
+    fn communicator(&self, scope: Scope) -> &nccl_rs::Communicator {
+        match (self.group.shard_groups().simplified(scope), &self.split) {
+            (Scope::ShardGroup, Some(split)) => &split.shard_group,
+            (Scope::Replicas, Some(split)) => &split.replicas,
+            _ => &self.world,
+        }
     }
 
     /// Makes the communication stream wait for the engine's queued work. Returns the address of `tensor`.
@@ -62,10 +100,16 @@ impl Nccl {
 
     /// Launches a collective of `bytes` bytes and records it: in the flight recorder, and between two timed events if there is a
     /// profile.
-    fn launch(&mut self, operation: Operation, bytes: usize, queue: impl FnOnce(&Self) -> Result<()>) -> Result<()> {
+    fn launch(
+        &mut self,
+        (operation, scope): (Operation, Scope),
+        bytes: usize,
+        queue: impl FnOnce(&Self) -> Result<()>,
+    ) -> Result<()> {
         let begin = self.profile.as_ref().map(|profile| profile.begin(&self.stream)).transpose()?;
+        let scope = self.group.shard_groups().simplified(scope);
         let recorder = self.group.recorder();
-        recorder.begin(operation, bytes);
+        recorder.begin(operation, scope, bytes);
         let outcome = queue(self);
         recorder.end(outcome.is_ok(), true);
         outcome?;
@@ -75,29 +119,31 @@ impl Nccl {
         }
     }
 
-    fn queue_all_reduce<T: Element>(&self, address: u64, len: usize, reduction: Reduction) -> Result<()> {
-        let buffer = Buffer::<T>::new(address, len);
+    fn queue_all_reduce<T: Element>(&self, scope: Scope, at: (u64, usize), reduction: Reduction) -> Result<()> {
+        let buffer = Buffer::<T>::new(at.0, at.1);
         // SAFETY: the engine checked that the tensor lies in its memory. That memory stays allocated until the engine's
         // stream has finished. By the contract of `Communicator`, nothing uses the tensor before `wait_on_stream` makes the
         // engine's stream wait for this operation.
-        Ok(unsafe { self.communicator.all_reduce(buffer, buffer, to_nccl(reduction), &self.stream) }?)
+        Ok(unsafe { self.communicator(scope).all_reduce(buffer, buffer, to_nccl(reduction), &self.stream) }?)
     }
 
     fn queue_reduce_scatter<T: Element>(&self, whole: u64, part: u64, len: usize, reduction: Reduction) -> Result<()> {
-        let (whole, part) = (Buffer::<T>::new(whole, self.group.world_size * len), Buffer::new(part, len));
+        let communicator = self.communicator(Scope::ShardGroup);
+        let (whole, part) = (Buffer::<T>::new(whole, communicator.world_size() * len), Buffer::new(part, len));
         // SAFETY: as in `queue_all_reduce`, for both tensors.
-        Ok(unsafe { self.communicator.reduce_scatter(part, whole, to_nccl(reduction), &self.stream) }?)
+        Ok(unsafe { communicator.reduce_scatter(part, whole, to_nccl(reduction), &self.stream) }?)
     }
 
     fn queue_all_gather<T: Element>(&self, whole: u64, part: u64, len: usize) -> Result<()> {
-        let (whole, part) = (Buffer::<T>::new(whole, self.group.world_size * len), Buffer::new(part, len));
+        let communicator = self.communicator(Scope::ShardGroup);
+        let (whole, part) = (Buffer::<T>::new(whole, communicator.world_size() * len), Buffer::new(part, len));
         // SAFETY: as in `queue_all_reduce`, for both tensors.
-        Ok(unsafe { self.communicator.all_gather(whole, part, &self.stream) }?)
+        Ok(unsafe { communicator.all_gather(whole, part, &self.stream) }?)
     }
 
-    fn queue_broadcast<T: Element>(&self, address: u64, len: usize, root: usize) -> Result<()> {
+    fn queue_broadcast<T: Element>(&self, scope: Scope, at: (u64, usize), root: usize) -> Result<()> {
         // SAFETY: as in `queue_all_reduce`.
-        Ok(unsafe { self.communicator.broadcast(Buffer::<T>::new(address, len), root, &self.stream) }?)
+        Ok(unsafe { self.communicator(scope).broadcast(Buffer::<T>::new(at.0, at.1), root, &self.stream) }?)
     }
 }
 
@@ -107,13 +153,27 @@ fn on_device(engine: &dyn Engine, tensor: Tensor) -> Result<DeviceTensor<'_>> {
     device.with_context(|| format!("NCCL: expected a tensor in GPU memory, found one of {}", engine.describe()))
 }
 
-impl DeviceMonitor for Monitor {
+/// The monitors of all communicators of a rank.
+struct Monitors(Vec<Monitor>);
+
+impl DeviceMonitor for Monitors {
     fn check(&self) -> Result<()> {
-        Ok(Self::check(self)?)
+        Ok(self.0.iter().try_for_each(Monitor::check)?)
     }
 
+    /// Aborts all communicators at the same time: one of them may wait for the device, on which a collective of another is pending.
     fn abort(&self) {
-        Self::abort(self);
+        if let [monitor] = &self.0[..] {
+            return monitor.abort();
+        }
+        thread::scope(|scope| {
+            for monitor in &self.0 {
+                let abort = || monitor.abort();
+                if thread::Builder::new().spawn_scoped(scope, abort).is_err() {
+                    abort();
+                }
+            }
+        });
     }
 }
 
@@ -138,30 +198,36 @@ impl Communicator for Nccl {
         &mut self.group
     }
 
-    fn all_reduce(&mut self, engine: &mut dyn Engine, tensor: Tensor, reduction: Reduction) -> Result<()> {
-        let address = self.begin(engine, tensor)?;
-        self.launch(Operation::AllReduce, tensor.bytes(), |nccl| match tensor.dtype {
-            DType::F32 => nccl.queue_all_reduce::<f32>(address, tensor.len, reduction),
-            DType::Bf16 => nccl.queue_all_reduce::<bf16>(address, tensor.len, reduction),
+    fn all_reduce(
+        &mut self,
+        engine: &mut dyn Engine,
+        scope: Scope,
+        tensor: Tensor,
+        reduction: Reduction,
+    ) -> Result<()> {
+        let at = (self.begin(engine, tensor)?, tensor.len);
+        self.launch((Operation::AllReduce, scope), tensor.bytes(), |nccl| match tensor.dtype {
+            DType::F32 => nccl.queue_all_reduce::<f32>(scope, at, reduction),
+            DType::Bf16 => nccl.queue_all_reduce::<bf16>(scope, at, reduction),
             DType::I32 | DType::U16 | DType::Fp8 => {
                 bail!("reduction over ranks: expected a tensor of f32 or bf16, found {}", tensor.dtype.name())
             }
         })
     }
 
-    fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor, root: usize) -> Result<()> {
-        let address = self.begin(engine, tensor)?;
-        self.launch(Operation::Broadcast, tensor.bytes(), |nccl| match tensor.dtype {
-            DType::F32 | DType::I32 => nccl.queue_broadcast::<f32>(address, tensor.len, root),
-            DType::Bf16 | DType::U16 => nccl.queue_broadcast::<bf16>(address, tensor.len, root),
+    fn broadcast(&mut self, engine: &mut dyn Engine, scope: Scope, tensor: Tensor, root: usize) -> Result<()> {
+        let at = (self.begin(engine, tensor)?, tensor.len);
+        self.launch((Operation::Broadcast, scope), tensor.bytes(), |nccl| match tensor.dtype {
+            DType::F32 | DType::I32 => nccl.queue_broadcast::<f32>(scope, at, root),
+            DType::Bf16 | DType::U16 => nccl.queue_broadcast::<bf16>(scope, at, root),
             DType::Fp8 => bail!("broadcast: expected a tensor of another type than fp8"),
         })
     }
 
     fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()> {
-        let of = of.over(self.group.world_size)?;
+        let of = of.over(self.group.shard_groups().shard_size())?;
         let (from, to) = self.begin_sharded(engine, of)?;
-        self.launch(Operation::ReduceScatter, of.whole.bytes(), |nccl| match of.shard.dtype {
+        self.launch((Operation::ReduceScatter, Scope::ShardGroup), of.whole.bytes(), |nccl| match of.shard.dtype {
             DType::F32 => nccl.queue_reduce_scatter::<f32>(from, to, of.shard.len, reduction),
             DType::Bf16 => nccl.queue_reduce_scatter::<bf16>(from, to, of.shard.len, reduction),
             DType::I32 | DType::U16 | DType::Fp8 => {
@@ -171,9 +237,9 @@ impl Communicator for Nccl {
     }
 
     fn all_gather(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()> {
-        let of = of.over(self.group.world_size)?;
+        let of = of.over(self.group.shard_groups().shard_size())?;
         let (to, from) = self.begin_sharded(engine, of)?;
-        self.launch(Operation::AllGather, of.shard.bytes(), |nccl| match of.shard.dtype {
+        self.launch((Operation::AllGather, Scope::ShardGroup), of.shard.bytes(), |nccl| match of.shard.dtype {
             DType::F32 | DType::I32 => nccl.queue_all_gather::<f32>(to, from, of.shard.len),
             DType::Bf16 | DType::U16 => nccl.queue_all_gather::<bf16>(to, from, of.shard.len),
             DType::Fp8 => bail!("all-gather: expected a tensor of another type than fp8"),
@@ -189,7 +255,7 @@ impl Communicator for Nccl {
     }
 
     fn check(&self) -> Result<()> {
-        Ok(self.communicator.check()?)
+        Ok(self.communicators().try_for_each(nccl_rs::Communicator::check)?)
     }
 
     fn start_profile(&mut self) -> Result<()> {
@@ -203,11 +269,15 @@ impl Communicator for Nccl {
 
     fn close(self: Box<Self>) -> Result<()> {
         self.stream.synchronize()?;
-        Ok(self.communicator.close()?)
+        if let Some(Split { shard_group, replicas }) = self.split {
+            replicas.close()?;
+            shard_group.close()?;
+        }
+        Ok(self.world.close()?)
     }
 
     fn abort(self: Box<Self>) -> TcpGroup {
-        self.communicator.abort();
+        self.monitors().abort();
         self.group
     }
 

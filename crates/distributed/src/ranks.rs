@@ -2,6 +2,7 @@
 
 use super::communicator::{self, Communicator};
 use super::fault::{self, Fault};
+use super::scope::Scope;
 use super::tcp_group::{Reduction, TcpGroup};
 use super::timing::{CommunicationTimings, TimedCommunicator};
 use anyhow::bail;
@@ -60,10 +61,14 @@ impl Ranks {
         }
     }
 
-    /// Creates the communicator for tensors of `engine`. `tensor` is any of them.
-    pub fn init_communicator(&mut self, engine: &dyn Engine, tensor: Tensor) -> Result<()> {
+    /// Creates the communicator for tensors of `engine`. `tensor` is any of them. Groups of `shard_size` ranks have all shards of
+    /// the sharded ones.
+    pub fn init_communicator(&mut self, engine: &dyn Engine, tensor: Tensor, shard_size: usize) -> Result<()> {
         match std::mem::take(self) {
-            Self::Connected(group) => *self = Self::Ready(communicator::for_engine(group, engine, tensor)?),
+            Self::Connected(mut group) => {
+                group.set_shard_size(shard_size)?;
+                *self = Self::Ready(communicator::for_engine(group, engine, tensor)?);
+            }
             other => *self = other,
         }
         Ok(())
@@ -201,49 +206,61 @@ impl Ranks {
         if group.rank == 0 { Ok(value) } else { Ok(serde_json::from_slice(&bytes)?) }
     }
 
-    /// Averages `tensor` over all ranks, in place. Asynchronous: see [`wait_on_stream`](Self::wait_on_stream).
-    pub fn all_reduce_mean(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()> {
+    /// Returns the number of ranks in a scope.
+    fn size(&mut self, scope: Scope) -> usize {
+        self.tcp_group().map_or(1, |group| group.shard_groups().size(scope))
+    }
+
+    /// Returns the communicator for a collective of a scope, or `None` if the scope has one rank.
+    fn communicator_of(&mut self, scope: Scope) -> Option<&mut dyn Communicator> {
+        if self.size(scope) > 1 { self.communicator() } else { None }
+    }
+
+    /// Averages `tensor` over the ranks of a scope, in place. Asynchronous: see [`wait_on_stream`](Self::wait_on_stream).
+    pub fn all_reduce_mean(&mut self, engine: &mut dyn Engine, scope: Scope, tensor: Tensor) -> Result<()> {
         self.set_operation("reducing gradients");
-        self.communicator().map_or(Ok(()), |ranks| ranks.all_reduce(engine, tensor, Reduction::Mean))
+        self.communicator_of(scope).map_or(Ok(()), |ranks| ranks.all_reduce(engine, scope, tensor, Reduction::Mean))
     }
 
-    /// Sums `tensor` over all ranks, in place. Asynchronous: see [`wait_on_stream`](Self::wait_on_stream).
-    pub fn all_reduce_sum(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()> {
+    /// Sums `tensor` over the ranks of a scope, in place. Asynchronous: see [`wait_on_stream`](Self::wait_on_stream).
+    pub fn all_reduce_sum(&mut self, engine: &mut dyn Engine, scope: Scope, tensor: Tensor) -> Result<()> {
         self.set_operation("reducing losses");
-        self.communicator().map_or(Ok(()), |ranks| ranks.all_reduce(engine, tensor, Reduction::Sum))
+        self.communicator_of(scope).map_or(Ok(()), |ranks| ranks.all_reduce(engine, scope, tensor, Reduction::Sum))
     }
 
-    /// Replaces `tensor` by its maximum over all ranks. Asynchronous: see [`wait_on_stream`](Self::wait_on_stream).
-    pub fn all_reduce_max(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()> {
-        self.set_operation("reducing FP8 statistics");
-        self.communicator().map_or(Ok(()), |ranks| ranks.all_reduce(engine, tensor, Reduction::Max))
+    /// Replaces `tensor` by its maximum over the ranks of a scope. Asynchronous: see [`wait_on_stream`](Self::wait_on_stream).
+    pub fn all_reduce_max(&mut self, engine: &mut dyn Engine, scope: Scope, tensor: Tensor) -> Result<()> {
+        self.set_operation("reducing statistics");
+        self.communicator_of(scope).map_or(Ok(()), |ranks| ranks.all_reduce(engine, scope, tensor, Reduction::Max))
     }
 
-    /// Reduces the whole over all ranks and keeps this rank's part. Asynchronous: see
+    /// Reduces the whole over the shard group and keeps this rank's part. Asynchronous: see
     /// [`wait_on_stream`](Self::wait_on_stream).
     pub fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()> {
         self.set_operation("reducing gradients");
-        self.communicator().map_or(Ok(()), |ranks| ranks.reduce_scatter(engine, of, reduction))
+        self.communicator_of(Scope::ShardGroup).map_or(Ok(()), |ranks| ranks.reduce_scatter(engine, of, reduction))
     }
 
-    /// Concatenates the parts of all ranks into the whole. Asynchronous: see [`wait_on_stream`](Self::wait_on_stream).
+    /// Concatenates the parts of the shard group into the whole. Asynchronous: see [`wait_on_stream`](Self::wait_on_stream).
     pub fn all_gather(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()> {
         self.set_operation("gathering shards");
-        self.communicator().map_or(Ok(()), |ranks| ranks.all_gather(engine, of))
+        self.communicator_of(Scope::ShardGroup).map_or(Ok(()), |ranks| ranks.all_gather(engine, of))
     }
 
     /// Copies the tensors of rank 0 to all ranks.
     pub fn broadcast_tensors(&mut self, engine: &mut dyn Engine, tensors: &[Tensor]) -> Result<()> {
         self.set_operation("broadcasting the model");
         let Some(ranks) = self.communicator() else { return Ok(()) };
-        tensors.iter().try_for_each(|tensor| ranks.broadcast(engine, *tensor, 0))?;
+        tensors.iter().try_for_each(|tensor| ranks.broadcast(engine, Scope::World, *tensor, 0))?;
         ranks.wait_on_stream(engine)
     }
 
-    /// Copies `tensor` of rank `root` to all ranks. Asynchronous: see [`wait_on_stream`](Self::wait_on_stream).
-    pub fn broadcast_from(&mut self, engine: &mut dyn Engine, tensor: Tensor, root: usize) -> Result<()> {
+    /// Copies `tensor` of the rank with index `root` in the shard group to the group. Asynchronous: see
+    /// [`wait_on_stream`](Self::wait_on_stream).
+    pub fn broadcast_in_shard_group(&mut self, engine: &mut dyn Engine, tensor: Tensor, root: usize) -> Result<()> {
         self.set_operation("exchanging updates");
-        self.communicator().map_or(Ok(()), |ranks| ranks.broadcast(engine, tensor, root))
+        let scope = Scope::ShardGroup;
+        self.communicator_of(scope).map_or(Ok(()), |ranks| ranks.broadcast(engine, scope, tensor, root))
     }
 
     /// Makes work that is queued on the engine from now on wait for all collectives so far.
@@ -251,20 +268,32 @@ impl Ranks {
         self.communicator().map_or(Ok(()), |ranks| ranks.wait_on_stream(engine))
     }
 
-    /// Checks that replicated tensors are bitwise identical on all ranks.
-    pub fn check_replicas(&mut self, engine: &mut dyn Engine, tensors: &[(&str, Tensor)]) -> Result<()> {
+    /// Checks that replicated tensors are bitwise identical: `tensors` on all ranks, and `shards` on the ranks that have the same
+    /// shard.
+    pub fn check_replicas(
+        &mut self,
+        engine: &mut dyn Engine,
+        tensors: &[(&str, Tensor)],
+        shards: &[(&str, Tensor)],
+    ) -> Result<()> {
+        let shards = if self.size(Scope::Replicas) > 1 { shards } else { &[] };
         self.set_operation("comparing replicas");
         let Some(group) = self.tcp_group() else { return Ok(()) };
-        let mut checksums = Vec::new();
-        for (_, tensor) in tensors {
+        let (mut names, mut checksums) = (Vec::new(), Vec::new());
+        for (name, tensor) in tensors.iter().chain(shards) {
+            names.push(*name);
             checksums.push(checksum(engine, *tensor)?);
         }
         let all = group.gather(bytemuck::cast_slice(&checksums))?;
-        for (rank, theirs) in all.iter().enumerate() {
-            let ours = checksums.iter().flat_map(|checksum| checksum.to_ne_bytes());
-            if let Some(byte) = ours.zip(theirs).position(|(ours, theirs)| ours != *theirs) {
-                let (name, peer) = (tensors[byte / size_of::<u64>()].0, group.peer_name(rank));
-                bail!(Fault::ReplicaMismatch { peer, tensor: format!("{name} of {}", group.stage()) });
+        let (shared, size) = (tensors.len() * size_of::<u64>(), size_of::<u64>());
+        for (rank, found) in all.iter().enumerate() {
+            // The rank of the first shard group that has the same shard.
+            let first = group.shard_groups().index(Scope::ShardGroup, rank);
+            let expected = |byte: usize| if byte < shared { 0 } else { first };
+            if let Some(byte) = (0..found.len()).find(|&byte| found[byte] != all[expected(byte)][byte]) {
+                let (peer, stage) = (group.peer_name(rank), group.stage());
+                let tensor = format!("{} of {stage}", names[byte / size]);
+                bail!(Fault::ReplicaMismatch { peer, expected: expected(byte), tensor });
             }
         }
         // No rank continues before rank 0 has compared all checksums.

@@ -9,6 +9,7 @@
 
 use super::fault::{self, Fault};
 use super::flight_recorder::{FlightRecorder, Operation};
+use super::scope::{Scope, ShardGroups};
 use super::watchdog::{DeviceMonitor, Note, Progress, Watchdog};
 use anyhow::bail;
 use cuda_std::{Element, bf16};
@@ -28,7 +29,7 @@ use system::{thread, time};
 pub enum Reduction {
     /// Sum over the ranks.
     Sum,
-    /// Sum over the ranks divided by the world size.
+    /// Sum over the ranks divided by their number.
     Mean,
     /// Maximum over the ranks. NaN are ignored unless all values are NaN.
     Max,
@@ -104,6 +105,7 @@ pub struct TcpGroup {
     pub rank: usize,
     /// Number of ranks.
     pub world_size: usize,
+    groups: ShardGroups,
     /// On rank 0: ranks 1, 2, … in order. On other ranks: rank 0.
     peers: Vec<Peer>,
     /// Number of calls so far, wrapping.
@@ -159,7 +161,30 @@ impl TcpGroup {
         let open = |(i, connection)| Peer::new(connection, rank == 0, i + 1, &watchdog, step_timeout);
         let peers = connections.into_iter().enumerate().map(open).collect::<Result<_>>()?;
         let stage = watchdog.progress().activity;
-        Ok(Self { rank, world_size, peers, calls: 0, announced: false, step_timeout, stage, watchdog, profile: None })
+        let groups = ShardGroups::new(world_size, world_size)?;
+        Ok(Self {
+            rank,
+            world_size,
+            groups,
+            peers,
+            calls: 0,
+            announced: false,
+            step_timeout,
+            stage,
+            watchdog,
+            profile: None,
+        })
+    }
+
+    /// Sets the number of ranks in a shard group. It is the world size before.
+    pub fn set_shard_size(&mut self, shard_size: usize) -> Result<()> {
+        self.groups = ShardGroups::new(self.world_size, shard_size)?;
+        Ok(())
+    }
+
+    /// Returns the shard groups of the run.
+    pub fn shard_groups(&self) -> ShardGroups {
+        self.groups
     }
 
     /// Sets the time that a rank may take between calls until [`end_startup`](Self::end_startup).
@@ -257,7 +282,7 @@ impl TcpGroup {
 
     /// Returns the bytes of every rank in rank order on rank 0, and nothing on the other ranks.
     pub fn gather(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        self.collective(Operation::Gather, bytes.len(), |group| {
+        self.collective(Operation::Gather, Scope::World, bytes.len(), |group| {
             if group.rank > 0 {
                 group.send(0, MessageKind::Gather, bytes)?;
                 return Ok(Vec::new());
@@ -272,7 +297,7 @@ impl TcpGroup {
 
     /// Returns the message of rank 0 on all ranks. Its length need not be known to the other ranks.
     pub fn broadcast_message(&mut self, message: Vec<u8>) -> Result<Vec<u8>> {
-        self.collective(Operation::Broadcast, message.len(), |group| {
+        self.collective(Operation::Broadcast, Scope::World, message.len(), |group| {
             if group.rank > 0 {
                 return group.receive(0, MessageKind::Broadcast, None);
             }
@@ -293,27 +318,33 @@ impl TcpGroup {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(values);
         let decode = |bytes: &[u8]| Ok(read_pods::<f64>(bytes));
         let encode = |sum: &mut [f64]| bytemuck::cast_slice(sum).to_vec();
-        self.collective(Operation::AllReduce, bytes.len(), |group| {
-            group.all_reduce_chunk(bytes, decode, |a, b| a + b, encode)
+        self.collective(Operation::AllReduce, Scope::World, bytes.len(), |group| {
+            group.all_reduce_chunk(Scope::World, bytes, decode, |a, b| a + b, encode)
         })
     }
 
-    /// Reduces values of type `dtype` over all ranks, in place. Accumulates in f32. All ranks receive the same bits.
-    pub fn all_reduce_bytes(&mut self, bytes: &mut [u8], dtype: DType, reduction: Reduction) -> Result<()> {
-        self.reduce_bytes(Operation::AllReduce, bytes, dtype, reduction)
+    /// Reduces values of type `dtype` over the ranks of a scope, in place. Accumulates in f32. These ranks receive the same bits.
+    pub fn all_reduce_bytes(
+        &mut self,
+        scope: Scope,
+        bytes: &mut [u8],
+        dtype: DType,
+        reduction: Reduction,
+    ) -> Result<()> {
+        self.reduce_bytes((Operation::AllReduce, scope), bytes, dtype, reduction)
     }
 
     /// Performs [`all_reduce_bytes`](Self::all_reduce_bytes), which the flight recorder shows as `operation`.
     pub(crate) fn reduce_bytes(
         &mut self,
-        operation: Operation,
+        (operation, scope): (Operation, Scope),
         bytes: &mut [u8],
         dtype: DType,
         reduction: Reduction,
     ) -> Result<()> {
         let scale = match reduction {
             Reduction::Sum | Reduction::Max => 1.0,
-            Reduction::Mean => 1.0 / self.world_size as f32,
+            Reduction::Mean => 1.0 / self.groups.size(scope) as f32,
         };
         let encode = |sum: &mut [f32]| {
             for value in sum.iter_mut() {
@@ -322,15 +353,17 @@ impl TcpGroup {
             encode_f32(sum, dtype)
         };
         let combine = |a: f32, b: f32| if reduction == Reduction::Max { a.max(b) } else { a + b };
-        self.collective(operation, bytes.len(), |group| {
+        self.collective(operation, scope, bytes.len(), |group| {
             let decode = |bytes: &[u8]| decode_f32(bytes, dtype);
-            bytes.chunks_mut(CHUNK_BYTES).try_for_each(|chunk| group.all_reduce_chunk(chunk, decode, combine, encode))
+            let mut chunks = bytes.chunks_mut(CHUNK_BYTES);
+            chunks.try_for_each(|chunk| group.all_reduce_chunk(scope, chunk, decode, combine, encode))
         })
     }
 
-    /// Combines values of type `T` on rank 0, in rank order, and sends the encoded result to all ranks.
+    /// Combines values of type `T` on rank 0, in rank order for each part of the ranks, and sends the encoded results to all ranks.
     fn all_reduce_chunk<T: Copy>(
         &mut self,
+        scope: Scope,
         bytes: &mut [u8],
         decode: impl Fn(&[u8]) -> Result<Vec<T>>,
         combine: impl Fn(T, T) -> T,
@@ -341,44 +374,60 @@ impl TcpGroup {
             bytes.copy_from_slice(&self.receive(0, MessageKind::Reduce, Some(bytes.len()))?);
             return Ok(());
         }
-        let mut sum = decode(bytes)?;
+        let groups = self.groups;
+        let mut sums = vec![Vec::new(); groups.parts(scope)];
+        sums[0] = decode(bytes)?;
         for peer in 0..self.peers.len() {
             let values = decode(&self.receive(peer, MessageKind::Reduce, Some(bytes.len()))?)?;
-            sum.iter_mut().zip(values).for_each(|(sum, value)| *sum = combine(*sum, value));
+            let rank = peer + 1;
+            let sum = &mut sums[groups.part(scope, rank)];
+            if groups.index(scope, rank) == 0 {
+                *sum = values;
+            } else {
+                sum.iter_mut().zip(values).for_each(|(sum, value)| *sum = combine(*sum, value));
+            }
         }
-        bytes.copy_from_slice(&encode(&mut sum));
-        self.send_to_all(MessageKind::Reduce, bytes)
+        let results: Vec<Vec<u8>> = sums.iter_mut().map(|sum| encode(sum)).collect();
+        bytes.copy_from_slice(&results[0]);
+        self.send_to_parts(scope, MessageKind::Reduce, &results)
     }
 
-    /// Copies `bytes` of rank `root` to all ranks. Those of another rank than 0 pass through rank 0.
-    pub fn broadcast_bytes(&mut self, bytes: &mut [u8], root: usize) -> Result<()> {
-        self.collective(Operation::Broadcast, bytes.len(), |group| {
-            for chunk in bytes.chunks_mut(CHUNK_BYTES) {
-                if root > 0 && group.rank == root {
-                    group.send(0, MessageKind::Broadcast, chunk)?;
-                }
-                if group.rank == 0 {
-                    if root > 0 {
-                        chunk.copy_from_slice(&group.receive(root - 1, MessageKind::Broadcast, Some(chunk.len()))?);
-                    }
-                    group.send_to_all(MessageKind::Broadcast, chunk)?;
-                } else {
-                    chunk.copy_from_slice(&group.receive(0, MessageKind::Broadcast, Some(chunk.len()))?);
-                }
-            }
-            Ok(())
+    /// Copies `bytes` of the rank with index `root` in a scope to its other ranks. Those of another rank than 0 pass through rank 0.
+    pub fn broadcast_bytes(&mut self, scope: Scope, bytes: &mut [u8], root: usize) -> Result<()> {
+        self.collective(Operation::Broadcast, scope, bytes.len(), |group| {
+            bytes.chunks_mut(CHUNK_BYTES).try_for_each(|chunk| group.broadcast_chunk(scope, chunk, root))
         })
     }
 
-    /// Returns the concatenated bytes of all ranks on all ranks. Every rank passes the same number of bytes.
+    fn broadcast_chunk(&mut self, scope: Scope, chunk: &mut [u8], root: usize) -> Result<()> {
+        let groups = self.groups;
+        if self.rank > 0 {
+            if groups.index(scope, self.rank) == root {
+                self.send(0, MessageKind::Broadcast, chunk)?;
+            }
+            chunk.copy_from_slice(&self.receive(0, MessageKind::Broadcast, Some(chunk.len()))?);
+            return Ok(());
+        }
+        let mut results = Vec::new();
+        for part in 0..groups.parts(scope) {
+            results.push(match groups.rank(scope, part, root) {
+                0 => chunk.to_vec(),
+                rank => self.receive(rank - 1, MessageKind::Broadcast, Some(chunk.len()))?,
+            });
+        }
+        chunk.copy_from_slice(&results[0]);
+        self.send_to_parts(scope, MessageKind::Broadcast, &results)
+    }
+
+    /// Returns the concatenated bytes of the ranks of a shard group on these ranks. Every rank passes the same number of bytes.
     pub fn all_gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<u8>> {
-        let mut all = vec![0; self.world_size * bytes.len()];
-        self.collective(Operation::AllGather, bytes.len(), |group| {
+        let mut all = vec![0; self.groups.shard_size() * bytes.len()];
+        self.collective(Operation::AllGather, Scope::ShardGroup, bytes.len(), |group| {
             let chunk_bytes = (CHUNK_BYTES / group.world_size).max(1);
             for (i, chunk) in bytes.chunks(chunk_bytes).enumerate() {
                 let chunks = group.all_gather_chunk(chunk)?;
-                for (rank, chunk) in chunks.chunks_exact(chunk.len()).enumerate() {
-                    all[rank * bytes.len() + i * chunk_bytes..][..chunk.len()].copy_from_slice(chunk);
+                for (index, chunk) in chunks.chunks_exact(chunk.len()).enumerate() {
+                    all[index * bytes.len() + i * chunk_bytes..][..chunk.len()].copy_from_slice(chunk);
                 }
             }
             Ok(())
@@ -389,24 +438,28 @@ impl TcpGroup {
     fn all_gather_chunk(&mut self, chunk: &[u8]) -> Result<Vec<u8>> {
         if self.rank > 0 {
             self.send(0, MessageKind::Gather, chunk)?;
-            return self.receive(0, MessageKind::Gather, Some(self.world_size * chunk.len()));
+            return self.receive(0, MessageKind::Gather, Some(self.groups.shard_size() * chunk.len()));
         }
-        let mut chunks = chunk.to_vec();
+        let (scope, groups) = (Scope::ShardGroup, self.groups);
+        let mut results = vec![Vec::new(); groups.parts(scope)];
+        results[0].extend_from_slice(chunk);
         for peer in 0..self.peers.len() {
-            chunks.extend(self.receive(peer, MessageKind::Gather, Some(chunk.len()))?);
+            let received = self.receive(peer, MessageKind::Gather, Some(chunk.len()))?;
+            results[groups.part(scope, peer + 1)].extend(received);
         }
-        self.send_to_all(MessageKind::Gather, &chunks)?;
-        Ok(chunks)
+        self.send_to_parts(scope, MessageKind::Gather, &results)?;
+        Ok(results.swap_remove(0))
     }
 
     /// Runs a call that all ranks make. If it fails on rank 0, rank 0 announces the failure.
     fn collective<R>(
         &mut self,
         operation: Operation,
+        scope: Scope,
         bytes: usize,
         call: impl FnOnce(&mut Self) -> Result<R>,
     ) -> Result<R> {
-        self.recorder().begin(operation, bytes);
+        self.recorder().begin(operation, self.groups.simplified(scope), bytes);
         let outcome = self.check().and_then(|()| call(self));
         self.recorder().end(outcome.is_ok(), false);
         self.calls = self.calls.wrapping_add(1);
@@ -466,6 +519,12 @@ impl TcpGroup {
 
     fn send_to_all(&mut self, kind: MessageKind, payload: &[u8]) -> Result<()> {
         (0..self.peers.len()).try_for_each(|peer| self.send(peer, kind, payload))
+    }
+
+    /// Sends the result of each part of the ranks to its ranks, except to rank 0.
+    fn send_to_parts(&mut self, scope: Scope, kind: MessageKind, results: &[Vec<u8>]) -> Result<()> {
+        let groups = self.groups;
+        (0..self.peers.len()).try_for_each(|peer| self.send(peer, kind, &results[groups.part(scope, peer + 1)]))
     }
 
     fn send(&mut self, peer: usize, kind: MessageKind, payload: &[u8]) -> Result<()> {
@@ -662,189 +721,4 @@ fn encode_f32(values: &[f32], dtype: DType) -> Vec<u8> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::thread;
-    use std::time::Instant;
-
-    const TIMEOUT: Duration = Duration::from_secs(20);
-
-    /// Runs `rank` on one thread per rank and returns the results in rank order.
-    fn on_ranks<R: Send>(
-        world_size: usize,
-        step_timeout: Duration,
-        rank: impl Fn(&mut TcpGroup) -> R + Sync,
-    ) -> Vec<R> {
-        let rank = &rank;
-        thread::scope(|scope| {
-            let groups = TcpGroup::in_process(world_size, step_timeout).unwrap();
-            let threads: Vec<_> = groups.into_iter().map(|mut group| scope.spawn(move || rank(&mut group))).collect();
-            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-        })
-    }
-
-    #[test]
-    fn reductions_are_bitwise_identical_and_in_rank_order() {
-        // The tensor is longer than a chunk, and the sum of its values depends on the order.
-        let value = |rank: usize, i: usize| [1e8f32, 3.0, -1e8, 0.1][rank] + i as f32 * 1e-3;
-        let n = CHUNK_BYTES / 4 + 100;
-        let sums = on_ranks(4, TIMEOUT, |group| {
-            let mut values: Vec<f32> = (0..n).map(|i| value(group.rank, i)).collect();
-            group.all_reduce_bytes(bytemuck::cast_slice_mut(&mut values), DType::F32, Reduction::Sum).unwrap();
-            values
-        });
-        let expected: Vec<f32> = (0..n).map(|i| (0..4).map(|rank| value(rank, i)).fold(0.0, |a, b| a + b)).collect();
-        assert!(sums.iter().all(|sum| *sum == expected));
-        let means = on_ranks(3, TIMEOUT, |group| {
-            let mut values = [1.0, 2.5, 256.0].map(|x| bf16::from_f32(x + group.rank as f32));
-            group.all_reduce_bytes(bytemuck::cast_slice_mut(&mut values), DType::Bf16, Reduction::Mean).unwrap();
-            values.map(bf16::to_f32)
-        });
-        // 257 lies between two bf16 values and rounds to the even one. Only the final result is rounded.
-        assert_eq!(means, [[2.0, 3.5, 256.0]; 3]);
-        let maxima = on_ranks(3, TIMEOUT, |group| {
-            let mut values = [[1.0f32, f32::NAN, 0.0], [3.0, 5.0, 0.0], [2.0, f32::INFINITY, 1e-40]][group.rank];
-            group.all_reduce_bytes(bytemuck::cast_slice_mut(&mut values), DType::F32, Reduction::Max).unwrap();
-            values
-        });
-        assert_eq!(maxima, [[3.0, f32::INFINITY, 1e-40]; 3]);
-        let ints =
-            on_ranks(2, TIMEOUT, |group| group.all_reduce_bytes(&mut [0; 4], DType::I32, Reduction::Sum).is_err());
-        assert_eq!(ints, [true, true]);
-    }
-
-    #[test]
-    fn host_collectives_return_the_values_of_the_right_ranks() {
-        for (rank, got) in on_ranks(3, TIMEOUT, |group| {
-            let all = group.gather(&[group.rank as u8; 2]).unwrap();
-            let message = group.broadcast_message(vec![9; group.rank + 1]).unwrap();
-            let mut sums = [0.1 * group.rank as f64, 1.0];
-            group.all_reduce_sum_f64(&mut sums).unwrap();
-            let mut roots = Vec::new();
-            for root in 0..3 {
-                let mut bytes = vec![group.rank as u8; CHUNK_BYTES + 3];
-                group.broadcast_bytes(&mut bytes, root).unwrap();
-                roots.push(bytes.iter().all(|&byte| usize::from(byte) == root));
-            }
-            (all, message, sums, roots, group.any_rank(group.rank == 1).unwrap(), group.any_rank(false).unwrap())
-        })
-        .into_iter()
-        .enumerate()
-        {
-            let all = if rank == 0 { vec![vec![0, 0], vec![1, 1], vec![2, 2]] } else { vec![] };
-            assert_eq!(got, (all, vec![9], [0.1 + 0.2, 3.0], vec![true; 3], true, false));
-        }
-    }
-
-    #[test]
-    fn all_gather_concatenates_the_parts_on_each_rank() {
-        // Longer than a chunk, and empty.
-        for n in [CHUNK_BYTES / 3 + 5, 0] {
-            let byte = |rank: usize, i: usize| (7 * rank + i % 251) as u8;
-            let wholes = on_ranks(3, TIMEOUT, |group| {
-                let part: Vec<u8> = (0..n).map(|i| byte(group.rank, i)).collect();
-                group.all_gather_bytes(&part).unwrap()
-            });
-            let expected: Vec<u8> = (0..3).flat_map(|rank| (0..n).map(move |i| byte(rank, i))).collect();
-            assert!(wholes.iter().all(|whole| *whole == expected), "{n}");
-        }
-    }
-
-    #[test]
-    fn a_group_of_one_rank_needs_no_peers() {
-        let got = on_ranks(1, TIMEOUT, |group| {
-            let mut values = [2.0f32];
-            group.all_reduce_bytes(bytemuck::cast_slice_mut(&mut values), DType::F32, Reduction::Mean).unwrap();
-            let gathered = group.gather(b"x").unwrap();
-            (values, group.any_rank(false).unwrap(), gathered, group.broadcast_message(vec![1]).unwrap())
-        });
-        assert_eq!(got, [([2.0], false, vec![b"x".to_vec()], vec![1])]);
-    }
-
-    #[test]
-    fn a_disconnected_rank_is_named_on_all_ranks() {
-        let texts = on_ranks(4, TIMEOUT, |group| {
-            group.set_stage("step 17");
-            group.any_rank(false).unwrap();
-            if group.rank == 2 {
-                return String::new();
-            }
-            group.any_rank(false).unwrap_err().to_string()
-        });
-        let activity = "step 17 (all-reduce 1, 8 bytes)".to_owned();
-        let fault = Fault::Disconnected { peer: "rank 2".to_owned(), activity };
-        let text = fault.to_string();
-        assert_eq!(texts, [text.clone(), text.clone(), String::new(), text]);
-    }
-
-    #[test]
-    fn the_end_of_rank_0_is_detected() {
-        let texts = on_ranks(3, TIMEOUT, |group| match group.rank {
-            0 => String::new(),
-            _ => group.broadcast_message(vec![]).unwrap_err().to_string(),
-        });
-        assert!(texts[1].starts_with("rank 0 disconnected during startup (broadcast 0, 0 bytes):"), "{texts:?}");
-        assert_eq!(texts[1], texts[2]);
-    }
-
-    #[test]
-    fn a_rank_that_makes_no_call_times_out() {
-        let timeout = Duration::from_millis(200);
-        let start = Instant::now();
-        let texts = on_ranks(3, timeout, |group| {
-            if group.rank == 1 {
-                thread::sleep(4 * timeout);
-                return String::new();
-            }
-            group.any_rank(false).unwrap_err().to_string()
-        });
-        assert!(start.elapsed() < 10 * timeout);
-        assert!(
-            texts[0].starts_with("rank 1 timed out: no message for 0 s during startup (all-reduce 0, 8 bytes);"),
-            "{texts:?}"
-        );
-        // Rank 2 waits for rank 0 for as long as rank 0 waits for rank 1, so either timeout may expire first.
-        assert!(texts[2] == texts[0] || texts[2].starts_with("rank 0 timed out"), "{texts:?}");
-    }
-
-    #[test]
-    fn an_error_on_another_rank_is_reported_by_rank_0() {
-        let ends = on_ranks(3, TIMEOUT, |group| {
-            group.any_rank(false).unwrap();
-            let error = if group.rank == 1 {
-                anyhow::anyhow!("train_3.bin: no such file").context("--train")
-            } else {
-                group.any_rank(false).unwrap_err()
-            };
-            let error = group.abort_run(error);
-            (error.to_string(), matches!(error.downcast_ref(), Some(Fault::ReportedByRank0 { recoverable: false, .. })))
-        });
-        let text = "rank 1 failed: --train: train_3.bin: no such file".to_owned();
-        assert_eq!(ends, [(text.clone(), false), (text.clone(), true), (text, true)]);
-    }
-
-    #[test]
-    fn an_error_on_rank_0_reaches_the_other_ranks() {
-        let ends = on_ranks(2, TIMEOUT, |group| match group.rank {
-            0 => group.abort_run(anyhow::anyhow!("disk full")).to_string(),
-            _ => group.any_rank(false).unwrap_err().to_string(),
-        });
-        assert_eq!(ends, ["disk full", "disk full"]);
-    }
-
-    #[test]
-    fn ranks_that_call_different_collectives_are_detected() {
-        let texts = on_ranks(2, TIMEOUT, |group| match group.rank {
-            0 => group.any_rank(false).unwrap_err().to_string(),
-            _ => group.gather(&[]).and_then(|_| group.any_rank(true)).unwrap_err().to_string(),
-        });
-        let text = "rank 1: expected call 0, Reduce, 8 bytes, found call 0, Gather, 0 bytes; the ranks called different \
-                    collectives, which is a bug in this program";
-        assert_eq!(texts, [text, text]);
-        let texts = on_ranks(2, TIMEOUT, |group| {
-            group.all_reduce_sum_f64(&mut vec![0.0; 1 + group.rank]).unwrap_err().to_string()
-        });
-        let text = "expected call 0, Reduce, 8 bytes, found call 0, Reduce, 16 bytes";
-        assert!(texts[1].contains(text), "{texts:?}");
-    }
-}
+mod tests;

@@ -1,6 +1,7 @@
 //! Measures how long an engine waits for communication.
 
 use super::communicator::Communicator;
+use super::scope::Scope;
 use super::tcp_group::{Reduction, TcpGroup};
 use engine::tensor::{Sharded, Tensor};
 use engine::{Engine, Interval, PendingRead, Result};
@@ -77,12 +78,18 @@ impl Communicator for TimedCommunicator {
         self.inner.tcp_group()
     }
 
-    fn all_reduce(&mut self, engine: &mut dyn Engine, tensor: Tensor, reduction: Reduction) -> Result<()> {
-        self.collective(engine, |inner, engine| inner.all_reduce(engine, tensor, reduction))
+    fn all_reduce(
+        &mut self,
+        engine: &mut dyn Engine,
+        scope: Scope,
+        tensor: Tensor,
+        reduction: Reduction,
+    ) -> Result<()> {
+        self.collective(engine, |inner, engine| inner.all_reduce(engine, scope, tensor, reduction))
     }
 
-    fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor, root: usize) -> Result<()> {
-        self.collective(engine, |inner, engine| inner.broadcast(engine, tensor, root))
+    fn broadcast(&mut self, engine: &mut dyn Engine, scope: Scope, tensor: Tensor, root: usize) -> Result<()> {
+        self.collective(engine, |inner, engine| inner.broadcast(engine, scope, tensor, root))
     }
 
     fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()> {

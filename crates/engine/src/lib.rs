@@ -196,9 +196,9 @@ pub trait Engine {
     /// Returns the bytes that [`allocate`](Self::allocate) could take.
     fn free_memory(&self) -> Result<usize>;
 
-    /// Returns an upper estimate of the bytes of device memory that a run on `ranks` ranks takes outside the arena after its
-    /// allocation.
-    fn reserved_memory(&self, _ranks: usize) -> usize {
+    /// Returns an upper estimate of the bytes of device memory that a run with a number of NCCL communicators takes outside the arena
+    /// after its allocation.
+    fn reserved_memory(&self, _communicators: usize) -> usize {
         0
     }
 

@@ -174,7 +174,7 @@ impl Engine for Tracer<'_> {
         dtype(&self) -> DType;
         fp8_dtype(&self) -> Option<DType>;
         free_memory(&self) -> Result<usize>;
-        reserved_memory(&self, ranks: usize) -> usize;
+        reserved_memory(&self, communicators: usize) -> usize;
         peak(&self) -> Option<Peak>;
         gelu_fusion(&self) -> GeluFusion;
         fuses_column_sums(&self, c: usize) -> bool;

@@ -4,14 +4,17 @@
 //! while the previous layer is computed. The gradients of a layer are reduced while the layer below is computed. Each
 //! collective waits only for the work launched before it. The engine waits for it only when the next collective is already
 //! launched.
+//!
+//! With several shard groups, the collectives of ZeRO stay in a group. After the last micro-batch, each shard of the gradients is
+//! also averaged over its replicas.
 
 use super::decoder::{Decoder, Training};
 use super::fp8::Fp8;
 use super::params::Unit;
 use super::sharding::LayerHooks;
 use anyhow::Context;
-use distributed::Ranks;
 use distributed::tcp_group::Reduction;
+use distributed::{Ranks, Scope};
 use engine::tensor::{Sharded, Tensor};
 use engine::{Engine, Result};
 
@@ -59,11 +62,14 @@ impl DataParallel<'_> {
     pub fn measure(&mut self, engine: &mut dyn Engine) -> Result<()> {
         let Training { stats, squares, .. } = self.training()?;
         self.model.measure(engine)?;
-        for sum in [Some(stats.slice(0, 1)), squares].into_iter().flatten() {
-            self.ranks.all_reduce_sum(engine, sum)?;
+        self.ranks.all_reduce_sum(engine, Scope::World, stats.slice(0, 1))?;
+        if let Some(squares) = squares {
+            self.ranks.all_reduce_sum(engine, Scope::ShardGroup, squares)?;
+            // Groups may sum in different orders, but all ranks must clip by the same norm.
+            self.ranks.all_reduce_max(engine, Scope::Replicas, squares)?;
         }
         for amaxes in self.model.fp8.iter().flat_map(Fp8::shared_amaxes) {
-            self.ranks.all_reduce_max(engine, amaxes)?;
+            self.ranks.all_reduce_max(engine, Scope::World, amaxes)?;
         }
         self.wait_on_stream(engine)?;
         self.model.finish_norm(engine)
@@ -71,6 +77,19 @@ impl DataParallel<'_> {
 
     fn training(&self) -> Result<Training> {
         self.model.training.context("this model was planned for inference only")
+    }
+
+    /// Begins to reduce the gradients of `unit` to this rank's shard: over the shard group, and if they are complete, over the replicas.
+    fn reduce_to_shard(&mut self, engine: &mut dyn Engine, unit: Unit, reduction: Reduction) -> Result<()> {
+        let training = self.training()?;
+        let of = self.model.grad_store(&training).sharded(unit);
+        self.ranks.set_part(|| unit.to_string());
+        self.ranks.reduce_scatter(engine, of, reduction)?;
+        if self.last {
+            self.ranks.set_part(|| unit.to_string());
+            self.ranks.all_reduce_mean(engine, Scope::Replicas, of.shard)?;
+        }
+        Ok(())
     }
 
     /// Begins to gather the parameters of `layer` unless its buffer has them. No later launch may use that buffer for another layer.
@@ -117,22 +136,21 @@ impl LayerHooks for DataParallel<'_> {
     }
 
     fn gradients_ready(&mut self, engine: &mut dyn Engine, unit: Unit) -> Result<()> {
-        let training = self.training()?;
-        let store = self.model.grad_store(&training);
-        self.ranks.set_part(|| unit.to_string());
         match (self.model.zero.stage(), unit) {
-            (0, _) if self.last => self.ranks.all_reduce_mean(engine, store.unit(unit)),
-            (1, _) if self.last => self.ranks.reduce_scatter(engine, store.sharded(unit), Reduction::Mean),
+            (0, _) if self.last => {
+                let training = self.training()?;
+                self.ranks.set_part(|| unit.to_string());
+                self.ranks.all_reduce_mean(engine, Scope::World, self.model.grad_store(&training).unit(unit))
+            }
+            (1, _) if self.last => self.reduce_to_shard(engine, unit, Reduction::Mean),
             (2.., Unit::Layer(layer)) => {
                 // Waits for the reduction that overlapped this layer; the next one is not waited for yet.
                 self.wait_on_stream(engine)?;
-                self.ranks.reduce_scatter(engine, store.sharded(unit), Reduction::Sum)?;
+                self.reduce_to_shard(engine, unit, Reduction::Sum)?;
                 self.buffers.reducing[layer % 2] = true;
                 Ok(())
             }
-            (2.., Unit::Embeddings) if self.last => {
-                self.ranks.reduce_scatter(engine, store.sharded(unit), Reduction::Sum)
-            }
+            (2.., Unit::Embeddings) if self.last => self.reduce_to_shard(engine, unit, Reduction::Sum),
             _ => Ok(()),
         }
     }
@@ -159,7 +177,7 @@ impl LayerHooks for DataParallel<'_> {
 
     fn exchange_matrices(&mut self, engine: &mut dyn Engine, matrices: &[(usize, Tensor)]) -> Result<()> {
         for &(owner, matrix) in matrices {
-            self.ranks.broadcast_from(engine, matrix, owner)?;
+            self.ranks.broadcast_in_shard_group(engine, matrix, owner)?;
         }
         self.wait_on_stream(engine)
     }

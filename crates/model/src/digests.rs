@@ -40,15 +40,23 @@ impl Decoder {
         let (mut digests, mut differs) = (Digests::new(), None);
         for (i, (name, _, tensor, _)) in stores.iter().enumerate() {
             let Some(first) = all.first() else { break };
-            let differing = all.iter().position(|sums| sums[2 * i] != first[2 * i]);
-            differs = differs.or(differing.map(|rank| (rank, (*name).to_owned())));
-            let sum = all.iter().fold(first[2 * i], |sum, sums| sum.wrapping_add(sums[2 * i + 1]));
+            // Each shard group has all shards, in the same order.
+            let group = self.zero.shard().ranks;
+            let of_first_group = |rank: usize| &all[rank % group];
+            let differing = (0..all.len()).find_map(|rank| {
+                let common = (all[rank][2 * i] != first[2 * i]).then_some(0);
+                let shard = (all[rank][2 * i + 1] != of_first_group(rank)[2 * i + 1]).then_some(rank % group);
+                common.or(shard).map(|expected| (rank, expected))
+            });
+            differs = differs.or(differing.map(|ranks| (ranks, (*name).to_owned())));
+            let shards = all.iter().take(group).map(|sums| sums[2 * i + 1]);
+            let sum = shards.fold(first[2 * i], u64::wrapping_add);
             digests.insert(format!("{name} {}", tensor.dtype.name()), format!("{sum:016x}"));
         }
         let (digests, differs) = ranks.broadcast((digests, differs))?;
-        if let Some((rank, tensor)) = differs {
+        if let Some(((rank, expected), tensor)) = differs {
             let peer = ranks.tcp_group().map_or_else(|| format!("rank {rank}"), |group| group.peer_name(rank));
-            bail!(Fault::ReplicaMismatch { peer, tensor });
+            bail!(Fault::ReplicaMismatch { peer, expected, tensor });
         }
         Ok(digests)
     }

@@ -4,6 +4,7 @@ use crate::descriptor::Positions;
 use crate::memory_plan::workload;
 use crate::{Decoder, Descriptor, MasterWeights, Moments, PlanOptions, Recompute, Shard, Zero};
 use anyhow::{Result, ensure};
+use distributed::ShardGroups;
 use engine::Engine;
 use engine::plan::Plan;
 
@@ -22,7 +23,9 @@ const MOST_RANKS_ADVISED: usize = 1024;
 /// Settings of a run that bound the changes by which it could fit.
 #[derive(Clone, Copy, Debug)]
 pub struct RunLimits {
-    /// Rank and number of ranks.
+    /// Number of ranks.
+    pub ranks: usize,
+    /// The place of this rank in its shard group, whether or not the run shards anything.
     pub shard: Shard,
     /// Tokens of an optimizer step if they are fixed: a multiple of those of a micro-batch of all ranks.
     pub total_batch: Option<usize>,
@@ -30,7 +33,14 @@ pub struct RunLimits {
 
 impl RunLimits {
     /// One rank that accepts any batch.
-    pub const SINGLE: Self = Self { shard: Shard::UNSHARDED, total_batch: None };
+    pub const SINGLE: Self = Self { ranks: 1, shard: Shard::UNSHARDED, total_batch: None };
+
+    /// Returns the number of NCCL communicators of a run with a sharding.
+    pub fn communicators(&self, zero: Zero) -> usize {
+        // Advice may name more ranks than the run has.
+        let ranks = self.ranks.max(zero.shard().ranks);
+        ShardGroups::new(ranks, zero.shard().ranks).map_or(1, ShardGroups::communicators)
+    }
 }
 
 /// Plans a model on one rank. If its memory exceeds the engine's, the error states by how much, and what would fit.
@@ -51,11 +61,11 @@ pub fn plan_run(
     engine.check(&workload(&descriptor, &options))?;
     let free = engine.free_memory()?;
     let (model, plan) = Decoder::plan(descriptor, options, engine);
-    let reserved = engine.reserved_memory(limits.shard.ranks);
+    let reserved = engine.reserved_memory(limits.communicators(options.zero));
     let needed = plan.bytes().saturating_add(reserved);
     if needed > free {
         let mut bytes = |options: PlanOptions| {
-            let reserved = engine.reserved_memory(options.zero.shard().ranks.max(limits.shard.ranks));
+            let reserved = engine.reserved_memory(limits.communicators(options.zero));
             Decoder::plan(descriptor, options, engine).1.bytes().saturating_add(reserved)
         };
         let advice = Search { options, limits, free, bytes: &mut bytes }.advice();
@@ -159,7 +169,7 @@ impl Search<'_> {
         if let Some(found) = shorter.into_iter().find(|&level| self.is_allowed(level) && self.fits(level)) {
             resorts.push(format!("--seq {} with {}", found.t, ["--batch 1", &self.changes(found)].join(" ").trim()));
         }
-        let ranks = std::iter::successors(Some(2 * self.limits.shard.ranks), |ranks| Some(2 * ranks));
+        let ranks = std::iter::successors(Some(2 * self.limits.ranks), |ranks| Some(2 * ranks));
         let ranks = ranks.take_while(|&ranks| self.options.training && ranks <= MOST_RANKS_ADVISED);
         let sharded = ranks.map(|ranks| PlanOptions {
             zero: Zero::new(3, Shard { rank: 0, ranks }),
@@ -169,7 +179,8 @@ impl Search<'_> {
         let sharded: Vec<_> = sharded.collect();
         if let Some(found) = sharded.into_iter().find(|&level| self.is_allowed(level) && self.fits(level)) {
             let ranks = found.zero.shard().ranks;
-            resorts.push(format!("{ranks} ranks with --zero-stage 3 --recompute 3 --batch 1"));
+            let group = if self.is_hybrid() { format!(" --shard-size {ranks}") } else { String::new() };
+            resorts.push(format!("{ranks} ranks with --zero-stage 3{group} --recompute 3 --batch 1"));
         }
         if resorts.len() == 1 {
             resorts.push("a smaller --seq".to_owned());
@@ -187,6 +198,10 @@ impl Search<'_> {
         }
         let stages = if self.limits.shard.ranks > 1 { options.zero.stage()..=3 } else { 0..=0 };
         let stages = stages.map(|stage| PlanOptions { zero: Zero::new(stage, self.limits.shard), ..options });
+        let all_ranks = Shard { rank: 0, ranks: self.limits.ranks };
+        let larger = options.zero.stage().max(1)..=if self.is_hybrid() { 3 } else { 0 };
+        let larger = larger.map(|stage| PlanOptions { zero: Zero::new(stage, all_ranks), ..options });
+        let stages = stages.chain(larger);
         let with_recompute = |options: PlanOptions| {
             let more = Recompute::ALL.into_iter().filter(move |&level| level >= options.recompute);
             more.map(move |recompute| PlanOptions { recompute, ..options })
@@ -196,6 +211,11 @@ impl Search<'_> {
             RECOMPUTE[usize::from(u8::from(level.recompute))] + ZERO[usize::from(level.zero.stage())]
         });
         levels
+    }
+
+    /// Reports whether the shard groups have fewer ranks than the run.
+    fn is_hybrid(&self) -> bool {
+        self.limits.shard.ranks < self.limits.ranks
     }
 
     /// Returns the largest batch that fits with one of `levels`, and the first of them that permits it.
@@ -229,7 +249,7 @@ impl Search<'_> {
     /// Returns all batches up to that of the run that divide a step, in ascending order, or `None` if any batch does.
     fn allowed_batches(&self) -> Option<Vec<usize>> {
         let PlanOptions { b, t, .. } = self.options;
-        let sequences = self.limits.total_batch? / (t * self.limits.shard.ranks);
+        let sequences = self.limits.total_batch? / (t * self.limits.ranks);
         let small = (1..).take_while(|i| i * i <= sequences).filter(|&i| sequences.is_multiple_of(i));
         let mut all: Vec<usize> = small.flat_map(|i| [i, sequences / i]).filter(|&i| i <= b).collect();
         all.sort_unstable();
@@ -239,7 +259,7 @@ impl Search<'_> {
 
     /// Reports whether a step consists of whole micro-batches of these settings.
     fn is_allowed(&self, options: PlanOptions) -> bool {
-        let tokens = options.b * options.t * options.zero.shard().ranks.max(self.limits.shard.ranks);
+        let tokens = options.b * options.t * options.zero.shard().ranks.max(self.limits.ranks);
         self.limits.total_batch.is_none_or(|total| total.is_multiple_of(tokens))
     }
 
@@ -248,6 +268,9 @@ impl Search<'_> {
         let mut flags = Vec::new();
         if options.zero.stage() != self.options.zero.stage() {
             flags.push(format!("--zero-stage {}", options.zero.stage()));
+        }
+        if options.zero.is_sharded() && options.zero.shard().ranks != self.limits.shard.ranks {
+            flags.push(format!("--shard-size {}", options.zero.shard().ranks));
         }
         if options.recompute != self.options.recompute {
             flags.push(format!("--recompute {}", u8::from(options.recompute)));
@@ -326,13 +349,29 @@ mod tests {
     fn batches_divide_the_step() {
         let options = options(64, Recompute::Nothing);
         let shard = Shard { rank: 0, ranks: 2 };
-        let limits = RunLimits { shard, total_batch: Some(2 * 1024 * 192) };
+        let limits = RunLimits { ranks: 2, shard, total_batch: Some(2 * 1024 * 192) };
         let search = |free| Search { options, limits, free, bytes: &mut of_d12 }.largest_batch(options);
         let bytes = |b| of_d12(PlanOptions { b, ..options });
         // 192 sequences of each rank in a step: 37 does not divide them.
         assert_eq!([search(bytes(37)), search(bytes(32) - 1), search(bytes(1) - 1)], [32, 24, 0]);
         let allowed = Search { options, limits, free: 0, bytes: &mut of_d12 }.allowed_batches();
         assert_eq!(allowed.unwrap(), [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]);
+    }
+
+    #[test]
+    fn advice_of_hybrid_sharding_names_a_larger_group() {
+        let limits = RunLimits { ranks: 8, shard: Shard { rank: 1, ranks: 2 }, total_batch: None };
+        let zero = |ranks| Zero::new(3, Shard { rank: 0, ranks });
+        let options = PlanOptions { zero: zero(2), ..options(1, Recompute::Layers) };
+        let free = of_d12(PlanOptions { zero: zero(8), ..options });
+        assert!(free < of_d12(options));
+        let advice = |free| Search { options, limits, free, bytes: &mut of_d12 }.advice();
+        assert_eq!(advice(free), "--shard-size 8 makes it fit");
+        assert!(
+            advice(free - 1).contains("16 ranks with --zero-stage 3 --shard-size 16 --recompute 3"),
+            "{}",
+            advice(free - 1)
+        );
     }
 
     #[test]
@@ -368,7 +407,7 @@ mod tests {
         let descriptor: Descriptor = "llama3:1b".parse().unwrap();
         let options = PlanOptions { t: 2048, ..options(8, Recompute::Nothing) };
         let shard = Shard { rank: 1, ranks: 2 };
-        let limits = RunLimits { shard, total_batch: None };
+        let limits = RunLimits { ranks: 2, shard, total_batch: None };
         let mut of = |options| bytes(descriptor, options, &mut *engine);
         let at = |stage, recompute| PlanOptions { zero: Zero::new(stage, shard), recompute, ..options };
         let [zero_1, zero_3] = [1, 3].map(|stage| of(at(stage, Recompute::Nothing)));
@@ -415,7 +454,8 @@ mod tests {
             let descriptor: Descriptor = name.parse().unwrap();
             let options = PlanOptions { t, ..options(b, Recompute::Nothing) };
             for ranks in [1, 2] {
-                let limits = RunLimits { shard: Shard { rank: 0, ranks }, total_batch: Some(16 * t * ranks) };
+                let shard = Shard { rank: 0, ranks };
+                let limits = RunLimits { ranks, shard, total_batch: Some(16 * t * ranks) };
                 let mut of = |options| bytes(descriptor, options, &mut *engine);
                 let whole = of(options);
                 for free in [24, 40, 80, 141].map(|gib| gib * GIB).into_iter().filter(|&free| free < whole) {
@@ -477,8 +517,9 @@ mod tests {
 
     #[test]
     fn memory_outside_the_arena_is_reserved() {
-        assert!(gpu().reserved_memory(1) > 0 && gpu().reserved_memory(2) > gpu().reserved_memory(1));
-        assert_eq!(Cpu::new().reserved_memory(2), 0);
+        let reserved = [0, 1, 3].map(|communicators| gpu().reserved_memory(communicators));
+        assert!(reserved[0] > 0 && reserved.is_sorted_by(|a, b| a < b), "{reserved:?}");
+        assert_eq!(Cpu::new().reserved_memory(1), 0);
     }
 
     /// Returns an engine that plans for one H200 in bf16.

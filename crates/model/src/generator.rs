@@ -137,7 +137,7 @@ impl Generator {
         let rows = PlanOptions::inference(slots.div_ceil(capacity), capacity);
         let (decoder, mut plan) = fit::plan(descriptor, PlanOptions { logit_rows: slots, ..rows }, engine)?;
         let cache = Cache::plan(&mut plan, &descriptor, slots, capacity, engine.dtype());
-        let (needed, free) = (plan.bytes().saturating_add(engine.reserved_memory(1)), engine.free_memory()?);
+        let (needed, free) = (plan.bytes().saturating_add(engine.reserved_memory(0)), engine.free_memory()?);
         ensure!(
             needed <= free,
             "the cache does not fit: {slots} sequences of {capacity} tokens take {} MiB with the model, found {} MiB free on {}; \

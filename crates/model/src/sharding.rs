@@ -1,5 +1,8 @@
 //! Locations of a model's values when ranks shard them (ZeRO, Rajbhandari et al. 2020).
 //!
+//! The ranks of a shard group shard them. If there are several groups (hybrid sharding), each has all values, and the ranks with the
+//! same shard are replicas of each other.
+//!
 //! Each rank keeps one shard of every layer. Passes need whole layers. They find them in two buffers that alternate between
 //! layers: layer `l` uses buffer `l % 2`, so that one buffer can be filled or drained while the other is in use.
 
@@ -10,7 +13,7 @@ use engine::tensor::{DType, Sharded, Tensor};
 use engine::{Engine, Result};
 use std::ops::Range;
 
-/// The ZeRO stage of a run and this rank's shard.
+/// The ZeRO stage of a run and this rank's shard: its place in its shard group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Zero {
     /// 0: nothing; 1: optimizer state; 2: gradients as well; 3: parameters as well.
@@ -22,7 +25,7 @@ impl Zero {
     /// Every rank keeps everything.
     pub const NONE: Self = Self { stage: 0, shard: Shard::UNSHARDED };
 
-    /// Creates a stage. A single rank shards nothing.
+    /// Creates a stage. A shard group of one rank shards nothing.
     pub fn new(stage: u8, shard: Shard) -> Self {
         if shard.ranks == 1 || stage == 0 { Self::NONE } else { Self { stage, shard } }
     }
@@ -57,8 +60,8 @@ impl Zero {
         self.stage >= 3
     }
 
-    /// Returns the gradient of each token's loss, where a rank has `tokens` of a step. Sharded gradients are summed over the ranks
-    /// after every micro-batch; others are averaged after the last one.
+    /// Returns the gradient of each token's loss, where a rank has `tokens` of a step. Sharded gradients are summed over the shard group
+    /// after every micro-batch, and averaged over the replicas after the last one. Others are averaged over all ranks after the last one.
     pub fn dloss(self, tokens: usize) -> f32 {
         let summed = if self.shards_gradients() { self.shard.ranks } else { 1 };
         1.0 / (tokens * summed) as f32

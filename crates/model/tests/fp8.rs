@@ -93,7 +93,7 @@ impl Setup {
         let (model, plan) = Decoder::plan(descriptor, options, &mut *engine);
         engine.allocate(&plan).unwrap();
         model.initialize(&mut *engine, 42).unwrap();
-        ranks.init_communicator(&*engine, model.params).unwrap();
+        ranks.init_communicator(&*engine, model.params, model.zero.shard().ranks).unwrap();
         let step = TrainStep::new(&model, LAYOUT, grad_accum).capture_graphs();
         Run { engine, model, step, ranks, steps: 0, grad_accum, losses: Vec::new() }
     }

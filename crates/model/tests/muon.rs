@@ -431,7 +431,7 @@ fn trained(group: TcpGroup, engine: &mut dyn Engine, stage: u8) -> Vec<Part> {
     engine.allocate(&plan).unwrap();
     model.initialize(engine, 42).unwrap();
     let mut ranks = Ranks::Connected(group);
-    ranks.init_communicator(engine, model.params).unwrap();
+    ranks.init_communicator(engine, model.params, model.zero.shard().ranks).unwrap();
     let mut step = TrainStep::new(&model, LAYOUT, 1);
     for number in 1..=3 {
         let mut load = |engine: &mut dyn Engine| {

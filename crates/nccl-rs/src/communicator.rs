@@ -7,6 +7,7 @@ use crate::result::{Error, Owned, POLL_INTERVAL, Result, check};
 use crate::sys::{self, Status};
 use cuda_driver::{Gpu, Stream};
 use std::ffi::c_void;
+use std::sync::atomic::AtomicPtr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -149,6 +150,30 @@ impl Communicator {
         let shared = Arc::new(Shared(Mutex::new(Some(comm))));
         shared.wait("ncclCommInitRankConfig", timeout)?;
         Ok(Self { shared, rank, world_size, timeout, gpu: gpu.clone() })
+    }
+
+    /// Creates a communicator of the ranks that pass the same `part`. `rank` is this rank's place among them, and `world_size` their
+    /// number. All ranks must call it. Returns [`Error::Timeout`] if one does not within the timeout of this communicator.
+    pub fn split(&self, part: usize, rank: usize, world_size: usize) -> Result<Self> {
+        const CALL: &str = "ncclCommSplit";
+        if rank >= world_size || world_size > self.world_size {
+            let what = format!(
+                "rank and size: expected a rank less than the size, and a size up to {}, found {rank} and {world_size}",
+                self.world_size
+            );
+            return Err(Error::Operand { call: CALL, what });
+        }
+        self.gpu.make_current()?;
+        // After a timeout NCCL could still write the handle, so its 8 bytes are never freed.
+        let handle: &'static AtomicPtr<c_void> = Box::leak(Box::default());
+        self.shared.with(CALL, |comm| comm.begin_split(part as i32, rank as i32, handle))?;
+        self.shared.wait(CALL, self.timeout)?;
+        let split = self.shared.with(CALL, |comm| Ok(comm.end_split(handle)))?;
+        let split =
+            split.ok_or_else(|| Error::Operand { call: CALL, what: "expected a communicator, found none".into() })?;
+        let shared = Arc::new(Shared(Mutex::new(Some(split))));
+        shared.wait(CALL, self.timeout)?;
+        Ok(Self { shared, rank, world_size, timeout: self.timeout, gpu: self.gpu.clone() })
     }
 
     /// Returns a monitor for another thread.

@@ -2,8 +2,9 @@
 
 use crate::library::{Library, Version};
 use crate::sys::{self, Comm, Config, Functions, Status};
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicPtr, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -120,6 +121,21 @@ impl Owned {
         let owned = Self { raw, nccl };
         owned.is_complete(status, "ncclCommInitRankConfig")?;
         Ok(owned)
+    }
+
+    /// Starts to create a communicator of the ranks that pass the same `color`, in the order of their `key`. NCCL writes its handle to
+    /// `handle` at any time until this communicator is idle.
+    pub fn begin_split(&self, color: c_int, key: c_int, handle: &'static AtomicPtr<c_void>) -> Result<()> {
+        let mut config = Config::non_blocking();
+        // SAFETY: the communicator is live, and `handle` is never freed. The call reads the configuration before it returns.
+        let status = unsafe { (self.nccl.split)(self.raw, color, key, handle.as_ptr(), &raw mut config) };
+        self.is_complete(status, "ncclCommSplit").map(drop)
+    }
+
+    /// Returns the communicator of a completed [`begin_split`](Self::begin_split), or `None` if there is none.
+    pub fn end_split(&self, handle: &'static AtomicPtr<c_void>) -> Option<Self> {
+        let raw = handle.load(Ordering::Acquire);
+        (!raw.is_null()).then_some(Self { raw, nccl: self.nccl })
     }
 
     pub fn raw(&self) -> Comm {

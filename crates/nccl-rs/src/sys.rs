@@ -107,6 +107,7 @@ functions! {
     version = "ncclGetVersion": fn(*mut c_int) -> Status;
     unique_id = "ncclGetUniqueId": fn(*mut UniqueId) -> Status;
     init_rank_config = "ncclCommInitRankConfig": fn(*mut Comm, c_int, UniqueId, c_int, *mut Config) -> Status;
+    split = "ncclCommSplit": fn(Comm, c_int, c_int, *mut Comm, *mut Config) -> Status;
     finalize = "ncclCommFinalize": fn(Comm) -> Status;
     destroy = "ncclCommDestroy": fn(Comm) -> Status;
     abort = "ncclCommAbort": fn(Comm) -> Status;

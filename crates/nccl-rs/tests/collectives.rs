@@ -100,6 +100,61 @@ fn reduce_scatter_all_gather_and_broadcast_work_in_place() {
     }
 }
 
+/// Four ranks in groups of two: {0, 1} and {2, 3}. The replicas are {0, 2} and {1, 3}.
+#[test]
+fn split_communicators_reduce_over_their_own_ranks() {
+    let results = ranks(4, |comm, stream| {
+        let rank = comm.rank();
+        let groups = comm.split(rank / 2, rank % 2, 2).unwrap();
+        let replicas = comm.split(rank % 2, rank / 2, 2).unwrap();
+        assert_eq!((groups.rank(), groups.world_size(), replicas.rank()), (rank % 2, 2, rank / 2));
+        let mut gathered = [rank as f32; 2];
+        let [mut sum, mut largest, mut all] = [[10f32.powi(rank as i32)]; 3];
+        // SAFETY: the mock has completed each call when it returns.
+        unsafe {
+            let whole = buffer_of(&mut gathered);
+            groups.all_gather(whole, whole.shard(rank % 2, 2), stream).unwrap();
+            let [sum, largest, all] = [&mut sum, &mut largest, &mut all].map(|values| buffer_of(values));
+            replicas.all_reduce(sum, sum, Reduction::Sum, stream).unwrap();
+            groups.all_reduce(largest, largest, Reduction::Max, stream).unwrap();
+            comm.all_reduce(all, all, Reduction::Sum, stream).unwrap();
+        }
+        let text = comm.split(0, 2, 2).err().unwrap().to_string();
+        assert!(text.starts_with("ncclCommSplit: rank and size: expected a rank less than the size"), "{text}");
+        replicas.close().unwrap();
+        groups.close().unwrap();
+        comm.close().unwrap();
+        (gathered, sum[0], largest[0], all[0])
+    });
+    let expected = [
+        ([0.0, 1.0], 101.0, 10.0, 1111.0),
+        ([0.0, 1.0], 1010.0, 10.0, 1111.0),
+        ([2.0, 3.0], 101.0, 1000.0, 1111.0),
+        ([2.0, 3.0], 1010.0, 1000.0, 1111.0),
+    ];
+    assert_eq!(results, expected);
+}
+
+#[test]
+fn a_rank_that_does_not_split_causes_a_timeout() {
+    library();
+    let id = UniqueId::new().unwrap();
+    thread::scope(|scope| {
+        for rank in 0..2 {
+            scope.spawn(move || {
+                let gpu = Gpu::open(0).unwrap();
+                let comm = Communicator::new(&gpu, id, rank, 2, Duration::from_millis(500)).unwrap();
+                if rank == 0 {
+                    let error = comm.split(0, 0, 2).err().unwrap().to_string();
+                    assert!(error.starts_with("ncclCommSplit timed out after 0.5 s: another rank"), "{error}");
+                }
+                // The mock's thread of rank 0 never stops waiting for rank 1.
+                std::mem::forget(comm);
+            });
+        }
+    });
+}
+
 #[test]
 fn a_group_is_queued_as_one_call_and_cannot_be_nested() {
     let results = ranks(2, |comm, stream| {

@@ -10,6 +10,7 @@ use engine::open::{Device, Opened, Precision};
 use engine::ops::Fp8Accumulation;
 use engine::plan::{Group, Plan};
 use engine::{Engine, GeluFusion};
+use model::fit::RunLimits;
 use model::guards::{Limits, Skips};
 use model::{
     Decoder, Descriptor, Fp8Gradients, Fp8Recipe, MasterWeights, Moments, Optimizer, PlanOptions, Recompute, Shard,
@@ -132,30 +133,30 @@ fn interval(every: usize, steps: usize) -> String {
     }
 }
 
-/// Returns a table of the memory that each ZeRO stage needs on a GPU, and of what it saves compared to stage 0.
+/// Returns a table of the memory that each ZeRO stage needs on a GPU, and of what it saves compared to stage 0. `chosen` is the stage of
+/// the run.
 pub fn zero_stages(
     descriptor: Descriptor,
     options: PlanOptions,
-    chosen: u8,
-    ranks: usize,
+    (chosen, limits): (u8, RunLimits),
     engine: &mut dyn Engine,
 ) -> String {
     let mut planned = |stage| {
-        let zero = Zero::new(stage, Shard { rank: 0, ranks });
+        let zero = Zero::new(stage, Shard { rank: 0, ..limits.shard });
         let (_, plan) = Decoder::plan(descriptor, PlanOptions { zero, ..options }, engine);
         let groups = [Group::Parameters, Group::Gradients, Group::Optimizer].map(|group| plan.group_bytes(group));
         (groups, plan.bytes())
     };
     let (_, unsharded) = planned(0);
     let mib = |bytes: i128| bytes as f64 / f64::from(1 << 20);
+    let RunLimits { ranks, shard, .. } = limits;
+    let name = match ranks / shard.ranks {
+        1 => format!("ZeRO, {ranks} ranks"),
+        groups => format!("ZeRO, {groups} groups of {}", shard.ranks),
+    };
     let head = format!(
         "{:<22} {:>10} {:>10} {:>10} {:>10} {:>10}\n",
-        format!("ZeRO, {ranks} ranks"),
-        "parameters",
-        "gradients",
-        "optimizer",
-        "total, MiB",
-        "saved"
+        name, "parameters", "gradients", "optimizer", "total, MiB", "saved"
     );
     let rows = (0..=3).map(|stage| {
         let (groups, all) = planned(stage);

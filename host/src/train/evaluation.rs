@@ -74,7 +74,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Compares the replicated parts of model and optimizer on all ranks.
+    /// Compares the replicated parts of model and optimizer on all ranks, and shards with their replicas.
     pub(super) fn check_ranks(&mut self, training: &Training) -> Result<()> {
         let (zero, params) = (self.model.zero, self.model.params);
         let mut tensors = vec![if zero.shards_parameters() {
@@ -86,6 +86,10 @@ impl Run<'_> {
             tensors.extend(training.state());
         }
         tensors.extend(training.fp8.iter().flat_map(Fp8::state).map(|tensor| ("FP8 statistics", tensor)));
-        self.ranks.check_replicas(self.engine, &tensors)
+        let mut shards = if zero.shards_parameters() { vec![("params", params)] } else { Vec::new() };
+        if zero.shards_optimizer() {
+            shards.extend(training.state());
+        }
+        self.ranks.check_replicas(self.engine, &tensors, &shards)
     }
 }

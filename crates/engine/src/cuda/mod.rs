@@ -402,12 +402,12 @@ impl<T: Float> Engine for Cuda<T> {
         Ok(self.executor.free_memory()? + self.arena.bytes())
     }
 
-    fn reserved_memory(&self, ranks: usize) -> usize {
+    fn reserved_memory(&self, communicators: usize) -> usize {
         /// CUDA graphs, code that is loaded when a kernel is first launched, and local memory of kernels.
         const SINGLE: usize = 128 << 20;
-        /// NCCL's channels: buffers of each pair of neighbors for each protocol.
+        /// NCCL's channels of a communicator: buffers of each pair of neighbors for each protocol.
         const NCCL: usize = 1 << 30;
-        if ranks > 1 { SINGLE + NCCL } else { SINGLE }
+        SINGLE + communicators * NCCL
     }
 
     fn peak(&self) -> Option<Peak> {

@@ -37,7 +37,7 @@ const STREAM: usize = 0x57;
 #[derive(Default)] struct State { given: HashMap<usize, Call>, done: u64, results: Vec<Vec<f32>> }
 #[derive(Clone)] struct Call { name: &'static str, send: usize, recv: usize, count: usize, dtype: i32, op: i32 }
 
-pub struct Comm { rank: usize, ranks: usize, meeting: Arc<Meeting>, pending: Arc<AtomicI32>, status: Arc<AtomicI32>, last: Arc<Mutex<()>> }
+pub struct Comm { id: [u8; 128], splits: AtomicI32, rank: usize, ranks: usize, meeting: Arc<Meeting>, pending: Arc<AtomicI32>, status: Arc<AtomicI32>, last: Arc<Mutex<()>> }
 
 fn meetings() -> &'static Mutex<HashMap<[u8; 128], Arc<Meeting>>> {
     static ALL: std::sync::OnceLock<Mutex<HashMap<[u8; 128], Arc<Meeting>>>> = std::sync::OnceLock::new();
@@ -82,6 +82,7 @@ unsafe fn compute(calls: &[Call]) {
     let read = |rank: usize, i: usize| unsafe { get(calls[rank].send, i, dtype) };
     let reduced = |i: usize| {
         let sum: f32 = (0..ranks).map(|r| read(r, i)).sum();
+        if op == 2 { return (0..ranks).map(|r| read(r, i)).fold(f32::MIN, f32::max) }
         if op == 4 { sum / ranks as f32 } else { sum }
     };
     let results: Vec<Vec<f32>> = (0..ranks).map(|rank| match name {
@@ -126,13 +127,44 @@ unsafe fn collective(comm: usize, call: Call, stream: usize) -> i32 {
     if noted { 0 } else { unsafe { later(comm, vec![call]) } }
 }
 
-#[unsafe(no_mangle)] pub unsafe extern "C" fn ncclCommInitRankConfig(comm: *mut *mut c_void, ranks: i32, id: Id, rank: i32, config: *mut Config) -> i32 {
+unsafe fn is_non_blocking(config: *const Config) -> bool {
     let Config { size, magic, version, blocking, cga, min, max, net, split, padding } = unsafe { config.read() };
     let open = [cga, min, max, split, padding];
-    if (size, magic, version, blocking) != (48, 0xcafebeef, 21800, 0) || !net.is_null() || open != [i32::MIN; 5] { return 4 }
-    let meeting = meetings().lock().unwrap().entry(id.0).or_default().clone();
-    let new = Comm { rank: rank as usize, ranks: ranks as usize, meeting, pending: Arc::default(), status: Arc::default(), last: Arc::default() };
-    let raw = Box::into_raw(Box::new(new));
+    (size, magic, version, blocking) == (48, 0xcafebeef, 21800, 0) && net.is_null() && open == [i32::MIN; 5]
+}
+fn new_comm(id: [u8; 128], rank: usize, ranks: usize) -> *mut Comm {
+    let meeting = meetings().lock().unwrap().entry(id).or_default().clone();
+    let new = Comm { id, splits: AtomicI32::new(0), rank, ranks, meeting, pending: Arc::default(), status: Arc::default(), last: Arc::default() };
+    Box::into_raw(Box::new(new))
+}
+
+/// The keys of the ranks that have joined a split, by its identifier.
+static SPLITS: Mutex<Option<HashMap<[u8; 128], Vec<i32>>>> = Mutex::new(None);
+/// Writes the new communicator on another thread, while the old one is in progress, as NCCL does.
+#[unsafe(no_mangle)] pub unsafe extern "C" fn ncclCommSplit(comm: usize, color: i32, key: i32, new: usize, config: *mut Config) -> i32 {
+    if !unsafe { is_non_blocking(config) } || color < 0 { return 4 }
+    let parent = unsafe { &*(comm as *const Comm) };
+    let mut id = parent.id;
+    id[100..104].copy_from_slice(&(1 + parent.splits.fetch_add(1, SeqCst)).to_le_bytes());
+    id[104..108].copy_from_slice(&color.to_le_bytes());
+    SPLITS.lock().unwrap().get_or_insert_default().entry(id).or_default().push(key);
+    let Comm { rank, ranks, .. } = *parent;
+    let (meeting, pending) = (parent.meeting.clone(), parent.pending.clone());
+    pending.fetch_add(1, SeqCst);
+    thread::spawn(move || {
+        meeting.join(rank, ranks, Call { name: "split", send: 0, recv: 0, count: 0, dtype: 7, op: 0 });
+        thread::sleep(Duration::from_millis(5));
+        let mut keys = SPLITS.lock().unwrap().as_ref().unwrap()[&id].clone();
+        keys.sort_unstable();
+        let raw = new_comm(id, keys.iter().position(|k| *k == key).unwrap(), keys.len());
+        unsafe { *(new as *mut *mut Comm) = raw };
+        pending.fetch_sub(1, SeqCst);
+    });
+    7
+}
+#[unsafe(no_mangle)] pub unsafe extern "C" fn ncclCommInitRankConfig(comm: *mut *mut c_void, ranks: i32, id: Id, rank: i32, config: *mut Config) -> i32 {
+    if !unsafe { is_non_blocking(config) } { return 4 }
+    let raw = new_comm(id.0, rank as usize, ranks as usize);
     unsafe { *comm = raw.cast() };
     unsafe { later(raw as usize, vec![Call { name: "init", send: 0, recv: 0, count: 0, dtype: 7, op: 0 }]) }
 }

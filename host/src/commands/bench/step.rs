@@ -16,7 +16,7 @@ use engine::{BatchLayout, Engine, Interval, Result};
 use interchange::ModelSource;
 use model::fit::{self, RunLimits};
 use model::{
-    Decoder, Descriptor, Fp8Options, MasterWeights, Moments, Muon, Optimizer, PlanOptions, Recompute, Shard, TrainStep,
+    Decoder, Descriptor, Fp8Options, MasterWeights, Moments, Muon, Optimizer, PlanOptions, Recompute, TrainStep,
     Update, Zero,
 };
 use serde_json::{Value, json};
@@ -57,6 +57,9 @@ pub struct Step {
     /// ZeRO stage, as in `train`
     #[arg(short = 'z', long, value_name = "0|1|2|3", default_value = "0", value_parser = clap::value_parser!(u8).range(0..=3))]
     zero_stage: u8,
+    /// Number of ranks that shard together, as in `train` [default: all]
+    #[arg(long, value_name = "N", value_parser = count)]
+    shard_size: Option<usize>,
     /// Timed steps, after three warm-up steps
     #[arg(short = 'x', long, default_value = "10", value_parser = count)]
     steps: usize,
@@ -152,6 +155,7 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
             "model": options.model,
             "batch": [options.batch, options.seq, options.grad_accum],
             "zero_stage": options.zero_stage,
+            "shard_size": options.shard_size,
         });
         trace::write(path, &profile.ranks, &settings)?;
     }
@@ -187,7 +191,7 @@ impl Step {
         };
         let layout = BatchLayout { b: self.batch, t: self.seq };
         let Self { recompute, optimizer, master_weights, moments, .. } = *self;
-        let shard = Shard { rank: ranks.rank(), ranks: ranks.world_size() };
+        let shard = multi_rank::shard(ranks, self.shard_size)?;
         let zero = Zero::new(self.zero_stage, shard);
         let fp8 = self.fp8.resolve(self.hardware.precision.unwrap_or(Precision::Bf16))?;
         let fp8 = fp8.map(|settings| Fp8Options::new(settings, &descriptor, [layout.b, layout.t], engine));
@@ -200,11 +204,11 @@ impl Step {
             fp8: fp8.transpose()?,
             ..PlanOptions::training(layout.b, layout.t)
         };
-        let limits = RunLimits { shard, total_batch: None };
+        let limits = RunLimits { ranks: ranks.world_size(), shard, total_batch: None };
         let (model, plan) = fit::plan_run(descriptor, plan_options, limits, engine)?;
         engine.allocate(&plan)?;
         self.check_ranks(ranks, engine.device_tensor(model.params)?.is_some().then_some(gpu))?;
-        ranks.init_communicator(engine, model.params)?;
+        ranks.init_communicator(engine, model.params, zero.shard().ranks)?;
         let tuned = multi_rank::tune(ranks, &model, engine, layout)?;
         if let Some(text) = tuned.filter(|_| ranks.is_first()) {
             writeln!(stdout(), "{text}")?;
@@ -240,6 +244,7 @@ impl Step {
             "fp8-gradients": self.fp8.fp8_gradients,
             "fp8-accumulation": self.fp8.fp8_accumulation,
             "zero-stage": self.zero_stage,
+            "shard-size": self.shard_size,
             "steps": self.steps,
         });
         let Value::Object(settings) = settings else { unreachable!("written as an object above") };
@@ -307,6 +312,9 @@ impl Results {
         }
         table.note("ranks", self.world_size);
         table.note("zero_stage", options.zero_stage);
+        if let Some(size) = options.shard_size {
+            table.note("shard_size", size);
+        }
         if let Some((communication, _)) = &self.communication {
             communication.note(&mut table);
         }

@@ -11,6 +11,8 @@ pub const STEPS: usize = 6;
 pub struct Shape {
     pub ranks: usize,
     pub zero_stage: u8,
+    /// Number of ranks that shard together. All, if nothing is sharded.
+    pub shard_size: usize,
     pub shuffle: bool,
 }
 
@@ -59,7 +61,8 @@ impl Scenario {
         let ranks = 1 + random.below(4) as usize;
         let zero_stage = if ranks > 1 { random.below(4) as u8 } else { 0 };
         // The order of the samples makes state files large.
-        let shape = Shape { ranks, zero_stage, shuffle: random.below(4) == 0 };
+        let shape =
+            Shape { ranks, zero_stage, shard_size: shard_size(seed, ranks, zero_stage), shuffle: random.below(4) == 0 };
         let operations = operations(shape)?;
         let kind = random.choose(&KINDS);
         let mut scenario = Self {
@@ -120,7 +123,7 @@ impl Scenario {
 
     /// Returns the command line of a rank.
     pub fn arguments(&self, rank: usize) -> Vec<String> {
-        let Shape { ranks, zero_stage, shuffle } = self.shape;
+        let Shape { ranks, zero_stage, shard_size, shuffle } = self.shape;
         let mut arguments = vec!["llm-rs".to_owned(), "train".to_owned()];
         let flags = [
             ("--device", "cpu".to_owned()),
@@ -151,6 +154,9 @@ impl Scenario {
         for (flag, value) in flags {
             arguments.extend([flag.to_owned(), value]);
         }
+        if shard_size < ranks {
+            arguments.extend(["--shard-size".to_owned(), shard_size.to_string()]);
+        }
         if let Some(rendezvous) = self.rendezvous {
             arguments.extend(["--rendezvous".to_owned(), rendezvous.to_owned()]);
         }
@@ -171,6 +177,13 @@ impl Scenario {
             faults: Vec::new(),
         }
     }
+}
+
+/// Draws the number of ranks that shard together. It uses random numbers of its own, so that the other draws of a seed do not depend
+/// on it.
+fn shard_size(seed: u64, ranks: usize, zero_stage: u8) -> usize {
+    let sizes: Vec<usize> = (2..=ranks).filter(|&n| ranks.is_multiple_of(n)).collect();
+    if zero_stage == 0 || sizes.is_empty() { ranks } else { Random::new(!seed).choose(&sizes) }
 }
 
 /// Returns the directory of the run.

@@ -81,7 +81,7 @@ fn start(scenario: &Scenario, seed: u64, disk: Disk, faults: &[(Trigger, Fault)]
 
 /// Returns the files that all runs of a shape have in common at their end.
 fn result(disk: &Disk, shape: Shape) -> BTreeMap<String, Vec<u8>> {
-    let shards = if shape.zero_stage > 0 { shape.ranks } else { 1 };
+    let shards = if shape.zero_stage > 0 { shape.shard_size } else { 1 };
     let states = (0..shards).map(|rank| state_name(STEPS, rank));
     let names = [model_name(STEPS), "main.log".to_owned()].into_iter().chain(states);
     names.map(|name| (name.clone(), disk.read(&directory().join(name)).unwrap_or_default())).collect()
@@ -276,7 +276,7 @@ mod tests {
 
     #[test]
     fn a_frozen_rank_is_named_with_the_collective_and_the_layer_that_wait_for_it() {
-        let shape = Shape { ranks: 2, zero_stage: 2, shuffle: false };
+        let shape = Shape { ranks: 2, zero_stage: 2, shard_size: 2, shuffle: false };
         let scenario = Scenario::undisturbed(shape);
         let (operations, _) = References::default().get(shape).unwrap().operations;
         let mut named = 0;
@@ -302,7 +302,7 @@ mod tests {
 
     #[test]
     fn a_disk_that_fails_for_a_moment_takes_no_line_of_the_log() {
-        let shape = Shape { ranks: 2, zero_stage: 0, shuffle: false };
+        let shape = Shape { ranks: 2, zero_stage: 0, shard_size: 2, shuffle: false };
         let references = References::default();
         let (_, on_disk) = references.get(shape).unwrap().operations;
         for operation in (1..=on_disk).step_by(2) {

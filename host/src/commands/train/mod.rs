@@ -32,7 +32,7 @@ use engine::trace::BitFlip;
 use interchange::ModelSource;
 use model::fit::{self, RunLimits};
 use model::schedule::Schedule;
-use model::{Decoder, Descriptor, Fp8Options, Fp8Settings, Optimizer, PlanOptions, Shard, Zero};
+use model::{Decoder, Descriptor, Fp8Options, Fp8Settings, Optimizer, PlanOptions, Zero};
 use resolve::Resolved;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -75,6 +75,7 @@ fn train(
     stop: impl FnOnce(Option<PathBuf>) -> Result<Stop>,
 ) -> Result<()> {
     let started = time::now();
+    let shard = multi_rank::shard(ranks, args.shard_size)?;
     let gpu = multi_rank::gpu_of(local_rank, ranks.world_size() == 1, args.hardware.device)?;
     let mut opened = if args.dry_run { args.hardware.open_to_plan(gpu) } else { args.hardware.open_on(gpu) }?;
     // Rank 0 owns the output directory and reads the checkpoint that the run resumes from.
@@ -115,8 +116,7 @@ fn train(
     if let Some(checkpoint) = &checkpoint {
         notes.extend(checkpoint.check_settings(&identity, descriptor, args.force_resume)?);
     }
-    let shard = Shard { rank: ranks.rank(), ranks: ranks.world_size() };
-    let limits = RunLimits { shard, total_batch: args.total_batch };
+    let limits = RunLimits { ranks: ranks.world_size(), shard, total_batch: args.total_batch };
     let (model, plan, stages) = plan(&config, descriptor, limits, engine)?;
     let buffers = if args.verbose || args.dry_run { plan.to_string() } else { plan.summary() };
     console.line(&format!("\n{buffers}\n{stages}"))?;
@@ -124,7 +124,7 @@ fn train(
         ranks.close()?;
         let free = if opened.plans_only { None } else { Some(engine.free_memory()?) };
         let next = Invocation::current().repeated(&["--dry-run"], &[]);
-        let reserved = engine.reserved_memory(ranks.world_size());
+        let reserved = engine.reserved_memory(limits.communicators(model.zero));
         notes.iter().try_for_each(|note| console.line(&format!("note: {note}")))?;
         return console.line(&format!("{}\n\nnext: {next}", planned(&plan, reserved, free)));
     }
@@ -188,7 +188,11 @@ impl PlannedRun {
                 Some(out.open(&config, &self.tokenizer, self.identity, newest, evaluated, args.tensorboard)?).unzip()
             }
             (None, Some(out)) if model.zero.shards_optimizer() => {
-                (None, Some(CheckpointWriter::for_other_rank(out.clone(), self.identity, newest)))
+                // The other shard groups have the same shards as the first.
+                let in_first_group = ranks.rank() < model.zero.shard().ranks;
+                let writer =
+                    if in_first_group { CheckpointWriter::for_other_rank } else { CheckpointWriter::for_replica };
+                (None, Some(writer(out.clone(), self.identity, newest)))
             }
             _ => (None, None),
         };
@@ -231,7 +235,7 @@ impl PlannedRun {
     /// Allocates the memory, connects the ranks, and tunes the GEMMs.
     fn allocate(&mut self, ranks: &mut Ranks, engine: &mut dyn Engine) -> Result<()> {
         engine.allocate(&self.plan)?;
-        ranks.init_communicator(engine, self.model.params)?;
+        ranks.init_communicator(engine, self.model.params, self.model.zero.shard().ranks)?;
         if let Some(text) = ranks.describe() {
             self.console.line(&format!("{} ranks, connected by {text}\n", ranks.world_size()))?;
         }
@@ -263,7 +267,7 @@ fn plan(
     if shard.ranks == 1 {
         return Ok((model, plan, String::new()));
     }
-    let stages = zero_stages(descriptor, capacity, zero.stage(), shard.ranks, engine);
+    let stages = zero_stages(descriptor, capacity, (zero.stage(), limits), engine);
     // The engine keeps the places of the plan that it made last.
     let (model, plan) = Decoder::plan(descriptor, options, engine);
     Ok((model, plan, stages))

@@ -12,12 +12,12 @@ use checkpoint::resume::Checkpoint;
 use checkpoint::sidecar::Identity;
 use checkpoint::{Progress, RunState};
 use data::Loader;
-use distributed::Ranks;
 use distributed::launcher::{self, Flags};
 use distributed::rendezvous::{self, Secret};
+use distributed::{Ranks, Scope, ShardGroups};
 use engine::open::{Device, GPU};
 use engine::{BatchLayout, Engine};
-use model::{Decoder, Training};
+use model::{Decoder, Shard, Training};
 use rng::XorShift;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -67,6 +67,13 @@ pub fn gpu_of(local_rank: usize, alone: bool, device: Device) -> Result<usize> {
             Ok(local_rank)
         }
     }
+}
+
+/// Returns the place of this rank in its shard group, which has `size` ranks, or all. A single rank ignores the size.
+pub fn shard(ranks: &Ranks, size: Option<usize>) -> Result<Shard> {
+    let world_size = ranks.world_size();
+    let groups = ShardGroups::new(world_size, size.filter(|_| world_size > 1).unwrap_or(world_size))?;
+    Ok(Shard { rank: groups.index(Scope::ShardGroup, ranks.rank()), ranks: groups.shard_size() })
 }
 
 /// Checks that all ranks have the same program, settings and data, and that no two share a GPU; `gpu` is this rank's.

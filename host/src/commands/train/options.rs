@@ -276,6 +276,11 @@ pub struct Options {
     #[arg(short = 'z', long, value_name = "0|1|2|3", default_value = "0", value_parser = zero_stage, help_heading = DISTRIBUTED)]
     pub zero_stage: u8,
 
+    /// With --zero-stage: number of consecutive ranks that shard together, a divisor of the number of ranks. Each such group has a
+    /// copy of everything (hybrid sharding) [default: all ranks]
+    #[arg(long, value_name = "N", value_parser = count, help_heading = DISTRIBUTED)]
+    pub shard_size: Option<usize>,
+
     /// Compare parameters and optimizer state between the ranks every N steps; 0: never
     #[arg(long, value_name = "N", default_value = "0", value_parser = interval, help_heading = DISTRIBUTED)]
     pub check_ranks: usize,

@@ -302,6 +302,7 @@ fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, o
         verify_every: options.verify_every,
         hash_every: options.hash_every,
         zero_stage: options.zero_stage,
+        shard_size: options.shard_size,
         recompute: options.recompute,
         master_weights: options.master_weights,
         moments: options.moments,

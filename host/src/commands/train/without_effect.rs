@@ -15,6 +15,7 @@ pub fn notes(options: &Options, config: &Config, opened: &Opened, ranks: usize) 
     let unvalidated = config.val.is_none() && options.train.is_some();
     let on_cpu = "the run uses the CPU";
     let one_rank = "the run has one rank";
+    let grouped = options.shard_size.filter(|_| !single);
     let constant = "--schedule constant has no other learning rate than the peak";
     let warmup = format!("the run ends after {} steps, during the warmup", config.steps);
     let fusion = hardware.gelu_fusion.is_some_and(|fusion| fusion != GeluFusion::None);
@@ -30,6 +31,9 @@ pub fn notes(options: &Options, config: &Config, opened: &Opened, ranks: usize) 
         ("--warmup", options.warmup.is_some_and(|n| n > 0) && config.schedule == Kind::Constant, constant),
         ("--final-fraction", options.final_fraction.is_some() && config.schedule == Kind::Constant, constant),
         ("--zero-stage", single && config.zero_stage > 0, one_rank),
+        ("--zero-stage", grouped == Some(1) && config.zero_stage > 0, "--shard-size is 1"),
+        ("--shard-size", single && options.shard_size.is_some(), one_rank),
+        ("--shard-size", grouped.is_some() && config.zero_stage == 0, "--zero-stage is 0"),
         ("--check-ranks", single && config.check_ranks > 0, one_rank),
         ("--rendezvous", single && launch.rendezvous.is_some(), one_rank),
         ("--rendezvous-secret", single && launch.rendezvous_secret.is_some(), one_rank),
