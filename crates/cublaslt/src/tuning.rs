@@ -87,10 +87,10 @@ fn median(mut values: Vec<f32>) -> f32 {
     values[values.len() / 2]
 }
 
-/// Returns the index of the least time. The first one wins unless another is faster by more than noise.
-pub fn fastest(times: &[f32]) -> usize {
-    let least = (0..times.len()).min_by(|a, b| times[*a].total_cmp(&times[*b])).unwrap_or(0);
-    if times[least] < times[0] * MARGIN { least } else { 0 }
+/// Returns the index of the least time, or `None` if there is none. The first one wins unless another is faster by more than noise.
+pub fn fastest(times: &[f32]) -> Option<usize> {
+    let least = (0..times.len()).min_by(|a, b| times[*a].total_cmp(&times[*b]))?;
+    Some(if times[least] < times[0] * MARGIN { least } else { 0 })
 }
 
 impl Matmuls {
@@ -116,7 +116,7 @@ impl Matmuls {
         let Finalists { candidates, algos } = unsafe { self.finalists(stream, problem, operands) }?;
         // SAFETY: the caller's promise.
         let times = race(algos.len(), |i, runs| unsafe { self.time(stream, problem, operands, algos[i], runs) })?;
-        let best = fastest(&times);
+        let best = fastest(&times).expect("there is a finalist");
         self.select((*problem, operands.alignments()), algos[best]);
         Ok(Timing { problem: *problem, candidates, first: times[0], best: times[best] })
     }
@@ -185,15 +185,16 @@ mod tests {
             Ok::<_, Infallible>(clock * if i == 2 { 0.098 } else { 0.1 })
         });
         let times = times.unwrap();
-        assert_eq!(fastest(&times), 2, "{times:?}");
+        assert_eq!(fastest(&times), Some(2), "{times:?}");
         let differs = |time: &f32| (time / times[2] - 1.0 / 0.98).abs() > 0.003;
         assert!(times.iter().enumerate().all(|(i, time)| i == 2 || !differs(time)), "{times:?}");
     }
 
     #[test]
     fn noise_does_not_replace_the_first_candidate() {
-        assert_eq!(fastest(&[1.0, 0.997, 1.2]), 0);
-        assert_eq!(fastest(&[1.0, 0.993, 0.99]), 2);
+        assert_eq!(fastest(&[1.0, 0.997, 1.2]), Some(0));
+        assert_eq!(fastest(&[1.0, 0.993, 0.99]), Some(2));
+        assert_eq!(fastest(&[]), None);
     }
 
     #[test]

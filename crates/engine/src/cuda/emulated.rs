@@ -37,6 +37,21 @@ pub struct Emulated {
     /// Whether the library refuses every GEMM.
     #[cfg(test)]
     pub library_refuses: bool,
+    /// Times for the autotuner.
+    #[cfg(test)]
+    pub times: Option<Times>,
+}
+
+/// Invented times of GEMMs.
+#[cfg(test)]
+#[derive(Default)]
+pub struct Times {
+    /// Milliseconds of each algorithm of the library.
+    pub library: Vec<f32>,
+    /// Milliseconds of each kernel launch.
+    pub kernel: f32,
+    /// The algorithms that are selected.
+    pub selected: std::collections::HashMap<crate::gemm::GemmKey, cublaslt::sys::MatmulAlgo>,
 }
 
 /// Work that a graph can contain.
@@ -63,6 +78,8 @@ impl Emulated {
             captured: Vec::new(),
             #[cfg(test)]
             library_refuses: false,
+            #[cfg(test)]
+            times: None,
         }
     }
 
@@ -214,6 +231,11 @@ impl Executor for Emulated {
         })
     }
 
+    #[cfg(test)]
+    fn gemm_timer(&mut self) -> Option<&mut dyn super::executor::GemmTimer> {
+        self.times.is_some().then_some(self)
+    }
+
     unsafe fn library_gemm(&mut self, gemm: &Gemm, operands: &GemmOperands) -> Result<()> {
         #[cfg(test)]
         if self.library_refuses {
@@ -261,5 +283,63 @@ impl Executor for Emulated {
 
     fn wait(&mut self, read: PendingRead) -> Result<ReadResult> {
         self.reads.remove(&read.0).with_context(|| format!("read {} is not pending", read.0))
+    }
+}
+
+#[cfg(test)]
+mod timer {
+    use super::*;
+    use crate::cuda::executor::GemmTimer;
+    use crate::gemm::GemmKey;
+    use cublaslt::Finalists;
+    use cublaslt::sys::MatmulAlgo;
+
+    /// The first number of an algorithm is its index.
+    impl GemmTimer for Emulated {
+        fn fill_with_noise(&mut self, _gemm: &Gemm) -> Result<()> {
+            Ok(())
+        }
+
+        fn zero_memory(&mut self) -> Result<()> {
+            Ok(())
+        }
+
+        unsafe fn library_finalists(&mut self, gemm: &Gemm, _operands: &GemmOperands) -> Result<Finalists> {
+            if self.library_refuses {
+                return Err(cublaslt::Error::NoAlgorithm { problem: gemm.to_string() }.into());
+            }
+            let algos: Vec<_> = (0..self.times().library.len()).map(|i| MatmulAlgo([i as u64; 8])).collect();
+            Ok(Finalists { candidates: algos.len(), algos })
+        }
+
+        unsafe fn time_library(
+            &mut self,
+            _gemm: &Gemm,
+            _operands: &GemmOperands,
+            algo: MatmulAlgo,
+            _runs: u32,
+        ) -> Result<f32> {
+            Ok(self.times().library[algo.0[0] as usize])
+        }
+
+        unsafe fn time_kernels(&mut self, kernels: &[KernelLaunch], _runs: u32) -> Result<f32> {
+            Ok(self.times().kernel * kernels.len() as f32)
+        }
+
+        fn library_algorithm(&self, key: &GemmKey) -> Option<MatmulAlgo> {
+            self.times.as_ref()?.selected.get(key).copied()
+        }
+
+        fn set_library_algorithm(&mut self, key: &GemmKey, algo: MatmulAlgo) {
+            if let Some(times) = &mut self.times {
+                times.selected.insert(*key, algo);
+            }
+        }
+    }
+
+    impl Emulated {
+        fn times(&self) -> &Times {
+            self.times.as_ref().expect("the tuner asks for times only if there are some")
+        }
     }
 }

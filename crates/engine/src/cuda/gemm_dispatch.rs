@@ -226,7 +226,7 @@ pub(super) fn library_key(&(gemm, alignments): &GemmKey) -> GemmKey {
 #[cfg(test)]
 mod tests {
     use super::super::arena::Arena;
-    use super::super::emulated::Emulated;
+    use super::super::emulated::{Emulated, Times};
     use super::*;
     use crate::gemm::{GemmEpilogue, GemmLayout, GemmOperands};
     use crate::plan::{Group, Plan};
@@ -473,6 +473,47 @@ mod tests {
         let precision = GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: false };
         let text = unsupported(&Gemm { precision, ..gemm }, error).to_string();
         assert!(text.starts_with("--precision fp8: GEMM ") && text.ends_with("use --precision bf16"), "{text}");
+    }
+
+    /// Tunes the GEMMs of the MLP, and returns the choice of the GEMM of the forward pass.
+    fn tune(mlp: &mut Mlp, library: &[f32], kernel: f32) -> Choice {
+        mlp.executor.times = Some(Times { library: library.to_vec(), kernel, ..Times::default() });
+        let mut dispatch = tuned(mlp, &[]);
+        dispatch.begin_tuning();
+        let (forward, backward) = (mlp.forward(), mlp.backward());
+        let key = forward.key();
+        mlp.run(&mut dispatch, forward);
+        mlp.run(&mut dispatch, backward);
+        let tuning = dispatch.finish_tuning(false, &mut mlp.executor).unwrap();
+        assert_eq!(tuning.timings.len(), dispatch.choices.len());
+        dispatch.choices[&key]
+    }
+
+    #[test]
+    fn the_tuner_chooses_between_the_libraries() {
+        let mut mlp = Mlp::new(gpu(MatmulBackend::Auto));
+        // The kernel after cuBLASLt's GEMM takes as long as the one that computes both.
+        let choice = tune(&mut mlp, &[1.0, 0.5, 0.7], 0.4);
+        assert!(choice.kernel_wins && choice.algo == MatmulAlgo([1; 8]), "{choice:?}");
+        let choice = tune(&mut mlp, &[1.0, 0.5, 0.7], 20.0);
+        assert!(choice.kernel_wins && choice.algo == MatmulAlgo([1; 8]), "{choice:?}");
+        let plain = mlp.forward().library_part();
+        mlp.executor.times = Some(Times { library: vec![1.0, 0.999], kernel: 2.0, ..Times::default() });
+        let mut dispatch = tuned(&mut mlp, &[]);
+        dispatch.begin_tuning();
+        let key = plain.key();
+        mlp.run(&mut dispatch, plain);
+        dispatch.finish_tuning(false, &mut mlp.executor).unwrap();
+        let choice = dispatch.choices[&key];
+        assert!(!choice.kernel_wins && choice.algo == MatmulAlgo([0; 8]) && choice.kernel.is_some(), "{choice:?}");
+    }
+
+    #[test]
+    fn the_tuner_uses_kernels_for_what_the_library_refuses() {
+        let mut mlp = Mlp::new(gpu(MatmulBackend::Auto));
+        mlp.executor.library_refuses = true;
+        let choice = tune(&mut mlp, &[], 1.0);
+        assert!(choice.kernel_wins && choice.kernel.is_some(), "{choice:?}");
     }
 
     #[test]

@@ -81,17 +81,18 @@ impl GemmDispatch {
         let best = cublaslt::fastest(of_algos);
         let kernel = kernels.iter().zip(of_kernels).min_by(|a, b| a.1.total_cmp(b.1));
         let kernel = kernel.map(|((config, _), milliseconds)| (*config, *milliseconds));
-        let of_library = |i: usize| of_algos.get(i).map_or(f32::INFINITY, |milliseconds| milliseconds + added);
+        let milliseconds =
+            |i: Option<usize>| i.and_then(|i| of_algos.get(i)).map_or(f32::INFINITY, |time| time + added);
         let timing = Timing {
             gemm: call.gemm,
             candidates,
-            library_first: of_library(0),
-            library: of_library(best),
+            library_first: milliseconds(Some(0)),
+            library: milliseconds(best),
             kernel,
             unfused,
         };
-        let algo = match algos.get(best) {
-            Some(algo) => keep_algorithm(call, &part, *algo, executor)?,
+        let algo = match best {
+            Some(best) => keep_algorithm(call, &part, algos[best], executor)?,
             None => MatmulAlgo([0; 8]),
         };
         let (gemm, alignments) = call.key();
