@@ -566,6 +566,46 @@ fn the_smallest_and_the_largest_shard_group_are_plain_layouts() {
 }
 
 #[test]
+fn collectives_on_tensors_stay_in_their_scope() {
+    let threads = Threads { ranks: 6, shard_size: Some(3), stage: 1, ..SHARDED };
+    let run = |group: TcpGroup| {
+        let (rank, mut engine) = (group.rank, Cpu::new());
+        let (mut ranks, model) = threads.prepare(group, &mut engine);
+        let whole = model.params.slice(0, 3);
+        let (engine, of) = (&mut engine as &mut dyn Engine, Sharded { whole, shard: whole.part(rank % 3, 3) });
+        let mut after = |call: &mut dyn FnMut(&mut dyn Engine) -> anyhow::Result<()>| {
+            engine.write(whole, &[0, 1, 2].map(|i| (10 * (rank + 1) + i) as f32)).unwrap();
+            call(engine).unwrap();
+            engine.read(whole).unwrap()
+        };
+        let broadcast = after(&mut |engine| ranks.broadcast_in_shard_group(engine, whole, 1));
+        let gathered = after(&mut |engine| ranks.all_gather(engine, of));
+        let reduced = after(&mut |engine| ranks.reduce_scatter(engine, of, Reduction::Sum))[rank % 3];
+        let sum = after(&mut |engine| ranks.all_reduce_sum(engine, Scope::ShardGroup, whole));
+        let mean = after(&mut |engine| ranks.all_reduce_mean(engine, Scope::Replicas, whole));
+        let largest = after(&mut |engine| ranks.all_reduce_max(engine, Scope::World, whole));
+        ([broadcast, gathered, sum, mean, largest], reduced)
+    };
+    let groups = TcpGroup::in_process(threads.ranks, TIMEOUT).unwrap();
+    let got: Vec<_> = thread::scope(|scope| {
+        let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(|| run(group))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    for (rank, (got, reduced)) in got.into_iter().enumerate() {
+        let place = (rank % 3) as f32;
+        let [first, sum] = if rank < 3 { [10.0, 60.0] } else { [40.0, 150.0] };
+        let expected = [
+            [first + 10.0, first + 11.0, first + 12.0],
+            [first, first + 11.0, first + 22.0],
+            [sum, sum + 3.0, sum + 6.0],
+            [0.0, 1.0, 2.0].map(|i| 25.0 + 10.0 * place + i),
+            [60.0, 61.0, 62.0],
+        ];
+        assert_eq!((got, reduced), (expected.map(Vec::from), sum + 3.0 * place), "rank {rank}");
+    }
+}
+
+#[test]
 fn kernels_keep_replicas_identical() {
     for (stage, muon) in [(1, false), (3, true)] {
         let engine = EngineKind::EmulatedCompact;

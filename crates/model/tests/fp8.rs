@@ -205,10 +205,15 @@ type RankState = (Vec<u32>, Vec<Vec<f32>>, Vec<f32>);
 
 /// Trains on ranks in threads and returns their final states.
 fn on_ranks(ranks: usize, stage: u8, recipe: Fp8Recipe, steps: usize) -> Vec<RankState> {
+    in_shard_groups([ranks, ranks], stage, recipe, steps)
+}
+
+/// Trains on ranks in threads, in groups of `shard_size`, and returns their final states.
+fn in_shard_groups([ranks, shard_size]: [usize; 2], stage: u8, recipe: Fp8Recipe, steps: usize) -> Vec<RankState> {
     let groups = TcpGroup::in_process(ranks, Duration::from_mins(1)).unwrap();
     thread::scope(|scope| {
         let run = |group: TcpGroup| {
-            let zero = Zero::new(stage, Shard { rank: group.rank, ranks });
+            let zero = Zero::new(stage, Shard { rank: group.rank % shard_size, ranks: shard_size });
             let setup = Setup { zero, ..Setup::new(recipe) };
             let mut run = setup.on(Box::new(Cpu::new()), Ranks::Connected(group)).steps(steps);
             let fp8 = run.model.training.unwrap().fp8.unwrap();
@@ -238,6 +243,22 @@ fn two_ranks_agree_and_every_zero_stage_has_the_same_bits() {
             let want: Vec<_> = of_stage_0.1.iter().zip(factors).map(scaled).collect();
             assert!(one.1 == want, "{recipe:?}, stage {stage}");
             assert!(stage == 3 || one.0 == of_stage_0.0, "{recipe:?}, stage {stage}");
+        }
+    }
+}
+
+/// All ranks use the largest magnitudes of all ranks, not of their shard group.
+#[test]
+fn ranks_of_different_shard_groups_agree() {
+    for recipe in RECIPES {
+        let unsharded = on_ranks(4, 0, recipe, 3);
+        for stage in 1..=3 {
+            let ranks = in_shard_groups([4, 2], stage, recipe, 3);
+            assert!(ranks.iter().all(|rank| *rank == ranks[0]), "{recipe:?}, stage {stage}");
+            assert_eq!(ranks[0].2[..1], unsharded[0].2[..1], "{recipe:?}, stage {stage}");
+            for (got, expected) in ranks[0].2.iter().zip(&unsharded[0].2) {
+                assert!((got / expected - 1.0).abs() < 1e-3, "{recipe:?}, stage {stage}: {got}, {expected}");
+            }
         }
     }
 }
