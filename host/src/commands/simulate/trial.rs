@@ -246,16 +246,19 @@ fn check_errors(ended: &[Ended<Outcome>], faults: &[(Duration, Fault)]) -> Resul
             End::Returned(Err((text, _))) if text.is_empty() => {
                 return Err(format!("rank {rank} stopped without a reason"));
             }
-            End::Returned(Err((text, _))) => texts.push(text.clone()),
-            End::Exited(_) => texts.extend(errors.iter().cloned()),
+            End::Returned(Err((text, _))) => texts.push((rank, text.as_str())),
+            End::Exited(_) => texts.extend(errors.iter().map(|text| (rank, text.as_str()))),
             _ => {}
         }
     }
     // Of several faults, any may be the cause.
     let [(_, fault)] = &failures(faults)[..] else { return Ok(()) };
+    let rank_0_is_silent = vec!["timed out".to_owned(), "rank 0".to_owned()];
     let causes: Vec<String> = match *fault {
         // Rank 0 relays all messages. When it is isolated, the others are silent for it.
-        Fault::Isolate(0, _) => vec!["timed out".to_owned(), "rank 0".to_owned()],
+        Fault::Isolate(0, _) => rank_0_is_silent,
+        // An isolated rank hears nothing of rank 0. The others may have completed the run.
+        Fault::Isolate(isolated, _) if texts.iter().all(|(rank, _)| *rank == isolated) => rank_0_is_silent,
         Fault::Kill(rank) | Fault::LoseHost(rank) | Fault::Freeze(rank, _) | Fault::Isolate(rank, _) => {
             vec![format!("rank {rank}"), format!("missing rank {rank}")]
         }
@@ -264,7 +267,7 @@ fn check_errors(ended: &[Ended<Outcome>], faults: &[(Duration, Fault)]) -> Resul
         Fault::DiskErrors(_) => vec!["Input/output error".to_owned()],
         _ => return Ok(()),
     };
-    if texts.is_empty() || texts.iter().any(|text| causes.iter().any(|cause| text.contains(cause))) {
+    if texts.is_empty() || texts.iter().any(|(_, text)| causes.iter().any(|cause| text.contains(cause))) {
         return Ok(());
     }
     Err(format!("no error names the cause, {fault:?}: {texts:?}"))
