@@ -252,7 +252,7 @@ pub struct QuantizedOperands<T> {
     pub scale: Global<f32>,
 }
 
-/// Memory for a quantized tensor, of which a thread computes some packets in bf16.
+/// Memory for a quantized tensor. A thread computes some of its packets in bf16.
 pub(crate) struct QuantizedOutput<T> {
     out: GlobalMut<T>,
     /// 1 / scale.
@@ -276,7 +276,7 @@ impl<T: Fp8> QuantizedOutput<T> {
         self.largest = self.largest.max(amax_of(packet));
     }
 
-    /// Replaces `amax` by the maximum of itself and the largest magnitude of the block, of which all threads call this. Does
+    /// Replaces `amax` by the maximum of itself and the largest magnitude of the block. All threads of the block must call it. Does
     /// nothing if `amax` is null.
     #[inline(always)]
     #[track_caller]

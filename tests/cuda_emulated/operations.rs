@@ -44,7 +44,7 @@ fn sm_90a_operations_match_cpu_engine() {
     assert_operations_match(Precision::Bf16, true);
 }
 
-/// Where kernels for sm_90a do not run, the library computes all GEMMs.
+/// On a GPU that cannot run the kernels for sm_90a, cuBLASLt computes all GEMMs.
 #[test]
 fn fp8_operations_match_cpu_engine_without_kernels_for_sm_90a() {
     let gpu = EmulatedGpu { fp8: true, ..EmulatedGpu::new(false) };

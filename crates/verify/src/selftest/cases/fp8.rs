@@ -197,7 +197,7 @@ fn backward(
     Case { before: Some(Box::new(before)), parts: plain.parts, ..case }
 }
 
-/// Returns the passes of MLPs, whose tensors in the middle are quantized by the kernels that compute them.
+/// Returns the passes of MLPs. The kernels that compute the tensors between the two linear layers also quantize them.
 fn mlp(shape: MatmulShape) -> [Case; 7] {
     let (fast, exact) = (Fp8Accumulation::Fast, Fp8Accumulation::Exact);
     let (gelu, swiglu, relu_squared) = (Activation::Gelu, Activation::SwiGlu, Activation::ReluSquared);
