@@ -51,6 +51,42 @@ fn bench_step_measures_the_time_spent_waiting_for_other_ranks() {
     );
 }
 
+#[test]
+fn bench_collectives_measures_every_size_on_all_ranks() {
+    let world = World::new();
+    let json = world.path("collectives.json");
+    let run = |ranks: &str, more: &[&str]| {
+        let mut bench = world.bare(&script("several_gpus"));
+        bench
+            .arg(ranks)
+            .arg(program())
+            .args("bench collectives --device cpu --min-bytes 1K --json".split(' '))
+            .arg(&json);
+        bench.args(more).output().unwrap()
+    };
+    let output = run("3", &["--max-bytes", "5K"]);
+    let (printed, errors) = output_text(&output);
+    assert!(output.status.success() && printed.contains("3 ranks, connected by TCP"), "{printed}{errors}");
+    let json: Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();
+    let rows = json["rows"].as_array().unwrap();
+    // 1, 2 and 4 KiB, in multiples of three elements.
+    let sizes: Vec<_> = rows.iter().map(|row| row["bytes"].as_f64().unwrap() as u64).collect();
+    assert_eq!(sizes, [1032, 2052, 4104].repeat(3), "{json}");
+    for row in rows {
+        let rate = row["bytes"].as_f64().unwrap() / row["us"].as_f64().unwrap() / 1e3;
+        let factor = if row["operation"] == "all-reduce" { 4.0 / 3.0 } else { 2.0 / 3.0 };
+        assert!((row["algorithm_gb_per_second"].as_f64().unwrap() / rate - 1.0).abs() < 1e-6, "{row}");
+        assert!((row["bus_gb_per_second"].as_f64().unwrap() / (factor * rate) - 1.0).abs() < 1e-6, "{row}");
+    }
+    let output = run("1", &[]);
+    assert!(output_text(&output).1.contains("expected two or more ranks, found one"), "{output:?}");
+    let output = run("2", &["--max-bytes", "512"]);
+    assert!(
+        output_text(&output).1.contains("--max-bytes: expected at least --min-bytes (1024), found 512"),
+        "{output:?}"
+    );
+}
+
 /// Checks the trace of a step of d6 with two micro-batches on two ranks.
 fn assert_trace_is_complete(trace: &Value) {
     let events = trace["traceEvents"].as_array().unwrap();

@@ -1,6 +1,7 @@
 //! `bench`: times the parts of training, text generation, and the tokenizer.
 
 mod attention;
+mod collectives;
 mod gemm;
 mod gemm_fp8;
 mod generate;
@@ -16,6 +17,7 @@ use engine::Result;
 #[derive(Clone, Debug, clap::Subcommand)]
 pub enum Bench {
     Attention(attention::Attention),
+    Collectives(collectives::Collectives),
     Gemm(gemm::Gemm),
     Generate(generate::Generate),
     Kernels(kernels::Kernels),
@@ -27,6 +29,7 @@ pub enum Bench {
 pub fn run(bench: &Bench) -> Result<()> {
     match bench {
         Bench::Attention(options) => attention::run(options),
+        Bench::Collectives(options) => collectives::run(options),
         Bench::Gemm(options) => gemm::run(options),
         Bench::Generate(options) => generate::run(options),
         Bench::Kernels(options) => kernels::run(options),
