@@ -122,8 +122,8 @@ impl CheckpointWriter {
         Self { path, rank_0: None, writes: true, identity, copy: None, thread: None, exchange_pending: None, newest }
     }
 
-    /// Creates the writer of a rank whose shard is a replica of another rank's. It writes nothing, but takes part in the collectives
-    /// of the others.
+    /// Creates the writer of a rank outside of the first shard group. Another rank writes the same shard, so this one writes nothing,
+    /// but it takes part in the collectives of the others.
     pub fn for_replica(path: PathBuf, identity: Identity, newest: Option<usize>) -> Self {
         let mut writer = Self::for_other_rank(path, identity, newest);
         writer.writes = false;

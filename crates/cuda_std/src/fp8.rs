@@ -88,8 +88,8 @@ impl Fp8Format {
         let magnitude = f32::from_bits(bits.min(self.max().to_bits()));
         let spacing = self.spacing(magnitude);
         let inverse = f32::from_bits((254 << 23) - spacing.to_bits());
-        // Multiples of the spacing, rounded by the addition of 2^23: 2^mantissa_bits is the first number of a binade, and the
-        // first normal one. The product is exact.
+        // The magnitude in units of the spacing; the product is exact. Adding 2^23 rounds it to an integer, which is 2^mantissa_bits
+        // for the first number of a binade and for the first normal number.
         let multiple = (magnitude * inverse + 8_388_608.0).to_bits() & 0xff;
         let exponent = (spacing.to_bits() >> 23) as i32 - 127 + self.mantissa_bits() as i32;
         let binade = (exponent - self.min_exponent()) as u32;

@@ -246,7 +246,7 @@ fn mlp_forward_operands(MatmulShape { rows, c, oc }: MatmulShape, activation: Ac
     operands.extend(scale(["scale of inp", "amax of inp"], Fp8Format::E4m3));
     operands.extend(scale(["scale of fc", "amax of fc"], Fp8Format::E4m3));
     let mut of_out = scale(["scale of out", "amax of out"], Fp8Format::E4m3);
-    // Sums are a few times larger than their terms' unit, and products of two sums more.
+    // A sum over C is a few times larger than its terms. SwiGLU multiplies two sums, and ReLU² squares one.
     of_out[0].init = Init::Values(vec![if activation == Activation::Gelu { 1.0 / 16.0 } else { 1.0 }]);
     of_out[1].checked = Some(Tolerance { f32: 1e-2, bf16: 1e-2 });
     operands.extend(of_out);
