@@ -10,7 +10,7 @@
 use super::backward::{Backward, STAGES, SharedStorage};
 use super::mask::mask_diagonal_transposed;
 use super::panel::{ScoreSquare, accumulator_column, square_fragments};
-use super::pipeline::WARP_RELEASES;
+use super::pipeline::THREAD_RELEASES;
 use super::scheduler::{TileScheduler, WorkTile, work_index};
 use super::sizes::Sizes;
 use super::softmax::{lse_log2, probability};
@@ -70,7 +70,7 @@ struct DkDv(Backward);
 impl WarpSpecialized for DkDv {
     #[inline(always)]
     fn init(self) {
-        self.0.init(warp::LANES, WARP_RELEASES);
+        self.0.init(warp::LANES, THREAD_RELEASES);
     }
 
     #[inline(always)]
@@ -198,7 +198,7 @@ impl<const INDEX: u32> Consumer<INDEX> {
         for _ in 0..INDEX {
             // All queries of this panel come before this consumer's keys.
             shared.streamed_barriers.full.at(self.stream.stage()).wait(self.stream.parity());
-            shared.streamed_barriers.release_by_warp(self.stream.advance());
+            shared.streamed_barriers.release_by_thread(self.stream.advance());
         }
 
         let (mut s, mut dp) = (ScoreSquare::ZERO, ScoreSquare::ZERO);
@@ -219,7 +219,7 @@ impl<const INDEX: u32> Consumer<INDEX> {
             wgmma::wait::<1>();
             s.fence_accumulators();
             if panel != INDEX {
-                shared.streamed_barriers.release_by_warp(previous);
+                shared.streamed_barriers.release_by_thread(previous);
             }
             scores_to_probabilities::<H>(&mut s, statistics);
             if panel == INDEX {
@@ -243,7 +243,7 @@ impl<const INDEX: u32> Consumer<INDEX> {
         wgmma::wait::<0>();
         dk.fence_accumulators();
         dv.fence_accumulators();
-        shared.streamed_barriers.release_by_warp(previous);
+        shared.streamed_barriers.release_by_thread(previous);
     }
 }
 

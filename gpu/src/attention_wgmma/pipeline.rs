@@ -9,6 +9,9 @@ use cuda_std::{thread, warp};
 /// Releases of a stage by [`PipelineBarriers::release_by_warp`]: one for each consumer warp.
 pub const WARP_RELEASES: u32 = CONSUMERS * WARPGROUP / warp::LANES;
 
+/// Releases of a stage by [`PipelineBarriers::release_by_thread`]: one for each consumer thread.
+pub const THREAD_RELEASES: u32 = CONSUMERS * WARPGROUP;
+
 /// The full and empty barriers of each stage.
 #[derive(Clone, Copy)]
 pub struct PipelineBarriers {
@@ -56,6 +59,13 @@ impl PipelineBarriers {
         if warp::lane() == 0 {
             self.empty.at(stage).arrive();
         }
+    }
+
+    /// Releases a stage for the calling thread, which has read it with ordinary loads and with wgmma groups that have finished.
+    /// All threads of all consumers release each stage.
+    #[inline(always)]
+    pub fn release_by_thread(self, stage: u32) {
+        self.empty.at(stage).arrive();
     }
 
     /// Skips the next stage, which contains nothing for this consumer.
