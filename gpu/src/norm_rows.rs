@@ -200,7 +200,7 @@ fn group_sums(layout: &mut Layout, len: usize, rows: usize) -> SharedArray<f32> 
     layout.array(len)
 }
 
-/// The memory for the output of a forward kernel.
+/// The memory for the output of a kernel.
 pub(crate) trait RowOutput<T> {
     /// Stores the elements from `i` on.
     fn set_packet(&mut self, i: usize, packet: Packet<T>);
@@ -217,6 +217,22 @@ impl<T: Fp8> RowOutput<bf16> for QuantizedOutput<T> {
     #[inline(always)]
     fn set_packet(&mut self, i: usize, packet: Packet<bf16>) {
         QuantizedOutput::set_packet(self, i, packet);
+    }
+}
+
+/// Stores the same elements in both.
+impl<A: RowOutput<bf16>, B: RowOutput<bf16>> RowOutput<bf16> for (A, B) {
+    #[inline(always)]
+    fn set_packet(&mut self, i: usize, packet: Packet<bf16>) {
+        self.0.set_packet(i, packet);
+        self.1.set_packet(i, packet);
+    }
+}
+
+impl<T, O: RowOutput<T>> RowOutput<T> for &mut O {
+    #[inline(always)]
+    fn set_packet(&mut self, i: usize, packet: Packet<T>) {
+        (**self).set_packet(i, packet);
     }
 }
 

@@ -276,6 +276,12 @@ impl<T: Fp8> QuantizedOutput<T> {
         self.largest = self.largest.max(amax_of(packet));
     }
 
+    /// Returns the bits of the largest magnitude of the elements that this thread has quantized.
+    #[inline(always)]
+    pub fn largest(&self) -> u32 {
+        self.largest
+    }
+
     /// Replaces `amax` by the maximum of itself and the largest magnitude of the block. All threads of the block must call it. Does
     /// nothing if `amax` is null.
     #[inline(always)]

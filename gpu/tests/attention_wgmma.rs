@@ -7,14 +7,15 @@ use common::attention::{
     check_groups, check_heads, check_large_scores, check_spoilt_head, check_spoilt_position, check_spoilt_query_head,
     check_sums, check_zeros, multi_head,
 };
-use common::{Tolerance, assert_same, for_all, read, rounded, run};
-use cuda_std::bf16;
+use common::{Tolerance, assert_same, for_all, quantized, read, rounded, run};
 use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
+use cuda_std::{E4m3, GlobalMut, bf16};
 use gpu::attention::launch::{HEAD_SIZES, Shape};
 use gpu::attention_wgmma::BOX;
 use gpu::attention_wgmma::launch::{self, BackwardOperands, FusedScratch};
 use gpu::launch::KernelLaunch;
+use gpu::quantize::QuantizedOperands;
 use proptest::strategy::Strategy;
 
 tests! {
@@ -26,7 +27,7 @@ tests! {
         equal_scores_average_values, dominant_key_takes_all_attention, large_scores_match_reference,
         non_finite_head_does_not_spread, non_finite_query_head_reaches_only_its_group,
         grouped_queries_match_reference, groups_share_keys_and_values, results_are_the_same_for_every_grid,
-        non_finite_position_spreads_only_within_its_tile;
+        non_finite_position_spreads_only_within_its_tile, quantized_output_has_the_bits_of_separate_quantization;
 }
 
 /// Fewer blocks than work tiles for most shapes, so that a block computes several tiles.
@@ -63,6 +64,42 @@ fn attend(blocks: usize) -> impl Fn(&Inputs) -> Results {
             "counters: expected zeros after the backward pass"
         );
         Results { shape, out: read(&memory, out), lse: read(&memory, lse), dqkv: read(&memory, dqkv) }
+    }
+}
+
+/// Compares the kernel that quantizes its output with `scale` with [`attend`] and separate quantization. `spoilt` replaces one
+/// input.
+fn check_quantized(shape: Shape, scale: f32, amax_before: Option<f32>, spoilt: Option<f64>) {
+    let Shape { b, t, nh, kv, hs } = shape;
+    let mut inputs = Inputs::random::<bf16>(shape, 2.0, 1 + t as u32);
+    if let Some(value) = spoilt {
+        let at = inputs.qkv.len() / 2;
+        inputs.qkv[at] = value;
+    }
+    let (want, n) = (attend(BLOCKS)(&inputs), b * t * nh * hs);
+    let mut memory = Memory::new();
+    let qkv = memory.input("qkv", &rounded(&inputs.qkv));
+    let map = memory.input("map of qkv", &[TensorMap::emulated_3d(qkv, [b, t, (nh + 2 * kv) * hs], BOX)]);
+    let (out, lse) = (memory.output::<bf16>("out", n), memory.output("lse", b * t * nh));
+    let fp8 = memory.output::<E4m3>("out in FP8", n);
+    let amax = amax_before.map_or(GlobalMut::null(), |before| memory.buffer("amax", &[before.to_bits()]));
+    let operands = QuantizedOperands { out: fp8, amax, scale: memory.input("scale", &[scale]) };
+    let kernel = launch::forward_fp8(out, operands, lse, map, shape, BLOCKS);
+    run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
+    assert_same("out", &read(&memory, out), &want.out);
+    assert_same("lse", &read(&memory, lse), &want.lse);
+    quantized::check(&memory, fp8, &want.out, scale, amax_before.map(|before| (amax, before)));
+}
+
+fn quantized_output_has_the_bits_of_separate_quantization() {
+    for hs in SIZES {
+        // More blocks than work tiles, fewer, and a partial tile. The second scale saturates.
+        check_quantized(multi_head(1, 64, 1, hs), 1.0 / 64.0, Some(0.0), None);
+        check_quantized(Shape { b: 2, t: 144, nh: 4, kv: 2, hs }, 1.0 / 300.0, Some(0.1), None);
+        check_quantized(multi_head(2, 128, 3, hs), 0.01, None, None);
+        check_quantized(multi_head(1, 90, 1, hs), 0.01, Some(100.0), None);
+        check_quantized(multi_head(1, 90, 1, hs), 0.01, Some(0.0), Some(f64::NAN));
+        check_quantized(multi_head(1, 90, 1, hs), 0.01, Some(0.0), Some(f64::INFINITY));
     }
 }
 

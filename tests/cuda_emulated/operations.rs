@@ -106,7 +106,7 @@ fn attention_gradients_are_the_same_in_every_order_of_blocks() {
         engine.allocate(&plan).unwrap();
         engine.write(qkv, &values(qkv_len)).unwrap();
         engine.write(dout, &values(n)).unwrap();
-        engine.run(AttentionForward { out, lse, qkv, shape }).unwrap();
+        engine.run(AttentionForward { out, lse, qkv, shape, quantized: None }).unwrap();
         [0; 2].map(|_| {
             engine.run(AttentionBackward { dqkv, dout, qkv, out, lse, shape }).unwrap();
             engine.read(dqkv).unwrap()

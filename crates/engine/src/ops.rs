@@ -427,6 +427,8 @@ pub struct AttentionForward {
     pub qkv: Tensor,
     /// Sizes.
     pub shape: AttentionShape,
+    /// Quantizes `out` for a linear layer in FP8.
+    pub quantized: Option<Quantize>,
 }
 
 /// Computes the gradient of queries, keys and values.

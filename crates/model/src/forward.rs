@@ -94,7 +94,8 @@ impl Decoder {
             engine.run(RotaryForward { qkv, table, qk_norm, shape })?;
         }
         let shape = self.descriptor.attention(layout.b, layout.t);
-        engine.run(AttentionForward { out: attention, lse, qkv, shape })?;
+        let quantized = self.fp8_attention(l, attention);
+        engine.run(AttentionForward { out: attention, lse, qkv, shape, quantized })?;
         engine.run(self.attproj(l, layer, residual))
     }
 

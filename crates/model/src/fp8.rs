@@ -6,8 +6,8 @@
 //! 1. computes the scales of delayed scaling from the statistics of earlier steps,
 //! 2. quantizes each weight, in both layouts. Ranks that shard the parameters quantize a layer
 //!    whenever they have gathered it,
-//! 3. quantizes inputs and gradients of outputs: those between fc and fcproj, and outputs of norms, where they are computed, which
-//!    saves their copies in the engine's type, and the others where GEMMs read them.
+//! 3. quantizes the inputs of linear layers and the gradient of fc's output where they are computed, and the other gradients where
+//!    GEMMs read them. Only attention's output is also kept in the engine's type.
 //!
 //! Passes outside of a training step do not use FP8: [`Decoder::plan`] returns a model without it, and
 //! [`TrainStep`](crate::TrainStep) adds it.
@@ -450,6 +450,21 @@ impl Decoder {
         })
     }
 
+    /// Returns the quantization of attention's output `inp`, the input of attproj. The backward pass quantizes its transpose.
+    pub(super) fn fp8_attention(&self, layer: usize, inp: Tensor) -> Option<Quantize> {
+        let (fp8, c) = (self.fp8.as_ref()?, self.descriptor.attention_channels());
+        Some(Quantize {
+            out: Some(fp8.buffers.narrow.slice(0, inp.len)),
+            transposed: None,
+            inp,
+            scale: fp8.inputs.slot(layer, Param::Attprojw, fp8.counting),
+            scaling: fp8.scaling,
+            format: Fp8Format::E4m3,
+            shape: [inp.len / c, c],
+            column_sums: None,
+        })
+    }
+
     /// Returns the quantization of a norm's output that the backward pass recomputes for the gradient of a weight.
     pub(super) fn fp8_recomputed_norm(&self, of: NormOf, inp: Tensor) -> Option<Quantize> {
         let forward = self.fp8_norm(of, inp)?;
@@ -480,10 +495,7 @@ impl Decoder {
         });
         Some(Fp8Forward {
             inp: if weight == Param::Fcprojw { wide } else { narrow.slice(0, shape.rows * shape.c) },
-            // Norms and fc quantize their outputs.
-            inp_is_quantized: weight != Param::Attprojw,
-            inp_scale: fp8.inputs.slot(layer, weight, fp8.counting),
-            scaling: fp8.scaling,
+            inp_scale: fp8.inputs.slot(layer, weight, fp8.counting).scale,
             out: next,
             weight: fp8.weight(d, layer, weight)[0],
             weight_scale: fp8.weights.slot(layer, weight, false).scale,

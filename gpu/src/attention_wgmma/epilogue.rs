@@ -2,13 +2,14 @@
 
 use super::panel::{Panel, a_fragment, warp_row};
 use super::{Head, ROWS};
-use cuda_std::{GlobalMut, bf16, thread, warp};
+use crate::norm_rows::RowOutput;
+use cuda_std::{bf16, thread, warp};
 
 /// 64 rows of a head in global memory. Row `i` is the HS elements from `first + i * stride` on. Rows below `rows`
 /// exist.
 #[derive(Clone, Copy)]
-pub struct OutputRows {
-    pub out: GlobalMut<bf16>,
+pub struct OutputRows<O> {
+    pub out: O,
     pub first: usize,
     pub stride: usize,
     pub rows: u32,
@@ -19,7 +20,12 @@ pub struct OutputRows {
 /// The rows go through `buffer`, the consumer's own panel in shared memory, so that stores are coalesced: 16 bytes per
 /// thread, whole rows at a time.
 #[inline(always)]
-pub fn store_rows<H: Head>(rows: OutputRows, acc: &mut H::OutputAccumulators, scales: [f32; 2], buffer: Panel<H>) {
+pub fn store_rows<H: Head>(
+    mut rows: OutputRows<impl RowOutput<bf16>>,
+    acc: &mut H::OutputAccumulators,
+    scales: [f32; 2],
+    buffer: Panel<H>,
+) {
     for i in 0..H::HS as usize / 2 {
         acc[i] *= scales[i / 2 % 2];
     }

@@ -20,10 +20,11 @@ use super::sizes::Sizes;
 use super::softmax::Softmax;
 use super::warp_specialized::{self, WarpSpecialized};
 use super::{CONSUMERS, Head, Head64, Head128, ROWS, TILE, WARPGROUP};
+use crate::quantize::{QuantizedOperands, QuantizedOutput, store_amax};
 use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::hopper::{PipelineState, TensorMap, wgmma};
 use cuda_std::shared::{Layout, SharedArray};
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
+use cuda_std::{E4m3, Global, GlobalMut, bf16, kernel, math, thread, warp};
 
 /// Panels of keys or values in a stage: the keys of both consumers' diagonals.
 const PANELS: u32 = CONSUMERS;
@@ -101,23 +102,58 @@ pub fn attention_forward_wgmma<H: Head>(
     kv: u32,
     group: u32,
 ) {
-    let sizes = Sizes::<H>::new(t, kv, group);
-    let scheduler = TileScheduler::new(b, t, sizes.nh());
-    let shared = SharedStorage::new(&mut Layout::new());
-    warp_specialized::run(Forward { shared, sizes, scheduler, out, lse, qkv });
+    let quantized = QuantizedOperands { out: GlobalMut::null(), amax: GlobalMut::null(), scale: Global::null() };
+    warp_specialized::run(Forward::<H, false>::new(Outputs { out, quantized, lse }, qkv, b, t, [kv, group]));
+}
+
+/// Does what [`attention_forward_wgmma`] does, and also quantizes the output with a given scale (1) to `fp8` (B, T, NH, HS). Its
+/// bits are those of [`quantize`](crate::quantize::quantize) for `out`, as are those of `amax` (1), which may be null.
+///
+/// Grid: (number of SMs).
+#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(hs_64 = <Head64>, hs_128 = <Head128>))]
+pub fn attention_forward_fp8_wgmma<H: Head>(
+    out: GlobalMut<bf16>,
+    fp8: GlobalMut<E4m3>,
+    amax: GlobalMut<u32>,
+    scale: Global<f32>,
+    lse: GlobalMut<f32>,
+    qkv: Global<TensorMap>,
+    b: u32,
+    t: u32,
+    kv: u32,
+    group: u32,
+) {
+    let quantized = QuantizedOperands { out: fp8, amax, scale };
+    warp_specialized::run(Forward::<H, true>::new(Outputs { out, quantized, lse }, qkv, b, t, [kv, group]));
 }
 
 #[derive(Clone, Copy)]
-struct Forward<H> {
+struct Outputs {
+    out: GlobalMut<bf16>,
+    /// Written by kernels with `FP8`.
+    quantized: QuantizedOperands<E4m3>,
+    lse: GlobalMut<f32>,
+}
+
+#[derive(Clone, Copy)]
+struct Forward<H, const FP8: bool> {
     shared: SharedStorage<H>,
     sizes: Sizes<H>,
     scheduler: TileScheduler,
-    out: GlobalMut<bf16>,
-    lse: GlobalMut<f32>,
+    outputs: Outputs,
     qkv: Global<TensorMap>,
 }
 
-impl<H: Head> WarpSpecialized for Forward<H> {
+impl<H: Head, const FP8: bool> Forward<H, FP8> {
+    #[inline(always)]
+    fn new(outputs: Outputs, qkv: Global<TensorMap>, b: u32, t: u32, [kv, group]: [u32; 2]) -> Self {
+        let sizes = Sizes::<H>::new(t, kv, group);
+        let scheduler = TileScheduler::new(b, t, sizes.nh());
+        Self { shared: SharedStorage::new(&mut Layout::new()), sizes, scheduler, outputs, qkv }
+    }
+}
+
+impl<H: Head, const FP8: bool> WarpSpecialized for Forward<H, FP8> {
     #[inline(always)]
     fn init(self) {
         self.qkv.prefetch();
@@ -266,7 +302,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
 
     /// Computes this consumer's queries of all work tiles of this block.
     #[inline(always)]
-    fn run(&mut self, kernel: Forward<H>) {
+    fn run<const FP8: bool>(&mut self, kernel: Forward<H, FP8>) {
         let (mut round, work_tiles) = (0, kernel.scheduler.work_tiles());
         if work_index(round) >= work_tiles {
             return;
@@ -276,6 +312,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             Self::pass_turn();
         }
         self.compute_first_scores(&mut scores);
+        let mut largest = 0;
         loop {
             let stages = (self.work_tile(round).tile * CONSUMERS + INDEX) / PANELS;
             let (mut o, softmax) = if H::HS == 128 {
@@ -283,7 +320,8 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             } else {
                 self.attend_with_two_sets(&mut scores, stages)
             };
-            self.store(kernel, &mut o, &softmax, self.work_tile(round));
+            let stored = self.store(kernel, &mut o, &softmax, self.work_tile(round));
+            largest = largest.max(stored);
             round += 1;
             if work_index(round) >= work_tiles {
                 break;
@@ -292,6 +330,9 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         if H::HS == 128 && INDEX == 0 {
             // The other consumer has passed its last turn. No arrival stays pending.
             Self::wait_for_turn();
+        }
+        if FP8 && !kernel.outputs.quantized.amax.is_null() {
+            store_amax(kernel.outputs.quantized.amax, largest);
         }
     }
 
@@ -524,15 +565,31 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         max
     }
 
-    /// Normalizes and stores the output, and stores lse.
+    /// Normalizes and stores the output, and stores lse. Returns the bits of the largest magnitude that this thread has
+    /// quantized.
     #[inline(always)]
-    fn store(&self, kernel: Forward<H>, o: &mut H::OutputAccumulators, softmax: &Softmax<H>, tile: WorkTile) {
-        let Forward { sizes, out, lse, .. } = kernel;
+    fn store<const FP8: bool>(
+        &self,
+        kernel: Forward<H, FP8>,
+        o: &mut H::OutputAccumulators,
+        softmax: &Softmax<H>,
+        tile: WorkTile,
+    ) -> u32 {
+        let Forward { sizes, outputs: Outputs { out, quantized, lse }, .. } = kernel;
         let row = tile.tile * TILE + INDEX * ROWS;
         let (first, stride) = (sizes.row(tile.b, tile.h, row), sizes.stride());
         let sums = [softmax.row_sum(0), softmax.row_sum(1)];
-        let rows = OutputRows { out, first, stride, rows: sizes.t.saturating_sub(row) };
-        store_rows::<H>(rows, o, [math::recip(sums[0]), math::recip(sums[1])], self.shared.output.after(INDEX));
+        let (rows, buffer) = (sizes.t.saturating_sub(row), self.shared.output.after(INDEX));
+        let normalizers = [math::recip(sums[0]), math::recip(sums[1])];
+        let largest = if FP8 {
+            let mut quantized = QuantizedOutput::new(quantized.out, quantized.scale);
+            let both = (out, &mut quantized);
+            store_rows::<H>(OutputRows { out: both, first, stride, rows }, o, normalizers, buffer);
+            quantized.largest()
+        } else {
+            store_rows::<H>(OutputRows { out, first, stride, rows }, o, normalizers, buffer);
+            0
+        };
         // The four lanes of a row have the same statistics. The first two lanes store those of the two rows.
         let lane = warp::lane() % 4;
         let query = row + thread_row() + 8 * lane;
@@ -540,5 +597,6 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             let value = if lane == 0 { softmax.log_sum_exp(0, sums[0]) } else { softmax.log_sum_exp(1, sums[1]) };
             lse.set(sizes.statistics(tile.b, tile.h) + query as usize, value);
         }
+        largest
     }
 }

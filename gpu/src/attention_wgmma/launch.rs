@@ -2,14 +2,15 @@
 
 use super::dkdv::{attention_backward_dkdv_wgmma_hs_64, dkdv_shared_bytes};
 use super::dq::{attention_backward_dq_wgmma_hs_64, dq_shared_bytes};
-use super::forward::{attention_forward_wgmma, forward_shared_bytes};
+use super::forward::{attention_forward_fp8_wgmma, attention_forward_wgmma, forward_shared_bytes};
 use super::fused::{PANEL_ELEMENTS, attention_backward_convert_dq, attention_backward_fused_wgmma, fused_shared_bytes};
 use super::{CONSUMERS, Head64, Head128, TILE};
 use crate::attention::launch::{Shape, backward_dot};
 use crate::launch::KernelLaunch;
+use crate::quantize::QuantizedOperands;
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
-use cuda_std::{Global, GlobalMut, bf16};
+use cuda_std::{E4m3, Global, GlobalMut, bf16};
 
 /// Returns true if the kernels support this head size.
 pub fn supports(head_size: usize) -> bool {
@@ -58,6 +59,26 @@ pub fn forward(
     let (b, t, kv, group) = sizes(shape);
     with_head!(shape.hs, H => {
         persistent(attention_forward_wgmma::<H>(out, lse, qkv, b, t, kv, group), forward_shared_bytes::<H>(), sm_count)
+    })
+}
+
+/// Returns the launch of [`forward`] that also quantizes out.
+///
+/// # Panics
+/// Panics if the head size is not [supported](supports).
+pub fn forward_fp8(
+    out: GlobalMut<bf16>,
+    quantized: QuantizedOperands<E4m3>,
+    lse: GlobalMut<f32>,
+    qkv: Global<TensorMap>,
+    shape: Shape,
+    sm_count: usize,
+) -> KernelLaunch {
+    let (b, t, kv, group) = sizes(shape);
+    let QuantizedOperands { out: fp8, amax, scale } = quantized;
+    with_head!(shape.hs, H => {
+        let launch = attention_forward_fp8_wgmma::<H>(out, fp8, amax, scale, lse, qkv, b, t, kv, group);
+        persistent(launch, forward_shared_bytes::<H>(), sm_count)
     })
 }
 

@@ -2,6 +2,7 @@
 
 use super::arena::{Arena, Operand};
 use super::gemm::{Into, Matrix, Parallelism, multiply};
+use super::quantize;
 use crate::Result;
 use crate::ops::{AttentionBackward, AttentionForward, AttentionShape};
 use crate::tensor::Tensor;
@@ -54,7 +55,7 @@ fn scale(shape: AttentionShape) -> f32 {
 
 /// `scratch` is (B, NH, T, HS): the rows of a head are contiguous, so that a task can own them.
 pub(super) fn forward(arena: &mut Arena, scratch: Tensor, op: AttentionForward) -> Result<()> {
-    let AttentionForward { out, lse, qkv, shape } = op;
+    let AttentionForward { out, lse, qkv, shape, quantized } = op;
     shape.check()?;
     let AttentionShape { b, t, heads, head_size, .. } = shape;
     let n = b * t * heads * head_size;
@@ -108,7 +109,7 @@ pub(super) fn forward(arena: &mut Arena, scratch: Tensor, op: AttentionForward) 
             out.copy_from_slice(&scratch[at..][..head_size]);
         }
     });
-    Ok(())
+    quantized.map_or(Ok(()), |next| quantize::quantize(arena, next))
 }
 
 /// Tiles of one task.

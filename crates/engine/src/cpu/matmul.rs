@@ -4,8 +4,8 @@ use super::gemm::{Into, Matrix, Parallelism, multiply};
 use super::quantize;
 use crate::Result;
 use crate::ops::{
-    Activation, ActivationInput, Epilogue, Fp8Backward, Fp8Format, Fp8Forward, MatmulBackward, MatmulForward,
-    MatmulShape, Quantize, Scaling,
+    Activation, ActivationInput, Epilogue, Fp8Backward, Fp8Format, MatmulBackward, MatmulForward, MatmulShape,
+    Quantize, Scaling,
 };
 use crate::tensor::Tensor;
 use rayon::prelude::*;
@@ -20,12 +20,7 @@ pub(super) fn forward(arena: &mut Arena, op: &MatmulForward) -> Result<()> {
     let MatmulForward { out, inp, weight, bias, epilogue, shape, fp8 } = *op;
     let MatmulShape { rows, c, oc } = shape;
     let (inp, weight, scale) = match fp8 {
-        Some(fp8) => {
-            if !fp8.inp_is_quantized {
-                quantize_input(arena, inp, shape, &fp8)?;
-            }
-            (fp8.inp, fp8.weight, scales_product(arena, fp8.inp_scale.scale, fp8.weight_scale)?)
-        }
+        Some(fp8) => (fp8.inp, fp8.weight, scales_product(arena, fp8.inp_scale, fp8.weight_scale)?),
         None => (inp, weight, 1.0),
     };
     let (residual, preactivation, inputs) = match epilogue {
@@ -79,17 +74,6 @@ pub(super) fn add_column_sums(to: &mut [f32], values: &[f32], columns: usize) {
             *to += sum as f32;
         }
     });
-}
-
-/// Quantizes the input of a linear layer for its forward pass.
-fn quantize_input(arena: &mut Arena, inp: Tensor, shape: MatmulShape, fp8: &Fp8Forward) -> Result<()> {
-    let Fp8Forward { inp: out, inp_scale: scale, scaling, .. } = *fp8;
-    let shape = [shape.rows, shape.c];
-    let format = Fp8Format::E4m3;
-    quantize::quantize(
-        arena,
-        Quantize { out: Some(out), transposed: None, inp, scale, scaling, format, shape, column_sums: None },
-    )
 }
 
 /// Quantizes the gradient of a linear layer's output, and its input, for its backward pass.

@@ -2,7 +2,7 @@
 
 use super::executor::Executor;
 use super::tensor_maps::Extents;
-use super::{Cuda, Float};
+use super::{Cuda, Float, quantize};
 use crate::ops::{AttentionBackward, AttentionForward, AttentionShape};
 use crate::tensor::{DType, Tensor};
 use crate::{Result, Workload};
@@ -87,19 +87,29 @@ fn map_of<T: Float>(
 }
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: AttentionForward) -> Result<()> {
-    let AttentionForward { out, lse, qkv, shape } = op;
+    let AttentionForward { out, lse, qkv, shape, quantized } = op;
     shape.check()?;
     let rows = shape.b * shape.t * shape.heads;
     let n = rows * shape.head_size;
-    let prepared = if let Some(map) = map_of(cuda, "qkv", qkv, shape.packed_heads(), shape)? {
+    let map = map_of(cuda, "qkv", qkv, shape.packed_heads(), shape)?;
+    let fused = match &quantized {
+        Some(next) if map.is_some() && next.transposed.is_none() => cuda.fused_operands(next)?,
+        _ => None,
+    };
+    let prepared = if let Some(map) = map {
         let (out, lse) = (cuda.output("out", out, n)?, cuda.output("lse", lse, rows)?);
-        attention_wgmma::launch::forward(out, lse, map, shape_of(shape), cuda.executor.sm_count())
+        let (shape, sm_count) = (shape_of(shape), cuda.executor.sm_count());
+        match fused {
+            Some(fp8) => attention_wgmma::launch::forward_fp8(out, fp8, lse, map, shape, sm_count),
+            None => attention_wgmma::launch::forward(out, lse, map, shape, sm_count),
+        }
     } else {
         let (out, lse) = (cuda.output("out", out, n)?, cuda.output("lse", lse, rows)?);
         let prepared = launch::forward::<T>(out, lse, cuda.input("qkv", qkv, packed(shape))?, shape_of(shape));
         prepared.with_context(|| no_instance(shape, T::DTYPE))?
     };
-    cuda.launch(&prepared.launch, prepared.grid, prepared.shared_bytes)
+    cuda.launch(&prepared.launch, prepared.grid, prepared.shared_bytes)?;
+    quantized.filter(|_| fused.is_none()).map_or(Ok(()), |next| quantize::quantize(cuda, next))
 }
 
 pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: AttentionBackward) -> Result<()> {

@@ -61,20 +61,7 @@ fn backward_precision(fp8: &Fp8Backward) -> GemmPrecision {
 }
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp8Forward) -> Result<()> {
-    let MatmulForward { out, inp, shape: MatmulShape { rows, c, oc }, .. } = *op;
-    if !fp8.inp_is_quantized {
-        let input = Quantize {
-            out: Some(fp8.inp),
-            transposed: None,
-            inp,
-            scale: fp8.inp_scale,
-            scaling: fp8.scaling,
-            format: Fp8Format::E4m3,
-            shape: [rows, c],
-            column_sums: None,
-        };
-        quantize(cuda, input)?;
-    }
+    let MatmulForward { out, shape: MatmulShape { rows, c, oc }, .. } = *op;
     let activation = match op.epilogue {
         Epilogue::Activation(activation, preactivation) => Some((activation, preactivation)),
         _ => None,
@@ -86,7 +73,7 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
     let operands = GemmOperands {
         a: cuda.fp8_address("inp in FP8", fp8.inp, rows * c)?,
         b: cuda.fp8_address("weight in FP8", fp8.weight, oc * c)?,
-        fp8_scales: cuda.scale_addresses([fp8.inp_scale.scale, fp8.weight_scale])?,
+        fp8_scales: cuda.scale_addresses([fp8.inp_scale, fp8.weight_scale])?,
         ..operands
     };
     let gemm = Gemm { precision: forward_precision(fp8.accumulation), ..gemm };

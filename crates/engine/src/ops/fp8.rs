@@ -69,15 +69,10 @@ pub struct Fp8Scales {
 /// The FP8 operands of a [`MatmulForward`](super::MatmulForward): its GEMM multiplies them instead of `inp` and `weight`.
 #[derive(Clone, Copy, Debug)]
 pub struct Fp8Forward {
-    /// (rows, C) E4M3: receives the quantized input.
+    /// (rows, C) E4M3: the input, which the operation that computed it has quantized. Nothing reads this operation's own `inp`.
     pub inp: Tensor,
-    /// Whether `inp` holds the quantized input, because the operation that computed it has quantized it. Then nothing reads the
-    /// operation's own `inp`.
-    pub inp_is_quantized: bool,
-    /// The scale of the input.
-    pub inp_scale: Fp8Scale,
-    /// Determines the scale of the input.
-    pub scaling: Scaling,
+    /// (1) f32: the scale of the input.
+    pub inp_scale: Tensor,
     /// Set if the output is the input of another linear layer: quantizes it. Then nothing else reads it, and an engine may
     /// leave it unwritten.
     pub out: Option<Quantize>,

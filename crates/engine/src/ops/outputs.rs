@@ -36,7 +36,10 @@ impl Operation<'_> {
             }
             Self::MatmulForward(op) => ("MatmulForward", vec![], matmul_forward(op)),
             Self::MatmulBackward(op) => ("MatmulBackward", vec![], matmul_backward(op)),
-            Self::AttentionForward(op) => ("AttentionForward", vec![("out", op.out), ("lse", op.lse)], vec![]),
+            Self::AttentionForward(op) => {
+                let quantized = op.quantized.as_ref().map_or_else(Vec::new, quantize);
+                ("AttentionForward", vec![("out", op.out), ("lse", op.lse)], quantized)
+            }
             Self::AttentionBackward(op) => ("AttentionBackward", vec![("dqkv", op.dqkv)], vec![]),
             Self::Classifier(op) => {
                 let gradient = op.dloss.map(|_| ("logits", op.logits));
@@ -83,13 +86,8 @@ fn matmul_forward(op: &MatmulForward) -> Outputs {
         Epilogue::None | Epilogue::Residual(_) => None,
     };
     let Some(fp8) = &op.fp8 else { return vec![Some(("out", op.out)), preactivation] };
-    let mut outputs = Vec::new();
-    if !fp8.inp_is_quantized {
-        outputs.push(Some(("quantized inp", fp8.inp)));
-        outputs.extend(scale(&fp8.inp_scale, fp8.scaling));
-    }
     // An engine may leave an output unwritten that it quantizes.
-    outputs.extend([fp8.out.is_none().then_some(("out", op.out)), preactivation]);
+    let mut outputs = vec![fp8.out.is_none().then_some(("out", op.out)), preactivation];
     outputs.extend(fp8.out.iter().flat_map(quantize));
     outputs
 }

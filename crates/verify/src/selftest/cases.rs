@@ -629,7 +629,7 @@ fn attention_forward(shape: AttentionShape) -> Case {
     let flops = 2 * shape.b * shape.heads * shape.t * shape.t * shape.head_size;
     let work = Work { floats: rows * (c + packed), bytes: 4 * rows * shape.heads, flops };
     case("attention_forward", heads_name(shape), attention_workload(shape), operands, work, move |e, x| {
-        e.run(AttentionForward { out: x[0], lse: x[1], qkv: x[2], shape })
+        e.run(AttentionForward { out: x[0], lse: x[1], qkv: x[2], shape, quantized: None })
     })
 }
 
@@ -650,7 +650,9 @@ fn attention_backward(shape: AttentionShape) -> Case {
     });
     // The backward pass reads the output of the engine's own forward pass.
     Case {
-        before: Some(Box::new(move |e, x| e.run(AttentionForward { out: x[3], lse: x[4], qkv: x[2], shape }))),
+        before: Some(Box::new(move |e, x| {
+            e.run(AttentionForward { out: x[3], lse: x[4], qkv: x[2], shape, quantized: None })
+        })),
         ..case
     }
 }

@@ -287,7 +287,7 @@ proptest! {
         };
         bench.engine.plan(&mut bench.plan, &workload);
         bench.ready();
-        bench.dyn_engine().run(AttentionForward { out, lse, qkv, shape }).unwrap();
+        bench.dyn_engine().run(AttentionForward { out, lse, qkv, shape, quantized: None }).unwrap();
         bench.dyn_engine().run(AttentionBackward { dqkv, dout, qkv, out, lse, shape }).unwrap();
 
         let (x, d) = (bench.before(qkv), bench.before(dout));
@@ -576,6 +576,7 @@ fn invalid_operands_are_errors_that_name_the_tensor() {
             lse: b,
             qkv: b,
             shape: AttentionShape { b: 1, t: 64, heads: 1, kv_heads: 1, head_size: 1 },
+            quantized: None,
         })
     });
     assert!(unplanned.contains("expected 64 elements of scratch memory, found 0"), "{unplanned}");

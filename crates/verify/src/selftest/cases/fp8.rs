@@ -4,12 +4,13 @@
 //! the same operations in bf16.
 
 use super::{
-    Case, DType, Engine, EpilogueKind, GELU, Init, Operand, Result, Tensor, Tolerance, Work, accumulated, case, f32,
-    input, linear_name, linear_workload, matmul_backward, matmul_forward, output,
+    Case, DType, Engine, EpilogueKind, GELU, Init, Operand, Result, Tensor, Tolerance, Work, Workload, accumulated,
+    case, f32, heads_name, input, linear_name, linear_workload, matmul_backward, matmul_forward, output,
 };
 use engine::ops::{
-    Activation, ActivationInput, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Scale, Fp8Scales,
-    LayerNormForward, MatmulBackward, MatmulForward, MatmulShape, Quantize, RmsNormForward, Scaling,
+    Activation, ActivationInput, AttentionForward, AttentionShape, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format,
+    Fp8Forward, Fp8Scale, Fp8Scales, LayerNormForward, MatmulBackward, MatmulForward, MatmulShape, Quantize,
+    RmsNormForward, Scaling,
 };
 
 /// Returns every operation in FP8 at small shapes, which are multiples of 16.
@@ -19,6 +20,16 @@ pub fn edge_cases() -> Vec<Case> {
         cases.extend(linear(MatmulShape { rows, c, oc }));
         cases.extend(mlp(MatmulShape { rows, c, oc }));
         cases.extend(norm(MatmulShape { rows, c, oc }));
+    }
+    // Not all of these are in the kernels that quantize: head sizes 64 and 128.
+    for (t, head_size, scaling) in [
+        (48, 64, Scaling::Delayed),
+        (144, 64, Scaling::Given),
+        (272, 128, Scaling::Delayed),
+        (48, 80, Scaling::Delayed),
+    ] {
+        let shape = AttentionShape { b: 1, t, heads: 4, kv_heads: 2, head_size };
+        cases.push(quantized_attention(shape, scaling));
     }
     cases
 }
@@ -88,16 +99,27 @@ fn widen_tolerances(operands: &mut [Operand], accumulation: Fp8Accumulation) {
     }
 }
 
-/// Quantizes a weight (OC, C).
-fn quantize_weight(
+/// Quantizes `inp` to E4M3.
+fn quantize(
     engine: &mut dyn Engine,
     inp: Tensor,
     [out, transposed]: [Option<Tensor>; 2],
     scale: Fp8Scale,
+    scaling: Scaling,
+    shape: [usize; 2],
+) -> Result<()> {
+    engine.run(Quantize { out, transposed, inp, scale, scaling, format: Fp8Format::E4m3, shape, column_sums: None })
+}
+
+/// Quantizes a weight (OC, C).
+fn quantize_weight(
+    engine: &mut dyn Engine,
+    inp: Tensor,
+    to: [Option<Tensor>; 2],
+    scale: Fp8Scale,
     shape: MatmulShape,
 ) -> Result<()> {
-    let (scaling, format, shape) = (Scaling::Current, Fp8Format::E4m3, [shape.oc, shape.c]);
-    engine.run(Quantize { out, transposed, inp, scale, scaling, format, shape, column_sums: None })
+    quantize(engine, inp, to, scale, Scaling::Current, [shape.oc, shape.c])
 }
 
 fn forward(
@@ -124,11 +146,11 @@ fn forward(
             EpilogueKind::Residual => Epilogue::Residual(x[4]),
             EpilogueKind::Activation(activation) => Epilogue::Activation(activation, x[4]),
         };
+        let inp_scale = of(x[first + 2], x[first + 3]);
+        quantize(e, x[1], [Some(x[first]), None], inp_scale, scaling, [rows, c])?;
         let fp8 = Fp8Forward {
             inp: x[first],
-            inp_is_quantized: false,
-            inp_scale: of(x[first + 2], x[first + 3]),
-            scaling,
+            inp_scale: inp_scale.scale,
             out: None,
             weight: x[first + 1],
             weight_scale: x[first + 4],
@@ -277,11 +299,10 @@ fn mlp_forward(shape: MatmulShape, activation: Activation, accumulation: Fp8Accu
             shape: [rows, oc],
             column_sums: None,
         };
+        quantize(e, x[2], [Some(x[n]), None], scale_of(x, 0), Scaling::Current, [rows, shape.c])?;
         let fp8 = Fp8Forward {
             inp: x[n],
-            inp_is_quantized: false,
-            inp_scale: scale_of(x, 0),
-            scaling: Scaling::Current,
+            inp_scale: scale_of(x, 0).scale,
             out: Some(quantized),
             weight: x[n + 1],
             weight_scale: scale_of(x, 1).scale,
@@ -292,9 +313,7 @@ fn mlp_forward(shape: MatmulShape, activation: Activation, accumulation: Fp8Accu
         e.run(MatmulForward { out, inp, weight, bias: Some(bias), epilogue, shape, fp8: Some(fp8) })?;
         let fp8 = Fp8Forward {
             inp: x[n + 2],
-            inp_is_quantized: true,
-            inp_scale: scale_of(x, 2),
-            scaling: Scaling::Delayed,
+            inp_scale: scale_of(x, 2).scale,
             out: None,
             weight: x[n + 4],
             weight_scale: scale_of(x, 3).scale,
@@ -527,9 +546,7 @@ fn quantized_norm(shape: MatmulShape, is_layernorm: bool, scaling: Scaling) -> C
         let accumulation = Fp8Accumulation::Fast;
         let forward = Fp8Forward {
             inp: x[n],
-            inp_is_quantized: true,
-            inp_scale: scale_of(x, 0),
-            scaling,
+            inp_scale: scale_of(x, 0).scale,
             out: None,
             weight: x[n + 2],
             weight_scale: scale_of(x, 1).scale,
@@ -562,6 +579,58 @@ fn quantized_norm(shape: MatmulShape, is_layernorm: bool, scaling: Scaling) -> C
     let name = format!("{} fp8 {scaling:?}", linear_name(shape, false)).to_lowercase();
     let operation = if is_layernorm { "layernorm_forward" } else { "rmsnorm_forward" };
     let case = case(operation, name, linear_workload(shape), operands, work, run);
+    Case { before: Some(Box::new(before)), ..case }
+}
+
+/// attended (B, T, NH, HS) is also quantized. out (rows, OC) = attended · weightᵀ reads the quantized copy.
+fn quantized_attention(attention: AttentionShape, scaling: Scaling) -> Case {
+    let (rows, oc) = (attention.b * attention.t, 64);
+    let (c, packed) = (attention.heads * attention.head_size, attention.packed_heads() * attention.head_size);
+    let shape = MatmulShape { rows, c, oc };
+    let mut operands = vec![
+        output("out", rows * oc, NEIGHBORS),
+        output("attended", rows * c, Tolerance::ATTENTION),
+        f32(output("lse", rows * attention.heads, Tolerance::CHAIN)),
+        input("qkv", rows * packed, super::UNIT),
+        input("weight", oc * c, Init::Uniform { mean: 0.0, spread: 0.2 }),
+        fp8("attended in FP8", rows * c),
+        fp8("weight in FP8", oc * c),
+    ];
+    let mut of_attended = scale(["scale of attended", "amax of attended"], Fp8Format::E4m3);
+    if scaling == Scaling::Delayed {
+        of_attended[1].checked = Some(Tolerance { f32: 1e-2, bf16: 1e-2 });
+    }
+    operands.extend(of_attended);
+    operands.extend(scale(["scale of weight", "amax of weight"], Fp8Format::E4m3));
+    let run = move |e: &mut dyn Engine, x: &[Tensor]| {
+        let quantized = Quantize {
+            out: Some(x[5]),
+            transposed: None,
+            inp: x[1],
+            scale: of(x[7], x[8]),
+            scaling,
+            format: Fp8Format::E4m3,
+            shape: [rows, c],
+            column_sums: None,
+        };
+        e.run(AttentionForward { out: x[1], lse: x[2], qkv: x[3], shape: attention, quantized: Some(quantized) })?;
+        let fp8 = Fp8Forward {
+            inp: x[5],
+            inp_scale: x[7],
+            out: None,
+            weight: x[6],
+            weight_scale: x[9],
+            accumulation: Fp8Accumulation::Fast,
+        };
+        let [out, inp, weight] = [x[0], x[1], x[4]];
+        e.run(MatmulForward { out, inp, weight, bias: None, epilogue: Epilogue::None, shape, fp8: Some(fp8) })
+    };
+    let before =
+        move |e: &mut dyn Engine, x: &[Tensor]| quantize_weight(e, x[4], [Some(x[6]), None], of(x[9], x[10]), shape);
+    let work = Work { floats: rows * (2 * c + packed), bytes: 4 * rows * attention.heads, flops: 2 * rows * c * oc };
+    let workload = Workload { attention, ..linear_workload(shape) };
+    let name = format!("{} fp8 {scaling:?}", heads_name(attention)).to_lowercase();
+    let case = case("attention_forward", name, workload, operands, work, run);
     Case { before: Some(Box::new(before)), ..case }
 }
 
