@@ -97,6 +97,18 @@ const NAMES: [&str; 2] = ["main.log", "main.jsonl"];
 /// The file of the texts that a run generates: JSON objects with `step`, `text` and `time`.
 pub const SAMPLES: &str = "samples.jsonl";
 
+/// Returns the last step in the log of a run, if there is one.
+pub fn last_step(directory: &Path) -> Option<usize> {
+    const TAIL: u64 = 4096;
+    let file = File::open(directory.join(NAMES[0])).ok()?;
+    let len = file.size().ok()?;
+    let read = len.min(TAIL);
+    let mut tail = vec![0; read as usize];
+    file.read_exact_at(&mut tail, len - read).ok()?;
+    let step = |line: &str| line.strip_prefix("s:")?.split(' ').next()?.parse().ok();
+    String::from_utf8_lossy(&tail).lines().rev().find_map(step)
+}
+
 /// A file of lines. Lines that cannot be written, as on a full disk, are kept in memory and written with a later line.
 #[derive(Debug)]
 pub(crate) struct LineFile {

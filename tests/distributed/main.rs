@@ -3,6 +3,7 @@
 mod checkpoints;
 mod clusters;
 mod compact_state;
+mod elastic;
 mod failures;
 mod hardware;
 mod hybrid_sharding;

@@ -192,6 +192,17 @@ impl World {
         Command::new("kill").args(["-s", signal, &self.process(out, rank)]).status().unwrap();
     }
 
+    /// Kills a rank and the script that would start it again, which is its parent.
+    pub fn remove_with_supervisor(&self, out: &str, rank: usize) {
+        let process = self.process(out, rank);
+        let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap();
+        // After the name in parentheses: the state and the parent.
+        let parent = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(1).unwrap().to_owned();
+        for process in [parent, process] {
+            Command::new("kill").args(["-KILL", &process]).status().unwrap();
+        }
+    }
+
     /// Checks that two runs have the same last checkpoint and log.
     pub fn assert_same_result(&self, one: &str, other: &str) {
         for name in ["model_00000400.bin", "state_00000400_00000.bin", "main.log"] {

@@ -20,6 +20,10 @@ pub enum Fault {
     #[error("{0}")]
     Startup(String),
 
+    /// A rank did not come, but the run can start without it.
+    #[error("{0}")]
+    Absent(String),
+
     /// Another rank ended the run because of an error.
     #[error("{peer} failed: {text}")]
     RankFailed { peer: String, text: String, recoverable: bool },
@@ -66,7 +70,11 @@ impl Fault {
     pub fn is_recoverable(&self) -> bool {
         match self {
             Self::ReportedByRank0 { recoverable, .. } | Self::RankFailed { recoverable, .. } => *recoverable,
-            Self::Device { .. } | Self::Disconnected { .. } | Self::TimedOut { .. } | Self::Stalled { .. } => true,
+            Self::Device { .. }
+            | Self::Disconnected { .. }
+            | Self::TimedOut { .. }
+            | Self::Stalled { .. }
+            | Self::Absent(_) => true,
             Self::Startup(_) | Self::Hardware(_) | Self::ReplicaMismatch { .. } | Self::CollectiveMismatch { .. } => {
                 false
             }

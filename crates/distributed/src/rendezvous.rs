@@ -16,6 +16,7 @@
 //! ```
 
 mod client;
+pub mod elastic;
 mod handshake;
 mod secret;
 
@@ -25,9 +26,10 @@ use super::fault::Fault;
 use super::launcher::World;
 use super::tcp_group::{Connection, TcpGroup};
 use anyhow::{Context, bail};
+use elastic::{Applicant, Assignment};
 use engine::Result;
 use handshake::Handshakes;
-use secret::{Nonce, Proof};
+use secret::{Nonce, Proof, random_text};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -79,7 +81,7 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 const HELLO_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Name and version of the rendezvous protocol.
-const PROTOCOL: &str = "llm.rs ranks 5";
+const PROTOCOL: &str = "llm.rs ranks 6";
 const PROTOCOL_PREFIX: &str = "llm.rs ranks ";
 
 /// Largest message of the rendezvous protocol.
@@ -100,6 +102,9 @@ struct Hello {
     /// Earlier versions of the program send none.
     #[serde(default)]
     nonce: Nonce,
+    /// The rank has no part in the run yet: see [`elastic`].
+    #[serde(default)]
+    applicant: Option<Applicant>,
 }
 
 /// A message of rank 0 to another rank.
@@ -115,6 +120,12 @@ enum Reply {
     Refused { text: String, recoverable: bool },
     /// Rank 0 belongs to another run.
     OtherRun,
+    /// The applicant must wait, while a run is in progress or until enough ranks have come.
+    Waiting { running: bool, finished: bool },
+    /// The applicant has a part in the run.
+    Assigned(Box<Assignment>),
+    /// The applicant cannot be part of the run.
+    Rejected { text: String },
 }
 
 /// The host of a process.
@@ -133,7 +144,7 @@ impl Host {
 }
 
 /// The contents of a rendezvous file, written by rank 0.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 struct RendezvousFile {
     run: String,
     host: Host,
@@ -167,6 +178,8 @@ struct Attempt<'a> {
     timeouts: Timeouts,
     deadline: Instant,
     secret: Option<Secret>,
+    /// Whether the ranks can meet again, without those that do not come.
+    may_restart: bool,
 }
 
 /// A place where rank 0 may listen.
@@ -186,7 +199,7 @@ pub fn connect(
     secret: Option<Secret>,
     timeouts: Timeouts,
 ) -> Result<Connected> {
-    let attempt = Attempt { world, timeouts, deadline: time::now() + timeouts.rendezvous, secret };
+    let attempt = Attempt { world, timeouts, deadline: time::now() + timeouts.rendezvous, secret, may_restart: false };
     let job = world.job.as_deref().unwrap_or_default();
     match endpoint {
         Some(Endpoint::Tcp(address)) if world.rank == 0 => {
@@ -305,7 +318,7 @@ impl Attempt<'_> {
                 return Ok(None);
             }
             if time::now() >= self.deadline {
-                return Ok(Some(Fault::Startup(self.missing_ranks(clients, listener.note.as_deref()))));
+                return Ok(Some(self.absent(self.missing_ranks(clients, listener.note.as_deref()))));
             }
             match listener.socket.accept() {
                 Ok(stream) => handshakes.begin(stream),
@@ -326,6 +339,11 @@ impl Attempt<'_> {
                 return Ok(Some(Fault::Startup(text)));
             }
         }
+    }
+
+    /// Returns the fault if ranks do not come.
+    fn absent(&self, text: String) -> Fault {
+        if self.may_restart { Fault::Absent(text) } else { Fault::Startup(text) }
     }
 
     fn missing_ranks(&self, clients: &[Client], note: Option<&str>) -> String {

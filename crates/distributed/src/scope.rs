@@ -36,6 +36,11 @@ impl ShardGroups {
         Ok(Self { world_size, shard_size })
     }
 
+    /// Returns the smallest possible size of a group that is at least `shard_size`, or the largest possible size.
+    pub fn smallest_size(world_size: usize, shard_size: usize) -> usize {
+        (shard_size..world_size).find(|&n| world_size.is_multiple_of(n)).unwrap_or(world_size)
+    }
+
     /// Returns the number of ranks in a group.
     pub fn shard_size(self) -> usize {
         self.shard_size
@@ -127,6 +132,13 @@ mod tests {
         assert_eq!(simplified(4, Scope::ShardGroup), Scope::World);
         assert_eq!(simplified(1, Scope::Replicas), Scope::World);
         assert_eq!(simplified(2, Scope::Replicas), Scope::Replicas);
+    }
+
+    #[test]
+    fn the_smallest_size_divides_the_ranks() {
+        let sizes = [(4, 2), (3, 2), (6, 4), (15, 8), (7, 2), (2, 4), (1, 4)];
+        let smallest = sizes.map(|(ranks, size)| ShardGroups::smallest_size(ranks, size));
+        assert_eq!(smallest, [2, 3, 6, 15, 7, 2, 1]);
     }
 
     #[test]

@@ -2,8 +2,8 @@
 
 use super::secret::{Nonce, Side};
 use super::{
-    Attempt, Candidate, Connected, HELLO_TIMEOUT, Hello, Host, PROTOCOL, RETRY_INTERVAL, ReceiveError, Reply, Secret,
-    receive_json, send_json, send_text,
+    Applicant, Attempt, Candidate, Connected, HELLO_TIMEOUT, Hello, Host, PROTOCOL, RETRY_INTERVAL, ReceiveError,
+    Reply, Secret, receive_json, send_json, send_text,
 };
 use crate::fault::Fault;
 use crate::tcp_group::Connection;
@@ -64,22 +64,18 @@ impl Attempt<'_> {
                             (found_unknown, findings.unknown) =
                                 (true, Some(format!("{address} is rank 0 of another run")));
                         }
-                        Ok((_, Reply::Wait | Reply::Challenge { .. })) => {
+                        Ok((_, _)) => {
                             findings.silent = Some(format!("the server at {address} sent an invalid reply"));
                         }
-                        Err(RequestError::Unreachable(error)) => {
-                            (findings.unreachable, may_appear) = (format!("{address}: {error}"), true);
-                        }
-                        Err(RequestError::NoReply(problem)) => {
-                            findings.silent = Some(format!("the server at {address} {problem}"));
-                        }
-                        Err(RequestError::Secret(problem)) => {
-                            (found_unknown, findings.unknown) =
-                                (true, Some(format!("the server at {address} {problem}")));
-                        }
-                        Err(RequestError::UnknownServer(data)) => {
-                            let text = format!("another program listens at {address} and sent {data:?}");
-                            (found_unknown, findings.unknown) = (true, Some(text));
+                        Err(error) => {
+                            let text = error.describe(&address);
+                            match error {
+                                RequestError::Unreachable(_) => (findings.unreachable, may_appear) = (text, true),
+                                RequestError::NoReply(_) => findings.silent = Some(text),
+                                RequestError::Secret(_) | RequestError::UnknownServer(_) => {
+                                    (found_unknown, findings.unknown) = (true, Some(text));
+                                }
+                            }
                         }
                     }
                 }
@@ -109,7 +105,7 @@ impl Attempt<'_> {
                 "check that rank 0 is running and reachable; ranks on several hosts need --rendezvous",
             ),
         };
-        Fault::Startup(format!(
+        self.absent(format!(
             "rank {} of {}: expected rank 0 at {place} within {:.0} s, found none ({found}); {fix}",
             self.world.rank,
             self.world.world_size,
@@ -117,13 +113,39 @@ impl Attempt<'_> {
         ))
     }
 
-    /// Connects to a server, sends [`Hello`], exchanges proofs if there is a secret, and returns the final reply.
+    /// Asks rank 0 to join, and returns its final reply.
     fn request(
         &self,
         address: SocketAddr,
         run: String,
         secret: Option<&Secret>,
     ) -> Result<(TcpStream, Reply), RequestError> {
+        let (stream, reply) = self.introduce(address, run, secret, None)?;
+        let reply = match reply {
+            Ok(Reply::Wait) => receive_within(&stream, self.timeouts.rendezvous + REPLY_MARGIN),
+            reply => reply,
+        };
+        match reply {
+            Ok(reply) => Ok((stream, reply)),
+            Err(ReceiveError::Unknown(data)) => Err(RequestError::UnknownServer(data)),
+            Err(ReceiveError::Io(error)) => Err(RequestError::NoReply(match error.kind() {
+                io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => "does not reply".to_owned(),
+                io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
+                    "closes the connection without a reply".to_owned()
+                }
+                _ => format!("does not reply: {error}"),
+            })),
+        }
+    }
+
+    /// Connects to a server, sends [`Hello`], exchanges proofs if there is a secret, and returns the reply.
+    pub(super) fn introduce(
+        &self,
+        address: SocketAddr,
+        run: String,
+        secret: Option<&Secret>,
+        applicant: Option<Applicant>,
+    ) -> Result<(TcpStream, Result<Reply, ReceiveError>), RequestError> {
         let limit =
             |timeout: Duration| timeout.min(self.deadline.saturating_duration_since(time::now())).max(RETRY_INTERVAL);
         let stream = TcpStream::connect_timeout(&address, limit(HELLO_TIMEOUT)).map_err(RequestError::Unreachable)?;
@@ -139,16 +161,12 @@ impl Attempt<'_> {
             host: Host::here(),
             process: std::process::id(),
             nonce: Nonce::random().map_err(|error| RequestError::NoReply(format!("was sent nothing: {error:#}")))?,
+            applicant,
         };
         let hello = serde_json::to_vec(&hello).map_err(|error| RequestError::NoReply(error.to_string()))?;
-        let receive_within = |timeout| {
-            stream.set_read_timeout(Some(timeout)).map_err(ReceiveError::Io)?;
-            receive_json(&stream)
-        };
         // If the server has closed the connection, it may have sent a message before. The error appears when reading.
         let _ = send_text(&stream, &hello);
-        let first = receive_within(limit(2 * HELLO_TIMEOUT));
-        let reply = match first {
+        let reply = match receive_within(&stream, limit(2 * HELLO_TIMEOUT)) {
             Ok(Reply::Challenge { nonce, proof }) => {
                 let Some(secret) = secret else {
                     return Err(RequestError::Secret(format!(
@@ -163,33 +181,27 @@ impl Attempt<'_> {
                     .prove(Side::OtherRank, &hello, nonce)
                     .map_err(|error| RequestError::Secret(format!("got no proof: {error:#}")))?;
                 let _ = send_json(&stream, &proof);
-                receive_within(limit(2 * HELLO_TIMEOUT))
+                receive_within(&stream, limit(2 * HELLO_TIMEOUT))
             }
-            Ok(Reply::Wait | Reply::Accepted { .. }) if secret.is_some() => {
+            Ok(Reply::Wait | Reply::Accepted { .. } | Reply::Waiting { .. } | Reply::Assigned(_))
+                if secret.is_some() =>
+            {
                 return Err(RequestError::Secret("does not prove that it knows the secret of this rank".to_owned()));
             }
             first => first,
         };
-        let reply = reply.and_then(|reply| match reply {
-            Reply::Wait => receive_within(self.timeouts.rendezvous + REPLY_MARGIN),
-            reply => Ok(reply),
-        });
-        match reply {
-            Ok(reply) => Ok((stream, reply)),
-            Err(ReceiveError::Unknown(data)) => Err(RequestError::UnknownServer(data)),
-            Err(ReceiveError::Io(error)) => Err(RequestError::NoReply(match error.kind() {
-                io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => "does not reply".to_owned(),
-                io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
-                    "closes the connection without a reply".to_owned()
-                }
-                _ => format!("does not reply: {error}"),
-            })),
-        }
+        Ok((stream, reply))
     }
 }
 
+/// Receives a reply that begins to arrive within a time.
+fn receive_within(stream: &TcpStream, timeout: Duration) -> Result<Reply, ReceiveError> {
+    stream.set_read_timeout(Some(timeout)).map_err(ReceiveError::Io)?;
+    receive_json(stream)
+}
+
 /// Why a request to join was not answered.
-enum RequestError {
+pub(super) enum RequestError {
     /// No connection could be made.
     Unreachable(io::Error),
     /// The connection was made but no reply arrived. A proxy may accept connections before rank 0 listens.
@@ -198,6 +210,17 @@ enum RequestError {
     Secret(String),
     /// The reply is from another program. Contains its beginning.
     UnknownServer(String),
+}
+
+impl RequestError {
+    /// Describes what was found at an address.
+    pub(super) fn describe(&self, address: &str) -> String {
+        match self {
+            Self::Unreachable(error) => format!("{address}: {error}"),
+            Self::NoReply(problem) | Self::Secret(problem) => format!("the server at {address} {problem}"),
+            Self::UnknownServer(data) => format!("another program listens at {address} and sent {data:?}"),
+        }
+    }
 }
 
 fn is_self_connected(stream: &TcpStream) -> bool {

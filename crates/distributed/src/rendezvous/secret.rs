@@ -92,12 +92,7 @@ impl Secret {
 
     /// Creates a random secret.
     pub fn random() -> Result<Self> {
-        let Nonce(bytes) = Nonce::random()?;
-        let mut text = String::with_capacity(2 * bytes.len());
-        for byte in bytes {
-            write!(text, "{byte:02x}")?;
-        }
-        Ok(Self(text))
+        random_text().map(Self)
     }
 
     fn hmac(&self, side: Side, hello: &[u8], Nonce(nonce): Nonce) -> Result<Hmac<Sha256>> {
@@ -122,6 +117,16 @@ impl Secret {
     pub(super) fn verifies(&self, side: Side, hello: &[u8], nonce: Nonce, proof: &[u8]) -> bool {
         self.hmac(side, hello, nonce).is_ok_and(|hmac| hmac.verify_slice(proof).is_ok())
     }
+}
+
+/// Returns random hexadecimal digits.
+pub(super) fn random_text() -> Result<String> {
+    let Nonce(bytes) = Nonce::random()?;
+    let mut text = String::with_capacity(2 * bytes.len());
+    for byte in bytes {
+        write!(text, "{byte:02x}")?;
+    }
+    Ok(text)
 }
 
 #[cfg(test)]

@@ -98,8 +98,20 @@ fn results_after_client(protocol: &str) -> Vec<Result<(usize, f64), String>> {
         let stream = TcpStream::connect(address).unwrap();
         let host = Host { name: "node7".to_owned(), boot: String::new() };
         let (protocol, run) = (protocol.to_owned(), "ends".to_owned());
-        send_json(&stream, &Hello { protocol, run, rank: 1, world_size: 4, host, process: 5, nonce: Nonce::default() })
-            .unwrap();
+        send_json(
+            &stream,
+            &Hello {
+                protocol,
+                run,
+                rank: 1,
+                world_size: 4,
+                host,
+                process: 5,
+                nonce: Nonce::default(),
+                applicant: None,
+            },
+        )
+        .unwrap();
         assert!(matches!(receive_json(&stream).unwrap(), Reply::Wait));
         drop(stream);
         waiting.join().unwrap()
@@ -368,7 +380,8 @@ fn introduce(address: &str, run: &str, answer: impl FnOnce(Reply) -> Proof) -> R
     let stream = TcpStream::connect(address).unwrap();
     let host = Host { name: "stranger".to_owned(), boot: String::new() };
     let (protocol, run, nonce) = (PROTOCOL.to_owned(), run.to_owned(), Nonce::random().unwrap());
-    send_json(&stream, &Hello { protocol, run, rank: 1, world_size: 2, host, process: 5, nonce }).unwrap();
+    send_json(&stream, &Hello { protocol, run, rank: 1, world_size: 2, host, process: 5, nonce, applicant: None })
+        .unwrap();
     let proof = answer(receive_json(&stream)?);
     let _ = send_json(&stream, &proof);
     receive_json(&stream)

@@ -28,6 +28,8 @@ const FREE_BYTES: u64 = 1 << 40;
 pub struct Disk {
     nodes: Vec<Node>,
     open: Vec<OpenFile>,
+    /// The locked files and directories, each with the process and the handle that hold the lock.
+    locks: BTreeMap<usize, (usize, usize)>,
     /// Bytes that all files together may have.
     capacity: Option<u64>,
     /// Number of changes that fail from now on.
@@ -50,8 +52,6 @@ struct Directory {
     synced: BTreeMap<String, usize>,
     /// The changes since then.
     changes: Vec<Change>,
-    /// The process and the handle that hold the lock.
-    lock: Option<(usize, usize)>,
 }
 
 /// Names with their new nodes; `None` removes a name.
@@ -68,7 +68,14 @@ struct OpenFile {
 impl Default for Disk {
     fn default() -> Self {
         let root = Node::Directory(Directory::default());
-        Self { nodes: vec![root], open: Vec::new(), capacity: None, failures: 0, delay: Duration::ZERO }
+        Self {
+            nodes: vec![root],
+            open: Vec::new(),
+            locks: BTreeMap::new(),
+            capacity: None,
+            failures: 0,
+            delay: Duration::ZERO,
+        }
     }
 }
 
@@ -100,6 +107,7 @@ impl Disk {
     /// Loses what was not synced. The seed decides what else survives.
     pub fn lose_power(&mut self, seed: u64) {
         self.open.clear();
+        self.locks.clear();
         for (number, node) in self.nodes.iter_mut().enumerate() {
             let mut random = Random::new(seed ^ mix(number as u64));
             match node {
@@ -113,7 +121,7 @@ impl Disk {
                             }
                         }
                     }
-                    (directory.entries, directory.lock) = (entries.clone(), None);
+                    directory.entries = entries.clone();
                     directory.synced = entries;
                 }
                 Node::File { contents, synced } => {
@@ -160,11 +168,7 @@ impl Disk {
     }
 
     pub(super) fn release_locks(&mut self, process: usize) {
-        for node in &mut self.nodes {
-            if let Node::Directory(directory) = node {
-                directory.lock = directory.lock.filter(|(holder, _)| *holder != process);
-            }
-        }
+        self.locks.retain(|_, (holder, _)| *holder != process);
     }
 
     fn used(&self) -> u64 {
@@ -509,16 +513,12 @@ impl Handle {
         })
     }
 
-    /// Locks a directory. Returns false if another handle has locked it.
+    /// Locks a file or directory. Returns false if another handle has locked it.
     pub fn try_lock(&self) -> io::Result<bool> {
-        let process = self.task.process;
+        let holder = (self.task.process, self.open);
         self.with_disk(|disk| {
-            let directory = disk.directory(disk.open[self.open].node)?;
-            if directory.lock.is_some() {
-                return Ok(false);
-            }
-            directory.lock = Some((process, self.open));
-            Ok(true)
+            let node = disk.open[self.open].node;
+            Ok(*disk.locks.entry(node).or_insert(holder) == holder)
         })
     }
 }
@@ -529,10 +529,8 @@ impl Drop for Handle {
         let Some(open) = disk.open.get_mut(self.open) else { return };
         open.handles -= 1;
         if open.handles == 0 {
-            let held = (self.task.process, self.open);
-            if let Node::Directory(directory) = &mut disk.nodes[open.node] {
-                directory.lock = directory.lock.filter(|holder| *holder != held);
-            }
+            let (node, held) = (open.node, (self.task.process, self.open));
+            disk.locks.retain(|locked, holder| *locked != node || *holder != held);
         }
     }
 }

@@ -1,7 +1,9 @@
 //! `simulate`: trains small models as ranks of simulated processes, with faults that a seed determines.
 //!
-//! `scenario.rs` draws the run and its faults from a seed. `trial.rs` performs them and judges how the run ended. `tally.rs` counts.
+//! `scenario.rs` draws the run and its faults from a seed. `trial.rs` performs them and judges how the run ended, `removal.rs` those
+//! that lose a rank for good. `tally.rs` counts.
 
+mod removal;
 mod scenario;
 mod tally;
 mod trial;

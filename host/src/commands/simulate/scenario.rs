@@ -26,11 +26,27 @@ pub struct Scenario {
     check_ranks: usize,
     verify_every: usize,
     hash_every: usize,
+    /// Tokens in a step.
+    total_batch: usize,
+    /// The rank that is lost for good, if any.
+    pub removal: Option<Removal>,
     /// The kind of its faults, for the tally.
     pub kind: &'static str,
     /// The faults of each start of the run. The last start has none.
     pub faults: Vec<Vec<(Trigger, Fault)>>,
 }
+
+/// The permanent loss of a rank of a run with `--min-ranks`.
+#[derive(Clone, Copy, Debug)]
+pub struct Removal {
+    pub rank: usize,
+    min_ranks: usize,
+    /// Whether a process with this rank is there again after a second fault.
+    pub returns: bool,
+}
+
+/// Sequences of 8 tokens, which are the micro-batches.
+const SEQUENCE: usize = 8;
 
 /// Numbers of operations of an undisturbed run: all, and those on the disk.
 pub type Operations = (u64, u64);
@@ -73,6 +89,9 @@ impl Scenario {
             check_ranks: random.below(2) as usize,
             verify_every: random.below(3) as usize,
             hash_every: random.below(3) as usize,
+            // Two micro-batches in a step.
+            total_batch: 2 * SEQUENCE * ranks,
+            removal: None,
             kind,
             faults: Vec::new(),
         };
@@ -89,7 +108,43 @@ impl Scenario {
             }
             scenario.faults.push(faults);
         }
+        scenario.remove_rank(seed, operations);
         Ok(scenario)
+    }
+
+    /// Makes the loss of a rank permanent, in half of the seeds with such a fault. It uses random numbers of its own, so that the other
+    /// seeds do not depend on it.
+    fn remove_rank(&mut self, seed: u64, (all, _): Operations) {
+        let random = &mut Random::new(!seed.rotate_left(32));
+        let ranks = self.shape.ranks;
+        let first = self.faults.first().and_then(|faults| faults.first()).copied();
+        let Some((_, Fault::Kill(rank) | Fault::LoseHost(rank))) = first else { return };
+        if self.kind == "several" || ranks == 1 || random.below(2) == 0 {
+            return;
+        }
+        self.kind = "removed rank";
+        self.total_batch = SEQUENCE * random.choose(&[2 * ranks, 12]);
+        let min_ranks = 1 + random.below(ranks as u64) as usize;
+        self.removal = Some(Removal { rank, min_ranks, returns: false });
+        self.faults.truncate(1);
+        // Spare ranks would continue by themselves after a second fault.
+        let returns = self.world_size(ranks - 1) == Some(ranks - 1) && random.below(2) == 0;
+        if returns {
+            let lost = random.below(ranks as u64 - 1) as usize;
+            self.faults.push(vec![(Trigger::Operation(1 + random.below(all)), Fault::Kill(lost))]);
+        }
+        self.removal = Some(Removal { rank, min_ranks, returns });
+    }
+
+    /// Returns a run of another shape without faults, whose number of ranks is fixed. A step has the same batch.
+    pub fn with_shape(&self, shape: Shape) -> Self {
+        Self { shape, removal: None, faults: Vec::new(), ..self.clone() }
+    }
+
+    /// Returns the number of ranks with which a run with `--min-ranks` continues if so many have come, or `None` if they are too few.
+    pub fn world_size(&self, present: usize) -> Option<usize> {
+        let min_ranks = self.removal?.min_ranks;
+        (min_ranks..=present).rev().find(|&ranks| (self.total_batch / SEQUENCE).is_multiple_of(ranks))
     }
 
     /// Draws faults of a kind.
@@ -131,9 +186,8 @@ impl Scenario {
             ("--heads", "1".to_owned()),
             ("--channels", "8".to_owned()),
             ("--batch", "1".to_owned()),
-            ("--seq", "8".to_owned()),
-            // Two micro-batches in a step.
-            ("--total-batch", (16 * ranks).to_string()),
+            ("--seq", SEQUENCE.to_string()),
+            ("--total-batch", self.total_batch.to_string()),
             ("--steps", STEPS.to_string()),
             ("--val-every", "3".to_owned()),
             ("--val-batches", "1".to_owned()),
@@ -157,6 +211,10 @@ impl Scenario {
         if shard_size < ranks {
             arguments.extend(["--shard-size".to_owned(), shard_size.to_string()]);
         }
+        if let Some(Removal { min_ranks, .. }) = self.removal {
+            let flags = ["--min-ranks".to_owned(), min_ranks.to_string(), "--local-rank".to_owned(), rank.to_string()];
+            arguments.extend(flags);
+        }
         if let Some(rendezvous) = self.rendezvous {
             arguments.extend(["--rendezvous".to_owned(), rendezvous.to_owned()]);
         }
@@ -173,6 +231,8 @@ impl Scenario {
             check_ranks: 1,
             verify_every: 0,
             hash_every: 0,
+            total_batch: 2 * SEQUENCE * shape.ranks,
+            removal: None,
             kind: "none",
             faults: Vec::new(),
         }

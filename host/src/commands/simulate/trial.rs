@@ -1,5 +1,6 @@
 //! Performs a scenario and judges how it ended.
 
+use super::removal;
 use super::scenario::{Operations, STEPS, Scenario, Shape, directory};
 use crate::cli::Cli;
 use crate::commands::train;
@@ -48,23 +49,36 @@ struct Reference {
 pub struct References(Mutex<BTreeMap<Shape, Arc<Reference>>>);
 
 /// How a rank ended: the error, and whether it leaves the report to rank 0.
-type Outcome = Result<(), (String, bool)>;
+pub type Outcome = Result<(), (String, bool)>;
 
 /// One start of a run.
-struct Start {
-    ended: Vec<Ended<Outcome>>,
-    simulation: Simulation,
-    faults: Vec<(Duration, Fault)>,
+pub struct Start {
+    pub ended: Vec<Ended<Outcome>>,
+    pub simulation: Simulation,
+    /// The faults that have occurred.
+    pub faults: Vec<(Duration, Fault)>,
 }
 
 /// Starts all ranks and waits until they have ended.
-fn start(scenario: &Scenario, seed: u64, disk: Disk, faults: &[(Trigger, Fault)]) -> Result<Start> {
+fn start_all(scenario: &Scenario, seed: u64, disk: Disk, faults: &[(Trigger, Fault)]) -> Result<Start> {
+    let ranks: Vec<usize> = (0..scenario.shape.ranks).collect();
+    start(scenario, &ranks, seed, disk, faults)
+}
+
+/// Starts some ranks and waits until they have ended. Faults name processes, which are numbered from 0.
+pub fn start(
+    scenario: &Scenario,
+    ranks: &[usize],
+    seed: u64,
+    disk: Disk,
+    faults: &[(Trigger, Fault)],
+) -> Result<Start> {
     let simulation = Simulation::with_disk(seed, disk);
     for (trigger, fault) in faults {
         simulation.schedule(*trigger, *fault);
     }
     let mut mains: Vec<Box<dyn FnOnce() -> Outcome + Send>> = Vec::new();
-    for rank in 0..scenario.shape.ranks {
+    for &rank in ranks {
         let arguments = scenario.arguments(rank).into_iter().map(OsString::from);
         let options = Cli::from_arguments(arguments)?.into_train().context("simulate: expected flags of train")?;
         mains.push(Box::new(move || {
@@ -80,7 +94,7 @@ fn start(scenario: &Scenario, seed: u64, disk: Disk, faults: &[(Trigger, Fault)]
 }
 
 /// Returns the files that all runs of a shape have in common at their end.
-fn result(disk: &Disk, shape: Shape) -> BTreeMap<String, Vec<u8>> {
+pub fn result(disk: &Disk, shape: Shape) -> BTreeMap<String, Vec<u8>> {
     let shards = if shape.zero_stage > 0 { shape.shard_size } else { 1 };
     let states = (0..shards).map(|rank| state_name(STEPS, rank));
     let names = [model_name(STEPS), "main.log".to_owned()].into_iter().chain(states);
@@ -95,7 +109,7 @@ impl References {
             return Ok(reference.clone());
         }
         // Without the lock: other threads may need other shapes.
-        let Start { ended, simulation, .. } = start(&Scenario::undisturbed(shape), 0, Disk::default(), &[])?;
+        let Start { ended, simulation, .. } = start_all(&Scenario::undisturbed(shape), 0, Disk::default(), &[])?;
         for Ended { end, .. } in ended {
             anyhow::ensure!(matches!(end, End::Returned(Ok(()))), "an undisturbed run failed: {end:?}");
         }
@@ -123,20 +137,23 @@ fn run_scenario(seed: u64, scenario: &Scenario, references: &References) -> Resu
         failure: None,
         story,
     };
+    if let Some(removal) = scenario.removal {
+        removal::run(seed, scenario, removal, &mut verdict)?;
+        return Ok(verdict);
+    }
     let mut disk = Disk::default();
     let mut reported = None;
     for number in 0..=scenario.faults.len() {
         let faults = scenario.faults.get(number).map_or(&[][..], Vec::as_slice);
         let last = number == scenario.faults.len();
-        let started = start(scenario, seed.wrapping_mul(31).wrapping_add(number as u64), disk, faults)?;
-        verdict.faults += started.faults.len() as u64;
-        verdict.tell(&started);
+        let started = start_all(scenario, seed.wrapping_mul(31).wrapping_add(number as u64), disk, faults)?;
+        verdict.add(&started);
         if let Err(failure) = verdict.judge(&started, &mut reported, last) {
             verdict.failure = Some(failure);
             return Ok(verdict);
         }
         let complete = started.ended.iter().all(|ended| matches!(ended.end, End::Returned(Ok(()))));
-        verdict.trace = verdict.trace.rotate_left(7) ^ started.simulation.trace();
+        verdict.finish_start(&started);
         disk = started.simulation.into_disk();
         if complete {
             let found = result(&disk, scenario.shape);
@@ -145,7 +162,6 @@ fn run_scenario(seed: u64, scenario: &Scenario, references: &References) -> Resu
             verdict.failure = differs.map(|(name, _)| format!("{name} differs from that of an undisturbed run"));
             return Ok(verdict);
         }
-        verdict.restarts += 1;
         disk.repair();
     }
     verdict.failure = Some("a start without faults did not complete the run".to_owned());
@@ -153,6 +169,19 @@ fn run_scenario(seed: u64, scenario: &Scenario, references: &References) -> Resu
 }
 
 impl Verdict {
+    /// Counts the faults of a start and adds it to the story.
+    pub fn add(&mut self, start: &Start) {
+        self.faults += start.faults.len() as u64;
+        self.tell(start);
+    }
+
+    /// Counts a start that is followed by a restart unless it has completed the run.
+    pub fn finish_start(&mut self, start: &Start) {
+        self.trace = self.trace.rotate_left(7) ^ start.simulation.trace();
+        let complete = start.ended.iter().all(|ended| matches!(ended.end, End::Returned(Ok(()))));
+        self.restarts += usize::from(!complete);
+    }
+
     /// Adds a start to the story.
     fn tell(&mut self, start: &Start) {
         self.story.push(format!("start {}", self.restarts));
@@ -167,7 +196,7 @@ impl Verdict {
     }
 
     /// Judges one start. `reported` is the newest checkpoint that the run has reported as complete.
-    fn judge(&mut self, start: &Start, reported: &mut Option<usize>, last: bool) -> Result<(), String> {
+    pub fn judge(&mut self, start: &Start, reported: &mut Option<usize>, last: bool) -> Result<(), String> {
         let Start { ended, simulation, faults } = start;
         if let Some(stopped) = simulation.stopped() {
             return Err(format!("the run did not end: {stopped:?}"));
@@ -260,7 +289,9 @@ fn check_errors(ended: &[Ended<Outcome>], faults: &[(Duration, Fault)]) -> Resul
         // An isolated rank hears nothing of rank 0. The others may have completed the run.
         Fault::Isolate(isolated, _) if texts.iter().all(|(rank, _)| *rank == isolated) => rank_0_is_silent,
         Fault::Kill(rank) | Fault::LoseHost(rank) | Fault::Freeze(rank, _) | Fault::Isolate(rank, _) => {
-            vec![format!("rank {rank}"), format!("missing rank {rank}")]
+            // If ranks may be missing, the error that too few have come lists these by the launcher's numbers.
+            let too_few = "rendezvous: expected at least ".to_owned();
+            vec![format!("rank {rank}"), format!("missing rank {rank}"), too_few]
         }
         Fault::ResetConnection => vec!["disconnected".to_owned(), "closes the connection".to_owned()],
         Fault::DiskFull(_) => vec!["No space left".to_owned(), "of free space".to_owned()],
@@ -286,7 +317,7 @@ mod tests {
         for i in 0..16 {
             let freeze =
                 (Trigger::Operation(operations / 4 + i * operations / 32), Fault::Freeze(1, Duration::from_mins(2)));
-            let Start { ended, simulation, .. } = start(&scenario, i, Disk::default(), &[freeze]).unwrap();
+            let Start { ended, simulation, .. } = start_all(&scenario, i, Disk::default(), &[freeze]).unwrap();
             let text = match &ended[0].end {
                 End::Returned(Err((text, _))) => text.clone(),
                 _ => ended[0].errors.join("\n"),

@@ -1,6 +1,7 @@
 //! `train`: resolves the flags, plans the memory, and runs the training loop.
 
 mod directory;
+mod elastic;
 pub mod multi_rank;
 mod options;
 mod resolve;
@@ -25,8 +26,10 @@ use checkpoint::{RunState, fingerprint};
 use data::{Loader, MultipleChoice, Prefetch};
 use directory::OutDirectory;
 use distributed::Ranks;
+use distributed::rendezvous::elastic::Members;
+use elastic::Part;
 use engine::Engine;
-use engine::open::Device;
+use engine::open::{Device, Opened};
 use engine::plan::Plan;
 use engine::trace::BitFlip;
 use interchange::ModelSource;
@@ -46,9 +49,48 @@ pub fn run(args: &Options) -> Result<()> {
 
 /// Trains a model as one rank of a run. `stop` creates the source of requests to stop, from the directory in which this rank writes.
 pub fn run_until(args: &Options, stop: impl FnOnce(Option<PathBuf>) -> Result<Stop>) -> Result<()> {
-    let (mut ranks, local_rank) = multi_rank::connect(&args.launch)?;
     // An error on one rank ends the run on all ranks.
-    train(args, &mut ranks, local_rank, stop).map_err(|error| ranks.abort(error))
+    let train_as = |args: &Options, mut ranks: Ranks, start| {
+        train(args, &mut ranks, start, stop).map_err(|error| ranks.abort(error))
+    };
+    let Some(min_ranks) = args.min_ranks.filter(|_| !args.dry_run) else {
+        let (ranks, local_rank) = multi_rank::connect(&args.launch)?;
+        return train_as(args, ranks, Start { local_rank, opened: None, members: None });
+    };
+    let args = elastic::flags(args);
+    let Some(Part { ranks, start, lock }) = elastic::join(&args, min_ranks)? else { return Ok(()) };
+    let result = train_as(&args, ranks, start);
+    drop(lock);
+    result
+}
+
+/// How a process begins as a rank of a run.
+pub struct Start {
+    local_rank: usize,
+    /// The GPU and its engine, if it was opened before the ranks met.
+    opened: Option<(usize, Opened)>,
+    /// The ranks of a run whose number of ranks may change.
+    members: Option<Members>,
+}
+
+impl Start {
+    /// Returns the number of the GPU of this rank, and the engine.
+    fn open(self, args: &Options, ranks: &Ranks) -> Result<(usize, Opened)> {
+        if let Some(opened) = self.opened {
+            return Ok(opened);
+        }
+        let gpu = multi_rank::gpu_of(self.local_rank, ranks.world_size() == 1, args.hardware.device)?;
+        Ok((gpu, if args.dry_run { args.hardware.open_to_plan(gpu) } else { args.hardware.open_on(gpu) }?))
+    }
+
+    /// Returns the size of the shard groups. Adds notes on what differs from the flags, because ranks are missing.
+    fn shard_size(&self, args: &Options, ranks: &Ranks, notes: &mut Vec<String>) -> Option<usize> {
+        let (Some(members), wanted) = (&self.members, args.shard_size) else { return args.shard_size };
+        notes.extend(elastic::note(members, args));
+        let (size, note) = elastic::shard_size(ranks.world_size(), wanted?);
+        notes.extend(note.filter(|_| args.zero_stage > 0));
+        Some(size)
+    }
 }
 
 /// A run whose memory is planned; nothing has been allocated or written yet.
@@ -71,18 +113,19 @@ struct PlannedRun {
 fn train(
     args: &Options,
     ranks: &mut Ranks,
-    local_rank: usize,
+    start: Start,
     stop: impl FnOnce(Option<PathBuf>) -> Result<Stop>,
 ) -> Result<()> {
     let started = time::now();
-    let shard = multi_rank::shard(ranks, args.shard_size)?;
-    let gpu = multi_rank::gpu_of(local_rank, ranks.world_size() == 1, args.hardware.device)?;
-    let mut opened = if args.dry_run { args.hardware.open_to_plan(gpu) } else { args.hardware.open_on(gpu) }?;
+    let mut elastic_notes = Vec::new();
+    let shard = multi_rank::shard(ranks, start.shard_size(args, ranks, &mut elastic_notes))?;
+    let (gpu, mut opened) = start.open(args, ranks)?;
     // Rank 0 owns the output directory and reads the checkpoint that the run resumes from.
     let out = args.out.as_deref().filter(|_| ranks.is_first());
     let mut out = out.map(|path| OutDirectory::inspect(path, args)).transpose()?;
     let FoundCheckpoint { checkpoint, mut notes } =
         out.as_mut().map(|out| std::mem::take(&mut out.found)).unwrap_or_default();
+    notes.extend(elastic_notes);
     let resumed = ranks.broadcast(checkpoint.as_ref().map(Checkpoint::descriptor))?;
     let Resolved { config, descriptor, weights, train, val, hellaswag, tokenizer } =
         Resolved::new(args, &opened, resumed, ranks.rank(), ranks.world_size())?;
@@ -166,6 +209,10 @@ impl PlannedRun {
         self.allocate(ranks, engine)?;
         let Self { config, model, console, mut train, mut notes, .. } = self;
         let newest = ranks.broadcast(self.checkpoint.as_ref().map(|checkpoint| checkpoint.step))?;
+        // Any rank may be rank 0 after the next restart.
+        if let Some(step) = newest.filter(|_| args.min_ranks.is_some() && !ranks.is_first()) {
+            multi_rank::open_checkpoint(&config, step)?;
+        }
         let state = match self.checkpoint {
             Some(checkpoint) => {
                 checkpoint.load(&model, engine, &mut train, config.total_batch, args.force_resume, &mut notes)?

@@ -14,6 +14,7 @@ use checkpoint::{Progress, RunState};
 use data::Loader;
 use distributed::launcher::{self, Flags};
 use distributed::rendezvous::{self, Secret};
+use distributed::tcp_group::TcpGroup;
 use distributed::{Ranks, Scope, ShardGroups};
 use engine::open::{Device, GPU};
 use engine::{BatchLayout, Engine};
@@ -28,26 +29,43 @@ const CONSOLE_FILE: &str = "console.log";
 
 /// Meets the other ranks of the run. Returns them, and the local rank of this process.
 pub fn connect(launch: &Launch) -> Result<(Ranks, usize)> {
-    let flags = Flags { rank: launch.rank, world_size: launch.world_size, local_rank: launch.local_rank };
-    let world = launcher::from_environment(flags)?;
+    let world = launcher::from_environment(launcher_flags(launch))?;
     if world.world_size == 1 {
         return Ok((Ranks::Single, launch.local_rank.unwrap_or(GPU)));
     }
-    let timeouts = rendezvous::Timeouts {
+    let connected = rendezvous::connect(&world, launch.rendezvous.as_ref(), secret(launch)?, timeouts(launch))?;
+    Ok((self::connected(connected.group, launch), connected.local_rank))
+}
+
+/// Returns the flags that replace the launcher's variables.
+pub fn launcher_flags(launch: &Launch) -> Flags {
+    Flags { rank: launch.rank, world_size: launch.world_size, local_rank: launch.local_rank }
+}
+
+/// Returns the timeouts of the rendezvous and of the run.
+pub fn timeouts(launch: &Launch) -> rendezvous::Timeouts {
+    rendezvous::Timeouts {
         rendezvous: Duration::from_secs(launch.rendezvous_timeout as u64),
         step: Duration::from_secs(launch.step_timeout as u64),
-    };
-    let secret = match &launch.rendezvous_secret {
-        Some(path) => Some(Secret::from_file(path).context("--rendezvous-secret")?),
-        None => Secret::from_environment()?,
-    };
-    let connected = rendezvous::connect(&world, launch.rendezvous.as_ref(), secret, timeouts)?;
-    connected.group.set_startup_timeout(Duration::from_secs(launch.start_timeout as u64));
-    let ranks = Ranks::Connected(connected.group);
+    }
+}
+
+/// Returns the secret of the run, if there is one.
+pub fn secret(launch: &Launch) -> Result<Option<Secret>> {
+    match &launch.rendezvous_secret {
+        Some(path) => Ok(Some(Secret::from_file(path).context("--rendezvous-secret")?)),
+        None => Secret::from_environment(),
+    }
+}
+
+/// Returns the ranks of a new group.
+pub fn connected(group: TcpGroup, launch: &Launch) -> Ranks {
+    group.set_startup_timeout(Duration::from_secs(launch.start_timeout as u64));
+    let ranks = Ranks::Connected(group);
     if !ranks.is_first() {
         terminal::hide_bars();
     }
-    Ok((ranks, connected.local_rank))
+    ranks
 }
 
 /// Returns the GPU of a local rank. If only one GPU is visible, the launcher has selected it for this rank, unless the run consists
@@ -172,10 +190,14 @@ pub fn broadcast_start(
     })
 }
 
+/// Opens the checkpoint of `step`, which rank 0 has checked.
+pub fn open_checkpoint(config: &Config, step: usize) -> Result<Checkpoint> {
+    let out = config.out.as_deref().context("--out: expected a directory to resume from")?;
+    let shared = "--out: expected a directory that all hosts share, since each rank reads the checkpoint";
+    Checkpoint::open_verified(out, step).context(shared)
+}
+
 /// Loads this rank's shard of the checkpoint of `step`, which rank 0 has checked.
 pub fn load_shard(config: &Config, step: usize, model: &Decoder, engine: &mut dyn Engine) -> Result<()> {
-    let out = config.out.as_deref().context("--out: expected a directory to resume from")?;
-    let shared = "--out: expected a directory that all hosts share, since each rank reads its shard of the checkpoint";
-    let mut checkpoint = Checkpoint::open_verified(out, step).context(shared)?;
-    checkpoint.load_tensors(model, engine, &mut Vec::new())
+    open_checkpoint(config, step)?.load_tensors(model, engine, &mut Vec::new())
 }

@@ -281,6 +281,11 @@ pub struct Options {
     #[arg(long, value_name = "N", value_parser = count, help_heading = DISTRIBUTED)]
     pub shard_size: Option<usize>,
 
+    /// Start and restart with fewer ranks, at least N, if not all come within --rendezvous-timeout. The batch of a step stays the
+    /// same. Ranks that come later join at the next restart. Implies --resume=auto; all ranks must share --out [default: all ranks]
+    #[arg(long, value_name = "N", value_parser = count, requires_all = ["out", "batch", "seq", "total_batch", "steps"], help_heading = DISTRIBUTED)]
+    pub min_ranks: Option<usize>,
+
     /// Compare parameters and optimizer state between the ranks every N steps; 0: never
     #[arg(long, value_name = "N", default_value = "0", value_parser = interval, help_heading = DISTRIBUTED)]
     pub check_ranks: usize,
@@ -363,7 +368,7 @@ pub struct Launch {
     #[arg(long, value_name = "FILE", help_heading = DISTRIBUTED)]
     pub rendezvous_secret: Option<PathBuf>,
 
-    /// Seconds to wait for all ranks to meet
+    /// Seconds to wait for all ranks to meet. With --min-ranks, the run starts after this time without those that did not come
     #[arg(long, value_name = "SECONDS", value_parser = count, default_value = "60", help_heading = DISTRIBUTED)]
     pub rendezvous_timeout: usize,
 
