@@ -138,22 +138,13 @@ impl Cost {
     }
 }
 
-/// The speed of the connections for one operation.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Link {
-    /// Bus bandwidth in bytes per second.
-    pub bandwidth: f64,
-    /// Factor of NCCL's latencies.
-    pub latency_scale: f64,
-}
-
-/// The connections of a cluster.
+/// The bus bandwidths of a cluster in bytes per second, for each operation of [`Operation::MEASURED`].
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Links {
-    /// Inside a node, for each operation of [`Operation::MEASURED`].
-    pub intra: [Link; 3],
-    /// Between nodes; the bandwidth of one GPU.
-    pub inter: [Link; 3],
+    /// Inside a node.
+    pub intra: [f64; 3],
+    /// Between nodes, of one GPU.
+    pub inter: [f64; 3],
 }
 
 /// The predicted time of a collective.
@@ -167,9 +158,10 @@ pub struct Estimate {
     pub protocol: Protocol,
 }
 
-/// The time of a candidate: latency · scale + size / bandwidth, or a size over a fixed bandwidth.
+/// The time of a candidate: latency + bytes / bandwidth, or bytes over the bandwidth of a protocol.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Terms {
+    /// Seconds before and between the hops.
     pub latency: f64,
     /// Bytes over the bus, if they are limited by its bandwidth.
     pub bus_bytes: f64,
@@ -180,18 +172,18 @@ pub(crate) struct Terms {
 }
 
 impl Terms {
-    pub(crate) fn seconds(&self, link: Link) -> f64 {
-        self.latency * link.latency_scale + self.bus_bytes / link.bandwidth + self.fixed
+    pub(crate) fn seconds(&self, bandwidth: f64) -> f64 {
+        self.latency + self.bus_bytes / bandwidth + self.fixed
     }
 }
 
-/// Returns the terms of the fastest candidate.
-pub(crate) fn fastest(operation: Operation, bytes: f64, of: Members, link: Link) -> Terms {
+/// Returns the terms of the fastest candidate at a bus bandwidth.
+pub(crate) fn fastest(operation: Operation, bytes: f64, of: Members, bandwidth: f64) -> Terms {
     let candidates = COSTS.iter().filter(|cost| cost.algorithm == Algorithm::Ring || operation == Operation::AllReduce);
     let terms = candidates.map(|cost| {
         let (efficiency, most) = cost.efficiency(of);
         let bus_bytes = bytes * cost.bus_factor(operation, of);
-        let limited = link.bandwidth * efficiency > most;
+        let limited = bandwidth * efficiency > most;
         Terms {
             latency: cost.latency(operation, of),
             bus_bytes: if limited { 0.0 } else { bus_bytes / efficiency },
@@ -200,33 +192,32 @@ pub(crate) fn fastest(operation: Operation, bytes: f64, of: Members, link: Link)
             protocol: cost.protocol,
         }
     });
-    let fastest = terms.min_by(|a, b| a.seconds(link).total_cmp(&b.seconds(link)));
+    let fastest = terms.min_by(|a, b| a.seconds(bandwidth).total_cmp(&b.seconds(bandwidth)));
     fastest.unwrap_or_else(|| unreachable!("rings support every operation"))
 }
 
 impl Links {
-    /// Creates connections with these bus bandwidths and NCCL's latencies.
+    /// Creates connections with the same bandwidth for all operations.
     pub fn new(intra: f64, inter: f64) -> Self {
-        let link = |bandwidth| [Link { bandwidth, latency_scale: 1.0 }; 3];
-        Self { intra: link(intra), inter: link(inter) }
+        Self { intra: [intra; 3], inter: [inter; 3] }
     }
 
-    /// Returns the connections of a communicator. Between nodes, its ranks of a node share the load, up to the bandwidth inside.
-    pub fn of(&self, operation: Operation, members: Members) -> Link {
+    /// Returns the bus bandwidth of a communicator. Between nodes, its ranks of a node share the load, up to the bandwidth inside.
+    pub fn bandwidth(&self, operation: Operation, members: Members) -> f64 {
+        // A broadcast is not measured: like an all-gather, it only copies.
         let at = Operation::MEASURED.iter().position(|known| *known == operation).unwrap_or(2);
-        let (intra, inter) = (self.intra[at], self.inter[at]);
         if members.spans_nodes() {
-            Link { bandwidth: (inter.bandwidth * members.per_node as f64).min(intra.bandwidth), ..inter }
+            (self.inter[at] * members.per_node as f64).min(self.intra[at])
         } else {
-            intra
+            self.intra[at]
         }
     }
 
     /// Returns the time of a collective of `bytes` bytes: of the whole, not of a shard.
     pub fn time(&self, operation: Operation, bytes: f64, members: Members) -> Estimate {
-        let link = self.of(operation, members);
-        let terms = fastest(operation, bytes, members, link);
-        Estimate { seconds: terms.seconds(link), algorithm: terms.algorithm, protocol: terms.protocol }
+        let bandwidth = self.bandwidth(operation, members);
+        let terms = fastest(operation, bytes, members, bandwidth);
+        Estimate { seconds: terms.seconds(bandwidth), algorithm: terms.algorithm, protocol: terms.protocol }
     }
 }
 
@@ -271,19 +262,21 @@ mod tests {
         assert_eq!(small.algorithm, Algorithm::Tree);
         // Rings have latencies in proportion to the number of ranks: 1023 hops, 127 of them between nodes.
         let ring = links.time(Operation::AllGather, 1e9, world);
-        close(ring.seconds, (8.4 + 896.0 * 3.4 + 127.0 * 14.0) * 1e-6 + 1e9 * (1023.0 / 1024.0) / 400e9);
+        // LL128 has the shorter latencies and 92 % of the bandwidth.
+        close(ring.seconds, (14.0 + 896.0 * 1.9 + 127.0 * 4.0) * 1e-6 + 1e9 * (1023.0 / 1024.0) / (0.92 * 400e9));
+        assert_eq!((ring.algorithm, ring.protocol), (Algorithm::Ring, Protocol::LowLatency128));
     }
 
     #[test]
     fn the_ranks_of_a_node_share_the_network() {
         let links = Links::new(450e9, 50e9);
         let cluster = Cluster::new(64, 8).unwrap();
-        let bandwidth = |members| links.of(Operation::AllReduce, members).bandwidth;
+        let bandwidth = |members| links.bandwidth(Operation::AllReduce, members);
         assert_eq!(bandwidth(cluster.replicas(8)), 50e9);
         assert_eq!(bandwidth(cluster.replicas(4)), 100e9);
         assert_eq!(bandwidth(cluster.world()), 400e9);
         assert_eq!(bandwidth(cluster.shard_group(8)), 450e9);
         // The ring passes through the GPUs of a node, so it is not faster than their connections.
-        assert_eq!(Links::new(300e9, 50e9).of(Operation::AllReduce, cluster.world()).bandwidth, 300e9);
+        assert_eq!(Links::new(300e9, 50e9).bandwidth(Operation::AllReduce, cluster.world()), 300e9);
     }
 }

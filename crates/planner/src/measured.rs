@@ -96,7 +96,10 @@ impl MeasuredStep {
             ensure!(valid, "{name}: {key}: expected a positive time, found {milliseconds}; measure again");
             Ok(1e-3 * milliseconds)
         };
-        ensure!(batch * seq * micro_batches > 0 && file.ranks > 0, "{name}: expected sizes of at least 1, found 0; measure again");
+        ensure!(
+            batch * seq * micro_batches > 0 && file.ranks > 0,
+            "{name}: expected sizes of at least 1, found 0; measure again"
+        );
         Ok(Self {
             descriptor,
             machine: file.machine,
@@ -106,17 +109,16 @@ impl MeasuredStep {
             seq,
             micro_batches,
             recompute: file.recompute,
-            storage: Storage {
-                optimizer: file.optimizer,
-                master_weights: file.master_weights,
-                moments: file.moments,
-            },
+            storage: Storage { optimizer: file.optimizer, master_weights: file.master_weights, moments: file.moments },
             ranks: file.ranks,
             zero_stage: file.zero_stage,
             shard_size: file.shard_size.unwrap_or(file.ranks),
             step: seconds("step_ms", file.step_ms[0])?,
             update: seconds("update_ms", file.update_ms[0])?,
-            without_graphs: file.step_without_graphs_ms.map(|ms| seconds("step_without_graphs_ms", ms[0])).transpose()?,
+            without_graphs: file
+                .step_without_graphs_ms
+                .map(|ms| seconds("step_without_graphs_ms", ms[0]))
+                .transpose()?,
             file: path.to_owned(),
         })
     }
@@ -131,8 +133,21 @@ pub struct Sweep {
     pub machine: String,
     /// Number of ranks.
     pub ranks: usize,
-    /// Operation, bytes and seconds.
-    pub points: Vec<(Operation, f64, f64)>,
+    /// The measurements.
+    pub points: Vec<Point>,
+}
+
+/// A measured collective.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Point {
+    /// The operation.
+    pub operation: Operation,
+    /// Bytes of the whole.
+    pub bytes: f64,
+    /// Time of one in seconds.
+    pub seconds: f64,
+    /// Number of collectives that were launched at once. The time of one is the time of all divided by it.
+    pub repetitions: f64,
 }
 
 #[derive(Deserialize)]
@@ -148,6 +163,7 @@ struct SweepRow {
     operation: String,
     bytes: f64,
     us: f64,
+    repetitions: Option<f64>,
 }
 
 impl Sweep {
@@ -157,12 +173,16 @@ impl Sweep {
         check_bench(path, &file.bench, "collectives", "bench collectives")?;
         let name = path.display();
         ensure!(file.ranks > 1, "{name}: ranks: expected at least 2, found {}; measure again", file.ranks);
-        let point = |SweepRow { operation, bytes, us }: SweepRow| {
+        let point = |SweepRow { operation, bytes, us, repetitions }: SweepRow| {
             let known = Operation::MEASURED.into_iter().find(|known| known.name() == operation);
-            let known = known.with_context(|| format!("{name}: expected a collective, found '{operation}'; measure again"))?;
+            let known =
+                known.with_context(|| format!("{name}: expected a collective, found '{operation}'; measure again"))?;
             let valid = bytes > 0.0 && us > 0.0 && bytes.is_finite() && us.is_finite();
             ensure!(valid, "{name}: expected positive sizes and times, found {bytes} bytes in {us} us; measure again");
-            Ok((known, bytes, 1e-6 * us))
+            // Files of earlier versions lack the number. It was this one.
+            let repetitions = repetitions.unwrap_or_else(|| (f64::from(1 << 28) / bytes).floor().clamp(2.0, 50.0));
+            ensure!(repetitions >= 1.0, "{name}: repetitions: expected at least 1, found {repetitions}; measure again");
+            Ok(Point { operation: known, bytes, seconds: 1e-6 * us, repetitions })
         };
         let points = file.rows.into_iter().map(point).collect::<Result<_>>()?;
         Ok(Self { file: path.to_owned(), machine: file.machine, ranks: file.ranks, points })
@@ -233,7 +253,9 @@ mod tests {
             changed[key] = value;
             step_error(&changed)
         };
-        assert!(with("bench", "kernels".into()).contains("found one of `bench kernels`; write it with `bench step --json "));
+        assert!(
+            with("bench", "kernels".into()).contains("found one of `bench kernels`; write it with `bench step --json ")
+        );
         assert!(with("step_ms", json!([0.0, 0.0, 0.0])).contains("step_ms: expected a positive time, found 0"));
         assert!(with("batch", json!([0, 1024, 1])).contains("expected sizes of at least 1, found 0"));
         assert!(step_error(&json!([1])).contains("expected a file of `bench step --json`, found other contents"));
@@ -245,11 +267,11 @@ mod tests {
 
     #[test]
     fn sweeps_are_read() {
-        let rows = json!([{"operation": "all-reduce", "bytes": 1024.0, "us": 10.0}]);
+        let rows = json!([{"operation": "all-reduce", "bytes": 1024.0, "us": 1e6}]);
         let mut value = json!({"bench": "collectives", "machine": "NVIDIA H200", "ranks": 2, "rows": rows});
         let (_dir, path) = written(&value);
         let points = Sweep::read(&path).unwrap().points;
-        assert_eq!(points, [(Operation::AllReduce, 1024.0, 1e-5)]);
+        assert_eq!(points, [Point { operation: Operation::AllReduce, bytes: 1024.0, seconds: 1.0, repetitions: 50.0 }]);
         value["rows"][0]["operation"] = "all-to-all".into();
         let (_dir, path) = written(&value);
         let error = Sweep::read(&path).unwrap_err().to_string();

@@ -64,7 +64,8 @@ mod tests {
 
     #[test]
     fn other_texts_are_rejected() {
-        for text in ["", "80", "GB", "-80GB", "80 GB", "80gb", "80Gb", "80G", "0GB", "8e1GB", ".5GB", "5.GB", "1.2.3GB"] {
+        for text in ["", "80", "GB", "-80GB", "80 GB", "80gb", "80Gb", "80G", "0GB", "8e1GB", ".5GB", "5.GB", "1.2.3GB"]
+        {
             assert!(bytes(text).unwrap_err().contains("such as 80GB"), "{text}");
         }
         for text in ["", "450GB", "450", "450GB/S", "450Gbps", "0GB/s", "infGB/s", "NaNGB/s", "50GB/s/s"] {

@@ -11,6 +11,10 @@ use model::params::Params;
 use model::{Optimizer, Param, Unit};
 use serde::Serialize;
 
+/// Measured loss of kernels beside collectives, as a multiple of the time of the collectives: two H200 with NVLink
+/// (docs/scaling.md).
+pub const SLOWDOWN: f64 = 1.5;
+
 /// The ranks of a collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -303,9 +307,10 @@ impl Simulation<'_> {
         if stage == 0 {
             return self.compute(compute.update);
         }
+        // The gathers of all units but the last could overlap with the update of the next ones. On GPUs they do not: their kernels find
+        // no free SM while AdamW's blocks fill the GPU.
+        self.compute(compute.update / shards);
         for unit in layout.units() {
-            let share = layout.unit(unit).len() as f64 / layout.elements() as f64;
-            self.compute(compute.update * share / shards);
             if optimizer == Optimizer::Muon && unit != Unit::Embeddings {
                 self.exchange_updates(unit);
             }

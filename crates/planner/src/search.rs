@@ -195,7 +195,8 @@ impl Request {
                     if !total.is_multiple_of(tokens) || total == 0 {
                         continue;
                     }
-                    let of = |&recompute| Setting { stage, shard_size, batch, micro_batches: total / tokens, recompute };
+                    let of =
+                        |&recompute| Setting { stage, shard_size, batch, micro_batches: total / tokens, recompute };
                     settings.extend(self.recompute.iter().map(of));
                 }
             }
