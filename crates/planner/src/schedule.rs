@@ -335,3 +335,76 @@ impl Simulation<'_> {
         self.wait();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::compute::Source;
+    use model::{Descriptor, Shard, Zero};
+
+    /// Simulates d12 on 16 GPUs with a micro-batch of 37 ms: 1 ms forward and 2 ms backward for each layer, 1 ms for the head.
+    fn step(stage: u8, shard_size: usize, micro_batches: usize, slowdown: f64) -> Timeline {
+        let descriptor: Descriptor = "d12".parse().unwrap();
+        let zero = Zero::new(stage, Shard { rank: 0, ranks: shard_size });
+        let compute = Compute {
+            micro_batch: 37e-3,
+            launches: 0.0,
+            update: 8e-3,
+            rest: 1e-3,
+            memory_bandwidth: f64::INFINITY,
+            source: Source::Assumed,
+        };
+        simulate(&Step {
+            layout: &zero.layout(descriptor),
+            element_bytes: 2,
+            stage: zero.stage(),
+            optimizer: Optimizer::AdamW,
+            micro_batches,
+            cluster: Cluster::new(16, 8).unwrap(),
+            links: &Links::new(400e9, 50e9),
+            compute,
+            passes: Passes { forward: 1e-3, backward: 2e-3, head: 1e-3 },
+            slowdown,
+        })
+    }
+
+    fn times(timeline: &Timeline, operation: Operation, scope: Scope) -> f64 {
+        let of = timeline.collectives.iter().filter(|c| (c.operation, c.scope) == (operation, scope) && c.bytes > 4);
+        of.map(|c| c.times).sum()
+    }
+
+    #[test]
+    fn each_stage_communicates_as_the_trainer_does() {
+        use Operation::{AllGather, AllReduce, ReduceScatter};
+        // 12 layers and the embeddings, K = 6 micro-batches.
+        assert_eq!(times(&step(0, 1, 6, 0.0), AllReduce, Scope::World), 13.0);
+        for (stage, reduced, gathered) in
+            [(1, 13, 13), (2, 6 * 12 + 1, 13), (3, 6 * 12 + 1, 12 + 10 + 5 * (10 + 10) + 1)]
+        {
+            let timeline = step(stage, 8, 6, 0.0);
+            assert_eq!(times(&timeline, ReduceScatter, Scope::ShardGroup), f64::from(reduced), "{stage}");
+            assert_eq!(times(&timeline, AllGather, Scope::ShardGroup), f64::from(gathered), "{stage}");
+            assert_eq!(times(&timeline, AllReduce, Scope::Replicas), 13.0, "{stage}");
+        }
+    }
+
+    #[test]
+    fn steps_consist_of_computing_and_exposed_communication() {
+        for (stage, shard_size) in [(0, 1), (1, 8), (2, 16), (3, 8)] {
+            for micro_batches in [1, 3, 9] {
+                let timeline = step(stage, shard_size, micro_batches, 0.5);
+                let exposed = timeline.exposed_intra + timeline.exposed_inter;
+                let sum = timeline.compute + timeline.slowed + exposed;
+                assert!((timeline.step / sum - 1.0).abs() < 1e-9, "{timeline:?}");
+                let update = 8e-3 / shard_size as f64;
+                let computed = 37e-3 * micro_batches as f64 + update + 1e-3;
+                assert!((timeline.compute / computed - 1.0).abs() < 1e-9, "{timeline:?}");
+                let waits: f64 = timeline.collectives.iter().map(|collective| collective.exposed_seconds).sum();
+                assert!((waits - exposed).abs() < 1e-9 && exposed <= timeline.communication + 1e-9, "{timeline:?}");
+            }
+        }
+        // One GPU's shard: nothing to slow down without overlap.
+        assert_eq!(step(1, 8, 1, 0.0).slowed, 0.0);
+        assert!(step(1, 8, 1, 2.0).slowed > step(1, 8, 1, 1.0).slowed);
+    }
+}
