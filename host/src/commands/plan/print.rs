@@ -101,7 +101,7 @@ pub fn assumptions(request: &Request, connections: &Connections, planned: &[Plan
         ));
     }
     if has(Source::Scaled) {
-        assumed.push("settings marked ~: compute scaled from another measured one".to_owned());
+        assumed.push("~: compute scaled from another measured setting".to_owned());
     }
     let [intra, inter] = connections.used;
     if intra && connections.intra_fit.is_none() {
@@ -113,7 +113,7 @@ pub fn assumptions(request: &Request, connections: &Connections, planned: &[Plan
     }
     if intra || inter {
         assumed.push(format!("kernels lose {} s beside one second of collectives", request.slowdown));
-        assumed.push("all GPUs are equally fast; no data loading, checkpoints or failures".to_owned());
+        assumed.push("equally fast GPUs; no data loading, checkpoints, failures".to_owned());
     }
     assumed
 }
