@@ -1,7 +1,7 @@
 //! The command line: the commands, and the rules that hold for every flag.
 
 use crate::commands::{
-    bench, chat, data, doctor, eval, export, inspect, log, plot, sample, selftest, serve, shell, simulate, sweep,
+    bench, chat, data, doctor, eval, export, inspect, log, plan, plot, sample, selftest, serve, shell, simulate, sweep,
     train, verify,
 };
 use crate::config_file::ConfigFile;
@@ -41,6 +41,7 @@ enum Subcommands {
     Sample(sample::Sample),
     Chat(chat::Chat),
     Export(export::Export),
+    Plan(Box<plan::Plan>),
     Plot(plot::Plot),
     Serve(serve::Serve),
     Log(log::Log),
@@ -98,6 +99,7 @@ impl Cli {
             Subcommands::Sample(args) => sample::run(args),
             Subcommands::Chat(args) => chat::run(args),
             Subcommands::Export(args) => export::run(args),
+            Subcommands::Plan(args) => plan::run(args),
             Subcommands::Plot(args) => plot::run(args),
             Subcommands::Serve(args) => serve::run(args),
             Subcommands::Log(args) => log::run(args),

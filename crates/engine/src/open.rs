@@ -109,6 +109,12 @@ fn on_cuda(engine: Box<dyn Engine>, gpu: &Options) -> Opened {
     Opened { engine, device: Device::Cuda, precision, tf32, plans_only: false, note: None }
 }
 
+/// Creates an engine that can plan a run on an H100 or H200, whatever this machine has. It has no limit of memory.
+pub fn planning_engine(precision: Precision) -> Box<dyn Engine> {
+    let fp8 = precision == Precision::Fp8;
+    super::cuda::emulated(EmulatedGpu { fp8, ..PLANNED_FOR }, precision, None, false)
+}
+
 /// Opens an engine to plan a run. Unlike [`open`], `--device cuda` works without a GPU.
 pub fn open_to_plan(device: Device, precision: Option<Precision>, gpu: &Options) -> Result<Opened> {
     open(device, precision, gpu).or_else(|why| {

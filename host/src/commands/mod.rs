@@ -12,6 +12,7 @@ pub mod generation;
 pub mod inspect;
 mod json;
 pub mod log;
+pub mod plan;
 pub mod plot;
 mod report;
 pub mod resources;

@@ -37,18 +37,24 @@ pub struct Collectives {
 
 const COLUMNS: &[Column] = &[
     Column::text("operation", "operation", 14),
-    Column::number("bytes", "bytes", 11, 0),
-    Column::number("us", "us", 10, 1),
-    Column::number("us_least", "min", 10, 1),
-    Column::number("us_most", "max", 10, 1),
+    Column::number("bytes", "bytes", 10, 0),
+    Column::number("repetitions", "times", 5, 0),
+    Column::number("us", "us", 9, 1),
+    Column::number("us_least", "min", 9, 1),
+    Column::number("us_most", "max", 9, 1),
     Column::number("algorithm_gb_per_second", "GB/s", 8, 2),
-    Column::number("bus_gb_per_second", "bus GB/s", 9, 2),
+    Column::number("bus_gb_per_second", "bus GB/s", 8, 2),
 ];
 
 /// Measurements of one operation and size. The median counts.
 const SAMPLES: usize = 5;
 /// Bytes that one measurement moves, unless its number of repetitions is at a limit.
 const BYTES_OF_SAMPLE: usize = 1 << 28;
+
+/// Returns the number of collectives that one measurement launches.
+fn repetitions(bytes: usize) -> usize {
+    (BYTES_OF_SAMPLE / bytes).clamp(2, 50)
+}
 
 /// Parses a number of bytes.
 fn bytes(text: &str) -> Result<usize, String> {
@@ -176,7 +182,7 @@ fn time(
     engine: &mut dyn Engine,
     ranks: &mut Ranks,
 ) -> Result<Option<Spread>> {
-    let times = (BYTES_OF_SAMPLE / of.whole.bytes()).clamp(2, 50);
+    let times = repetitions(of.whole.bytes());
     let mut own = Vec::new();
     // The first one connects the ranks, and is not counted.
     for sample in 0..=SAMPLES {
@@ -203,12 +209,13 @@ fn time(
     Ok(Some(Spread::of(slowest.collect())))
 }
 
-fn cells(operation: Operation, bytes: usize, seconds: Spread, ranks: usize) -> [Cell; 7] {
+fn cells(operation: Operation, bytes: usize, seconds: Spread, ranks: usize) -> [Cell; 8] {
     let rate = bytes as f64 / seconds.median / 1e9;
     let [median, least, most] = [seconds.median, seconds.least, seconds.most].map(|seconds| Cell::from(1e6 * seconds));
     [
         operation.name().into(),
         bytes.into(),
+        repetitions(bytes).into(),
         median,
         least,
         most,

@@ -7,7 +7,7 @@ mod gemm_fp8;
 mod generate;
 mod kernels;
 mod step;
-mod table;
+pub mod table;
 mod tokenizer;
 mod trace;
 

@@ -160,6 +160,7 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         trace::write(path, &profile.ranks, &settings)?;
     }
     let results = Results {
+        descriptor: model.descriptor,
         world_size,
         memory_bytes: plan.bytes(),
         memory_used,
@@ -269,6 +270,7 @@ impl Energy {
 
 /// The measurements of rank 0. Times are in seconds.
 struct Results {
+    descriptor: Descriptor,
     world_size: usize,
     memory_bytes: usize,
     /// Bytes of the GPU's memory that are in use, if NVML reports them.
@@ -291,6 +293,10 @@ impl Results {
         let milliseconds = |spread: &Spread| [spread.median, spread.least, spread.most].map(|seconds| 1e3 * seconds);
         let mut table = Table::new("step", COLUMNS, engine, &options.json);
         table.note("model", &options.model);
+        table.note("descriptor", self.descriptor);
+        table.note("parameters", self.descriptor.parameters());
+        table.note("flops_per_token", self.descriptor.flops_per_token(options.seq));
+        table.note("fp8", options.hardware.precision == Some(Precision::Fp8));
         table.note("batch", [options.batch, options.seq, options.grad_accum]);
         table.note("recompute", options.recompute);
         table.note("optimizer", options.optimizer);

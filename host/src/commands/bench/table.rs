@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use std::path::PathBuf;
 
 /// The file for the measurements.
-#[derive(Clone, Debug, clap::Args)]
+#[derive(Clone, Debug, Default, clap::Args)]
 pub struct Json {
     /// Also write the measurements to this file as JSON
     #[arg(long, value_name = "FILE")]
