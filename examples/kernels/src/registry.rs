@@ -120,13 +120,13 @@ pub fn find(word: &str) -> Result<Vec<(Family, Kernel)>> {
 
 /// Returns the tables of the README: for each family, the number, name and idea of its kernels.
 pub fn markdown() -> String {
-    let mut text = String::new();
-    for family in FAMILIES {
-        text += &format!("\n### {}\n\n{}\n\n| | kernel | idea |\n|---|---|---|\n", family.name, family.problem);
-        for Kernel { number, name, idea, source, .. } in family.kernels {
-            let path = source.strip_prefix("examples/kernels/").map_or(format!("../../{source}"), str::to_owned);
-            text += &format!("| {number} | [`{name}`]({path}) | {idea} |\n");
-        }
-    }
-    text
+    let row = |&Kernel { number, name, idea, source, .. }: &Kernel| {
+        let path = source.strip_prefix("examples/kernels/").map_or(format!("../../{source}"), str::to_owned);
+        format!("| {number} | [`{name}`]({path}) | {idea} |\n")
+    };
+    let table = |Family { name, problem, kernels }: Family| {
+        let rows: String = kernels.iter().map(row).collect::<Vec<_>>().concat();
+        format!("\n### {name}\n\n{problem}\n\n| | kernel | idea |\n|---|---|---|\n{rows}")
+    };
+    FAMILIES.map(table).concat()
 }

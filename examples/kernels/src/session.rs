@@ -63,13 +63,16 @@ impl Tolerance {
     pub const ROUNDED_TWICE: Self = Self { rms: 0.03, relative: 0.02 };
 }
 
+/// Reads an array of any storage type.
+type Read = Box<dyn Fn(&Backing) -> Result<Vec<f32>>>;
+
 /// A result to check.
 struct Expectation {
     name: &'static str,
     len: usize,
     tolerance: Tolerance,
     samples: usize,
-    read: Box<dyn Fn(&Backing) -> Result<Vec<f32>>>,
+    read: Read,
     reference: Box<dyn Fn(usize) -> f64 + Send + Sync>,
 }
 
