@@ -39,7 +39,7 @@ mod wgmma;
 mod wgmma_fp8;
 
 pub use executor::EmulatedGpu;
-pub use modules::{EMBEDDED, EmbeddedKernels};
+pub use modules::{Choice, EMBEDDED, EmbeddedKernels, select};
 pub use profile::Profile;
 
 use crate::gemm::{Algorithms, Tuning};

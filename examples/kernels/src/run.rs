@@ -1,0 +1,293 @@
+//! The commands: list, run and check.
+
+use crate::device::{Ceilings, Device, Measurement};
+use crate::registry::{self, FAMILIES, Family, Kernel};
+use crate::session::{Session, Verified};
+use anyhow::{Context, Result, bail, ensure};
+use cuda_std::emulate::Report;
+use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
+use serde::Serialize;
+use std::io::Write;
+use std::path::PathBuf;
+
+/// GPU kernels from naive to fast: run one on a GPU or in the emulator, check its result, and compare it with the roofline
+///
+/// Exit codes: 0 success, 1 an error or a wrong result, 2 invalid arguments, 3 the emulator reported a fault in a kernel.
+#[derive(Debug, clap::Parser)]
+#[command(name = "kernels", version)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Command {
+    /// List the kernels with their ideas and source files
+    List {
+        /// Print the tables of the README instead
+        #[arg(long)]
+        markdown: bool,
+    },
+    /// Run kernels, check their results and, on a GPU, compare their times with the roofline and cuBLASLt
+    Run(Run),
+    /// Run kernels in the emulator with every memory access checked; those with a planted fault must be reported
+    Check {
+        /// Numbers, names or families [default: all kernels]
+        #[arg(value_name = "KERNEL")]
+        kernels: Vec<String>,
+    },
+}
+
+#[derive(Debug, clap::Args)]
+struct Run {
+    /// Numbers, names or families, or all, which leaves out those with a planted fault
+    #[arg(value_name = "KERNEL", required = true)]
+    kernels: Vec<String>,
+    /// Device to run on. Kernels with a planted fault always run in the emulator
+    #[arg(long, value_enum, default_value_t)]
+    device: Choice,
+    /// Write the results to a JSON file as well
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, clap::ValueEnum)]
+enum Choice {
+    /// A GPU if there is one, otherwise the emulator
+    #[default]
+    Auto,
+    /// The emulator, with small arrays and every memory access checked
+    Cpu,
+    /// The first GPU, with arrays of a size that training uses
+    Cuda,
+}
+
+/// A result of `run`, as written to JSON.
+#[derive(Serialize)]
+struct Row {
+    number: u32,
+    name: &'static str,
+    family: &'static str,
+    idea: &'static str,
+    source: &'static str,
+    /// Number of elements of the results that were checked.
+    checked: usize,
+    /// The largest error as a fraction of the allowed one.
+    error: f64,
+    #[serde(skip_serializing_if = "Option::is_none", flatten)]
+    times: Option<Times>,
+}
+
+/// The part of a row that a GPU adds.
+#[derive(Serialize)]
+struct Times {
+    us: f64,
+    us_least: f64,
+    us_most: f64,
+    bytes: usize,
+    flops: usize,
+    bound: &'static str,
+    percent_of_roofline: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    percent_of_cublaslt: Option<f64>,
+}
+
+/// The JSON of `run`.
+#[derive(Serialize)]
+struct Results {
+    bench: &'static str,
+    version: &'static str,
+    machine: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    copy_gbs: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gemm_tflops: Option<f64>,
+    rows: Vec<Row>,
+}
+
+impl Cli {
+    /// Runs the command, and writes to `out`.
+    pub fn run(&self, out: &mut impl Write) -> Result<()> {
+        match &self.command {
+            Command::List { markdown: true } => write!(out, "{}", registry::markdown())?,
+            Command::List { markdown: false } => list(out)?,
+            Command::Run(options) => run(options, out)?,
+            Command::Check { kernels } => check(kernels, out)?,
+        }
+        Ok(())
+    }
+}
+
+fn list(out: &mut impl Write) -> Result<()> {
+    for family in FAMILIES {
+        writeln!(out, "\n{}: {}", family.name, family.problem)?;
+        for Kernel { number, name, idea, source, needs, .. } in family.kernels {
+            writeln!(out, "{number:>4}  {name:<36} {}\n{:42} {source}, {}", idea, "", needs.name())?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns the kernels that the words name, each once.
+fn find(words: &[String]) -> Result<Vec<(Family, Kernel)>> {
+    let mut kernels: Vec<(Family, Kernel)> = Vec::new();
+    for word in words {
+        for found in registry::find(word)? {
+            if kernels.iter().all(|(_, kernel)| kernel.number != found.1.number) {
+                kernels.push(found);
+            }
+        }
+    }
+    Ok(kernels)
+}
+
+/// Runs a kernel in the emulator. A fault is an error of type [`Report`].
+pub fn emulate(kernel: &Kernel) -> Result<Verified> {
+    let mut session = Session::emulated();
+    (kernel.setup)(&mut session)?;
+    session.emulate()?;
+    match kernel.fault {
+        Some(fault) => bail!("{}: expected the report of a planted {fault:?}, found none", kernel.name),
+        None => session.verify(),
+    }
+}
+
+fn run(options: &Run, out: &mut impl Write) -> Result<()> {
+    let kernels = find(&options.kernels)?;
+    let mut device = match options.device {
+        Choice::Cpu => None,
+        Choice::Cuda => Some(Device::open()?),
+        Choice::Auto => Device::open().ok(),
+    };
+    let machine = device.as_ref().map_or_else(|| "emulator".to_owned(), |device| device.name().to_owned());
+    let ceilings = device.as_ref().map(Device::ceilings);
+    let mut results = Results {
+        bench: "example kernels",
+        version: env!("CARGO_PKG_VERSION"),
+        machine,
+        copy_gbs: ceilings.map(|ceilings| ceilings.bytes / 1e9),
+        gemm_tflops: ceilings.and_then(|ceilings| ceilings.flops).map(|flops| flops / 1e12),
+        rows: Vec::new(),
+    };
+    head(out, device.as_ref())?;
+    for (family, kernel) in kernels {
+        let (verified, times) = match &mut device {
+            Some(device) if kernel.fault.is_none() => {
+                if !device.can_run(&kernel) {
+                    let (need, have) = (kernel.needs.name(), device.architecture());
+                    writeln!(
+                        out,
+                        "{:>4}  {:<36} skipped: needs {need} and its cubins, the loaded kernels are for {have}",
+                        kernel.number, kernel.name
+                    )?;
+                    continue;
+                }
+                let measurement = device.measure(&kernel).with_context(|| kernel.name)?;
+                (measurement.verified, Some(times(&measurement)))
+            }
+            _ => (emulate(&kernel).with_context(|| kernel.name)?, None),
+        };
+        let Kernel { number, name, idea, source, .. } = kernel;
+        let Verified { elements: checked, worst: error } = verified;
+        let row = Row { number, name, family: family.name, idea, source, checked, error, times };
+        line(out, &row)?;
+        results.rows.push(row);
+    }
+    if let Some(path) = &options.json {
+        let text = serde_json::to_string_pretty(&results)?;
+        std::fs::write(path, text + "\n").with_context(|| format!("--json: cannot write {}", path.display()))?;
+    }
+    Ok(())
+}
+
+fn times(Measurement { time, work, limit, cublaslt, .. }: &Measurement) -> Times {
+    Times {
+        us: 1e6 * time.median,
+        us_least: 1e6 * time.least,
+        us_most: 1e6 * time.most,
+        bytes: work.bytes,
+        flops: work.flops,
+        bound: limit.bound,
+        percent_of_roofline: 100.0 * limit.seconds / time.median,
+        percent_of_cublaslt: cublaslt.map(|seconds| 100.0 * seconds / time.median),
+    }
+}
+
+/// Prints the machine, the ceilings and the headings.
+fn head(out: &mut impl Write, device: Option<&Device>) -> Result<()> {
+    let Some(device) = device else {
+        writeln!(out, "emulator: small arrays, every memory access checked; error is relative to the allowed one\n")?;
+        return Ok(writeln!(out, "{:>4}  {:<36} {:>9} {:>7}", "", "kernel", "checked", "error")?);
+    };
+    let Ceilings { bytes, flops } = device.ceilings();
+    writeln!(out, "{}, {} kernels", device.name(), device.architecture())?;
+    writeln!(out, "copy of 1 GiB: {:.0} GB/s read and written", bytes / 1e9)?;
+    match (flops, device.without_cublaslt()) {
+        (Some(flops), _) => writeln!(out, "cuBLASLt, 8192 x 8192 x 8192 in bf16: {:.0} TFLOP/s", flops / 1e12)?,
+        (None, reason) => {
+            writeln!(out, "no cuBLASLt ({}): all kernels count as memory-bound", reason.unwrap_or_default())?;
+        }
+    }
+    writeln!(out, "% roofline = 100 max(bytes / copy bandwidth, FLOPs / GEMM throughput) / time\n")?;
+    let headings = ["us", "GB/s", "TFLOP/s"].map(|heading| format!("{heading:>9}")).join(" ");
+    writeln!(
+        out,
+        "{:>4}  {:<36} {headings} {:<8} {:>10} {:>10} {:>7}",
+        "", "kernel", "bound", "% roofline", "% cuBLASLt", "error"
+    )?;
+    Ok(())
+}
+
+/// Prints a row.
+fn line(out: &mut impl Write, Row { number, name, checked, error, times, .. }: &Row) -> Result<()> {
+    let Some(Times { us, bytes, flops, bound, percent_of_roofline, percent_of_cublaslt, .. }) = times else {
+        return Ok(writeln!(out, "{number:>4}  {name:<36} {checked:>9} {error:>7.3}")?);
+    };
+    let rate = |amount: usize, unit: f64| match amount {
+        0 => format!("{:>9}", "-"),
+        _ => format!("{:>9.0}", amount as f64 / us * 1e6 / unit),
+    };
+    let (bytes, flops) = (rate(*bytes, 1e9), rate(*flops, 1e12));
+    let cublaslt = percent_of_cublaslt.map_or_else(|| "-".to_owned(), |percent| format!("{percent:.1}"));
+    writeln!(
+        out,
+        "{number:>4}  {name:<36} {us:>9.1} {bytes} {flops} {bound:<8} {percent_of_roofline:>10.1} {cublaslt:>10} {error:>7.3}"
+    )?;
+    Ok(out.flush()?)
+}
+
+/// Returns the report of a kernel with a planted fault, or the outcome of its checks.
+pub fn check_kernel(kernel: &Kernel) -> Result<String> {
+    match (emulate(kernel), kernel.fault) {
+        (Ok(Verified { elements, worst }), _) => {
+            Ok(format!("ok, {elements} elements, error {worst:.3} of the allowed one"))
+        }
+        (Err(error), Some(fault)) => {
+            let report = error.downcast_ref::<Report>().filter(|report| report.fault == fault);
+            Ok(report.map(|report| format!("reported as planted: {report}")).ok_or(error)?)
+        }
+        (Err(error), None) => Err(error),
+    }
+}
+
+fn check(words: &[String], out: &mut impl Write) -> Result<()> {
+    let kernels = if words.is_empty() { registry::all().collect() } else { find(words)? };
+    let outcomes: Vec<_> = kernels.par_iter().map(|(_, kernel)| check_kernel(kernel)).collect();
+    let mut failed = 0;
+    for ((_, kernel), outcome) in kernels.iter().zip(&outcomes) {
+        let text = match outcome {
+            Ok(text) => text.clone(),
+            Err(error) => {
+                failed += 1;
+                format!("FAILED: {error:#}")
+            }
+        };
+        writeln!(out, "{:>4}  {:<36} {text}", kernel.number, kernel.name)?;
+    }
+    ensure!(
+        failed == 0,
+        "check: expected all {} kernels to pass, found {failed} that failed; see above",
+        kernels.len()
+    );
+    Ok(())
+}
