@@ -66,6 +66,13 @@ pub(crate) fn shared_limit(arch: &str) -> Option<u32> {
     }
 }
 
+/// The architectures that can be built, oldest first: those of LLVM 22 and CUDA 13 since Ampere.
+pub const ARCHITECTURES: [&str; 22] = [
+    "sm_80", "sm_86", "sm_87", "sm_88", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_100a", "sm_100f", "sm_103",
+    "sm_103a", "sm_103f", "sm_110", "sm_110a", "sm_110f", "sm_120", "sm_120a", "sm_120f", "sm_121", "sm_121a",
+    "sm_121f",
+];
+
 /// The names of instruction sets that `#[kernel(requires = "…")]` and `cfg(cuda_feature = "…")` accept.
 pub(crate) const FEATURES: [&str; 4] = ["fp8", "tma", "setmaxnreg", "wgmma"];
 
@@ -84,7 +91,7 @@ pub fn has_feature(arch: &str, feature: &str) -> bool {
     }
 }
 
-/// Returns 90 for `sm_90a`.
+/// Returns 90 for `sm_90a`, and `None` for a name that is not an architecture.
 pub(crate) fn arch_number(arch: &str) -> Option<u32> {
     arch.strip_prefix("sm_")?.trim_end_matches(char::is_alphabetic).parse().ok()
 }
