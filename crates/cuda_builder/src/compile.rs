@@ -10,7 +10,7 @@ use crate::error::{Error, at};
 use crate::json::Value;
 use crate::module::{ARCHITECTURES, FEATURES, Kernel, arch_number, has_feature};
 use crate::toolchain::Toolchain;
-use crate::{ir, ptx, resources, unchecked};
+use crate::{ir, lines, ptx, resources, unchecked};
 
 const TARGET: &str = "nvptx64-nvidia-cuda";
 
@@ -52,9 +52,10 @@ const APPROXIMATE: [&str; 2] = ["-nvptx-prec-divf32=0", "-nvptx-prec-sqrtf32=0"]
 const EXACT: [&str; 2] = ["-nvptx-prec-divf32=2", "-nvptx-prec-sqrtf32=1"];
 
 /// The source of the build steps. PTX files and cubins of an earlier build are reused only if it has not changed.
-const STEPS: [&str; 5] = [
+const STEPS: [&str; 6] = [
     include_str!("compile.rs"),
     include_str!("ir.rs"),
+    include_str!("lines.rs"),
     include_str!("ptx.rs"),
     include_str!("remainder.ll"),
     include_str!("unchecked.rs"),
@@ -253,6 +254,10 @@ impl Job<'_> {
             }
         }
 
+        if self.options.line_info {
+            let optimized = at(&files.optimized, fs::read_to_string(&files.optimized))?;
+            at(&files.optimized, fs::write(&files.optimized, lines::attribute(&optimized, self.krate)))?;
+        }
         let mut llc = tool("llc");
         llc.args(LLC_FLAGS)
             .args(if self.options.approximate { APPROXIMATE } else { EXACT })
@@ -316,7 +321,7 @@ impl Job<'_> {
         let ptx_path = copy(&files.ptx, name("ptx"))?;
         let cubin = self.ptxas.map(|_| copy(&files.cubin, name("cubin"))).transpose()?;
 
-        let bounds = self.mark(files)?.kernels;
+        let declared = self.mark(files)?.kernels;
         let arch = self.arch;
         let mut warnings = crates.warnings;
         let report = match self.ptxas {
@@ -325,7 +330,7 @@ impl Job<'_> {
         };
         if let Some(report) = &report {
             for (name, resources) in &report.functions {
-                let kind = if bounds.contains_key(name) { "kernel" } else { "function" };
+                let kind = if declared.contains_key(name) { "kernel" } else { "function" };
                 warnings.extend(resources.warning().map(|warning| format!("{arch}: {kind} {name} {warning}")));
             }
             warnings.extend(report.remarks.iter().map(|remark| format!("{arch}: {remark}")));
@@ -334,11 +339,11 @@ impl Job<'_> {
             let local = ptx::local_memory(&text).into_iter();
             warnings.extend(local.map(|name| format!("{arch}: {name} uses local memory")));
         }
-        let kernel = |(name, bounds): (String, _)| {
+        let kernel = |(name, declared): (String, ir::Declared)| {
             let resources = report.as_ref().and_then(|report| report.functions.get(&name).copied());
-            Kernel { name: name.into(), bounds, resources }
+            Kernel { name: name.into(), bounds: declared.bounds, resources, signature: declared.signature }
         };
-        let kernels = bounds.into_iter().map(kernel).collect();
+        let kernels = declared.into_iter().map(kernel).collect();
         let module = BuiltModule { arch: arch.to_owned(), ptx: ptx_path, cubin, kernels };
         Ok(JobOutput { module, warnings, watched: crates.sources })
     }

@@ -34,8 +34,16 @@ const LAUNCH: &str = "module asm \"// @launch ";
 #[derive(Debug)]
 pub struct Marked {
     pub ir: String,
-    /// The launch bounds of the kernels, by name.
-    pub kernels: BTreeMap<String, LaunchBounds>,
+    /// The declarations of the kernels, by name.
+    pub kernels: BTreeMap<String, Declared>,
+}
+
+/// What the `// @launch` line of a kernel declares.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Declared {
+    pub bounds: LaunchBounds,
+    /// The hash of a checked kernel's source.
+    pub signature: Option<u64>,
 }
 
 /// Marks asm calls and functions convergent, sets the architecture of functions, and adds launch bounds to kernels. `registers` limits
@@ -43,8 +51,8 @@ pub struct Marked {
 pub fn mark(ir: &str, arch: &str, registers: Option<u32>) -> Result<Marked, Error> {
     let mut launches = BTreeMap::new();
     for line in ir.lines().filter_map(|line| line.strip_prefix(LAUNCH)) {
-        let (name, bounds) = parse_launch(line.trim_end_matches('"'))?;
-        launches.insert(name, bounds);
+        let (name, declared) = parse_launch(line.trim_end_matches('"'))?;
+        launches.insert(name, declared);
     }
     let mut marked = Marked { ir: String::with_capacity(ir.len() + ir.len() / 16), kernels: BTreeMap::new() };
     let mut has_remainders = false;
@@ -64,12 +72,12 @@ pub fn mark(ir: &str, arch: &str, registers: Option<u32>) -> Result<Marked, Erro
             Some(Function { name, end, is_kernel }) => {
                 let mut attributes = " convergent".to_owned();
                 if is_kernel {
-                    let mut bounds = launches.remove(name).unwrap_or_default();
-                    if bounds.registers.is_none() && bounds.blocks_per_sm.is_none() {
-                        bounds.registers = registers;
+                    let mut declared = launches.remove(name).unwrap_or_default();
+                    if declared.bounds.registers.is_none() && declared.bounds.blocks_per_sm.is_none() {
+                        declared.bounds.registers = registers;
                     }
-                    attributes += &bounds.attributes();
-                    marked.kernels.insert(name.to_owned(), bounds);
+                    attributes += &declared.bounds.attributes();
+                    marked.kernels.insert(name.to_owned(), declared);
                 }
                 Some((end, attributes))
             }
@@ -172,13 +180,18 @@ fn target_cpu(line: &str, arch: &str) -> Option<String> {
 }
 
 /// Parses `NAME KEY=VALUE…`.
-fn parse_launch(line: &str) -> Result<(String, LaunchBounds), Error> {
+fn parse_launch(line: &str) -> Result<(String, Declared), Error> {
     let mut words = line.split_whitespace();
     let kernel = words.next().unwrap_or_default().to_owned();
-    let mut bounds = LaunchBounds::default();
+    let mut declared = Declared::default();
+    let bounds = &mut declared.bounds;
     for word in words {
         let bad = || Error::BadBounds { kernel: kernel.clone(), found: word.to_owned() };
         let (key, value) = word.split_once('=').ok_or_else(bad)?;
+        if key == "signature" {
+            declared.signature = Some(u64::from_str_radix(value, 16).map_err(|_| bad())?);
+            continue;
+        }
         let [x, y, z] = extent(value).ok_or_else(bad)?;
         match key {
             "maxntid" => bounds.threads = Some([x, y, z]),
@@ -187,7 +200,7 @@ fn parse_launch(line: &str) -> Result<(String, LaunchBounds), Error> {
             _ => return Err(bad()),
         }
     }
-    Ok((kernel, bounds))
+    Ok((kernel, declared))
 }
 
 /// Parses up to three positive numbers. The default of each is 1.
@@ -416,6 +429,7 @@ mod tests {
     #[test]
     fn launch_bounds_become_attributes_of_their_kernel() -> Result<(), Error> {
         let ir = "module asm \"// @launch k maxntid=512 minctasm=2 maxnreg=64\"\n\
+                  module asm \"// @launch plain signature=00ff\"\n\
                   define ptx_kernel void @k(ptr %p) unnamed_addr #0 {\n\
                   define ptx_kernel void @plain() {\n";
         let marked = mark(ir, "sm_80", None)?;
@@ -426,7 +440,10 @@ mod tests {
              define ptx_kernel void @plain() convergent {\n"
         );
         let bounds = LaunchBounds { threads: Some([512, 1, 1]), blocks_per_sm: Some(2), registers: Some(64) };
-        let expected = [("k".to_owned(), bounds), ("plain".to_owned(), LaunchBounds::default())];
+        let expected = [
+            ("k".to_owned(), Declared { bounds, signature: None }),
+            ("plain".to_owned(), Declared { signature: Some(0xff), ..Declared::default() }),
+        ];
         assert_eq!(marked.kernels, expected.into());
         Ok(())
     }
@@ -436,7 +453,7 @@ mod tests {
         let ir = "module asm \"// @launch a maxntid=32\"\nmodule asm \"// @launch b maxntid=32 minctasm=2\"\n\
                   module asm \"// @launch c maxntid=32 maxnreg=40\"\n\
                   define ptx_kernel void @a() {\ndefine ptx_kernel void @b() {\ndefine ptx_kernel void @c() {\n";
-        let registers = mark(ir, "sm_80", Some(64))?.kernels.into_values().map(|bounds| bounds.registers);
+        let registers = mark(ir, "sm_80", Some(64))?.kernels.into_values().map(|declared| declared.bounds.registers);
         assert_eq!(registers.collect::<Vec<_>>(), [Some(64), None, Some(40)]);
         Ok(())
     }

@@ -7,7 +7,7 @@
 //!
 //! The crate of the build script includes `OUT_DIR/kernels.rs`. That file defines
 //! `pub static MODULES: &[cuda_builder::Module]` and `pub static MODULES_MISSING: Option<&str>`, the reason why `MODULES`
-//! is empty.
+//! is empty. `pub static KERNELS: cuda_builder::Kernels` holds both, for `cuda_driver::CheckedModule`.
 //!
 //! # Pipeline
 //!
@@ -31,11 +31,13 @@
 
 #![warn(missing_docs)]
 
+mod choice;
 mod compile;
 mod error;
 mod generate;
 mod ir;
 mod json;
+mod lines;
 mod module;
 mod ptx;
 mod resources;
@@ -48,8 +50,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::SystemTime;
 
+pub use choice::Choice;
 pub use error::Error;
-pub use module::{ARCHITECTURES, Kernel, LaunchBounds, Module, Resources, has_feature};
+pub use module::{ARCHITECTURES, Kernel, Kernels, LaunchBounds, Module, Resources, has_feature};
 pub use toolchain::{
     NIGHTLY, NoToolchain, TESTED_LLVM, TOOLCHAIN_VARIABLE, TOOLS_VARIABLE, Toolchain, find_cuda_tool, tools_directory,
 };

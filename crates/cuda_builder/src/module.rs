@@ -17,6 +17,34 @@ pub struct Module {
     pub shared_limit: Option<u32>,
 }
 
+/// The modules of one device crate, as defined in `kernels.rs`. Their code is that of the crate.
+#[derive(Clone, Copy, Debug)]
+pub struct Kernels {
+    modules: &'static [Module],
+    missing: Option<&'static str>,
+}
+
+impl Kernels {
+    /// Creates the description of a device crate.
+    ///
+    /// # Safety
+    /// The builder must have compiled each module from the crate whose kernels the program launches.
+    #[doc(hidden)]
+    pub const unsafe fn new(modules: &'static [Module], missing: Option<&'static str>) -> Self {
+        Self { modules, missing }
+    }
+
+    /// Returns one module per architecture. Empty if the program was built without a device toolchain.
+    pub const fn modules(&self) -> &'static [Module] {
+        self.modules
+    }
+
+    /// Returns the reason why there are no modules.
+    pub const fn missing(&self) -> Option<&'static str> {
+        self.missing
+    }
+}
+
 /// One entry point of a module.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Kernel {
@@ -26,6 +54,8 @@ pub struct Kernel {
     pub bounds: LaunchBounds,
     /// The resources, or `None` if the program was built without cubins.
     pub resources: Option<Resources>,
+    /// A hash of the source of a `#[kernel(checked)]`, or `None` for another kernel.
+    pub signature: Option<u64>,
 }
 
 /// The launch bounds given in `#[kernel(…)]`.

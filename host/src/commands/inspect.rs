@@ -200,6 +200,7 @@ mod tests {
             name: Cow::Borrowed(name),
             bounds: LaunchBounds { threads: Some([256, 1, 1]), blocks_per_sm: Some(2), ..LaunchBounds::default() },
             resources,
+            signature: None,
         };
         let used =
             Resources { registers: 40, stack: 16, spill_stores: 24, spill_loads: 8, static_shared: 128, barriers: 1 };
