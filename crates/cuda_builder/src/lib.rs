@@ -340,6 +340,11 @@ fn dedup<T: Ord>(list: &mut Vec<T>) {
     list.dedup();
 }
 
+/// Returns the resources of each function in the output of `ptxas -v`, by name.
+pub fn parse_ptxas_log(log: &str) -> BTreeMap<String, Resources> {
+    resources::parse(log).functions
+}
+
 /// Returns whether to build cubins: the `explicit` choice, the value of the environment variable, or whether this machine has
 /// an NVIDIA GPU.
 fn wants_cubins(explicit: Option<bool>) -> bool {
