@@ -73,9 +73,9 @@ impl Parameter {
         let name = &self.name;
         match &self.view {
             Some(View { slice, element, .. }) => {
-                let length = format_ident!("{name}_length");
+                let (length, declared) = (format_ident!("{name}_length"), &self.declared);
                 // SAFETY: the launch passes the start and the length of one range.
-                quote!(let #name = unsafe { ::cuda_std::#slice::<#element>::from_parts(#name, #length) };)
+                quote!(let #name: #declared = unsafe { ::cuda_std::#slice::<#element>::from_parts(#name, #length) };)
             }
             None => {
                 let declared = &self.declared;
