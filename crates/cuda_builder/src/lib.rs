@@ -175,7 +175,8 @@ impl CudaBuilder {
     }
 
     /// Sets whether PTX and cubins contain the Rust lines of their instructions, for Nsight Compute, compute-sanitizer and `cargo kernels
-    /// inspect`. The instructions are the same. PTX grows, and contains the absolute paths of the source files.
+    /// inspect`. The instructions of the PTX are the same, but ptxas may choose other registers or another order. PTX and cubins become
+    /// about three times as large, and contain the absolute paths of the source files.
     ///
     /// The default is the value of `LLM_RS_LINE_INFO`, and without that variable, false.
     #[must_use]
