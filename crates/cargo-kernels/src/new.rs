@@ -102,7 +102,10 @@ impl Source {
     /// Returns the value of a dependency in a manifest.
     fn dependency(&self, name: &str, features: &str) -> String {
         match self {
-            Self::Checkout(path) => format!("{{ path = {:?}{features} }}", path.join("crates").join(name)),
+            Self::Checkout(path) => {
+                let directory = path.join("crates").join(name).display().to_string();
+                format!("{{ path = {directory:?}{features} }}")
+            }
             Self::Git { url, rev: None } => format!("{{ git = {url:?}{features} }}"),
             Self::Git { url, rev: Some(rev) } => format!("{{ git = {url:?}, rev = {rev:?}{features} }}"),
         }

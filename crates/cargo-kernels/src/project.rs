@@ -104,7 +104,7 @@ impl Assembled {
             signature: None,
         };
         let kernels = kernel_inspect::entries(&ptx).into_iter().map(kernel).collect();
-        Ok(Self { arch, cubin, kernels, ptx })
+        Ok(Self { arch, ptx, cubin, kernels })
     }
 
     fn code(&self) -> Code<'_> {

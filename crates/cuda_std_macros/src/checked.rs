@@ -56,35 +56,28 @@ impl Parameter {
     /// Returns the parameters of the entry point.
     pub fn on_device(&self) -> TokenStream {
         let name = &self.name;
-        match &self.view {
-            Some(View { pointer, element, .. }) => {
-                let length = format_ident!("{name}_length");
-                quote!(#name: ::cuda_std::#pointer<#element>, #length: u64)
-            }
-            None => {
-                let declared = &self.declared;
-                quote!(#name: #declared)
-            }
+        if let Some(View { pointer, element, .. }) = &self.view {
+            let length = format_ident!("{name}_length");
+            quote!(#name: ::cuda_std::#pointer<#element>, #length: u64)
+        } else {
+            let declared = &self.declared;
+            quote!(#name: #declared)
         }
     }
 
     /// Returns the statement that builds the view from the parameters of the entry point, or checks that a scalar is one.
     pub fn build(&self) -> TokenStream {
-        let name = &self.name;
-        match &self.view {
-            Some(View { slice, element, .. }) => {
-                let (length, declared) = (format_ident!("{name}_length"), &self.declared);
-                // SAFETY: the launch passes the start and the length of one range.
-                quote!(let #name: #declared = unsafe { ::cuda_std::#slice::<#element>::from_parts(#name, #length) };)
-            }
-            None => {
-                let declared = &self.declared;
-                quote! {
-                    const _: fn(#declared) = {
-                        const fn scalar<T: ::cuda_std::Scalar>(_: T) {}
-                        scalar::<#declared>
-                    };
-                }
+        let (name, declared) = (&self.name, &self.declared);
+        if let Some(View { slice, element, .. }) = &self.view {
+            let length = format_ident!("{name}_length");
+            // SAFETY: the launch passes the start and the length of one range.
+            quote!(let #name: #declared = unsafe { ::cuda_std::#slice::<#element>::from_parts(#name, #length) };)
+        } else {
+            quote! {
+                const _: fn(#declared) = {
+                    const fn scalar<T: ::cuda_std::Scalar>(_: T) {}
+                    scalar::<#declared>
+                };
             }
         }
     }

@@ -111,10 +111,10 @@ impl Parse for Options {
 }
 
 /// Expands `#[kernel(attribute)] item`.
-pub fn expand(attribute: TokenStream, item: TokenStream) -> syn::Result<TokenStream> {
+pub fn expand(attribute: &TokenStream, item: TokenStream) -> syn::Result<TokenStream> {
     let mut options: Options = syn::parse2(attribute.clone())?;
     let function: ItemFn = syn::parse2(item)?;
-    options.checked = options.checked.map(|_| signature(&attribute, &function));
+    options.checked = options.checked.map(|_| signature(attribute, &function));
     let signature = &function.sig;
     let name = &signature.ident;
     let threads = options

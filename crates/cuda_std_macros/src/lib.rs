@@ -42,5 +42,5 @@ use proc_macro::TokenStream;
 /// `unsafe` is an error in the body on the device, unless the device crate is built with `CudaBuilder::allow_unchecked`.
 #[proc_macro_attribute]
 pub fn kernel(attribute: TokenStream, item: TokenStream) -> TokenStream {
-    kernel::expand(attribute.into(), item.into()).unwrap_or_else(syn::Error::into_compile_error).into()
+    kernel::expand(&attribute.into(), item.into()).unwrap_or_else(syn::Error::into_compile_error).into()
 }
