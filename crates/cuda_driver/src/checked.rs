@@ -30,6 +30,27 @@ use std::sync::{Mutex, PoisonError};
 /// assert_eq!(y.read()?, [2.0; 1000]);
 /// # Ok::<(), cuda_driver::Error>(())
 /// ```
+///
+/// A launch borrows its buffers:
+/// ```compile_fail,E0505
+/// # use cuda_driver::{Buffer, CheckedModule, Result, Stream};
+/// # use cuda_std::{GlobalSliceMut, kernel};
+/// #[kernel(threads = 256, checked)]
+/// fn fill(y: GlobalSliceMut<f32>) {}
+///
+/// fn launch_after_release(module: &CheckedModule, stream: &Stream, mut y: Buffer<f32>) -> Result<()> {
+///     let launch = fill(y.slice_mut());
+///     drop(y);
+///     module.launch(stream, [1, 1, 1], &launch)
+/// }
+/// ```
+///
+/// A checked kernel has no views without a length:
+/// ```compile_fail,E0277
+/// # use cuda_std::{GlobalMut, kernel};
+/// #[kernel(threads = 256, checked)]
+/// fn fill(y: GlobalMut<f32>) {}
+/// ```
 pub struct CheckedModule {
     module: Module,
     architecture: &'static str,
