@@ -8,9 +8,10 @@
 FROM rust:1.95-bookworm AS build
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 WORKDIR /src
-# The tools depend on two files only, so that changes of the sources do not install them again.
+# The tools depend on three files only, so that changes of the sources do not install them again.
 COPY rust-toolchain.toml ./
 COPY scripts/setup scripts/
+COPY crates/cargo-kernels/setup.sh crates/cargo-kernels/
 RUN scripts/setup
 COPY . .
 RUN LLM_RS_CUBINS=1 CUDA_HOME=/src/.tools/cuda/nvidia/cu13 cargo build --release --locked -p host \

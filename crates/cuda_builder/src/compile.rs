@@ -8,9 +8,9 @@ use std::process::{Command, Output};
 use crate::BuiltModule;
 use crate::error::{Error, at};
 use crate::json::Value;
-use crate::module::{FEATURES, Kernel, arch_number, has_feature};
+use crate::module::{ARCHITECTURES, FEATURES, Kernel, arch_number, has_feature};
 use crate::toolchain::Toolchain;
-use crate::{ir, ptx, resources, unchecked};
+use crate::{ir, lines, ptx, resources, unchecked};
 
 const TARGET: &str = "nvptx64-nvidia-cuda";
 
@@ -24,10 +24,9 @@ const RUSTFLAGS: [&str; 5] = [
     "--emit=llvm-bc",
 ];
 
-const PROFILE: [(&str, &str); 7] = [
+const PROFILE: [(&str, &str); 6] = [
     ("OPT_LEVEL", "3"),
     ("CODEGEN_UNITS", "1"),
-    ("DEBUG", "0"),
     ("DEBUG_ASSERTIONS", "false"),
     ("OVERFLOW_CHECKS", "false"),
     ("INCREMENTAL", "false"),
@@ -53,9 +52,10 @@ const APPROXIMATE: [&str; 2] = ["-nvptx-prec-divf32=0", "-nvptx-prec-sqrtf32=0"]
 const EXACT: [&str; 2] = ["-nvptx-prec-divf32=2", "-nvptx-prec-sqrtf32=1"];
 
 /// The source of the build steps. PTX files and cubins of an earlier build are reused only if it has not changed.
-const STEPS: [&str; 5] = [
+const STEPS: [&str; 6] = [
     include_str!("compile.rs"),
     include_str!("ir.rs"),
+    include_str!("lines.rs"),
     include_str!("ptx.rs"),
     include_str!("remainder.ll"),
     include_str!("unchecked.rs"),
@@ -69,10 +69,22 @@ pub struct Job<'a> {
     /// The target directory of the device build, kept between builds. All architectures share it.
     pub target: &'a Path,
     pub out_dir: &'a Path,
+    pub options: &'a Options,
+}
+
+/// The choices of a builder that all architectures share.
+#[derive(Clone, Debug, Default, Hash)]
+pub struct Options {
+    /// Features of the device crate.
+    pub features: Vec<String>,
     /// Whether f32 division and square root are approximate.
     pub approximate: bool,
     /// Whether device code may contain what the emulator cannot check.
     pub unchecked: bool,
+    /// Whether PTX and cubins contain the source lines of instructions.
+    pub line_info: bool,
+    /// The most registers per thread of kernels whose declaration does not limit them.
+    pub registers: Option<u32>,
 }
 
 pub struct JobOutput {
@@ -98,7 +110,7 @@ impl Job<'_> {
     /// The flags of dependencies do not depend on the architecture, so that `core` is compiled once for all. `ir::mark` sets the
     /// architecture of functions.
     pub fn compile(&self) -> Result<Crates, Error> {
-        if arch_number(self.arch).is_none() {
+        if !ARCHITECTURES.contains(&self.arch) {
             return Err(Error::BadArch { arch: self.arch.to_owned() });
         }
         let mut command = Command::new(&self.toolchain.cargo);
@@ -108,17 +120,20 @@ impl Job<'_> {
             .args(["rustc", "--lib", "--release", "-Zbuild-std=core", "--message-format=json", "--target", TARGET])
             .arg("--target-dir")
             .arg(self.target)
+            .args(self.options.features.iter().flat_map(|feature| ["--features", feature]))
             .args(["--", "--cfg"])
             .arg(format!("cuda_arch=\"{}\"", self.arch))
             .args(features.flat_map(|feature| ["--cfg".to_owned(), format!("cuda_feature=\"{feature}\"")]))
-            .args((!self.unchecked).then_some("-Dunsafe_code"))
+            .args((!self.options.unchecked).then_some("-Dunsafe_code"))
             .env("RUSTC", &self.toolchain.rustc)
             .env("RUSTC_WRAPPER", "")
             .env("RUSTC_WORKSPACE_WRAPPER", "")
             .env("RUSTC_BOOTSTRAP", "1")
             .env(crate::RUNNING_VARIABLE, "1")
             .env("CARGO_ENCODED_RUSTFLAGS", RUSTFLAGS.join("\x1f"))
-            .envs(PROFILE.map(|(key, value)| (format!("CARGO_PROFILE_RELEASE_{key}"), value)));
+            .envs(PROFILE.map(|(key, value)| (format!("CARGO_PROFILE_RELEASE_{key}"), value)))
+            // Directives without debug sections. LLVM marks PTX with line tables for debugging, and ptxas then does not optimize it.
+            .env("CARGO_PROFILE_RELEASE_DEBUG", if self.options.line_info { "line-directives-only" } else { "0" });
         let step = "compiling the device crate";
         let output = self.start(&mut command, step)?;
         let crates = self.read_messages(&String::from_utf8_lossy(&output.stdout))?;
@@ -202,7 +217,7 @@ impl Job<'_> {
     /// Returns a hash of all inputs of the PTX and the cubin.
     fn fingerprint(&self, bitcode: &[PathBuf]) -> Result<String, Error> {
         let mut hasher = DefaultHasher::new();
-        (STEPS, self.arch, self.approximate, self.unchecked).hash(&mut hasher);
+        (STEPS, self.arch, self.options).hash(&mut hasher);
         for path in bitcode {
             at(path, fs::read(path))?.hash(&mut hasher);
         }
@@ -217,12 +232,12 @@ impl Job<'_> {
 
     /// Lowers bitcode to PTX, and to a cubin if there is a ptxas.
     fn lower(&self, bitcode: &[PathBuf], files: &Files) -> Result<(), Error> {
-        let advice = "the device toolchain may be incomplete: run scripts/setup";
+        let advice = "the device toolchain may be incomplete: run scripts/setup or cargo kernels setup";
         let tool = |name| Command::new(self.toolchain.llvm_tool(name));
         self.run_tool(tool("llvm-link").args(bitcode).arg("-o").arg(&files.linked), "linking bitcode", advice)?;
         self.run_tool(tool("llvm-dis").arg(&files.linked).arg("-o").arg(&files.raw), "disassembling bitcode", advice)?;
 
-        let marked = ir::mark(&at(&files.raw, fs::read_to_string(&files.raw))?, self.arch)?;
+        let marked = self.mark(files)?;
         if marked.kernels.is_empty() {
             return Err(Error::NoKernels { krate: self.krate.to_owned(), arch: self.arch.to_owned() });
         }
@@ -232,16 +247,20 @@ impl Job<'_> {
         opt.args(OPT_FLAGS).arg(format!("-internalize-public-api-list={}", names.join(",")));
         self.run_tool(opt.arg("-S").arg(&files.marked).arg("-o").arg(&files.optimized), "optimizing", advice)?;
 
-        if !self.unchecked {
+        if !self.options.unchecked {
             let found = unchecked::find(&at(&files.optimized, fs::read_to_string(&files.optimized))?);
             if !found.is_empty() {
                 return Err(Error::Unchecked { arch: self.arch.to_owned(), found });
             }
         }
 
+        if self.options.line_info {
+            let optimized = at(&files.optimized, fs::read_to_string(&files.optimized))?;
+            at(&files.optimized, fs::write(&files.optimized, lines::attribute(&optimized, self.krate)))?;
+        }
         let mut llc = tool("llc");
         llc.args(LLC_FLAGS)
-            .args(if self.approximate { APPROXIMATE } else { EXACT })
+            .args(if self.options.approximate { APPROXIMATE } else { EXACT })
             .arg(format!("-mcpu={}", self.arch));
         // PTX 8.0 for architectures up to sm_90a: it has all instructions of Hopper, and drivers since CUDA 12.0 accept it.
         if arch_number(self.arch).is_some_and(|number| number <= 90) {
@@ -260,12 +279,18 @@ impl Job<'_> {
         }
         if let Some(ptxas) = self.ptxas {
             let mut command = Command::new(ptxas);
-            command.arg("-v").arg(format!("-arch={}", self.arch)).arg(&files.ptx).arg("-o").arg(&files.cubin);
+            command.arg("-v").args(self.options.line_info.then_some("-lineinfo"));
+            command.arg(format!("-arch={}", self.arch)).arg(&files.ptx).arg("-o").arg(&files.cubin);
             let advice = "see the message of ptxas below; its line numbers refer to the PTX file in the command";
             let output = self.run_tool(&mut command, "assembling", advice)?;
             at(&files.log, fs::write(&files.log, &output.stderr))?;
         }
         Ok(())
+    }
+
+    /// Annotates the linked module.
+    fn mark(&self, files: &Files) -> Result<ir::Marked, Error> {
+        ir::mark(&at(&files.raw, fs::read_to_string(&files.raw))?, self.arch, self.options.registers)
     }
 
     /// Adds to an error of `llc` which kernels it cannot lower. LLVM reports an instruction, often without its function. Each kernel is
@@ -296,7 +321,7 @@ impl Job<'_> {
         let ptx_path = copy(&files.ptx, name("ptx"))?;
         let cubin = self.ptxas.map(|_| copy(&files.cubin, name("cubin"))).transpose()?;
 
-        let bounds = ir::mark(&at(&files.raw, fs::read_to_string(&files.raw))?, self.arch)?.kernels;
+        let declared = self.mark(files)?.kernels;
         let arch = self.arch;
         let mut warnings = crates.warnings;
         let report = match self.ptxas {
@@ -305,7 +330,7 @@ impl Job<'_> {
         };
         if let Some(report) = &report {
             for (name, resources) in &report.functions {
-                let kind = if bounds.contains_key(name) { "kernel" } else { "function" };
+                let kind = if declared.contains_key(name) { "kernel" } else { "function" };
                 warnings.extend(resources.warning().map(|warning| format!("{arch}: {kind} {name} {warning}")));
             }
             warnings.extend(report.remarks.iter().map(|remark| format!("{arch}: {remark}")));
@@ -314,11 +339,11 @@ impl Job<'_> {
             let local = ptx::local_memory(&text).into_iter();
             warnings.extend(local.map(|name| format!("{arch}: {name} uses local memory")));
         }
-        let kernel = |(name, bounds): (String, _)| {
+        let kernel = |(name, declared): (String, ir::Declared)| {
             let resources = report.as_ref().and_then(|report| report.functions.get(&name).copied());
-            Kernel { name: name.into(), bounds, resources }
+            Kernel { name: name.into(), bounds: declared.bounds, resources, signature: declared.signature }
         };
-        let kernels = bounds.into_iter().map(kernel).collect();
+        let kernels = declared.into_iter().map(kernel).collect();
         let module = BuiltModule { arch: arch.to_owned(), ptx: ptx_path, cubin, kernels };
         Ok(JobOutput { module, warnings, watched: crates.sources })
     }

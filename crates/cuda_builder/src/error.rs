@@ -5,6 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 
+use crate::module::ARCHITECTURES;
 use crate::unchecked::Unchecked;
 
 /// The reason why a device crate could not be built.
@@ -23,8 +24,16 @@ pub enum Error {
     NoCrate { krate: PathBuf, package: PathBuf },
 
     /// The name of an architecture is invalid.
-    #[error("GPU architecture: expected sm_ and a number, such as sm_80 or sm_90a, found {arch:?}")]
+    #[error("GPU architecture: expected one of {}, found {arch:?}; correct CudaBuilder::arch", ARCHITECTURES.join(", "))]
     BadArch { arch: String },
+
+    /// The builder was given no architecture.
+    #[error("GPU architectures: expected at least one, found none; add CudaBuilder::arch, for example arch(\"sm_80\")")]
+    NoArch,
+
+    /// A limit of registers that no GPU has.
+    #[error("registers per thread: expected 16 to 255, found {registers}; correct CudaBuilder::registers")]
+    BadRegisters { registers: u32 },
 
     /// The builder would build the package that calls it, which would build itself again.
     #[error(
@@ -53,7 +62,9 @@ pub enum Error {
     File { path: PathBuf, source: io::Error },
 
     /// A tool could not be started.
-    #[error("{step} for {arch}: cannot start {program:?}: {source}; scripts/setup installs the device toolchain")]
+    #[error(
+        "{step} for {arch}: cannot start {program:?}: {source}; scripts/setup or cargo kernels setup installs the device toolchain"
+    )]
     Start { step: &'static str, arch: String, program: PathBuf, source: io::Error },
 
     /// A tool failed.

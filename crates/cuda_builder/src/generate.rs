@@ -13,7 +13,10 @@ pub fn write(out_dir: &Path, built: &Built) -> Result<(), Error> {
     let missing = built.missing.as_deref();
     let text = format!(
         "pub static MODULES: &[::cuda_builder::Module] = &[{modules}];\n\
-         pub static MODULES_MISSING: Option<&str> = {missing:?};\n"
+         pub static MODULES_MISSING: Option<&str> = {missing:?};\n\
+         #[allow(dead_code, reason = \"a program uses either the modules or the kernels\")]\n\
+         // SAFETY: the builder has compiled the modules.\n\
+         pub static KERNELS: ::cuda_builder::Kernels = unsafe {{ ::cuda_builder::Kernels::new(MODULES, MODULES_MISSING) }};\n"
     );
     let path = out_dir.join("kernels.rs");
     at(&path, std::fs::write(&path, text))
@@ -37,7 +40,7 @@ fn module_literal(out_dir: &Path, module: &BuiltModule) -> String {
     )
 }
 
-fn kernel_literal(Kernel { name, bounds, resources }: &Kernel) -> String {
+fn kernel_literal(Kernel { name, bounds, resources, signature }: &Kernel) -> String {
     let LaunchBounds { threads, blocks_per_sm, registers } = bounds;
     let bounds = format!(
         "::cuda_builder::LaunchBounds {{ threads: {threads:?}, blocks_per_sm: {blocks_per_sm:?}, \
@@ -52,6 +55,6 @@ fn kernel_literal(Kernel { name, bounds, resources }: &Kernel) -> String {
     };
     format!(
         "::cuda_builder::Kernel {{ name: ::std::borrow::Cow::Borrowed({name:?}), bounds: {bounds}, \
-         resources: {resources} }}"
+         resources: {resources}, signature: {signature:?} }}"
     )
 }

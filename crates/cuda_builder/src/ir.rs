@@ -34,16 +34,25 @@ const LAUNCH: &str = "module asm \"// @launch ";
 #[derive(Debug)]
 pub struct Marked {
     pub ir: String,
-    /// The launch bounds of the kernels, by name.
-    pub kernels: BTreeMap<String, LaunchBounds>,
+    /// The declarations of the kernels, by name.
+    pub kernels: BTreeMap<String, Declared>,
 }
 
-/// Marks asm calls and functions convergent, sets the architecture of functions, and adds launch bounds to kernels.
-pub fn mark(ir: &str, arch: &str) -> Result<Marked, Error> {
+/// What the `// @launch` line of a kernel declares.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Declared {
+    pub bounds: LaunchBounds,
+    /// The hash of a checked kernel's source.
+    pub signature: Option<u64>,
+}
+
+/// Marks asm calls and functions convergent, sets the architecture of functions, and adds launch bounds to kernels. `registers` limits
+/// the registers of kernels whose bounds do not.
+pub fn mark(ir: &str, arch: &str, registers: Option<u32>) -> Result<Marked, Error> {
     let mut launches = BTreeMap::new();
     for line in ir.lines().filter_map(|line| line.strip_prefix(LAUNCH)) {
-        let (name, bounds) = parse_launch(line.trim_end_matches('"'))?;
-        launches.insert(name, bounds);
+        let (name, declared) = parse_launch(line.trim_end_matches('"'))?;
+        launches.insert(name, declared);
     }
     let mut marked = Marked { ir: String::with_capacity(ir.len() + ir.len() / 16), kernels: BTreeMap::new() };
     let mut has_remainders = false;
@@ -63,9 +72,12 @@ pub fn mark(ir: &str, arch: &str) -> Result<Marked, Error> {
             Some(Function { name, end, is_kernel }) => {
                 let mut attributes = " convergent".to_owned();
                 if is_kernel {
-                    let bounds = launches.remove(name).unwrap_or_default();
-                    attributes += &bounds.attributes();
-                    marked.kernels.insert(name.to_owned(), bounds);
+                    let mut declared = launches.remove(name).unwrap_or_default();
+                    if declared.bounds.registers.is_none() && declared.bounds.blocks_per_sm.is_none() {
+                        declared.bounds.registers = registers;
+                    }
+                    attributes += &declared.bounds.attributes();
+                    marked.kernels.insert(name.to_owned(), declared);
                 }
                 Some((end, attributes))
             }
@@ -118,8 +130,13 @@ fn remainder(line: &str) -> Option<String> {
     })?;
     let (kind, name) = function;
     let (x, y) = operands.split_once(", ")?;
-    let y = y.split(", !").next().unwrap_or(y);
-    Some(format!("{result} = call {kind} @cuda_builder_remainder_{name}({kind} {x}, {kind} {y})"))
+    let (y, metadata) = y.find(", !").map_or((y, ""), |at| y.split_at(at));
+    // A call keeps its source line. Other metadata, such as the accuracy of the result, is for floating-point instructions only.
+    let line = metadata.find(", !dbg !").map_or("", |at| {
+        let end = metadata[at + 2..].find(", ").map_or(metadata.len(), |length| at + 2 + length);
+        &metadata[at..end]
+    });
+    Some(format!("{result} = call {kind} @cuda_builder_remainder_{name}({kind} {x}, {kind} {y}){line}"))
 }
 
 /// Returns an `atomicrmw` between the fences that its ordering requires, or `None` for another line. The ordering of the
@@ -163,13 +180,18 @@ fn target_cpu(line: &str, arch: &str) -> Option<String> {
 }
 
 /// Parses `NAME KEY=VALUE…`.
-fn parse_launch(line: &str) -> Result<(String, LaunchBounds), Error> {
+fn parse_launch(line: &str) -> Result<(String, Declared), Error> {
     let mut words = line.split_whitespace();
     let kernel = words.next().unwrap_or_default().to_owned();
-    let mut bounds = LaunchBounds::default();
+    let mut declared = Declared::default();
+    let bounds = &mut declared.bounds;
     for word in words {
         let bad = || Error::BadBounds { kernel: kernel.clone(), found: word.to_owned() };
         let (key, value) = word.split_once('=').ok_or_else(bad)?;
+        if key == "signature" {
+            declared.signature = Some(u64::from_str_radix(value, 16).map_err(|_| bad())?);
+            continue;
+        }
         let [x, y, z] = extent(value).ok_or_else(bad)?;
         match key {
             "maxntid" => bounds.threads = Some([x, y, z]),
@@ -178,7 +200,7 @@ fn parse_launch(line: &str) -> Result<(String, LaunchBounds), Error> {
             _ => return Err(bad()),
         }
     }
-    Ok((kernel, bounds))
+    Ok((kernel, declared))
 }
 
 /// Parses up to three positive numbers. The default of each is 1.
@@ -293,7 +315,7 @@ mod tests {
     use super::*;
 
     fn marked(line: &str) -> String {
-        mark(line, "sm_80").unwrap_or_else(|error| panic!("{error}")).ir.trim_end().to_owned()
+        mark(line, "sm_80", None).unwrap_or_else(|error| panic!("{error}")).ir.trim_end().to_owned()
     }
 
     #[test]
@@ -318,6 +340,10 @@ mod tests {
             (
                 "  %r = frem nnan double 5.0e-1, %y",
                 "  %r = call double @cuda_builder_remainder_f64(double 5.0e-1, double %y)",
+            ),
+            (
+                "  %r = frem float %x, %y, !fpmath !2, !dbg !31, !tbaa !4",
+                "  %r = call float @cuda_builder_remainder_f32(float %x, float %y), !dbg !31\n",
             ),
         ] {
             let ir = marked(line);
@@ -403,9 +429,10 @@ mod tests {
     #[test]
     fn launch_bounds_become_attributes_of_their_kernel() -> Result<(), Error> {
         let ir = "module asm \"// @launch k maxntid=512 minctasm=2 maxnreg=64\"\n\
+                  module asm \"// @launch plain signature=00ff\"\n\
                   define ptx_kernel void @k(ptr %p) unnamed_addr #0 {\n\
                   define ptx_kernel void @plain() {\n";
-        let marked = mark(ir, "sm_80")?;
+        let marked = mark(ir, "sm_80", None)?;
         assert_eq!(
             marked.ir,
             "define ptx_kernel void @k(ptr %p) unnamed_addr convergent \"nvvm.maxntid\"=\"512,1,1\" \
@@ -413,8 +440,21 @@ mod tests {
              define ptx_kernel void @plain() convergent {\n"
         );
         let bounds = LaunchBounds { threads: Some([512, 1, 1]), blocks_per_sm: Some(2), registers: Some(64) };
-        let expected = [("k".to_owned(), bounds), ("plain".to_owned(), LaunchBounds::default())];
+        let expected = [
+            ("k".to_owned(), Declared { bounds, signature: None }),
+            ("plain".to_owned(), Declared { signature: Some(0xff), ..Declared::default() }),
+        ];
         assert_eq!(marked.kernels, expected.into());
+        Ok(())
+    }
+
+    #[test]
+    fn the_builders_limit_of_registers_yields_to_the_declaration() -> Result<(), Error> {
+        let ir = "module asm \"// @launch a maxntid=32\"\nmodule asm \"// @launch b maxntid=32 minctasm=2\"\n\
+                  module asm \"// @launch c maxntid=32 maxnreg=40\"\n\
+                  define ptx_kernel void @a() {\ndefine ptx_kernel void @b() {\ndefine ptx_kernel void @c() {\n";
+        let registers = mark(ir, "sm_80", Some(64))?.kernels.into_values().map(|declared| declared.bounds.registers);
+        assert_eq!(registers.collect::<Vec<_>>(), [Some(64), None, Some(40)]);
         Ok(())
     }
 
@@ -422,11 +462,11 @@ mod tests {
     fn errors_of_invalid_launch_bounds_name_the_kernel() {
         for wrong in ["maxntid=0", "maxntid=1,2,3,4", "minctasm=1,2", "maxntid", "threads=3", "maxnreg=many"] {
             let ir = format!("module asm \"// @launch my_kernel {wrong}\"\ndefine ptx_kernel void @my_kernel() {{\n");
-            let error = mark(&ir, "sm_80").expect_err(wrong).to_string();
+            let error = mark(&ir, "sm_80", None).expect_err(wrong).to_string();
             assert!(error.contains("my_kernel") && error.contains(wrong), "{error}");
         }
         let error =
-            mark("module asm \"// @launch nobody maxntid=1\"", "sm_80").expect_err("no such kernel").to_string();
+            mark("module asm \"// @launch nobody maxntid=1\"", "sm_80", None).expect_err("no such kernel").to_string();
         assert!(error.contains("nobody"), "{error}");
     }
 }

@@ -7,7 +7,7 @@
 //!
 //! The crate of the build script includes `OUT_DIR/kernels.rs`. That file defines
 //! `pub static MODULES: &[cuda_builder::Module]` and `pub static MODULES_MISSING: Option<&str>`, the reason why `MODULES`
-//! is empty.
+//! is empty. `pub static KERNELS: cuda_builder::Kernels` holds both, for `cuda_driver::CheckedModule`.
 //!
 //! # Pipeline
 //!
@@ -23,14 +23,21 @@
 //! check kernels for register spills. Without cubins, the driver compiles the PTX of `sm_80` when the program starts, and
 //! the kernels for `sm_90a` are not available (the driver's compiler miscompiles them, see
 //! docs/performance/toolchain.md). `LLM_RS_CUBINS=0` turns cubins off.
+//!
+//! # Files
+//!
+//! The builder writes into `OUT_DIR` and the target directory only. The lock file of a device crate that is not in the workspace of its
+//! host crate is the exception: cargo writes it, as for every package.
 
 #![warn(missing_docs)]
 
+mod choice;
 mod compile;
 mod error;
 mod generate;
 mod ir;
 mod json;
+mod lines;
 mod module;
 mod ptx;
 mod resources;
@@ -43,12 +50,15 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::SystemTime;
 
+pub use choice::Choice;
 pub use error::Error;
-pub use module::{Kernel, LaunchBounds, Module, Resources, has_feature};
-pub use toolchain::{NIGHTLY, NoToolchain, Toolchain, find_cuda_tool};
+pub use module::{ARCHITECTURES, Kernel, Kernels, LaunchBounds, Module, Resources, has_feature};
+pub use toolchain::{
+    NIGHTLY, NoToolchain, TESTED_LLVM, TOOLCHAIN_VARIABLE, TOOLS_VARIABLE, Toolchain, find_cuda_tool, tools_directory,
+};
 pub use unchecked::Unchecked;
 
-use compile::Job;
+use compile::{Job, Options};
 use toolchain::Search;
 
 /// Builds one device crate for one or more GPU architectures.
@@ -57,13 +67,16 @@ pub struct CudaBuilder {
     archs: Vec<String>,
     out_dir: Option<PathBuf>,
     cubins: Option<bool>,
-    approximate: bool,
-    unchecked: bool,
+    line_info: Option<bool>,
+    options: Options,
     search: Search,
 }
 
 /// The environment variable that turns cubins on (`1`) or off (`0`).
 const CUBINS_VARIABLE: &str = "LLM_RS_CUBINS";
+
+/// The environment variable that adds line information to PTX and cubins (`1`) or leaves it out (`0`).
+const LINE_INFO_VARIABLE: &str = "LLM_RS_LINE_INFO";
 
 /// Set in the environment of the cargo that builds device crates, so that their build scripts do not build device code again.
 const RUNNING_VARIABLE: &str = "CUDA_BUILDER_RUNNING";
@@ -109,13 +122,13 @@ impl CudaBuilder {
             archs: Vec::new(),
             out_dir: None,
             cubins: None,
-            approximate: false,
-            unchecked: false,
+            line_info: None,
+            options: Options::default(),
             search: Search::default(),
         }
     }
 
-    /// Adds an architecture, such as `sm_90a`. The device crate, but not its dependencies, sees it as
+    /// Adds an architecture, one of [`ARCHITECTURES`]. The device crate, but not its dependencies, sees it as
     /// `cfg(cuda_arch = "sm_90a")`, and what it can do as `cfg(cuda_feature = "wgmma")` (see [`has_feature`]).
     #[must_use]
     pub fn arch(mut self, arch: &str) -> Self {
@@ -134,7 +147,7 @@ impl CudaBuilder {
     /// `--use_fast_math`. By default both are rounded correctly, as on the host.
     #[must_use]
     pub fn approximate_division(mut self) -> Self {
-        self.approximate = true;
+        self.options.approximate = true;
         self
     }
 
@@ -142,7 +155,33 @@ impl CudaBuilder {
     /// instructions for thread block clusters. By default such code is an error.
     #[must_use]
     pub fn allow_unchecked(mut self) -> Self {
-        self.unchecked = true;
+        self.options.unchecked = true;
+        self
+    }
+
+    /// Enables features of the device crate. Its default features are enabled, too.
+    #[must_use]
+    pub fn features(mut self, features: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        self.options.features.extend(features.into_iter().map(Into::into));
+        self
+    }
+
+    /// Limits kernels to `registers` registers per thread (`.maxnreg`), from 16 to 255, as nvcc does with `-maxrregcount`. Kernels that
+    /// declare `blocks_per_sm` keep the limit that follows from it.
+    #[must_use]
+    pub fn registers(mut self, registers: u32) -> Self {
+        self.options.registers = Some(registers);
+        self
+    }
+
+    /// Sets whether PTX and cubins contain the Rust lines of their instructions, for Nsight Compute, compute-sanitizer and `cargo kernels
+    /// inspect`. The instructions of the PTX are the same, but ptxas may choose other registers or another order. PTX and cubins become
+    /// about three times as large, and contain the absolute paths of the source files.
+    ///
+    /// The default is the value of `LLM_RS_LINE_INFO`, and without that variable, false.
+    #[must_use]
+    pub fn line_info(mut self, line_info: bool) -> Self {
+        self.line_info = Some(line_info);
         self
     }
 
@@ -166,7 +205,8 @@ impl CudaBuilder {
         for path in &built.watched {
             println!("cargo::rerun-if-changed={}", path.display());
         }
-        for variable in ["CUDA_HOME", "CUDA_PATH", CUBINS_VARIABLE] {
+        let variables = [CUBINS_VARIABLE, LINE_INFO_VARIABLE, TOOLCHAIN_VARIABLE, TOOLS_VARIABLE];
+        for variable in variables.into_iter().chain(["CUDA_HOME", "CUDA_PATH"]) {
             println!("cargo::rerun-if-env-changed={variable}");
         }
         for warning in &built.warnings {
@@ -180,6 +220,7 @@ impl CudaBuilder {
             Some(directory) => directory.clone(),
             None => std::env::var_os("OUT_DIR").ok_or(Error::NoOutDir)?.into(),
         };
+        self.validate()?;
         let krate = self.locate()?;
         claim(&out_dir, &krate)?;
         let root = workspace_root(&krate);
@@ -191,7 +232,7 @@ impl CudaBuilder {
                     modules: Vec::new(),
                     warnings: vec![missing.clone()],
                     missing: Some(missing),
-                    watched: vec![watched_tools(&root)?],
+                    watched: watched_tools(&root).into_iter().collect(),
                 }
             }
         };
@@ -204,19 +245,11 @@ impl CudaBuilder {
         let ptxas = if wants_cubins { find_cuda_tool("ptxas", Some(root)) } else { None };
         let device_target = device_target(out_dir);
         let (ptxas_path, target) = (ptxas.as_deref(), device_target.as_path());
+        let options = Options { line_info: wants_line_info(self.line_info), ..self.options.clone() };
+        let options = &options;
         let archs = self.archs.iter();
-        let jobs: Vec<_> = archs
-            .map(|arch| Job {
-                toolchain,
-                ptxas: ptxas_path,
-                krate,
-                arch,
-                target,
-                out_dir,
-                approximate: self.approximate,
-                unchecked: self.unchecked,
-            })
-            .collect();
+        let job = |arch| Job { toolchain, ptxas: ptxas_path, krate, arch, target, out_dir, options };
+        let jobs: Vec<_> = archs.map(|arch| job(arch)).collect();
         let _lock = compile::lock(target)?;
         let outputs: Result<Vec<compile::JobOutput>, Error> = std::thread::scope(|scope| {
             let mut running = Vec::new();
@@ -236,16 +269,38 @@ impl CudaBuilder {
         built.watched.extend([toolchain.rustc.clone(), toolchain.llvm_tool("llc")]);
         match ptxas {
             Some(ptxas) => built.watched.push(ptxas),
-            None if wants_cubins => built.watched.push(watched_tools(root)?),
+            None if wants_cubins => {
+                built.watched.extend(watched_tools(root));
+                built.warnings.push(format!(
+                    "built no cubins: expected ptxas in PATH, CUDA_HOME, {} or Python's packages, found none; run scripts/setup or cargo \
+                     kernels setup, or install a CUDA toolkit, and build again",
+                    tools_directory().display()
+                ));
+            }
             None => built.warnings.extend(self.cubins.is_none().then(|| {
                 format!(
                     "built no cubins, because this machine has no NVIDIA GPU; set {CUBINS_VARIABLE}=1 to build them"
                 )
             })),
         }
+        built.warnings.extend(toolchain.warning());
         dedup(&mut built.warnings);
         dedup(&mut built.watched);
         Ok(built)
+    }
+
+    /// Checks the options before anything is compiled.
+    fn validate(&self) -> Result<(), Error> {
+        if self.archs.is_empty() {
+            return Err(Error::NoArch);
+        }
+        if let Some(arch) = self.archs.iter().find(|arch| !ARCHITECTURES.contains(&arch.as_str())) {
+            return Err(Error::BadArch { arch: arch.clone() });
+        }
+        match self.options.registers {
+            Some(registers) if !(16..=255).contains(&registers) => Err(Error::BadRegisters { registers }),
+            _ => Ok(()),
+        }
     }
 
     /// Returns the absolute path of the device crate's directory.
@@ -286,6 +341,11 @@ fn dedup<T: Ord>(list: &mut Vec<T>) {
     list.dedup();
 }
 
+/// Returns the resources of each function in the output of `ptxas -v`, by name.
+pub fn parse_ptxas_log(log: &str) -> BTreeMap<String, Resources> {
+    resources::parse(log).functions
+}
+
 /// Returns whether to build cubins: the `explicit` choice, the value of the environment variable, or whether this machine has
 /// an NVIDIA GPU.
 fn wants_cubins(explicit: Option<bool>) -> bool {
@@ -296,6 +356,11 @@ fn wants_cubins(explicit: Option<bool>) -> bool {
     })
 }
 
+/// Returns whether to build line information: the `explicit` choice, or the value of the environment variable.
+fn wants_line_info(explicit: Option<bool>) -> bool {
+    explicit.unwrap_or_else(|| std::env::var(LINE_INFO_VARIABLE).is_ok_and(|value| !value.is_empty() && value != "0"))
+}
+
 /// Returns the nearest directory at or above the device crate that contains `.tools`, otherwise the nearest that contains
 /// Cargo.lock, otherwise the crate itself.
 fn workspace_root(krate: &Path) -> PathBuf {
@@ -303,18 +368,22 @@ fn workspace_root(krate: &Path) -> PathBuf {
     containing(".tools").or_else(|| containing("Cargo.lock")).unwrap_or(krate).to_owned()
 }
 
-/// Returns `.tools`, where `scripts/setup` writes a file whenever it installs a tool. Creates the directory with an old
-/// modification time if it does not exist.
+/// Returns the directory where `scripts/setup` and `cargo kernels setup` write a file whenever they install a tool: `.tools` of the
+/// workspace if it exists, otherwise that of the user, which is created with an old modification time. `None` if it cannot be created.
 ///
 /// Cargo runs the build script in each build if a watched path does not exist, and in the next build if it was modified after
 /// the script started.
-fn watched_tools(root: &Path) -> Result<PathBuf, Error> {
-    let tools = root.join(".tools");
-    if !tools.is_dir() {
-        error::at(&tools, std::fs::create_dir_all(&tools))?;
-        error::at(&tools, File::open(&tools).and_then(|directory| directory.set_modified(SystemTime::UNIX_EPOCH)))?;
+fn watched_tools(root: &Path) -> Option<PathBuf> {
+    let in_workspace = root.join(".tools");
+    if in_workspace.is_dir() {
+        return Some(in_workspace);
     }
-    Ok(tools)
+    let tools = tools_directory();
+    if !tools.is_dir() {
+        std::fs::create_dir_all(&tools).ok()?;
+        File::open(&tools).and_then(|directory| directory.set_modified(SystemTime::UNIX_EPOCH)).ok()?;
+    }
+    Some(tools)
 }
 
 /// Returns the target directory of the device build. All profiles and device crates of the enclosing target directory share
@@ -335,14 +404,18 @@ mod tests {
         std::fs::create_dir(&krate)?;
         std::fs::write(krate.join("Cargo.toml"), "")?;
         let mut builder = CudaBuilder::new(&krate).arch("sm_80").out_dir(scratch.path());
-        builder.search =
-            Search { rustup_home: Some(scratch.path().join("rustup")), system: scratch.path().join("usr") };
+        builder.search = Search {
+            chosen: None,
+            rustup_home: Some(scratch.path().join("rustup")),
+            system: scratch.path().join("usr"),
+        };
 
         let built = builder.build_quietly()?;
 
         assert!(built.modules.is_empty());
         let [warning] = &built.warnings[..] else { panic!("one warning, not {:?}", built.warnings) };
         assert_eq!(Some(warning), built.missing.as_ref());
+        assert_eq!(std::fs::read_dir(&krate)?.count(), 1, "the builder wrote into the device crate");
         for part in [NIGHTLY, "usr/bin/rustc", "scripts/setup"] {
             assert!(warning.contains(part), "{warning:?} lacks {part}");
         }
@@ -379,7 +452,21 @@ mod tests {
 
     #[test]
     fn error_names_a_device_crate_that_does_not_exist() {
-        let error = CudaBuilder::new("no_such_crate").out_dir("/nonexistent").build_quietly().expect_err("must fail");
+        let builder = CudaBuilder::new("no_such_crate").arch("sm_80").out_dir("/nonexistent");
+        let error = builder.build_quietly().expect_err("must fail");
         assert!(error.to_string().contains("no_such_crate"), "{error}");
+    }
+
+    #[test]
+    fn invalid_options_are_rejected_before_the_build() {
+        let error =
+            |builder: CudaBuilder| builder.out_dir("/nonexistent").build_quietly().expect_err("must fail").to_string();
+        for arch in ["sm_75", "sm_90b", "90", "sm_130"] {
+            let error = error(CudaBuilder::new("gpu").arch("sm_80").arch(arch));
+            assert!(error.contains("expected one of sm_80, ") && error.contains(&format!("found {arch:?}")), "{error}");
+        }
+        assert!(error(CudaBuilder::new("gpu")).contains("expected at least one"));
+        let error = error(CudaBuilder::new("gpu").arch("sm_80").registers(300));
+        assert!(error.contains("expected 16 to 255, found 300"), "{error}");
     }
 }

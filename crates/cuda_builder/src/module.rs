@@ -17,6 +17,34 @@ pub struct Module {
     pub shared_limit: Option<u32>,
 }
 
+/// The modules of one device crate, as defined in `kernels.rs`. Their code is that of the crate.
+#[derive(Clone, Copy, Debug)]
+pub struct Kernels {
+    modules: &'static [Module],
+    missing: Option<&'static str>,
+}
+
+impl Kernels {
+    /// Creates the description of a device crate.
+    ///
+    /// # Safety
+    /// The builder must have compiled each module from the crate whose kernels the program launches.
+    #[doc(hidden)]
+    pub const unsafe fn new(modules: &'static [Module], missing: Option<&'static str>) -> Self {
+        Self { modules, missing }
+    }
+
+    /// Returns one module per architecture. Empty if the program was built without a device toolchain.
+    pub const fn modules(&self) -> &'static [Module] {
+        self.modules
+    }
+
+    /// Returns the reason why there are no modules.
+    pub const fn missing(&self) -> Option<&'static str> {
+        self.missing
+    }
+}
+
 /// One entry point of a module.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Kernel {
@@ -26,6 +54,8 @@ pub struct Kernel {
     pub bounds: LaunchBounds,
     /// The resources, or `None` if the program was built without cubins.
     pub resources: Option<Resources>,
+    /// A hash of the source of a `#[kernel(checked)]`, or `None` for another kernel.
+    pub signature: Option<u64>,
 }
 
 /// The launch bounds given in `#[kernel(…)]`.
@@ -66,6 +96,13 @@ pub(crate) fn shared_limit(arch: &str) -> Option<u32> {
     }
 }
 
+/// The architectures that can be built, oldest first: those of LLVM 22 and CUDA 13 since Ampere.
+pub const ARCHITECTURES: [&str; 22] = [
+    "sm_80", "sm_86", "sm_87", "sm_88", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_100a", "sm_100f", "sm_103",
+    "sm_103a", "sm_103f", "sm_110", "sm_110a", "sm_110f", "sm_120", "sm_120a", "sm_120f", "sm_121", "sm_121a",
+    "sm_121f",
+];
+
 /// The names of instruction sets that `#[kernel(requires = "…")]` and `cfg(cuda_feature = "…")` accept.
 pub(crate) const FEATURES: [&str; 4] = ["fp8", "tma", "setmaxnreg", "wgmma"];
 
@@ -84,7 +121,7 @@ pub fn has_feature(arch: &str, feature: &str) -> bool {
     }
 }
 
-/// Returns 90 for `sm_90a`.
+/// Returns 90 for `sm_90a`, and `None` for a name that is not an architecture.
 pub(crate) fn arch_number(arch: &str) -> Option<u32> {
     arch.strip_prefix("sm_")?.trim_end_matches(char::is_alphabetic).parse().ok()
 }

@@ -9,6 +9,16 @@ use crate::compile::clean;
 /// The rustup toolchain that is used if it is installed.
 pub const NIGHTLY: &str = "nightly-2026-05-20";
 
+/// The major version of LLVM that the kernels of this repository are tested with.
+pub const TESTED_LLVM: u32 = 22;
+
+/// The environment variable that selects the device toolchain: the name of a rustup toolchain, such as `nightly-2026-10-15`, or the
+/// directory above its `bin/rustc`.
+pub const TOOLCHAIN_VARIABLE: &str = "CUDA_BUILDER_TOOLCHAIN";
+
+/// The environment variable that names the directory of the CUDA tools, instead of the default of [`tools_directory`].
+pub const TOOLS_VARIABLE: &str = "CUDA_BUILDER_TOOLS";
+
 /// The oldest supported rustc. Earlier versions lack NVPTX flags that this crate uses.
 const OLDEST: (u32, u32) = (1, 96);
 
@@ -42,7 +52,7 @@ impl fmt::Display for NoToolchain {
         for (i, (name, reason)) in self.searched.iter().enumerate() {
             write!(f, "{}{name}: {reason}", if i == 0 { "" } else { "; " })?;
         }
-        write!(f, "); run scripts/setup and build again")
+        write!(f, "); run scripts/setup or cargo kernels setup, and build again")
     }
 }
 
@@ -56,6 +66,8 @@ impl fmt::Display for Toolchain {
 /// The locations of toolchains.
 #[derive(Clone, Debug)]
 pub(crate) struct Search {
+    /// The value of [`TOOLCHAIN_VARIABLE`].
+    pub chosen: Option<String>,
     pub rustup_home: Option<PathBuf>,
     /// `/usr`, which contains `bin/rustc`, `bin/cargo` and `lib/llvm-N` of Debian.
     pub system: PathBuf,
@@ -64,13 +76,58 @@ pub(crate) struct Search {
 impl Default for Search {
     fn default() -> Self {
         let home = || std::env::home_dir().map(|home| home.join(".rustup"));
-        Self { rustup_home: std::env::var_os("RUSTUP_HOME").map(PathBuf::from).or_else(home), system: "/usr".into() }
+        Self {
+            chosen: std::env::var(TOOLCHAIN_VARIABLE).ok().filter(|chosen| !chosen.is_empty()),
+            rustup_home: std::env::var_os("RUSTUP_HOME").map(PathBuf::from).or_else(home),
+            system: "/usr".into(),
+        }
     }
 }
 
+impl Search {
+    /// Returns the toolchain of a rustup name or of a directory, with a description.
+    fn named(&self, chosen: &str) -> (String, PathBuf) {
+        let prefix = match &self.rustup_home {
+            Some(home) if !chosen.contains('/') => home.join("toolchains").join(with_host(chosen)),
+            _ => chosen.into(),
+        };
+        (format!("{TOOLCHAIN_VARIABLE}={chosen}"), prefix)
+    }
+
+    /// Returns the directories of the toolchains to try, with descriptions.
+    fn installed(&self) -> Vec<(String, PathBuf)> {
+        let toolchains = self.rustup_home.as_ref().map(|home| home.join("toolchains"));
+        let pinned = toolchains.as_ref().map(|all| (format!("rustup's {NIGHTLY}"), all.join(with_host(NIGHTLY))));
+        let debian = ("Debian's rustc-web".to_owned(), self.system.clone());
+        let mut others = toolchains.as_ref().map(|all| subdirectories(all)).unwrap_or_default();
+        others.retain(|other| pinned.as_ref().is_none_or(|(_, pinned)| other != pinned));
+        let others = others.into_iter().rev().filter_map(|other| {
+            let name = other.file_name()?.to_str()?.to_owned();
+            name.starts_with("nightly").then(|| (format!("rustup's {name}"), other))
+        });
+        pinned.into_iter().chain([debian]).chain(others).collect()
+    }
+}
+
+/// Returns the name of a rustup toolchain with the platform of this machine, if it lacks one.
+fn with_host(name: &str) -> String {
+    let host = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
+    if name.ends_with(&host) { name.to_owned() } else { format!("{name}-{host}") }
+}
+
+/// Returns the user's directory for CUDA tools, where `cargo kernels setup` installs them: [`TOOLS_VARIABLE`], otherwise `cuda_builder` in
+/// `XDG_DATA_HOME` or `~/.local/share`.
+pub fn tools_directory() -> PathBuf {
+    let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    variable(TOOLS_VARIABLE).unwrap_or_else(|| {
+        let data = variable("XDG_DATA_HOME").or_else(|| std::env::home_dir().map(|home| home.join(".local/share")));
+        data.unwrap_or_else(std::env::temp_dir).join("cuda_builder")
+    })
+}
+
 impl Toolchain {
-    /// Returns the first complete toolchain of these: [`NIGHTLY`] of rustup; rustc-web, cargo-web, rust-web-src and llvm-N of
-    /// Debian.
+    /// Returns the toolchain that [`TOOLCHAIN_VARIABLE`] names. Without that variable, returns the first complete toolchain of these:
+    /// [`NIGHTLY`] of rustup; rustc-web, cargo-web, rust-web-src and llvm-N of Debian; the other nightlies of rustup, newest first.
     ///
     /// # Errors
     /// Returns the reason why each toolchain is incomplete, and the command that installs one.
@@ -79,13 +136,9 @@ impl Toolchain {
     }
 
     pub(crate) fn find_in(search: &Search) -> Result<Self, NoToolchain> {
-        let rustup = search.rustup_home.as_ref().map(|home| {
-            let name = format!("{NIGHTLY}-{}-unknown-linux-gnu", std::env::consts::ARCH);
-            (format!("rustup's {NIGHTLY}"), home.join("toolchains").join(name))
-        });
-        let debian = ("Debian's rustc-web".to_owned(), search.system.clone());
+        let candidates = search.chosen.as_ref().map_or_else(|| search.installed(), |chosen| vec![search.named(chosen)]);
         let mut searched = Vec::new();
-        for (name, prefix) in rustup.into_iter().chain([debian]) {
+        for (name, prefix) in candidates {
             match Self::at(&prefix) {
                 Ok(toolchain) => return Ok(toolchain),
                 Err(reason) => searched.push((name, reason)),
@@ -127,6 +180,17 @@ impl Toolchain {
         Ok(Self { rustc, cargo, llvm_bin, release, llvm_version })
     }
 
+    /// Returns a warning if the toolchain has another version of LLVM than the tested one.
+    pub(crate) fn warning(&self) -> Option<String> {
+        let major: Option<u32> = self.llvm_version.split('.').next().and_then(|major| major.parse().ok());
+        (major != Some(TESTED_LLVM)).then(|| {
+            format!(
+                "device toolchain: expected LLVM {TESTED_LLVM}, found {self}; kernels may be slower, and their tests should run on a GPU. To \
+                 select another toolchain, set {TOOLCHAIN_VARIABLE}"
+            )
+        })
+    }
+
     pub(crate) fn llvm_tool(&self, name: &str) -> PathBuf {
         self.llvm_bin.join(name)
     }
@@ -155,14 +219,14 @@ fn ask(rustc: &Path, question: &str) -> Result<String, String> {
 /// Finds `ptxas`, `cuobjdump` or `nvdisasm`.
 ///
 /// The search order is: `PATH`, the CUDA toolkit (`CUDA_HOME`, `CUDA_PATH`, /usr/local/cuda), `.tools` in the workspace (where
-/// `scripts/setup` installs it), and Python site-packages directories.
+/// `scripts/setup` installs it), [`tools_directory`], and Python site-packages directories.
 pub fn find_cuda_tool(name: &str, workspace: Option<&Path>) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let toolkits = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(std::env::var_os).map(PathBuf::from);
     let toolkits = toolkits.chain(["/usr/local/cuda".into()]).map(|toolkit| toolkit.join("bin"));
     let direct = std::env::split_paths(&path).chain(toolkits).map(|directory| directory.join(name));
     let packages = site_packages().into_iter().map(|packages| packages.join("nvidia"));
-    let mut wheels = workspace.map(|root| root.join(".tools")).into_iter().chain(packages);
+    let mut wheels = workspace.map(|root| root.join(".tools")).into_iter().chain([tools_directory()]).chain(packages);
     direct.into_iter().find(|tool| tool.is_file()).or_else(|| wheels.find_map(|wheels| find_below(&wheels, name, 4)))
 }
 
@@ -220,7 +284,12 @@ mod tests {
     }
 
     fn find(prefix: &Path) -> Result<Toolchain, NoToolchain> {
-        Toolchain::find_in(&Search { rustup_home: Some(prefix.join("rustup")), system: prefix.to_owned() })
+        find_chosen(prefix, None)
+    }
+
+    fn find_chosen(prefix: &Path, chosen: Option<&str>) -> Result<Toolchain, NoToolchain> {
+        let rustup_home = Some(prefix.join("rustup"));
+        Toolchain::find_in(&Search { chosen: chosen.map(str::to_owned), rustup_home, system: prefix.to_owned() })
     }
 
     #[test]
@@ -259,8 +328,7 @@ mod tests {
     fn prefers_the_pinned_nightly() -> Outcome {
         let scratch = tempfile::tempdir()?;
         fake_system(scratch.path(), "1.96.0")?;
-        let name = format!("{NIGHTLY}-{}-unknown-linux-gnu", std::env::consts::ARCH);
-        let nightly = scratch.path().join("rustup/toolchains").join(name);
+        let nightly = scratch.path().join("rustup/toolchains").join(with_host(NIGHTLY));
         fake_system(&nightly, "1.97.0-nightly")?;
         let tools = nightly.join("lib/rustlib/x86_64-unknown-linux-gnu");
         fs::create_dir_all(&tools)?;
@@ -268,6 +336,49 @@ mod tests {
         let found = find(scratch.path())?;
         assert_eq!((found.release.as_str(), found.llvm_bin), ("1.97.0-nightly", tools.join("bin")));
         Ok(())
+    }
+
+    #[test]
+    fn the_variable_selects_a_toolchain_by_name_or_directory() -> Outcome {
+        let scratch = tempfile::tempdir()?;
+        fake_system(scratch.path(), "1.96.0")?;
+        let other = scratch.path().join("rustup/toolchains").join(with_host("nightly-2026-10-15"));
+        fake_system(&other, "1.101.0-nightly")?;
+        for chosen in ["nightly-2026-10-15", &with_host("nightly-2026-10-15"), &other.display().to_string()] {
+            assert_eq!(find_chosen(scratch.path(), Some(chosen))?.release, "1.101.0-nightly", "{chosen}");
+        }
+        let error = find_chosen(scratch.path(), Some("nightly-1999-12-31")).expect_err("not installed").to_string();
+        assert!(error.contains("CUDA_BUILDER_TOOLCHAIN=nightly-1999-12-31: ") && !error.contains("Debian"), "{error}");
+        Ok(())
+    }
+
+    #[test]
+    fn the_newest_other_nightly_is_the_last_choice() -> Outcome {
+        let scratch = tempfile::tempdir()?;
+        for (date, release) in [("2026-08-01", "1.99.0-nightly"), ("2026-10-15", "1.101.0-nightly")] {
+            let name = with_host(&format!("nightly-{date}"));
+            fake_system(&scratch.path().join("rustup/toolchains").join(name), release)?;
+        }
+        assert_eq!(find(scratch.path())?.release, "1.101.0-nightly");
+        fake_system(scratch.path(), "1.96.0")?;
+        assert_eq!(find(scratch.path())?.release, "1.96.0");
+        Ok(())
+    }
+
+    #[test]
+    fn another_version_of_llvm_is_a_warning_that_names_both() {
+        let toolchain = |llvm_version: &str| Toolchain {
+            rustc: "/r/bin/rustc".into(),
+            cargo: "/r/bin/cargo".into(),
+            llvm_bin: "/r/llvm".into(),
+            release: "1.101.0-nightly".into(),
+            llvm_version: llvm_version.into(),
+        };
+        assert_eq!(toolchain("22.1.8").warning(), None);
+        let warning = toolchain("23.1.0").warning().expect("a warning");
+        for part in ["expected LLVM 22", "1.101.0-nightly", "LLVM 23.1.0", TOOLCHAIN_VARIABLE] {
+            assert!(warning.contains(part), "{warning:?} lacks {part}");
+        }
     }
 
     #[test]

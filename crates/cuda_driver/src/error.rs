@@ -99,6 +99,65 @@ pub enum Error {
         limit: u32,
     },
 
+    /// No module of a program runs on a GPU.
+    #[error(
+        "{gpu}, compute capability {}.{}: expected kernels for this GPU, found {found}; add its architecture to CudaBuilder::arch, and for \
+         architectures such as sm_90a build with LLM_RS_CUBINS=1",
+        capability.0, capability.1
+    )]
+    NoCode {
+        /// The name of the GPU.
+        gpu: String,
+        /// Its compute capability.
+        capability: (u32, u32),
+        /// The architectures of the program, or the reason why it has no kernels.
+        found: String,
+    },
+
+    /// A checked launch of a kernel that was compiled from another source.
+    #[error(
+        "kernel {kernel}: expected a checked kernel from the source of this program, found another or none; build the program and its \
+         kernels again, with the same features"
+    )]
+    OtherSource {
+        /// The kernel's name.
+        kernel: String,
+    },
+
+    /// A buffer of a checked launch belongs to another stream.
+    #[error(
+        "kernel {kernel}: expected buffers of the stream of the launch, found buffer {buffer} of {buffers} of another stream or of the \
+         emulator; create it on the same stream"
+    )]
+    OtherStream {
+        /// The kernel's name.
+        kernel: String,
+        /// The number of the buffer among the kernel's buffers, from 1.
+        buffer: usize,
+        /// The number of buffers.
+        buffers: usize,
+    },
+
+    /// A checked launch on a stream of another GPU than the module's.
+    #[error(
+        "kernel {kernel}: expected a stream of GPU {module}, where its module is loaded, found one of GPU {stream}; load it there too"
+    )]
+    OtherGpu {
+        /// The kernel's name.
+        kernel: String,
+        /// The GPU of the module.
+        module: usize,
+        /// The GPU of the stream.
+        stream: usize,
+    },
+
+    /// Checked work on a stream whose work is captured.
+    #[error(
+        "stream: expected one that runs its work, found one that is captured as a CUDA graph, which could run after its buffers are \
+         released; use unchecked launches and DeviceMemory in graphs"
+    )]
+    Capturing,
+
     /// The description of a tensor violates a rule of the hardware.
     #[error("tensor map: {0}")]
     TensorMap(String),

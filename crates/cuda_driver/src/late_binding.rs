@@ -115,7 +115,7 @@ late_bound! {
     cuTexObjectGetResourceDesc cuTexObjectGetResourceViewDesc
 
     cuDeviceGetUuid_v2 cuFuncSetAttribute cuGetErrorName cuGraphExecDestroy cuGraphInstantiateWithFlags cuGraphLaunch
-    cuGraphUpload cuLaunchKernelEx cuStreamBeginCapture_v2 cuStreamEndCapture cuTensorMapEncodeTiled
+    cuGraphUpload cuLaunchKernelEx cuStreamBeginCapture_v2 cuStreamEndCapture cuStreamIsCapturing cuTensorMapEncodeTiled
 }
 
 /// Opens libcuda.so.1 and fills the table of driver functions. Later calls return the result of the first.

@@ -25,12 +25,22 @@
 //! - the UUID and the opt-in shared memory limit of a device;
 //! - the exact error code where `cust` returns `UnknownError`, its value for every code newer than CUDA 11.4.
 //!
+//! # Checked launches
+//!
+//! A [`Buffer`] knows its element type, its length, and the stream that orders its work. [`CheckedModule::launch`] launches a
+//! `#[kernel(checked)]` on buffers, with the block size and the shared memory of the kernel's declaration. Neither needs `unsafe`.
+//! [`Function::launch`] launches any kernel on raw addresses, and is `unsafe`.
+//!
+//! # Exceptions
+//!
 //! Two driver functions are defined as more than a jump because `cust` needs it: `cuGetErrorString` never fails, and
 //! `cuStreamCreateWithPriority` restores the non-blocking flag that `cust::stream::Stream::new` removes.
 
 #![warn(missing_docs)]
 
 mod beyond_cust;
+mod buffer;
+mod checked;
 mod device_memory;
 mod error;
 mod event;
@@ -47,6 +57,8 @@ pub use beyond_cust::event::Event;
 pub use beyond_cust::graph::{Graph, GraphExec};
 pub use beyond_cust::sys;
 pub use beyond_cust::tensor_map::{ElementType, L2Promotion, Swizzle, TensorMap};
+pub use buffer::Buffer;
+pub use checked::CheckedModule;
 pub use cust;
 pub use device_memory::DeviceMemory;
 pub use error::{Error, Result};

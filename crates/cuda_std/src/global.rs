@@ -40,6 +40,7 @@ unsafe impl<T> Sync for GlobalMut<T> {}
 
 impl<T> Global<T> {
     /// Creates a view that starts at address 0, for an operand that a kernel does not have.
+    #[cfg(not(all(target_arch = "nvptx64", feature = "checked")))]
     #[inline(always)]
     pub const fn null() -> Self {
         Self(core::ptr::null())
@@ -146,6 +147,7 @@ impl<T: Element> GlobalMut<T> {
 
 impl<T> GlobalMut<T> {
     /// Creates a view that starts at address 0, for an operand that a kernel does not have.
+    #[cfg(not(all(target_arch = "nvptx64", feature = "checked")))]
     #[inline(always)]
     pub const fn null() -> Self {
         Self(core::ptr::null_mut())

@@ -1,8 +1,11 @@
 //! Kernel launches on the host: the entry point and arguments that a `#[kernel]` function returns.
 
+use crate::Scalar;
 use crate::backend::{Grid, Memory, Report};
+use crate::slice::{GlobalSlice, GlobalSliceMut};
 use std::any::{TypeId, type_name};
 use std::fmt;
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 /// A kernel with its arguments, ready to run on a GPU ([`Launch::name`], [`Launch::with_arguments`]) or in the emulator
@@ -21,6 +24,7 @@ pub struct Launch {
     name: &'static str,
     block: [u32; 3],
     arguments: Vec<Argument>,
+    shared_bytes: usize,
     body: Arc<dyn Fn() + Send + Sync>,
 }
 
@@ -74,7 +78,7 @@ impl Launch {
         arguments: Vec<Argument>,
         body: impl Fn() + Send + Sync + 'static,
     ) -> Self {
-        Self { name, block, arguments, body: Arc::new(body) }
+        Self { name, block, arguments, shared_bytes: 0, body: Arc::new(body) }
     }
 
     /// Returns the name of the entry point in the PTX.
@@ -90,6 +94,17 @@ impl Launch {
     /// Returns the number of threads of a block in x, y and z.
     pub fn block(&self) -> [u32; 3] {
         self.block
+    }
+
+    #[doc(hidden)]
+    #[must_use]
+    pub fn with_shared_bytes(self, shared_bytes: usize) -> Self {
+        Self { shared_bytes, ..self }
+    }
+
+    /// Returns the bytes of dynamic shared memory of a block, given by `#[kernel(shared = …)]`, or 0.
+    pub fn shared_bytes(&self) -> usize {
+        self.shared_bytes
     }
 
     /// Calls `f` with the addresses of the arguments, in the format of `cuLaunchKernel`.
@@ -126,6 +141,99 @@ impl Launch {
         Grid { kernel: self.name, body: &*self.body, size, threads: self.threads(), block: self.block, shared_bytes }
     }
 }
+
+/// A launch of a `#[kernel(checked)]`, with its arguments. It borrows the buffers of its arguments.
+///
+/// `cuda_driver::CheckedModule` launches it on a GPU, without `unsafe`.
+#[derive(Clone, Debug)]
+pub struct CheckedLaunch<'a> {
+    launch: Launch,
+    signature: u64,
+    owners: Vec<usize>,
+    lifetime: PhantomData<&'a ()>,
+}
+
+impl CheckedLaunch<'_> {
+    #[doc(hidden)]
+    pub fn new(launch: Launch, signature: u64, arguments: CheckedArguments) -> Self {
+        Self { launch, signature, owners: arguments.owners, lifetime: PhantomData }
+    }
+
+    /// Returns the launch without the checks.
+    pub fn unchecked(&self) -> &Launch {
+        &self.launch
+    }
+
+    /// Returns a hash of the kernel's source.
+    pub fn signature(&self) -> u64 {
+        self.signature
+    }
+
+    /// Returns the owner of each buffer, in the order of the parameters: the stream, or 0 for the emulator.
+    pub fn owners(&self) -> &[usize] {
+        &self.owners
+    }
+
+    /// Runs the kernel on the CPU with `grid` blocks and the shared memory of its declaration. See [`Launch::emulate_checked`].
+    ///
+    /// # Errors
+    /// At the first fault.
+    pub fn emulate(&self, memory: &mut Memory, grid: [u32; 3]) -> Result<(), Report> {
+        self.launch.emulate_checked(memory, grid, self.launch.shared_bytes)
+    }
+}
+
+/// The arguments of a checked launch.
+#[doc(hidden)]
+#[derive(Default)]
+pub struct CheckedArguments {
+    values: Vec<Argument>,
+    owners: Vec<usize>,
+}
+
+impl CheckedArguments {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    pub fn scalar<T: Scalar>(&mut self, value: T) -> T {
+        self.values.push(Argument::new(value));
+        value
+    }
+
+    pub fn view<V: View>(&mut self, view: V) -> V::Kept {
+        view.push(self)
+    }
+
+    pub fn values(&mut self) -> Vec<Argument> {
+        std::mem::take(&mut self.values)
+    }
+}
+
+/// A view that a checked kernel takes.
+#[doc(hidden)]
+pub trait View {
+    /// The view without its lifetime.
+    type Kept: Copy + Send + Sync + 'static;
+
+    fn push(self, arguments: &mut CheckedArguments) -> Self::Kept;
+}
+
+macro_rules! views {
+    ($($slice:ident)*) => {$(
+        impl<T: Copy + Send + Sync + 'static> View for $slice<'_, T> {
+            type Kept = $slice<'static, T>;
+
+            fn push(self, arguments: &mut CheckedArguments) -> Self::Kept {
+                arguments.values.extend([Argument::new(self.view()), Argument::new(self.len() as u64)]);
+                arguments.owners.push(self.owner());
+                self.without_lifetime()
+            }
+        }
+    )*};
+}
+
+views! { GlobalSlice GlobalSliceMut }
 
 impl fmt::Debug for Launch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

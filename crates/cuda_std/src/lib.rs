@@ -12,6 +12,11 @@
 //! kernel computes is inside the allocation. Given this launch contract, the accessors are safe to call, and kernel
 //! bodies need no `unsafe`. The emulator verifies the contract.
 //!
+//! A checked kernel, `#[kernel(checked)]`, needs no such promise. Its buffers are [`GlobalSlice`]s and [`GlobalSliceMut`]s, which know
+//! their length. With the feature `checked` of this crate, arrays and tiles in shared memory check their bounds too, and device code
+//! has no access without a check. An access beyond the end stops the kernel with an error. The launch is a safe call. The feature has no
+//! effect on the host, where the emulator always checks.
+//!
 //! # Testing a kernel without a GPU
 //!
 //! On the host a kernel is a function that returns a `Launch`, which can be emulated. `emulate_checked` runs it over
@@ -93,13 +98,18 @@ pub mod emulate {
 pub mod fence;
 pub mod fp8;
 pub mod global;
+#[cfg(not(all(target_arch = "nvptx64", feature = "checked")))]
 pub mod hopper;
+#[cfg(all(target_arch = "nvptx64", feature = "checked"))]
+#[allow(dead_code, unused_imports, reason = "TMA and wgmma do not check bounds, so checked kernels cannot name them")]
+mod hopper;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod launch;
 pub mod math;
 pub mod mma;
 pub mod print;
 pub mod shared;
+pub mod slice;
 pub mod thread;
 pub mod warp;
 
@@ -109,6 +119,26 @@ pub use element::{Element, Packet, bf16, f16};
 pub use fp8::{E4m3, E5m2, Fp8};
 pub use global::{Global, GlobalMut};
 pub use shared::{SharedArray, SharedTile};
+pub use slice::{GlobalSlice, GlobalSliceMut};
+
+/// Fails to compile in a crate without checked device code.
+#[doc(hidden)]
+#[cfg(target_arch = "nvptx64")]
+pub const fn assert_checked() {
+    assert!(
+        cfg!(feature = "checked"),
+        "#[kernel(checked)]: expected the feature `checked` of cuda_std, found it disabled; enable it in the device crate's Cargo.toml"
+    );
+}
+
+/// A scalar parameter of a checked kernel.
+pub trait Scalar: Copy + Send + Sync + 'static {}
+
+macro_rules! scalars {
+    ($($type:ty)*) => {$(impl Scalar for $type {})*};
+}
+
+scalars! { u8 u16 u32 u64 i8 i16 i32 i64 usize f32 f64 bf16 f16 }
 
 #[cfg(target_arch = "nvptx64")]
 #[panic_handler]

@@ -52,7 +52,7 @@ impl Layout {
     /// Reserves an array of `len` elements, aligned to 16 bytes.
     #[inline(always)]
     #[track_caller]
-    pub fn array<T>(&mut self, len: usize) -> SharedArray<T> {
+    pub fn array<T: SharedElement>(&mut self, len: usize) -> SharedArray<T> {
         SharedArray(self.take::<SharedArray<T>, T>(len * size_of::<T>(), 16, None))
     }
 
@@ -63,6 +63,25 @@ impl Layout {
         let stride = SharedTile::<T, R, C>::STRIDE;
         SharedTile(self.take::<SharedTile<T, R, C>, T>(R * stride * size_of::<T>(), 128, Some((C, stride))))
     }
+}
+
+/// An element of an array in shared memory. Shared memory is uninitialized, so in checked device code every bit pattern must be valid.
+pub trait SharedElement {}
+
+#[cfg(not(all(target_arch = "nvptx64", feature = "checked")))]
+impl<T> SharedElement for T {}
+
+#[cfg(all(target_arch = "nvptx64", feature = "checked"))]
+mod checked {
+    use super::{Element, SharedElement};
+
+    impl<T: Element> SharedElement for T {}
+
+    macro_rules! elements {
+        ($($type:ty)*) => {$(impl SharedElement for $type {})*};
+    }
+
+    elements! { u8 u16 u32 u64 usize i8 i16 i32 i64 f64 }
 }
 
 /// A one-dimensional array in shared memory.
@@ -83,7 +102,7 @@ impl<T: Copy> SharedArray<T> {
     #[track_caller]
     pub fn at(self, i: usize) -> T {
         // SAFETY: the launch provides the bytes that `Layout` reserved, and the kernel's indices stay within the array.
-        unsafe { backend::load(self.0.element(i, 1)) }
+        unsafe { backend::load_shared(self.0.element(i, 1)) }
     }
 
     /// Writes element `i`.
@@ -140,7 +159,7 @@ impl SharedArray<f32> {
     #[track_caller]
     pub fn pair(self, i: usize) -> [f32; 2] {
         // SAFETY: see `at`; arrays are 16-byte aligned and the index is even.
-        let bits = unsafe { backend::load(self.0.element(i, 2).cast::<u64>()) };
+        let bits = unsafe { backend::load_shared(self.0.element(i, 2).cast::<u64>()) };
         [f32::from_bits(bits as u32), f32::from_bits((bits >> 32) as u32)]
     }
 }
@@ -151,7 +170,7 @@ impl<T: Element> SharedArray<T> {
     #[track_caller]
     pub fn packet(self, i: usize) -> Packet<T> {
         // SAFETY: see `at`; arrays are 16-byte aligned.
-        Packet::from_words(unsafe { backend::load128(self.0.element(i, T::PACKET).cast()) })
+        Packet::from_words(unsafe { backend::load128_shared(self.0.element(i, T::PACKET).cast()) })
     }
 
     /// Writes the packet that starts at element `i`, a multiple of `T::PACKET` (`st.shared.v4.b32`).
@@ -209,7 +228,7 @@ impl<T: Element, const R: usize, const C: usize> SharedTile<T, R, C> {
     #[track_caller]
     pub fn at(self, row: usize, col: usize) -> T {
         // SAFETY: the launch provides the bytes that `Layout` reserved, and the kernel's indices stay within the tile.
-        unsafe { backend::load(self.pointer(row, col, 1, 1)) }
+        unsafe { backend::load_shared(self.pointer(row, col, 1, 1)) }
     }
 
     /// Writes element (`row`, `col`).
@@ -225,7 +244,7 @@ impl<T: Element, const R: usize, const C: usize> SharedTile<T, R, C> {
     #[track_caller]
     pub fn packet(self, row: usize, col: usize) -> Packet<T> {
         // SAFETY: see `at`; the row stride is a multiple of 16 bytes.
-        Packet::from_words(unsafe { backend::load128(self.pointer(row, col, 1, T::PACKET).cast()) })
+        Packet::from_words(unsafe { backend::load128_shared(self.pointer(row, col, 1, T::PACKET).cast()) })
     }
 
     /// Writes the packet that starts at (`row`, `col`). `col` must be a multiple of `T::PACKET`.

@@ -4,7 +4,11 @@ use proc_macro2::{Group, TokenStream, TokenTree};
 use quote::{ToTokens, format_ident, quote};
 use syn::parse::{Parse, ParseStream};
 use syn::punctuated::Punctuated;
-use syn::{AngleBracketedGenericArguments, Error, FnArg, GenericParam, Ident, ItemFn, LitInt, LitStr, Pat, Token};
+use syn::{
+    AngleBracketedGenericArguments, Error, Expr, FnArg, GenericParam, Ident, ItemFn, LitInt, LitStr, Pat, Token,
+};
+
+use crate::checked::{Parameter, signature};
 
 /// Arguments of `#[kernel(…)]`.
 #[derive(Default)]
@@ -14,6 +18,10 @@ struct Options {
     arch: Option<String>,
     requires: Option<String>,
     instances: Vec<Instance>,
+    /// The function that defines the layout of shared memory.
+    shared: Option<Expr>,
+    /// The signature of a checked kernel.
+    checked: Option<u64>,
 }
 
 /// The block size: `256`, `(16, 16)` or `(8, 8, 4)`.
@@ -75,18 +83,22 @@ impl Parse for Options {
                 syn::parenthesized!(content in input);
                 options.instances =
                     Punctuated::<Instance, Token![,]>::parse_terminated(&content)?.into_iter().collect();
+            } else if key == "checked" {
+                options.checked = Some(0);
             } else {
                 input.parse::<Token![=]>()?;
                 if key == "arch" {
                     options.arch = Some(input.parse::<LitStr>()?.value());
                 } else if key == "requires" {
                     options.requires = Some(input.parse::<LitStr>()?.value());
+                } else if key == "shared" {
+                    options.shared = Some(input.parse::<Expr>()?);
                 } else if key == "threads" {
                     options.threads = Some(input.parse::<Threads>()?.0);
                 } else if key == "blocks_per_sm" {
                     options.blocks_per_sm = Some(input.parse::<LitInt>()?.base10_parse()?);
                 } else {
-                    let known = "threads, blocks_per_sm, requires, arch or instances";
+                    let known = "threads, blocks_per_sm, shared, checked, requires, arch or instances";
                     return Err(Error::new(key.span(), format!("kernel option: expected {known}, found `{key}`")));
                 }
             }
@@ -99,9 +111,10 @@ impl Parse for Options {
 }
 
 /// Expands `#[kernel(attribute)] item`.
-pub fn expand(attribute: TokenStream, item: TokenStream) -> syn::Result<TokenStream> {
-    let options: Options = syn::parse2(attribute)?;
+pub fn expand(attribute: &TokenStream, item: TokenStream) -> syn::Result<TokenStream> {
+    let mut options: Options = syn::parse2(attribute.clone())?;
     let function: ItemFn = syn::parse2(item)?;
+    options.checked = options.checked.map(|_| signature(attribute, &function));
     let signature = &function.sig;
     let name = &signature.ident;
     let threads = options
@@ -166,9 +179,23 @@ fn device_entry(
     let blocks_per_sm = instance.and_then(|i| i.blocks_per_sm).or(options.blocks_per_sm);
     let signature = &function.sig;
     let names = argument_names(function)?;
-    let parameters = match arguments {
-        Some(arguments) => substitute(signature.inputs.to_token_stream(), &bindings(function, arguments)?),
+    let checked = options.checked.map(|_| Parameter::of(function, &names)).unwrap_or_default();
+    let parameters = match options.checked {
+        Some(_) => checked.iter().map(Parameter::on_device).map(|parameter| quote!(#parameter,)).collect(),
         None => signature.inputs.to_token_stream(),
+    };
+    let views: TokenStream = checked.iter().map(Parameter::build).collect();
+    let assertion = options.checked.map(|_| {
+        quote!(
+            const _: () = ::cuda_std::assert_checked();
+        )
+    });
+    let (parameters, views) = match arguments {
+        Some(arguments) => {
+            let bindings = bindings(function, arguments)?;
+            (substitute(parameters, &bindings), substitute(views, &bindings))
+        }
+        None => (parameters, views),
     };
     let body = match arguments {
         Some(arguments) => {
@@ -185,6 +212,9 @@ fn device_entry(
     if let Some(blocks_per_sm) = blocks_per_sm {
         bounds = format!("{bounds} minctasm={blocks_per_sm}");
     }
+    if let Some(signature) = options.checked {
+        bounds = format!("{bounds} signature={signature:016x}");
+    }
     let lints = lints();
     Ok(quote! {
         #arch
@@ -197,6 +227,8 @@ fn device_entry(
         #[allow(unsafe_code, reason = "an entry point has the name of its kernel")]
         #lints
         pub unsafe extern "gpu-kernel" fn #entry(#parameters) {
+            #assertion
+            #views
             #[deny(unsafe_code)]
             let () = { #body };
         }
@@ -212,6 +244,16 @@ fn host_launch(function: &ItemFn, options: &Options, threads: [u32; 3], argument
         (generics, types.as_turbofish().to_token_stream(), predicate)
     };
     let lints = lints();
+    let shared_bytes = options.shared.as_ref().map_or_else(
+        || quote!(0),
+        |shared| {
+            quote! {{
+                let mut layout = ::cuda_std::shared::Layout::new();
+                let _ = (#shared)(&mut layout);
+                layout.bytes()
+            }}
+        },
+    );
     let entry = if options.instances.is_empty() {
         name.to_string().to_token_stream()
     } else {
@@ -226,6 +268,35 @@ fn host_launch(function: &ItemFn, options: &Options, threads: [u32; 3], argument
             )
         }}
     };
+    if let Some(signature) = options.checked {
+        let parameters = Parameter::of(function, arguments);
+        let on_host = parameters.iter().map(Parameter::on_host);
+        let push = parameters.iter().map(Parameter::push);
+        let others = &function.sig.generics.params;
+        return quote! {
+            #[cfg(not(target_arch = "nvptx64"))]
+            #(#attributes)*
+            #lints
+            #vis fn #name<'launch, #others>(#(#on_host),*) -> ::cuda_std::launch::CheckedLaunch<'launch> #predicate {
+                #lints
+                fn body #generics (#inputs) #predicate #block
+                let mut arguments = ::cuda_std::launch::CheckedArguments::new();
+                #(#push)*
+                ::cuda_std::launch::CheckedLaunch::new(
+                    ::cuda_std::launch::Launch::new(
+                        #entry,
+                        [#(#threads),*],
+                        arguments.values(),
+                        move || body #turbofish (#(#arguments),*),
+                    )
+                    .with_shared_bytes(#shared_bytes),
+                    #signature,
+                    arguments,
+                )
+            }
+        };
+    }
+    let shared = options.shared.as_ref().map(|_| quote!(.with_shared_bytes(#shared_bytes)));
     quote! {
         #[cfg(not(target_arch = "nvptx64"))]
         #(#attributes)*
@@ -239,6 +310,7 @@ fn host_launch(function: &ItemFn, options: &Options, threads: [u32; 3], argument
                 vec![#(::cuda_std::launch::Argument::new(#arguments)),*],
                 move || body #turbofish (#(#arguments),*),
             )
+            #shared
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The `#[kernel]` attribute, which compiles one function both for the GPU and for the host.
 #![warn(missing_docs)]
 
+mod checked;
 mod kernel;
 
 use proc_macro::TokenStream;
@@ -30,6 +31,10 @@ use proc_macro::TokenStream;
 /// * `threads = N`, `threads = (X, Y)` or `threads = (X, Y, Z)`: the block size (`.maxntid`).
 /// * `blocks_per_sm = N`: the number of blocks that must fit on an SM (`.minnctapersm`), which limits registers. An
 ///   instance can have its own: `instances(bf16 = <bf16>(blocks_per_sm = 2))`.
+/// * `shared = FUNCTION`: the function that defines the layout of the block's shared memory, such as `fn shared(layout: &mut Layout) ->
+///   SharedArray<f32>`. The kernel calls it for the views, and the launch for the size.
+/// * `checked`: a launch that needs no `unsafe`. Parameters are scalars, `GlobalSlice`s and `GlobalSliceMut`s, which are named by these
+///   names. The function returns a `cuda_std::launch::CheckedLaunch`. The device crate needs the feature `checked` of `cuda_std`.
 /// * `requires = "wgmma"`: compiles the entry point only for targets with these instructions: `tma` (`sm_90` and later),
 ///   `setmaxnreg` or `wgmma` (`sm_90a`).
 /// * `arch = "sm_90a"`: compiles the entry point only for this target.
@@ -37,5 +42,5 @@ use proc_macro::TokenStream;
 /// `unsafe` is an error in the body on the device, unless the device crate is built with `CudaBuilder::allow_unchecked`.
 #[proc_macro_attribute]
 pub fn kernel(attribute: TokenStream, item: TokenStream) -> TokenStream {
-    kernel::expand(attribute.into(), item.into()).unwrap_or_else(syn::Error::into_compile_error).into()
+    kernel::expand(&attribute.into(), item.into()).unwrap_or_else(syn::Error::into_compile_error).into()
 }

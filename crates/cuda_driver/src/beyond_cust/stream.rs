@@ -7,8 +7,20 @@ use crate::error::{Result, call_error, check};
 use crate::{Error, Stream};
 
 impl Stream {
+    /// Queues work with `queue`. Returns an error if the stream's work is captured as a CUDA graph.
+    pub(crate) fn in_order(&self, queue: impl FnOnce() -> Result<()>) -> Result<()> {
+        let _order = self.lock();
+        self.gpu().make_current()?;
+        let mut capturing = 0;
+        // SAFETY: the handle is live. The call writes one number, which is 0 if the stream runs its work.
+        check(unsafe { sys::cuStreamIsCapturing(self.as_raw(), &raw mut capturing) }, || "cuStreamIsCapturing")?;
+        if capturing == 0 { queue() } else { Err(Error::Capturing) }
+    }
+
     /// Makes work queued from now on start after the work that `event` was recorded after.
     pub fn wait(&self, event: &Event) -> Result<()> {
+        // An event of a stream that is captured adds this stream to the capture.
+        let _order = self.lock();
         // SAFETY: both handles are live.
         check(unsafe { sys::cuStreamWaitEvent(self.as_raw(), event.as_raw(), 0) }, || "cuStreamWaitEvent")
     }
@@ -62,6 +74,7 @@ impl Stream {
     /// Other threads are not affected. Calls of this thread that cannot be captured, such as synchronization and allocation,
     /// fail until the capture ends.
     pub fn begin_capture(&self) -> Result<()> {
+        let _order = self.lock();
         // SAFETY: the handle is live.
         let code = unsafe { sys::cuStreamBeginCapture_v2(self.as_raw(), sys::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) };
         check(code, || "cuStreamBeginCapture")

@@ -62,6 +62,7 @@ unsafe extern "C" {
 
     pub fn cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: u32) -> u32;
     pub fn cuStreamBeginCapture_v2(stream: CUstream, mode: u32) -> u32;
+    pub fn cuStreamIsCapturing(stream: CUstream, status: *mut c_int) -> u32;
     pub fn cuStreamEndCapture(stream: CUstream, graph: *mut CUgraph) -> u32;
 
     pub fn cuEventCreate(event: *mut CUevent, flags: u32) -> u32;

@@ -67,6 +67,10 @@ pub unsafe fn load<T: Copy>(pointer: *const T) -> T {
     unsafe { *pointer }
 }
 
+pub use load as load_shared;
+pub use load as load_volatile;
+pub use load128 as load128_shared;
+
 /// # Safety
 /// `pointer` must be valid for writes of a `T`.
 #[inline]

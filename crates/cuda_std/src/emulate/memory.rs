@@ -2,6 +2,7 @@
 
 use super::shadow::Shadow;
 use crate::global::{Global, GlobalMut};
+use crate::slice::{EMULATOR, GlobalSlice, GlobalSliceMut};
 use bytemuck::Pod;
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::{fmt, slice};
@@ -38,6 +39,33 @@ impl Memory {
     pub fn zeroed<T: Pod>(&mut self, name: &str, len: usize) -> GlobalMut<T> {
         let bytes = len * size_of::<T>();
         GlobalMut::new(self.add::<T>(name, bytes, Some(&vec![0; bytes]), true).cast())
+    }
+
+    /// Adds a read-only buffer that contains `values`, for a checked kernel.
+    pub fn input_slice<T: Pod>(&mut self, name: &str, values: &[T]) -> GlobalSlice<'static, T> {
+        // SAFETY: only an emulated launch accepts views of the emulator, and it checks each access.
+        unsafe { GlobalSlice::from_parts(self.input(name, values), values.len(), EMULATOR) }
+    }
+
+    /// Adds a writable buffer that contains `values`, for a checked kernel.
+    pub fn buffer_slice<T: Pod>(&mut self, name: &str, values: &[T]) -> GlobalSliceMut<'static, T> {
+        // SAFETY: see `input_slice`.
+        unsafe { GlobalSliceMut::from_parts(self.buffer(name, values), values.len(), EMULATOR) }
+    }
+
+    /// Adds an uninitialized writable buffer of `len` elements, for a checked kernel. A GPU's buffers contain zeros, but reading an
+    /// element before it is written is a fault here.
+    pub fn output_slice<T: Pod>(&mut self, name: &str, len: usize) -> GlobalSliceMut<'static, T> {
+        // SAFETY: see `input_slice`.
+        unsafe { GlobalSliceMut::from_parts(self.output(name, len), len, EMULATOR) }
+    }
+
+    /// Returns the elements of a buffer of a checked kernel.
+    ///
+    /// # Panics
+    /// If the view does not belong to one of these buffers, or if an element was never written.
+    pub fn read_slice<T: Pod>(&self, view: GlobalSliceMut<'_, T>) -> Vec<T> {
+        self.read(view.view())
     }
 
     /// Copies `values` from the host to the start of `view`. Read-only buffers can be written as well.

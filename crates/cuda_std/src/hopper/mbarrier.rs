@@ -71,6 +71,7 @@ impl MBarriers {
     }
 }
 
+#[cfg(not(all(target_arch = "nvptx64", feature = "checked")))]
 impl Layout {
     /// Reserves `count` mbarriers.
     #[inline(always)]

@@ -201,6 +201,7 @@ impl<const R: usize> NarrowTile<R> {
     }
 }
 
+#[cfg(not(all(target_arch = "nvptx64", feature = "checked")))]
 impl Layout {
     /// Reserves a swizzled tile of `R` rows.
     #[inline(always)]

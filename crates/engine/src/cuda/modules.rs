@@ -88,9 +88,7 @@ impl EmbeddedKernels {
 
 /// Returns the newest architecture that the GPU can run, or the `wanted` one.
 ///
-/// A cubin runs on its own major version from its minor version on. PTX runs on every newer architecture. Code for an "a"
-/// architecture runs on exactly that one, and only as a cubin: the compiler in driver 580 miscompiles the attention gradients from
-/// its PTX (docs/performance/toolchain.md).
+/// [`cuda_builder::Choice::newest`] has the rules.
 pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo, wanted: Option<&str>) -> Result<Choice<'a>> {
     let (major, minor) = info.compute_capability;
     ensure!(
@@ -98,18 +96,8 @@ pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo, wanted: Option<&str>
         "{} has compute capability {major}.{minor}; the kernels need 8.0 (Ampere) or later: run with --device cpu",
         info.name
     );
-    let runs = |module: &&Module| {
-        Architecture::of(module).is_some_and(|arch| {
-            if arch.exact {
-                (arch.major, arch.minor) == (major, minor) && module.cubin.is_some()
-            } else {
-                (arch.major, arch.minor) <= (major, minor)
-            }
-        })
-    };
-    let chosen = |module: &&Module| wanted.is_none_or(|arch| module.arch == arch);
-    let best = modules.iter().filter(runs).filter(chosen).max_by_key(|module| Architecture::of(module));
-    let module = best.with_context(|| {
+    let best = cuda_builder::Choice::newest(modules, (major, minor), wanted);
+    let best = best.with_context(|| {
         let have: Vec<_> = modules.iter().map(|module| module.arch).collect();
         let asked = wanted.map_or(String::new(), |arch| format!(", --kernels {arch} was asked for"));
         format!(
@@ -123,33 +111,13 @@ pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo, wanted: Option<&str>
             }
         )
     })?;
-    let made_for_this_gpu = |module: &&Module| {
-        Architecture::of(module).is_some_and(|arch| arch.exact && (arch.major, arch.minor) == (major, minor))
-    };
-    Ok(match module.cubin {
-        Some(cubin) if Architecture::of(module).is_some_and(|arch| arch.major == major) => Choice::Cubin(module, cubin),
-        _ => {
-            let missing = modules.iter().find(|module| wanted.is_none() && made_for_this_gpu(module));
-            Choice::Ptx { module, missing_cubin: missing.map(|module| module.arch) }
+    Ok(match best {
+        cuda_builder::Choice::Cubin(module, cubin) => Choice::Cubin(module, cubin),
+        cuda_builder::Choice::Ptx(module) => {
+            let faster = cuda_builder::Choice::made_for(modules, (major, minor)).filter(|_| wanted.is_none());
+            Choice::Ptx { module, missing_cubin: faster.map(|module| module.arch) }
         }
     })
-}
-
-/// `sm_90a`: 9, 0, exact.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Architecture {
-    major: u32,
-    minor: u32,
-    exact: bool,
-}
-
-impl Architecture {
-    fn of(module: &Module) -> Option<Self> {
-        let digits = module.arch.strip_prefix("sm_")?;
-        let (digits, exact) = digits.strip_suffix('a').map_or((digits, false), |digits| (digits, true));
-        let number: u32 = digits.parse().ok()?;
-        Some(Self { major: number / 10, minor: number % 10, exact })
-    }
 }
 
 #[cfg(test)]

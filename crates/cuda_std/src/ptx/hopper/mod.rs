@@ -11,6 +11,7 @@ pub use wgmma::*;
 ///
 /// The instructions of this module take shared-window addresses. Pointer arithmetic then uses 32 bits. With generic
 /// pointers, the compiler would compute 64-bit addresses and subtract the base of the window again.
+#[cfg(not(feature = "checked"))]
 #[inline(always)]
 pub fn window<T>(pointer: *mut T) -> *mut T {
     ptr::without_provenance_mut(super::shared_address(pointer) as usize)

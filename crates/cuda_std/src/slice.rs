@@ -1,0 +1,187 @@
+//! Views of global memory that know their length: the buffer parameters of checked kernels (`#[kernel(checked)]`).
+//!
+//! On a GPU, an access beyond the end stops the kernel with an error. In the emulator it is reported like any other access beyond the
+//! end of a buffer.
+
+use crate::backend;
+use crate::element::{Element, Packet};
+use crate::global::{Global, GlobalMut};
+use core::marker::PhantomData;
+
+/// The owner of views of an emulated memory.
+#[cfg(not(target_arch = "nvptx64"))]
+pub(crate) const EMULATOR: usize = 0;
+
+/// A read-only view of `len` elements of global memory, which nothing writes while the kernel runs.
+pub struct GlobalSlice<'a, T> {
+    view: Global<T>,
+    len: usize,
+    #[cfg(not(target_arch = "nvptx64"))]
+    owner: usize,
+    lifetime: PhantomData<&'a T>,
+}
+
+/// A writable view of `len` elements of global memory.
+///
+/// All threads share it. If two threads access one element without an order and one of them writes, a read returns some value of the
+/// element type; the emulator reports the data race.
+pub struct GlobalSliceMut<'a, T> {
+    view: GlobalMut<T>,
+    len: usize,
+    #[cfg(not(target_arch = "nvptx64"))]
+    owner: usize,
+    lifetime: PhantomData<&'a mut T>,
+}
+
+/// Defines what both views have.
+macro_rules! view {
+    ($slice:ident, $view:ident) => {
+        impl<T> Clone for $slice<'_, T> {
+            #[inline(always)]
+            fn clone(&self) -> Self {
+                *self
+            }
+        }
+        impl<T> Copy for $slice<'_, T> {}
+
+        impl<T> $slice<'_, T> {
+            /// Creates a view of `len` elements.
+            ///
+            /// # Safety
+            /// `view` must start a range of `len` elements of device memory that is aligned to 256 bytes and initialized. `owner` must
+            /// identify the stream that all accesses to the range are ordered in, for the lifetime of the view.
+            #[doc(hidden)]
+            #[cfg(not(target_arch = "nvptx64"))]
+            pub const unsafe fn from_parts(view: $view<T>, len: usize, owner: usize) -> Self {
+                Self { view, len, owner, lifetime: PhantomData }
+            }
+
+            /// Creates a view of `len` elements in a kernel.
+            ///
+            /// # Safety
+            /// The launch must have checked the range, as for a `#[kernel(checked)]`.
+            #[doc(hidden)]
+            #[cfg(target_arch = "nvptx64")]
+            #[inline(always)]
+            pub const unsafe fn from_parts(view: $view<T>, len: u64) -> Self {
+                Self { view, len: len as usize, lifetime: PhantomData }
+            }
+
+            /// Returns the number of elements.
+            #[inline(always)]
+            pub const fn len(self) -> usize {
+                self.len
+            }
+
+            /// Returns whether the view has no elements.
+            #[inline(always)]
+            pub const fn is_empty(self) -> bool {
+                self.len == 0
+            }
+
+            #[cfg(not(target_arch = "nvptx64"))]
+            pub(crate) const fn view(self) -> $view<T> {
+                self.view
+            }
+
+            #[cfg(not(target_arch = "nvptx64"))]
+            pub(crate) const fn owner(self) -> usize {
+                self.owner
+            }
+
+            /// Returns the view without its lifetime, for a launch that keeps the lifetime itself.
+            #[cfg(not(target_arch = "nvptx64"))]
+            pub(crate) const fn without_lifetime(self) -> $slice<'static, T> {
+                $slice { view: self.view, len: self.len, owner: self.owner, lifetime: PhantomData }
+            }
+
+            /// Stops the kernel unless elements `i` to `i + count - 1` exist. The emulator checks the access itself.
+            #[inline(always)]
+            fn check(self, i: usize, count: usize) {
+                #[cfg(target_arch = "nvptx64")]
+                if i >= self.len || count > self.len - i {
+                    backend::trap();
+                }
+                #[cfg(not(target_arch = "nvptx64"))]
+                let _ = (self, i, count);
+            }
+        }
+    };
+}
+
+view!(GlobalSlice, Global);
+view!(GlobalSliceMut, GlobalMut);
+
+impl<T: Copy> GlobalSlice<'_, T> {
+    /// Reads element `i`.
+    #[inline(always)]
+    #[track_caller]
+    pub fn at(self, i: usize) -> T {
+        self.check(i, 1);
+        self.view.at(i)
+    }
+
+    /// Reads element `i`, or returns `None` if there is no such element.
+    #[inline(always)]
+    #[track_caller]
+    pub fn get(self, i: usize) -> Option<T> {
+        if i < self.len { Some(self.view.at(i)) } else { None }
+    }
+}
+
+impl<T: Element> GlobalSlice<'_, T> {
+    /// Reads the packet that starts at element `i`, a multiple of `T::PACKET` (`ld.global.v4.b32`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn packet(self, i: usize) -> Packet<T> {
+        self.check(i, T::PACKET);
+        self.view.packet(i)
+    }
+}
+
+impl<T: Copy> GlobalSliceMut<'_, T> {
+    /// Reads element `i` (`ld.volatile.global`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn at(self, i: usize) -> T {
+        self.check(i, 1);
+        // SAFETY: the element exists.
+        unsafe { backend::load_volatile(self.view.0.wrapping_add(i)) }
+    }
+
+    /// Writes element `i`.
+    #[inline(always)]
+    #[track_caller]
+    pub fn set(self, i: usize, value: T) {
+        self.check(i, 1);
+        self.view.set(i, value);
+    }
+}
+
+impl<T: Element> GlobalSliceMut<'_, T> {
+    /// Writes the packet that starts at element `i`, a multiple of `T::PACKET` (`st.global.v4.b32`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn set_packet(self, i: usize, packet: Packet<T>) {
+        self.check(i, T::PACKET);
+        self.view.set_packet(i, packet);
+    }
+}
+
+/// Defines the atomic addition of views.
+macro_rules! fetch_add {
+    ($($type:ty)*) => {$(
+        impl GlobalSliceMut<'_, $type> {
+            /// Adds `value` to element `i` atomically. Relaxed, at device scope. Returns the old value. Sums of floating-point numbers
+            /// depend on the order of additions, which varies between runs.
+            #[inline(always)]
+            #[track_caller]
+            pub fn fetch_add(self, i: usize, value: $type) -> $type {
+                self.check(i, 1);
+                self.view.fetch_add(i, value)
+            }
+        }
+    )*};
+}
+
+fetch_add! { u32 i32 u64 f32 f64 }
