@@ -94,7 +94,7 @@ pub fn assumptions(request: &Request, connections: &Connections, planned: &[Plan
     if has(Source::Assumed) {
         let rates = request.assumptions;
         assumed.push(format!(
-            "compute: {:.0} % of {:.0} TFLOPS, {:.2} TB/s; no step was measured",
+            "compute: {:.0} % of {:.0} TFLOPS, {:.2} TB/s; no step measured",
             100.0 * rates.mfu,
             rates.peak / 1e12,
             rates.memory_bandwidth / 1e12
