@@ -258,7 +258,7 @@ pub(crate) struct QuantizedOutput<T> {
     /// 1 / scale.
     factor: f32,
     /// Bits of the largest magnitude of the thread's elements.
-    largest: u32,
+    pub largest: u32,
 }
 
 impl<T: Fp8> QuantizedOutput<T> {
@@ -274,12 +274,6 @@ impl<T: Fp8> QuantizedOutput<T> {
     pub fn set_packet(&mut self, i: usize, packet: Packet<bf16>) {
         self.out.set_eight(i, quantized::<T>(packet, self.factor));
         self.largest = self.largest.max(amax_of(packet));
-    }
-
-    /// Returns the bits of the largest magnitude of the elements that this thread has quantized.
-    #[inline(always)]
-    pub fn largest(&self) -> u32 {
-        self.largest
     }
 
     /// Replaces `amax` by the maximum of itself and the largest magnitude of the block. All threads of the block must call it. Does

@@ -585,7 +585,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             let mut quantized = QuantizedOutput::new(quantized.out, quantized.scale);
             let both = (out, &mut quantized);
             store_rows::<H>(OutputRows { out: both, first, stride, rows }, o, normalizers, buffer);
-            quantized.largest()
+            quantized.largest
         } else {
             store_rows::<H>(OutputRows { out, first, stride, rows }, o, normalizers, buffer);
             0

@@ -54,8 +54,8 @@ fn scale(shape: AttentionShape) -> f32 {
 }
 
 /// `scratch` is (B, NH, T, HS): the rows of a head are contiguous, so that a task can own them.
-pub(super) fn forward(arena: &mut Arena, scratch: Tensor, op: AttentionForward) -> Result<()> {
-    let AttentionForward { out, lse, qkv, shape, quantized } = op;
+pub(super) fn forward(arena: &mut Arena, scratch: Tensor, op: &AttentionForward) -> Result<()> {
+    let AttentionForward { out, lse, qkv, shape, quantized } = *op;
     shape.check()?;
     let AttentionShape { b, t, heads, head_size, .. } = shape;
     let n = b * t * heads * head_size;

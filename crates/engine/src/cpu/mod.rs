@@ -97,7 +97,7 @@ impl Cpu {
             Operation::MatmulBackward(op) => matmul::backward(arena, &op),
             Operation::AttentionForward(op) => {
                 let scratch = self.scratch(op.out.len)?;
-                attention::forward(&mut self.arena, scratch, op)
+                attention::forward(&mut self.arena, scratch, &op)
             }
             Operation::AttentionBackward(op) => {
                 let scratch = self.scratch(op.dqkv.len)?;

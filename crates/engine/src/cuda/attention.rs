@@ -86,8 +86,8 @@ fn map_of<T: Float>(
     )
 }
 
-pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: AttentionForward) -> Result<()> {
-    let AttentionForward { out, lse, qkv, shape, quantized } = op;
+pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &AttentionForward) -> Result<()> {
+    let AttentionForward { out, lse, qkv, shape, quantized } = *op;
     shape.check()?;
     let rows = shape.b * shape.t * shape.heads;
     let n = rows * shape.head_size;
