@@ -128,12 +128,11 @@ impl Cost {
         };
         match (self.algorithm, self.protocol) {
             (Algorithm::Ring, Protocol::LowLatency) => (0.5, low_latency),
-            (Algorithm::Ring, Protocol::LowLatency128) => (0.92, f64::INFINITY),
+            (Algorithm::Ring, Protocol::LowLatency128) | (Algorithm::Tree, Protocol::Simple) => (0.92, f64::INFINITY),
             (Algorithm::Ring, Protocol::Simple) => (1.0, f64::INFINITY),
             (Algorithm::Tree, Protocol::LowLatency) => (0.92 / 3.8, low_latency),
             (Algorithm::Tree, Protocol::LowLatency128) if of.nodes == 1 => (0.92 * 7.0 / 9.0, f64::INFINITY),
             (Algorithm::Tree, Protocol::LowLatency128) => (0.92 * 120.0 / 128.0, f64::INFINITY),
-            (Algorithm::Tree, Protocol::Simple) => (0.92, f64::INFINITY),
         }
     }
 }
