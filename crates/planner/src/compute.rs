@@ -251,6 +251,7 @@ pub fn can_assume(storage: Storage) -> bool {
 }
 
 #[cfg(test)]
+#[expect(clippy::float_cmp, reason = "these results are exact")]
 mod tests {
     use super::*;
     use std::path::PathBuf;

@@ -221,6 +221,7 @@ impl Links {
 }
 
 #[cfg(test)]
+#[expect(clippy::float_cmp, reason = "these results are exact")]
 mod tests {
     use super::*;
     use crate::Cluster;

@@ -337,6 +337,7 @@ impl Simulation<'_> {
 }
 
 #[cfg(test)]
+#[expect(clippy::float_cmp, reason = "these results are exact")]
 mod tests {
     use super::*;
     use crate::compute::Source;

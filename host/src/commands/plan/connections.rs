@@ -44,7 +44,7 @@ impl SweepFit {
 
 impl Connections {
     /// Fits the sweeps. A sweep of more ranks than a node has replaces `--inter`, any other `--intra`.
-    pub fn new(given: Given, cluster: Cluster) -> Result<Self> {
+    pub fn new(given: &Given, cluster: Cluster) -> Result<Self> {
         let (mut intra_fit, mut inter_fit) = (None, None);
         for file in given.sweeps {
             let sweep = Sweep::read(file).context("--collectives")?;

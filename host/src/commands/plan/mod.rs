@@ -179,7 +179,7 @@ impl Plan {
 
     fn connections(&self, cluster: Cluster) -> Result<Connections> {
         let given = connections::Given { intra: self.intra, inter: self.inter, sweeps: &self.collectives };
-        Connections::new(given, cluster)
+        Connections::new(&given, cluster)
     }
 
     fn request(&self, descriptor: Descriptor, cluster: Cluster, connections: &Connections) -> Result<Request> {
