@@ -10,7 +10,7 @@ use std::process::{Command, ExitCode};
 /// One line of the list.
 struct Finding {
     name: &'static str,
-    /// What was found, or why it is missing and how to fix it.
+    /// The finding, or the reason for its absence and how to fix it.
     state: Result<String, String>,
     /// Whether building and testing need it.
     required: bool,

@@ -38,7 +38,7 @@ pub struct Marked {
     pub kernels: BTreeMap<String, Declared>,
 }
 
-/// What the `// @launch` line of a kernel declares.
+/// The declarations in the `// @launch` line of a kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Declared {
     pub bounds: LaunchBounds,

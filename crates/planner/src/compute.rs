@@ -111,7 +111,7 @@ impl Storage {
     }
 }
 
-/// Where times come from.
+/// The source of a computing time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Source {
@@ -128,7 +128,7 @@ pub enum Source {
 pub struct Compute {
     /// A micro-batch, as a CUDA graph.
     pub micro_batch: f64,
-    /// What a micro-batch takes more if its kernels are launched individually.
+    /// The additional time of a micro-batch whose kernels are launched individually.
     pub launches: f64,
     /// The update of all parameters.
     pub update: f64,

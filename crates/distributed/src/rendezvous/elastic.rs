@@ -54,7 +54,7 @@ const IDLE_INTERVAL: Duration = Duration::from_millis(100);
 /// Longest time for which a process waits for its part.
 const FOREVER: Duration = Duration::from_hours(24 * 365);
 
-/// What an elastic run needs besides the rendezvous.
+/// The settings of an elastic run besides those of the rendezvous.
 pub struct Elastic<'a> {
     /// The directory of the run, which all ranks share. Its path is the same for all of them.
     pub directory: &'a Path,
@@ -74,11 +74,11 @@ pub struct Joined {
     pub lock: Option<RunLock>,
 }
 
-/// What an applicant tells the leader besides its rank and host.
+/// The data that an applicant sends to the leader besides its rank and host.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Applicant {
     sizes: WorldSizes,
-    /// Where this process listens if it becomes rank 0.
+    /// The address at which this process listens if it becomes rank 0.
     port: u16,
     addresses: Vec<String>,
 }
@@ -88,7 +88,7 @@ pub(super) struct Applicant {
 pub(super) struct Assignment {
     rank: usize,
     members: Members,
-    /// Where rank 0 listens.
+    /// The address at which rank 0 listens.
     rank_0: RendezvousFile,
 }
 
@@ -102,7 +102,7 @@ enum Outcome {
     NoLeader(String),
 }
 
-/// Where applicants find the leader.
+/// The place at which applicants find the leader.
 enum Place {
     Address(String),
     /// The path of the rendezvous file, without extension.

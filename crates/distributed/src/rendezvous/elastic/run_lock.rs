@@ -89,7 +89,7 @@ pub(super) enum Status {
     Finished,
 }
 
-/// What a waiting process must know about the run.
+/// The data about a run that a waiting process needs.
 pub trait RunFiles {
     /// Returns whether the run has completed all its steps.
     fn is_finished(&self) -> Result<bool>;

@@ -31,7 +31,7 @@ struct Run {
     timeout: Duration,
 }
 
-/// What became of a process: its rank, the launcher's numbers of the ranks, and a sum over the ranks.
+/// The result of a process: its rank, the ranks of the launcher, and a sum over the ranks.
 type Part = (usize, Vec<usize>, f64);
 
 impl Run {
@@ -115,7 +115,7 @@ fn too_few_ranks_are_an_error_of_all() {
     );
 }
 
-/// Of three ranks two fit. The third one takes part when one of them is lost.
+/// Two of three ranks fit the batch. The third one takes part when one of them is lost.
 #[test]
 fn a_spare_rank_joins_after_the_next_loss() {
     let run = &Run { sizes: WorldSizes { min_ranks: 2, micro_batches: 4 }, ..Run::new(2, SHORT) };
