@@ -147,7 +147,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     /// Flags that control one process and are not settings of the run.
-    const ACTIONS: [&str; 17] = [
+    const ACTIONS: [&str; 18] = [
         "json",
         "quiet",
         "tensorboard",
@@ -162,6 +162,7 @@ mod tests {
         "local-rank",
         "rendezvous",
         "rendezvous-secret",
+        "min-ranks",
         "rendezvous-timeout",
         "start-timeout",
         "step-timeout",
