@@ -16,6 +16,11 @@ mod built {
     include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 }
 
+/// Returns the compiled kernels of this example, one module for each architecture; none if the program was built without them.
+pub fn modules() -> &'static [cuda_builder::Module] {
+    built::MODULES
+}
+
 /// Bytes of the copy that measures the bandwidth.
 const COPY_BYTES: usize = 1 << 30;
 /// Rows and columns of the GEMM that measures the arithmetic.
