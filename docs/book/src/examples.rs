@@ -30,7 +30,8 @@ struct Row {
     flops: f64,
     bound: String,
     percent_of_roofline: f64,
-    percent_of_cublaslt: Option<f64>,
+    library: Option<String>,
+    percent_of_library: Option<f64>,
 }
 
 impl Row {
@@ -39,8 +40,9 @@ impl Row {
             "compute" => format!("{:.0} TFLOP/s", self.flops / self.us / 1e6),
             _ => format!("{:.0} GB/s", self.bytes / self.us / 1e3),
         };
-        let cublaslt = self.percent_of_cublaslt.map_or_else(|| "-".into(), |percent| format!("{percent:.0} %"));
-        format!(" {:.1} | {rate} | {:.0} % | {cublaslt} |", self.us, self.percent_of_roofline)
+        let library = self.library.as_ref().zip(self.percent_of_library);
+        let library = library.map_or_else(|| "-".into(), |(name, percent)| format!("{percent:.0} % of {name}"));
+        format!(" {:.1} | {rate} | {:.0} % | {library} |", self.us, self.percent_of_roofline)
     }
 }
 
@@ -61,7 +63,7 @@ pub fn table(root: &Path, family: &str, range: Option<[&str; 2]>) -> Result<Stri
     let kernels = found.kernels.get(first..=last).context("expected the first kernel before the last")?;
     let times = times(root)?;
     let mut out = match &times {
-        Some(_) => "| | kernel | idea | us | rate | of the roofline | of cuBLASLt |\n|---|---|---|---|---|---|---|\n",
+        Some(_) => "| | kernel | idea | us | rate | of the roofline | library |\n|---|---|---|---|---|---|---|\n",
         None => "| | kernel | idea |\n|---|---|---|\n",
     }
     .to_owned();

@@ -1,14 +1,15 @@
 //! The commands: list, run and check.
 
 use crate::device::{Ceilings, Device, Measurement};
+use crate::families::attention;
 use crate::registry::{self, FAMILIES, Family, Kernel};
 use crate::session::{Session, Verified};
 use anyhow::{Context, Result, bail, ensure};
 use cuda_std::emulate::Report;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// GPU kernels from naive to fast: run one on a GPU or in the emulator, check its result, and compare it with the roofline
 ///
@@ -28,7 +29,7 @@ enum Command {
         #[arg(long)]
         markdown: bool,
     },
-    /// Run kernels, check their results and, on a GPU, compare their times with the roofline and cuBLASLt
+    /// Run kernels, check their results and, on a GPU, compare their times with the roofline, cuBLASLt and cuDNN
     Run(Run),
     /// Run kernels in the emulator with every memory access checked; those with a planted fault must be reported
     Check {
@@ -49,6 +50,9 @@ struct Run {
     /// Write the results to a JSON file as well
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Compare attention with the times of cuDNN in this file, which `examples/kernels/cudnn.py` writes on the same machine
+    #[arg(long, value_name = "FILE")]
+    cudnn: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, clap::ValueEnum)]
@@ -88,8 +92,51 @@ struct Times {
     flops: usize,
     bound: &'static str,
     percent_of_roofline: f64,
+    /// cuBLASLt or cuDNN, if it has the operation.
     #[serde(skip_serializing_if = "Option::is_none")]
-    percent_of_cublaslt: Option<f64>,
+    library: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    percent_of_library: Option<f64>,
+}
+
+/// The times of cuDNN's attention through PyTorch, at the sizes of this program.
+#[derive(Clone, Deserialize)]
+struct Cudnn {
+    /// The name of the GPU.
+    machine: String,
+    /// B, NH, T and HS.
+    shape: [usize; 4],
+    attention_us: f64,
+    attention_backward_us: f64,
+}
+
+impl Cudnn {
+    fn read(path: &Path, machine: &str) -> Result<Self> {
+        let name = path.display();
+        let text = std::fs::read_to_string(path).with_context(|| format!("--cudnn: cannot read {name}"))?;
+        let times: Self = serde_json::from_str(&text)
+            .with_context(|| format!("--cudnn {name}: expected the output of examples/kernels/cudnn.py"))?;
+        let found = &times.machine;
+        ensure!(
+            found == machine,
+            "--cudnn {name}: expected times on {machine}, found {found}; run cudnn.py on this machine"
+        );
+        let (found, expected) = (times.shape, attention::TIMED_SHAPE);
+        ensure!(
+            found == expected,
+            "--cudnn {name}: expected times of B, NH, T, HS = {expected:?}, found {found:?}; run cudnn.py again"
+        );
+        Ok(times)
+    }
+
+    /// Returns the seconds of the operation of a family.
+    fn seconds(&self, family: &str) -> Option<f64> {
+        match family {
+            "attention" => Some(self.attention_us / 1e6),
+            "attention_backward" => Some(self.attention_backward_us / 1e6),
+            _ => None,
+        }
+    }
 }
 
 /// The JSON of `run`.
@@ -157,9 +204,16 @@ fn run(options: &Run, out: &mut impl Write) -> Result<()> {
     let mut device = match options.device {
         Choice::Cpu => None,
         Choice::Cuda => Some(Device::open()?),
-        Choice::Auto => Device::open().ok(),
+        Choice::Auto => match Device::open() {
+            Ok(device) => Some(device),
+            Err(error) => {
+                writeln!(out, "no GPU: {:#}", error.root_cause())?;
+                None
+            }
+        },
     };
     let machine = device.as_ref().map_or_else(|| "emulator".to_owned(), |device| device.name().to_owned());
+    let cudnn = options.cudnn.as_deref().map(|path| Cudnn::read(path, &machine)).transpose()?;
     let ceilings = device.as_ref().map(Device::ceilings);
     let mut results = Results {
         bench: "example kernels",
@@ -170,37 +224,51 @@ fn run(options: &Run, out: &mut impl Write) -> Result<()> {
         rows: Vec::new(),
     };
     head(out, device.as_ref())?;
+    let mut failures = Vec::new();
     for (family, kernel) in kernels {
-        let (verified, times) = match &mut device {
-            Some(device) if kernel.fault.is_none() => {
-                if !device.can_run(&kernel) {
-                    let (need, have) = (kernel.needs.name(), device.architecture());
-                    writeln!(
-                        out,
-                        "{:>4}  {:<36} skipped: needs {need} and its cubins, the loaded kernels are for {have}",
-                        kernel.number, kernel.name
-                    )?;
-                    continue;
-                }
-                let measurement = device.measure(&kernel).with_context(|| kernel.name)?;
-                (measurement.verified, Some(times(&measurement)))
+        if let Some(device) = device.as_ref().filter(|device| kernel.fault.is_none() && !device.can_run(&kernel)) {
+            let (need, have) = (kernel.needs.name(), device.architecture());
+            let reason = format!("skipped: needs {need} and its cubins, the loaded kernels are for {have}");
+            writeln!(out, "{:>4}  {:<36} {reason}", kernel.number, kernel.name)?;
+            continue;
+        }
+        match measure(device.as_mut(), &kernel, cudnn.as_ref().and_then(|cudnn| cudnn.seconds(family.name))) {
+            Ok((Verified { elements: checked, worst: error }, times)) => {
+                let Kernel { number, name, idea, source, .. } = kernel;
+                let row = Row { number, name, family: family.name, idea, source, checked, error, times };
+                line(out, &row)?;
+                results.rows.push(row);
             }
-            _ => (emulate(&kernel).with_context(|| kernel.name)?, None),
-        };
-        let Kernel { number, name, idea, source, .. } = kernel;
-        let Verified { elements: checked, worst: error } = verified;
-        let row = Row { number, name, family: family.name, idea, source, checked, error, times };
-        line(out, &row)?;
-        results.rows.push(row);
+            Err(error) => {
+                writeln!(out, "{:>4}  {:<36} FAILED: {error:#}", kernel.number, kernel.name)?;
+                failures.push(error.context(kernel.name));
+            }
+        }
     }
     if let Some(path) = &options.json {
         let text = serde_json::to_string_pretty(&results)?;
-        std::fs::write(path, text + "\n").with_context(|| format!("--json: cannot write {}", path.display()))?;
+        atomic_file::write(path, |file| Ok(writeln!(file, "{text}")?))
+            .with_context(|| format!("--json: cannot write {}", path.display()))?;
     }
-    Ok(())
+    if failures.len() > 1 {
+        writeln!(out, "{} kernels failed; the first:", failures.len())?;
+    }
+    failures.into_iter().next().map_or(Ok(()), Err)
 }
 
-fn times(Measurement { time, work, limit, cublaslt, .. }: &Measurement) -> Times {
+/// Runs a kernel: on the GPU with times, or in the emulator, which all kernels with a planted fault use.
+fn measure(device: Option<&mut Device>, kernel: &Kernel, cudnn: Option<f64>) -> Result<(Verified, Option<Times>)> {
+    match device {
+        Some(device) if kernel.fault.is_none() => {
+            let measurement = device.measure(kernel)?;
+            Ok((measurement.verified, Some(times(&measurement, cudnn))))
+        }
+        _ => Ok((emulate(kernel)?, None)),
+    }
+}
+
+fn times(Measurement { time, work, limit, cublaslt, .. }: &Measurement, cudnn: Option<f64>) -> Times {
+    let library = cublaslt.map(|seconds| ("cuBLASLt", seconds)).or(cudnn.map(|seconds| ("cuDNN", seconds)));
     Times {
         us: 1e6 * time.median,
         us_least: 1e6 * time.least,
@@ -209,7 +277,8 @@ fn times(Measurement { time, work, limit, cublaslt, .. }: &Measurement) -> Times
         flops: work.flops,
         bound: limit.bound,
         percent_of_roofline: 100.0 * limit.seconds / time.median,
-        percent_of_cublaslt: cublaslt.map(|seconds| 100.0 * seconds / time.median),
+        library: library.map(|(name, _)| name),
+        percent_of_library: library.map(|(_, seconds)| 100.0 * seconds / time.median),
     }
 }
 
@@ -228,19 +297,20 @@ fn head(out: &mut impl Write, device: Option<&Device>) -> Result<()> {
             writeln!(out, "no cuBLASLt ({}): all kernels count as memory-bound", reason.unwrap_or_default())?;
         }
     }
-    writeln!(out, "% roofline = 100 max(bytes / copy bandwidth, FLOPs / GEMM throughput) / time\n")?;
+    writeln!(out, "% roofline = 100 max(bytes / copy bandwidth, FLOPs / GEMM throughput) / time")?;
+    writeln!(out, "% library = 100 time of cuBLASLt (GEMM) or cuDNN (attention, with --cudnn) / time\n")?;
     let headings = ["us", "GB/s", "TFLOP/s"].map(|heading| format!("{heading:>9}")).join(" ");
     writeln!(
         out,
         "{:>4}  {:<36} {headings} {:<8} {:>10} {:>10} {:>7}",
-        "", "kernel", "bound", "% roofline", "% cuBLASLt", "error"
+        "", "kernel", "bound", "% roofline", "% library", "error"
     )?;
     Ok(())
 }
 
 /// Prints a row.
 fn line(out: &mut impl Write, Row { number, name, checked, error, times, .. }: &Row) -> Result<()> {
-    let Some(Times { us, bytes, flops, bound, percent_of_roofline, percent_of_cublaslt, .. }) = times else {
+    let Some(Times { us, bytes, flops, bound, percent_of_roofline, percent_of_library, .. }) = times else {
         return Ok(writeln!(out, "{number:>4}  {name:<36} {checked:>9} {error:>7.3}")?);
     };
     let rate = |amount: usize, unit: f64| match amount {
@@ -248,10 +318,10 @@ fn line(out: &mut impl Write, Row { number, name, checked, error, times, .. }: &
         _ => format!("{:>9.0}", amount as f64 / us * 1e6 / unit),
     };
     let (bytes, flops) = (rate(*bytes, 1e9), rate(*flops, 1e12));
-    let cublaslt = percent_of_cublaslt.map_or_else(|| "-".to_owned(), |percent| format!("{percent:.1}"));
+    let library = percent_of_library.map_or_else(|| "-".to_owned(), |percent| format!("{percent:.1}"));
     writeln!(
         out,
-        "{number:>4}  {name:<36} {us:>9.1} {bytes} {flops} {bound:<8} {percent_of_roofline:>10.1} {cublaslt:>10} {error:>7.3}"
+        "{number:>4}  {name:<36} {us:>9.1} {bytes} {flops} {bound:<8} {percent_of_roofline:>10.1} {library:>10} {error:>7.3}"
     )?;
     Ok(out.flush()?)
 }

@@ -118,7 +118,7 @@ fn program_runs_kernels_by_number_name_and_family() {
     let (code, out, err) = program(&["run", "2", "gelu", "gelu_naive", "--device", "cpu", "--json", path]);
     assert_eq!((code, err.as_str()), (Some(0), ""));
     assert_eq!(out.matches("gelu_bf16").count(), 1, "each kernel runs once: {out}");
-    let results: serde_json::Value = serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap();
+    let results: serde_json::Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
     let rows = results["rows"].as_array().unwrap();
     assert_eq!(rows.len(), registry::find("gelu").unwrap().len());
     assert_eq!(
@@ -127,12 +127,18 @@ fn program_runs_kernels_by_number_name_and_family() {
     );
     assert_eq!(results["machine"], "emulator");
 
-    let (code, _, err) = program(&["run", "fault_missing_bound"]);
+    let (code, out, err) = program(&["run", "fault_missing_bound", "gelu_naive", "--device", "cpu", "--json", path]);
     assert_eq!(code, Some(3), "{err}");
+    assert!(out.contains("FAILED: kernel fault_missing_bound"), "{out}");
+    let results: serde_json::Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+    assert_eq!(results["rows"].as_array().unwrap().len(), 1, "the kernels after a failure run");
     assert!(err.starts_with("error: fault_missing_bound: kernel fault_missing_bound, block (1, 0, 0)"), "{err}");
     let (code, _, err) = program(&["run", "gelu_fast", "--device", "cpu"]);
     assert_eq!(code, Some(1));
     assert!(err.starts_with("error: kernel: expected a number from 1 to ") && err.contains("found gelu_fast"), "{err}");
+    let (code, _, err) = program(&["run", "gelu_naive", "--device", "cpu", "--cudnn", path]);
+    assert_eq!(code, Some(1));
+    assert!(err.contains("expected the output of examples/kernels/cudnn.py"), "{err}");
     assert_eq!(program(&["run"]).0, Some(2));
     let (code, out, _) = program(&["check", "gelu", "fault_missing_bound"]);
     assert_eq!((code, out.lines().count()), (Some(0), 7), "{out}");

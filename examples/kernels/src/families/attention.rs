@@ -94,10 +94,13 @@ pub const FAMILY: Family = Family {
     ],
 };
 
+/// B, NH, T and HS of timed runs.
+pub const TIMED_SHAPE: [usize; 4] = [8, 12, 1024, HS];
+
 /// Returns the shape.
 pub(super) fn shape(s: &Session) -> Shape {
-    let [b, t, nh] = s.pick([2, 72, 2], [8, 1024, 12]);
-    Shape { b, t, nh, kv: nh, hs: HS }
+    let [b, nh, t, hs] = s.pick([2, 2, 72, HS], TIMED_SHAPE);
+    Shape { b, t, nh, kv: nh, hs }
 }
 
 pub(super) fn sizes_of(Shape { b, t, nh, .. }: Shape) -> Sizes {
