@@ -10,24 +10,14 @@ use cuda_std::shared::Layout;
 use cuda_std::{GlobalSlice, GlobalSliceMut, kernel};
 use std::borrow::Cow;
 
+const ONE_GPU: &str = include_str!("common/one_gpu.rs");
+
 /// The memory of this process is the device's. `cuStreamIsCapturing` returns the number of begun captures. A launch must have the arguments of
 /// `scale`, and computes it.
 const SOURCE: &str = r#"
-use std::ffi::c_void;
 use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering::SeqCst};
 static CAPTURES: AtomicI32 = AtomicI32::new(0);
 static STREAMS: AtomicUsize = AtomicUsize::new(5);
-#[unsafe(no_mangle)] pub extern "C" fn cuInit(_: u32) -> u32 { 0 }
-#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceGetCount(count: *mut i32) -> u32 { unsafe { *count = 1 }; 0 }
-#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceGet(device: *mut i32, _: i32) -> u32 { unsafe { *device = 0 }; 0 }
-#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceGetName(name: *mut u8, _: i32, _: i32) -> u32 { unsafe { *name = 0 }; 0 }
-#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceTotalMem_v2(bytes: *mut usize, _: i32) -> u32 { unsafe { *bytes = 1 }; 0 }
-#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut i32, id: i32, _: i32) -> u32 {
-    unsafe { *value = if id == 97 { 200 << 10 } else { 9 } }; 0
-}
-#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(to: *mut usize, _: i32) -> u32 { unsafe { *to = 99 }; 0 }
-#[unsafe(no_mangle)] pub extern "C" fn cuDevicePrimaryCtxRelease_v2(_: i32) -> u32 { 0 }
-#[unsafe(no_mangle)] pub extern "C" fn cuCtxSetCurrent(_: *mut c_void) -> u32 { 0 }
 #[unsafe(no_mangle)] pub unsafe extern "C" fn cuStreamCreateWithPriority(to: *mut usize, _: u32, _: i32) -> u32 {
     unsafe { *to = STREAMS.fetch_add(1, SeqCst) }; 0
 }
@@ -88,7 +78,7 @@ fn kernels(signature: Option<u64>) -> Kernels {
 #[test]
 fn a_checked_launch_passes_lengths_and_rejects_what_it_cannot_check() {
     let dir = tempfile::tempdir().unwrap();
-    cuda_driver::load_from(build(dir.path(), SOURCE)).unwrap();
+    cuda_driver::load_from(build(dir.path(), &[ONE_GPU, SOURCE].concat())).unwrap();
     let gpu = Gpu::open(0).unwrap();
     let (stream, other) = (Stream::new(&gpu).unwrap(), Stream::new(&gpu).unwrap());
     let values: Vec<f32> = (0..100).map(|i| i as f32).collect();

@@ -5,9 +5,10 @@ mod common;
 use common::build;
 use cuda_driver::{Gpu, Stream};
 
+const ONE_GPU: &str = include_str!("common/one_gpu.rs");
+
 /// Handles are numbers. The mock logs each call that creates, uses or destroys one. Every second capture fails.
 const SOURCE: &str = r#"
-use std::ffi::c_void;
 use std::sync::Mutex;
 static LOG: Mutex<(usize, String)> = Mutex::new((0, String::new()));
 fn log(what: &str, handle: usize) -> u32 { LOG.lock().unwrap().1.push_str(&format!("{what} {handle}\n")); 0 }
@@ -22,15 +23,6 @@ unsafe fn make(what: &str, to: *mut usize) -> u32 {
     unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), to, text.len()) };
     text.len()
 }
-#[unsafe(no_mangle)] pub extern "C" fn cuInit(_: u32) -> u32 { 0 }
-#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceGetCount(count: *mut i32) -> u32 { unsafe { *count = 1 }; 0 }
-#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceGet(device: *mut i32, _: i32) -> u32 { unsafe { *device = 0 }; 0 }
-#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceGetName(name: *mut u8, _: i32, _: i32) -> u32 { unsafe { *name = 0 }; 0 }
-#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceTotalMem_v2(bytes: *mut usize, _: i32) -> u32 { unsafe { *bytes = 1 }; 0 }
-#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut i32, _: i32, _: i32) -> u32 { unsafe { *value = 9 }; 0 }
-#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(to: *mut usize, _: i32) -> u32 { unsafe { *to = 99 }; 0 }
-#[unsafe(no_mangle)] pub extern "C" fn cuDevicePrimaryCtxRelease_v2(_: i32) -> u32 { 0 }
-#[unsafe(no_mangle)] pub extern "C" fn cuCtxSetCurrent(_: *mut c_void) -> u32 { 0 }
 #[unsafe(no_mangle)] pub unsafe extern "C" fn cuStreamCreateWithPriority(to: *mut usize, flags: u32, priority: i32) -> u32 {
     assert_eq!((flags, priority), (1, 0), "a non-blocking stream of default priority");
     unsafe { make("stream", to) }
@@ -54,7 +46,7 @@ unsafe fn make(what: &str, to: *mut usize) -> u32 {
 #[test]
 fn a_capture_becomes_a_graph_or_an_error() {
     let dir = tempfile::tempdir().unwrap();
-    let path = build(dir.path(), SOURCE);
+    let path = build(dir.path(), &[ONE_GPU, SOURCE].concat());
     cuda_driver::load_from(&path).unwrap();
     // SAFETY: the library is already loaded.
     let library = unsafe { libloading::Library::new(&path) }.unwrap();

@@ -6,21 +6,11 @@ use common::build;
 use cuda_driver::{Gpu, LaunchConfig, Module, Stream};
 use std::ffi::c_void;
 
+const ONE_GPU: &str = include_str!("common/one_gpu.rs");
+
 /// Images that begin with `bad` do not compile. A launch must have the arguments 7 and 9, and fails with the code of stream
 /// capture in blocks of 1024 threads.
 const SOURCE: &str = r#"
-use std::ffi::c_void;
-#[unsafe(no_mangle)] pub extern "C" fn cuInit(_: u32) -> u32 { 0 }
-#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceGetCount(count: *mut i32) -> u32 { unsafe { *count = 1 }; 0 }
-#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceGet(device: *mut i32, _: i32) -> u32 { unsafe { *device = 0 }; 0 }
-#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceGetName(name: *mut u8, _: i32, _: i32) -> u32 { unsafe { *name = 0 }; 0 }
-#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceTotalMem_v2(bytes: *mut usize, _: i32) -> u32 { unsafe { *bytes = 1 }; 0 }
-#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut i32, id: i32, _: i32) -> u32 {
-    unsafe { *value = if id == 97 { 200 << 10 } else { 9 } }; 0
-}
-#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(to: *mut usize, _: i32) -> u32 { unsafe { *to = 99 }; 0 }
-#[unsafe(no_mangle)] pub extern "C" fn cuDevicePrimaryCtxRelease_v2(_: i32) -> u32 { 0 }
-#[unsafe(no_mangle)] pub extern "C" fn cuCtxSetCurrent(_: *mut c_void) -> u32 { 0 }
 #[unsafe(no_mangle)] pub unsafe extern "C" fn cuStreamCreateWithPriority(to: *mut usize, _: u32, _: i32) -> u32 { unsafe { *to = 5 }; 0 }
 #[unsafe(no_mangle)] pub extern "C" fn cuStreamDestroy_v2(_: usize) -> u32 { 0 }
 #[unsafe(no_mangle)] pub unsafe extern "C" fn cuModuleLoadDataEx(to: *mut usize, image: *const u8, options: u32, keys: *const i32, values: *const *mut c_void) -> u32 {
@@ -57,7 +47,7 @@ use std::ffi::c_void;
 #[test]
 fn launches_pass_their_shape_and_arguments_and_errors_are_exact() {
     let dir = tempfile::tempdir().unwrap();
-    cuda_driver::load_from(build(dir.path(), SOURCE)).unwrap();
+    cuda_driver::load_from(build(dir.path(), &[ONE_GPU, SOURCE].concat())).unwrap();
     let gpu = Gpu::open(0).unwrap();
     let stream = Stream::new(&gpu).unwrap();
 
