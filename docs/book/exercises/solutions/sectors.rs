@@ -1,0 +1,13 @@
+//! Exercise: count the sectors that a load of a warp touches.
+//!
+//! Global memory is transferred in sectors of 32 bytes, which begin at multiples of 32. A load of a warp needs every sector that
+//! contains at least one byte of at least one lane, once. The lanes may have any order, and several may read the same bytes.
+
+use std::collections::HashSet;
+
+/// Returns the number of sectors for lanes that read `bytes` bytes each, from `addresses` on. `bytes` is at least 1.
+pub fn sectors(addresses: &[u64; 32], bytes: u64) -> usize {
+    // The last byte may be in another sector than the first.
+    let of_lane = |&address: &u64| address / 32..=(address + bytes - 1) / 32;
+    addresses.iter().flat_map(of_lane).collect::<HashSet<_>>().len()
+}
