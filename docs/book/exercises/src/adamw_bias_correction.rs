@@ -5,6 +5,5 @@
 
 /// Returns factor and epsilon' of step `t`, counted from 1, such that the step is factor m / (sqrt(v) + epsilon').
 pub fn folded_corrections(beta1: f64, beta2: f64, epsilon: f64, t: i32) -> (f64, f64) {
-    let _ = (beta1, beta2, epsilon, t);
     unimplemented!("exercise adamw_bias_correction")
 }
