@@ -40,7 +40,7 @@ pub const FAMILY: Family = Family {
             20,
             "norm_shuffles",
             file!("norm/shuffles.rs"),
-            "Warp shuffles replace all but two barriers of the tree.",
+            "Warp shuffles replace all but one barrier of the tree.",
             |s| {
                 let (Problem { norm, values, n }, sum) = with_sum(s)?;
                 let launch = norm::shuffles::norm_shuffles(sum, values, n as u64);

@@ -2,7 +2,7 @@
 //!
 //! Problem: as in version 2.
 //! Idea: the lanes of a warp exchange registers with `shfl.sync`: five steps reduce 32 values without shared memory and without a
-//! barrier. Only the 16 sums of the warps pass through shared memory, so two barriers remain of nine.
+//! barrier. Only the 16 sums of the warps pass through shared memory, so one barrier remains of nine.
 //! Limit: one element for each thread. The reduction costs more instructions than the load.
 
 use cuda_std::shared::Layout;
