@@ -1,5 +1,7 @@
 //! Tests of the exercise gelu_slope.
 
+#![expect(clippy::float_cmp, reason = "these results are exact")]
+
 /// Returns gelu(x) in f64.
 fn gelu(x: f64) -> f64 {
     x / (1.0 + (-2.0 * (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x * x * x)).exp())

@@ -45,6 +45,7 @@ pub fn backward_of_runs(dwte: &mut [f32], dout: &[f32], tokens: &[usize], channe
 }
 
 #[cfg(test)]
+#[expect(clippy::float_cmp, reason = "these results are exact")]
 mod tests {
     use super::*;
 

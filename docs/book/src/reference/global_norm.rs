@@ -33,6 +33,7 @@ pub fn clipping_factor(norm: f64, clip: f64) -> f64 {
 }
 
 #[cfg(test)]
+#[expect(clippy::float_cmp, reason = "these results are exact")]
 mod tests {
     use super::*;
 

@@ -43,6 +43,7 @@ pub fn accumulate(update: f32, steps: usize, mut round: impl FnMut(f32) -> u16) 
 }
 
 #[cfg(test)]
+#[expect(clippy::float_cmp, reason = "these results are exact")]
 mod tests {
     use super::*;
 
@@ -72,7 +73,7 @@ mod tests {
 
     #[test]
     fn stochastic_rounding_is_exact_on_average_over_all_random_bits() {
-        for value in [1.001f32, -1.001, 3.14159, 1e-30, 1.0] {
+        for value in [1.001f32, -1.001, 5.4321, 1e-30, 1.0] {
             let mean = (0..=u16::MAX).map(|random| f64::from(to_f32(stochastic(value, random)))).sum::<f64>() / 65536.0;
             assert_eq!(mean, f64::from(value), "{value}");
         }

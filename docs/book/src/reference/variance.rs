@@ -25,6 +25,7 @@ pub fn one_shifted_pass(x: &[f32]) -> f32 {
 }
 
 #[cfg(test)]
+#[expect(clippy::float_cmp, reason = "these results are exact")]
 mod tests {
     use super::*;
 
