@@ -1,6 +1,6 @@
 //! Merging the attention of a query to two sets of keys.
 //!
-//! With few queries and many keys, one block for each query leaves most SMs without work. The keys can be divided: each block
+//! With few queries and many keys, one block for each query leaves most SMs without work. The keys can be split: each block
 //! computes the attention to a part of them, and the results are merged.
 
 /// The attention of a query to a set of keys.
