@@ -32,7 +32,7 @@ exercises::tests! {
             let row = [0.0, 2.0f64.ln(), 5.0f64.ln()];
             let mut logits = crate::padded(&[row, [f64::INFINITY, 0.0, 0.0], row]);
             let loss = solution::cross_entropy(&mut logits, &[2, -1, 0], 3, 5);
-            crate::assert_close(&[loss], &[(1.6f64.ln() + 8.0f64.ln()) / 2.0]);
+            crate::assert_close(&[loss], &[0.5 * (1.6f64.ln() + 8.0f64.ln())]);
             let first = [0.0625, 0.125, -0.1875, 0.0, 0.0];
             let last = [-0.4375, 0.125, 0.3125, 0.0, 0.0];
             crate::assert_close(&logits, &[first, [0.0; 5], last].concat());
@@ -48,7 +48,7 @@ exercises::tests! {
         /// A batch without labels has loss 0, not 0 / 0.
         fn batch_without_labels_has_no_gradient() {
             let mut logits = crate::padded(&[[1.0, 2.0, 3.0]]);
-            assert_eq!(solution::cross_entropy(&mut logits, &[-1], 3, 5), 0.0);
+            crate::assert_close(&[solution::cross_entropy(&mut logits, &[-1], 3, 5)], &[0.0]);
             assert_eq!(logits, [0.0; 5]);
         }
     }

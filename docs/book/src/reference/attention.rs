@@ -132,8 +132,8 @@ mod tests {
 
     /// Returns an array of PyTorch's recorded output.
     fn recorded(name: &str) -> Vec<f64> {
-        let lines = include_str!("../../pytorch/attention.txt").lines();
-        let values = lines.filter_map(|line| line.strip_prefix(name)?.strip_prefix(": ")).next().unwrap();
+        let mut lines = include_str!("../../pytorch/attention.txt").lines();
+        let values = lines.find_map(|line| line.strip_prefix(name)?.strip_prefix(": ")).unwrap();
         values.split(' ').map(|value| value.parse().unwrap()).collect()
     }
 
