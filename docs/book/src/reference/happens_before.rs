@@ -4,16 +4,20 @@
 /// What a thread does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
+    /// A thread reads the cell.
     Read(usize),
+    /// A thread writes the cell.
     Write(usize),
     /// All threads arrive and then continue.
     Barrier,
 }
 
-/// Two accesses without an order, at least one of them a write: the earlier one and the later one in this execution.
+/// Two accesses without an order, at least one of them a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Race {
+    /// The access that ran first.
     pub earlier: Event,
+    /// The access that ran second.
     pub later: Event,
 }
 

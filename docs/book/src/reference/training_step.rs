@@ -16,18 +16,25 @@ pub struct Linear {
 
 /// Hyperparameters of a step.
 pub struct Settings {
+    /// Step size.
     pub learning_rate: f64,
+    /// Decay of the first moments.
     pub beta1: f64,
+    /// Decay of the second moments.
     pub beta2: f64,
+    /// Added to the denominator.
     pub eps: f64,
+    /// Decoupled weight decay.
     pub weight_decay: f64,
     /// Largest gradient norm.
     pub clip: f64,
 }
 
-/// Examples that are computed together: inputs (B, C) and targets (B).
+/// Examples that are computed together.
 pub struct MicroBatch {
+    /// Inputs (B, C).
     pub inputs: Vec<f64>,
+    /// Targets (B).
     pub targets: Vec<f64>,
 }
 

@@ -11,11 +11,14 @@ pub struct Model {
     pub largest_layer: usize,
 }
 
-/// Elements that a rank stores of parameters, gradients, and each tensor of the optimizer state.
+/// What a rank stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stored {
+    /// Elements of the parameters.
     pub parameters: usize,
+    /// Elements of the gradients.
     pub gradients: usize,
+    /// Elements of m, of v and of the master weights.
     pub optimizer: usize,
 }
 
