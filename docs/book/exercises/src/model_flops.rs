@@ -1,0 +1,43 @@
+//! Exercise: parameters, FLOPs and utilization of a GPT-2.
+//!
+//! Compute by formula what `train` prints: the number of parameters, the FLOPs that a token takes in training, and the model FLOPs
+//! utilization. The chapter "A training step" derives the formulas. Count wte once: the head shares it, and the lookup of the encoder takes
+//! no FLOPs. Attention is causal.
+
+/// The shape of a GPT-2.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// L, number of layers.
+    pub layers: usize,
+    /// C, number of channels.
+    pub channels: usize,
+    /// V, number of tokens in the vocabulary. wte has this many rows, rounded up to a multiple of 128.
+    pub vocab: usize,
+    /// Longest sequence: the rows of wpe.
+    pub positions: usize,
+}
+
+/// Returns the number of parameters, with wte (padded vocabulary), wpe, the matrices, biases and norms of all layers, and the final norm.
+pub fn parameters(shape: Shape) -> usize {
+    unimplemented!("exercise model_flops: {shape:?}")
+}
+
+/// Returns the FLOPs per token of the forward and the backward pass for sequences of `t` tokens.
+pub fn flops_per_token(shape: Shape, t: usize) -> usize {
+    unimplemented!("exercise model_flops: {shape:?} {t}")
+}
+
+/// Returns the share of the FLOPs that the head takes, between 0 and 1.
+pub fn head_share(shape: Shape, t: usize) -> f64 {
+    unimplemented!("exercise model_flops: {shape:?} {t}")
+}
+
+/// Returns the sequence length at which attention takes as many FLOPs as the four matmuls of a layer.
+pub fn balanced_length(shape: Shape) -> usize {
+    unimplemented!("exercise model_flops: {shape:?}")
+}
+
+/// Returns the model FLOPs utilization: the achieved share of `peak` FLOP/s at `tokens_per_second`.
+pub fn mfu(shape: Shape, t: usize, tokens_per_second: f64, peak: f64) -> f64 {
+    unimplemented!("exercise model_flops: {shape:?} {t} {tokens_per_second} {peak}")
+}
