@@ -25,7 +25,7 @@ exercises::tests! {
                     let loss_at = |step: f64| {
                         let mut scores = scores;
                         scores[i] += step;
-                        crate::loss(&scores, &values, &dout, dlse)
+                        loss(&scores, &values, &dout, dlse)
                     };
                     let difference = (loss_at(1e-5) - loss_at(-1e-5)) / 2e-5;
                     assert!((difference - gradient).abs() < 1e-8, "dlse {dlse}, score {i}: {difference} {gradient}");

@@ -19,7 +19,7 @@ exercises::tests! {
     linear_gradient: {
         /// The weight is the transpose of the chapter's, so dinp and dbias are the same, and dweight is transposed.
         fn gradients_are_those_of_the_chapter() {
-            let (dinp, dweight, dbias) = crate::gradients(solution::linear_backward, 0.0);
+            let (dinp, dweight, dbias) = gradients(solution::linear_backward, 0.0);
             assert_eq!(dinp, [1.0, -2.0, 2.0, 2.0]);
             assert_eq!(dweight, [1.0, 3.0, -1.0, 2.0, -1.0, 5.0]);
             assert_eq!(dbias, [1.0, 1.0, 1.0]);
@@ -27,7 +27,7 @@ exercises::tests! {
 
         /// Gradients of parameters are added to those of earlier micro-batches. The gradient of the input is not.
         fn gradients_of_parameters_accumulate() {
-            let (dinp, dweight, dbias) = crate::gradients(solution::linear_backward, 10.0);
+            let (dinp, dweight, dbias) = gradients(solution::linear_backward, 10.0);
             assert_eq!(dinp, [1.0, -2.0, 2.0, 2.0]);
             assert_eq!(dweight, [11.0, 13.0, 9.0, 12.0, 9.0, 15.0]);
             assert_eq!(dbias, [11.0, 11.0, 11.0]);

@@ -13,7 +13,7 @@ exercises::tests! {
         /// The example of the chapter: 25 from the first two keys, 56.25 from all four.
         fn parts_add_up_to_the_whole() {
             let part = |scores: &[f64], values: &[f64]| {
-                let (max, sum, out) = crate::attention(scores, values);
+                let (max, sum, out) = attention(scores, values);
                 solution::Partial { max, sum, out }
             };
             let scores = [1.0f64, 2.0, 8.0, 4.0].map(f64::ln);

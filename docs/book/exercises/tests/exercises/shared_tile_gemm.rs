@@ -30,17 +30,17 @@ exercises::tests! {
     shared_tile_gemm: {
         /// One step: the reads of a tile follow its writes.
         fn one_step_has_no_race() {
-            crate::run(solution::shared_tile_gemm, solution::shared, [16, 16, 16]);
+            run(solution::shared_tile_gemm, solution::shared, [16, 16, 16]);
         }
 
         /// Several steps: each pair of tiles is overwritten while other threads may still be one step behind.
         fn several_steps_have_no_race() {
-            crate::run(solution::shared_tile_gemm, solution::shared, [16, 16, 80]);
+            run(solution::shared_tile_gemm, solution::shared, [16, 16, 80]);
         }
 
         /// Sizes that are not multiples of the tile: threads outside of the matrices reach the same barriers.
         fn tails_have_no_race() {
-            crate::run(solution::shared_tile_gemm, solution::shared, [20, 35, 41]);
+            run(solution::shared_tile_gemm, solution::shared, [20, 35, 41]);
         }
     }
 }

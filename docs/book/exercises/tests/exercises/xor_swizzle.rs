@@ -30,11 +30,11 @@ exercises::tests! {
         fn columns_and_rows_take_one_pass() {
             for first in [0, 8, 3] {
                 for chunk in 0..8 {
-                    let column = |row| crate::words_of(row, solution::swizzled_chunk(row, chunk));
+                    let column = |row| words_of(row, solution::swizzled_chunk(row, chunk));
                     let words: Vec<_> = (first..first + 8).flat_map(column).collect();
                     assert_eq!(solution::passes(&words), 1, "chunk {chunk} of rows from {first} on");
                 }
-                let place = |chunk| crate::words_of(first, solution::swizzled_chunk(first, chunk));
+                let place = |chunk| words_of(first, solution::swizzled_chunk(first, chunk));
                 assert_eq!(solution::passes(&(0..8).flat_map(place).collect::<Vec<_>>()), 1, "row {first}");
             }
         }
