@@ -24,7 +24,7 @@ pub fn build(out: &Path, repository: Option<&str>) -> Result<()> {
     let out = out.canonicalize()?;
     let base = match repository {
         Some(url) => url.trim_end_matches('/').to_owned(),
-        None => links::relative(&out, &root),
+        None => format!("file://{}", root.display()),
     };
     let book = root.join("docs/book");
     let warnings = Warnings::default();
@@ -44,7 +44,7 @@ pub fn build(out: &Path, repository: Option<&str>) -> Result<()> {
     let warnings = warnings.text();
     ensure!(warnings.is_empty(), "{}: expected no warnings of mdBook, found:\n{warnings}", book.display());
     links::check_listed(&book.join("chapters"))?;
-    links::check_html(&out, &root)
+    links::check_html(&out)
 }
 
 /// Returns the root of the repository that this program was built from.

@@ -1,6 +1,6 @@
 //! Directives: lines of a chapter that stand for code, diffs, tables, PTX and reports.
 
-use crate::{diff, examples, item};
+use crate::{diff, examples, item, links};
 use anyhow::{Context, Result, bail, ensure};
 use std::fmt::Write;
 use std::fs;
@@ -80,11 +80,10 @@ impl Sources {
 
     /// Returns the address of a file of the repository, which must exist.
     pub fn address(&self, path: &str) -> Result<String> {
-        let file = path.split('#').next().unwrap_or_default();
-        ensure!(
-            self.root.join(file).exists(),
-            "repo:{path}: expected a path from the root of the repository, found no such file"
-        );
+        let (file, anchor) = path.split_once('#').unwrap_or((path, ""));
+        let file = self.root.join(file);
+        ensure!(file.exists(), "repo:{path}: expected a path from the root of the repository, found no such file");
+        links::check_anchor(&file, anchor).with_context(|| format!("repo:{path}"))?;
         Ok(format!("{}/{path}", self.base))
     }
 

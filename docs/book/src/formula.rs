@@ -75,5 +75,7 @@ mod tests {
         assert_eq!(converted("[a **b**](repo:gpu/src/lib.rs) c").unwrap(), "[a **b**](https://x/gpu/src/lib.rs) c");
         let error = converted("[a](repo:gpu/src/nothing.rs)").unwrap_err().to_string();
         assert!(error.starts_with("repo:gpu/src/nothing.rs: expected"), "{error}");
+        let error = format!("{:#}", converted("[a](repo:docs/testing.md#nothing)").unwrap_err());
+        assert!(error.contains("expected a heading #nothing"), "{error}");
     }
 }

@@ -1,8 +1,8 @@
 //! Builds the book. `cargo run --release -p book` writes it to `target/book`.
 
-use anyhow::Result;
 use clap::Parser;
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 /// Build the book
 #[derive(Debug, Parser)]
@@ -17,9 +17,16 @@ struct Cli {
     repository: Option<String>,
 }
 
-fn main() -> Result<()> {
+fn main() -> ExitCode {
     let Cli { out, repository } = Cli::parse();
-    book::build(&out, repository.as_deref())?;
-    println!("{}", out.join("index.html").display());
-    Ok(())
+    match book::build(&out, repository.as_deref()) {
+        Ok(()) => {
+            println!("{}", out.join("index.html").display());
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
 }
