@@ -67,13 +67,13 @@ fn attend(blocks: usize) -> impl Fn(&Inputs) -> Results {
     }
 }
 
-/// Compares the kernel that quantizes its output with `scale` with [`attend`] and separate quantization. `spoilt` replaces one
-/// input.
-fn check_quantized(shape: Shape, scale: f32, amax_before: Option<f32>, spoilt: Option<f64>) {
+/// Compares the kernel that quantizes its output with `scale` with [`attend`] and separate quantization. `replaced` is the position and
+/// the new value of an element of V in the last head of the last sequence.
+fn check_quantized(shape: Shape, scale: f32, amax_before: Option<f32>, replaced: Option<(usize, f64)>) {
     let Shape { b, t, nh, kv, hs } = shape;
     let mut inputs = Inputs::random::<bf16>(shape, 2.0, 1 + t as u32);
-    if let Some(value) = spoilt {
-        let at = inputs.qkv.len() / 2;
+    if let Some((position, value)) = replaced {
+        let at = inputs.qkv.len() - 1 - (t - 1 - position) * (nh + 2 * kv) * hs;
         inputs.qkv[at] = value;
     }
     let (want, n) = (attend(BLOCKS)(&inputs), b * t * nh * hs);
@@ -98,8 +98,10 @@ fn quantized_output_has_the_bits_of_separate_quantization() {
         check_quantized(Shape { b: 2, t: 144, nh: 4, kv: 2, hs }, 1.0 / 300.0, Some(0.1), None);
         check_quantized(multi_head(2, 128, 3, hs), 0.01, None, None);
         check_quantized(multi_head(1, 90, 1, hs), 0.01, Some(100.0), None);
-        check_quantized(multi_head(1, 90, 1, hs), 0.01, Some(0.0), Some(f64::NAN));
-        check_quantized(multi_head(1, 90, 1, hs), 0.01, Some(0.0), Some(f64::INFINITY));
+        check_quantized(multi_head(1, 90, 1, hs), 0.01, Some(0.0), Some((45, f64::NAN)));
+        check_quantized(multi_head(1, 90, 1, hs), 0.01, Some(0.0), Some((45, f64::INFINITY)));
+        // The largest magnitude is in the last row, which belongs to the second consumer.
+        check_quantized(multi_head(1, 90, 1, hs), 1.0, Some(0.0), Some((89, 10_000.0)));
     }
 }
 
