@@ -84,7 +84,7 @@ pub fn table(root: &Path, family: &str, range: Option<[&str; 2]>) -> Result<Stri
             )?;
         }
         None => {
-            writeln!(out, "\nTo measure these kernels on your GPU: `cargo run --release -p kernels -- run {family}`.")?
+            writeln!(out, "\nTo measure these kernels on your GPU: `cargo run --release -p kernels -- run {family}`.")?;
         }
     }
     Ok(out)

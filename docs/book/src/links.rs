@@ -140,7 +140,7 @@ fn outline(text: &str) -> (BTreeSet<String>, Vec<String>) {
                 }
             }
             Event::Start(Tag::Link { dest_url, .. } | Tag::Image { dest_url, .. }) => {
-                links.push(dest_url.into_string())
+                links.push(dest_url.into_string());
             }
             _ => {}
         }
