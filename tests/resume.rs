@@ -309,7 +309,7 @@ fn a_second_signal_ends_the_run_immediately_and_removes_temporary_files() {
         sleep(Duration::from_millis(300));
         assert_eq!(child.try_wait().unwrap(), None, "one signal must not end the run within a step");
         // The staging directory of a checkpoint.
-        fs::create_dir(world.path(second).join(".unfinished-checkpoint")).unwrap();
+        fs::create_dir(world.path(second).join(".unfinished-checkpoint-1f")).unwrap();
         let began = Instant::now();
         signal(&child, second);
         assert_eq!(child.wait().unwrap().code(), Some(code));

@@ -138,10 +138,23 @@ pub fn remove_file(path: &Path) -> Result<()> {
     }
 }
 
-/// Removes temporary files and directories of killed runs. Returns their number.
+/// Prefix of the names of directories for the files of an incomplete checkpoint.
+pub const STAGING_PREFIX: &str = ".unfinished-checkpoint-";
+
+/// Removes temporary files and directories of killed runs. Returns their number. The caller must have the lock of the directory.
 pub fn remove_temporary_files(directory: &Path) -> Result<usize> {
-    let temporary: Vec<_> =
-        names(directory)?.into_iter().filter(|name| name.starts_with(atomic_file::TEMPORARY_PREFIX)).collect();
+    remove_all(directory, atomic_file::TEMPORARY_PREFIX)
+}
+
+/// Removes the incomplete checkpoints in the directory of a run. The lock excludes other attempts, and each attempt removes those of
+/// earlier ones.
+pub(crate) fn remove_staging_directories(run: &DirectoryLock) -> Result<usize> {
+    remove_all(run.path(), STAGING_PREFIX)
+}
+
+/// Removes the files and directories whose names begin with `prefix`. Returns their number.
+fn remove_all(directory: &Path, prefix: &str) -> Result<usize> {
+    let temporary: Vec<_> = names(directory)?.into_iter().filter(|name| name.starts_with(prefix)).collect();
     for name in &temporary {
         let path = directory.join(name);
         let removed = if fs::is_dir(&path) { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
@@ -307,8 +320,9 @@ mod tests {
     #[test]
     fn temporary_files_are_removed() {
         let dir = directory(&[10], &[".unfinished-abc", ".hidden"]);
-        fs::create_dir(dir.path().join(".unfinished-checkpoint")).unwrap();
-        fs::write(dir.path().join(".unfinished-checkpoint/model_00000020.bin"), "half").unwrap();
+        let staging = dir.path().join(format!("{STAGING_PREFIX}1f"));
+        fs::create_dir(&staging).unwrap();
+        fs::write(staging.join("model_00000020.bin"), "half").unwrap();
         assert_eq!(remove_temporary_files(dir.path()).unwrap(), 2);
         assert_eq!(sorted_names(&dir), sorted_names(&directory(&[10], &[".hidden"])));
     }
