@@ -362,6 +362,20 @@ fn two_runs_cannot_use_the_same_directory() {
     );
 }
 
+/// Root may write into every directory, so something else is in the way.
+#[test]
+fn a_directory_that_cannot_be_used_is_named() {
+    let world = World::new();
+    fs::write(world.path("file"), "").unwrap();
+    let expected = "error: file: expected a directory that can be created, opened and locked, found an error when it was created: \
+                    File exists (os error 17); change its permissions, or choose another --out";
+    world.fail("file", &[], &[expected]);
+    fs::create_dir_all(world.path("run/config.toml")).unwrap();
+    let expected = "error: run: expected a directory that this process can change, found an error: cannot write run/config.toml: Is a \
+                    directory (os error 21); change its permissions or contents, or choose another --out";
+    world.fail("run", &[], &[expected]);
+}
+
 /// Returns a shell command that runs `setup`, then `command`.
 fn in_shell(command: &Command, setup: &str) -> Command {
     let mut shell = Command::new("sh");

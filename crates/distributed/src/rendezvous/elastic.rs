@@ -34,7 +34,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use system::fs::File;
+use system::fs::{File, create_dir_all};
 use system::net::{TcpListener, TcpStream, resolve};
 use system::{process, thread, time};
 use xxhash_rust::xxh3::xxh3_64;
@@ -141,7 +141,12 @@ pub fn connect(
     elastic: &Elastic<'_>,
 ) -> Result<Option<Joined>> {
     elastic.sizes.check(world.world_size).map_err(Fault::Startup)?;
-    atomic_file::create_directory(elastic.directory)?;
+    create_dir_all(elastic.directory).map_err(|error| {
+        Fault::Startup(format!(
+            "{}: expected a directory that all ranks share, found an error when it was created: {error}; choose another --out",
+            elastic.directory.display()
+        ))
+    })?;
     let name = std::path::absolute(elastic.directory).unwrap_or_else(|_| elastic.directory.to_owned());
     let name = name.display().to_string();
     let waiting = Waiting {
