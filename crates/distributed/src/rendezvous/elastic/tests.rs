@@ -255,6 +255,29 @@ fn a_leader_that_falls_silent_is_left() {
     });
 }
 
+/// Rank 0 of a run that begins in the directory removes the temporary files of killed runs, and those of processes that come late.
+#[test]
+fn a_rendezvous_file_that_disappears_while_it_is_written_is_written_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let (place, ended) = (Place::new(None, dir.path(), "run"), AtomicBool::new(false));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !ended.load(Ordering::Relaxed) {
+                for entry in std::fs::read_dir(dir.path()).unwrap().flatten() {
+                    if entry.file_name().to_string_lossy().starts_with(atomic_file::TEMPORARY_PREFIX) {
+                        let _ = std::fs::remove_file(entry.path());
+                    }
+                }
+            }
+        });
+        let disturbed = (0..500).map(|_| place.lead("run", 3, None).map(|seat| seat.is_none()));
+        let disturbed: Result<Vec<bool>> = disturbed.collect();
+        ended.store(true, Ordering::Relaxed);
+        assert!(disturbed.unwrap().contains(&true), "no file disappeared");
+    });
+    assert!(place.lead("run", 3, None).unwrap().is_some());
+}
+
 #[test]
 fn ranks_without_the_secret_are_not_admitted() {
     let [secret, other] = ["0123456789abcdef", "another secret of a stranger"].map(|text| Secret::new(text).unwrap());
