@@ -309,7 +309,7 @@ fn a_second_signal_ends_the_run_immediately_and_removes_temporary_files() {
         sleep(Duration::from_millis(300));
         assert_eq!(child.try_wait().unwrap(), None, "one signal must not end the run within a step");
         // The staging directory of a checkpoint.
-        fs::create_dir(world.path(second).join(".unfinished-checkpoint")).unwrap();
+        fs::create_dir(world.path(second).join(".unfinished-checkpoint-1f")).unwrap();
         let began = Instant::now();
         signal(&child, second);
         assert_eq!(child.wait().unwrap().code(), Some(code));
@@ -360,6 +360,20 @@ fn two_runs_cannot_use_the_same_directory() {
         output.status.success() && err.starts_with("note: run is in use by another process; waiting up to"),
         "{err}"
     );
+}
+
+/// Root may write into every directory, so something else is in the way.
+#[test]
+fn a_directory_that_cannot_be_used_is_named() {
+    let world = World::new();
+    fs::write(world.path("file"), "").unwrap();
+    let expected = "error: file: expected a directory that can be created, opened and locked, found an error when it was created: \
+                    File exists (os error 17); change its permissions, or choose another --out";
+    world.fail("file", &[], &[expected]);
+    fs::create_dir_all(world.path("run/config.toml")).unwrap();
+    let expected = "error: run: expected a directory that this process can change, found an error: cannot write run/config.toml: Is a \
+                    directory (os error 21); change its permissions or contents, or choose another --out";
+    world.fail("run", &[], &[expected]);
 }
 
 /// Returns a shell command that runs `setup`, then `command`.

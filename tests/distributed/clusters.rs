@@ -1,5 +1,6 @@
 //! Launchers on clusters: mpirun on two hosts, which are network namespaces, and SLURM with one node.
 
+use crate::elastic::{ELASTIC, assert_same_files, resume, resumed_after};
 use crate::threads::TIMEOUT;
 use crate::world::{LONG, World, output_text, program, script};
 use std::fs;
@@ -139,6 +140,24 @@ impl Slurm {
         command.env("SLURM_CONF", self.dir.path().join("slurm.conf"));
         command
     }
+
+    /// Submits the file for SLURM with `--output OUT.txt`. Returns the number of the job.
+    fn sbatch(&self, world: &World, flags: &[&str], out: &str, more: &[&str]) -> String {
+        let mut command = self.command(world, "sbatch");
+        command.args(["--parsable", "--nodes", "1", "--gpus-per-node", "0", "--cpus-per-task", "1"]).args(flags);
+        command.args(["--output", &format!("{out}.txt"), "scripts/slurm.sbatch"]).arg(program());
+        let output = command.args(World::arguments(out, &[&LONG[..], more].concat())).output().unwrap();
+        assert!(output.status.success(), "{:?}", output_text(&output));
+        output_text(&output).0.trim().to_owned()
+    }
+
+    fn wait_for_end(&self, world: &World, job: &str) {
+        wait_until("the job ends", || {
+            let mut command = self.command(world, "squeue");
+            let state = command.args(["--noheader", "--format=%T", "--jobs", job]).output().unwrap();
+            output_text(&state).0.trim().is_empty()
+        });
+    }
 }
 
 impl Drop for Slurm {
@@ -158,38 +177,16 @@ fn slurm_starts_restarts_and_stops_runs() {
     let (printed, errors) = output_text(&output);
     assert!(output.status.success() && printed.contains("2 ranks, connected by TCP"), "{printed}{errors}");
 
-    let sbatch = |out: &str, more: &[&str]| {
-        let mut command = slurm.command(&world, "sbatch");
-        command.args([
-            "--parsable",
-            "--nodes",
-            "1",
-            "--ntasks-per-node",
-            "2",
-            "--gpus-per-node",
-            "0",
-            "--cpus-per-task",
-            "1",
-        ]);
-        command.args(["--output", &format!("{out}.txt"), "scripts/slurm.sbatch"]).arg(program());
-        let output = command.args(World::arguments(out, &[&LONG[..], more].concat())).output().unwrap();
-        assert!(output.status.success(), "{:?}", output_text(&output));
-        output_text(&output).0.trim().to_owned()
-    };
+    let sbatch = |out: &str, more: &[&str]| slurm.sbatch(&world, &["--ntasks-per-node", "2"], out, more);
     let log = |out: &str| fs::read_to_string(world.path(&format!("{out}.txt"))).unwrap_or_default();
-    let has_ended = |job: &str| {
-        let state =
-            slurm.command(&world, "squeue").args(["--noheader", "--format=%T", "--jobs", job]).output().unwrap();
-        output_text(&state).0.trim().is_empty()
-    };
     let reference = sbatch("reference", &[]);
-    wait_until("the job ends", || has_ended(&reference));
+    slurm.wait_for_end(&world, &reference);
     assert!(log("reference").contains("2 ranks, connected by TCP"), "{}", log("reference"));
 
     let interrupted = sbatch("interrupted", &[]);
     world.wait_for("interrupted", 50);
     world.signal("interrupted", 1, "KILL");
-    wait_until("the job ends", || has_ended(&interrupted));
+    slurm.wait_for_end(&world, &interrupted);
     let text = log("interrupted");
     assert!(text.contains(": restart 1 of 3, from the checkpoint of step "), "{text}");
     world.assert_same_result("reference", "interrupted");
@@ -199,10 +196,28 @@ fn slurm_starts_restarts_and_stops_runs() {
     world.wait_for("stopped", 50);
     let scancel = slurm.command(&world, "scancel").args(["--signal=TERM", &stopped]).status().unwrap();
     assert!(scancel.success());
-    wait_until("the job ends", || has_ended(&stopped));
+    slurm.wait_for_end(&world, &stopped);
     let text = log("stopped");
     assert!(text.contains("SIGTERM: stopping after this step") && text.contains("stopped after "), "{text}");
     assert!(!text.contains(": restart "), "{text}");
+}
+
+/// The supervisor of the lost rank is killed too, as if its GPU or its host had failed. SLURM keeps the other processes.
+#[test]
+fn slurm_continues_without_a_lost_rank() {
+    let Some(slurm) = Slurm::start() else { return };
+    let world = World::new();
+    std::os::unix::fs::symlink(script(""), world.path("scripts")).unwrap();
+    let job = slurm.sbatch(&world, &["--no-kill", "--ntasks-per-node", "3"], "out", &ELASTIC);
+    world.wait_for("out", 50);
+    world.remove_with_supervisor("out", 2);
+    slurm.wait_for_end(&world, &job);
+    let text = fs::read_to_string(world.path("out.txt")).unwrap();
+    assert!(text.contains("note: 2 of 3 ranks take part: ranks 0, 1; rank 2 is missing; "), "{text}");
+    let steps = resumed_after(&text);
+    assert!(steps.len() == 1 && steps[0] >= 50, "{steps:?}: {text}");
+    resume(&world, "out", steps[0], 2, "reference", &[]);
+    assert_same_files(&world, "out", "reference", 1);
 }
 
 fn wait_until(event: &str, condition: impl Fn() -> bool) {

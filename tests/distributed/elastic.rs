@@ -1,7 +1,9 @@
 //! Runs that lose ranks for good and continue with the others (`--min-ranks`). Each rank has a supervisor of its own.
 
 use crate::threads::TIMEOUT;
-use crate::world::{LONG, PERMANENT, World, copy_checkpoint, free_endpoint, output_text, program, script};
+use crate::world::{
+    LONG, PERMANENT, World, copy_checkpoint, free_endpoint, output_text, program, script, wait_for_all,
+};
 use std::fs;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -10,7 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// 12 micro-batches in a step, so that 4, 3 and 2 ranks are possible.
-const ELASTIC: [&str; 6] = ["--total-batch", "384", "--min-ranks", "2", "--rendezvous-timeout", "4"];
+pub const ELASTIC: [&str; 6] = ["--total-batch", "384", "--min-ranks", "2", "--rendezvous-timeout", "4"];
 
 /// The step of the log line and of the checkpoint at which runs end.
 const LAST: usize = 400;
@@ -70,7 +72,7 @@ impl<'a> Ranks<'a> {
 }
 
 /// Returns the steps at which a run of these ranks resumed, in order.
-fn resumed_after(text: &str) -> Vec<usize> {
+pub fn resumed_after(text: &str) -> Vec<usize> {
     let lines = text.lines().filter_map(|line| line.strip_prefix("resumed after "));
     let mut steps: Vec<usize> = lines.map(|rest| rest.split(' ').next().unwrap().parse().unwrap()).collect();
     steps.sort_unstable();
@@ -78,14 +80,14 @@ fn resumed_after(text: &str) -> Vec<usize> {
 }
 
 /// Runs `ranks` ranks from the checkpoint of a step of another run to the end.
-fn resume(world: &World, from: &str, step: usize, ranks: usize, out: &str, more: &[&str]) {
+pub fn resume(world: &World, from: &str, step: usize, ranks: usize, out: &str, more: &[&str]) {
     copy_checkpoint(world, from, step, out);
     let more = [&LONG[..], &ELASTIC[..2], &["--resume"], more].concat();
     let outputs = world.ranks(ranks, out, out, &more);
     assert!(outputs.iter().all(|output| output.status.success()), "{outputs:?}");
 }
 
-fn assert_same_files(world: &World, one: &str, other: &str, states: usize) {
+pub fn assert_same_files(world: &World, one: &str, other: &str, states: usize) {
     let states = (0..states).map(|rank| format!("state_{LAST:08}_{rank:05}.bin"));
     for name in [format!("model_{LAST:08}.bin"), "main.log".to_owned()].into_iter().chain(states) {
         let read = |out: &str| fs::read(world.path(out).join(&name)).unwrap();
@@ -283,9 +285,46 @@ fn settings_that_depend_on_the_number_of_ranks_are_required() {
     };
     let (code, errors) = run(&["--min-ranks", "1", "--steps=-1"]);
     assert!(code == Some(1) && errors.contains("--min-ranks: expected a number of --steps, found none"), "{errors}");
+    let start = Instant::now();
+    let (code, errors) = run(&["--min-ranks", "1", "--total-batch", "100"]);
+    // It does not wait for the other rank.
+    assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
+    let text = "error: --total-batch 100: expected a multiple of batch x seq = 2 x 16 = 32";
+    assert!(code == Some(1) && errors.contains(text), "{errors}");
     let (code, errors) = run(&["--min-ranks", "2", "--total-batch", "96"]);
     let text = "--min-ranks 2: expected a number of ranks from 2 to 2 that divides the 3 micro-batches of a step";
     assert!(code == Some(PERMANENT) && errors.contains(text), "{errors}");
+}
+
+/// A rank may become rank 0 at the next restart, so each must find the checkpoint. Here a mount namespace gives rank 1 another directory
+/// at the same path, as on a host with a disk of its own.
+#[test]
+fn a_directory_that_ranks_do_not_share_is_an_error() {
+    let world = World::new();
+    let unshare = || world.bare(Path::new("unshare"));
+    if !unshare().args(["--mount", "true"]).status().is_ok_and(|status| status.success()) {
+        println!("skipped: this system allows no mount namespaces");
+        return;
+    }
+    assert!(world.ranks(2, "job", "whole", &[]).iter().all(|output| output.status.success()));
+    copy_checkpoint(&world, "whole", 4, "out");
+    fs::create_dir(world.path("other")).unwrap();
+    let endpoint = free_endpoint();
+    let start = |rank: &str| {
+        let more =
+            ["--min-ranks", "1", "--rendezvous", &endpoint, "--rank", rank, "--world-size", "2", "--local-rank", rank];
+        let arguments = World::arguments("out", &more);
+        if rank == "0" {
+            return world.bare(program()).args(arguments).spawn().unwrap();
+        }
+        let script = r#"mount --bind other out && exec "$@""#;
+        unshare().args(["--mount", "bash", "-c", script, "bash"]).arg(program()).args(arguments).spawn().unwrap()
+    };
+    let outputs = wait_for_all(["0", "1"].map(start));
+    let texts: Vec<_> = outputs.iter().map(output_text).collect();
+    let expected = "--out: expected a directory that all hosts share, since each rank reads the checkpoint";
+    assert!(outputs.iter().all(|output| !output.status.success()), "{texts:?}");
+    assert!(texts.iter().any(|(_, errors)| errors.contains(expected)), "{texts:?}");
 }
 
 /// All ranks under one script. It ends when the run has ended, also if some ranks have not.

@@ -1,6 +1,6 @@
 //! The directory of a run: file names, the lock against concurrent runs, and deletion of old checkpoints.
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -138,10 +138,23 @@ pub fn remove_file(path: &Path) -> Result<()> {
     }
 }
 
-/// Removes temporary files and directories of killed runs. Returns their number.
+/// Prefix of the names of directories for the files of an incomplete checkpoint.
+pub const STAGING_PREFIX: &str = ".unfinished-checkpoint-";
+
+/// Removes temporary files and directories of killed runs. Returns their number. The caller must have the lock of the directory.
 pub fn remove_temporary_files(directory: &Path) -> Result<usize> {
-    let temporary: Vec<_> =
-        names(directory)?.into_iter().filter(|name| name.starts_with(atomic_file::TEMPORARY_PREFIX)).collect();
+    remove_all(directory, atomic_file::TEMPORARY_PREFIX)
+}
+
+/// Removes the incomplete checkpoints in the directory of a run. The lock excludes other attempts, and each attempt removes those of
+/// earlier ones.
+pub(crate) fn remove_staging_directories(run: &DirectoryLock) -> Result<usize> {
+    remove_all(run.path(), STAGING_PREFIX)
+}
+
+/// Removes the files and directories whose names begin with `prefix`. Returns their number.
+fn remove_all(directory: &Path, prefix: &str) -> Result<usize> {
+    let temporary: Vec<_> = names(directory)?.into_iter().filter(|name| name.starts_with(prefix)).collect();
     for name in &temporary {
         let path = directory.join(name);
         let removed = if fs::is_dir(&path) { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
@@ -156,6 +169,8 @@ pub struct DirectoryLock {
     path: PathBuf,
     /// The operating system releases the lock when this file is closed, at the latest when the process ends.
     _directory: File,
+    /// The error of a file system without locks. The user must then prevent a second run in the directory.
+    unsupported: Option<io::Error>,
 }
 
 impl DirectoryLock {
@@ -167,14 +182,31 @@ impl DirectoryLock {
     /// Creates the directory if necessary and locks it. Waits at most `timeout` for another process to release it, because a
     /// killed process keeps its locks while the operating system tears it down. Calls `waits` before it begins to wait.
     pub fn acquire_within(path: &Path, timeout: Duration, waits: impl FnOnce()) -> Result<Self> {
+        Self::acquire_by(File::try_lock, path, timeout, waits)
+    }
+
+    /// Locks the directory like [`acquire_within`](Self::acquire_within), by `try_lock`.
+    fn acquire_by(
+        try_lock: impl Fn(&File) -> Result<(), TryLockError>,
+        path: &Path,
+        timeout: Duration,
+        waits: impl FnOnce(),
+    ) -> Result<Self> {
         const INTERVAL: Duration = Duration::from_millis(50);
-        atomic_file::create_directory(path)?;
         let name = path.display();
-        let directory = File::open(path).with_context(|| format!("cannot open {name}"))?;
+        let unusable = |action: &str, error: io::Error| {
+            anyhow!(
+                "{name}: expected a directory that can be created, opened and locked, found an error when it was {action}: {error}; \
+                 change its permissions, or choose another --out"
+            )
+        };
+        fs::create_dir_all(path).map_err(|error| unusable("created", error))?;
+        let directory = File::open(path).map_err(|error| unusable("opened", error))?;
+        let mut unsupported = None;
         let deadline = time::now() + timeout;
         let mut waits = Some(waits);
         loop {
-            match directory.try_lock() {
+            match try_lock(&directory) {
                 Ok(()) => break,
                 Err(TryLockError::WouldBlock) if time::now() < deadline => {
                     if let Some(waits) = waits.take() {
@@ -186,11 +218,24 @@ impl DirectoryLock {
                     bail!("{name} is in use by another run; wait for it to end, or choose another --out")
                 }
                 // Some network file systems do not support locks.
-                Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Unsupported => break,
-                Err(TryLockError::Error(error)) => return Err(error).with_context(|| format!("cannot lock {name}")),
+                Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Unsupported => {
+                    unsupported = Some(error);
+                    break;
+                }
+                Err(TryLockError::Error(error)) => return Err(unusable("locked", error)),
             }
         }
-        Ok(Self { path: path.to_owned(), _directory: directory })
+        Ok(Self { path: path.to_owned(), _directory: directory, unsupported })
+    }
+
+    /// Returns a warning if the file system has no locks.
+    pub fn warning(&self) -> Option<String> {
+        let error = self.unsupported.as_ref()?;
+        Some(format!(
+            "{}: expected a file system with locks, found an error: {error}; do not start another run in this directory, or put --out \
+             on a file system with locks",
+            self.path.display()
+        ))
     }
 
     /// Returns the path of the directory.
@@ -305,10 +350,40 @@ mod tests {
     }
 
     #[test]
+    fn a_file_in_place_of_the_directory_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run");
+        fs::write(&path, "").unwrap();
+        let message = format!("{:#}", DirectoryLock::acquire(&path).unwrap_err());
+        let expected = "/run: expected a directory that can be created, opened and locked, found an error when it was created: File \
+                        exists (os error 17); change its permissions, or choose another --out";
+        assert!(message.ends_with(expected), "{message}");
+    }
+
+    #[test]
+    fn a_file_system_without_locks_is_a_warning_and_other_errors_of_locks_are_errors() {
+        let dir = tempfile::tempdir().unwrap();
+        let acquire = |kind: io::ErrorKind| {
+            let try_lock = |_: &File| Err(TryLockError::Error(kind.into()));
+            DirectoryLock::acquire_by(try_lock, dir.path(), Duration::ZERO, || panic!("it waits"))
+        };
+        let warning = acquire(io::ErrorKind::Unsupported).unwrap().warning().unwrap();
+        let text = ": expected a file system with locks, found an error: unsupported; do not start another run in this directory, or";
+        assert!(warning.starts_with(dir.path().to_str().unwrap()) && warning.contains(text), "{warning}");
+        assert_eq!(DirectoryLock::acquire(dir.path()).unwrap().warning(), None);
+        let message = format!("{:#}", acquire(io::ErrorKind::PermissionDenied).unwrap_err());
+        assert!(
+            message.contains(", found an error when it was locked: permission denied; change its permissions, or"),
+            "{message}"
+        );
+    }
+
+    #[test]
     fn temporary_files_are_removed() {
         let dir = directory(&[10], &[".unfinished-abc", ".hidden"]);
-        fs::create_dir(dir.path().join(".unfinished-checkpoint")).unwrap();
-        fs::write(dir.path().join(".unfinished-checkpoint/model_00000020.bin"), "half").unwrap();
+        let staging = dir.path().join(format!("{STAGING_PREFIX}1f"));
+        fs::create_dir(&staging).unwrap();
+        fs::write(staging.join("model_00000020.bin"), "half").unwrap();
         assert_eq!(remove_temporary_files(dir.path()).unwrap(), 2);
         assert_eq!(sorted_names(&dir), sorted_names(&directory(&[10], &[".hidden"])));
     }

@@ -2,14 +2,15 @@
 
 use super::RunState;
 use super::directory::{
-    DirectoryLock, Retention, done_name, done_steps, existing_model_name, remove_file, sidecar_name, state_name,
+    DirectoryLock, Retention, STAGING_PREFIX, done_name, done_steps, existing_model_name, remove_file,
+    remove_staging_directories, sidecar_name, state_name,
 };
 use super::model_file::{self, Format};
 use super::recovery::RecoveryPoint;
 use super::sidecar::{FileChecksum, Identity, Sidecar, format_checksum};
 use super::state::{self, OptimizerState, Values};
 use super::tensors::FileShape;
-use anyhow::{Context, Error, Result, anyhow, bail, ensure};
+use anyhow::{Context, Error, Result, anyhow, ensure};
 use distributed::Ranks;
 use engine::ops::Master;
 use engine::tensor::{DType, Sharded, Tensor};
@@ -49,7 +50,7 @@ pub struct CheckpointWriter {
 
 #[derive(Debug)]
 struct Rank0 {
-    _directory: DirectoryLock,
+    directory: DirectoryLock,
     retention: Retention,
     /// The last step before which the hardware was verified.
     verified: Option<usize>,
@@ -112,7 +113,7 @@ impl CheckpointWriter {
     /// Creates the writer of rank 0. `newest` is the step of the checkpoint that the run resumes from.
     pub fn new(directory: DirectoryLock, retention: Retention, identity: Identity, newest: Option<usize>) -> Self {
         let mut writer = Self::for_other_rank(directory.path().to_owned(), identity, newest);
-        writer.rank_0 = Some(Rank0 { _directory: directory, retention, verified: None, results: None });
+        writer.rank_0 = Some(Rank0 { directory, retention, verified: None, results: None });
         writer
     }
 
@@ -189,17 +190,15 @@ impl CheckpointWriter {
         let start = time::now();
         let share = model.zero.shard();
         let prepared = logs.and_then(|logs| self.prepare_write(model, engine, &state, logs));
-        if share.ranks > 1 {
-            fail_if_any_rank_failed(ranks, prepared.as_ref().err())?;
-        }
-        let Prepared { host_layout, mut copy, staging, logs } = prepared?;
+        let prepared = if share.ranks > 1 { agree(ranks, prepared)? } else { prepared? };
+        let Prepared { host_layout, mut copy, staging, staging_name, logs } = prepared;
         let to = copy.as_mut().map(|copy| bytemuck::cast_slice_mut(&mut copy.0));
         host_layout.copy(model, engine, ranks, to)?;
         self.exchange_pending = (share.ranks > 1).then_some(share.ranks);
         let Some(copy) = copy else { return Ok(()) };
         let (sender, results) = channel();
         let job = WriteJob {
-            staging_path: staging_path(&self.path),
+            staging_path: self.path.join(staging_name),
             share,
             layout: model.layout.clone(),
             float: engine.dtype(),
@@ -247,8 +246,9 @@ impl CheckpointWriter {
         self.check_disk_space(model, engine, state)?;
         let host_layout = self.layout(model)?;
         let copy = if self.writes { Some(self.host_copy(&host_layout, engine)?) } else { None };
-        let staging = self.rank_0.is_some().then(|| StagingDirectory::create(&self.path)).transpose()?;
-        Ok(Prepared { host_layout, copy, staging, logs })
+        let staging = self.rank_0.as_ref().map(|rank_0| StagingDirectory::create(&rank_0.directory)).transpose()?;
+        let staging_name = staging.as_ref().map_or_else(String::new, |staging| staging.name.clone());
+        Ok(Prepared { host_layout, copy, staging, staging_name, logs })
     }
 
     /// Returns the outcome of the current write if it has ended. Always `None` on ranks other than 0.
@@ -386,19 +386,24 @@ struct Prepared {
     host_layout: HostLayout,
     /// `None` on ranks that write nothing.
     copy: Option<HostCopy>,
+    /// On rank 0.
     staging: Option<StagingDirectory>,
+    /// The name of rank 0's staging directory, on other ranks after [`agree`].
+    staging_name: String,
     logs: Vec<File>,
 }
 
-/// Fails on all ranks if there is an error on any rank.
-fn fail_if_any_rank_failed(ranks: &mut Ranks, error: Option<&anyhow::Error>) -> Result<()> {
-    let texts = ranks.gather(error.map_or_else(Vec::new, |error| format!("{error:#}").into_bytes()))?;
+/// Broadcasts the name of rank 0's staging directory. Fails on all ranks if there is an error on any rank.
+fn agree(ranks: &mut Ranks, prepared: Result<Prepared>) -> Result<Prepared> {
+    let own = prepared.as_ref().map(|own| own.staging_name.clone()).map_err(|error| format!("{error:#}"));
+    let texts = ranks.gather(own.as_ref().err().cloned().unwrap_or_default().into_bytes())?;
     let failed = texts.iter().enumerate().find(|(_, text)| !text.is_empty());
-    let text = failed.map(|(rank, text)| match (rank, String::from_utf8_lossy(text)) {
+    let failed = failed.map(|(rank, text)| match (rank, String::from_utf8_lossy(text)) {
         (0, text) => text.into_owned(),
         (rank, text) => format!("rank {rank}: {text}"),
     });
-    ranks.broadcast(text)?.map_or(Ok(()), |text| bail!(text))
+    let staging_name = ranks.broadcast(failed.map_or(own, Err))?.map_err(Error::msg)?;
+    Ok(Prepared { staging_name, ..prepared? })
 }
 
 /// Byte ranges of the blocks of a checkpoint in the host copy.
@@ -601,7 +606,7 @@ impl Rank0Job {
             algorithms: self.algorithms.clone(),
             files: files.clone(),
         };
-        files.push(write_file(&self.staging.0, &sidecar_name(step), Progress::default(), |out| sidecar.write(out))?);
+        files.push(write_file(&self.staging.path, &sidecar_name(step), Progress::default(), |out| sidecar.write(out))?);
         for log in &self.logs {
             log.sync_data().context("cannot write the log")?;
         }
@@ -630,7 +635,7 @@ impl Rank0Job {
         let params = job.host_layout.params.clone().context("rank 0 copied no parameters")?;
         let progress = writing(model_file::file_bytes(self.descriptor, job.float)?);
         let name = Format::of(&self.descriptor).name(job.state.step);
-        let model = write_file(&self.staging.0, &name, progress, |out| {
+        let model = write_file(&self.staging.path, &name, progress, |out| {
             model_file::write(out, self.descriptor, &job.layout, &copy[params], job.float)
         })?;
         Ok(vec![model, job.write_state(copy)?])
@@ -638,29 +643,33 @@ impl Rank0Job {
 }
 
 /// A directory for incomplete files, on the same file system as the directory of the run. Dropping it removes it.
+///
+/// Its name is random. A rank of an earlier attempt that was frozen may write into its own directory, never into that of a later
+/// attempt.
 #[derive(Debug)]
-struct StagingDirectory(PathBuf);
+struct StagingDirectory {
+    path: PathBuf,
+    name: String,
+}
 
 impl StagingDirectory {
-    fn create(parent: &Path) -> Result<Self> {
-        let path = staging_path(parent);
-        let cannot = || format!("cannot create {}", path.display());
-        if fs::exists(&path) {
-            fs::remove_dir_all(&path).with_context(cannot)?;
-        }
-        fs::create_dir(&path).with_context(cannot)?;
-        Ok(Self(path))
+    /// Creates the directory. The previous checkpoint of this attempt must have ended.
+    fn create(run: &DirectoryLock) -> Result<Self> {
+        // An error leaves a directory that nothing reads. The next checkpoint tries again.
+        let _ = remove_staging_directories(run);
+        let mut random = [0; 8];
+        getrandom::fill(&mut random).context("cannot draw a random number")?;
+        let name = format!("{STAGING_PREFIX}{:016x}", u64::from_le_bytes(random));
+        let path = run.path().join(&name);
+        fs::create_dir(&path).with_context(|| format!("cannot create {}", path.display()))?;
+        Ok(Self { path, name })
     }
 
     /// Moves a file to the directory of the run.
     fn publish(&self, name: &str, directory: &Path) -> Result<()> {
-        let (from, to) = (self.0.join(name), directory.join(name));
+        let (from, to) = (self.path.join(name), directory.join(name));
         fs::rename(&from, &to).with_context(|| format!("cannot rename {} to {}", from.display(), to.display()))
     }
-}
-
-fn staging_path(directory: &Path) -> PathBuf {
-    directory.join(format!("{}checkpoint", atomic_file::TEMPORARY_PREFIX))
 }
 
 /// Begins to write `bytes` bytes.
@@ -694,7 +703,7 @@ fn write_file(
 impl Drop for StagingDirectory {
     fn drop(&mut self) {
         // Leftover files are removed when the next run starts in this directory.
-        let _ = fs::remove_dir_all(&self.0);
+        let _ = fs::remove_dir_all(&self.path);
     }
 }
 
@@ -717,5 +726,50 @@ impl Write for ChecksumWriter {
 
     fn flush(&mut self) -> std::io::Result<()> {
         self.file.flush()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn write(directory: &Path, text: &str) -> Result<FileChecksum> {
+        write_file(directory, "state", Progress::default(), |out| Ok(out.write_all(text.as_bytes())?))
+    }
+
+    /// A process that was frozen does not know that the run was restarted without it.
+    #[test]
+    fn a_rank_of_an_earlier_attempt_cannot_write_into_a_later_checkpoint() {
+        let dir = tempfile::tempdir().unwrap();
+        let frozen = {
+            let lock = DirectoryLock::acquire(dir.path()).unwrap();
+            let staging = StagingDirectory::create(&lock).unwrap();
+            let path = staging.path.clone();
+            // The process is killed.
+            std::mem::forget(staging);
+            path
+        };
+        let lock = DirectoryLock::acquire(dir.path()).unwrap();
+        let staging = StagingDirectory::create(&lock).unwrap();
+        write(&staging.path, "new").unwrap();
+        let message = format!("{:#}", write(&frozen, "old").unwrap_err());
+        assert_eq!(message, format!("cannot write {}/state: No such file or directory (os error 2)", frozen.display()));
+        staging.publish("state", dir.path()).unwrap();
+        drop(staging);
+        assert_eq!(fs::names(dir.path()).unwrap(), ["state"]);
+        assert_eq!(std::fs::read(dir.path().join("state")).unwrap(), b"new");
+    }
+
+    #[test]
+    fn only_incomplete_checkpoints_are_removed_before_the_next_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let lock = DirectoryLock::acquire(dir.path()).unwrap();
+        // A thread of the run may be writing its log.
+        std::fs::write(dir.path().join(".unfinished-5-0"), "").unwrap();
+        std::fs::create_dir(dir.path().join(".unfinished-checkpoint-0")).unwrap();
+        let staging = StagingDirectory::create(&lock).unwrap();
+        let mut names = fs::names(dir.path()).unwrap();
+        names.sort();
+        assert_eq!(names, [".unfinished-5-0", &*staging.name]);
     }
 }

@@ -309,3 +309,6 @@ pub fn best_of_each(planned: &[Planned]) -> Result<Vec<usize>> {
     });
     groups.collect()
 }
+
+#[cfg(test)]
+mod tests;

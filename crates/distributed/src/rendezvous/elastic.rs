@@ -30,11 +30,11 @@ use crate::launcher::World;
 use anyhow::{Context, Result, bail};
 use run_lock::{Status, Watch};
 use serde::{Deserialize, Serialize};
-use std::io;
+use std::io::{self, BufWriter};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use system::fs::File;
+use system::fs::{File, create_dir_all};
 use system::net::{TcpListener, TcpStream, resolve};
 use system::{process, thread, time};
 use xxhash_rust::xxh3::xxh3_64;
@@ -141,7 +141,12 @@ pub fn connect(
     elastic: &Elastic<'_>,
 ) -> Result<Option<Joined>> {
     elastic.sizes.check(world.world_size).map_err(Fault::Startup)?;
-    atomic_file::create_directory(elastic.directory)?;
+    create_dir_all(elastic.directory).map_err(|error| {
+        Fault::Startup(format!(
+            "{}: expected a directory that all ranks share, found an error when it was created: {error}; choose another --out",
+            elastic.directory.display()
+        ))
+    })?;
     let name = std::path::absolute(elastic.directory).unwrap_or_else(|_| elastic.directory.to_owned());
     let name = name.display().to_string();
     let waiting = Waiting {
@@ -230,8 +235,13 @@ impl Place {
         let run = random_text()?;
         let created = if known.is_none() { Some(Secret::random()?) } else { None };
         let contents = RendezvousFile::new(run.clone(), listener.socket.local_addr()?.port(), created.clone());
-        atomic_file::write_private(&path.with_extension("json"), |file| Ok(serde_json::to_writer(file, &contents)?))
-            .context("--rendezvous")?;
+        let write = |file: &mut BufWriter<File>| Ok(serde_json::to_writer(file, &contents)?);
+        match atomic_file::write_private(&path.with_extension("json"), write) {
+            Ok(()) => {}
+            // A run that begins in this directory removes all temporary files. The next attempt finds it in progress.
+            Err(error) if is_not_found(&error) => return Ok(None),
+            Err(error) => return Err(error.context("--rendezvous")),
+        }
         Ok(Some(Seat { listener, run, secret: known.cloned().or(created), _lock: Some(lock) }))
     }
 
@@ -459,6 +469,11 @@ impl Waiting<'_> {
             waited.as_secs_f64()
         ))
     }
+}
+
+/// Returns whether a file was missing.
+fn is_not_found(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::NotFound)
 }
 
 /// Waits for the decision of the leader.

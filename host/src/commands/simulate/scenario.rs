@@ -221,6 +221,13 @@ impl Scenario {
         arguments
     }
 
+    /// Returns a run that can continue without `rank`.
+    #[cfg(test)]
+    pub fn without_rank(rank: usize, shape: Shape) -> Self {
+        let removal = Some(Removal { rank, min_ranks: 1, returns: false });
+        Self { removal, total_batch: 12 * SEQUENCE, ..Self::undisturbed(shape) }
+    }
+
     /// Returns the undisturbed run of a shape.
     pub fn undisturbed(shape: Shape) -> Self {
         Self {

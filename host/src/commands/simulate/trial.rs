@@ -77,20 +77,22 @@ pub fn start(
     for (trigger, fault) in faults {
         simulation.schedule(*trigger, *fault);
     }
-    let mut mains: Vec<Box<dyn FnOnce() -> Outcome + Send>> = Vec::new();
-    for &rank in ranks {
-        let arguments = scenario.arguments(rank).into_iter().map(OsString::from);
-        let options = Cli::from_arguments(arguments)?.into_train().context("simulate: expected flags of train")?;
-        mains.push(Box::new(move || {
-            train::run_until(&options, |_| Ok(Stop::default())).map_err(|error| {
-                let silent = matches!(error.downcast_ref(), Some(RankFault::ReportedByRank0 { .. }));
-                (format!("{error:#}"), silent)
-            })
-        }));
-    }
+    let mains = ranks.iter().map(|&rank| main_of(scenario, rank)).collect::<Result<_>>()?;
     let ended = simulation.run(mains)?;
     let faults = simulation.occurred();
     Ok(Start { ended, simulation, faults })
+}
+
+/// Returns the main function of the process of a rank.
+fn main_of(scenario: &Scenario, rank: usize) -> Result<Box<dyn FnOnce() -> Outcome + Send>> {
+    let arguments = scenario.arguments(rank).into_iter().map(OsString::from);
+    let options = Cli::from_arguments(arguments)?.into_train().context("simulate: expected flags of train")?;
+    Ok(Box::new(move || {
+        train::run_until(&options, |_| Ok(Stop::default())).map_err(|error| {
+            let silent = matches!(error.downcast_ref(), Some(RankFault::ReportedByRank0 { .. }));
+            (format!("{error:#}"), silent)
+        })
+    }))
 }
 
 /// Returns the files that all runs of a shape have in common at their end.
@@ -307,6 +309,13 @@ fn check_errors(ended: &[Ended<Outcome>], faults: &[(Duration, Fault)]) -> Resul
 #[cfg(test)]
 mod tests {
     use super::*;
+    use checkpoint::directory::done_steps;
+    use checkpoint::resume::Checkpoint;
+    use system::simulation::Random;
+    use system::thread;
+
+    /// Number of frozen ranks.
+    const TRIALS: u64 = 40;
 
     #[test]
     fn a_frozen_rank_is_named_with_the_collective_and_the_layer_that_wait_for_it() {
@@ -332,6 +341,61 @@ mod tests {
             }
         }
         assert!(named > 0, "no freeze hit a reduce-scatter of layer 0");
+    }
+
+    /// Returns the steps of the complete checkpoints on a disk, or the error of the first damaged one.
+    fn verify_checkpoints(disk: Disk) -> Result<Vec<usize>, String> {
+        let verify = || {
+            let steps = done_steps(&directory()).map_err(|error| format!("{error:#}"))?;
+            let opened = steps.iter().try_for_each(|&step| Checkpoint::open_verified(&directory(), step).map(|_| ()));
+            opened.map(|()| steps).map_err(|error| format!("{error:#}"))
+        };
+        let mains = vec![Box::new(verify) as Box<dyn FnOnce() -> _ + Send>];
+        match Simulation::with_disk(0, disk).run(mains).unwrap().remove(0).end {
+            End::Returned(result) => result,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// A rank is frozen before it writes its file of a checkpoint, and runs again while the other ranks, which continue without it,
+    /// write theirs. One of these now has its number.
+    #[test]
+    fn a_rank_that_thaws_in_the_next_attempt_damages_no_checkpoint() {
+        let shape = Shape { ranks: 3, zero_stage: 1, shard_size: 3, shuffle: false };
+        let scenario = Scenario::without_rank(1, shape);
+        let first = start_all(&scenario, 0, Disk::default(), &[]).unwrap();
+        let (_, on_disk) = first.simulation.operations();
+        let (mut thawed, restart) = (0, Duration::from_mins(1));
+        for seed in 0..TRIALS {
+            let simulation = Simulation::new(seed);
+            let random = &mut Random::new(seed);
+            let freeze = Duration::from_secs(85) + Duration::from_millis(random.below(15_000));
+            // The time of the first checkpoint.
+            let at = Trigger::DiskOperation(on_disk * 3 / 8 + random.below(on_disk * 5 / 64));
+            simulation.schedule(at, Fault::Freeze(1, freeze));
+            // Writing takes so long that the frozen rank runs again meanwhile.
+            simulation.schedule(Trigger::Time(restart), Fault::SlowDisk(Duration::from_millis(500)));
+            let mut mains: Vec<_> = (0..3).map(|rank| main_of(&scenario, rank).unwrap()).collect();
+            for rank in [0, 2] {
+                let main = main_of(&scenario, rank).unwrap();
+                mains.push(Box::new(move || {
+                    thread::sleep(restart);
+                    main()
+                }));
+            }
+            let ended = simulation.run(mains).unwrap();
+            // Before the first step, the frozen rank may lead the rendezvous, which the others cannot do then.
+            if !ended[0].output.iter().any(|(_, line)| line.starts_with("step ")) {
+                continue;
+            }
+            assert!(
+                ended[3..].iter().all(|ended| matches!(ended.end, End::Returned(Ok(())))),
+                "seed {seed}: {ended:?}"
+            );
+            thawed += u32::from(ended[1].at < ended[3].at);
+            assert_eq!(verify_checkpoints(simulation.into_disk()), Ok(vec![2, 4, 6]), "seed {seed}");
+        }
+        assert!(thawed > 0, "no frozen rank ran again during the next attempt");
     }
 
     #[test]

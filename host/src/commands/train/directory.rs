@@ -3,7 +3,7 @@
 use super::Options;
 use crate::log::Log;
 use crate::values::Resume;
-use anyhow::{Result, ensure};
+use anyhow::{Result, anyhow, ensure};
 use checkpoint::config::Config;
 use checkpoint::directory::{DirectoryLock, Retention, done_steps, remove_temporary_files};
 use checkpoint::resume::{self, FoundCheckpoint};
@@ -66,8 +66,7 @@ impl OutDirectory {
         events: bool,
     ) -> Result<(Log, CheckpointWriter)> {
         let locked = self.locked.map_or_else(|| lock(&self.path), Ok)?;
-        remove_temporary_files(&self.path)?;
-        config.save(&self.path)?;
+        prepare(&self.path, config)?;
         if let Some(tokenizer) = tokenizer.tokenizer.as_ref().filter(|_| tokenizer.is_stated) {
             stored::write(tokenizer, &self.path)?;
         }
@@ -86,6 +85,17 @@ impl OutDirectory {
     }
 }
 
+/// Removes unfinished files of killed runs and saves the settings: the first changes of the directory.
+fn prepare(path: &Path, config: &Config) -> Result<()> {
+    let result = remove_temporary_files(path).and_then(|_| config.save(path));
+    result.map_err(|error| {
+        let (path, expected) = (path.display(), "expected a directory that this process can change");
+        anyhow!(
+            "{path}: {expected}, found an error: {error:#}; change its permissions or contents, or choose another --out"
+        )
+    })
+}
+
 /// Returns whether the run has written event files for TensorBoard.
 fn has_events(directory: &Path) -> bool {
     system::fs::names(directory).is_ok_and(|names| names.iter().any(|name| name.contains(MARKER)))
@@ -93,11 +103,15 @@ fn has_events(directory: &Path) -> bool {
 
 /// Locks a directory, which is created if necessary. Waits for a process that is ending, and says so.
 fn lock(path: &Path) -> Result<DirectoryLock> {
-    DirectoryLock::acquire_within(path, LOCK_TIMEOUT, || {
+    let locked = DirectoryLock::acquire_within(path, LOCK_TIMEOUT, || {
         let seconds = LOCK_TIMEOUT.as_secs();
         process::print_error(&format!(
             "note: {} is in use by another process; waiting up to {seconds} s for it to end",
             path.display()
         ));
-    })
+    })?;
+    if let Some(warning) = locked.warning() {
+        process::print_error(&format!("warning: {warning}"));
+    }
+    Ok(locked)
 }

@@ -121,3 +121,45 @@ pub fn note(members: &Members, args: &Options) -> Option<String> {
     let each = micro_batches(args).ok()? / members.ranks.len();
     Some(format!("{text}; each rank computes {each} micro-batches in a step"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use checkpoint::Progress;
+    use checkpoint::directory::done_name;
+    use checkpoint::sidecar::Identity;
+    use std::fs;
+
+    fn write_checkpoint(directory: &Path, step: usize, evaluated: bool) {
+        let identity = Identity {
+            program: String::new(),
+            engine: String::new(),
+            config: serde_json::Map::new(),
+            train: Vec::new(),
+            val: None,
+            ranks: 3,
+        };
+        let progress = Progress { evaluated, ..Progress::default() };
+        let sidecar = Sidecar { step, identity, progress, algorithms: None, files: Vec::new() };
+        let mut text = Vec::new();
+        sidecar.write(&mut text).unwrap();
+        fs::write(directory.join(sidecar_name(step)), text).unwrap();
+        fs::write(directory.join(done_name(step)), "").unwrap();
+    }
+
+    #[test]
+    fn a_run_has_finished_when_its_last_step_is_evaluated() {
+        let dir = tempfile::tempdir().unwrap();
+        let is_finished = || Files { directory: dir.path(), steps: 20 }.is_finished().unwrap();
+        assert!(!is_finished());
+        write_checkpoint(dir.path(), 10, true);
+        assert!(!is_finished());
+        // A stop was requested before the last validation.
+        write_checkpoint(dir.path(), 20, false);
+        assert!(!is_finished());
+        write_checkpoint(dir.path(), 20, true);
+        assert!(is_finished());
+        fs::remove_file(dir.path().join(sidecar_name(20))).unwrap();
+        assert!(!is_finished());
+    }
+}

@@ -145,16 +145,9 @@ fn train(
     console.line(&setup.table())?;
     notes.extend(without_effect::notes(args, &config, &opened, ranks.world_size()));
     let engine = &mut *opened.engine;
-    let identity = Identity::new(
-        &config,
-        engine.describe(),
-        fingerprint::of_loader(&train)?,
-        val.as_ref().map(fingerprint::of_loader).transpose()?,
-        ranks.world_size(),
-    )?;
-    let on_gpu = opened.device == Device::Cuda && !opened.plans_only;
-    multi_rank::check_ranks(ranks, &identity, on_gpu.then_some(gpu))?;
-    multi_rank::check_tokenizer(ranks, tokenizer.tokenizer.as_ref(), config.zero_stage)?;
+    // The GPU, if this process computes on it.
+    let gpu = (opened.device == Device::Cuda && !opened.plans_only).then_some(gpu);
+    let identity = identify(ranks, engine, &config, (&train, val.as_ref()), &tokenizer, gpu)?;
     notes.extend(tokenizer.note.clone().filter(|_| config.sample_every > 0));
     if let Some(checkpoint) = &checkpoint {
         notes.extend(checkpoint.check_settings(&identity, descriptor, args.force_resume)?);
@@ -166,17 +159,14 @@ fn train(
     if args.dry_run {
         ranks.close()?;
         let free = if opened.plans_only { None } else { Some(engine.free_memory()?) };
-        let next = Invocation::current().repeated(&["--dry-run"], &[]);
         let reserved = engine.reserved_memory(limits.communicators(model.zero));
-        notes.iter().try_for_each(|note| console.line(&format!("note: {note}")))?;
-        return console.line(&format!("{}\n\nnext: {next}", planned(&plan, reserved, free)));
+        return report_dry_run(&console, &notes, &planned(&plan, reserved, free));
     }
     if let Some(Ok(info)) = gpu_info {
         console.report_gpu(info, config.gpu_info_every);
     }
     // A machine without NVML is not watched.
-    let watched = if on_gpu { GpuInfo::open(gpu).ok() } else { None };
-    console.report_errors(watched.and_then(GpuErrors::watch));
+    console.report_errors(gpu.and_then(|gpu| GpuInfo::open(gpu).ok()).and_then(GpuErrors::watch));
     let planned = PlannedRun {
         config,
         weights,
@@ -192,7 +182,23 @@ fn train(
         plan,
         console,
     };
-    planned.execute(ranks, engine, args, on_gpu.then_some(gpu), started, stop)
+    planned.execute(ranks, engine, args, gpu, started, stop)
+}
+
+/// Returns the identity of the run, after checking that the ranks agree on it. `gpu` is this rank's.
+fn identify(
+    ranks: &mut Ranks,
+    engine: &dyn Engine,
+    config: &Config,
+    (train, val): (&Loader, Option<&Loader>),
+    tokenizer: &Found,
+    gpu: Option<usize>,
+) -> Result<Identity> {
+    let (train, val) = (fingerprint::of_loader(train)?, val.map(fingerprint::of_loader).transpose()?);
+    let identity = Identity::new(config, engine.describe(), train, val, ranks.world_size())?;
+    multi_rank::check_ranks(ranks, &identity, gpu)?;
+    multi_rank::check_tokenizer(ranks, tokenizer.tokenizer.as_ref(), config.zero_stage)?;
+    Ok(identity)
 }
 
 impl PlannedRun {
@@ -229,19 +235,12 @@ impl PlannedRun {
             notes.push("the FP8 scales start anew, because the recipe or the size of gradients has changed".to_owned());
         }
         report_start(&console, &notes, state.step, config.steps)?;
-        let (log, mut checkpoints) = match (self.out, &config.out) {
-            (Some(out), _) => {
+        let (log, mut checkpoints) = match self.out {
+            Some(out) => {
                 let evaluated = state.progress.evaluated;
                 Some(out.open(&config, &self.tokenizer, self.identity, newest, evaluated, args.tensorboard)?).unzip()
             }
-            (None, Some(out)) if model.zero.shards_optimizer() => {
-                // The other shard groups have the same shards as the first.
-                let in_first_group = ranks.rank() < model.zero.shard().ranks;
-                let writer =
-                    if in_first_group { CheckpointWriter::for_other_rank } else { CheckpointWriter::for_replica };
-                (None, Some(writer(out.clone(), self.identity, newest)))
-            }
-            _ => (None, None),
+            None => (None, writer_of_other_rank(ranks, &model, &config, self.identity, newest)),
         };
         let writes = config.checkpoint_every > 0 || config.checkpoint_minutes > 0.0;
         if let Some(checkpoints) = checkpoints.as_mut().filter(|_| writes) {
@@ -299,6 +298,21 @@ impl PlannedRun {
     }
 }
 
+/// Returns the checkpoint writer of a rank without the output directory, if it takes part in writing.
+fn writer_of_other_rank(
+    ranks: &Ranks,
+    model: &Decoder,
+    config: &Config,
+    identity: Identity,
+    newest: Option<usize>,
+) -> Option<CheckpointWriter> {
+    let out = config.out.clone().filter(|_| model.zero.shards_optimizer())?;
+    // The other shard groups have the same shards as the first.
+    let in_first_group = ranks.rank() < model.zero.shard().ranks;
+    let writer = if in_first_group { CheckpointWriter::for_other_rank } else { CheckpointWriter::for_replica };
+    Some(writer(out, identity, newest))
+}
+
 /// Plans the memory of a rank. The text compares the ZeRO stages if there are several ranks.
 fn plan(
     config: &Config,
@@ -318,6 +332,13 @@ fn plan(
     // The engine keeps the places of the plan that it made last.
     let (model, plan) = Decoder::plan(descriptor, options, engine);
     Ok((model, plan, stages))
+}
+
+/// Prints the notes, the memory of a run, and the command that starts it.
+fn report_dry_run(console: &Console, notes: &[String], memory: &str) -> Result<()> {
+    notes.iter().try_for_each(|note| console.line(&format!("note: {note}")))?;
+    let next = Invocation::current().repeated(&["--dry-run"], &[]);
+    console.line(&format!("{memory}\n\nnext: {next}"))
 }
 
 fn report_start(console: &Console, notes: &[String], step: usize, steps: usize) -> Result<()> {

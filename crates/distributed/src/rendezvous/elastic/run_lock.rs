@@ -6,7 +6,7 @@
 use super::members::{Members, numbers};
 use crate::fault::Fault;
 use crate::rendezvous::Host;
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use serde::{Deserialize, Serialize};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -41,15 +41,25 @@ pub struct RunLock(#[expect(dead_code, reason = "closing the file releases the l
 
 /// Opens a file and locks it. Returns `None` if another process has locked it.
 pub(super) fn try_lock(path: &Path) -> Result<Option<File>> {
+    try_lock_by(File::try_lock, path)
+}
+
+/// Opens a file and locks it by `try_lock`.
+fn try_lock_by(try_lock: impl Fn(&File) -> Result<(), TryLockError>, path: &Path) -> Result<Option<File>> {
+    let name = path.display();
     // Network file systems lock only files that are open for writing.
-    let file = File::append(path).with_context(|| format!("cannot open {}", path.display()))?;
-    match file.try_lock() {
+    let file = File::append(path).map_err(|error| {
+        Fault::Startup(format!(
+            "{name}: expected a file that can be written, found an error: {error}; make --out and the directory of --rendezvous \
+             writable on all hosts, or choose others"
+        ))
+    })?;
+    match try_lock(&file) {
         Ok(()) => Ok(Some(file)),
         Err(TryLockError::WouldBlock) => Ok(None),
         Err(TryLockError::Error(error)) => bail!(Fault::Startup(format!(
-            "{}: expected a file system with locks, found an error: {error}; put --out and the directory of --rendezvous on a file \
-             system with locks, or omit --min-ranks",
-            path.display()
+            "{name}: expected a file system with locks, found an error: {error}; put --out and the directory of --rendezvous on a file \
+             system with locks, or omit --min-ranks"
         ))),
     }
 }
@@ -193,5 +203,29 @@ impl<'a> Watch<'a> {
             ));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Error, ErrorKind};
+
+    #[test]
+    fn a_lock_that_cannot_be_taken_is_an_error_that_names_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(FILE);
+        let by = |kind: Option<ErrorKind>| {
+            let error = || kind.map_or(TryLockError::WouldBlock, |kind| TryLockError::Error(Error::from(kind)));
+            try_lock_by(|_| Err(error()), &path)
+        };
+        assert!(by(None).unwrap().is_none());
+        let message = by(Some(ErrorKind::Unsupported)).unwrap_err().to_string();
+        let expected = "/run.lock: expected a file system with locks, found an error: unsupported; put --out and";
+        assert!(message.contains(expected) && message.ends_with("or omit --min-ranks"), "{message}");
+        // Root may write into a directory without permissions, but not into a file in its place.
+        let message = try_lock(&path.join("run.lock")).unwrap_err().to_string();
+        let expected = "/run.lock/run.lock: expected a file that can be written, found an error: Not a directory (os error 20); make --out";
+        assert!(message.contains(expected), "{message}");
     }
 }

@@ -41,9 +41,19 @@ impl Run {
     }
 
     fn connect(&self, rank: usize, secret: Option<Secret>) -> Result<Option<Joined>, String> {
-        let world = World { rank, world_size: 4, local_rank: Some(rank), local_world_size: None, job: None };
+        self.connect_with(rank, 4, self.sizes, secret)
+    }
+
+    fn connect_with(
+        &self,
+        rank: usize,
+        world_size: usize,
+        sizes: WorldSizes,
+        secret: Option<Secret>,
+    ) -> Result<Option<Joined>, String> {
+        let world = World { rank, world_size, local_rank: Some(rank), local_world_size: None, job: None };
         let timeouts = Timeouts { rendezvous: self.timeout, step: STEP_TIMEOUT };
-        let elastic = Elastic { directory: self.directory.path(), sizes: self.sizes, files: &self.files };
+        let elastic = Elastic { directory: self.directory.path(), sizes, files: &self.files };
         connect(&world, self.endpoint.as_ref(), secret, timeouts, &elastic).map_err(|error| format!("{error:#}"))
     }
 
@@ -120,7 +130,9 @@ fn too_few_ranks_are_an_error_of_all() {
 fn a_spare_rank_joins_after_the_next_loss() {
     let run = &Run { sizes: WorldSizes { min_ranks: 2, micro_batches: 4 }, ..Run::new(2, SHORT) };
     thread::scope(|scope| {
+        // It leads the first rendezvous.
         let spare = scope.spawn(|| run.part(3, None));
+        thread::sleep(SHORT / 3);
         let lost = scope.spawn(|| run.connect(1, None).unwrap().unwrap());
         let first = run.connect(0, None).unwrap().unwrap();
         assert_eq!((&*first.members.ranks, &*first.members.spare), (&[0, 1][..], &[3][..]));
@@ -175,6 +187,95 @@ fn a_second_process_of_a_rank_is_rejected() {
             assert_eq!(part.join().unwrap(), Ok(Some((rank, vec![0, 1], 3.0))));
         }
     });
+}
+
+/// Returns the introduction of rank 1 of 4.
+fn hello(run: &Run, protocol: &str, applicant: Option<Applicant>) -> Hello {
+    let name = run.directory.path().display().to_string();
+    let (host, nonce) = (Host::here(), super::super::Nonce::random().unwrap());
+    Hello { protocol: protocol.to_owned(), run: name, rank: 1, world_size: 4, host, process: 5, nonce, applicant }
+}
+
+#[test]
+fn ranks_with_other_flags_or_programs_are_rejected() {
+    let endpoint = free_endpoint();
+    let Endpoint::Tcp(address) = &endpoint else { unreachable!() };
+    let run = &Run { endpoint: Some(endpoint.clone()), ..Run::new(1, Duration::from_secs(6)) };
+    thread::scope(|scope| {
+        let first = scope.spawn(|| run.part(0, None));
+        thread::sleep(Duration::from_secs(1));
+        let sizes = |min_ranks, micro_batches| WorldSizes { min_ranks, micro_batches };
+        let flags = "expected world size 4, --min-ranks 1 and 12 micro-batches in a step as on rank 0, found";
+        for (rank, world_size, sizes, expected) in [
+            (1, 4, sizes(2, 12), format!("{flags} 4, 2 and 12; start all ranks with the same flags")),
+            (1, 4, sizes(1, 24), format!("{flags} 4, 1 and 24; ")),
+            (1, 5, sizes(1, 12), format!("{flags} 5, 1 and 12; ")),
+            (4, 4, sizes(1, 12), "expected a rank below 4, found 4; give each process its own rank".to_owned()),
+        ] {
+            let text = run.connect_with(rank, world_size, sizes, None).err().unwrap();
+            assert!(text.starts_with(&format!("rank {rank} (")) && text.contains(&expected), "{text}");
+        }
+        let applicant = Applicant { sizes: run.sizes, port: 1, addresses: Vec::new() };
+        let older = format!("{}0", super::super::PROTOCOL_PREFIX);
+        for (protocol, applicant) in [(PROTOCOL, None), (&*older, Some(applicant))] {
+            let stream = TcpStream::connect_timeout(&address.parse().unwrap(), STEP_TIMEOUT).unwrap();
+            send_json(&stream, &hello(run, protocol, applicant)).unwrap();
+            let reply = receive_json(&stream).unwrap();
+            let expected =
+                "expected the same version of the program and --min-ranks as on rank 0, found another program or no";
+            assert!(matches!(&reply, Reply::Rejected { text } if text.contains(expected)), "{reply:?}");
+        }
+        // None of them takes part.
+        assert_eq!(first.join().unwrap(), Ok(Some((0, vec![0], 1.0))));
+    });
+}
+
+/// The process that leads the rendezvous is frozen, or its host fails.
+#[test]
+fn a_leader_that_falls_silent_is_left() {
+    let endpoint = free_endpoint();
+    let Endpoint::Tcp(address) = &endpoint else { unreachable!() };
+    let run = &Run { endpoint: Some(endpoint.clone()), ..Run::new(1, SHORT) };
+    thread::scope(|scope| {
+        let silent = StdListener::bind(address).unwrap();
+        let other = scope.spawn(|| run.part(1, None));
+        let (stream, _) = silent.accept().unwrap();
+        let _: Hello = receive_json(&stream).unwrap();
+        send_json(&stream, &Reply::Waiting { running: false, finished: false }).unwrap();
+        // It applies again.
+        silent.set_nonblocking(true).unwrap();
+        let began = Instant::now();
+        while silent.accept().is_err() {
+            assert!(began.elapsed() < 3 * SILENCE, "rank 1 still waits");
+            thread::sleep(Duration::from_millis(20));
+        }
+        assert!(began.elapsed() > SILENCE / 2, "{:?}", began.elapsed());
+        drop((silent, stream));
+        assert_eq!(other.join().unwrap(), Ok(Some((0, vec![1], 2.0))));
+    });
+}
+
+/// Rank 0 of a run that begins in the directory removes the temporary files of killed runs, and those of processes that come late.
+#[test]
+fn a_rendezvous_file_that_disappears_while_it_is_written_is_written_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let (place, ended) = (Place::new(None, dir.path(), "run"), AtomicBool::new(false));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !ended.load(Ordering::Relaxed) {
+                for entry in std::fs::read_dir(dir.path()).unwrap().flatten() {
+                    if entry.file_name().to_string_lossy().starts_with(atomic_file::TEMPORARY_PREFIX) {
+                        let _ = std::fs::remove_file(entry.path());
+                    }
+                }
+            }
+        });
+        let disturbed = (0..500).map(|_| place.lead("run", 3, None).map(|seat| seat.is_none()));
+        let disturbed: Result<Vec<bool>> = disturbed.collect();
+        ended.store(true, Ordering::Relaxed);
+        assert!(disturbed.unwrap().contains(&true), "no file disappeared");
+    });
+    assert!(place.lead("run", 3, None).unwrap().is_some());
 }
 
 #[test]
