@@ -10,7 +10,6 @@ use model::guards::Verdict;
 use serde::{Deserialize, Serialize};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 use system::fs::File;
 use system::process;
 
@@ -366,7 +365,7 @@ pub(crate) fn closed_stdout(error: &io::Error) -> anyhow::Error {
 
 /// Returns the Unix time in seconds.
 fn unix_time() -> f64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64()
+    system::time::since_epoch().as_secs_f64()
 }
 
 /// The content of a log line, as far as resuming needs it.

@@ -3,17 +3,13 @@
 use crate::TEMPORARY_PREFIX;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
-use std::process;
-use std::sync::atomic::{AtomicU64, Ordering};
 use system::fs::{self, File};
-
-/// Number of temporary names that this process has chosen.
-static NAMES: AtomicU64 = AtomicU64::new(0);
+use system::process;
 
 /// Calls `create` with new names in `directory` until one does not exist.
 fn with_new_name<T>(directory: &Path, create: impl Fn(&Path) -> io::Result<T>) -> io::Result<(PathBuf, T)> {
     loop {
-        let number = NAMES.fetch_add(1, Ordering::Relaxed);
+        let number = process::next_number();
         // Processes of several hosts may have the same number, and share the directory.
         let path = directory.join(format!("{TEMPORARY_PREFIX}{:x}-{number}", process::id()));
         match create(&path) {

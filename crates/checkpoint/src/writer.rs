@@ -658,7 +658,7 @@ impl StagingDirectory {
         // An error leaves a directory that nothing reads. The next checkpoint tries again.
         let _ = remove_staging_directories(run);
         let mut random = [0; 8];
-        getrandom::fill(&mut random).context("cannot draw a random number")?;
+        system::random::fill(&mut random).context("cannot draw a random number")?;
         let name = format!("{STAGING_PREFIX}{:016x}", u64::from_le_bytes(random));
         let path = run.path().join(&name);
         fs::create_dir(&path).with_context(|| format!("cannot create {}", path.display()))?;

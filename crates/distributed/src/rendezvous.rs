@@ -263,8 +263,7 @@ impl Attempt<'_> {
             return self.connect_to_rank_0(&path.display().to_string(), false, candidates);
         }
         let listener = Listener::bind("0.0.0.0:0")?;
-        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-        let run = format!("{job} {} {}", std::process::id(), now.as_nanos());
+        let run = format!("{job} {} {}", system::process::id(), system::time::since_epoch().as_nanos());
         let created = if self.secret.is_none() { Some(Secret::random()?) } else { None };
         let contents = RendezvousFile::new(run.clone(), listener.socket.local_addr()?.port(), created.clone());
         atomic_file::write_private(&path, |file| Ok(serde_json::to_writer(file, &contents)?))

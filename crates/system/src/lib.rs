@@ -5,7 +5,8 @@
 //!
 //! * [`fs`]: files and directories. In a simulation, those below [`simulation::ROOT`] are on the simulated disk; all others are real.
 //! * [`net`]: TCP. [`time`]: the clock. [`thread`] and [`sync`]: threads, channels, and locks that are held while a thread waits.
-//! * [`process`]: the end of a process, and its error messages. [`progress`]: the progress of long work.
+//! * [`random`]: unpredictable numbers, which the seed determines in a simulation.
+//! * [`process`]: the number of a process, its end, and its error messages. [`progress`]: the progress of long work.
 //!
 //! Only calls that block, or that other ranks or a power failure can observe, belong here. A short critical section uses
 //! `std::sync::Mutex`.
@@ -16,6 +17,7 @@ pub mod fs;
 pub mod net;
 pub mod process;
 pub mod progress;
+pub mod random;
 pub mod simulation;
 pub mod sync;
 pub mod thread;

@@ -1,7 +1,20 @@
-//! The end of a process, and what it prints.
+//! The number of a process, its end, and what it prints.
 
 use crate::simulation;
 use std::io::{self, IsTerminal, Write, stderr, stdout};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Returns the number of this process.
+pub fn id() -> u32 {
+    // With as many digits for each rank.
+    simulation::current().map_or_else(std::process::id, |task| 1000 + task.process() as u32)
+}
+
+/// Returns a number that this process has not got before.
+pub fn next_number() -> u64 {
+    static NUMBERS: AtomicU64 = AtomicU64::new(0);
+    simulation::current().map_or_else(|| NUMBERS.fetch_add(1, Ordering::Relaxed), |task| task.next_number())
+}
 
 /// Exits without running destructors or exit handlers, because they may block.
 pub fn exit(code: u8) -> ! {

@@ -1,9 +1,20 @@
 //! The clock.
 
 use crate::simulation;
-use std::time::Instant;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// Unix time at which a simulation begins, in seconds.
+const SIMULATED_START: Duration = Duration::from_secs(1_800_000_000);
 
 /// Returns the current time, as [`Instant::now`] does.
 pub fn now() -> Instant {
     simulation::current().map_or_else(Instant::now, |task| task.now())
+}
+
+/// Returns the Unix time.
+pub fn since_epoch() -> Duration {
+    match simulation::current() {
+        Some(task) => SIMULATED_START + task.elapsed(),
+        None => SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default(),
+    }
 }

@@ -7,7 +7,6 @@ use metrics::run::read_all;
 use metrics::{csv, tensorboard};
 use std::io::{Write, stdout};
 use std::path::PathBuf;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Print the final values of runs, or export their logs as CSV or for TensorBoard
 #[derive(Clone, Debug, clap::Args)]
@@ -39,7 +38,7 @@ pub fn run(args: &Log) -> Result<()> {
     let runs = read_all(&args.runs)?;
     report_damage(&runs)?;
     if let Some(directory) = &args.tensorboard {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
+        let now = system::time::since_epoch().as_secs_f64();
         for run in &runs {
             let name: String = run.name.chars().map(|c| if c == '/' { '_' } else { c }).collect();
             ensure!(!["", ".", ".."].contains(&name.as_str()), "{name}: expected the name of a run; name it NAME=RUN");

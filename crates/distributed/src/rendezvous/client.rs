@@ -159,7 +159,7 @@ impl Attempt<'_> {
             rank: self.world.rank,
             world_size: self.world.world_size,
             host: Host::here(),
-            process: std::process::id(),
+            process: system::process::id(),
             nonce: Nonce::random().map_err(|error| RequestError::NoReply(format!("was sent nothing: {error:#}")))?,
             applicant,
         };

@@ -327,7 +327,7 @@ impl Waiting<'_> {
             ));
         }
         let other = applicants.iter().find(|other| other.hello.rank == *rank).map(Client::name);
-        let other = other.or_else(|| (*rank == here).then(|| format!("process {}", std::process::id())));
+        let other = other.or_else(|| (*rank == here).then(|| format!("process {}", system::process::id())));
         if let Some(other) = other {
             return Some(format!(
                 "rank {rank}: expected one process, found two, {other} and {name}; give each process its own rank"

@@ -41,7 +41,7 @@ pub(super) struct Nonce([u8; 32]);
 impl Nonce {
     pub fn random() -> Result<Self> {
         let mut bytes = [0; 32];
-        getrandom::fill(&mut bytes).context("cannot draw a random number")?;
+        system::random::fill(&mut bytes).context("cannot draw a random number")?;
         Ok(Self(bytes))
     }
 }

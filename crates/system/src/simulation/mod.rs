@@ -164,6 +164,10 @@ struct State {
     occurred: Vec<(Duration, Fault)>,
     operations: u64,
     disk_operations: u64,
+    /// Random bytes of ranks, such as nonces. They do not change the order of tasks.
+    random_bytes: Random,
+    /// Numbers that [`Task::next_number`] has returned.
+    numbers: u64,
     /// Hash of the order in which tasks ran, with their times.
     trace: u64,
     stopped: Option<Stopped>,
@@ -266,6 +270,8 @@ impl Simulation {
             occurred: Vec::new(),
             operations: 0,
             disk_operations: 0,
+            random_bytes: Random::new(!seed),
+            numbers: 0,
             trace: 0,
             stopped: None,
         };
@@ -577,6 +583,29 @@ pub(crate) struct Task {
 impl Task {
     pub fn now(&self) -> Instant {
         self.world.base + self.world.lock().now
+    }
+
+    /// Returns the time since the start of the world.
+    pub fn elapsed(&self) -> Duration {
+        self.world.lock().now
+    }
+
+    /// Returns the number of the process.
+    pub fn process(&self) -> usize {
+        self.process
+    }
+
+    /// Returns a number that no task has got before.
+    pub fn next_number(&self) -> u64 {
+        let mut state = self.world.lock();
+        state.numbers += 1;
+        state.numbers
+    }
+
+    /// Fills `bytes` with random numbers.
+    pub fn fill_random(&self, bytes: &mut [u8]) {
+        let mut state = self.world.lock();
+        bytes.fill_with(|| state.random_bytes.next() as u8);
     }
 
     /// Locks the state of the world for an operation. If the process was killed, ends this thread, or fails if it is ending.

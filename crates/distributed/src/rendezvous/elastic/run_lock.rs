@@ -72,7 +72,7 @@ impl RunLock {
         loop {
             if let Some(mut file) = try_lock(&path)? {
                 let contents =
-                    Contents { members: members.clone(), host: Host::here().name, process: std::process::id() };
+                    Contents { members: members.clone(), host: Host::here().name, process: system::process::id() };
                 // The contents only inform processes that wait.
                 let _ = file.set_len(0).and_then(|()| file.write_all(&serde_json::to_vec(&contents)?));
                 return Ok(Self(file));
