@@ -52,15 +52,24 @@ struct Bench {
 }
 
 fn main() -> ExitCode {
-    // Cargo passes the name of the subcommand as the first argument.
-    let arguments = std::env::args_os().enumerate().filter(|(i, argument)| *i != 1 || argument != "kernels");
-    match run(&Cli::parse_from(arguments.map(|(_, argument)| argument)).command) {
+    match run(&Cli::parse_from(arguments(std::env::args_os())).command) {
         Ok(code) => code,
         Err(error) => {
             eprintln!("error: {error:#}");
             ExitCode::FAILURE
         }
     }
+}
+
+/// Returns the arguments for clap. Cargo passes the name of the subcommand as the first one. A `--` directly after `test` is for cargo,
+/// but clap would remove it, so it is doubled.
+fn arguments(given: impl Iterator<Item = OsString>) -> Vec<OsString> {
+    let kernels = given.enumerate().filter(|(i, argument)| *i != 1 || argument != "kernels");
+    let mut arguments: Vec<OsString> = kernels.map(|(_, argument)| argument).collect();
+    if arguments.get(1).is_some_and(|command| command == "test") && arguments.get(2).is_some_and(|next| next == "--") {
+        arguments.insert(2, "--".into());
+    }
+    arguments
 }
 
 fn run(command: &Command) -> Result<ExitCode> {
@@ -86,4 +95,21 @@ fn run(command: &Command) -> Result<ExitCode> {
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tests_get_the_arguments_after_two_dashes() {
+        let passed = |line: &str| {
+            let cli = Cli::parse_from(arguments(line.split(' ').map(OsString::from)));
+            let Command::Test(passed) = cli.command else { panic!("expected test") };
+            passed.arguments
+        };
+        assert_eq!(passed("cargo-kernels kernels test -- --nocapture"), ["--", "--nocapture"]);
+        assert_eq!(passed("cargo-kernels kernels test --release -- --nocapture"), ["--release", "--", "--nocapture"]);
+        assert_eq!(passed("cargo-kernels test saxpy"), ["saxpy"]);
+    }
 }

@@ -9,6 +9,7 @@ use crate::BuiltModule;
 use crate::error::{Error, at};
 use crate::json::Value;
 use crate::module::{ARCHITECTURES, FEATURES, Kernel, arch_number, has_feature};
+use crate::resources::LOCAL_MEMORY_FIX;
 use crate::toolchain::Toolchain;
 use crate::{ir, lines, ptx, resources, unchecked};
 
@@ -337,7 +338,7 @@ impl Job<'_> {
         } else {
             let text = at(&files.ptx, fs::read_to_string(&files.ptx))?;
             let local = ptx::local_memory(&text).into_iter();
-            warnings.extend(local.map(|name| format!("{arch}: {name} uses local memory")));
+            warnings.extend(local.map(|name| format!("{arch}: {name} uses local memory; {LOCAL_MEMORY_FIX}")));
         }
         let kernel = |(name, declared): (String, ir::Declared)| {
             let resources = report.as_ref().and_then(|report| report.functions.get(&name).copied());

@@ -4,6 +4,9 @@ use std::collections::BTreeMap;
 
 use crate::module::Resources;
 
+/// How to avoid local memory, which holds arrays that are indexed at run time.
+pub const LOCAL_MEMORY_FIX: &str = "index arrays by constants, or unroll the loops that index them";
+
 #[derive(Debug, Default)]
 pub struct Report {
     /// Entry points and functions that were not inlined, by name.
@@ -57,10 +60,7 @@ impl Resources {
                  allow more registers (fewer threads or blocks_per_sm) or keep fewer values"
             ))
         } else if stack > 0 {
-            Some(format!(
-                "uses {stack} bytes of local memory per thread; index arrays by constants, or unroll the loops that \
-                 index them"
-            ))
+            Some(format!("uses {stack} bytes of local memory per thread; {LOCAL_MEMORY_FIX}"))
         } else {
             None
         }

@@ -3,7 +3,7 @@
 /// Something that the emulator cannot check, and the function or static that has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unchecked {
-    /// The function or static.
+    /// The function or static, demangled.
     pub name: String,
     /// The problem and its fix, as the predicate of a sentence that begins with the name.
     pub what: &'static str,
@@ -41,6 +41,9 @@ pub fn find(ir: &str) -> Vec<Unchecked> {
         found.push(Unchecked { name: function.to_owned(), what });
     }
     found.dedup();
+    for unchecked in &mut found {
+        unchecked.name = format!("{:#}", rustc_demangle::demangle(&unchecked.name));
+    }
     found
 }
 
@@ -90,7 +93,7 @@ mod tests {
         let ir = "\
 @dynamic_shared = external addrspace(3) global [0 x i8], align 1024
 @TABLE = internal unnamed_addr constant [4 x i32] zeroinitializer
-@\"a::COUNT\" = internal global [4 x i8] zeroinitializer, align 4
+@_RNvCsc1GdXTGTPSD_1a5COUNT = internal global [4 x i8] zeroinitializer, align 4
 define ptx_kernel void @counts(ptr %p) #0 {
   %1 = atomicrmw add ptr %p, i32 1 monotonic, align 4
   %2 = load i32, ptr %p, align 4

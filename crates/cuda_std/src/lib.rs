@@ -94,6 +94,7 @@ pub mod emulate {
     //!   instructions accumulate in f32 in ascending k.
 
     pub use crate::backend::{Fault, HostAccess, Memory, Report, printed_by};
+    pub use bytemuck::Pod;
 }
 pub mod fence;
 pub mod fp8;
@@ -132,6 +133,12 @@ pub const fn assert_checked() {
 }
 
 /// A scalar parameter of a checked kernel.
+#[diagnostic::on_unimplemented(
+    message = "a checked kernel cannot have a parameter of type `{Self}`",
+    label = "expected a GlobalSlice, a GlobalSliceMut or a number",
+    note = "a buffer is a GlobalSlice<T> or a GlobalSliceMut<T>; numbers are integers of up to 64 bits, f32, f64, bf16 and f16; pass a bool \
+            as u32, and a struct as its fields"
+)]
 pub trait Scalar: Copy + Send + Sync + 'static {}
 
 macro_rules! scalars {

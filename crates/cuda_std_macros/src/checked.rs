@@ -40,6 +40,11 @@ impl Parameter {
         Self { name, host, view, declared }
     }
 
+    /// Returns the declared type if it is a view that knows its length.
+    pub fn view(&self) -> Option<&Type> {
+        self.view.as_ref().map(|_| &self.declared)
+    }
+
     /// Returns the parameter of the host function.
     pub fn on_host(&self) -> TokenStream {
         let Self { name, host, .. } = self;

@@ -1,6 +1,6 @@
 //! Expansion of `#[kernel]`.
 
-use proc_macro2::{Group, TokenStream, TokenTree};
+use proc_macro2::{Group, Span, TokenStream, TokenTree};
 use quote::{ToTokens, format_ident, quote};
 use syn::parse::{Parse, ParseStream};
 use syn::punctuated::Punctuated;
@@ -30,7 +30,8 @@ struct Threads([u32; 3]);
 impl Parse for Threads {
     fn parse(input: ParseStream) -> syn::Result<Self> {
         if !input.peek(syn::token::Paren) {
-            return Ok(Self([input.parse::<LitInt>()?.base10_parse()?, 1, 1]));
+            let number: LitInt = input.parse()?;
+            return Self::checked([number.base10_parse()?, 1, 1], number.span());
         }
         let content;
         let span = syn::parenthesized!(content in input).span.join();
@@ -41,6 +42,27 @@ impl Parse for Threads {
         }
         for (extent, number) in extent.iter_mut().zip(&numbers) {
             *extent = number.base10_parse()?;
+        }
+        Self::checked(extent, span)
+    }
+}
+
+impl Threads {
+    /// Returns the block size if GPUs support it.
+    fn checked(extent: [u32; 3], span: Span) -> syn::Result<Self> {
+        let threads: u64 = extent.iter().map(|&extent| u64::from(extent)).fold(1, u64::saturating_mul);
+        if !(1..=1024).contains(&threads) {
+            let message = format!(
+                "block size: expected 1 to 1024 threads, found {threads}; use another size and number of blocks"
+            );
+            return Err(Error::new(span, message));
+        }
+        if extent[2] > 64 {
+            let found = extent[2];
+            return Err(Error::new(
+                span,
+                format!("block size: expected at most 64 threads in z, found {found}; use x or y"),
+            ));
         }
         Ok(Self(extent))
     }
@@ -133,6 +155,12 @@ pub fn expand(attribute: &TokenStream, item: TokenStream) -> syn::Result<TokenSt
         return Err(Error::new(name.span(), message));
     }
     let arguments = argument_names(&function)?;
+    if let (None, Some(view)) = (options.checked, Parameter::of(&function, &arguments).iter().find_map(Parameter::view))
+    {
+        let message =
+            "expected Global or GlobalMut, found a view that only checked kernels have; add `checked` to #[kernel(…)]";
+        return Err(Error::new_spanned(view, message));
+    }
     let arch = options.arch.as_ref().map(|arch| quote!(#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = #arch))]));
     let feature = options.requires.as_ref();
     let feature = feature.map(|feature| quote!(#[cfg(any(not(target_arch = "nvptx64"), cuda_feature = #feature))]));
@@ -369,4 +397,44 @@ fn substitute(tokens: TokenStream, bindings: &[(Ident, TokenStream)]) -> TokenSt
             other => other.into_token_stream(),
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn block_sizes_are_checked() {
+        let kernel = |threads: TokenStream| {
+            expand(
+                &quote!(threads = #threads),
+                quote!(
+                    fn f(a: f32) {}
+                ),
+            )
+        };
+        for valid in [quote!(1), quote!(1024), quote!((32, 32)), quote!((4, 4, 64))] {
+            assert!(kernel(valid).is_ok());
+        }
+        for (invalid, found) in [
+            (quote!(2048), "found 2048"),
+            (quote!(0), "found 0"),
+            (quote!((64, 32)), "found 2048"),
+            (quote!((65536, 65536, 65536)), "found 281474976710656"),
+            (quote!((1, 1, 128)), "at most 64 threads in z, found 128"),
+        ] {
+            let error = kernel(invalid).expect_err("an invalid block size").to_string();
+            assert!(error.starts_with("block size: expected ") && error.contains(found), "{error}");
+        }
+    }
+
+    #[test]
+    fn views_with_a_length_need_a_checked_kernel() {
+        let item = quote!(
+            fn f(y: cuda_std::GlobalSliceMut<f32>) {}
+        );
+        let error = expand(&quote!(threads = 32), item.clone()).expect_err("an unchecked kernel").to_string();
+        assert!(error.contains("add `checked` to #[kernel(…)]"), "{error}");
+        assert!(expand(&quote!(threads = 32, checked), item).is_ok());
+    }
 }

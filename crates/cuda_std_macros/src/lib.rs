@@ -28,7 +28,7 @@ use proc_macro::TokenStream;
 /// value. All parameters together have at most 4096 bytes. Views must be parameters of their own: LLVM does not infer the address space
 /// of a pointer that it loads from a struct.
 ///
-/// * `threads = N`, `threads = (X, Y)` or `threads = (X, Y, Z)`: the block size (`.maxntid`).
+/// * `threads = N`, `threads = (X, Y)` or `threads = (X, Y, Z)`: the block size (`.maxntid`), at most 1024 threads.
 /// * `blocks_per_sm = N`: the number of blocks that must fit on an SM (`.minnctapersm`), which limits registers. An
 ///   instance can have its own: `instances(bf16 = <bf16>(blocks_per_sm = 2))`.
 /// * `shared = FUNCTION`: the function that defines the layout of the block's shared memory, such as `fn shared(layout: &mut Layout) ->

@@ -389,7 +389,12 @@ impl Checker {
             }
         } else if address.abs_diff(self.shared_start) < 1 << 20 {
             let offset = relative(self.shared_start, address);
-            format!("shared memory {offset}, which has {} bytes", self.shared_bytes)
+            match self.shared_bytes {
+                0 => format!(
+                    "shared memory {offset}, of which the launch has none; name its layout in #[kernel(shared = …)]"
+                ),
+                bytes => format!("shared memory {offset}, which has {bytes} bytes"),
+            }
         } else {
             format!("address {address:#x}, which is in no buffer of this launch")
         };

@@ -255,7 +255,12 @@ fn shuffle(value: u32, source: impl FnOnce(usize) -> usize) -> u32 {
     check_accumulator_read(value, at);
     let lanes = with(|block| block.warps[block.current / LANES].lanes);
     if lanes >> source & 1 == 0 {
-        let message = format!("invalid operand: shuffle from lane {source}, which does not exist ({})", Line(at));
+        let count = lanes.count_ones();
+        let message = format!(
+            "invalid operand: shuffle from lane {source}, which does not exist ({}); the warp has {count} lanes, so use a lane below \
+             {count}, or a block size that is a multiple of {LANES}",
+            Line(at)
+        );
         fail(Fault::Operand, at, None, message);
     }
     exchange(Wait { operation: Operation::Shuffle, at }, value, |slots, _| slots[source].0[0])

@@ -60,6 +60,12 @@ impl Memory {
         unsafe { GlobalSliceMut::from_parts(self.output(name, len), len, EMULATOR) }
     }
 
+    /// Adds a writable buffer of `len` elements filled with zeros, for a checked kernel.
+    pub fn zeroed_slice<T: Pod>(&mut self, name: &str, len: usize) -> GlobalSliceMut<'static, T> {
+        // SAFETY: see `input_slice`.
+        unsafe { GlobalSliceMut::from_parts(self.zeroed(name, len), len, EMULATOR) }
+    }
+
     /// Returns the elements of a buffer of a checked kernel.
     ///
     /// # Panics

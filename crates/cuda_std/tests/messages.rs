@@ -1,0 +1,53 @@
+//! Reports of mistakes of first kernels name the fix. Zeroed buffers of checked kernels.
+
+use cuda_std::emulate::{Fault, Memory};
+use cuda_std::shared::Layout;
+use cuda_std::{GlobalSliceMut, SharedArray, block, kernel, thread};
+
+fn scratch(layout: &mut Layout) -> SharedArray<f32> {
+    layout.array(32)
+}
+
+/// Reduces over a block whose last warp has 16 lanes.
+#[kernel(threads = 48, shared = scratch, checked)]
+fn partial_warp(out: GlobalSliceMut<f32>) {
+    out.set(thread::index_1d(), block::sum(1.0, scratch(&mut Layout::new())));
+}
+
+/// Uses shared memory that its declaration does not have.
+#[kernel(threads = 32, checked)]
+fn undeclared_shared(out: GlobalSliceMut<f32>) {
+    out.set(thread::index_1d(), block::sum(1.0, scratch(&mut Layout::new())));
+}
+
+#[kernel(threads = 64, checked)]
+fn count(counts: GlobalSliceMut<u32>) {
+    counts.fetch_add(thread::index_1d() % 3, 1);
+}
+
+#[test]
+fn a_shuffle_in_a_partial_warp_names_the_block_size() {
+    let mut memory = Memory::new();
+    let report = partial_warp(memory.output_slice("out", 48)).emulate(&mut memory, [1, 1, 1]).unwrap_err();
+    let text = report.to_string();
+    assert_eq!(report.fault, Fault::Operand, "{text}");
+    assert!(text.contains("the warp has 16 lanes") && text.contains("a block size that is a multiple of 32"), "{text}");
+}
+
+#[test]
+fn undeclared_shared_memory_names_the_option() {
+    let mut memory = Memory::new();
+    let report = undeclared_shared(memory.output_slice("out", 32)).emulate(&mut memory, [1, 1, 1]).unwrap_err();
+    let text = report.to_string();
+    assert_eq!(report.fault, Fault::OutOfBounds, "{text}");
+    assert!(text.contains("of which the launch has none; name its layout in #[kernel(shared = …)]"), "{text}");
+}
+
+#[test]
+fn zeroed_slices_are_initialized_and_have_their_length() {
+    let mut memory = Memory::new();
+    let counts = memory.zeroed_slice("counts", 4);
+    assert_eq!(counts.len(), 4);
+    count(counts).emulate(&mut memory, [1, 1, 1]).unwrap();
+    assert_eq!(memory.read_slice(counts), [22, 21, 21, 0]);
+}

@@ -1,0 +1,3 @@
+//! The compiled kernels.
+
+include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
