@@ -3,8 +3,8 @@
 use crate::simulation;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Unix time at which a simulation begins, in seconds.
-const SIMULATED_START: Duration = Duration::from_secs(1_800_000_000);
+/// Unix time at which a simulation begins, in January 2027.
+const SIMULATED_START: Duration = Duration::from_hours(500_000);
 
 /// Returns the current time, as [`Instant::now`] does.
 pub fn now() -> Instant {
