@@ -28,7 +28,7 @@ fn train(out: &Path, steps: &str, more: &[&str]) {
 /// A running server, which ends with the test.
 struct Server {
     child: Child,
-    /// What it prints.
+    /// The output of the server.
     lines: Lines<BufReader<ChildStdout>>,
     address: String,
     token: Option<String>,

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use system::fs::File;
 use system::process;
 
-/// What a run prints to standard output.
+/// The standard output of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Verbosity {
     /// Settings, every step or a progress bar, and results.

@@ -13,7 +13,7 @@ use std::fmt::Write;
 /// Largest number of runs in a figure.
 pub const MAX_RUNS: usize = 64;
 
-/// What to draw.
+/// The settings of a figure.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Horizontal axis of all panels.

@@ -58,7 +58,7 @@ impl From<Fp8Gradients> for Fp8Format {
     }
 }
 
-/// What a run with FP8 selects.
+/// The settings of a run with FP8.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Fp8Settings {
     /// Determines the scales.

@@ -136,7 +136,7 @@ pub struct Compute {
     pub rest: f64,
     /// Bandwidth of memory-bound kernels in bytes per second.
     pub memory_bandwidth: f64,
-    /// Where the times come from.
+    /// The source of the times.
     pub source: Source,
 }
 

@@ -83,9 +83,9 @@ struct Cost {
     algorithm: Algorithm,
     protocol: Protocol,
     base: f64,
-    /// Of each hop inside a node.
+    /// Latency of each hop inside a node.
     nvlink: f64,
-    /// Of each hop between nodes.
+    /// Latency of each hop between nodes.
     network: f64,
 }
 

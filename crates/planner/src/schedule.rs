@@ -66,7 +66,7 @@ pub struct Passes {
 /// The collectives of a step that have the same purpose and size.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Collective {
-    /// What is communicated.
+    /// The tensors that are communicated.
     pub part: &'static str,
     /// The operation.
     pub operation: Operation,
@@ -93,7 +93,7 @@ pub struct Timeline {
     pub step: f64,
     /// Computing without communication.
     pub compute: f64,
-    /// What kernels take more because collectives run at the same time.
+    /// Additional time of kernels because collectives run at the same time.
     pub slowed: f64,
     /// Waiting for collectives inside a node.
     pub exposed_intra: f64,

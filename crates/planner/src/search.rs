@@ -13,7 +13,7 @@ use model::fit::{self, RunLimits};
 use model::{Descriptor, Fp8Options, Fp8Settings, PlanOptions, Recompute, Shard, Zero};
 use serde::Serialize;
 
-/// What is planned.
+/// The run and the cluster to plan.
 #[derive(Clone, Debug)]
 pub struct Request {
     /// The model.
@@ -90,7 +90,7 @@ impl Memory {
     }
 }
 
-/// What limits the speed of a setting.
+/// The resource that limits the speed of a setting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Bottleneck {
@@ -135,7 +135,7 @@ pub struct Planned {
     pub memory: Memory,
     /// Whether the memory suffices.
     pub fits: bool,
-    /// Where the compute times come from.
+    /// The source of the compute times.
     pub source: Source,
     /// Predicted times.
     pub timeline: Timeline,
@@ -143,7 +143,7 @@ pub struct Planned {
     pub tokens_per_second: f64,
     /// Predicted model FLOPs utilization.
     pub mfu: f64,
-    /// What limits the speed.
+    /// The resource that limits the speed.
     pub bottleneck: Bottleneck,
 }
 

@@ -77,7 +77,7 @@ impl Ceilings {
 /// The times of a kernel on a GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct Measurement {
-    /// Of one run.
+    /// Time of one run.
     pub time: Spread,
     /// The work of a run.
     pub work: Work,

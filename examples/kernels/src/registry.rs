@@ -12,7 +12,7 @@ pub struct Kernel {
     pub number: u32,
     /// Its name, unique.
     pub name: &'static str,
-    /// What this version adds to the previous one, in one sentence.
+    /// The idea that this version adds to the previous one, in one sentence.
     pub idea: &'static str,
     /// Its source file, relative to the root of the repository.
     pub source: &'static str,

@@ -85,7 +85,7 @@ pub struct Verified {
     pub worst: f64,
 }
 
-/// Where the arrays of a session are.
+/// The memory with the arrays of a session.
 enum Backing<'a> {
     Emulated(Memory),
     Cuda { gpu: &'a Gpu, stream: &'a Stream, allocations: Vec<DeviceMemory> },

@@ -97,7 +97,7 @@ pub fn run(args: &Chat) -> Result<()> {
     }
 }
 
-/// What the model reads.
+/// The text that the model reads.
 enum Mode {
     /// The tokens of the whole text, which the model continues.
     Text(Vec<u32>),

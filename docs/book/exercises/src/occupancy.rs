@@ -24,7 +24,7 @@ pub const SHARED_UNIT: usize = 128;
 /// Most registers of a thread.
 pub const MOST_REGISTERS: usize = 255;
 
-/// What a block of a launch needs.
+/// The resources that a block of a launch needs.
 #[derive(Clone, Copy, Debug)]
 pub struct Launch {
     /// Threads of a block. The last warp may be partly empty.

@@ -1,7 +1,7 @@
 //! A detector of data races in one memory cell, with vector clocks. It is what the emulator does for every two bytes, without its
 //! special cases.
 
-/// What a thread does.
+/// An operation of a thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A thread reads the cell.

@@ -11,7 +11,7 @@ pub struct Model {
     pub largest_layer: usize,
 }
 
-/// What a rank stores.
+/// The elements that a rank stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stored {
     /// Elements of the parameters.

@@ -8,7 +8,7 @@ use planner::{Cluster, Links};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
-/// What the flags give.
+/// The connections that the flags describe.
 pub struct Given<'a> {
     pub intra: Option<f64>,
     pub inter: Option<f64>,

@@ -12,7 +12,7 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 /// thousands of tokens per second, so fewer events would disconnect clients that pause for a fraction of a second.
 const MOST_EVENTS: usize = 1 << 14;
 
-/// What happens to a request.
+/// The progress of a request.
 #[derive(Debug)]
 pub enum Event {
     /// New text of a choice.
@@ -28,7 +28,7 @@ pub enum Event {
 /// A request that waits or runs.
 #[derive(Debug)]
 pub struct Job {
-    /// What to generate.
+    /// The prompt and the settings of generation.
     pub completion: Completion,
     /// Closed once the client has disconnected.
     pub events: Sender<Event>,

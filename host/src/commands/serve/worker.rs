@@ -47,7 +47,7 @@ impl Settings {
     }
 }
 
-/// What the page shows of the model.
+/// The properties of the model that the page shows.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Status {
     /// File or directory of the loaded model.

@@ -12,7 +12,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use system::simulation::{Disk, End};
 
-/// What a run without the lost rank must end with: that of a run of `ranks` ranks from this disk.
+/// The expected result of a run without the lost rank: that of a run of `ranks` ranks from this disk.
 struct Origin {
     disk: Disk,
     ranks: usize,

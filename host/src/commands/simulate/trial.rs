@@ -32,7 +32,7 @@ pub struct Verdict {
     pub end_after_loss: Duration,
     /// Hash of the course of all starts.
     pub trace: u64,
-    /// What was wrong, if anything.
+    /// The failure, if the seed failed.
     pub failure: Option<String>,
     /// Faults and output.
     pub story: Vec<String>,

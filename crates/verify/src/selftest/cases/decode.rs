@@ -18,7 +18,7 @@ enum Norm {
     Rms,
 }
 
-/// What a linear layer adds to its result, or applies to it.
+/// The epilogue of a linear layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum After {
     Nothing,
