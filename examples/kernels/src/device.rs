@@ -140,6 +140,11 @@ impl Device {
         self.cublaslt.as_ref().err().map(String::as_str)
     }
 
+    /// Returns whether the GPU still accepts work. An error such as an illegal address ends a process's use of it.
+    pub fn works(&self) -> bool {
+        self.stream.synchronize().is_ok()
+    }
+
     /// Returns whether the GPU and the loaded modules have a kernel.
     pub fn can_run(&self, kernel: &Kernel) -> bool {
         kernel.needs == Needs::Sm80 || cuda_builder::has_feature(self.architecture(), "wgmma")

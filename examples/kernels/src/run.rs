@@ -242,6 +242,10 @@ fn run(options: &Run, out: &mut impl Write) -> Result<()> {
             Err(error) => {
                 writeln!(out, "{:>4}  {:<36} FAILED: {error:#}", kernel.number, kernel.name)?;
                 failures.push(error.context(kernel.name));
+                if device.as_ref().is_some_and(|device| !device.works()) {
+                    writeln!(out, "an error of the GPU ended its context: the kernels after this one did not run")?;
+                    break;
+                }
             }
         }
     }

@@ -43,6 +43,18 @@ fn planted_faults_are_reported_with_kernel_line_and_array() {
     }
 }
 
+/// A launch finds its kernel by name in the modules of this example and of training.
+#[test]
+fn kernel_names_differ_from_those_of_training() {
+    let names = |modules: &'static [cuda_builder::Module]| {
+        modules.iter().flat_map(|module| module.kernels).map(|kernel| &*kernel.name).collect::<HashSet<_>>()
+    };
+    let (own, of_training) = (names(kernels::device::modules()), names(engine::cuda::EMBEDDED.modules().unwrap()));
+    assert!(own.contains("gelu_naive") && of_training.contains("gelu_forward_bf16"), "{own:?} {of_training:?}");
+    let common: Vec<_> = own.intersection(&of_training).collect();
+    assert!(common.is_empty(), "expected different names, found {common:?} twice");
+}
+
 #[test]
 fn registry_is_consistent() {
     let kernels = kernels();

@@ -33,12 +33,12 @@ pub const FAMILY: Family = Family {
         ),
         Kernel::new(
             9,
-            "adamw_bf16",
-            file!("adamw/bf16.rs"),
+            "adamw_stochastic",
+            file!("adamw/stochastic.rs"),
             "Parameters and gradients in bf16, with stochastic rounding instead of an f32 copy.",
             |s| {
                 let Problem { params, m, v, grads, n } = problem::<bf16>(s, 1.0)?;
-                let launch = adamw::bf16::adamw_bf16(params, m, v, grads.view, CONSTANTS, SEED, n as u64);
+                let launch = adamw::stochastic::adamw_stochastic(params, m, v, grads.view, CONSTANTS, SEED, n as u64);
                 s.launch(launch, blocks(n, 256 * 4), 0);
                 Ok(())
             },

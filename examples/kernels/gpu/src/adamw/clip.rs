@@ -8,7 +8,7 @@
 //! Limit: memory bandwidth. The version in `gpu/` also rounds exactly, and updates all tensors of a model in one launch.
 
 use super::Constants;
-use super::bf16::random_bits;
+use super::stochastic::random_bits;
 use cuda_std::{Element, Global, GlobalMut, bf16, kernel, thread};
 
 /// Updates n parameters. Grid: n / 1024, rounded up.

@@ -2,10 +2,10 @@
 //! m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g², and
 //! param -= learning_rate (correction1 m / (sqrt(correction2 v) + epsilon) + weight_decay param).
 
-pub mod bf16;
 pub mod clip;
 pub mod naive;
 pub mod packets;
+pub mod stochastic;
 
 use cuda_std::math;
 

@@ -22,7 +22,9 @@ pub fn shared(layout: &mut Layout) -> (SharedArray<f32>, SharedArray<f32>) {
 }
 
 /// Computes out. Grid: (N / 128, M / 128), rounded up.
-#[kernel(threads = 256)]
+///
+/// With at most 128 registers for each thread, an SM runs two blocks: one multiplies while the other copies.
+#[kernel(threads = 256, blocks_per_sm = 2)]
 pub fn gemm_registers_2d(out: GlobalMut<bf16>, a: Global<bf16>, b: Global<bf16>, m: u32, n: u32, k: u32) {
     let (a_tile, b_tile) = shared(&mut Layout::new());
     let (m, n, k, t) = (m as usize, n as usize, k as usize, thread::thread_idx_x() as usize);

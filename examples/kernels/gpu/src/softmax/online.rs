@@ -28,7 +28,5 @@ pub fn softmax_online(out: GlobalMut<bf16>, inp: Global<bf16>, rows: u32, n: u32
     }
     let row_max = warp::max(max);
     let scale = 1.0 / warp::sum(sum * math::exp(max - row_max));
-    for i in (lane..n).step_by(32) {
-        out.set(i, bf16::from_f32(math::exp(inp.at(i).to_f32() - row_max) * scale));
-    }
+    super::store_row(out, inp, n, row_max, scale);
 }

@@ -25,7 +25,5 @@ pub fn softmax_warp(out: GlobalMut<bf16>, inp: Global<bf16>, rows: u32, n: u32) 
         sum += math::exp(inp.at(i).to_f32() - max);
     }
     let scale = 1.0 / warp::sum(sum);
-    for i in (lane..n).step_by(32) {
-        out.set(i, bf16::from_f32(math::exp(inp.at(i).to_f32() - max) * scale));
-    }
+    super::store_row(out, inp, n, max, scale);
 }

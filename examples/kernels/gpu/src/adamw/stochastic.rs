@@ -20,7 +20,7 @@ pub(super) fn random_bits(index: usize, seed: u32) -> u32 {
 
 /// Updates n parameters. Grid: n / 1024, rounded up.
 #[kernel(threads = 256)]
-pub fn adamw_bf16(
+pub fn adamw_stochastic(
     params: GlobalMut<bf16>,
     m: GlobalMut<f32>,
     v: GlobalMut<f32>,
