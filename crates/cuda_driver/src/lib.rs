@@ -58,6 +58,7 @@ pub use beyond_cust::graph::{Graph, GraphExec};
 pub use beyond_cust::sys;
 pub use beyond_cust::tensor_map::{ElementType, L2Promotion, Swizzle, TensorMap};
 pub use buffer::Buffer;
+pub use bytemuck::Pod;
 pub use checked::CheckedModule;
 pub use cust;
 pub use device_memory::DeviceMemory;

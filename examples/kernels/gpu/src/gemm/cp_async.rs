@@ -21,7 +21,7 @@ pub fn shared(layout: &mut Layout) -> [Tiles; 2] {
 /// Two blocks on an SM need at most 128 registers for each thread. Without this limit, the addresses of the copies take 40 more.
 #[kernel(threads = 256, blocks_per_sm = 2)]
 pub fn gemm_cp_async(out: GlobalMut<bf16>, a: Global<bf16>, b: Global<bf16>, m: u32, n: u32, k: u32) {
-    let [even, odd] = shared(&mut Layout::new());
+    let [mut current, mut next] = shared(&mut Layout::new());
     let (m, n, k, t) = (m as usize, n as usize, k as usize, thread::thread_idx_x() as usize);
     let (first_row, first_column) = (thread::block_idx_y() as usize * TILE, thread::block_idx_x() as usize * TILE);
     // Outside the matrices, the copies write zeros and read nothing.
@@ -37,16 +37,13 @@ pub fn gemm_cp_async(out: GlobalMut<bf16>, a: Global<bf16>, b: Global<bf16>, m: 
         async_copy::commit();
     };
     let mut sums = WarpTile::of_warp();
-    copy(even, 0);
-    for first in (0..k).step_by(2 * DEPTH) {
+    copy(current, 0);
+    for first in (0..k).step_by(DEPTH) {
         async_copy::wait::<0>();
         thread::sync_threads();
-        copy(odd, first + DEPTH);
-        sums.add_product(even);
-        async_copy::wait::<0>();
-        thread::sync_threads();
-        copy(even, first + 2 * DEPTH);
-        sums.add_product(odd);
+        copy(next, first + DEPTH);
+        sums.add_product(current);
+        (current, next) = (next, current);
     }
     async_copy::wait::<0>();
     sums.store(out, first_row, first_column, m, n);

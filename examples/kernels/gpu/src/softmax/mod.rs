@@ -7,7 +7,8 @@ pub mod packets;
 pub mod registers;
 pub mod warp;
 
-use cuda_std::{Element, Global, GlobalMut, bf16, math, warp};
+use cuda_std::warp::lane;
+use cuda_std::{Element, Global, GlobalMut, bf16, math};
 
 /// Elements that a lane loads before it stores the first result. The compiler does not move a load above a store, because both
 /// arrays could overlap, and a load in flight at a time leaves the memory idle.
@@ -19,7 +20,7 @@ const LANES: usize = 32;
 #[inline(always)]
 #[track_caller]
 fn store_row(out: GlobalMut<bf16>, inp: Global<bf16>, n: usize, max: f32, scale: f32) {
-    for first in (warp::lane() as usize..n).step_by(LANES * BATCH) {
+    for first in (lane() as usize..n).step_by(LANES * BATCH) {
         let mut values = [0.0; BATCH];
         for k in 0..BATCH {
             let i = first + k * LANES;
