@@ -49,8 +49,9 @@ def main():
             sys.exit("error: ncu: expected it on PATH, found none; it is a part of the CUDA toolkit")
         if run.returncode:
             sys.exit(f"{run.stdout}\n{log.read_text() if log.exists() else ''}\nerror: ncu ended with exit code {run.returncode}")
-        machine = run.stdout.split(",")[0]
-        rows = profile(log.read_text())
+        # The first line is, for example, "NVIDIA H200, sm_90a kernels".
+        machine, architecture = run.stdout.splitlines()[0].removesuffix(" kernels").split(", ")
+        rows = [row | {"arch": architecture} for row in profile(log.read_text())]
     Path(output).write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
     for row in rows:
         print(row)
