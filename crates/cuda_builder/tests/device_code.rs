@@ -229,7 +229,7 @@ fn kernels_cannot_make_views_of_addresses() {
 #[test]
 fn primitives_outside_of_gpu_compile_to_their_instructions() {
     let built = build("features", &["sm_80", "sm_90", "sm_90a"]).unwrap_or_else(|error| panic!("{error}"));
-    let expected: [(&str, &[(&str, usize)]); 8] = [
+    let expected: [(&str, &[(&str, usize)]); 9] = [
         ("dimensions", &[(".maxntid 16, 4, 2", 1), ("%laneid", 1), ("%tid.y", 1), ("%tid.z", 1)]),
         ("shuffles", &[("shfl.sync.bfly", 2), ("shfl.sync.up", 1)]),
         ("masks", &[("activemask.b32", 1), ("bar.warp.sync", 1), ("vote.sync.ballot", 1), ("shfl.sync.idx", 1)]),
@@ -244,6 +244,14 @@ fn primitives_outside_of_gpu_compile_to_their_instructions() {
                 ("atom.exch.relaxed.gpu.global.b32", 1),
                 ("atom.add.relaxed.gpu.global.u64", 1),
                 ("atom.add.relaxed.gpu.global.f64", 1),
+            ],
+        ),
+        (
+            "checked_views",
+            &[
+                ("cp.async.cg.shared.global", 1),
+                ("atom.exch.relaxed.gpu.global.b32", 1),
+                ("atom.max.relaxed.gpu.global.u32", 1),
             ],
         ),
         ("halves", &[("cvt.rn.f16x2.f32", 4), ("cvt.f32.f16", 8)]),

@@ -4,6 +4,7 @@ use crate::backend;
 use crate::cache::CachePolicy;
 use crate::element::{Element, Packet};
 use crate::shared::SharedArray;
+use crate::slice::GlobalSliceMut;
 
 /// A read-only view of global memory, which must not be written while the kernel runs. It is passed as a 64-bit
 /// pointer.
@@ -393,7 +394,7 @@ impl GlobalMut<f32> {
     }
 }
 
-/// Defines atomic methods of views of global memory and of arrays in shared memory.
+/// Defines atomic methods of views of global memory, checked or not, and of arrays in shared memory.
 macro_rules! atomics {
     ($($(#[$doc:meta])* $method:ident($($operand:ident),*) of $type:ty = $global:ident, $shared:ident;)*) => {$(
         impl GlobalMut<$type> {
@@ -404,6 +405,17 @@ macro_rules! atomics {
             pub fn $method(self, i: usize, $($operand: $type),*) -> $type {
                 // SAFETY: see `at`.
                 unsafe { backend::$global(self.0.wrapping_add(i), $($operand),*) }
+            }
+        }
+
+        impl GlobalSliceMut<'_, $type> {
+            $(#[$doc])*
+            /// Relaxed, at device scope. Returns the old value.
+            #[inline(always)]
+            #[track_caller]
+            pub fn $method(self, i: usize, $($operand: $type),*) -> $type {
+                self.check(i, 1);
+                self.view.$method(i, $($operand),*)
             }
         }
 

@@ -120,7 +120,7 @@ pub use element::{Element, Packet, bf16, f16};
 pub use fp8::{E4m3, E5m2, Fp8};
 pub use global::{Global, GlobalMut};
 pub use shared::{SharedArray, SharedTile};
-pub use slice::{GlobalSlice, GlobalSliceMut};
+pub use slice::{CopySource, GlobalSlice, GlobalSliceMut};
 
 /// Fails to compile in a crate without checked device code.
 #[doc(hidden)]

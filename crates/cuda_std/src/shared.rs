@@ -11,8 +11,8 @@
 
 use crate::backend;
 use crate::element::{Element, Packet};
-use crate::global::Global;
 use crate::mma::TensorCore;
+use crate::slice::CopySource;
 use crate::warp;
 
 /// Bump allocator of the block's dynamic shared memory.
@@ -185,8 +185,9 @@ impl<T: Element> SharedArray<T> {
     /// false, it writes zeros and reads nothing. See [`crate::async_copy`].
     #[inline(always)]
     #[track_caller]
-    pub fn copy_packet_async(self, i: usize, from: Global<T>, j: usize, valid: bool) {
-        // SAFETY: see `packet`; the launch contract covers `from`.
+    pub fn copy_packet_async(self, i: usize, from: impl CopySource<T>, j: usize, valid: bool) {
+        let from = from.checked(j, T::PACKET, valid);
+        // SAFETY: see `packet`. The launch contract covers a `Global`, and `checked` has checked a `GlobalSlice`.
         unsafe { backend::async_copy_16(self.0.element(i, T::PACKET).cast(), from.0.wrapping_add(j).cast(), valid) }
     }
 }
@@ -259,8 +260,9 @@ impl<T: Element, const R: usize, const C: usize> SharedTile<T, R, C> {
     /// is false, it writes zeros and reads nothing. See [`crate::async_copy`].
     #[inline(always)]
     #[track_caller]
-    pub fn copy_packet_async(self, row: usize, col: usize, from: Global<T>, j: usize, valid: bool) {
-        // SAFETY: see `packet`; the launch contract covers `from`.
+    pub fn copy_packet_async(self, row: usize, col: usize, from: impl CopySource<T>, j: usize, valid: bool) {
+        let from = from.checked(j, T::PACKET, valid);
+        // SAFETY: see `packet`. The launch contract covers a `Global`, and `checked` has checked a `GlobalSlice`.
         unsafe {
             backend::async_copy_16(self.pointer(row, col, 1, T::PACKET).cast(), from.0.wrapping_add(j).cast(), valid);
         }

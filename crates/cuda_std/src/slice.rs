@@ -14,7 +14,7 @@ pub(crate) const EMULATOR: usize = 0;
 
 /// A read-only view of `len` elements of global memory, which nothing writes while the kernel runs.
 pub struct GlobalSlice<'a, T> {
-    view: Global<T>,
+    pub(crate) view: Global<T>,
     len: usize,
     #[cfg(not(target_arch = "nvptx64"))]
     owner: usize,
@@ -26,7 +26,7 @@ pub struct GlobalSlice<'a, T> {
 /// All threads share it. If two threads access one element without an order and one of them writes, a read returns some value of the
 /// element type; the emulator reports the data race.
 pub struct GlobalSliceMut<'a, T> {
-    view: GlobalMut<T>,
+    pub(crate) view: GlobalMut<T>,
     len: usize,
     #[cfg(not(target_arch = "nvptx64"))]
     owner: usize,
@@ -97,7 +97,7 @@ macro_rules! view {
 
             /// Stops the kernel unless elements `i` to `i + count - 1` exist. The emulator checks the access itself.
             #[inline(always)]
-            fn check(self, i: usize, count: usize) {
+            pub(crate) fn check(self, i: usize, count: usize) {
                 #[cfg(target_arch = "nvptx64")]
                 if i >= self.len || count > self.len - i {
                     backend::trap();
@@ -168,20 +168,33 @@ impl<T: Element> GlobalSliceMut<'_, T> {
     }
 }
 
-/// Defines the atomic addition of views.
-macro_rules! fetch_add {
-    ($($type:ty)*) => {$(
-        impl GlobalSliceMut<'_, $type> {
-            /// Adds `value` to element `i` atomically. Relaxed, at device scope. Returns the old value. Sums of floating-point numbers
-            /// depend on the order of additions, which varies between runs.
-            #[inline(always)]
-            #[track_caller]
-            pub fn fetch_add(self, i: usize, value: $type) -> $type {
-                self.check(i, 1);
-                self.view.fetch_add(i, value)
-            }
-        }
-    )*};
+/// A view of global memory that asynchronous copies read: [`Global`], or [`GlobalSlice`], which stops the kernel if an element does not
+/// exist.
+pub trait CopySource<T>: private::Sealed {
+    /// Returns the view, which has elements `i` to `i` + `count` - 1 if they are read (`valid`).
+    #[doc(hidden)]
+    fn checked(self, i: usize, count: usize, valid: bool) -> Global<T>;
 }
 
-fetch_add! { u32 i32 u64 f32 f64 }
+mod private {
+    pub trait Sealed {}
+    impl<T> Sealed for super::Global<T> {}
+    impl<T> Sealed for super::GlobalSlice<'_, T> {}
+}
+
+impl<T> CopySource<T> for Global<T> {
+    #[inline(always)]
+    fn checked(self, _: usize, _: usize, _: bool) -> Self {
+        self
+    }
+}
+
+impl<T> CopySource<T> for GlobalSlice<'_, T> {
+    #[inline(always)]
+    fn checked(self, i: usize, count: usize, valid: bool) -> Global<T> {
+        if valid {
+            self.check(i, count);
+        }
+        self.view
+    }
+}

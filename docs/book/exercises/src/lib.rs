@@ -7,8 +7,7 @@
 //! `solutions/` has a solution of each; `cargo test -p exercises` runs the same tests with the solutions.
 
 #![warn(missing_docs)]
-// The parameters of an unsolved function are unused.
-#![allow(unused_variables, clippy::needless_pass_by_value)]
+#![allow(unused_variables, clippy::needless_pass_by_value, reason = "an unsolved function does not use its parameters")]
 
 pub mod activation_memory;
 pub mod adamw_bias_correction;
@@ -66,7 +65,7 @@ pub mod solutions {
 macro_rules! tests {
     ($exercise:ident: { $($(#[$attribute:meta])* fn $name:ident() $body:block)+ }) => {
         mod exercise {
-            #[allow(unused_imports)]
+            #[allow(unused_imports, reason = "not every test file has imports")]
             use super::*;
             use $crate::$exercise as solution;
             $($(#[$attribute])* #[test] #[ignore = "fails until the exercise is solved"] fn $name() $body)+
@@ -80,7 +79,7 @@ macro_rules! tests {
             }
         }
         mod solved {
-            #[allow(unused_imports)]
+            #[allow(unused_imports, reason = "not every test file has imports")]
             use super::*;
             use $crate::solutions::$exercise as solution;
             $($(#[$attribute])* #[test] fn $name() $body)+

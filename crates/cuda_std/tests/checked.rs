@@ -1,0 +1,77 @@
+//! Checked kernels: asynchronous copies and atomics stay within the buffers of the launch.
+
+use cuda_std::emulate::{Fault, Memory};
+use cuda_std::shared::Layout;
+use cuda_std::{GlobalSlice, GlobalSliceMut, SharedArray, SharedTile, async_copy, kernel, thread};
+
+const THREADS: usize = 32;
+
+fn shared(layout: &mut Layout) -> (SharedArray<f32>, SharedTile<f32, 8, 16>) {
+    (layout.array(4 * THREADS), layout.tile())
+}
+
+/// Copies inp (n) to the array and to the tile, with zeros after its end, and both to out (8 T) for T threads.
+#[kernel(threads = 32, shared = shared, checked)]
+fn copy(out: GlobalSliceMut<f32>, inp: GlobalSlice<f32>, n: u32) {
+    let ((array, tile), t) = (shared(&mut Layout::new()), thread::thread_idx_x() as usize);
+    let (i, valid) = (4 * t, 4 * t < n as usize);
+    array.copy_packet_async(i, inp, i, valid);
+    tile.copy_packet_async(t / 4, t % 4 * 4, inp, i, valid);
+    async_copy::commit();
+    async_copy::wait::<0>();
+    for k in 0..4 {
+        out.set(i + k, array.at(i + k));
+        out.set(4 * THREADS + i + k, tile.at(t / 4, t % 4 * 4 + k));
+    }
+}
+
+#[test]
+fn asynchronous_copies_read_checked_buffers() {
+    let values: Vec<f32> = (0..100).map(|i| i as f32 + 1.0).collect();
+    let mut memory = Memory::new();
+    let (out, inp) = (memory.output_slice("out", 8 * THREADS), memory.input_slice("inp", &values));
+    copy(out, inp, 100).emulate(&mut memory, [1, 1, 1]).unwrap();
+    let mut expected = values;
+    expected.resize(4 * THREADS, 0.0);
+    assert_eq!(memory.read_slice(out), [expected.clone(), expected].concat());
+}
+
+#[test]
+fn an_asynchronous_copy_beyond_the_end_is_reported() {
+    let mut memory = Memory::new();
+    let (out, inp) = (memory.output_slice("out", 8 * THREADS), memory.input_slice("inp", &[0.0; 100]));
+    let report = copy(out, inp, 104).emulate(&mut memory, [1, 1, 1]).unwrap_err();
+    let text = report.to_string();
+    assert_eq!(report.fault, Fault::OutOfBounds, "{text}");
+    assert!(text.contains("inp + 400") && text.contains("checked.rs"), "{text}");
+}
+
+/// Applies each atomic operation once per thread, from element `first` on.
+#[kernel(threads = 32, checked)]
+fn update(words: GlobalSliceMut<u32>, signed: GlobalSliceMut<i32>, wide: GlobalSliceMut<u64>, first: u32) {
+    let (t, first) = (thread::thread_idx_x(), first as usize);
+    words.fetch_min(first, t + 3);
+    words.fetch_max(first + 1, 2 * t);
+    words.exchange(first + 2, 7);
+    words.compare_exchange(first + 3, 5, 9);
+    signed.fetch_min(0, -(t as i32));
+    signed.fetch_max(1, t as i32);
+    wide.exchange(0, 1 << 40);
+    wide.compare_exchange(1, 0, 3 << 40);
+}
+
+#[test]
+fn atomics_update_checked_buffers() {
+    let mut memory = Memory::new();
+    let (words, signed) = (memory.buffer_slice("words", &[1000, 0, 0, 5]), memory.buffer_slice("signed", &[0, 0]));
+    let wide = memory.zeroed_slice("wide", 2);
+    update(words, signed, wide, 0).emulate(&mut memory, [1, 1, 1]).unwrap();
+    assert_eq!(memory.read_slice(words), [3, 62, 7, 9]);
+    assert_eq!(memory.read_slice(signed), [-31, 31]);
+    assert_eq!(memory.read_slice(wide), [1 << 40, 3 << 40]);
+
+    let report = update(words, signed, wide, 1).emulate(&mut memory, [1, 1, 1]).unwrap_err();
+    let text = report.to_string();
+    assert_eq!(report.fault, Fault::OutOfBounds, "{text}");
+    assert!(text.contains("words + 16") && text.contains("checked.rs"), "{text}");
+}
