@@ -3,11 +3,9 @@
 //!
 //! `SCREENSHOTS=DIR` stores what the browser shows.
 
-mod common;
-
+use crate::common::{succeed, text};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use common::{succeed, text};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::net::TcpStream;

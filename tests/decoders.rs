@@ -1,8 +1,6 @@
 //! The program with Llama, Qwen and nanochat's shape, small and on a CPU: training, resuming, export to transformers and to llm.c.
 
-mod common;
-
-use common::{fail, succeed, text};
+use crate::common::{fail, succeed, text};
 use std::fs;
 use std::path::{Path, PathBuf};
 

@@ -1,9 +1,6 @@
 //! The end of a run: it never ends silently, and it never ends without saving what it can.
 
-#[path = "common/runs.rs"]
-mod runs;
-
-use runs::{Results, World, entries, lines, signal, wait_until};
+use crate::common::runs::{Results, World, entries, lines, signal, wait_until};
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Output, Stdio};

@@ -1,8 +1,6 @@
 //! `eval` and `data mmlu` as users run them: every metric in text and JSON, and weights that are not finite.
 
-mod common;
-
-use common::{fail, llm_rs, succeed, text};
+use crate::common::{fail, llm_rs, succeed, text};
 use data::tokens;
 use safetensors::SafeTensors;
 use serde_json::Value;

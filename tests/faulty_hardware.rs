@@ -1,9 +1,6 @@
 //! Detection of faulty hardware: a bit of one output flips, and the run ends with the operation, the layer and the GPU.
 
-#[path = "common/runs.rs"]
-mod runs;
-
-use runs::{Results, World, entries};
+use crate::common::runs::{Results, World, entries};
 use std::fs;
 use std::process::Output;
 

@@ -1,8 +1,6 @@
 //! `sample` and `chat` as a user runs them, with a small model of bytes.
 
-mod common;
-
-use common::{fail, succeed, text};
+use crate::common::{fail, succeed, text};
 use serde_json::Value;
 use std::io::Write;
 use std::path::Path;

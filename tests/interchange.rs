@@ -1,8 +1,6 @@
 //! The program with models of other programs: every command reads a Hugging Face directory, and `export` writes one.
 
-mod common;
-
-use common::{succeed, text};
+use crate::common::{succeed, text};
 use data::tokens;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +11,7 @@ const BATCH: [&str; 6] = ["--batch", "2", "--seq", "16", "--device", "cpu"];
 
 /// Asserts that the program fails with one error that contains `part`.
 fn fail(args: &[&str], part: &str) {
-    common::fail(args, &[part]);
+    crate::common::fail(args, &[part]);
 }
 
 /// Runs the program in a directory.

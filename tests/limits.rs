@@ -1,8 +1,6 @@
 //! Limits of a process and inputs without an end: each is an error, not an abort, and does not block.
 
-mod common;
-
-use common::{fail, succeed, text};
+use crate::common::{fail, succeed, text};
 use std::fs::{self, File};
 use std::path::Path;
 use std::process::{Command, Output};

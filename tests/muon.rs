@@ -1,8 +1,6 @@
 //! Muon as flags of `train`: training, resume, `config.toml` and errors. `crates/model/tests/muon.rs` tests the optimizer itself.
 
-mod common;
-
-use common::{fail, succeed, text};
+use crate::common::{fail, succeed, text};
 use std::fs;
 
 const SMALL: [&str; 21] = [

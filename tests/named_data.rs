@@ -1,8 +1,6 @@
 //! The commands of named data sets, `data check` and `data show`, and training on many or damaged shards.
 
-mod common;
-
-use common::{NO_SERVER, fail, llm_rs, succeed, text};
+use crate::common::{NO_SERVER, fail, llm_rs, succeed, text};
 use data::tokens::{self, Width};
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,8 +1,6 @@
 //! `plan`: memory of `train`, predictions, and invalid input.
 
-mod common;
-
-use common::{fail, succeed};
+use crate::common::{fail, succeed};
 use serde_json::Value;
 
 const MEASURED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/bench/plan");

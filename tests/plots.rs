@@ -1,8 +1,6 @@
 //! `plot`, `log`, the plots and event files of runs, shell completions and manual pages, as users run them.
 
-mod common;
-
-use common::{fail, succeed, text};
+use crate::common::{fail, succeed, text};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -144,7 +142,7 @@ fn plots_of_several_runs_are_written_in_each_format() {
 
     // A damaged log is drawn, with a warning.
     fs::write(a.join("main.log"), "s:0 trl:5.0\ngarbage\ns:1 trl:4.0\n").unwrap();
-    let output = common::llm_rs(&["plot", text(&a), "--out", text(&file("d.svg"))]);
+    let output = crate::common::llm_rs(&["plot", text(&a), "--out", text(&file("d.svg"))]);
     let warning = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success() && warning.contains("main.log: 1 damaged line was left out"), "{warning}");
 }

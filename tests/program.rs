@@ -1,8 +1,6 @@
 //! The program as users run it: complete runs of small models, the command line, and every kind of invalid input.
 
-mod common;
-
-use common::{fail, llm_rs, succeed, text};
+use crate::common::{fail, llm_rs, succeed, text};
 use data::{Tokens, tokens};
 use std::fs;
 use std::path::{Path, PathBuf};

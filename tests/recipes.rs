@@ -1,8 +1,6 @@
 //! The recipes in `configs/`.
 
-mod common;
-
-use common::{fail, succeed, text};
+use crate::common::{fail, succeed, text};
 use data::tokens;
 use std::fs;
 use std::os::unix::fs::FileExt;

@@ -1,12 +1,9 @@
 //! Resuming: killed and stopped runs, full disks, and damaged checkpoints.
 
-#[path = "common/runs.rs"]
-mod runs;
-
+use crate::common::runs::{Results, World, entries, lines, receiving_hangup, signal, wait_until};
 use checkpoint::resume::find_newest;
 use checkpoint::sidecar::Sidecar;
 use rng::XorShift;
-use runs::{Results, World, entries, lines, receiving_hangup, signal, wait_until};
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};

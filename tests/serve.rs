@@ -1,11 +1,7 @@
 //! `serve` as clients use it: the page, completions in OpenAI's format, and clients that misbehave.
 
-mod common;
-#[path = "common/runs.rs"]
-mod runs;
-
-use common::{fail, succeed, text};
-use runs::signal;
+use crate::common::runs::signal;
+use crate::common::{fail, succeed, text};
 use serde_json::{Value, json};
 use std::fs;
 use std::io::{BufRead, BufReader, Lines, Read, Write};

@@ -1,8 +1,6 @@
 //! Sweeps: every combination of flag values, failures, and sweeps that were interrupted.
 
-mod common;
-
-use common::{fail, succeed, text};
+use crate::common::{fail, succeed, text};
 use data::tokens;
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,8 +1,6 @@
 //! The program in a terminal of 40 columns: progress bars, colors and help. `script` of util-linux provides the terminal.
 
-mod common;
-
-use common::{llm_rs, succeed};
+use crate::common::{llm_rs, succeed};
 use std::process::Command;
 
 const COLUMNS: usize = 40;

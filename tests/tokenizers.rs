@@ -1,8 +1,6 @@
 //! The tokenizer follows the data and the model: from `data text` to training, checkpoints, evaluation and export.
 
-mod common;
-
-use common::{fail, succeed, text};
+use crate::common::{fail, succeed, text};
 use data::Tokens;
 use serde_json::{Value, json};
 use std::fs;

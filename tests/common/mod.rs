@@ -1,6 +1,6 @@
 //! Runs the program as a user does.
 
-#![allow(dead_code, reason = "each test program uses a part of it")]
+pub mod runs;
 
 use std::path::Path;
 use std::process::{Command, Output};

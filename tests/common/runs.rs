@@ -1,7 +1,5 @@
 //! Runs of a small model in a temporary directory, and the comparison of their results.
 
-#![allow(dead_code, reason = "each test program uses a part of it")]
-
 use data::tokens;
 use std::fs;
 use std::path::{Path, PathBuf};
