@@ -1,6 +1,6 @@
 //! Directives: lines of a chapter that stand for code, diffs, tables, PTX and reports.
 
-use crate::{diff, examples, item, links};
+use crate::{diff, examples, item, links, profile};
 use anyhow::{Context, Result, bail, ensure};
 use std::fmt::Write;
 use std::fs;
@@ -68,12 +68,13 @@ impl Sources {
             }
             ["kernels", family] => examples::table(&self.root, family, None),
             ["kernels", family, first, last] => examples::table(&self.root, family, Some([first, last])),
+            ["profile", ref entries @ ..] if !entries.is_empty() => profile::table(&self.root, entries),
             ["report", kernel] => Ok(fenced(&examples::report(kernel)?, "text")),
             ["ptx", kernel] => Ok(fenced(&examples::ptx(kernel)?, "text")),
             ["sass", kernel] => Ok(fenced(&examples::sass(&self.root, kernel)?, "text")),
             _ => bail!(
-                "expected code PATH [ITEM], diff PATH ITEM PATH ITEM, kernels FAMILY [FIRST LAST], report KERNEL, ptx KERNEL or sass \
-                 KERNEL, found another directive"
+                "expected code PATH [ITEM], diff PATH ITEM PATH ITEM, kernels FAMILY [FIRST LAST], profile ENTRY..., report KERNEL, \
+                 ptx KERNEL or sass KERNEL, found another directive"
             ),
         }
     }
@@ -126,6 +127,8 @@ mod tests {
             ("{{#code gpu/src/gelu.rs nothing}}", "expected an item nothing"),
             ("{{#kernels nothing}}", "expected a family"),
             ("{{#report gelu_naive}}", "expected a kernel with a planted fault"),
+            ("{{#profile gelu_fast}}", "expected entry point gelu_fast"),
+            ("{{#profile}}", "found another directive"),
             ("{{#codes}}", "found another directive"),
         ] {
             let error = format!("{:#}", sources().expand(&format!("text\n{directive}\n")).unwrap_err());

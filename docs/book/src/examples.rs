@@ -35,15 +35,23 @@ struct Row {
 }
 
 impl Row {
-    fn cells(&self) -> String {
+    fn cells(&self, with_library: bool) -> String {
+        let us = self.us;
         let rate = match &*self.bound {
-            "compute" => format!("{:.0} TFLOP/s", self.flops / self.us / 1e6),
-            _ => format!("{:.0} GB/s", self.bytes / self.us / 1e3),
+            "compute" => format!("{} TFLOP/s", rounded(self.flops / us / 1e6)),
+            _ => format!("{} GB/s", rounded(self.bytes / us / 1e3)),
         };
-        let library = self.library.as_ref().zip(self.percent_of_library);
-        let library = library.map_or_else(|| "-".into(), |(name, percent)| format!("{percent:.0} % of {name}"));
-        format!(" {:.1} | {rate} | {:.0} % | {library} |", self.us, self.percent_of_roofline)
+        let us = if us < 1000.0 { format!("{us:.1}") } else { format!("{us:.0}") };
+        let library = self.library.as_ref().zip(self.percent_of_library).filter(|_| with_library);
+        let library = library.map(|(name, percent)| format!(" {} % of {name} |", rounded(percent)));
+        let library = library.unwrap_or_else(|| if with_library { " - |".into() } else { String::new() });
+        format!(" {us} | {rate} | {} % |{library}", rounded(self.percent_of_roofline))
     }
+}
+
+/// Returns a number with at least two digits.
+pub fn rounded(x: f64) -> String {
+    if x < 10.0 { format!("{x:.1}") } else { format!("{x:.0}") }
 }
 
 /// Returns the table of a family, or of its kernels from the first to the last name, with the times of the recorded run.
@@ -62,16 +70,19 @@ pub fn table(root: &Path, family: &str, range: Option<[&str; 2]>) -> Result<Stri
     };
     let kernels = found.kernels.get(first..=last).context("expected the first kernel before the last")?;
     let times = times(root)?;
+    let row_of = |name: &str| times.as_ref().and_then(|times| times.rows.iter().find(|row| row.name == name));
+    let with_library = kernels.iter().any(|kernel| row_of(kernel.name).is_some_and(|row| row.library.is_some()));
+    let (title, line, none) = if with_library { (" library |", "---|", " - |") } else { ("", "", "") };
     let mut out = match &times {
-        Some(_) => "| | kernel | idea | us | rate | of the roofline | library |\n|---|---|---|---|---|---|---|\n",
-        None => "| | kernel | idea |\n|---|---|---|\n",
-    }
-    .to_owned();
+        Some(_) => format!(
+            "<div class=\"measured\">\n\n| | kernel | idea | us | rate | of the roofline |{title}\n|---|---|---|---|---|---|{line}\n"
+        ),
+        None => "| | kernel | idea |\n|---|---|---|\n".to_owned(),
+    };
     for Kernel { number, name, idea, source, .. } in kernels {
         write!(out, "| {number} | [`{name}`](repo:{source}) | {idea} |")?;
-        if let Some(times) = &times {
-            let row = times.rows.iter().find(|row| row.name == *name);
-            out += &row.map_or_else(|| " - | - | - | - |".to_owned(), Row::cells);
+        if times.is_some() {
+            out += &row_of(name).map_or_else(|| format!(" - | - | - |{none}"), |row| row.cells(with_library));
         }
         out.push('\n');
     }
@@ -79,7 +90,7 @@ pub fn table(root: &Path, family: &str, range: Option<[&str; 2]>) -> Result<Stri
         Some(Times { machine, copy_gbs, gemm_tflops, .. }) => {
             writeln!(
                 out,
-                "\nOne run on {machine} ([data](repo:{TIMES})), where a copy of 1 GiB reaches {copy_gbs:.0} GB/s and cuBLASLt's GEMM of \
+                "\n</div>\n\nOne run on {machine} ([data](repo:{TIMES})), where a copy of 1 GiB reaches {copy_gbs:.0} GB/s and cuBLASLt's GEMM of \
                  8192 x 8192 x 8192 {gemm_tflops:.0} TFLOP/s."
             )?;
         }
@@ -177,8 +188,20 @@ mod tests {
             "bytes": 30000000, "flops": 0, "bound": "memory", "percent_of_roofline": 75.0}]}"#;
         fs::write(directory.path().join(TIMES), json).unwrap();
         let text = table(directory.path(), "gelu", Some(["gelu_naive", "gelu_bf16"])).unwrap();
-        assert!(text.contains("| - | - | - | - |\n") && text.contains("| 10.0 | 3000 GB/s | 75 % | - |\n"), "{text}");
+        assert!(text.contains("| - | - | - |\n") && text.contains("| 10.0 | 3000 GB/s | 75 % |\n"), "{text}");
         assert!(text.contains("One run on a GPU"), "{text}");
+    }
+
+    #[test]
+    fn a_table_has_a_library_if_a_kernel_is_compared_with_one() {
+        let directory = tempfile::tempdir().unwrap();
+        fs::create_dir_all(directory.path().join("docs/bench")).unwrap();
+        let json = r#"{"machine": "a GPU", "copy_gbs": 4000.0, "gemm_tflops": 700.0, "rows": [{"name": "gemm_mma", "us": 2000.0,
+            "bytes": 1, "flops": 4e9, "bound": "compute", "percent_of_roofline": 0.25, "library": "cuBLASLt", "percent_of_library": 11.2}]}"#;
+        fs::write(directory.path().join(TIMES), json).unwrap();
+        let text = table(directory.path(), "gemm", Some(["gemm_mma", "gemm_cp_async"])).unwrap();
+        assert!(text.contains("| of the roofline | library |\n") && text.contains("| - | - | - | - |\n"), "{text}");
+        assert!(text.contains("| 2000 | 2.0 TFLOP/s | 0.2 % | 11 % of cuBLASLt |\n"), "{text}");
     }
 
     #[test]

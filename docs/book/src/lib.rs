@@ -10,6 +10,7 @@ mod examples;
 mod formula;
 mod item;
 mod links;
+mod profile;
 pub mod reference;
 
 pub use build::build;
