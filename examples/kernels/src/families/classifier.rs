@@ -60,7 +60,7 @@ pub const FAMILY: Family = Family {
             44,
             "classifier_production",
             "gpu/src/classifier.rs",
-            "Arithmetic starts when half of the row has arrived, and two blocks share an SM.",
+            "Fewer instructions, and arithmetic starts when half of the row has arrived.",
             production,
         ),
     ],

@@ -108,7 +108,7 @@ pub const FAMILY: Family = Family {
             53,
             "gemm_wgmma",
             file!("gemm/wgmma.rs"),
-            "wgmma reads both operands from swizzled tiles in shared memory.",
+            "wgmma reads both operands from swizzled tiles in shared memory; threads copy pairs of elements there.",
             launch!(gemm::wgmma::gemm_wgmma, 128, 256, shared_bytes(gemm::wgmma::shared)),
         )
         .hopper(),

@@ -3,7 +3,7 @@
 //! Problem: as in version 1. n is a multiple of 4.
 //! Idea: 16-byte accesses. All four loads are issued before the first store: the compiler must assume that a store changes what
 //! a later load reads, so it does not move loads above stores.
-//! Limit: memory bandwidth. The parameters and their gradients could be smaller.
+//! Limit: memory bandwidth, which the four loads of version 1 almost reach. The parameters and their gradients could be smaller.
 
 use super::Constants;
 use cuda_std::{Global, GlobalMut, kernel, thread};

@@ -2,7 +2,8 @@
 //!
 //! Problem: see the module. scores (B, NH, T, T) f32 is scratch; the part above the diagonal is never used.
 //! Idea: this is the formula: a thread for each score, a warp for the softmax of each row, a thread for each element of out.
-//! Limit: memory traffic and capacity. The scores take 4 T² bytes for each head. They are written twice and read four times.
+//! Limit: two loads for each multiply-add, and the capacity of the memory. The scores take 4 T² bytes for each head. They are
+//! written twice and read four times, which would limit faster arithmetic.
 
 use super::{HS, Head, SCALE, Sizes};
 use cuda_std::{Element, Global, GlobalMut, bf16, kernel, math, thread, warp};

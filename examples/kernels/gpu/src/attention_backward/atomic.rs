@@ -3,8 +3,9 @@
 //! Problem: see the module, with dqkv in f32, which must be 0 before.
 //! Idea: P = e^(score - lse), so one number for each query replaces the matrix of probabilities. A thread computes a query: dQ in
 //! registers, and atomic additions to dK and dV of each key.
-//! Limit: 128 atomic additions for each pair of a query and a key. Their order differs between runs: the gradient is not
-//! reproducible. dQ, the query and its gradient exceed 255 registers: ptxas 13.5 spills 148 bytes.
+//! Limit: 128 atomic additions for each pair of a query and a key, those of a warp to the same address: slower than version 1.
+//! Their order differs between runs: the gradient is not reproducible. dQ, the query and its gradient exceed 255 registers: ptxas
+//! 13.5 spills 148 bytes.
 
 use crate::attention::{HS, Head, Sizes};
 use cuda_std::{Global, GlobalMut, bf16, kernel, thread};

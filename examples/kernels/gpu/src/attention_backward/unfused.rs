@@ -2,7 +2,8 @@
 //!
 //! Problem: see the module. probabilities (B, NH, T, T) f32 is from version 1 of the forward pass, dscores (B, NH, T, T) f32 scratch.
 //! Idea: this is the formula: the gradients of the scores first, with a warp for each row, then a thread for each element of dqkv.
-//! Limit: memory traffic and capacity: two matrices of 4 T² bytes for each head, each read several times.
+//! Limit: two loads for each multiply-add, and the capacity of the memory: two matrices of 4 T² bytes for each head, each read
+//! several times.
 
 use crate::attention::{HS, Head, Sizes};
 use cuda_std::{Element, Global, GlobalMut, bf16, kernel, math, thread, warp};

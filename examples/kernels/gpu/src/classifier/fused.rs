@@ -3,7 +3,7 @@
 //! Problem: see the module.
 //! Idea: loss and gradient need only the maximum and the sum of a row. So one kernel computes both, recomputes each probability
 //! where it is needed, and overwrites the logits with their gradient. The probabilities never exist in memory.
-//! Limit: three passes over the row, with accesses of 2 bytes.
+//! Limit: the issue of instructions: three passes over the row, with accesses of 2 bytes.
 
 use super::unfused::shared;
 use cuda_std::shared::Layout;

@@ -3,7 +3,7 @@
 //! Problem: see the module. Vp is a multiple of 8, V need not be.
 //! Idea: maximum and sum in one pass, as in version 3 of softmax, with 16-byte accesses. The padding of the last packet counts as
 //! -infinity.
-//! Limit: the second pass reads the row again. It is in L2 only if the rows of all running blocks fit there.
+//! Limit: the issue of instructions. The second pass reads the row again, from L2 if the rows of all running blocks fit there.
 
 use super::unfused::shared;
 use cuda_std::shared::Layout;

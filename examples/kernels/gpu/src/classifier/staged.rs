@@ -3,8 +3,8 @@
 //! Problem: as in version 3. A row of Vp bf16 fits into shared memory.
 //! Idea: each thread starts asynchronous copies of all its packets to shared memory (`cp.async`), which pass no register. Both
 //! passes then read shared memory, so each logit is read once from memory and written once.
-//! Limit: memory bandwidth. The copies of a block do not overlap with its own arithmetic: that takes a second block on the same SM,
-//! or copies in two halves, as in `gpu/`.
+//! Limit: the issue of instructions, as in version 3, whose second read came from L2. The version in `gpu/` compares columns with V
+//! and the target in two packets only, and computes when half of the row has arrived.
 
 use super::online::{add_packet, gradient};
 use super::unfused;

@@ -2,8 +2,8 @@
 //!
 //! Problem: dwte (V, C) f32 += the rows of dout (B, T, C) bf16 at their tokens; dwpe (T, C) f32 += the sums over B.
 //! Idea: several positions add to one row, so the additions must be atomic.
-//! Limit: the order of the additions differs between runs, and f32 addition is not associative: the result is not
-//! reproducible. Frequent tokens make thousands of threads wait for one address.
+//! Limit: one element for each thread, with two atomic additions. Frequent tokens make thousands of threads wait for one address.
+//! The order of the additions differs between runs, and f32 addition is not associative: the result is not reproducible.
 
 use cuda_std::{Element, Global, GlobalMut, bf16, kernel, thread};
 

@@ -4,8 +4,8 @@
 //! positions, and `sorted` (B T) their tokens, so that equal tokens form a run.
 //! Idea: the block of the first position of a run adds up the whole run, so each row of dwte has one writer. A second kernel adds
 //! up dwpe over B in a loop. Both orders are fixed: the result is the same in every run.
-//! Limit: load balance. One block adds up the most frequent token alone, while most blocks end at once. The version in `gpu/`
-//! splits the sorted positions into chunks of equal length.
+//! Limit: load balance. One block adds up the most frequent token alone, one row after the other, while all other blocks have
+//! ended. Version 1 can be faster. The version in `gpu/` splits the sorted positions into chunks of equal length.
 
 use cuda_std::{Element, Global, GlobalMut, bf16, kernel, thread};
 

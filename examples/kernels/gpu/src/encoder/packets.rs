@@ -2,8 +2,8 @@
 //!
 //! Problem: as in version 1. C is a multiple of 8.
 //! Idea: 16-byte accesses, and the divisions are shared by 8 elements.
-//! Limit: memory bandwidth: each row of out is written once, and the rows of wte and wpe are read. The version in `gpu/` gives a
-//! warp a whole row, so that the token is loaded once for it and no division remains.
+//! Limit: a chain of two loads: a row of wte is requested when its token has arrived. The version in `gpu/` gives a warp a whole
+//! row, so that the token is loaded once for it and no division remains.
 
 use cuda_std::{Element, Global, GlobalMut, Packet, bf16, kernel, thread};
 

@@ -1,8 +1,9 @@
 //! GELU, version 2: bf16 storage.
 //!
 //! Problem: out (n) = gelu(inp (n)), both bf16.
-//! Idea: the kernel is memory-bound, so half the bytes take half the time. Arithmetic stays in f32: only loads and stores convert.
-//! Limit: a warp now loads 64 bytes per instruction. There are too few bytes in flight to fill the memory system.
+//! Idea: half the bytes. Arithmetic stays in f32: only loads and stores convert.
+//! Limit: a warp now loads 64 bytes per instruction. There are too few bytes in flight to fill the memory system, so the kernel is
+//! hardly faster than version 1.
 
 use super::gelu;
 use cuda_std::{Element, Global, GlobalMut, bf16, kernel, thread};

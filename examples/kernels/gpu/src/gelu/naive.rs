@@ -3,7 +3,7 @@
 //! Problem: out (n) = gelu(inp (n)), both f32.
 //! Idea: elements are independent, so each gets a thread. Neighboring threads access neighboring addresses (coalesced), so a
 //! warp's 32 loads become one transaction of 128 bytes.
-//! Limit: memory bandwidth. Each element moves 8 bytes, and the arithmetic hides behind them.
+//! Limit: bytes in flight. A warp requests 128 bytes, waits for them, computes and ends.
 
 use super::gelu;
 use cuda_std::{Global, GlobalMut, kernel, thread};

@@ -4,8 +4,9 @@
 //! Idea: one block for each SM stays there and computes tile after tile. The producer goes on with the copies of the next tile while
 //! the consumers still store the previous one, and blocks no longer start and end. Tiles are numbered in bands of 16 rows of tiles:
 //! blocks that run at the same time share rows of a and columns of b, which L2 then supplies.
-//! Limit: the consumers both store at the same time, and the tensor cores wait. The kernels in `gpu/` either alternate two consumers
-//! with a tile each (ping-pong), so that one multiplies while the other stores, or store large tiles through shared memory with TMA.
+//! Limit: with a long K, little time passes between tiles, so little is gained. The consumers both store at the same time, and the
+//! tensor cores wait. The kernels in `gpu/` either alternate two consumers with a tile each (ping-pong), so that one multiplies
+//! while the other stores, or store large tiles through shared memory with TMA.
 
 use super::tma_pipeline::STAGES;
 use super::warp_specialized::shared;

@@ -5,7 +5,8 @@
 //! of its warp, and writes them once to `partials` (warps, 2, C). A second kernel adds up the warps in a fixed order. No atomics
 //! remain, and the result is the same in every run. The row is in registers too, so it is read once, in packets.
 //! Limit: registers. 64 sums for each lane leave room for few warps on an SM, so fewer loads are in flight. The version in `gpu/`
-//! reads the next rows to shared memory in the meantime.
+//! reads the next rows to shared memory in the meantime. The second kernel has few blocks, and a thread adds the sums of all warps
+//! one after the other.
 
 use cuda_std::{Element, Global, GlobalMut, Packet, bf16, kernel, thread, warp};
 

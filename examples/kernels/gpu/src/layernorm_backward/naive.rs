@@ -4,7 +4,8 @@
 //! f32.
 //! Idea: the first pass over the row computes the two means, the second the gradient of the input. The gradients of the
 //! parameters are sums over rows, that is over threads: each thread adds its term atomically.
-//! Limit: uncoalesced accesses, and two atomic additions for each element. Only 2 C addresses receive all of them.
+//! Limit: uncoalesced accesses, and two atomic additions for each element. Only 2 C addresses receive all of them, and the lanes of
+//! a warp add to the same one.
 
 use cuda_std::{Element, Global, GlobalMut, bf16, kernel, thread};
 

@@ -4,7 +4,9 @@
 //! Idea: a block processes many rows and adds its terms to 2 C sums in shared memory, whose atomics are faster and shared by 8
 //! warps only. At the end, the block adds its sums to global memory: one global addition for each block and column instead of one
 //! for each row and column.
-//! Limit: the shared atomics of the 8 warps meet at the same addresses, and the result depends on their order.
+//! Limit: waits for loads. An f32 addition to shared memory is a loop with compare-and-swap, so the loop over the columns is not
+//! unrolled, and each iteration waits for its loads of 2 bytes. Two blocks for each SM are few warps to hide this. The result
+//! depends on the order of the additions.
 
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, SharedArray, bf16, kernel, thread, warp};

@@ -2,8 +2,8 @@
 //!
 //! Problem: as in version 1, in two kernels: the first computes sum (1), which must be 0 before, and `norm_root` its root.
 //! Idea: each block adds up 512 elements with the same tree, and adds its result atomically to the sum. Now all SMs work.
-//! Limit: each element has its own thread, which spends most of its time in the nine barriers of the tree. The order of the
-//! atomic additions differs between runs, so the result is not reproducible.
+//! Limit: each element has its own thread. A warp waits for 64 bytes, and then for shared memory and barriers in the nine steps of
+//! the tree. The order of the atomic additions differs between runs, so the result is not reproducible.
 
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, SharedArray, bf16, kernel, thread};

@@ -3,7 +3,8 @@
 //! Problem: as in version 2.
 //! Idea: the lanes of a warp exchange registers with `shfl.sync`: five steps reduce 32 values without shared memory and without a
 //! barrier. Only the 16 sums of the warps pass through shared memory, so one barrier remains of nine.
-//! Limit: one element for each thread. The reduction costs more instructions than the load.
+//! Limit: one element for each thread: a warp has 64 bytes in flight, and 512 elements pay for a reduction and the start of a
+//! block.
 
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, SharedArray, bf16, kernel, thread, warp};

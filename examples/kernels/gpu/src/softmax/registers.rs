@@ -3,8 +3,8 @@
 //! Problem: as in version 5. n is at most 57344.
 //! Idea: the 1024 threads of a block have registers for a whole row: up to 7 packets each. The row is read once, and its loads are
 //! all in flight together. The exponentials are computed twice, which costs less than keeping them in f32.
-//! Limit: memory bandwidth, and the barriers of the two reductions, during which the SM runs only the block's neighbors. 1024 threads
-//! leave 64 registers for each: ptxas 13.5 spills 12 bytes.
+//! Limit: memory bandwidth, and the barriers of the two reductions, during which the SM is idle: 1024 threads with 64 registers
+//! each leave no room for a second block. ptxas 13.5 spills 12 bytes.
 
 use super::block::shared;
 use cuda_std::shared::Layout;
