@@ -51,7 +51,11 @@ impl Row {
 
 /// Returns a number with at least two digits.
 pub fn rounded(x: f64) -> String {
-    if x < 10.0 { format!("{x:.1}") } else { format!("{x:.0}") }
+    match x {
+        ..1.0 => format!("{x:.2}"),
+        ..10.0 => format!("{x:.1}"),
+        _ => format!("{x:.0}"),
+    }
 }
 
 /// Returns the table of a family, or of its kernels from the first to the last name, with the times of the recorded run.
@@ -201,7 +205,7 @@ mod tests {
         fs::write(directory.path().join(TIMES), json).unwrap();
         let text = table(directory.path(), "gemm", Some(["gemm_mma", "gemm_cp_async"])).unwrap();
         assert!(text.contains("| of the roofline | library |\n") && text.contains("| - | - | - | - |\n"), "{text}");
-        assert!(text.contains("| 2000 | 2.0 TFLOP/s | 0.2 % | 11 % of cuBLASLt |\n"), "{text}");
+        assert!(text.contains("| 2000 | 2.0 TFLOP/s | 0.25 % | 11 % of cuBLASLt |\n"), "{text}");
     }
 
     #[test]
