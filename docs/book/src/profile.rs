@@ -31,6 +31,8 @@ struct Row {
     registers: u32,
     /// Reasons and cycles for each issued instruction, the largest first.
     stalls: Vec<(String, f64)>,
+    /// Architecture of the compiled code: that of a cubin, or sm_80 if the driver compiled PTX.
+    arch: String,
 }
 
 impl Row {
@@ -73,14 +75,20 @@ pub fn table(root: &Path, entries: &[&str]) -> Result<String> {
          | entry point | us under `ncu` | DRAM % |{title} issue slots % | warps % | registers | stalls, cycles per instruction |\n\
          |---|---|---|{line}---|---|---|---|\n"
     );
-    for row in rows {
+    for row in &rows {
         writeln!(out, "{}", row.cells(tensor_cores))?;
     }
-    writeln!(
+    write!(
         out,
         "\n</div>\n\n`ncu` on {} ([data](repo:{PROFILES})). [The introduction](introduction.md#profiler-tables) explains the columns.",
         profiles.machine
     )?;
+    let portable = rows.iter().filter(|row| row.arch == "sm_80").map(|row| format!("`{}`", row.entry));
+    let portable = portable.collect::<Vec<_>>().join(", ");
+    if !portable.is_empty() {
+        write!(out, " The driver compiled these from PTX for sm_80: {portable}.")?;
+    }
+    out.push('\n');
     Ok(out)
 }
 
@@ -93,9 +101,9 @@ mod tests {
         fs::create_dir_all(directory.path().join("docs/bench")).unwrap();
         let json = r#"{"machine": "a GPU", "rows": [
             {"entry": "gelu_naive", "us": 205.4, "dram_percent": 52.4, "tensor_percent": 2.0, "issue_percent": 36.1,
-             "warps_percent": 72.0, "registers": 16, "stalls": [["long_scoreboard", 24.4], ["wait", 2.4]]},
+             "warps_percent": 72.0, "registers": 16, "stalls": [["long_scoreboard", 24.4], ["wait", 2.4]], "arch": "sm_90a"},
             {"entry": "gemm_mma", "us": 842.2, "dram_percent": 4.9, "tensor_percent": 26.1, "issue_percent": 27.8,
-             "warps_percent": 24.6, "registers": 125, "stalls": [["long_scoreboard", 5.5], ["wait", 2.1]]}]}"#;
+             "warps_percent": 24.6, "registers": 125, "stalls": [["long_scoreboard", 5.5], ["wait", 2.1]], "arch": "sm_80"}]}"#;
         fs::write(directory.path().join(PROFILES), json).unwrap();
         directory
     }
@@ -105,7 +113,7 @@ mod tests {
         let text = table(repository().path(), &["gelu_naive"]).unwrap();
         let row = "| `gelu_naive` | 205.4 | 52 | 36 | 72 | 16 | long_scoreboard 24.4<br>wait 2.4 |\n";
         assert!(text.contains(row) && text.contains("`ncu` on a GPU"), "{text}");
-        assert!(!text.contains("tensor") && !text.contains("gemm_mma"), "{text}");
+        assert!(!text.contains("tensor") && !text.contains("gemm_mma") && !text.contains("sm_80"), "{text}");
     }
 
     #[test]
@@ -117,6 +125,7 @@ mod tests {
             "{text}"
         );
         assert!(rows[3].starts_with("| `gelu_naive` | 205.4 | 52 | 2.0 |"), "{text}");
+        assert!(text.ends_with("The driver compiled these from PTX for sm_80: `gemm_mma`.\n"), "{text}");
         assert!(rows.iter().all(|row| row.matches('|').count() == 9), "{text}");
     }
 

@@ -5,7 +5,7 @@
 //! tiles, the next pair is copied while the tensor cores multiply the current one. Copies are committed in groups, and a thread waits
 //! for its oldest group. The barrier after the wait makes the copies of all threads visible; the same barrier shows that all warps
 //! have finished with the pair that the next copies overwrite.
-//! Limit: the copies. They run one step ahead, which is shorter than the latency of the memory. Each warp loads its own fragments.
+//! Limit: shared memory. Each warp loads its own fragments, and waits for them.
 
 use super::mma::{DEPTH, THREADS, TILE, Tiles, WarpTile};
 use cuda_std::shared::Layout;
