@@ -71,7 +71,7 @@ impl Row {
 }
 
 /// Returns a number with at least two digits.
-pub fn rounded(x: f64) -> String {
+fn rounded(x: f64) -> String {
     match x {
         ..1.0 => format!("{x:.2}"),
         ..10.0 => format!("{x:.1}"),

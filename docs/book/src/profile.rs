@@ -1,6 +1,5 @@
 //! Tables of what Nsight Compute measured of the kernels in `examples/kernels`.
 
-use crate::examples::rounded;
 use anyhow::{Context, Result};
 use serde::Deserialize;
 use std::fmt::Write;
@@ -40,12 +39,17 @@ impl Row {
         let Self { entry, us, registers, .. } = self;
         let us = if *us < 1000.0 { format!("{us:.1}") } else { format!("{us:.0}") };
         let [dram, tensor, issue, warps] =
-            [self.dram_percent, self.tensor_percent, self.issue_percent, self.warps_percent].map(rounded);
+            [self.dram_percent, self.tensor_percent, self.issue_percent, self.warps_percent].map(percent);
         let tensor = if tensor_cores { format!(" {tensor} |") } else { String::new() };
         let stalls: Vec<_> = self.stalls.iter().map(|(reason, cycles)| format!("{reason} {cycles:.1}")).collect();
         let stalls = stalls.join("<br>");
         format!("| `{entry}` | {us} | {dram} |{tensor} {issue} | {warps} | {registers} | {stalls} |")
     }
+}
+
+/// Returns a percentage with the digits that the data has.
+fn percent(x: f64) -> String {
+    if x < 10.0 { format!("{x:.1}") } else { format!("{x:.0}") }
 }
 
 /// Returns the table of entry points in the recorded profiles.
