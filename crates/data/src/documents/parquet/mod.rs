@@ -6,11 +6,13 @@ use super::{FileReport, Sink, document, list_names};
 use ::parquet::basic::{Compression, Type};
 use ::parquet::column::reader::{ColumnReader, get_column_reader};
 use ::parquet::file::reader::{FileReader, SerializedFileReader};
+use ::parquet::file::serialized_reader::SerializedPageReader;
 use ::parquet::schema::types::SchemaDescriptor;
 use anyhow::{Context, Result, bail, ensure};
-use pages::CheckedPages;
+use pages::{CheckedFile, CheckedPages};
 use std::fs::{self, File};
 use std::path::Path;
+use std::sync::Arc;
 use system::progress::Progress;
 
 /// Rows that are decoded at a time.
@@ -24,6 +26,7 @@ pub fn read(path: &Path, field: &str, progress: &Progress, sink: &mut dyn Sink) 
         return Ok(FileReport { skipped: Some(super::Reason::Empty), ..FileReport::default() });
     }
     let (reader, column) = open(path, field)?;
+    let file = Arc::new(CheckedFile(bounded_file::open(path).with_context(|| format!("cannot read {name}"))?));
     let metadata = reader.metadata();
     let descriptor = metadata.file_metadata().schema_descr().column(column);
     let mut report = FileReport::default();
@@ -31,14 +34,14 @@ pub fn read(path: &Path, field: &str, progress: &Progress, sink: &mut dyn Sink) 
     let mut rows = 0;
     for group in 0..groups {
         let place = || format!("cannot read rows from {} of {name}: expected valid pages; download it again", rows + 1);
-        let pages =
-            decode(path, || reader.get_row_group(group)?.get_column_page_reader(column))?.with_context(place)?;
-        let values = get_column_reader(descriptor.clone(), Box::new(CheckedPages(pages)));
+        let chunk = metadata.row_group(group).column(column);
+        let expected = metadata.row_group(group).num_rows();
+        let pages = decode(path, || SerializedPageReader::new(Arc::clone(&file), chunk, expected as usize, None))?;
+        let values = get_column_reader(descriptor.clone(), Box::new(CheckedPages(pages.with_context(place)?)));
         let ColumnReader::ByteArrayColumnReader(mut values) = values else {
             bail!("{name}: expected a column of strings in \"{field}\"");
         };
         let (mut batch, mut levels) = (Vec::new(), Vec::new());
-        let expected = metadata.row_group(group).num_rows();
         let mut read = 0;
         loop {
             batch.clear();
