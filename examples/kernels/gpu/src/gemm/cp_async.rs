@@ -18,7 +18,7 @@ pub fn shared(layout: &mut Layout) -> [Tiles; 2] {
 
 /// Computes out. Grid: (N / 128, M / 128), rounded up.
 ///
-/// Two blocks on an SM need at most 128 registers for each thread. Without this limit, the addresses of the copies take 40 more.
+/// With at most 128 registers for each thread, an SM runs two blocks.
 #[kernel(threads = 256, blocks_per_sm = 2)]
 pub fn gemm_cp_async(out: GlobalMut<bf16>, a: Global<bf16>, b: Global<bf16>, m: u32, n: u32, k: u32) {
     let [mut current, mut next] = shared(&mut Layout::new());
