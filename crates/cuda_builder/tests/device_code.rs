@@ -250,6 +250,7 @@ fn primitives_outside_of_gpu_compile_to_their_instructions() {
             "checked_views",
             &[
                 ("cp.async.cg.shared.global", 1),
+                ("trap;", 5), // 4 without the check of the copy
                 ("atom.exch.relaxed.gpu.global.b32", 1),
                 ("atom.max.relaxed.gpu.global.u32", 1),
             ],
