@@ -206,7 +206,8 @@ impl StateFiles {
         let StateFile { file, has_master_weights, share, sharded, rounding, rounding_before_update, data } = open(0)?;
         let mut files = vec![file];
         let world_size = share.ranks;
-        for rank in (1..world_size).filter(|_| sharded) {
+        // Without sharding, no loop over the world size: it is any number in a damaged header.
+        for rank in 1..if sharded { world_size } else { 1 } {
             let next = open(rank)?;
             ensure!(
                 (next.share.ranks, next.has_master_weights, next.sharded) == (world_size, has_master_weights, true),
