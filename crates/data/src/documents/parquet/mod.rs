@@ -1,6 +1,8 @@
 //! Parquet files. Only the column with the text is read, page by page.
 
 mod pages;
+mod schema;
+mod thrift;
 
 use super::{FileReport, Sink, document, list_names};
 use ::parquet::basic::{Compression, Type};
@@ -97,6 +99,7 @@ fn open(path: &Path, field: &str) -> Result<(SerializedFileReader<File>, usize)>
     let file = bounded_file::open(path).with_context(|| format!("cannot read {name}"))?;
     let invalid =
         || format!("{name}: expected a complete parquet file, found another or a damaged one; download it again");
+    schema::check(&file, file.metadata()?.len()).with_context(invalid)?;
     let reader = decode(path, || SerializedFileReader::new(file))?.with_context(invalid)?;
     let metadata = reader.metadata();
     let column = find_column(metadata.file_metadata().schema_descr(), field).with_context(|| name.to_string())?;
