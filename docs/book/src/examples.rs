@@ -18,28 +18,7 @@ struct Times {
     machine: String,
     copy_gbs: f64,
     gemm_tflops: f64,
-    later_run: Option<LaterRun>,
     rows: Vec<Row>,
-}
-
-/// The ceilings of kernels that were changed after the run and measured again.
-#[derive(Deserialize)]
-struct LaterRun {
-    copy_gbs: f64,
-    gemm_tflops: f64,
-    kernels: Vec<String>,
-}
-
-impl LaterRun {
-    /// Returns a sentence about those of `kernels` that are of this run.
-    fn note(&self, kernels: &[Kernel]) -> String {
-        let names = kernels.iter().filter(|kernel| self.kernels.iter().any(|name| name == kernel.name));
-        let names = names.map(|kernel| format!("`{}`", kernel.name)).collect::<Vec<_>>().join(", ");
-        if names.is_empty() {
-            return names;
-        }
-        format!(" Of a later run, with {:.0} GB/s and {:.0} TFLOP/s: {names}.", self.copy_gbs, self.gemm_tflops)
-    }
 }
 
 /// A kernel of the recorded run.
@@ -112,12 +91,11 @@ pub fn table(root: &Path, family: &str, range: Option<[&str; 2]>) -> Result<Stri
         out.push('\n');
     }
     match times {
-        Some(Times { machine, copy_gbs, gemm_tflops, later_run, .. }) => {
-            let later = later_run.map(|run| run.note(kernels)).unwrap_or_default();
+        Some(Times { machine, copy_gbs, gemm_tflops, .. }) => {
             writeln!(
                 out,
                 "\n</div>\n\nOne run on {machine} ([data](repo:{TIMES})), where a copy of 1 GiB reaches {copy_gbs:.0} GB/s and cuBLASLt's GEMM of \
-                 8192 x 8192 x 8192 {gemm_tflops:.0} TFLOP/s.{later}"
+                 8192 x 8192 x 8192 {gemm_tflops:.0} TFLOP/s."
             )?;
         }
         None => {
@@ -222,13 +200,12 @@ mod tests {
     fn a_table_has_a_library_if_a_kernel_is_compared_with_one() {
         let directory = tempfile::tempdir().unwrap();
         fs::create_dir_all(directory.path().join("docs/bench")).unwrap();
-        let json = r#"{"machine": "a GPU", "copy_gbs": 4000.0, "gemm_tflops": 700.0,
-            "later_run": {"copy_gbs": 4100.0, "gemm_tflops": 710.0, "kernels": ["gelu_naive", "gemm_mma"]}, "rows": [{"name": "gemm_mma", "us": 2000.0,
+        let json = r#"{"machine": "a GPU", "copy_gbs": 4000.0, "gemm_tflops": 700.0, "rows": [{"name": "gemm_mma", "us": 2000.0,
             "bytes": 1, "flops": 4e9, "bound": "compute", "percent_of_roofline": 0.25, "library": "cuBLASLt", "percent_of_library": 11.2}]}"#;
         fs::write(directory.path().join(TIMES), json).unwrap();
         let text = table(directory.path(), "gemm", Some(["gemm_mma", "gemm_cp_async"])).unwrap();
         assert!(text.contains("| of the roofline | library |\n") && text.contains("| - | - | - | - |\n"), "{text}");
-        assert!(text.ends_with("700 TFLOP/s. Of a later run, with 4100 GB/s and 710 TFLOP/s: `gemm_mma`.\n"), "{text}");
+        assert!(text.ends_with("8192 x 8192 x 8192 700 TFLOP/s.\n"), "{text}");
         assert!(text.contains("| 2000 | 2.0 TFLOP/s | 0.25 % | 11 % of cuBLASLt |\n"), "{text}");
     }
 
