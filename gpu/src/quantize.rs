@@ -303,7 +303,7 @@ pub fn quantize<T: Fp8, const AMAX: bool>(
     for i in 0..PACKETS {
         let at = first + i * THREADS * 8;
         if at < n as usize {
-            packets[i] = inp.packet_streaming(at);
+            packets[i] = inp.packet(at);
         }
     }
     let mut largest = 0;
@@ -437,7 +437,7 @@ pub fn quantize_transpose<T: Fp8, const BOTH: bool, const AMAX: bool, const SUMS
     let mut packets = [Packet::zero(); 8];
     for i in 0..8 {
         if inside(i) {
-            packets[i] = inp.packet_streaming(at(i).0 * columns + at(i).1);
+            packets[i] = inp.packet(at(i).0 * columns + at(i).1);
         }
     }
     let mut largest = 0;

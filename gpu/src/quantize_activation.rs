@@ -121,9 +121,9 @@ impl TilePart {
         let mut packets = [Packet::zero(); 2];
         if let Some([row, column]) = self.in_output(i) {
             let at = row * self.columns * inputs + column;
-            packets[0] = from.packet_streaming(at);
+            packets[0] = from.packet(at);
             if inputs == 2 {
-                packets[1] = from.packet_streaming(at + self.columns);
+                packets[1] = from.packet(at + self.columns);
             }
         }
         packets
