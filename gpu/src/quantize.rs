@@ -480,7 +480,7 @@ pub fn transpose_fp8<T: Fp8, const SUMS: bool>(
     for i in 0..4 {
         let (row, column) = (row + first_row + i * 32, column + packet * 16);
         if row < rows && column < columns {
-            packets[i] = inp.packet_streaming(row * columns + column);
+            packets[i] = inp.packet(row * columns + column);
         }
     }
     for i in 0..4 {
