@@ -47,9 +47,10 @@ fn write_corpus(root: &Path) -> Result<()> {
     let mut files = Vec::new();
     find_texts(root, &mut files)?;
     files.sort();
-    let mut corpus = Vec::new();
+    let mut corpus = String::new();
     for file in &files {
-        corpus.extend(fs::read(file).with_context(|| format!("cannot read {}", file.display()))?);
+        let text = fs::read(file).with_context(|| format!("cannot read {}", file.display()))?;
+        corpus.push_str(&String::from_utf8_lossy(&text));
     }
     let path = Path::new(&env::var("OUT_DIR")?).join("corpus.txt");
     fs::write(&path, corpus).with_context(|| format!("cannot write {}", path.display()))

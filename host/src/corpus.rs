@@ -4,7 +4,7 @@ use anyhow::Result;
 use data::Tokens;
 use tokenizer::Tokenizer;
 
-static TEXT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/corpus.txt"));
+static TEXT: &str = include_str!(concat!(env!("OUT_DIR"), "/corpus.txt"));
 
 /// Approximate size in bytes of the blocks of lines that are assigned to a split.
 const BLOCK_BYTES: usize = 8 << 10;
@@ -13,7 +13,7 @@ const VALIDATION_EVERY: usize = 10;
 
 /// Returns the training and the validation tokens.
 pub fn tokens(tokenizer: &Tokenizer) -> Result<(Tokens, Tokens)> {
-    let (train, val) = split(&String::from_utf8_lossy(TEXT));
+    let (train, val) = split(TEXT);
     let encode = |name, text: &str| Ok::<_, anyhow::Error>(Tokens::in_memory(name, tokenizer.encode(text)?));
     Ok((encode("the built-in corpus", &train)?, encode("the built-in corpus' validation part", &val)?))
 }
@@ -21,12 +21,16 @@ pub fn tokens(tokenizer: &Tokenizer) -> Result<(Tokens, Tokens)> {
 /// Splits text into training and validation text.
 fn split(text: &str) -> (String, String) {
     let (mut train, mut val) = (String::new(), String::new());
-    let mut position = 0;
-    for line in text.split_inclusive('\n') {
-        let block = position / BLOCK_BYTES;
+    let mut start = 0;
+    while start < text.len() {
+        let block = start / BLOCK_BYTES;
+        // A block ends with the line that contains its last byte.
+        let last = (block + 1) * BLOCK_BYTES - 1;
+        let rest = text.as_bytes().get(last..).unwrap_or_default();
+        let end = rest.iter().position(|&byte| byte == b'\n').map_or(text.len(), |i| last + i + 1);
         let split = if block % VALIDATION_EVERY == VALIDATION_EVERY - 1 { &mut val } else { &mut train };
-        split.push_str(line);
-        position += line.len();
+        split.push_str(&text[start..end]);
+        start = end;
     }
     (train, val)
 }
@@ -44,5 +48,9 @@ mod tests {
         let (train, val) = split(&"a line\n".repeat(20_000));
         assert_eq!(train.len() + val.len(), 140_000);
         assert!(train.ends_with("a line\n") && val.starts_with("a line\n"));
+        // Lines of 13 blocks: each belongs to the block in which it starts.
+        let line = |c: char| c.to_string().repeat(13 * BLOCK_BYTES - 1) + "\n";
+        let text = ('a'..='d').map(line).collect::<String>() + "without an end";
+        assert_eq!(split(&text), (line('a') + &line('b') + &line('c') + "without an end", line('d')));
     }
 }

@@ -60,7 +60,7 @@ pub struct Tokens {
 #[derive(Clone, Debug)]
 enum Source {
     File(Arc<Shard>),
-    Memory(Arc<[u32]>),
+    Memory(Arc<Vec<u32>>),
 }
 
 /// A file of tokens. It is opened for each read: a data set may have more shards than a process may have open files.
@@ -145,8 +145,8 @@ impl Tokens {
 
     /// Creates a shard in memory. `name` identifies it in messages.
     pub fn in_memory(name: impl Into<String>, tokens: impl IntoIterator<Item: Into<u32>>) -> Self {
-        let tokens: Arc<[u32]> = tokens.into_iter().map(Into::into).collect();
-        Self { name: name.into(), len: tokens.len(), source: Source::Memory(tokens) }
+        let tokens: Vec<u32> = tokens.into_iter().map(Into::into).collect();
+        Self { name: name.into(), len: tokens.len(), source: Source::Memory(Arc::new(tokens)) }
     }
 
     /// Returns the number of tokens.
