@@ -48,9 +48,19 @@ mod tests {
         let (train, val) = split(&"a line\n".repeat(20_000));
         assert_eq!(train.len() + val.len(), 140_000);
         assert!(train.ends_with("a line\n") && val.starts_with("a line\n"));
-        // Lines of 13 blocks: each belongs to the block in which it starts.
-        let line = |c: char| c.to_string().repeat(13 * BLOCK_BYTES - 1) + "\n";
-        let text = ('a'..='d').map(line).collect::<String>() + "without an end";
-        assert_eq!(split(&text), (line('a') + &line('b') + &line('c') + "without an end", line('d')));
+    }
+
+    #[test]
+    fn a_line_belongs_to_the_block_in_which_it_starts() {
+        let lengths = [1, 5_000, 3_191, 3_192, 8_191, 8_192, 50_000, 100_000, 70];
+        let text = (0..60).map(|i| "x".repeat(lengths[i % lengths.len()] - 1) + "\n").collect::<String>() + "end";
+        let (mut train, mut val, mut position) = (String::new(), String::new(), 0);
+        for line in text.split_inclusive('\n') {
+            let validation = position / BLOCK_BYTES % VALIDATION_EVERY == VALIDATION_EVERY - 1;
+            if validation { &mut val } else { &mut train }.push_str(line);
+            position += line.len();
+        }
+        assert!(!val.is_empty());
+        assert_eq!(split(&text), (train, val));
     }
 }
