@@ -2,7 +2,7 @@
 //! SIGXFSZ is ignored, so that a file size limit is a write error.
 
 use anyhow::{Context, Result};
-use checkpoint::directory::remove_temporary_files;
+use checkpoint::directory::remove_unpublished_files;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use signal_hook::{flag, low_level};
@@ -69,7 +69,7 @@ impl Stop {
             for signal in &mut signals {
                 if request.requested() {
                     // The checkpoint writer may still create files; the next run removes those.
-                    let _ = directory.as_deref().map(remove_temporary_files);
+                    let _ = directory.as_deref().map(remove_unpublished_files);
                     low_level::exit(128 + signal);
                 }
                 request.0.store(signal, Ordering::Relaxed);

@@ -139,28 +139,63 @@ pub fn remove_file(path: &Path) -> Result<()> {
 }
 
 /// Prefix of the names of directories for the files of an incomplete checkpoint.
-pub const STAGING_PREFIX: &str = ".unfinished-checkpoint-";
+const STAGING_PREFIX: &str = ".unfinished-checkpoint-";
 
-/// Removes temporary files and directories of killed runs. Returns their number. The caller must have the lock of the directory.
+/// Returns the name of a directory for the files of the checkpoint of a step until it is complete.
+pub(crate) fn staging_name(step: usize, random: u64) -> String {
+    format!("{STAGING_PREFIX}{step:08}-{random:016x}")
+}
+
+/// Returns the step of the checkpoint whose files a staging directory is for.
+fn staged_step(name: &str) -> Option<usize> {
+    name.strip_prefix(STAGING_PREFIX)?.split_once('-')?.0.parse().ok()
+}
+
+/// Removes temporary files and directories of killed runs, with the files of incomplete checkpoints that they have published. Returns
+/// the number of entries. The caller must have the lock of the directory, and no checkpoint may be in progress.
 pub fn remove_temporary_files(directory: &Path) -> Result<usize> {
     remove_all(directory, atomic_file::TEMPORARY_PREFIX)
 }
 
+/// Removes temporary files and directories while a checkpoint may be in progress, which then fails. Directories of checkpoints that
+/// have published files are kept for [`remove_temporary_files`].
+pub fn remove_unpublished_files(directory: &Path) -> Result<()> {
+    let names = names(directory)?;
+    let is_published = |step| names.iter().any(|name| step_of(name) == Some((step, false)));
+    for name in names.iter().filter(|name| name.starts_with(atomic_file::TEMPORARY_PREFIX)) {
+        if !staged_step(name).is_some_and(is_published) {
+            remove_entry(&directory.join(name))?;
+        }
+    }
+    Ok(())
+}
+
 /// Removes the incomplete checkpoints in the directory of a run. The lock excludes other attempts, and each attempt removes those of
 /// earlier ones.
-pub(crate) fn remove_staging_directories(run: &DirectoryLock) -> Result<usize> {
+pub(crate) fn remove_incomplete_checkpoints(run: &DirectoryLock) -> Result<usize> {
     remove_all(run.path(), STAGING_PREFIX)
 }
 
 /// Removes the files and directories whose names begin with `prefix`. Returns their number.
 fn remove_all(directory: &Path, prefix: &str) -> Result<usize> {
     let temporary: Vec<_> = names(directory)?.into_iter().filter(|name| name.starts_with(prefix)).collect();
-    for name in &temporary {
-        let path = directory.join(name);
-        let removed = if fs::is_dir(&path) { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
-        removed.with_context(|| format!("cannot delete {}", path.display()))?;
-    }
+    temporary.iter().try_for_each(|name| remove_temporary(directory, name))?;
     Ok(temporary.len())
+}
+
+/// Removes a temporary file or directory. The published files of an incomplete checkpoint are removed before its staging directory,
+/// so that a process that is killed meanwhile leaves the staging directory as the sign that they are incomplete.
+pub(crate) fn remove_temporary(directory: &Path, name: &str) -> Result<()> {
+    if let Some(step) = staged_step(name).filter(|&step| !fs::exists(&directory.join(done_name(step)))) {
+        let published = names(directory)?.into_iter().filter(|name| step_of(name) == Some((step, false)));
+        published.into_iter().try_for_each(|name| remove_file(&directory.join(name)))?;
+    }
+    remove_entry(&directory.join(name))
+}
+
+fn remove_entry(path: &Path) -> Result<()> {
+    let removed = if fs::is_dir(path) { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+    removed.with_context(|| format!("cannot delete {}", path.display()))
 }
 
 /// An exclusive lock on the directory of a run.
@@ -381,10 +416,39 @@ mod tests {
     #[test]
     fn temporary_files_are_removed() {
         let dir = directory(&[10], &[".unfinished-abc", ".hidden"]);
-        let staging = dir.path().join(format!("{STAGING_PREFIX}1f"));
+        // The last one is of a version whose names had no step.
+        for name in [&*staging_name(20, 1), ".unfinished-checkpoint-1f"] {
+            fs::create_dir(dir.path().join(name)).unwrap();
+            fs::write(dir.path().join(name).join("model_00000020.bin"), "half").unwrap();
+        }
+        assert_eq!(remove_temporary_files(dir.path()).unwrap(), 3);
+        assert_eq!(sorted_names(&dir), sorted_names(&directory(&[10], &[".hidden"])));
+    }
+
+    #[test]
+    fn published_files_of_an_incomplete_checkpoint_are_removed() {
+        // The process was killed while it published step 20, before it replaced step 10, and after it completed step 5.
+        let published = [model_name(20), state_name(20, 1)];
+        let others = ["model_00000007.bin", "model_final.bin"];
+        let dir = directory(&[5, 10], &[&others[..], &published.each_ref().map(|name| &**name)].concat());
+        let staging = [5, 10, 20].map(|step| dir.path().join(staging_name(step, 0xabc)));
+        staging.iter().for_each(|path| fs::create_dir(path).unwrap());
+
+        // A checkpoint in progress may still publish files.
+        remove_unpublished_files(dir.path()).unwrap();
+        assert!(staging.iter().all(|path| path.exists()) && dir.path().join(&published[0]).exists());
+
+        assert_eq!(remove_temporary_files(dir.path()).unwrap(), 3);
+        assert_eq!(sorted_names(&dir), sorted_names(&directory(&[5, 10], &others)));
+    }
+
+    #[test]
+    fn files_of_checkpoints_that_published_nothing_are_removed_at_once() {
+        let dir = directory(&[10], &[".unfinished-abc"]);
+        let staging = dir.path().join(staging_name(20, 2));
         fs::create_dir(&staging).unwrap();
         fs::write(staging.join("model_00000020.bin"), "half").unwrap();
-        assert_eq!(remove_temporary_files(dir.path()).unwrap(), 2);
-        assert_eq!(sorted_names(&dir), sorted_names(&directory(&[10], &[".hidden"])));
+        remove_unpublished_files(dir.path()).unwrap();
+        assert_eq!(sorted_names(&dir), sorted_names(&directory(&[10], &[])));
     }
 }

@@ -2,8 +2,8 @@
 
 use super::RunState;
 use super::directory::{
-    DirectoryLock, Retention, STAGING_PREFIX, done_name, done_steps, existing_model_name, remove_file,
-    remove_staging_directories, sidecar_name, state_name,
+    DirectoryLock, Retention, done_name, done_steps, existing_model_name, remove_file, remove_incomplete_checkpoints,
+    remove_temporary, sidecar_name, staging_name, state_name,
 };
 use super::model_file::{self, Format};
 use super::recovery::RecoveryPoint;
@@ -246,7 +246,8 @@ impl CheckpointWriter {
         self.check_disk_space(model, engine, state)?;
         let host_layout = self.layout(model)?;
         let copy = if self.writes { Some(self.host_copy(&host_layout, engine)?) } else { None };
-        let staging = self.rank_0.as_ref().map(|rank_0| StagingDirectory::create(&rank_0.directory)).transpose()?;
+        let staging =
+            self.rank_0.as_ref().map(|rank_0| StagingDirectory::create(&rank_0.directory, state.step)).transpose()?;
         let staging_name = staging.as_ref().map_or_else(String::new, |staging| staging.name.clone());
         Ok(Prepared { host_layout, copy, staging, staging_name, logs })
     }
@@ -615,11 +616,11 @@ impl Rank0Job {
         remove_file(&done)?;
         atomic_file::sync_directory(&self.directory)?;
         for file in &files {
-            self.staging.publish(&file.name, &self.directory)?;
+            self.staging.publish(&file.name)?;
         }
         atomic_file::sync_directory(&self.directory)?;
-        drop(self.staging);
         atomic_file::write(&done, |_| Ok(()))?;
+        drop(self.staging);
         let warning = self.retention.apply_except(&self.directory, step, &self.replaced, self.verified).err();
         Ok(WriteSummary {
             model_file: self.directory.join(Format::of(&self.descriptor).name(step)),
@@ -642,32 +643,34 @@ impl Rank0Job {
     }
 }
 
-/// A directory for incomplete files, on the same file system as the directory of the run. Dropping it removes it.
+/// A directory for incomplete files, in the directory of the run. It exists until the checkpoint is complete. Dropping it removes it,
+/// and the published files of a checkpoint that is incomplete.
 ///
 /// Its name is random. A rank of an earlier attempt that was frozen may write into its own directory, never into that of a later
 /// attempt.
 #[derive(Debug)]
 struct StagingDirectory {
+    run: PathBuf,
     path: PathBuf,
     name: String,
 }
 
 impl StagingDirectory {
-    /// Creates the directory. The previous checkpoint of this attempt must have ended.
-    fn create(run: &DirectoryLock) -> Result<Self> {
+    /// Creates the directory of the checkpoint of a step. The previous checkpoint of this attempt must have ended.
+    fn create(run: &DirectoryLock, step: usize) -> Result<Self> {
         // An error leaves a directory that nothing reads. The next checkpoint tries again.
-        let _ = remove_staging_directories(run);
+        let _ = remove_incomplete_checkpoints(run);
         let mut random = [0; 8];
         system::random::fill(&mut random).context("cannot draw a random number")?;
-        let name = format!("{STAGING_PREFIX}{:016x}", u64::from_le_bytes(random));
+        let name = staging_name(step, u64::from_le_bytes(random));
         let path = run.path().join(&name);
         fs::create_dir(&path).with_context(|| format!("cannot create {}", path.display()))?;
-        Ok(Self { path, name })
+        Ok(Self { run: run.path().to_owned(), path, name })
     }
 
     /// Moves a file to the directory of the run.
-    fn publish(&self, name: &str, directory: &Path) -> Result<()> {
-        let (from, to) = (self.path.join(name), directory.join(name));
+    fn publish(&self, name: &str) -> Result<()> {
+        let (from, to) = (self.path.join(name), self.run.join(name));
         fs::rename(&from, &to).with_context(|| format!("cannot rename {} to {}", from.display(), to.display()))
     }
 }
@@ -703,7 +706,7 @@ fn write_file(
 impl Drop for StagingDirectory {
     fn drop(&mut self) {
         // Leftover files are removed when the next run starts in this directory.
-        let _ = fs::remove_dir_all(&self.path);
+        let _ = remove_temporary(&self.run, &self.name);
     }
 }
 
@@ -743,18 +746,18 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let frozen = {
             let lock = DirectoryLock::acquire(dir.path()).unwrap();
-            let staging = StagingDirectory::create(&lock).unwrap();
+            let staging = StagingDirectory::create(&lock, 20).unwrap();
             let path = staging.path.clone();
             // The process is killed.
             std::mem::forget(staging);
             path
         };
         let lock = DirectoryLock::acquire(dir.path()).unwrap();
-        let staging = StagingDirectory::create(&lock).unwrap();
+        let staging = StagingDirectory::create(&lock, 20).unwrap();
         write(&staging.path, "new").unwrap();
         let message = format!("{:#}", write(&frozen, "old").unwrap_err());
         assert_eq!(message, format!("cannot write {}/state: No such file or directory (os error 2)", frozen.display()));
-        staging.publish("state", dir.path()).unwrap();
+        staging.publish("state").unwrap();
         drop(staging);
         assert_eq!(fs::names(dir.path()).unwrap(), ["state"]);
         assert_eq!(std::fs::read(dir.path().join("state")).unwrap(), b"new");
@@ -767,7 +770,7 @@ mod tests {
         // A thread of the run may be writing its log.
         std::fs::write(dir.path().join(".unfinished-5-0"), "").unwrap();
         std::fs::create_dir(dir.path().join(".unfinished-checkpoint-0")).unwrap();
-        let staging = StagingDirectory::create(&lock).unwrap();
+        let staging = StagingDirectory::create(&lock, 20).unwrap();
         let mut names = fs::names(dir.path()).unwrap();
         names.sort();
         assert_eq!(names, [".unfinished-5-0", &*staging.name]);
