@@ -73,10 +73,11 @@ pub(super) fn read_header(file: &File, name: &str) -> Result<Header> {
     Ok(Header { shape, dtype, tensors_at: TENSORS_AT })
 }
 
-/// Returns llm.c's width of the MLP: 2/3 of 4 C, times the multiplier, rounded up to a multiple.
+/// Returns llm.c's width of the MLP: 2/3 of 4 C, times the multiplier, rounded up to a multiple. Damaged headers lead to any width;
+/// one that overflows becomes the largest, which is larger than that of any model.
 fn mlp_channels(channels: usize, multiplier: f32, multiple_of: usize) -> usize {
     let hidden = (f64::from(multiplier) * (8 * channels / 3) as f64) as usize;
-    hidden.next_multiple_of(multiple_of)
+    hidden.checked_next_multiple_of(multiple_of).unwrap_or(usize::MAX)
 }
 
 /// Writes both headers. The tensors must follow as [`Order::LlmCLlama`] states.
@@ -143,6 +144,7 @@ mod tests {
         }
         let small = Descriptor { mlp_channels: 97, .."llama3:1b".parse().unwrap() };
         assert_eq!(ffn_numbers(&small).unwrap().1, 97);
+        assert_eq!(mlp_channels(2, 1e30, 1 << 17), usize::MAX);
     }
 
     #[test]
