@@ -2,7 +2,7 @@
 //!
 //! Problem: see the module. probs (rows, V) f32 holds the probabilities.
 //! Idea: this is how a framework computes it: each kernel reads what the previous one has written.
-//! Limit: memory traffic. The probabilities are written once and read twice, in f32, and the logits are read twice.
+//! Limit: memory traffic. The probabilities are written once and read once, in f32, and the softmax reads the logits three times.
 
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, SharedArray, bf16, block, kernel, math, thread};
