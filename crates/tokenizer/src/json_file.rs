@@ -42,11 +42,13 @@ impl ByteLevel {
             return None;
         }
         let pattern = pattern(&file.pre_tokenizer)?;
-        let (special, added): (Vec<Added>, _) = file.added_tokens.into_iter().partition(|token| token.special);
         // Text around such a token would belong to it, or its text would be normalized.
-        if added.iter().any(|token| token.single_word || token.lstrip || token.rstrip || (nfc && token.normalized)) {
+        let depends_on_text =
+            |token: &Added| token.single_word || token.lstrip || token.rstrip || (nfc && token.normalized);
+        if file.added_tokens.iter().any(depends_on_text) {
             return None;
         }
+        let (special, added): (Vec<Added>, _) = file.added_tokens.into_iter().partition(|token| token.special);
         let is_added = |id: u32| special.iter().chain(&added).any(|token| token.id == id);
         let bpe = file.model.bpe(pattern, is_added)?;
         let added = added.into_iter().map(|token| Special { text: token.content, id: token.id }).collect();

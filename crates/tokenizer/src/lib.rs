@@ -72,7 +72,16 @@ pub struct File {
 enum Encoding {
     Bytes,
     ByteLevel(ByteLevelRef),
-    HuggingFace(Box<tokenizers::Tokenizer>),
+    HuggingFace(Box<HuggingFace>),
+}
+
+/// An encoding of the `tokenizers` crate.
+#[derive(Debug)]
+struct HuggingFace {
+    /// Encodes special tokens in the text as ordinary text.
+    plain: tokenizers::Tokenizer,
+    /// Finds special tokens. They may take the spaces around them, and text after one may differ from text at the beginning.
+    with_special: tokenizers::Tokenizer,
 }
 
 /// A token with a text of its own, which ordinary text never produces.
@@ -297,6 +306,9 @@ impl Tokenizer {
 
     /// Returns the ids of text. Special tokens in the text become their ids.
     pub fn encode_with_special(&self, text: &str) -> Result<Vec<u32>> {
+        if let Encoding::HuggingFace(encoding) = &self.0.encoding {
+            return self.encode_with(&encoding.with_special, text);
+        }
         let mut ids = Vec::with_capacity(text.len() / 3);
         self.0.special.split(text, |part| {
             match part {
@@ -312,15 +324,20 @@ impl Tokenizer {
         match &self.0.encoding {
             Encoding::Bytes => ids.extend(text.bytes().map(u32::from)),
             Encoding::ByteLevel(encoding) => encoding.encode(text, ids)?,
-            Encoding::HuggingFace(tokenizer) if !text.is_empty() => {
-                let encoding = quiet_panic::catch(|| tokenizer.encode_fast(text, false))
-                    .with_context(|| format!("{self} cannot encode the text: its parts contradict each other"))?;
-                let encoding = encoding.map_err(|error| anyhow::anyhow!("{self} cannot encode the text: {error}"))?;
-                ids.extend_from_slice(encoding.get_ids());
-            }
-            Encoding::HuggingFace(_) => {}
+            Encoding::HuggingFace(encoding) => ids.extend(self.encode_with(&encoding.plain, text)?),
         }
         Ok(())
+    }
+
+    /// Returns the ids of text, by the `tokenizers` crate.
+    fn encode_with(&self, tokenizer: &tokenizers::Tokenizer, text: &str) -> Result<Vec<u32>> {
+        if text.is_empty() {
+            return Ok(Vec::new());
+        }
+        let encoding = quiet_panic::catch(|| tokenizer.encode_fast(text, false))
+            .with_context(|| format!("{self} cannot encode the text: its parts contradict each other"))?;
+        let encoding = encoding.map_err(|error| anyhow::anyhow!("{self} cannot encode the text: {error}"))?;
+        Ok(encoding.get_ids().to_vec())
     }
 
     /// Returns the bytes of tokens, which may end inside a character. Ids outside the vocabulary, such as those of a padded
@@ -332,14 +349,13 @@ impl Tokenizer {
             Encoding::ByteLevel(encoding) => {
                 ids.iter().filter_map(|&id| encoding.bytes(id).or_else(|| special(id))).flatten().copied().collect()
             }
-            Encoding::HuggingFace(tokenizer) if is_byte_level(tokenizer) => {
-                let bytes = |&id: &u32| {
-                    special(id).map(<[u8]>::to_vec).or_else(|| tokenizer.id_to_token(id).map(|token| bytes_of(&token)))
-                };
+            Encoding::HuggingFace(encoding) if is_byte_level(&encoding.plain) => {
+                let token = |id: u32| encoding.plain.id_to_token(id).map(|token| bytes_of(&token));
+                let bytes = |&id: &u32| special(id).map(<[u8]>::to_vec).or_else(|| token(id));
                 ids.iter().filter_map(bytes).flatten().collect()
             }
-            Encoding::HuggingFace(tokenizer) => {
-                let text = quiet_panic::catch(|| tokenizer.decode(ids, false));
+            Encoding::HuggingFace(encoding) => {
+                let text = quiet_panic::catch(|| encoding.plain.decode(ids, false));
                 text.and_then(tokenizers::Result::ok).unwrap_or_default().into_bytes()
             }
         }
@@ -348,6 +364,15 @@ impl Tokenizer {
     /// Decodes tokens to text. Invalid UTF-8 becomes U+FFFD.
     pub fn text(&self, ids: &[u32]) -> String {
         String::from_utf8_lossy(&self.decode(ids)).into_owned()
+    }
+}
+
+impl HuggingFace {
+    fn new(mut with_special: tokenizers::Tokenizer) -> Self {
+        with_special.set_encode_special_tokens(false);
+        let mut plain = with_special.clone();
+        plain.set_encode_special_tokens(true);
+        Self { plain, with_special }
     }
 }
 
@@ -393,8 +418,6 @@ fn open_json(name: &str, text: &str) -> Result<Tokenizer> {
     tokenizer
         .with_truncation(None)
         .map_err(|error| anyhow::anyhow!("{name}: truncation cannot be disabled: {error}"))?;
-    // Ordinary text must not become special tokens; `encode_with_special` handles them.
-    tokenizer.set_encode_special_tokens(true);
     let mut special: Vec<Special> = tokenizer
         .get_added_tokens_decoder()
         .into_iter()
@@ -408,7 +431,7 @@ fn open_json(name: &str, text: &str) -> Result<Tokenizer> {
     ensure!(i32::try_from(vocab).is_ok(), "{name}: expected ids below {}, found {}", i32::MAX, vocab - 1);
     let encoding = match ByteLevel::of_json(text) {
         Some(encoding) => Encoding::ByteLevel(ByteLevelRef::Own(Box::new(encoding))),
-        None => Encoding::HuggingFace(Box::new(tokenizer)),
+        None => Encoding::HuggingFace(Box::new(HuggingFace::new(tokenizer))),
     };
     let file = File { name: stored::JSON, bytes: text.into() };
     Tokenizer::new(name, encoding, special, vocab, Some(file))
@@ -465,10 +488,11 @@ fn fingerprint(encoding: &Encoding, special: &[Special]) -> u64 {
                 encoding.bytes(id).into_iter().for_each(|bytes| add(id, bytes));
             }
         }
-        Encoding::HuggingFace(tokenizer) => {
+        Encoding::HuggingFace(encoding) => {
             // Byte-level vocabularies store bytes as other characters; this restores them, so that the hash does not depend on
             // the file format.
-            let mut tokens: Vec<(u32, String)> = tokenizer.get_vocab(true).into_iter().map(|(t, id)| (id, t)).collect();
+            let mut tokens: Vec<(u32, String)> =
+                encoding.plain.get_vocab(true).into_iter().map(|(t, id)| (id, t)).collect();
             tokens.retain(|(id, _)| !special.iter().any(|token| token.id == *id));
             tokens.sort();
             for (id, token) in &tokens {

@@ -231,13 +231,57 @@ fn byte_level_files_do_not_need_the_tokenizers_crate() {
         let ids = tokenizer.encode(text).unwrap();
         assert_eq!(ids, reference.encode(text, false).unwrap().get_ids());
         assert_eq!((tokenizer.text(&ids), tokenizer.document()), (text.to_owned(), 0));
-        let slow = Encoding::HuggingFace(Box::new(reference.clone()));
+        let slow = Encoding::HuggingFace(Box::new(HuggingFace::new(reference.clone())));
         assert_eq!(format!("{:016x}", fingerprint(&slow, tokenizer.special())), tokenizer.identity().fingerprint);
     }
     let (qwen, _) = &PAIRS[2];
     assert_eq!(qwen.encode("<think>").unwrap(), [700]);
     assert_eq!(qwen.decode(&[700, 0]), b"<think><|endoftext|>");
     assert!(!qwen.divides_between('t', 'h') && qwen.special_token_contains('t', 'h'));
+}
+
+/// Special tokens may take the spaces around them, or be found only as whole words. With the scheme `first` of Metaspace, text after a
+/// special token does not begin with the sign of a word.
+#[test]
+fn special_tokens_are_found_by_the_rules_of_the_file() {
+    let flags = |flag: &str| {
+        let mut token = serde_json::json!({"id": 700, "content": "<mask>", "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false, "special": true});
+        token[flag] = true.into();
+        let mut file: serde_json::Value = serde_json::from_str(&byte_level_files()[0]).unwrap();
+        file["added_tokens"].as_array_mut().unwrap().push(token);
+        file
+    };
+    let mut normalized = flags("normalized");
+    normalized["normalizer"] = serde_json::json!({"type": "NFC"});
+    let mut files = vec![flags("lstrip"), flags("rstrip"), flags("single_word"), normalized];
+    for scheme in ["first", "always", "never"] {
+        let metaspace =
+            serde_json::json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": true});
+        let special = serde_json::json!({"id": 0, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true});
+        let vocab = serde_json::json!({"<s>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4, "<": 5, "s": 6, ">": 7});
+        files.push(
+            serde_json::json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": [special],
+            "normalizer": null, "pre_tokenizer": metaspace, "post_processor": null, "decoder": metaspace,
+            "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": ["▁ a"]}}),
+        );
+    }
+    let texts = ["a<mask>b", "a  <mask>  b <mask>", "<mask>a<mask>\n", "a<s>a a<s> ab<s><s>", "<s>a", "a", ""];
+    for file in files {
+        let file = file.to_string();
+        let mut reference: tokenizers::Tokenizer = file.parse().unwrap();
+        let tokenizer = open_json("tokenizer.json", &file).unwrap();
+        for text in texts {
+            reference.set_encode_special_tokens(false);
+            let expected = reference.encode(text, false).unwrap();
+            assert_eq!(tokenizer.encode_with_special(text).unwrap(), expected.get_ids(), "{text:?} {file}");
+            reference.set_encode_special_tokens(true);
+            let expected = reference.encode(text, false).unwrap();
+            assert_eq!(tokenizer.encode(text).unwrap(), expected.get_ids(), "{text:?} {file}");
+        }
+    }
 }
 
 #[test]
