@@ -40,7 +40,25 @@ pub const BYTE_VOCAB: usize = 256;
 const END_OF_TEXT: &str = "<|endoftext|>";
 
 /// Special tokens that may precede each document, the preferred one first.
-const DOCUMENT_TOKENS: [&str; 5] = [END_OF_TEXT, "<|begin_of_text|>", "<|end_of_text|>", "<s>", "</s>"];
+const DOCUMENT_TOKENS: [&str; 16] = [
+    END_OF_TEXT,
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<s>",
+    "</s>",
+    // nanochat, Gemma, DeepSeek, BERT and others.
+    "<|bos|>",
+    "<bos>",
+    "<｜begin▁of▁sentence｜>",
+    "<|startoftext|>",
+    "[BOS]",
+    "[CLS]",
+    "<|eos|>",
+    "<eos>",
+    "<｜end▁of▁sentence｜>",
+    "[EOS]",
+    "[SEP]",
+];
 
 /// A mapping between text and token ids. Clones share the vocabulary.
 #[derive(Clone, Debug)]
@@ -230,8 +248,10 @@ impl Tokenizer {
                     .find_map(|text| special.iter().find(|token| token.text == *text))
                     .with_context(|| {
                         format!(
-                            "{name}: expected a special token that precedes documents, one of {}",
-                            DOCUMENT_TOKENS.join(", ")
+                            "{name}: expected a special token that precedes documents, one of {}, found {}; add one to added_tokens \
+                             with \"special\": true",
+                            DOCUMENT_TOKENS.join(", "),
+                            some_of(&special)
                         )
                     })?
                     .id
@@ -396,6 +416,15 @@ fn is_byte_level(tokenizer: &tokenizers::Tokenizer) -> bool {
 /// Returns the bytes of a token in a byte-level vocabulary. Added tokens may be plain text.
 fn bytes_of(token: &str) -> Vec<u8> {
     byte_level::bytes(token).unwrap_or_else(|| token.as_bytes().to_vec())
+}
+
+/// Lists some special tokens for a message.
+fn some_of(special: &[Special]) -> String {
+    let mut listed: Vec<&str> = special.iter().take(5).map(|token| &*token.text).collect();
+    if special.len() > listed.len() {
+        listed.push("…");
+    }
+    if listed.is_empty() { "none".to_owned() } else { listed.join(", ") }
 }
 
 fn open_tiktoken(name: &str, text: &str) -> Result<Tokenizer> {

@@ -106,6 +106,22 @@ fn identities_differ_with_the_vocabulary() {
     assert_eq!(Tokenizer::named("gpt2").unwrap(), Tokenizer::of_vocab(GPT2_VOCAB).unwrap());
 }
 
+#[test]
+fn tokens_that_begin_documents_in_other_models_are_known() {
+    let (directory, path) = small_json();
+    let text = fs::read_to_string(&path).unwrap();
+    let with = |token: &str| {
+        let other = directory.path().join("other.json");
+        fs::write(&other, text.replace("<|endoftext|>", token)).unwrap();
+        Tokenizer::open(&other)
+    };
+    for token in ["<|bos|>", "<bos>", "[CLS]", "<｜begin▁of▁sentence｜>", "[SEP]"] {
+        assert_eq!(with(token).unwrap().document(), 257, "{token}");
+    }
+    let error = with("<other>").unwrap_err().to_string();
+    assert!(error.contains("found <other>, <|pad|>; add one to added_tokens"), "{error}");
+}
+
 /// Exports of models of bytes have such a file.
 #[test]
 fn a_file_with_the_vocabulary_of_bytes_needs_no_special_token() {
