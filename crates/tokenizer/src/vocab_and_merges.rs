@@ -27,6 +27,9 @@ struct Config {
     eos_token: Option<Named>,
     unk_token: Option<Named>,
     pad_token: Option<Named>,
+    sep_token: Option<Named>,
+    cls_token: Option<Named>,
+    mask_token: Option<Named>,
     additional_special_tokens: Option<Vec<Named>>,
 }
 
@@ -48,7 +51,8 @@ struct Model {
 impl Config {
     /// Returns the texts of the special tokens.
     fn special(self) -> impl Iterator<Item = String> {
-        let one = [self.bos_token, self.eos_token, self.unk_token, self.pad_token].into_iter().flatten();
+        let begin = [self.bos_token, self.eos_token, self.unk_token, self.pad_token];
+        let one = begin.into_iter().chain([self.sep_token, self.cls_token, self.mask_token]).flatten();
         one.chain(self.additional_special_tokens.into_iter().flatten()).map(|token| match token {
             Named::Text(text) | Named::Object { content: text } => text,
         })
@@ -77,7 +81,10 @@ pub fn to_json(path: &Path) -> Result<String> {
     let added: BTreeMap<String, u32> = read_if_exists(&beside("added_tokens.json"))?;
     let (add_prefix_space, decoder) =
         (config.add_prefix_space == Some(true), std::mem::take(&mut config.added_tokens_decoder));
-    let default = ["<|endoftext|>".to_owned()];
+    // The default of transformers for each of these tokens that is not named.
+    let named = |config: &Config| [&config.bos_token, &config.eos_token, &config.unk_token].map(Option::is_some);
+    let all_are_named = named(&config).into_iter().zip(named(&names)).all(|(a, b)| a || b);
+    let default = (!all_are_named).then(|| "<|endoftext|>".to_owned());
     let special: Vec<String> = config.special().chain(names.special()).chain(default).collect();
     // A later entry with the same id replaces an earlier one.
     let mut tokens = BTreeMap::new();
@@ -167,6 +174,28 @@ mod tests {
         let identity: Identity = tokenizer.identity();
         assert_eq!(identity.name, directory.path().join(VOCAB).display().to_string());
         assert_eq!(stored::in_directory(run.path()).unwrap(), Some(expected));
+    }
+
+    #[test]
+    fn all_kinds_of_special_tokens_are_read() {
+        let (directory, _) = files();
+        let write = |name: &str, text: &str| fs::write(directory.path().join(name), text).unwrap();
+        let special = || {
+            let tokenizer = Tokenizer::open(directory.path()).unwrap();
+            tokenizer.special().iter().map(|token| token.text.clone()).collect::<Vec<_>>()
+        };
+        write("added_tokens.json", r#"{"<mask>": 258, "</s>": 259, "<cls>": 260}"#);
+        for map in [
+            r#"{"mask_token": "<mask>", "sep_token": "</s>", "cls_token": "<cls>"}"#,
+            r#"{"mask_token": {"content": "<mask>"}, "sep_token": "</s>", "cls_token": "<cls>", "bos_token": "</s>"}"#,
+        ] {
+            write("special_tokens_map.json", map);
+            assert_eq!(special(), ["<|endoftext|>", "<mask>", "</s>", "<cls>"], "{map}");
+        }
+        // Other tokens begin and end documents, so this one is ordinary text.
+        write("special_tokens_map.json", r#"{"bos_token": "</s>", "eos_token": "</s>"}"#);
+        write("tokenizer_config.json", r#"{"unk_token": "</s>"}"#);
+        assert_eq!(special(), ["</s>"]);
     }
 
     #[test]
