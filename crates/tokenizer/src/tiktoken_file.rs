@@ -10,6 +10,15 @@ use base64::prelude::BASE64_STANDARD;
 /// Number of ids after the ranks that Llama 3 reserves for special tokens.
 const RESERVED: usize = 256;
 
+/// Encodings with another split pattern or other special tokens, by their number of ranks.
+const OTHER_ENCODINGS: [(usize, &str, &str); 4] = [
+    (50_256, "r50k_base", "pass --tokenizer gpt2, which is this encoding"),
+    (100_256, "cl100k_base", CONVERT),
+    (151_643, "Qwen", CONVERT),
+    (199_998, "o200k_base", CONVERT),
+];
+const CONVERT: &str = "pass a tokenizer.json of this encoding";
+
 /// Parses the file. `name` names it in errors.
 pub fn parse(name: &str, text: &str) -> Result<(Bpe, Vec<Special>)> {
     let mut tokens = Vec::new();
@@ -31,6 +40,9 @@ pub fn parse(name: &str, text: &str) -> Result<(Bpe, Vec<Special>)> {
             tokens.len()
         );
         tokens.push(bytes.into_boxed_slice());
+    }
+    if let Some((ranks, other, fix)) = OTHER_ENCODINGS.into_iter().find(|(ranks, ..)| *ranks == tokens.len()) {
+        bail!("{name}: expected the 128000 ranks of Llama 3, found {ranks}, those of {other}; {fix}");
     }
     let first = tokens.len() as u32;
     let bpe = Bpe::new(Pattern::Llama3, tokens).with_context(|| format!("{name}: not a tokenizer"))?;
@@ -80,6 +92,22 @@ mod tests {
         assert_eq!(special.len(), 256);
         let id = |text: &str| special.iter().find(|token| token.text == text).unwrap().id - 259;
         assert_eq!((id("<|begin_of_text|>"), id("<|eot_id|>"), id("<|reserved_special_token_250|>")), (0, 9, 255));
+    }
+
+    #[test]
+    fn encodings_with_another_pattern_are_errors() {
+        let token = |rank: u32| [&rank.to_le_bytes()[..], &[0]].concat();
+        let lines = |ranks: u32| -> String {
+            (0..ranks).map(|rank| format!("{} {rank}\n", BASE64_STANDARD.encode(token(rank)))).collect()
+        };
+        let error = format!("{:#}", parse("t.model", &lines(50_256)).unwrap_err());
+        assert!(
+            error.contains("t.model: expected the 128000 ranks of Llama 3, found 50256, those of r50k_base"),
+            "{error}"
+        );
+        assert!(error.contains("--tokenizer gpt2"), "{error}");
+        let error = format!("{:#}", parse("t.model", &lines(100_256)).unwrap_err());
+        assert!(error.contains("those of cl100k_base; pass a tokenizer.json"), "{error}");
     }
 
     #[test]
