@@ -9,6 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -112,6 +113,15 @@ fn ranks_end_soon_after_the_link_between_hosts_is_cut() {
     );
 }
 
+/// Returns a free port that is followed by another one. Both are outside of the range from which Linux takes the ports of other tests.
+fn two_free_ports() -> u16 {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let first = 20_000 + (std::process::id() % 5_000) as u16;
+    let is_free = |port| TcpListener::bind(("0.0.0.0", port)).is_ok();
+    let mut ports = std::iter::repeat_with(|| first + 2 * NEXT.fetch_add(1, Ordering::Relaxed)).take(100);
+    ports.find(|&port| is_free(port) && is_free(port + 1)).expect("two free ports")
+}
+
 /// SLURM with one node, until dropped.
 struct Slurm {
     dir: tempfile::TempDir,
@@ -128,9 +138,8 @@ impl Slurm {
             return None;
         }
         let slurm = Self { dir: tempfile::tempdir().unwrap() };
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let start =
-            Command::new(tool("slurm")).arg("start").arg(slurm.dir.path()).arg(port.to_string()).output().unwrap();
+        let port = two_free_ports().to_string();
+        let start = Command::new(tool("slurm")).arg("start").arg(slurm.dir.path()).arg(port).output().unwrap();
         assert!(start.status.success(), "{:?}", output_text(&start));
         Some(slurm)
     }
