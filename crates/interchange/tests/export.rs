@@ -615,6 +615,7 @@ fn gguf_of_llama_has_interleaved_pairs_and_scaled_frequencies() {
     change_json(&hf.path().join("config.json"), |config| {
         config["tie_word_embeddings"] = true.into();
         config["rope_parameters"] = json!({"rope_type": "default", "rope_theta": 10_000.0});
+        (config["rope_theta"], config["rope_scaling"]) = (Value::Null, Value::Null);
     });
     let bytes = gguf_of(hf.path());
     let (_, tensors) = Gguf::read(&bytes);

@@ -54,7 +54,10 @@ pub static LLAMA: Architecture = Architecture {
         Setting { key: "quantization_config", accepted: &["null"] },
     ],
     gguf_pairs: RotaryPairs::Interleaved,
-    descriptor: |keys| descriptor(keys, Biases::None, None, None),
+    descriptor: |keys| {
+        sliding_window(keys)?;
+        descriptor(keys, Biases::None, None, None)
+    },
     keys: |descriptor| keys(descriptor, json!({ "attention_bias": false, "mlp_bias": false })),
 };
 
@@ -146,14 +149,49 @@ fn layer_types(keys: Keys) -> Result<()> {
     }
 }
 
-/// Returns the rotary embedding: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of transformers 4.
+/// Checks that a sliding window, which transformers ignores for Llama and other programs do not, has no effect.
+fn sliding_window(keys: Keys) -> Result<()> {
+    let Some(window) = keys.optional_size("sliding_window")? else { return Ok(()) };
+    let longest = keys.size("max_position_embeddings")?;
+    ensure!(
+        window >= longest || !keys.flag("use_sliding_window", true)?,
+        "sliding_window: expected null or at least max_position_embeddings = {longest}, found {window}; llm-rs computes no other \
+         attention, so set it to null if the model was trained without the window"
+    );
+    Ok(())
+}
+
+/// Key of the rotary embedding in files of transformers 5.
+const PARAMETERS: &str = "rope_parameters";
+/// Key of its scaling in files of transformers 4.
+const SCALING: &str = "rope_scaling";
+
+/// Returns the rotary embedding: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of transformers 4. A file that
+/// has both must have the same values, because each version reads its own.
 fn rotary(keys: Keys) -> Result<Rotary> {
-    let (name, found) = match (keys.get("rope_parameters"), keys.get("rope_scaling")) {
-        (Value::Null, scaling) => ("rope_scaling", scaling),
-        (parameters, _) => ("rope_parameters", parameters),
-    };
+    if keys.get(PARAMETERS).is_null() {
+        return rotary_of(keys, SCALING);
+    }
+    let rotary = rotary_of(keys, PARAMETERS)?;
+    if !keys.get(SCALING).is_null() {
+        ensure!(
+            rotary_of(keys, SCALING)?.scaling == rotary.scaling,
+            "{SCALING}: expected the scaling of {PARAMETERS}, found another one; remove the wrong one of the two"
+        );
+    }
+    let theta = keys.float("rope_theta", rotary.theta)?;
+    ensure!(
+        theta.to_bits() == rotary.theta.to_bits(),
+        "rope_theta: expected {} as in {PARAMETERS}, found {theta}; remove the wrong one of the two",
+        rotary.theta
+    );
+    Ok(rotary)
+}
+
+/// Returns the rotary embedding with the scaling under the key `name`.
+fn rotary_of(keys: Keys, name: &str) -> Result<Rotary> {
     let empty = Map::new();
-    let scaling = match found {
+    let scaling = match keys.get(name) {
         Value::Null => &empty,
         Value::Object(scaling) => scaling,
         other => bail!("{name}: expected an object or null, found {other}"),
@@ -161,11 +199,7 @@ fn rotary(keys: Keys) -> Result<Rotary> {
     let scaling = Keys(scaling);
     let theta = match scaling.get("rope_theta") {
         Value::Null => keys.float("rope_theta", THETA)?,
-        _ => scaling.float("rope_theta", THETA).context(name)?,
-    };
-    let kind = match (scaling.get("rope_type"), scaling.get("type")) {
-        (Value::Null, Value::Null) => "default",
-        (Value::Null, kind) | (kind, _) => kind.as_str().unwrap_or("of another type"),
+        _ => scaling.float("rope_theta", THETA).context(name.to_owned())?,
     };
     // Vision models rotate sections of the channels by other positions; some models have other angles in some layers.
     let other = scaling.0.iter().find(|(key, value)| *key == "mrope_section" || value.is_object());
@@ -177,21 +211,43 @@ fn rotary(keys: Keys) -> Result<Rotary> {
         (partial - 1.0).abs() < f32::EPSILON,
         "partial_rotary_factor: expected 1, found {partial}; llm-rs rotates all channels"
     );
+    let scaling = rotary_scaling(scaling).context(name.to_owned())?;
+    Ok(Rotary { theta, scaling, pairs: RotaryPairs::HalfSplit })
+}
+
+/// Returns the scaling of the frequencies. Old versions of transformers call its kind `type`.
+fn rotary_scaling(scaling: Keys) -> Result<Option<RotaryScaling>> {
+    let [new, old] = ["rope_type", "type"].map(|key| scaling.get(key));
+    ensure!(
+        new.is_null() || old.is_null() || new == old,
+        "type: expected {new} as rope_type, found {old}; remove the wrong one of the two"
+    );
+    let kind = if new.is_null() { old } else { new };
     let required = |key: &str| {
-        ensure!(!scaling.get(key).is_null(), "{name}: {key}: expected a number, found none");
-        scaling.float(key, 0.0).context(name)
+        ensure!(!scaling.get(key).is_null(), "{key}: expected a number, found none");
+        scaling.float(key, 0.0)
     };
-    let scaling = match kind {
-        "default" => None,
-        "llama3" => Some(RotaryScaling {
+    match kind.as_str() {
+        Some("default") => {
+            let factor = scaling.float("factor", 1.0)?;
+            ensure!(
+                (factor - 1.0).abs() < f32::EPSILON,
+                "factor: expected none with rope_type default, found {factor}; state the rope_type of the factor, or remove it"
+            );
+            Ok(None)
+        }
+        Some("llama3") => Ok(Some(RotaryScaling {
             factor: required("factor")?,
             low_freq_factor: required("low_freq_factor")?,
             high_freq_factor: required("high_freq_factor")?,
-            original_max_seq_len: scaling.size("original_max_position_embeddings").context(name)?,
-        }),
-        other => bail!("{name}: rope_type: expected default or llama3, found {other}; llm-rs has no other scaling"),
-    };
-    Ok(Rotary { theta, scaling, pairs: RotaryPairs::HalfSplit })
+            original_max_seq_len: scaling.size("original_max_position_embeddings")?,
+        })),
+        None if kind.is_null() && scaling.get("factor").is_null() => Ok(None),
+        found => bail!(
+            "rope_type: expected default or llama3, found {}; llm-rs has no other scaling",
+            found.map_or_else(|| if kind.is_null() { "none".to_owned() } else { kind.to_string() }, str::to_owned)
+        ),
+    }
 }
 
 /// Returns the keys of transformers 4 and 5, with those of one architecture.
@@ -277,6 +333,26 @@ mod tests {
     }
 
     #[test]
+    fn settings_without_effect_are_accepted() {
+        let expected: Descriptor = "llama3:1b".parse().unwrap();
+        for changes in [
+            r#"{"sliding_window": null}"#,
+            r#"{"sliding_window": 131072}"#,
+            r#"{"sliding_window": 4096, "use_sliding_window": false}"#,
+        ] {
+            assert_eq!(llama(&with(changes)).unwrap(), expected, "{changes}");
+        }
+        for scaling in
+            ["null", "{}", r#"{"rope_type": "default"}"#, r#"{"type": "default", "rope_type": "default", "factor": 1}"#]
+        {
+            let found = llama(&with(&format!(r#"{{"rope_scaling": {scaling}}}"#))).unwrap();
+            assert!(matches!(found.positions, Positions::Rotary(Rotary { scaling: None, .. })), "{scaling}");
+        }
+        // Qwen has a window only if this is set.
+        assert!((QWEN2.descriptor)(Keys(&with(r#"{"sliding_window": 4096}"#))).is_ok());
+    }
+
+    #[test]
     fn written_keys_describe_the_same_model() {
         for (name, architecture) in [
             ("llama3:1b", &LLAMA),
@@ -326,6 +402,36 @@ mod tests {
                 r#"rope_parameters: full_attention: expected none, found {"rope_theta":10000.0}"#,
             ),
             (r#"{"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}"#, "found dynamic"),
+            (
+                r#"{"rope_scaling": {"factor": 2.0}}"#,
+                "rope_scaling: rope_type: expected default or llama3, found none;",
+            ),
+            (r#"{"rope_scaling": {"rope_type": null, "factor": 2.0}}"#, "found none;"),
+            (r#"{"rope_scaling": {"rope_type": 5}}"#, "rope_type: expected default or llama3, found 5;"),
+            (
+                r#"{"rope_scaling": {"rope_type": "default", "factor": 2.0}}"#,
+                "factor: expected none with rope_type default, found 2;",
+            ),
+            (
+                r#"{"rope_scaling": {"rope_type": "default", "type": "linear", "factor": 2.0}}"#,
+                r#"type: expected "default" as rope_type, found "linear";"#,
+            ),
+            (
+                r#"{"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}"#,
+                "rope_scaling: expected the scaling of rope_parameters, found another one;",
+            ),
+            (
+                r#"{"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn", "factor": 4.0}}"#,
+                "rope_scaling: rope_type: expected default or llama3, found yarn;",
+            ),
+            (
+                r#"{"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": null}"#,
+                "rope_theta: expected 1000000 as in rope_parameters, found 500000;",
+            ),
+            (
+                r#"{"sliding_window": 4096}"#,
+                "sliding_window: expected null or at least max_position_embeddings = 131072, found 4096;",
+            ),
             (r#"{"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}"#, "found longrope"),
             (r#"{"head_dim": 63}"#, "head size: expected an even number for rotary embeddings, found 63"),
             (r#"{"head_dim": 0}"#, "head size: expected at least 1, found 0"),
