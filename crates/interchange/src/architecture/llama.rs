@@ -33,8 +33,13 @@ const TENSORS: &[TensorNames] = &[
     tensor(Param::Lnfw, "norm.weight", "output_norm.weight"),
 ];
 
-/// Frequencies, which old versions of transformers saved.
-const IGNORED: &[&str] = &["layers.{}.self_attn.rotary_emb.inv_freq"];
+/// Frequencies of the rotary embedding and tables of their cosines, which old versions of transformers saved.
+const IGNORED: &[&str] = &[
+    "layers.{}.self_attn.rotary_emb.inv_freq",
+    "layers.{}.self_attn.rotary_emb.cos_cached",
+    "layers.{}.self_attn.rotary_emb.sin_cached",
+    "rotary_emb.inv_freq",
+];
 
 /// Llama.
 pub static LLAMA: Architecture = Architecture {
@@ -350,6 +355,18 @@ mod tests {
         }
         // Qwen has a window only if this is set.
         assert!((QWEN2.descriptor)(Keys(&with(r#"{"sliding_window": 4096}"#))).is_ok());
+    }
+
+    #[test]
+    fn tables_of_rotary_embeddings_are_ignored() {
+        for name in [
+            "rotary_emb.inv_freq",
+            "layers.3.self_attn.rotary_emb.inv_freq",
+            "layers.0.self_attn.rotary_emb.cos_cached",
+        ] {
+            assert!(LLAMA.ignores(name), "{name}");
+        }
+        assert!(!LLAMA.ignores("rotary_emb.inv_freq.0") && !LLAMA.ignores("layers.x.self_attn.rotary_emb.inv_freq"));
     }
 
     #[test]

@@ -183,7 +183,7 @@ impl Architecture {
     /// Returns whether `name`, without the prefix, is a buffer of any layer that holds no parameters.
     pub fn ignores(&self, name: &str) -> bool {
         self.ignored.iter().any(|pattern| {
-            let (before, after) = pattern.split_once("{}").unwrap_or((pattern, ""));
+            let Some((before, after)) = pattern.split_once("{}") else { return name == *pattern };
             let layer = name.strip_prefix(before).and_then(|rest| rest.strip_suffix(after));
             layer.is_some_and(|layer| !layer.is_empty() && layer.bytes().all(|byte| byte.is_ascii_digit()))
         })
