@@ -1,7 +1,12 @@
 //! Tensors in files: element types, their conversion, and descriptions of new tensors.
 
+use anyhow::Result;
+use checkpoint::finite::NonFinite;
 use engine::tensor::DType;
 use half::{bf16, f16};
+
+/// Elements that are converted at a time, which bounds the memory of a conversion.
+pub const CHUNK: usize = 1 << 20;
 
 /// The type of a tensor's elements in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,6 +60,20 @@ impl Element {
             Self::Bf16 => bytes.as_chunks().0.iter().map(|&b| bf16::from_le_bytes(b).to_f32()).collect(),
             Self::F16 => bytes.as_chunks().0.iter().map(|&b| f16::from_le_bytes(b).to_f32()).collect(),
         }
+    }
+
+    /// Checks that the elements of a tensor are finite. The error names the tensor.
+    pub fn check_finite(self, bytes: &[u8], tensor: &str) -> Result<()> {
+        let mut non_finite = NonFinite::default();
+        match self {
+            Self::F32 | Self::Bf16 => non_finite.add(bytes, self.dtype()),
+            Self::F16 => {
+                for chunk in bytes.chunks(CHUNK * self.bytes()) {
+                    non_finite.add(&self.convert(chunk.to_vec(), DType::F32), DType::F32);
+                }
+            }
+        }
+        non_finite.check(tensor)
     }
 
     /// Converts little-endian elements to a storage type of the engine. Narrowing rounds to nearest, ties to even.

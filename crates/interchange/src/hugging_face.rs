@@ -190,12 +190,8 @@ impl HuggingFaceModel {
         &self.tensors[&(row, layer)]
     }
 
-    /// Returns the name of a tensor, or of its first part, in its file.
-    pub fn name(&self, param: Param, layer: usize) -> &str {
-        &self.tensor(param, layer).name
-    }
-
-    /// Reads a tensor, one row per output, without padding of the vocabulary. Returns the type and the bytes of its elements.
+    /// Reads a tensor, one row per output, without padding of the vocabulary. Returns the type and the bytes of its elements. NaN and
+    /// infinite values are an error that names the tensor in the file.
     pub fn read(&self, param: Param, layer: usize) -> Result<(Element, Vec<u8>)> {
         let parts = self.config.architecture.parts_of(param).map(|(row, names)| self.read_part(row, names, layer));
         let mut parts: Vec<(Element, Vec<u8>)> = parts.collect::<Result<_>>()?;
@@ -214,6 +210,7 @@ impl HuggingFaceModel {
         let element = element(located);
         let mut bytes = vec![0; names.elements(&self.config.descriptor).len() * element.bytes()];
         self.files[located.file].read(&located.info, 0, &mut bytes)?;
+        element.check_finite(&bytes, &located.name)?;
         if names.transposed {
             let rows = names.hugging_face_shape(&self.config.descriptor)[0];
             bytes = transpose(&bytes, rows, element.bytes());
@@ -255,7 +252,8 @@ fn open_files(directory: &Path) -> Result<Vec<SafetensorsFile>> {
     let name = path.display();
     let text = bounded_file::read(&path, bounded_file::DESCRIPTION).with_context(|| format!("cannot read {name}"))?;
     let index: Index = serde_json::from_slice(&text).with_context(|| format!("{name}: not an index"))?;
-    let names: BTreeSet<&String> = index.weight_map.values().collect();
+    let weight_map = index.weight_map;
+    let names: BTreeSet<&String> = weight_map.values().collect();
     ensure!(!names.is_empty(), "{name}: expected at least one tensor in weight_map, found none");
     let mut files = Vec::new();
     for file in names {
@@ -266,7 +264,7 @@ fn open_files(directory: &Path) -> Result<Vec<SafetensorsFile>> {
         );
         let opened = SafetensorsFile::open(&directory.join(file))?;
         for tensor in opened.tensors().keys() {
-            let listed = index.weight_map.get(tensor);
+            let listed = weight_map.get(tensor);
             ensure!(
                 listed == Some(file),
                 "{name}: expected tensor {tensor} in {file}, which contains it, found {}",
@@ -278,7 +276,7 @@ fn open_files(directory: &Path) -> Result<Vec<SafetensorsFile>> {
     let contains = |file: &str, tensor: &str| {
         files.iter().any(|opened| opened.path().ends_with(file) && opened.tensors().contains_key(tensor))
     };
-    if let Some((tensor, file)) = index.weight_map.iter().find(|(tensor, file)| !contains(file, tensor)) {
+    if let Some((tensor, file)) = weight_map.iter().find(|(tensor, file)| !contains(file, tensor)) {
         bail!("{}: expected tensor {tensor}, which {INDEX} lists, found none", directory.join(file).display());
     }
     Ok(files)

@@ -2,10 +2,9 @@
 
 use crate::architecture::{Architecture, TensorNames};
 use crate::config;
-use crate::element::Element;
+use crate::element::{CHUNK, Element};
 use crate::hugging_face::HuggingFaceModel;
 use anyhow::{Context, Result, bail, ensure};
-use checkpoint::finite::NonFinite;
 use checkpoint::model_file::ModelFile;
 use checkpoint::resume::newest_model_file;
 use checkpoint::tensors;
@@ -141,16 +140,15 @@ impl ModelSource {
     /// Reads a tensor, one row per output, without padding of the vocabulary, as little-endian elements of type `dtype`. NaN and
     /// infinite values are an error that names the tensor.
     pub fn read(&self, param: Param, layer: usize, dtype: DType) -> Result<Vec<u8>> {
-        let (element, bytes, name) = match &self.0 {
+        let (element, bytes) = match &self.0 {
             Kind::LlmC(file) => {
-                (Element::from(file.dtype()), file.read_tensor(param, layer)?, tensors::name(param, layer))
+                let (element, bytes) = (Element::from(file.dtype()), file.read_tensor(param, layer)?);
+                let checked = element.check_finite(&bytes, &tensors::name(param, layer));
+                checked.with_context(|| self.path().display().to_string())?;
+                (element, bytes)
             }
-            Kind::HuggingFace(model) => {
-                let (element, bytes) = model.read(param, layer)?;
-                (element, bytes, model.name(param, layer).to_owned())
-            }
+            Kind::HuggingFace(model) => model.read(param, layer).with_context(|| self.path().display().to_string())?,
         };
-        check_finite(element, &bytes, &name).with_context(|| self.path().display().to_string())?;
         Ok(element.convert(bytes, dtype))
     }
 
@@ -206,7 +204,6 @@ fn load(source: &HuggingFaceModel, model: &Decoder, engine: &mut dyn Engine) -> 
         }
         let (element, bytes) = source.read(param, layer)?;
         progress.add(bytes.len() as u64);
-        check_finite(element, &bytes, source.name(param, layer))?;
         let elements = bytes.len() / element.bytes();
         for (store, range, tensor) in held {
             // Rows that pad the vocabulary are not in the file. The arena is zero before the first write.
@@ -219,23 +216,6 @@ fn load(source: &HuggingFaceModel, model: &Decoder, engine: &mut dyn Engine) -> 
         }
     }
     Ok(())
-}
-
-/// Elements that are converted at a time, which bounds the memory of a conversion.
-const CHUNK: usize = 1 << 20;
-
-/// Checks that the elements of a tensor are finite.
-fn check_finite(element: Element, bytes: &[u8], tensor: &str) -> Result<()> {
-    let mut non_finite = NonFinite::default();
-    match element {
-        Element::F32 | Element::Bf16 => non_finite.add(bytes, element.dtype()),
-        Element::F16 => {
-            for chunk in bytes.chunks(CHUNK * element.bytes()) {
-                non_finite.add(&element.convert(chunk.to_vec(), DType::F32), DType::F32);
-            }
-        }
-    }
-    non_finite.check(tensor)
 }
 
 /// Writes elements to a tensor of `store`.

@@ -106,6 +106,23 @@ fn non_finite_values_are_errors_that_name_the_tensor() {
     }
 }
 
+/// Several tensors of these files become one of the engine.
+#[test]
+fn a_part_of_a_tensor_that_is_not_finite_is_named() {
+    for name in ["self_attn.k_proj.weight", "self_attn.v_proj.bias", "mlp.gate_proj.weight"] {
+        let name = format!("model.layers.0.{name}");
+        let (config, mut damaged) = common::qwen2();
+        damaged.get_mut(&name).unwrap().values[3] = f32::NAN;
+        let directory = common::directory_of(&config, &damaged);
+        let source = open(directory.path()).unwrap();
+        let mut cpu = Cpu::new();
+        let (model, plan) = Decoder::plan(source.descriptor(), PlanOptions::inference(1, 8), &mut cpu);
+        cpu.allocate(&plan).unwrap();
+        let message = format!("{:#}", source.load(&model, &mut cpu).unwrap_err());
+        assert!(message.contains(&format!("{name}: expected finite values, found 1 NaN values")), "{message}");
+    }
+}
+
 #[test]
 fn a_file_without_the_head_needs_tied_embeddings() {
     let directory = directory(&tensors(Dtype::F32));
