@@ -3,6 +3,7 @@
 use crate::architecture::{Architecture, TensorNames, of_layer};
 use crate::config::{self, ModelConfig};
 use crate::element::{Element, transpose};
+use crate::entries::Entries;
 use crate::safetensors_file::{SafetensorsFile, TensorInfo};
 use anyhow::{Context, Result, bail, ensure};
 use engine::tensor::DType;
@@ -226,7 +227,7 @@ fn element(located: &Located) -> Element {
 /// The contents of [`INDEX`].
 #[derive(Deserialize)]
 struct Index {
-    weight_map: BTreeMap<String, String>,
+    weight_map: Entries<String>,
 }
 
 /// Opens all safetensors files of a directory. One file takes precedence over an index, as in transformers.
@@ -252,7 +253,7 @@ fn open_files(directory: &Path) -> Result<Vec<SafetensorsFile>> {
     let name = path.display();
     let text = bounded_file::read(&path, bounded_file::DESCRIPTION).with_context(|| format!("cannot read {name}"))?;
     let index: Index = serde_json::from_slice(&text).with_context(|| format!("{name}: not an index"))?;
-    let weight_map = index.weight_map;
+    let weight_map = index.weight_map.distinct().with_context(|| format!("{name}: weight_map"))?;
     let names: BTreeSet<&String> = weight_map.values().collect();
     ensure!(!names.is_empty(), "{name}: expected at least one tensor in weight_map, found none");
     let mut files = Vec::new();

@@ -14,6 +14,7 @@
 pub mod architecture;
 pub mod config;
 pub mod element;
+mod entries;
 pub mod export;
 pub mod gguf;
 pub mod hugging_face;

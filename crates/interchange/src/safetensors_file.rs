@@ -5,9 +5,10 @@
 //! and uses `pread`, so a file that is truncated meanwhile is an error.
 
 use crate::element::{Element, NewTensor};
+use crate::entries::Entries;
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
@@ -19,6 +20,9 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// Key of the header that is not a tensor.
 const METADATA: &str = "__metadata__";
+
+/// The beginning of a file that Git stores in place of a large one: `version https://git-lfs…`.
+const GIT_LFS: &[u8; 8] = b"version ";
 
 /// A tensor in the header of a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -77,15 +81,23 @@ impl SafetensorsFile {
 
 /// Returns the position of the data and the tensors.
 fn read_header(file: &File, size: u64) -> Result<(u64, BTreeMap<String, TensorInfo>)> {
-    ensure!(size >= 8, "not a safetensors file: expected at least 8 bytes, found {size}");
+    ensure!(size >= 8, "not a safetensors file: expected at least 8 bytes, found {size}; download it again");
     let mut length = [0; 8];
     file.read_exact_at(&mut length, 0)?;
+    ensure!(
+        length != *GIT_LFS,
+        "not a safetensors file: expected its contents, found a pointer of Git LFS; run `git lfs pull` in the directory"
+    );
     let length = u64::from_le_bytes(length);
     let most = MAX_HEADER_BYTES.min(size - 8);
-    ensure!(length <= most, "not a safetensors file: expected a header of at most {most} bytes, found {length}");
+    ensure!(
+        length <= most,
+        "not a safetensors file: expected a header of at most {most} bytes, found {length}; download it again"
+    );
     let mut header = vec![0; length as usize];
     file.read_exact_at(&mut header, 8)?;
-    let header: Map<String, Value> = serde_json::from_slice(&header).context("header: expected a JSON object")?;
+    let header: Entries<Value> = serde_json::from_slice(&header).context("header: expected a JSON object")?;
+    let header = header.distinct().context("header: tensor")?;
     let mut tensors = BTreeMap::new();
     for (name, value) in header.into_iter().filter(|(name, _)| name != METADATA) {
         let info: TensorInfo = serde_json::from_value(value).with_context(|| format!("header: tensor {name}"))?;
@@ -120,7 +132,7 @@ fn check_offsets(tensors: &BTreeMap<String, TensorInfo>, bytes: u64) -> Result<(
     }
     ensure!(
         end == bytes,
-        "{}: expected {end} bytes of data as in the header, found {bytes}",
+        "{}: expected {end} bytes of data as in the header, found {bytes}; download the file again",
         if bytes < end { "truncated" } else { "too long" }
     );
     Ok(())
@@ -238,6 +250,18 @@ mod tests {
                 "too long: expected 4 bytes of data as in the header, found 5",
             ),
             (file("{}", &[0]), "too long: expected 0 bytes"),
+            (
+                file(
+                    r#"{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+                    "x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}"#,
+                    &[0; 4],
+                ),
+                "header: tensor: x: expected one entry, found two",
+            ),
+            (
+                b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n".to_vec(),
+                "expected its contents, found a pointer of Git LFS; run `git lfs pull`",
+            ),
         ] {
             let message = format!("{:#}", open(&bytes).unwrap_err());
             assert!(message.contains("model.safetensors: ") && message.contains(expected), "{expected}: {message}");
