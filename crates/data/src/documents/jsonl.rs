@@ -59,7 +59,8 @@ fn value(json: &str, field: &str) -> Result<Option<String>> {
                 list_names(fields.0.iter().map(|(name, _)| name))
             );
         };
-        return value(outer.get(), inner);
+        // As in a parquet file, a field of null is null.
+        return if outer.get() == "null" { Ok(None) } else { value(outer.get(), inner) };
     };
     serde_json::from_str(raw.get()).map_err(|error| match kind(raw.get()) {
         "a string" => {

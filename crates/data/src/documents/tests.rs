@@ -191,6 +191,13 @@ fn json_lines_have_nested_fields_and_escapes() {
 }
 
 #[test]
+fn a_field_of_null_is_a_document_without_text() {
+    let lines =
+        input("a.jsonl", b"{\"a\": {\"b\": \"x\"}}\n{\"a\": null}\n{\"a\": {\"b\": null}}\n{\"a\":{\"b\":\"y\"}}");
+    assert_eq!(read_with(&lines.path, &field("a.b")).unwrap().0, ["x", "", "", "y"]);
+}
+
+#[test]
 fn errors_in_json_lines_name_the_line_and_the_field() {
     let good = "{\"text\": \"a\", \"id\": 7}\n";
     let line = |bad: &str, reading: &Reading, parts: &[&str]| {
