@@ -198,6 +198,15 @@ fn a_field_of_null_is_a_document_without_text() {
 }
 
 #[test]
+fn a_byte_order_mark_is_no_text() {
+    assert_eq!(documents("a.txt", b"\xef\xbb\xbfone"), ["one"]);
+    assert_eq!(documents("a.txt", b"\xef\xbb\xbf"), [""]);
+    assert_eq!(documents("a.txt.gz", &gzip(b"\xef\xbb\xbfone")), ["one"]);
+    // Elsewhere it is a character.
+    assert_eq!(documents("a.txt", "one\u{feff}two".as_bytes()), ["one\u{feff}two"]);
+}
+
+#[test]
 fn errors_in_json_lines_name_the_line_and_the_field() {
     let good = "{\"text\": \"a\", \"id\": 7}\n";
     let line = |bad: &str, reading: &Reading, parts: &[&str]| {

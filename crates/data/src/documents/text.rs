@@ -7,6 +7,7 @@ use anyhow::Result;
 /// Passes the documents of a text file to `sink`, in blocks.
 pub fn read(source: &mut Source, separator: Option<&str>, sink: &mut dyn Sink) -> Result<FileReport> {
     let mut report = FileReport::default();
+    source.skip_byte_order_mark()?;
     let mut splitter =
         Splitter { separator: separator.unwrap_or(""), kept: String::new(), after_separator: false, found: false };
     let mut bytes = Vec::new();
