@@ -2,7 +2,7 @@
 
 use super::STDIN;
 use crate::header::read_available;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use flate2::bufread::MultiGzDecoder;
 use std::ffi::OsStr;
 use std::fs::File;
@@ -14,6 +14,9 @@ use system::progress::Progress;
 const BUFFER_BYTES: usize = 256 << 10;
 /// Bytes at the beginning that determine whether a file is binary.
 const HEAD_BYTES: usize = 8 << 10;
+
+/// Part of zstd's error for a frame that needs more memory than its decoder uses by default.
+const LARGE_WINDOW: &str = "requires too much memory";
 
 /// A decompressed stream.
 pub struct Source {
@@ -68,7 +71,13 @@ impl Source {
             None => raw,
         };
         let mut head = vec![0; HEAD_BYTES];
-        let len = read_available(&mut stream, &mut head).with_context(|| cannot_read(&name))?;
+        let len = match read_available(&mut stream, &mut head) {
+            Err(error) if error.to_string().contains(LARGE_WINDOW) => bail!(
+                "cannot decompress {name}: expected a window of at most 128 MiB, found a larger one, which `zstd --long` makes; \
+                 decompress it with `zstd -d --long=31`"
+            ),
+            len => len.with_context(|| cannot_read(&name))?,
+        };
         head.truncate(len);
         let whole: Box<dyn Read> = Box::new(Cursor::new(head.clone()).chain(stream));
         Ok(Self { name, head, stream: BufReader::with_capacity(BUFFER_BYTES, whole) })

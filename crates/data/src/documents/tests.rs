@@ -206,6 +206,17 @@ fn a_byte_order_mark_is_no_text() {
     assert_eq!(documents("a.txt", "one\u{feff}two".as_bytes()), ["one\u{feff}two"]);
 }
 
+/// `zstd --long=31` writes such frames.
+#[test]
+fn a_large_window_of_zstd_is_an_error_that_says_how_to_decompress_it() {
+    let mut encoder = zstd::Encoder::new(Vec::new(), 1).unwrap();
+    encoder.window_log(28).unwrap();
+    encoder.write_all(b"{\"text\": \"a\"}\n").unwrap();
+    encoder.flush().unwrap();
+    let frame = encoder.finish().unwrap();
+    fails("a.jsonl.zst", &frame, &field("text"), &["expected a window of at most 128 MiB", "zstd -d --long=31"]);
+}
+
 #[test]
 fn errors_in_json_lines_name_the_line_and_the_field() {
     let good = "{\"text\": \"a\", \"id\": 7}\n";
