@@ -114,7 +114,7 @@ pub(crate) fn write_shards(
     let files = summary.input.files + skipped;
     ensure!(
         documents > 0,
-        "expected at least one document with text, found none in {files} {}{}",
+        "expected at least one document with text, found none in {files} {}; pass files with text{}",
         if files == 1 { "file" } else { "files" },
         if skipped > 0 { format!("\n{}", summary.skipped) } else { String::new() }
     );
