@@ -20,6 +20,7 @@ mod readme;
 mod recipes;
 mod resume;
 mod serve;
+mod streams;
 mod sweep;
 mod terminal;
 mod tokenizers;

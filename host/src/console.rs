@@ -11,8 +11,9 @@ use indicatif::{ProgressBar, ProgressStyle};
 use std::cell::{Cell, RefCell};
 use std::io::{self, Write, stderr, stdout};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use system::fs::File;
-use system::process;
+use system::process::{self, print_error_within, print_within};
 
 /// The standard output of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -49,6 +50,15 @@ enum Output {
     Discard,
 }
 
+/// Time after which a reader that reads nothing no longer delays a run. A scheduler kills a run 30 s after SIGTERM.
+pub(crate) const STALL: Duration = Duration::from_secs(10);
+
+/// Returns in words that a stream cannot be written.
+pub(crate) fn unusable(error: &io::Error) -> String {
+    let state = if error.kind() == io::ErrorKind::TimedOut { "stalls" } else { "is closed" };
+    format!("{state} ({error})")
+}
+
 impl Output {
     /// Writes a line. If the stream is closed, writes to the file that replaces it from here on.
     ///
@@ -56,8 +66,9 @@ impl Output {
     fn line(&mut self, text: &str) -> Result<()> {
         match self {
             Self::Stdout(replacement) => {
-                let Err(error) = process::print(text) else { return Ok(()) };
-                // Without a file, nobody would see the results of the run.
+                // Without a file, the run waits for its reader, because nobody would see its results.
+                let print = |text| if replacement.is_some() { print_within(text, STALL) } else { process::print(text) };
+                let Err(error) = print(text) else { return Ok(()) };
                 let Some(path) = replacement.take() else { return Err(closed_stdout(&error)) };
                 *self = Self::replacing("standard output", &path, &error)?;
                 self.line(text)
@@ -80,9 +91,9 @@ impl Output {
     fn replacing(stream: &str, path: &Path, error: &io::Error) -> Result<Self> {
         create_directory(parent(path))?;
         let mut file = LineFile::open(path.to_owned())?;
-        let warning = format!("warning: {stream} is closed ({error}): output continues in {}", path.display());
+        let warning = format!("warning: {stream} {}: output continues in {}", unusable(error), path.display());
         let _ = file.line(&warning);
-        process::print_error(&warning);
+        print_error_within(&warning, Duration::from_secs(1));
         Ok(Self::File(file))
     }
 }

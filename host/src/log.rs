@@ -1,6 +1,7 @@
 //! The log files of a run: `main.log` in llm.c's format, `main.jsonl` with every measured value of each step, and optionally an
 //! event file for TensorBoard.
 
+use crate::console::{STALL, unusable};
 use crate::evaluate::multiple_choice::Score;
 use anyhow::{Context, Result, anyhow};
 use metrics::run::RunLog;
@@ -10,6 +11,7 @@ use model::guards::Verdict;
 use serde::{Deserialize, Serialize};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use system::fs::File;
 use system::process;
 
@@ -318,11 +320,14 @@ impl Log {
         if !self.printed {
             return Ok(());
         }
-        let Err(error) = process::print(json) else { return Ok(()) };
+        let print =
+            |json| if self.files.is_empty() { process::print(json) } else { process::print_within(json, STALL) };
+        let Err(error) = print(json) else { return Ok(()) };
         let [_, jsonl] = &*self.files else { return Err(closed_stdout(&error)) };
         self.printed = false;
         let path = jsonl.path.display();
-        process::print_error(&format!("warning: standard output is closed ({error}): output continues in {path}"));
+        let warning = format!("warning: standard output {}: output continues in {path}", unusable(&error));
+        process::print_error_within(&warning, Duration::from_secs(1));
         Ok(())
     }
 

@@ -11,6 +11,11 @@ use std::process::ExitCode;
 #[global_allocator]
 static ALLOCATOR: Reporting = Reporting;
 
+/// Calls a function before Rust's runtime starts.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static BEFORE_MAIN: extern "C" fn() = system::process::note_closed_stdout;
+
 /// Exit code after the reader of standard output has closed it: 128 plus the number of SIGPIPE, as shells report it.
 const CLOSED_OUTPUT: u8 = 141;
 
