@@ -8,6 +8,7 @@ use hmac::{Hmac, KeyInit, Mac};
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 use std::env;
+use std::ffi::OsString;
 use std::fmt::{self, Write};
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
@@ -80,14 +81,39 @@ impl Secret {
             mode & 0o777
         );
         let mut text = String::new();
-        file.take(MAX_BYTES).read_to_string(&mut text).with_context(|| format!("cannot read {name}"))?;
+        let read = file.take(MAX_BYTES + 1).read_to_string(&mut text).with_context(|| format!("cannot read {name}"))?;
+        // The first bytes of a larger file may be the same in every file of its kind.
+        ensure!(
+            read as u64 <= MAX_BYTES,
+            "{name}: expected at most {MAX_BYTES} bytes, found more; create a secret with `openssl rand -hex 32`"
+        );
         Self::new(&text).with_context(|| name.to_string())
     }
 
-    /// Returns the secret of the environment variable, if it is set.
+    /// Returns the secret of the environment variable, if it is set. Text that is not a secret is an error, because the run would
+    /// otherwise have none.
     pub fn from_environment() -> Result<Option<Self>> {
-        let text = env::var(VARIABLE).ok().filter(|text| !text.is_empty());
-        text.map(|text| Self::new(&text)).transpose().context(VARIABLE)
+        Self::from_variable(env::var_os(VARIABLE))
+    }
+
+    fn from_variable(text: Option<OsString>) -> Result<Option<Self>> {
+        let Some(text) = text else { return Ok(None) };
+        ensure!(
+            !text.is_empty(),
+            "{VARIABLE}: expected at least {MIN_BYTES} bytes, found none; create a secret with `openssl rand -hex 32`, or unset the \
+             variable"
+        );
+        let text = text.to_str().with_context(|| {
+            format!(
+                "{VARIABLE}: expected text in UTF-8, found other bytes; create a secret with `openssl rand -hex 32`"
+            )
+        })?;
+        ensure!(
+            text.len() as u64 <= MAX_BYTES,
+            "{VARIABLE}: expected at most {MAX_BYTES} bytes, found {}; create a secret with `openssl rand -hex 32`",
+            text.len()
+        );
+        Self::new(text).map(Some).context(VARIABLE)
     }
 
     /// Creates a random secret.
@@ -133,6 +159,7 @@ pub(super) fn random_text() -> Result<String> {
 mod tests {
     use super::*;
     use std::fs;
+    use std::os::unix::ffi::OsStringExt;
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
@@ -162,5 +189,24 @@ mod tests {
         assert!(error.contains("found mode 644; run `chmod 600 "), "{error}");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
         assert_eq!(Secret::from_file(&path).unwrap(), Secret::new("0123456789abcdef").unwrap());
+        fs::File::options().append(true).open(&path).unwrap().set_len(8 << 30).unwrap();
+        let error = Secret::from_file(&path).unwrap_err().to_string();
+        assert!(error.contains("expected at most 4096 bytes, found more"), "{error}");
+    }
+
+    #[test]
+    fn a_variable_that_is_no_secret_is_an_error() {
+        let secret = |bytes: &[u8]| Secret::from_variable(Some(OsString::from_vec(bytes.to_vec())));
+        assert_eq!(Secret::from_variable(None).unwrap(), None);
+        assert_eq!(secret(b"0123456789abcdef\n").unwrap(), Some(Secret::new("0123456789abcdef").unwrap()));
+        for (bytes, part) in [
+            (&b""[..], "LLM_RS_SECRET: expected at least 16 bytes, found none; "),
+            (b"too short", "LLM_RS_SECRET: expected at least 16 bytes, found 9; "),
+            (b"0123456789abcdef\xff", "LLM_RS_SECRET: expected text in UTF-8, found other bytes; "),
+            (&[b'a'; 5000], "LLM_RS_SECRET: expected at most 4096 bytes, found 5000; "),
+        ] {
+            let error = format!("{:#}", secret(bytes).unwrap_err());
+            assert!(error.starts_with(part), "{error}");
+        }
     }
 }
