@@ -243,6 +243,16 @@ fn a_run_resumes_from_the_checkpoint_before_a_damaged_one() {
     }
     Results::read(&out, 40).assert_equals(&reference, "after damaging a file");
 
+    // A link to a sidecar that does not exist is damage.
+    fs::rename(&sidecar, out.join("moved")).unwrap();
+    std::os::unix::fs::symlink("nowhere", &sidecar).unwrap();
+    let printed = world.succeed("run", &["--resume"]);
+    assert!(
+        printed.contains("checkpoint of step 40 is damaged and ignored: cannot read run/run_00000040.json"),
+        "{printed}"
+    );
+    fs::remove_file(out.join("moved")).unwrap();
+
     // A checkpoint without a sidecar is treated like one of llm.c.
     fs::remove_file(&sidecar).unwrap();
     let printed = world.succeed("run", &["--resume"]);

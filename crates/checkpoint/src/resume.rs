@@ -145,10 +145,12 @@ impl Checkpoint {
         Ok(Self { step, directory: directory.to_owned(), model, state, sidecar })
     }
 
-    /// Returns the path of the sidecar and its contents, if it exists.
+    /// Returns the path of the sidecar and its contents, if the directory lists it. A link to a file that does not exist is damage.
     fn open_sidecar(directory: &Path, step: usize) -> Result<(PathBuf, Option<Sidecar>)> {
-        let path = directory.join(sidecar_name(step));
-        let sidecar = system::fs::exists(&path).then(|| Sidecar::read(&path)).transpose()?;
+        let name = sidecar_name(step);
+        let path = directory.join(&name);
+        let names = system::fs::names(directory).with_context(|| format!("cannot list {}", directory.display()))?;
+        let sidecar = names.contains(&name).then(|| Sidecar::read(&path)).transpose()?;
         Ok((path, sidecar))
     }
 
