@@ -4,8 +4,10 @@ use crate::common::runs::{Results, World, entries, lines, receiving_hangup, sign
 use checkpoint::resume::find_newest;
 use checkpoint::sidecar::Sidecar;
 use rng::XorShift;
+use std::ffi::OsStr;
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread::sleep;
@@ -377,6 +379,12 @@ fn a_directory_that_cannot_be_used_is_named() {
     let expected = "error: file: expected a directory that can be created, opened and locked, found an error when it was created: \
                     File exists (os error 17); change its permissions, or choose another --out";
     world.fail("file", &[], &[expected]);
+
+    let name = [OsStr::new("--out"), OsStr::from_bytes(b"run\xff")];
+    let output = world.command("unused", &[]).args(name).output().unwrap();
+    let err = String::from_utf8_lossy(&output.stderr);
+    let expected = "expected a path in UTF-8, found other bytes; rename the directory";
+    assert!(output.status.code() == Some(1) && err.contains(expected), "{err}");
     fs::create_dir_all(world.path("run/config.toml")).unwrap();
     let expected = "error: run: expected a directory that this process can change, found an error: cannot write run/config.toml: Is a \
                     directory (os error 21); change its permissions or contents, or choose another --out";

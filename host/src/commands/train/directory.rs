@@ -30,6 +30,12 @@ pub struct OutDirectory {
 impl OutDirectory {
     /// Locks an existing directory and, with `--resume`, finds the checkpoint to resume from. Changes nothing.
     pub fn inspect(path: &Path, options: &Options) -> Result<Self> {
+        // The settings of the run contain the path as text.
+        ensure!(
+            path.to_str().is_some(),
+            "--out {}: expected a path in UTF-8, found other bytes; rename the directory",
+            path.display()
+        );
         let locked = system::fs::exists(path).then(|| lock(path)).transpose()?;
         let resumes = options.resume != Resume::No;
         let found = if resumes { resume::find_newest(path)? } else { FoundCheckpoint::default() };
