@@ -412,6 +412,12 @@ fn a_failed_checkpoint_is_reported_and_the_run_and_older_checkpoints_survive() {
         assert_eq!(output.status.code(), Some(1), "{out}{err}");
         assert!(err.contains("error: the last checkpoint (step 40) could not be written: "), "{err}");
         assert!(err.contains("model_00000040.bin: File too large"), "{err}");
+        let resumed = more.contains(&"--resume");
+        assert!(resumed || err.contains("; there is no checkpoint yet"), "{err}");
+        assert!(
+            !resumed || err.contains("; the newest checkpoint is of step ") && err.contains("; continue with "),
+            "{err}"
+        );
         assert_eq!(fs::read_to_string(world.path("run").join("main.log")).unwrap(), reference.main_log);
         out.into_owned()
     };

@@ -418,7 +418,11 @@ impl Run<'_> {
         self.report_checkpoint(written, &mut session)?;
         self.console.finish();
         if let Some((step, error)) = session.unsaved {
-            return Err(error.context(format!("the last checkpoint (step {step}) could not be written")));
+            let failed = format!("the last checkpoint (step {step}) could not be written");
+            return Err(match self.continuation() {
+                Some(continuation) if !error.is::<Fault>() => anyhow!("{failed}: {error:#}; {continuation}"),
+                _ => error.context(failed),
+            });
         }
         self.log.finish()?;
         let progress = &self.state.progress;

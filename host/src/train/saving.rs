@@ -108,6 +108,14 @@ impl Run<'_> {
         if let Err(error) = self.log.finish() {
             let _ = self.console.line(&format!("warning: the last lines of the log are lost: {error:#}"));
         }
+        self.continuation()
+    }
+
+    /// Returns how to continue the run. Rank 0 reports it for all ranks.
+    pub(super) fn continuation(&self) -> Option<String> {
+        if !self.ranks.is_first() {
+            return None;
+        }
         let Some(checkpoints) = &self.checkpoints else {
             return Some("nothing is kept without --out".to_owned());
         };
