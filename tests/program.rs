@@ -364,6 +364,15 @@ fn settings_without_effect_are_reported() {
         (&["--shard-size", "2"], "--shard-size has no effect: the run has one rank"),
         (&["--check-ranks", "2"], "--check-ranks has no effect: the run has one rank"),
         (&["-s", "0", "-g", "7"], "--sample-length has no effect: --sample-every is 0"),
+        (&["--val-every", "0", "--val-batches", "3"], "--val-batches has no effect: --val-every is 0"),
+        (&["--lr", "0"], "--lr has no effect: 0 leaves the weights unchanged"),
+        (&["--master-weights", "0"], "--master-weights has no effect: parameters are f32"),
+        (&["--hash-every", "21"], "--hash-every has no effect: the run ends after 20 steps"),
+        (&["--skip-loss-z", "3"], "--skip-loss-z has no effect: the run ends after 20 steps, and z-scores need 128"),
+        (
+            &["--out", "unused", "--major-every", "2"],
+            "--major-every has no effect: --keep is 0, so that all checkpoints are kept",
+        ),
     ] {
         assert_eq!(noted(flags), [note], "{flags:?}");
     }

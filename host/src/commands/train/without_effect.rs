@@ -4,7 +4,11 @@ use super::options::Options;
 use checkpoint::config::Config;
 use engine::GeluFusion;
 use engine::open::{Device, MatmulBackend, Opened, Precision};
+use model::MasterWeights;
 use model::schedule::Kind;
+
+/// Number of losses that a z-score needs, as in llm.c.
+const OUTLIER_WINDOW: usize = 128;
 
 /// Returns a note for each flag that has no effect, with the reason.
 pub fn notes(options: &Options, config: &Config, opened: &Opened, ranks: usize) -> Vec<String> {
@@ -18,6 +22,10 @@ pub fn notes(options: &Options, config: &Config, opened: &Opened, ranks: usize) 
     let grouped = options.shard_size.filter(|_| !single);
     let constant = "--schedule constant has no other learning rate than the peak";
     let warmup = format!("the run ends after {} steps, during the warmup", config.steps);
+    let ends = format!("the run ends after {} steps", config.steps);
+    let short = format!("{ends}, and z-scores need {OUTLIER_WINDOW}");
+    let unevaluated = "--val-every is 0";
+    let f32 = opened.precision == Precision::Fp32;
     let fusion = hardware.gelu_fusion.is_some_and(|fusion| fusion != GeluFusion::None);
     [
         ("--matmul", cpu && hardware.matmul != MatmulBackend::default(), on_cpu),
@@ -35,6 +43,8 @@ pub fn notes(options: &Options, config: &Config, opened: &Opened, ranks: usize) 
         ("--shard-size", single && options.shard_size.is_some(), one_rank),
         ("--shard-size", grouped.is_some() && config.zero_stage == 0, "--zero-stage is 0"),
         ("--check-ranks", single && config.check_ranks > 0, one_rank),
+        ("--check-ranks", !single && config.check_ranks > config.steps, &ends),
+        ("--hash-every", config.hash_every > config.steps, &ends),
         ("--rendezvous", single && launch.rendezvous.is_some(), one_rank),
         ("--rendezvous-secret", single && launch.rendezvous_secret.is_some(), one_rank),
         ("--val-batches", unvalidated && options.val_batches.is_some(), "there is no --val"),
@@ -43,6 +53,14 @@ pub fn notes(options: &Options, config: &Config, opened: &Opened, ranks: usize) 
             unvalidated && config.hellaswag.is_none() && options.val_every.is_some_and(|n| n > 0),
             "there is no --val and no --hellaswag",
         ),
+        ("--val", config.val_every == 0 && config.val.is_some() && !config.overfit_one_batch, unevaluated),
+        ("--val-batches", config.val_every == 0 && !unvalidated && options.val_batches.is_some(), unevaluated),
+        ("--hellaswag", config.val_every == 0 && config.hellaswag.is_some(), unevaluated),
+        ("--lr", options.lr == Some(0.0), "0 leaves the weights unchanged"),
+        ("--master-weights", config.master_weights == MasterWeights::None && f32, "parameters are f32"),
+        ("--skip-loss-z", config.skip_loss_z > 0.0 && config.steps < OUTLIER_WINDOW, &short),
+        ("--skip-norm-z", config.skip_norm_z > 0.0 && config.steps < OUTLIER_WINDOW, &short),
+        ("--major-every", config.major_every > 0 && config.keep == 0, "--keep is 0, so that all checkpoints are kept"),
         ("--sample-length", config.sample_every == 0 && options.sample_length.is_some(), "--sample-every is 0"),
     ]
     .into_iter()
