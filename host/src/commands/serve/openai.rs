@@ -4,7 +4,7 @@ use super::error::ApiError;
 use crate::generate::Finish;
 use engine::ops::SlotSampling;
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::fmt::Display;
 
 /// Most texts that one request may ask for.
@@ -143,8 +143,7 @@ impl Completion {
                 ));
             }
         }
-        let body: Body = serde_json::from_value(value)
-            .map_err(|error| ApiError::invalid(None, format!("body: unexpected value: {error}")))?;
+        let body: Body = Body::deserialize(&value).map_err(|error| wrong_type(fields, &error))?;
         let format = body.response_format.as_ref().unwrap_or(&Value::Null);
         let text_format = format.is_null() || format["type"] == "text";
         check("response_format", text_format, "{\"type\": \"text\"}", format)?;
@@ -217,7 +216,47 @@ fn check(name: &'static str, valid: bool, expected: &str, found: impl Display) -
     if valid {
         return Ok(());
     }
+    // A precision would add digits to a number.
+    let found = found.to_string();
     Err(ApiError::invalid(Some(name), format!("{name}: expected {expected}, found {found:.200}")))
+}
+
+/// Fields of [`Body`] with a type, and what they expect.
+const TYPES: [(&str, &str); 15] = [
+    ("n", "a whole number"),
+    ("max_tokens", "a whole number"),
+    ("max_completion_tokens", "a whole number"),
+    ("temperature", "a number"),
+    ("top_p", "a number"),
+    ("top_k", "a whole number"),
+    ("min_p", "a number"),
+    ("repetition_penalty", "a number"),
+    ("seed", "a whole number"),
+    ("stop", "a string or an array of strings"),
+    ("stream", "true or false"),
+    ("stream_options", "an object"),
+    ("echo", "true or false"),
+    ("ignore_eos", "true or false"),
+    ("truncate_prompt_tokens", "a whole number"),
+];
+
+/// Returns the error of the first field with a value of another type. serde's error does not name the field.
+fn wrong_type(fields: &Map<String, Value>, error: &serde_json::Error) -> ApiError {
+    let alone = |name: &str| {
+        fields.get(name).map(|value| Value::Object([(name.to_owned(), value.clone())].into_iter().collect()))
+    };
+    let is_wrong = |name: &str| alone(name).is_some_and(|field| Body::deserialize(field).is_err());
+    match TYPES.into_iter().find(|(name, _)| is_wrong(name)) {
+        Some((name, expected)) => {
+            let value = &fields[name];
+            let found = match value {
+                Value::Number(number) => number.to_string(),
+                other => kind(other).to_owned(),
+            };
+            ApiError::invalid(Some(name), format!("{name}: expected {expected}, found {found}"))
+        }
+        None => ApiError::invalid(None, format!("body: unexpected value: {error}")),
+    }
 }
 
 /// Returns the kind of a JSON value, for errors.
@@ -419,8 +458,30 @@ mod tests {
             let error = parse(&json!({ name: value }), false).unwrap_err();
             assert_eq!(error.param(), Some(name), "{value}");
         }
+        let message =
+            |body: Value| parse(&body, false).unwrap_err().json()["error"]["message"].as_str().unwrap().to_owned();
+        assert_eq!(message(json!({ "temperature": -1 })), "temperature: expected a number from 0 to 100, found -1");
+        assert_eq!(message(json!({ "top_p": 1.5 })), "top_p: expected a number from 0 to 1, found 1.5");
         for body in ["", "{", "[]", "{\"n\":\"x\"}", "\u{0}"] {
             assert!(Completion::parse(body.as_bytes(), false).is_err(), "{body}");
+        }
+    }
+
+    #[test]
+    fn values_of_another_type_name_the_field() {
+        for (name, value, expected) in [
+            ("max_tokens", json!("5"), "max_tokens: expected a whole number, found a string"),
+            ("max_tokens", json!(1.5), "max_tokens: expected a whole number, found 1.5"),
+            ("n", json!(-1), "n: expected a whole number, found -1"),
+            ("temperature", json!("x"), "temperature: expected a number, found a string"),
+            ("stop", json!(5), "stop: expected a string or an array of strings, found 5"),
+            ("stop", json!([5]), "stop: expected a string or an array of strings, found an array"),
+            ("stream", json!("x"), "stream: expected true or false, found a string"),
+            ("seed", json!(1.5), "seed: expected a whole number, found 1.5"),
+            ("stream_options", json!(true), "stream_options: expected an object, found a boolean"),
+        ] {
+            let error = parse(&json!({ "prompt": "a", name: value }), false).unwrap_err();
+            assert_eq!((error.param(), &error.json()["error"]["message"]), (Some(name), &json!(expected)));
         }
     }
 
