@@ -15,7 +15,7 @@ const LONGEST_STOP: usize = 1024;
 /// Tokens of a completion unless the request says otherwise, as in OpenAI's API.
 const DEFAULT_TOKENS: usize = 16;
 /// Fields that would change the result in a way that the server does not implement. Null and `false` have no effect.
-const NOT_IMPLEMENTED: [&str; 11] = [
+const NOT_IMPLEMENTED: [&str; 21] = [
     "suffix",
     "best_of",
     "logprobs",
@@ -27,6 +27,17 @@ const NOT_IMPLEMENTED: [&str; 11] = [
     "functions",
     "audio",
     "modalities",
+    // Extensions of vLLM.
+    "min_tokens",
+    "stop_token_ids",
+    "bad_words",
+    "allowed_token_ids",
+    "use_beam_search",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
 ];
 
 /// The input that a model continues.
@@ -133,7 +144,8 @@ impl Completion {
                 Value::Null | Value::Bool(false) => false,
                 Value::Number(number) => number.as_f64() != Some(if name == "best_of" { 1.0 } else { 0.0 }),
                 Value::Array(list) => !list.is_empty() && *list != ["text"],
-                Value::Object(object) => !object.is_empty(),
+                // Any JSON schema has an effect.
+                Value::Object(object) => !object.is_empty() || name == "guided_json",
                 Value::Bool(true) | Value::String(_) => true,
             });
             if effect {
@@ -483,6 +495,20 @@ mod tests {
             let error = parse(&json!({ "prompt": "a", name: value }), false).unwrap_err();
             assert_eq!((error.param(), &error.json()["error"]["message"]), (Some(name), &json!(expected)));
         }
+    }
+
+    #[test]
+    fn fields_of_other_servers_that_change_the_text_are_refused() {
+        for (name, value) in [
+            ("min_tokens", json!(5)),
+            ("stop_token_ids", json!([5])),
+            ("guided_json", json!({})),
+            ("structured_outputs", json!({ "regex": "a" })),
+        ] {
+            assert_eq!(parse(&json!({ name: value }), false).unwrap_err().param(), Some(name));
+        }
+        let defaults = json!({ "min_tokens": 0, "stop_token_ids": [], "use_beam_search": false, "guided_json": null });
+        assert!(parse(&defaults, false).is_ok());
     }
 
     #[test]
