@@ -1,5 +1,6 @@
 //! `chat`: a conversation with a model in the terminal.
 
+mod date;
 pub mod template;
 
 use super::generation::{Loaded, SamplingFlags, check_prompt, end_tokens, load, tokenizer_of};

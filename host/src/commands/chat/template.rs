@@ -1,5 +1,6 @@
 //! Chat templates of Hugging Face directories: Jinja templates that turn messages into the text that a model reads.
 
+use super::date;
 use anyhow::{Context, Result, anyhow, bail};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, Error, ErrorKind, context};
@@ -63,7 +64,12 @@ impl ChatTemplate {
         environment.add_function("raise_exception", |message: String| -> Result<String, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
         });
-        environment.add_template_owned("chat", source).map_err(|error| anyhow!("{error:#}"))?;
+        environment.add_function("strftime_now", |format: String| -> Result<String, Error> {
+            let unknown = || format!("strftime_now: expected directives of a date or time, found {format}");
+            date::now(&format).ok_or_else(|| Error::new(ErrorKind::InvalidOperation, unknown()))
+        });
+        let source = without_generation(&source);
+        environment.add_template_owned("chat", source).map_err(|error| anyhow!("{error}"))?;
         let token = |name: &str| match &config[name] {
             Value::Object(token) => token.get("content").and_then(Value::as_str).unwrap_or_default().to_owned(),
             token => token.as_str().unwrap_or_default().to_owned(),
@@ -74,16 +80,38 @@ impl ChatTemplate {
     /// Returns the text of a conversation, up to the beginning of the model's answer.
     pub fn render(&self, messages: &[&Message]) -> Result<String> {
         let Self { environment, bos_token, eos_token } = self;
-        let template = environment.get_template("chat").map_err(|error| anyhow!("{error:#}"))?;
+        let template = environment.get_template("chat").map_err(|error| anyhow!("{error}"))?;
         let message = |m: &&Message| context! { role => m.role.clone(), content => m.content.clone() };
         let messages: Vec<minijinja::Value> = messages.iter().map(message).collect();
         let (bos_token, eos_token) = (bos_token.clone(), eos_token.clone());
         let values = context! { messages => messages, bos_token, eos_token, add_generation_prompt => true };
         match template.render(values) {
             Ok(text) => Ok(text),
-            Err(error) => bail!("the chat template rejects the conversation: {error:#}"),
+            Err(error) => bail!("the chat template rejects the conversation: {error}"),
         }
     }
+}
+
+/// Returns a template without the blocks `{% generation %}` of transformers. They mark the tokens of the assistant for training, and
+/// do not change the text.
+fn without_generation(source: &str) -> String {
+    let mut text = String::new();
+    let mut rest = source;
+    while let Some((before, tag)) = rest.split_once("{%") {
+        text += before;
+        text += "{%";
+        let start = tag.len() - tag.trim_start_matches(['-', '+']).trim_start().len();
+        let word = tag[start..].split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or_default();
+        let replacement = match word {
+            "generation" => "if true",
+            "endgeneration" => "endif",
+            other => other,
+        };
+        text += &tag[..start];
+        text += replacement;
+        rest = &tag[start + word.len()..];
+    }
+    text + rest
 }
 
 /// Returns the template of `chat_template`: a string, or a list of named ones of which `default` is meant.
@@ -122,6 +150,29 @@ mod tests {
         let error = render(SOURCE, &Value::Null, &[("robot", "")]).unwrap_err().to_string();
         assert!(error.contains("rejects the conversation") && error.contains("unknown role"), "{error}");
         assert!(render("{% for %}", &Value::Null, &[]).is_err());
+    }
+
+    #[test]
+    fn functions_and_blocks_of_transformers_are_known() {
+        let source = "{% for message in messages %}{% if message.role == 'assistant' %}{%- generation -%} {{ message.content }} {%- endgeneration %}{% \
+                      else %}{{ message.content }}{% endif %}{% endfor %}";
+        assert_eq!(render(source, &Value::Null, &[("user", "a"), ("assistant", "b")]).unwrap(), "ab");
+        assert_eq!(
+            render("{{ 'generation' }}{% set generation = 1 %}{{ generation }}", &Value::Null, &[]).unwrap(),
+            "generation1"
+        );
+        let date = render("{{ strftime_now('%d %b %Y') }}", &Value::Null, &[]).unwrap();
+        assert!(date.len() == 11 && date.ends_with(|c: char| c.is_ascii_digit()), "{date}");
+        let error = render("{{ strftime_now('%Q') }}", &Value::Null, &[]).unwrap_err().to_string();
+        assert!(error.contains("expected directives of a date or time, found %Q"), "{error}");
+    }
+
+    #[test]
+    fn errors_of_templates_have_one_line() {
+        let error = render("a\n{% nothing %}\nb", &Value::Null, &[]).unwrap_err().to_string();
+        assert!(error.contains("unknown statement nothing") && error.lines().count() == 1, "{error}");
+        let error = render("a\n{{ messages.nothing() }}\nb", &Value::Null, &[]).unwrap_err().to_string();
+        assert!(error.contains("rejects the conversation") && error.lines().count() == 1, "{error}");
     }
 
     #[test]
