@@ -84,7 +84,7 @@ pub fn run(args: &Sample) -> Result<()> {
     let mut output = Output {
         args,
         prompt: &text,
-        streams: requests.iter().map(|_| TextStream::new(&tokenizer, &args.stop)).collect(),
+        streams: requests.iter().map(|_| TextStream::new(&tokenizer, &args.stop).after(&prompt)).collect(),
         texts: vec![(String::new(), Vec::new()); args.n],
     };
     output.begin()?;

@@ -5,6 +5,9 @@ use tokenizer::Tokenizer;
 /// Tokens after which an incomplete character is emitted as U+FFFD: a character has at most 4 bytes.
 const MOST_TOKENS_OF_CHARACTER: usize = 4;
 
+/// Tokens at the end of a prompt on which the text of the next token may depend.
+const TOKENS_OF_PROMPT: usize = 8;
+
 /// Converts tokens to text as they arrive. What it returns is always valid UTF-8: the tokens of an incomplete character are held back,
 /// and so is text that may be the beginning of a stop string.
 #[derive(Debug)]
@@ -34,6 +37,14 @@ impl TextStream {
         }
     }
 
+    /// Continues a prompt. Some tokenizers decode the first token of a text without the space that it has after other text.
+    pub fn after(mut self, prompt: &[u32]) -> Self {
+        let is_special = |id: &u32| self.tokenizer.special().iter().any(|token| token.id == *id);
+        let text = &prompt[prompt.iter().rposition(is_special).map_or(0, |last| last + 1)..];
+        self.context = text[text.len().saturating_sub(TOKENS_OF_PROMPT)..].to_vec();
+        self
+    }
+
     /// Takes the next token and returns the text that is certain now.
     pub fn push(&mut self, token: u32) -> String {
         self.pending.push(token);
@@ -57,7 +68,9 @@ impl TextStream {
         }
         let before = self.tokenizer.decode(&self.context);
         let all = self.tokenizer.decode(&[&self.context[..], &self.pending].concat());
-        let new = all.strip_prefix(&before[..]).unwrap_or(&all);
+        // Bytes that end a character differently change the text before them, which has been returned.
+        let alone = if all.starts_with(&before) { Vec::new() } else { self.tokenizer.decode(&self.pending) };
+        let new = all.strip_prefix(&before[..]).unwrap_or(&alone);
         let incomplete = std::str::from_utf8(new).is_err_and(|error| error.error_len().is_none())
             || new.ends_with("\u{fffd}".as_bytes());
         if incomplete && !last && self.pending.len() < MOST_TOKENS_OF_CHARACTER {
@@ -87,6 +100,7 @@ impl TextStream {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     fn stream(tokens: &[u8], stops: &[&str]) -> (Vec<String>, bool) {
         let stops: Vec<String> = stops.iter().map(ToString::to_string).collect();
@@ -103,6 +117,40 @@ mod tests {
         assert_eq!(stream(b"a\xe2\x82", &[]).0, ["a", "", "", "\u{fffd}"]);
         assert_eq!(stream(b"\xffab", &[]).0.concat(), "\u{fffd}ab");
         assert_eq!(stream(b"\xe2ab", &[]).0.concat(), "\u{fffd}ab");
+    }
+
+    /// A vocabulary of words, with the sign ▁ for a space, and of bytes.
+    fn words() -> Tokenizer {
+        let decoder = json!({"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0}]});
+        let special = json!({"id": 0, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true});
+        let vocab = json!({"<s>": 0, "▁a": 1, "b": 2, "<0xC3>": 3, "<0xA9>": 4});
+        let file = json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": [special], "normalizer": null,
+            "pre_tokenizer": null, "post_processor": null, "decoder": decoder, "model": {"type": "BPE", "dropout": null,
+            "unk_token": null, "continuing_subword_prefix": null, "end_of_word_suffix": null, "fuse_unk": false,
+            "byte_fallback": true, "vocab": vocab, "merges": []}});
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("tokenizer.json");
+        std::fs::write(&path, file.to_string()).unwrap();
+        Tokenizer::open(&path).unwrap()
+    }
+
+    #[test]
+    fn the_first_token_after_a_prompt_keeps_its_space() {
+        let text = |prompt: &[u32], tokens: &[u32]| {
+            let mut stream = TextStream::new(&words(), &[]).after(prompt);
+            tokens.iter().map(|&token| stream.push(token)).collect::<String>() + &stream.finish()
+        };
+        assert_eq!(text(&[0, 1], &[1, 2]), " ab");
+        assert_eq!(text(&[1; 20], &[2, 1]), "b a");
+        // A text that begins a document begins without a space.
+        assert_eq!(text(&[0], &[1, 2]), "ab");
+        assert_eq!(text(&[1, 0], &[1, 2]), "ab");
+        assert_eq!(text(&[], &[1, 2]), "ab");
+        // A byte that ends no character does not repeat the character before it.
+        assert_eq!(text(&[0, 1], &[3, 4, 4, 2]), "é\u{fffd}b");
     }
 
     #[test]

@@ -207,6 +207,8 @@ impl Worker {
                     }
                     let Some(model) = &self.model else { return };
                     let stream = TextStream::new(&model.tokenizer, &job.completion.stops);
+                    let is_answer = matches!(job.completion.prompts[..], [Prompt::Messages(_)]);
+                    let stream = if is_answer { stream } else { stream.after(&request.prompt) };
                     self.next_id += 1;
                     self.waiting.push_back(Text { id: self.next_id, job: id, index, request, stream });
                 }
