@@ -132,6 +132,11 @@ pub const fn assert_checked() {
     );
 }
 
+/// Fails to compile unless the type of a parameter of a checked kernel is a scalar.
+#[doc(hidden)]
+#[cfg(target_arch = "nvptx64")]
+pub const fn check_scalar<T: Scalar>(_: T) {}
+
 /// A scalar parameter of a checked kernel.
 #[diagnostic::on_unimplemented(
     message = "a checked kernel cannot have a parameter of type `{Self}`",

@@ -4,8 +4,9 @@
 //! parameters of their own.
 
 use proc_macro2::{Ident, Span, TokenStream};
-use quote::{ToTokens, format_ident, quote};
-use syn::{FnArg, GenericArgument, ItemFn, Lifetime, PathArguments, Type};
+use quote::{ToTokens, format_ident, quote, quote_spanned};
+use syn::spanned::Spanned;
+use syn::{FnArg, GenericArgument, ItemFn, Lifetime, Pat, PatType, PathArguments, Type};
 
 /// One parameter of a checked kernel.
 pub struct Parameter {
@@ -14,6 +15,8 @@ pub struct Parameter {
     host: Type,
     view: Option<View>,
     declared: Type,
+    /// Whether the parameter is declared `mut`.
+    is_mutable: bool,
 }
 
 struct View {
@@ -27,17 +30,19 @@ struct View {
 impl Parameter {
     /// Returns the parameters of a kernel, whose names were checked before.
     pub fn of(function: &ItemFn, names: &[Ident]) -> Vec<Self> {
-        let types = function.sig.inputs.iter().filter_map(|input| match input {
-            FnArg::Typed(typed) => Some((*typed.ty).clone()),
+        let typed = function.sig.inputs.iter().filter_map(|input| match input {
+            FnArg::Typed(typed) => Some(typed),
             FnArg::Receiver(_) => None,
         });
-        names.iter().cloned().zip(types).map(|(name, declared)| Self::new(name, declared)).collect()
+        names.iter().cloned().zip(typed).map(|(name, typed)| Self::new(name, typed)).collect()
     }
 
-    fn new(name: Ident, declared: Type) -> Self {
+    fn new(name: Ident, typed: &PatType) -> Self {
+        let declared = (*typed.ty).clone();
         let mut host = declared.clone();
         let view = view_of(&mut host);
-        Self { name, host, view, declared }
+        let is_mutable = matches!(&*typed.pat, Pat::Ident(pattern) if pattern.mutability.is_some());
+        Self { name, host, view, declared, is_mutable }
     }
 
     /// Returns the declared type if it is a view that knows its length.
@@ -71,18 +76,20 @@ impl Parameter {
     }
 
     /// Returns the statement that builds the view from the parameters of the entry point, or checks that a scalar is one.
-    pub fn build(&self) -> TokenStream {
+    /// `is_body` tells whether the body of the kernel follows, in which the parameter may be mutable.
+    pub fn build(&self, is_body: bool) -> TokenStream {
         let (name, declared) = (&self.name, &self.declared);
+        let mutable = (is_body && self.is_mutable).then(|| quote!(mut));
         if let Some(View { slice, element, .. }) = &self.view {
             let length = format_ident!("{name}_length");
             // SAFETY: the launch passes the start and the length of one range.
-            quote!(let #name: #declared = unsafe { ::cuda_std::#slice::<#element>::from_parts(#name, #length) };)
+            quote!(let #mutable #name: #declared = unsafe { ::cuda_std::#slice::<#element>::from_parts(#name, #length) };)
         } else {
-            quote! {
-                const _: fn(#declared) = {
-                    const fn scalar<T: ::cuda_std::Scalar>(_: T) {}
-                    scalar::<#declared>
-                };
+            // The check is a function of `cuda_std`: an instance would replace the name of a generic parameter here.
+            let rebound = mutable.map(|mutable| quote!(let #mutable #name = #name;));
+            quote_spanned! {declared.span()=>
+                const _: fn(#declared) = ::cuda_std::check_scalar;
+                #rebound
             }
         }
     }

@@ -2,10 +2,12 @@
 
 use proc_macro2::{Group, Span, TokenStream, TokenTree};
 use quote::{ToTokens, format_ident, quote};
+use syn::ext::IdentExt;
 use syn::parse::{Parse, ParseStream};
 use syn::punctuated::Punctuated;
 use syn::{
-    AngleBracketedGenericArguments, Error, Expr, FnArg, GenericParam, Ident, ItemFn, LitInt, LitStr, Pat, Token,
+    AngleBracketedGenericArguments, Attribute, Error, Expr, FnArg, GenericParam, Ident, ItemFn, LitInt, LitStr, Meta,
+    Pat, Signature, Token, Type,
 };
 
 use crate::checked::{Parameter, signature};
@@ -30,7 +32,11 @@ struct Threads([u32; 3]);
 impl Parse for Threads {
     fn parse(input: ParseStream) -> syn::Result<Self> {
         if !input.peek(syn::token::Paren) {
-            let number: LitInt = input.parse()?;
+            let number: LitInt = input.parse().map_err(|error| {
+                let message = "block size: expected a number, (X, Y) or (X, Y, Z), found another expression; write literals, which a \
+                               constant of the crate can repeat";
+                Error::new(error.span(), message)
+            })?;
             return Self::checked([number.base10_parse()?, 1, 1], number.span());
         }
         let content;
@@ -98,8 +104,16 @@ impl Parse for Instance {
 impl Parse for Options {
     fn parse(input: ParseStream) -> syn::Result<Self> {
         let mut options = Self::default();
+        let mut seen: Vec<Ident> = Vec::new();
         while !input.is_empty() {
             let key: Ident = input.parse()?;
+            if seen.contains(&key) {
+                return Err(Error::new(
+                    key.span(),
+                    format!("kernel option: expected `{key}` once, found it again; remove one"),
+                ));
+            }
+            seen.push(key.clone());
             if key == "instances" {
                 let content;
                 syn::parenthesized!(content in input);
@@ -142,9 +156,7 @@ pub fn expand(attribute: &TokenStream, item: TokenStream) -> syn::Result<TokenSt
     let threads = options
         .threads
         .ok_or_else(|| Error::new(name.span(), "missing block size: add threads = N to #[kernel(…)]"))?;
-    if !matches!(signature.output, syn::ReturnType::Default) {
-        return Err(Error::new_spanned(&signature.output, "a kernel must not return a value: remove the return type"));
-    }
+    check_signature(signature)?;
     let generic = !signature.generics.params.is_empty();
     if generic == options.instances.is_empty() {
         let message = if generic {
@@ -165,7 +177,7 @@ pub fn expand(attribute: &TokenStream, item: TokenStream) -> syn::Result<TokenSt
     let feature = options.requires.as_ref();
     let feature = feature.map(|feature| quote!(#[cfg(any(not(target_arch = "nvptx64"), cuda_feature = #feature))]));
     let arch = arch.is_some().then_some(&arch).into_iter().flatten().chain(&feature);
-    let arch = Some(arch.cloned().collect::<TokenStream>());
+    let arch = Some(arch.cloned().chain([attributes(&function, &["cfg"])]).collect::<TokenStream>());
 
     let entries = if generic {
         let entry = |i: &Instance| {
@@ -173,11 +185,11 @@ pub fn expand(attribute: &TokenStream, item: TokenStream) -> syn::Result<TokenSt
         };
         options.instances.iter().map(entry).collect::<syn::Result<Vec<_>>>()?
     } else {
-        vec![device_entry(&function, &options, arch.as_ref(), threads, name, None)?]
+        vec![device_entry(&function, &options, arch.as_ref(), threads, &signature.ident, None)?]
     };
     let generic_body = generic.then(|| {
         let (vis, block) = (&function.vis, &function.block);
-        let lints = lints();
+        let lints = device_lints(&function);
         quote! {
             #[cfg(target_arch = "nvptx64")]
             #lints
@@ -191,6 +203,49 @@ pub fn expand(attribute: &TokenStream, item: TokenStream) -> syn::Result<TokenSt
         #(#entries)*
         #arch #host
     })
+}
+
+/// Returns an error for a signature that a kernel cannot have.
+fn check_signature(signature: &Signature) -> syn::Result<()> {
+    if !matches!(signature.output, syn::ReturnType::Default) {
+        return Err(Error::new_spanned(&signature.output, "a kernel must not return a value: remove the return type"));
+    }
+    let (Signature { constness, asyncness, safety, abi, .. }, mut qualifiers) = (signature, TokenStream::new());
+    constness.to_tokens(&mut qualifiers);
+    asyncness.to_tokens(&mut qualifiers);
+    safety.to_tokens(&mut qualifiers);
+    abi.to_tokens(&mut qualifiers);
+    if !qualifiers.is_empty() {
+        let message = format!("a kernel must be a plain function: remove `{qualifiers}`");
+        return Err(Error::new_spanned(qualifiers, message));
+    }
+    if let Some(lifetime) = signature.generics.lifetimes().next() {
+        let message = "a kernel must not have lifetime parameters: leave them out, as in GlobalSlice<f32>";
+        return Err(Error::new_spanned(lifetime, message));
+    }
+    for input in &signature.inputs {
+        if let FnArg::Typed(typed) = input
+            && matches!(&*typed.ty, Type::Ptr(_) | Type::Reference(_) | Type::Slice(_))
+        {
+            let message = "kernel parameter: expected a view or plain data, found a pointer or reference; use GlobalSlice<T> or \
+                           GlobalSliceMut<T> in a checked kernel, otherwise Global<T> or GlobalMut<T>";
+            return Err(Error::new_spanned(&typed.ty, message));
+        }
+    }
+    Ok(())
+}
+
+/// Returns the attributes of a kernel whose names are in `names`. A lint may be reported for the host only, so `expect` becomes `allow`.
+fn attributes(function: &ItemFn, names: &[&str]) -> TokenStream {
+    let named = |attribute: &&Attribute| names.iter().any(|name| attribute.path().is_ident(name));
+    let device = |attribute: &Attribute| match &attribute.meta {
+        Meta::List(list) if list.path.is_ident("expect") => {
+            let lints = &list.tokens;
+            quote!(#[allow(#lints)])
+        }
+        _ => attribute.to_token_stream(),
+    };
+    function.attrs.iter().filter(named).map(device).collect()
 }
 
 /// Returns the PTX entry point of one instance and the assembly comment that passes its launch bounds to
@@ -210,9 +265,10 @@ fn device_entry(
     let checked = options.checked.map(|_| Parameter::of(function, &names)).unwrap_or_default();
     let parameters = match options.checked {
         Some(_) => checked.iter().map(Parameter::on_device).map(|parameter| quote!(#parameter,)).collect(),
+        None if instance.is_some() => immutable(&signature.inputs).to_token_stream(),
         None => signature.inputs.to_token_stream(),
     };
-    let views: TokenStream = checked.iter().map(Parameter::build).collect();
+    let views: TokenStream = checked.iter().map(|parameter| parameter.build(instance.is_none())).collect();
     let assertion = options.checked.map(|_| {
         quote!(
             const _: () = ::cuda_std::assert_checked();
@@ -236,14 +292,14 @@ fn device_entry(
         [x, 1, 1] => x.to_string(),
         [x, y, z] => format!("{x},{y},{z}"),
     };
-    let mut bounds = format!("// @launch {entry} maxntid={threads}");
+    let mut bounds = format!("// @launch {} maxntid={threads}", entry.unraw());
     if let Some(blocks_per_sm) = blocks_per_sm {
         bounds = format!("{bounds} minctasm={blocks_per_sm}");
     }
     if let Some(signature) = options.checked {
         bounds = format!("{bounds} signature={signature:016x}");
     }
-    let lints = lints();
+    let lints = device_lints(function);
     Ok(quote! {
         #arch
         #[cfg(target_arch = "nvptx64")]
@@ -283,10 +339,10 @@ fn host_launch(function: &ItemFn, options: &Options, threads: [u32; 3], argument
         },
     );
     let entry = if options.instances.is_empty() {
-        name.to_string().to_token_stream()
+        name.unraw().to_string().to_token_stream()
     } else {
         let types = signature.generics.type_params().map(|p| &p.ident);
-        let entries = options.instances.iter().map(|i| format!("{name}_{}", i.suffix));
+        let entries = options.instances.iter().map(|i| format_ident!("{name}_{}", i.suffix).to_string());
         let instances = options.instances.iter().map(|i| &i.arguments);
         quote! {{
             struct Key #generics (::core::marker::PhantomData<(#(#types,)*)>) #predicate;
@@ -325,11 +381,12 @@ fn host_launch(function: &ItemFn, options: &Options, threads: [u32; 3], argument
         };
     }
     let shared = options.shared.as_ref().map(|_| quote!(.with_shared_bytes(#shared_bytes)));
+    let parameters = immutable(inputs);
     quote! {
         #[cfg(not(target_arch = "nvptx64"))]
         #(#attributes)*
         #lints
-        #vis fn #name #generics (#inputs) -> ::cuda_std::launch::Launch #predicate {
+        #vis fn #name #generics (#parameters) -> ::cuda_std::launch::Launch #predicate {
             #lints
             fn body #generics (#inputs) #predicate #block
             ::cuda_std::launch::Launch::new(
@@ -343,7 +400,26 @@ fn host_launch(function: &ItemFn, options: &Options, threads: [u32; 3], argument
     }
 }
 
-/// The exception from `too_many_arguments` for the functions that a kernel expands to.
+/// Returns the parameters without `mut`, for a function that passes them to the body.
+fn immutable(inputs: &Punctuated<FnArg, Token![,]>) -> Punctuated<FnArg, Token![,]> {
+    let mut inputs = inputs.clone();
+    for input in &mut inputs {
+        if let FnArg::Typed(typed) = input
+            && let Pat::Ident(pattern) = &mut *typed.pat
+        {
+            pattern.mutability = None;
+        }
+    }
+    inputs
+}
+
+/// Returns the lint levels of the device functions that a kernel expands to.
+fn device_lints(function: &ItemFn) -> TokenStream {
+    let (levels, lints) = (attributes(function, &["allow", "expect", "warn", "deny", "forbid"]), lints());
+    quote!(#levels #lints)
+}
+
+/// Returns the exception from `too_many_arguments` for the functions that a kernel expands to.
 ///
 /// LLVM infers the global address space only for pointers that are parameters of their own. If a kernel took its
 /// pointers in a struct, its `ld.global` and `st.global` instructions would become slower generic ones.
@@ -436,5 +512,128 @@ mod tests {
         let error = expand(&quote!(threads = 32), item.clone()).expect_err("an unchecked kernel").to_string();
         assert!(error.contains("add `checked` to #[kernel(…)]"), "{error}");
         assert!(expand(&quote!(threads = 32, checked), item).is_ok());
+    }
+
+    fn expanded(attribute: TokenStream, item: TokenStream) -> String {
+        expand(&attribute, item).unwrap_or_else(|error| panic!("{error}")).to_string()
+    }
+
+    /// A generic parameter of a kernel may have any name, and its instances any arguments: a helper in the expansion with a parameter
+    /// `T` would become `fn scalar<3>`.
+    #[test]
+    fn instances_replace_no_identifiers_of_the_expansion() {
+        for argument in [quote!(3), quote!(Wrap<f32>)] {
+            let text = expanded(
+                quote!(threads = 32, checked, instances(a = <#argument>)),
+                quote!(
+                    fn f<T: Element>(y: GlobalSliceMut<T>, n: u32) {}
+                ),
+            );
+            assert!(!text.contains("fn scalar") && text.contains(":: cuda_std :: check_scalar"), "{text}");
+        }
+    }
+
+    #[test]
+    fn mutable_parameters_are_mutable_on_the_device() {
+        let text = expanded(
+            quote!(threads = 32, checked),
+            quote!(
+                fn f(mut y: GlobalSliceMut<f32>, mut n: u32) {}
+            ),
+        );
+        assert!(text.contains("let mut y : GlobalSliceMut < f32 >") && text.contains("let mut n = n"), "{text}");
+    }
+
+    #[test]
+    fn raw_names_lose_their_prefix() {
+        let text = expanded(
+            quote!(threads = 32),
+            quote!(
+                fn r#match(n: u32) {}
+            ),
+        );
+        assert!(text.contains("// @launch match maxntid=32") && text.contains("\"match\""), "{text}");
+    }
+
+    #[test]
+    fn conditions_and_lint_levels_reach_the_device() {
+        let item = quote!(
+            #[doc = "A kernel."]
+            #[cfg(feature = "half")]
+            #[allow(unused_variables)]
+            #[expect(unused_mut, reason = "a test")]
+            fn f(n: u32) {}
+        );
+        let text = expanded(quote!(threads = 32), item);
+        let count = |part: &str| text.matches(part).count();
+        // The assembly comment, the entry point and the host function have the condition.
+        assert!(count("cfg (feature = \"half\")") >= 3, "{text}");
+        assert_eq!(count("# [allow (unused_variables)]"), 2, "{text}");
+        assert_eq!(count("# [allow (unused_mut , reason = \"a test\")]"), 1, "{text}");
+    }
+
+    #[test]
+    fn signatures_that_no_kernel_can_have_are_errors() {
+        let error = |item: TokenStream| expand(&quote!(threads = 32), item).expect_err("an error").to_string();
+        let plain = "a kernel must be a plain function: ";
+        for (item, expected) in [
+            (
+                quote!(
+                    async fn f(n: u32) {}
+                ),
+                plain,
+            ),
+            (
+                quote!(
+                    const fn f(n: u32) {}
+                ),
+                plain,
+            ),
+            (
+                quote!(
+                    unsafe fn f(n: u32) {}
+                ),
+                plain,
+            ),
+            (
+                quote!(
+                    extern "C" fn f(n: u32) {}
+                ),
+                plain,
+            ),
+            (
+                quote!(
+                    fn f<'a>(y: GlobalMut<f32>) {}
+                ),
+                "a kernel must not have lifetime parameters",
+            ),
+            (
+                quote!(
+                    fn f(y: *mut f32) {}
+                ),
+                "kernel parameter: expected a view or plain data, found a pointer",
+            ),
+            (
+                quote!(
+                    fn f(y: &mut [f32]) {}
+                ),
+                "kernel parameter: expected a view or plain data, found a pointer",
+            ),
+        ] {
+            let error = error(item);
+            assert!(error.starts_with(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn options_are_checked() {
+        let error = |attribute: TokenStream| {
+            let item = quote!(
+                fn f(n: u32) {}
+            );
+            expand(&attribute, item).expect_err("an error").to_string()
+        };
+        assert!(error(quote!(threads = 32, threads = 64)).contains("expected `threads` once"));
+        assert!(error(quote!(threads = N)).starts_with("block size: expected a number"));
     }
 }
