@@ -95,15 +95,16 @@ macro_rules! view {
                 $slice { view: self.view, len: self.len, owner: self.owner, lifetime: PhantomData }
             }
 
-            /// Stops the kernel unless elements `i` to `i + count - 1` exist. The emulator checks the access itself.
+            /// Stops the kernel unless elements `i` to `i + count - 1` exist.
             #[inline(always)]
+            #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
             pub(crate) fn check(self, i: usize, count: usize) {
-                #[cfg(target_arch = "nvptx64")]
                 if i >= self.len || count > self.len - i {
+                    #[cfg(target_arch = "nvptx64")]
                     backend::trap();
+                    #[cfg(not(target_arch = "nvptx64"))]
+                    backend::beyond_slice(self.view.0.cast::<T>(), i, self.len);
                 }
-                #[cfg(not(target_arch = "nvptx64"))]
-                let _ = (self, i, count);
             }
         }
     };

@@ -75,3 +75,46 @@ fn atomics_update_checked_buffers() {
     assert_eq!(report.fault, Fault::OutOfBounds, "{text}");
     assert!(text.contains("words + 16") && text.contains("checked.rs"), "{text}");
 }
+
+/// Reads element `read` of x, and writes element `write` of y and element `shared` of an array.
+#[kernel(threads = 32, shared = shared, checked)]
+fn access(y: GlobalSliceMut<f32>, x: GlobalSlice<f32>, read: u64, write: u64, element: u64) {
+    let (array, _) = shared(&mut Layout::new());
+    if thread::thread_idx_x() == 0 {
+        array.named("array").set(element as usize, 1.0);
+        y.set(write as usize, x.at(read as usize));
+    }
+}
+
+/// On a GPU, checked views compare the index with the length. The emulator must not accept the address that an index wraps around to, nor
+/// an address in another buffer.
+#[test]
+fn an_index_whose_address_is_valid_is_reported() {
+    let run = |read: u64, write: u64, element: u64| {
+        let mut memory = Memory::new();
+        let (x, y) = (memory.input_slice("x", &[1.0; 64]), memory.buffer_slice("y", &[0.0; 64]));
+        access(y, x, read, write, element).emulate(&mut memory, [1, 1, 1]).map_err(|report| {
+            assert_eq!(report.fault, Fault::OutOfBounds, "{report}");
+            report.to_string()
+        })
+    };
+    assert!(run(63, 63, 127).is_ok());
+    for (indices, expected) in [
+        ((1 << 62, 0, 0), "index 4611686018427387904 of x, which has 64 elements"),
+        ((0, (1 << 63) - 1, 0), "index 9223372036854775807 of y, which has 64 elements"),
+        ((0, u64::MAX, 0), "y - 4 (index -1), which has 256 bytes"),
+        ((0, 0, 1 << 62), "index 4611686018427387904 of array, a SharedArray of 128 elements"),
+    ] {
+        let (read, write, element) = indices;
+        let report = run(read, write, element).unwrap_err();
+        assert!(report.contains(expected), "{report}");
+    }
+    // The distance of the two buffers, in elements.
+    let mut memory = Memory::new();
+    let (x, y) = (memory.input("x", &[1.0f32; 64]), memory.buffer("y", &[0.0f32; 64]));
+    let distance = (y.pointer().addr() as i64 - x.pointer().addr() as i64) / 4;
+    let mut memory = Memory::new();
+    let (x, y) = (memory.input_slice("x", &[1.0; 64]), memory.buffer_slice("y", &[0.0; 64]));
+    let report = access(y, x, distance as u64, 0, 0).emulate(&mut memory, [1, 1, 1]).unwrap_err().to_string();
+    assert!(report.contains("of x, which has 64 elements") || report.contains("in no buffer"), "{report}");
+}

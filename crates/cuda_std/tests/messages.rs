@@ -2,7 +2,7 @@
 
 use cuda_std::emulate::{Fault, Memory};
 use cuda_std::shared::Layout;
-use cuda_std::{GlobalSliceMut, SharedArray, block, kernel, thread};
+use cuda_std::{GlobalMut, GlobalSliceMut, SharedArray, block, kernel, thread};
 
 fn scratch(layout: &mut Layout) -> SharedArray<f32> {
     layout.array(32)
@@ -50,4 +50,17 @@ fn zeroed_slices_are_initialized_and_have_their_length() {
     assert_eq!(counts.len(), 4);
     count(counts).emulate(&mut memory, [1, 1, 1]).unwrap();
     assert_eq!(memory.read_slice(counts), [22, 21, 21, 0]);
+}
+
+/// Writes to an operand that the launch does not have.
+#[kernel(threads = 32)]
+fn optional(out: GlobalMut<f32>) {
+    out.set(3, 1.0);
+}
+
+#[test]
+fn an_access_through_a_null_view_is_named() {
+    let report = optional(GlobalMut::null()).emulate_checked(&mut Memory::new(), [1, 1, 1], 0).unwrap_err();
+    let text = report.to_string();
+    assert!(text.contains("write of 4 bytes at address 0xc, through a null view"), "{text}");
 }

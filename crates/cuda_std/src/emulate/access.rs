@@ -57,6 +57,28 @@ fn check_access(request: Request) {
     }
 }
 
+/// Stops a checked launch at an access to element `i` of a view of `len` elements from `start`, if the access itself would not be
+/// reported: `i` times the size of an element overflows, or the address is that of another buffer.
+#[cold]
+#[track_caller]
+pub fn beyond_slice<T>(start: *const T, i: usize, len: usize) {
+    if mode() != Mode::Checked {
+        return;
+    }
+    let at = Location::caller();
+    let place = with(|block| {
+        let checker = block.checker.as_ref()?;
+        let offset = i.cast_signed().checked_mul(size_of::<T>().cast_signed());
+        let is_near =
+            offset.is_some_and(|offset| checker.is_near(start.addr(), start.addr().wrapping_add_signed(offset)));
+        (!is_near).then(|| checker.buffer_name(start.addr()))
+    });
+    if let Some(name) = place {
+        let message = format!("out-of-bounds access: index {i} of {name}, which has {len} elements ({})", Line(at));
+        fail(Fault::OutOfBounds, at, None, message);
+    }
+}
+
 /// # Safety
 /// `pointer` must be valid for reads of a `T`.
 #[inline]

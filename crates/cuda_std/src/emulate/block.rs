@@ -210,7 +210,8 @@ impl Block {
             hopper: hopper::State::default(),
             waits: vec![None; threads],
             yielders: vec![ptr::null(); threads],
-            shared: vec![POISON; grid.shared_bytes.div_ceil(1024)],
+            // At least one, so that addresses in undeclared shared memory differ from those of null views.
+            shared: vec![POISON; grid.shared_bytes.div_ceil(1024).max(1)],
             report: None,
             suspicion: None,
             checker: None,

@@ -60,6 +60,9 @@ pub struct Finding {
 /// Number of times every thread is resumed without a write after which the block counts as livelocked.
 const MAX_IDLE_STEPS: usize = 1 << 16;
 
+/// Addresses below are those of elements of a null view. No process has memory there.
+const NULL_PAGES: usize = 1 << 16;
+
 /// For each warp of the block, the latest tick whose end is known.
 pub type VectorClock = [u32; LANES];
 
@@ -387,6 +390,8 @@ impl Checker {
                     format!("{name} {offset} (index {index}), which has {bytes} bytes ({} elements)", bytes / element)
                 }
             }
+        } else if address < NULL_PAGES {
+            format!("address {address:#x}, through a null view; pass a buffer, or test is_null first")
         } else if address.abs_diff(self.shared_start) < 1 << 20 {
             let offset = relative(self.shared_start, address);
             match self.shared_bytes {
@@ -400,6 +405,21 @@ impl Checker {
         };
         let message = format!("out-of-bounds access: {} at {place} ({})", describe(request), Line(request.at));
         Finding { fault: Fault::OutOfBounds, other: None, message }
+    }
+
+    /// Returns the buffer that starts at `start`.
+    fn buffer_at(&self, start: usize) -> Option<&Buffer> {
+        self.buffers.iter().find(|buffer| buffer.start() == start)
+    }
+
+    /// Returns whether `address` is in the buffer that starts at `start` or in its guard zones.
+    pub fn is_near(&self, start: usize, address: usize) -> bool {
+        self.buffer_at(start).is_some_and(|buffer| buffer.near(address))
+    }
+
+    /// Returns the name of the buffer that starts at `start`.
+    pub fn buffer_name(&self, start: usize) -> String {
+        self.buffer_at(start).map_or_else(|| format!("the view at {start:#x}"), |buffer| buffer.name.clone())
     }
 
     /// Returns the name of an address: the buffer and the offset.

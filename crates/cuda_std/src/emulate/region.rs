@@ -112,7 +112,7 @@ impl<T> SharedView<T> {
     pub fn element(self, i: usize, count: usize) -> *mut T {
         let pointer = self.pointer.wrapping_add(i);
         if is_checked() {
-            self.check(pointer.addr(), count, Location::caller());
+            self.check(pointer.addr(), i, count, Location::caller());
         }
         pointer
     }
@@ -142,9 +142,15 @@ impl<T> SharedView<T> {
         Self { pointer: self.pointer, region }
     }
 
+    /// Stops the kernel unless the `count` elements from `address`, that of element `i`, are in the array.
     #[inline(never)]
-    fn check(self, address: usize, count: usize, at: Site) {
+    fn check(self, address: usize, i: usize, count: usize, at: Site) {
         let region = self.region;
+        if i.cast_signed().checked_mul(region.element.cast_signed()).is_none() {
+            // The address wraps around, perhaps to one in the array.
+            let message = format!("out-of-bounds access: index {i} of {} ({})", region.describe(), Line(at));
+            fail(Fault::OutOfBounds, at, None, message);
+        }
         let start = with(super::block::Block::shared_base).addr();
         let offset = address.wrapping_sub(start);
         let (bytes, inner) = (count * size_of::<T>(), offset.wrapping_sub(region.start));
