@@ -1,9 +1,11 @@
 //! Limits of a process and inputs without an end: each is an error, not an abort, and does not block.
 
+use crate::common::runs::{World, lines, wait_until};
 use crate::common::{fail, succeed, text};
 use std::fs::{self, File};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 const TINY: &[&str] =
@@ -99,5 +101,67 @@ fn limits_of_memory_threads_and_files_are_errors() {
     }
     let train = [&["train", "--device", "cpu", "--out", text(&out)], TINY].concat();
     let files = format!("ulimit -f 20; cd {}", Path::new("/").display());
-    fails(&files, &train, &["model_00000002.bin: File too large"]);
+    fails(&files, &train, &["model_00000002.bin: File too large", "; there is no checkpoint yet"]);
+}
+
+/// A limit that is reached during the run. The standard library aborts if a new thread gets no memory.
+#[test]
+fn checkpoints_need_no_further_memory() {
+    let world = World::new();
+    for first in [false, true] {
+        let out = if first { "before" } else { "after" };
+        let every = if first { "3000" } else { "300" };
+        let settings = ["--steps", "3000", "--checkpoint-every", every, "--val-every", "0", "--keep", "2"];
+        let mut child = world.command(out, &settings).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let log = world.path(out).join("main.log");
+        wait_until("the run has logged some steps", || lines(&log) > 300);
+        let status = fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
+        let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
+        let kilobytes: u64 = size.trim().trim_end_matches(" kB").parse().unwrap();
+        let limit = format!("--as={}", kilobytes << 10);
+        let limited = Command::new("prlimit").args(["--pid", &child.id().to_string(), &limit]).status().unwrap();
+        assert!(limited.success() && child.try_wait().unwrap().is_none());
+        let output = child.wait_with_output().unwrap();
+        let err = String::from_utf8_lossy(&output.stderr);
+        // There may be too little memory for the plots.
+        assert!(matches!(output.status.code(), Some(0 | 1)) && !err.contains("panicked"), "{err}");
+        assert!(world.path(out).join("DONE_00003000").exists(), "{err}");
+    }
+}
+
+/// Each number of threads that a user may start ends in success or in one error. The limit does not apply to root.
+#[test]
+fn each_limit_of_threads_is_an_error_or_enough() {
+    let id = Command::new("id").arg("-u").output().unwrap();
+    if id.stdout != b"0\n" {
+        eprintln!("skipped: expected root, which can run the program as a user without other processes");
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    let program = dir.path().join("llm-rs");
+    fs::copy(env!("CARGO_BIN_EXE_llm-rs"), &program).unwrap();
+    fs::write(dir.path().join("text.txt"), "some text\n".repeat(1000)).unwrap();
+    let commands = [
+        "train --device cpu --layers 1 --heads 1 --channels 16 --batch 2 --seq 16 --steps 2 --val-every 1 --sample-every 1 --out run",
+        "data text text.txt --overwrite --out data",
+        "data check data/train_000000.bin",
+        "simulate --seeds 1",
+    ];
+    let user = ["--reuid", "54321", "--regid", "54321", "--clear-groups"];
+    for arguments in commands {
+        let mut succeeded = false;
+        for limit in [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 200] {
+            let _ = fs::remove_dir_all(dir.path().join("run"));
+            let script = format!("ulimit -u {limit}\nexec timeout 60 setpriv {} \"$0\" {arguments}", user.join(" "));
+            let output = Command::new("bash").current_dir(&dir).args(["-c", &script, text(&program)]).output().unwrap();
+            let err = String::from_utf8_lossy(&output.stderr);
+            let errors = err.lines().filter(|line| line.starts_with("error: ")).count();
+            let ended = (output.status.code(), errors);
+            assert!(matches!(ended, (Some(0), 0) | (Some(1), 1)), "{arguments}, {limit}: {ended:?} {err}");
+            assert!(!err.contains("panicked") && !err.contains("found a panic"), "{arguments}, {limit}: {err}");
+            succeeded = errors == 0;
+        }
+        assert!(succeeded, "{arguments}");
+    }
 }

@@ -389,6 +389,7 @@ fn tables_and_tests_that_compare_nothing_are_errors() {
     fail(&["bench", "gemm", "--device", "cpu", "-e", "d6", "-b", "1", "-t", "16"], &["expected a GPU, found CPU"]);
     let kernels = "bench kernels nothing --device cpu -e d6 -b 1 -t 32 --copy 1000 --gemm 16";
     fail(&kernels.split(' ').collect::<Vec<_>>(), &["expected an operation whose name contains 'nothing', found none"]);
+    fail(&["simulate", "--seeds", "0"], &["invalid value '0' for '--seeds <N>': expected a whole number from 1"]);
     // Without a GPU, the kernels run in the emulator.
     let printed = succeed(&["selftest", "global_norm"]);
     assert!(printed.contains("against CPU") && !printed.contains("\n0 cases passed"), "{printed}");

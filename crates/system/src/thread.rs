@@ -1,35 +1,131 @@
 //! Threads.
 
 use crate::simulation::{self, TaskHandle};
-use std::io;
-use std::thread::{self, Result};
+use rustix::process::Resource;
+use std::collections::HashMap;
+use std::fs;
+use std::io::{Error, ErrorKind, Result as IoResult};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::thread::{self, Builder, Result};
 use std::time::Duration;
 
-/// A thread that can be joined.
+/// Work whose end can be waited for.
 #[derive(Debug)]
 pub struct JoinHandle<T>(Handle<T>);
 
 #[derive(Debug)]
 enum Handle<T> {
-    Real(thread::JoinHandle<T>),
+    Real { result: Receiver<Result<T>>, finished: Arc<AtomicBool> },
     Simulated(TaskHandle<T>),
 }
 
-/// Starts a thread. `stack_bytes` is the size of its stack, or `None` for the default.
+/// The work of a thread.
+type Job = Box<dyn FnOnce() + Send>;
+
+/// One thread without work for each name. It is used again, so that a process can write its next checkpoint although a limit of
+/// memory or of processes no longer allows new threads.
+static IDLE: LazyLock<Mutex<HashMap<String, Sender<Job>>>> = LazyLock::new(Mutex::default);
+
+/// Size of a stack if none is given, as in the standard library.
+const STACK_BYTES: usize = 2 << 20;
+
+/// Starts a thread, or uses an idle one of the same name. `stack_bytes` is the size of its stack, or `None` for the default. All threads
+/// of a name have the same size.
 pub fn spawn<T: Send + 'static>(
     name: impl Into<String>,
     stack_bytes: Option<usize>,
     run: impl FnOnce() -> T + Send + 'static,
-) -> io::Result<JoinHandle<T>> {
+) -> IoResult<JoinHandle<T>> {
+    let name = name.into();
     if let Some(task) = simulation::current() {
-        return Ok(JoinHandle(Handle::Simulated(task.spawn(name.into(), run)?)));
+        return Ok(JoinHandle(Handle::Simulated(task.spawn(name, run)?)));
     }
-    let builder = thread::Builder::new().name(name.into());
-    let builder = match stack_bytes {
-        Some(bytes) => builder.stack_size(bytes),
-        None => builder,
+    let (send_result, result) = channel();
+    let finished = Arc::<AtomicBool>::default();
+    let (is_finished, job_name) = (finished.clone(), name.clone());
+    let job = move |idle: Sender<Job>| {
+        let result = catch_unwind(AssertUnwindSafe(run));
+        // Before the end is visible, so that whoever waits for it can use the thread again.
+        IDLE.lock().unwrap_or_else(PoisonError::into_inner).insert(job_name, idle);
+        // The receiver is gone if nobody waits for the result.
+        let _ = send_result.send(result);
+        is_finished.store(true, Ordering::Release);
     };
-    Ok(JoinHandle(Handle::Real(builder.spawn(run)?)))
+    let idle = IDLE.lock().unwrap_or_else(PoisonError::into_inner).remove(&name);
+    match idle {
+        Some(jobs) => {
+            let again = jobs.clone();
+            jobs.send(Box::new(move || job(again))).map_err(|_| Error::other("an idle thread has ended"))?;
+        }
+        None => start(name, stack_bytes.unwrap_or(STACK_BYTES), job)?,
+    }
+    Ok(JoinHandle(Handle::Real { result, finished }))
+}
+
+/// Starts a thread that performs `first` and then all jobs that it gets, until another thread of its name is idle.
+fn start(name: String, stack_bytes: usize, first: impl FnOnce(Sender<Job>) + Send + 'static) -> IoResult<()> {
+    check_addresses(stack_bytes)?;
+    let (sender, jobs) = channel::<Job>();
+    let work = move || {
+        first(sender);
+        for job in jobs {
+            job();
+        }
+    };
+    Builder::new().name(name).stack_size(stack_bytes).spawn(work).map(drop)
+}
+
+/// Checks that the limit of addresses allows another thread. The standard library aborts if a thread has its stack but gets no memory
+/// for its signal handlers.
+fn check_addresses(stack_bytes: usize) -> IoResult<()> {
+    // The heap that glibc's malloc reserves for a thread, and some more.
+    const HEAP_BYTES: usize = 66 << 20;
+    let Some(limit) = rustix::process::getrlimit(Resource::As).current else { return Ok(()) };
+    let statm = fs::read_to_string("/proc/self/statm")?;
+    let pages = statm.split_whitespace().next().and_then(|pages| pages.parse::<usize>().ok()).unwrap_or(0);
+    let used = pages.saturating_mul(rustix::param::page_size());
+    let (needed, free) = (stack_bytes + HEAP_BYTES, usize::try_from(limit).unwrap_or(usize::MAX).saturating_sub(used));
+    if needed <= free {
+        return Ok(());
+    }
+    let text = format!(
+        "expected {} MiB of free address space, found {} MiB; raise the limit of the process (ulimit -v)",
+        needed >> 20,
+        free >> 20
+    );
+    Err(Error::new(ErrorKind::OutOfMemory, text))
+}
+
+/// Checks that `count` more threads can run at the same time, because some libraries panic if one cannot start.
+pub fn check(count: usize) -> IoResult<()> {
+    if simulation::current().is_some() {
+        return Ok(());
+    }
+    let gate = Arc::new(Mutex::new(()));
+    let closed = gate.lock().unwrap_or_else(PoisonError::into_inner);
+    let wait = || {
+        let gate = gate.clone();
+        move || drop(gate.lock())
+    };
+    let start = |_| check_addresses(STACK_BYTES).and_then(|()| Builder::new().spawn(wait()));
+    let mut threads = Vec::new();
+    let started = (0..count).map(start).try_for_each(|thread| thread.map(|thread| threads.push(thread)));
+    let found = threads.len();
+    drop(closed);
+    for thread in threads {
+        // It only waits.
+        drop(thread.join());
+    }
+    started.map_err(|error| {
+        let text = format!(
+            "threads: expected {count} more that can start, found {found}: {error}; raise the limits of the process (ulimit -u, \
+             ulimit -v)"
+        );
+        Error::new(error.kind(), text)
+    })
 }
 
 /// Suspends this thread.
@@ -41,19 +137,48 @@ pub fn sleep(duration: Duration) {
 }
 
 impl<T> JoinHandle<T> {
-    /// Waits for the end of the thread and returns its result, or its panic.
+    /// Waits for the end of the work and returns its result, or its panic.
     pub fn join(self) -> Result<T> {
         match self.0 {
-            Handle::Real(thread) => thread.join(),
+            Handle::Real { result, .. } => result.recv().unwrap_or_else(|ended| Err(Box::new(ended))),
             Handle::Simulated(task) => task.join(),
         }
     }
 
-    /// Returns whether the thread has ended.
+    /// Returns whether the work has ended.
     pub fn is_finished(&self) -> bool {
         match &self.0 {
-            Handle::Real(thread) => thread.is_finished(),
+            Handle::Real { finished, .. } => finished.load(Ordering::Acquire),
             Handle::Simulated(task) => task.is_finished(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn idle_threads_are_used_again() {
+        let id = || thread::current().id();
+        let first = spawn("again", None, id).unwrap().join().unwrap();
+        let panic = spawn("again", None, move || {
+            assert_ne!(thread::current().id(), first);
+        });
+        assert!(panic.unwrap().join().is_err());
+        assert_eq!(spawn("again", None, id).unwrap().join().unwrap(), first);
+        // Two at the same time are two threads.
+        let (send, receive) = channel::<()>();
+        let waits = spawn("again", None, move || receive.recv().is_err().then(id)).unwrap();
+        assert_ne!(spawn("again", None, id).unwrap().join().unwrap(), first);
+        assert!(!waits.is_finished());
+        drop(send);
+        assert_eq!(waits.join().unwrap(), Some(first));
+        assert_ne!(spawn("other", None, id).unwrap().join().unwrap(), first);
+    }
+
+    #[test]
+    fn threads_that_can_start_are_counted() {
+        check(4).unwrap();
     }
 }

@@ -108,6 +108,8 @@ pub fn run(args: &Serve) -> Result<()> {
         hardware: args.hardware.clone(),
     };
     let status = Arc::new(Mutex::new(Status::new(&settings)));
+    // Those of the server, and one each for the run, the model and signals. The server panics if one of its threads cannot start.
+    system::thread::check(THREADS + 3)?;
     let runtime = runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build();
     let runtime = runtime.context("cannot start the threads of the server")?;
     let address = SocketAddr::new(args.host, args.port);

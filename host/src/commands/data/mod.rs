@@ -13,6 +13,8 @@ mod tinyshakespeare;
 mod tinystories;
 
 use anyhow::Result;
+use std::thread::available_parallelism;
+use system::thread;
 
 /// Convert text and named data sets to token files (.bin), and show and check them
 #[derive(Debug, clap::Args)]
@@ -35,6 +37,8 @@ enum Source {
 
 /// Converts, shows or checks data.
 pub fn run(args: &Data) -> Result<()> {
+    // One thread reads, one writes, and the others tokenize.
+    thread::check(2 + available_parallelism().map_or(1, usize::from))?;
     match &args.source {
         Source::Text(args) => text::run(args),
         Source::Tinyshakespeare(args) => tinyshakespeare::run(args),

@@ -27,6 +27,9 @@ Examples:
   Repeat a seed, and print what its ranks print:
     llm-rs simulate --first 4711 --seeds 1 --verbose";
 
+/// Upper bound of the threads of a seed: those of four ranks, each with connections to the others.
+const SEED_THREADS: usize = 48;
+
 /// Seeds between two lines of progress, where no progress bar is shown.
 const PROGRESS: u64 = 1000;
 
@@ -39,8 +42,8 @@ const PROGRESS: u64 = 1000;
 #[command(after_help = EXAMPLES)]
 pub struct Simulate {
     /// Number of seeds
-    #[arg(long, value_name = "N", default_value = "200")]
-    seeds: u64,
+    #[arg(long, value_name = "N", default_value = "200", value_parser = crate::values::count)]
+    seeds: usize,
 
     /// First seed
     #[arg(long, value_name = "SEED", default_value = "0")]
@@ -65,10 +68,10 @@ pub struct Simulate {
 
 /// Runs all seeds and prints the tally. Fails if a seed failed.
 pub fn run(args: &Simulate) -> Result<()> {
-    let end = args.first.checked_add(args.seeds).context("--first: expected a smaller seed")?;
+    let end = args.first.checked_add(args.seeds as u64).context("--first: expected a smaller seed")?;
     let (next, tally) = (AtomicU64::new(args.first), Mutex::new(Tally::default()));
     let references = References::default();
-    let progress = progress::start("seeds", Unit::Count, args.seeds);
+    let progress = progress::start("seeds", Unit::Count, args.seeds as u64);
     let work = || -> Result<()> {
         loop {
             let seed = next.fetch_add(1, Ordering::Relaxed);
@@ -84,8 +87,10 @@ pub fn run(args: &Simulate) -> Result<()> {
             }
         }
     };
+    let threads = args.threads.min(args.seeds);
+    system::thread::check(threads.saturating_mul(SEED_THREADS))?;
     thread::scope(|scope| {
-        let threads: Vec<_> = (0..args.threads).map(|_| scope.spawn(work)).collect();
+        let threads: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
         threads
             .into_iter()
             .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))

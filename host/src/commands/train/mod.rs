@@ -39,7 +39,7 @@ use model::{Decoder, Descriptor, Fp8Options, Fp8Settings, Optimizer, PlanOptions
 use resolve::Resolved;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use system::time;
+use system::{thread, time};
 use tokenizer::stored::Found;
 
 /// Trains a model as one rank of a run.
@@ -245,6 +245,8 @@ impl PlannedRun {
         let writes = config.checkpoint_every > 0 || config.checkpoint_minutes > 0.0;
         if let Some(checkpoints) = checkpoints.as_mut().filter(|_| writes) {
             checkpoints.prepare(&model, engine, &state)?;
+            // The writer uses this thread again, even if the process has reached a limit by then.
+            drop(thread::spawn("checkpoint", None, || ()).context("cannot start the checkpoint thread")?.join());
         }
         if let Some(out) = &config.out {
             ranks.set_flight_recorder_file(out.join(format!("flight-recorder-{}.txt", ranks.rank())));
@@ -392,7 +394,10 @@ fn load_weights(
     match (newest, source) {
         (Some(step), _) if sharded && !ranks.is_first() => multi_rank::load_shard(config, step, model, engine),
         (None, Some(source)) if sharded || ranks.is_first() => source.load(model, engine),
-        (None, None) if sharded || ranks.is_first() => model.initialize(engine, config.seed),
+        (None, None) if sharded || ranks.is_first() => {
+            thread::check(1)?;
+            model.initialize(engine, config.seed)
+        }
         _ => Ok(()),
     }
 }
