@@ -9,7 +9,8 @@
 //! * [`mod@train`], [`evaluate`] and [`sample`] use a model; [`corpus`] is the text that the program trains on by default;
 //!   [`datasets`] reads the descriptions of others.
 //! * [`console`], [`terminal`], [`log`], [`plots`], [`hints`], [`style`] and [`version`] produce what a user reads.
-//! * [`clock`], [`mfu`] and [`gpu_info`] measure; [`signals`] handles requests to stop; [`allocator`] reports memory that runs out.
+//! * [`clock`], [`mfu`] and [`gpu_info`] measure; [`signals`] handles requests to stop; [`allocator`] reports memory that runs out,
+//!   and [`panics`] reports defects.
 
 #![warn(missing_docs)]
 
@@ -27,6 +28,7 @@ pub mod gpu_info;
 pub mod hints;
 pub mod log;
 pub mod mfu;
+pub mod panics;
 pub mod plots;
 pub mod sample;
 pub mod signals;

@@ -2,10 +2,12 @@
 
 use distributed::fault::Fault;
 use host::allocator::Reporting;
+use host::panics;
 use host::signals::{self, Stopped};
 use host::style::{Tone, is_colored, paint};
 use std::env;
 use std::io::{self, Write, stderr};
+use std::panic;
 use std::process::ExitCode;
 
 #[global_allocator]
@@ -21,6 +23,14 @@ const CLOSED_OUTPUT: u8 = 141;
 
 fn main() -> ExitCode {
     signals::report_file_size_limit();
+    panics::report_to(|error| {
+        let label = paint("error:", Tone::Bad, is_colored(&stderr()));
+        let _ = writeln!(stderr(), "{label} {error}");
+    });
+    panic::catch_unwind(run).unwrap_or(ExitCode::FAILURE)
+}
+
+fn run() -> ExitCode {
     match host::cli::Cli::from_arguments(env::args_os()).and_then(|cli| cli.run()) {
         Ok(()) => ExitCode::SUCCESS,
         // The reader of the output has closed the pipe, as `head` does.
