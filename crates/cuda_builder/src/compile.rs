@@ -332,13 +332,16 @@ impl Job<'_> {
         if let Some(report) = &report {
             for (name, resources) in &report.functions {
                 let kind = if declared.contains_key(name) { "kernel" } else { "function" };
-                warnings.extend(resources.warning().map(|warning| format!("{arch}: {kind} {name} {warning}")));
+                let name = rustc_demangle::demangle(name);
+                warnings.extend(resources.warning().map(|warning| format!("{arch}: {kind} {name:#} {warning}")));
             }
             warnings.extend(report.remarks.iter().map(|remark| format!("{arch}: {remark}")));
         } else {
             let text = at(&files.ptx, fs::read_to_string(&files.ptx))?;
             let local = ptx::local_memory(&text).into_iter();
-            warnings.extend(local.map(|name| format!("{arch}: {name} uses local memory; {LOCAL_MEMORY_FIX}")));
+            let name = |name: &str| format!("{:#}", rustc_demangle::demangle(name));
+            warnings
+                .extend(local.map(|local| format!("{arch}: {} uses local memory; {LOCAL_MEMORY_FIX}", name(&local))));
         }
         let kernel = |(name, declared): (String, ir::Declared)| {
             let resources = report.as_ref().and_then(|report| report.functions.get(&name).copied());
@@ -428,9 +431,16 @@ fn one_line(diagnostic: &Value) -> Option<String> {
     Some(format!("device build: {} ({file}:{line})", message.lines().next().unwrap_or_default()))
 }
 
+/// Returns the last lines of the output of a tool. The stack of an aborted LLVM tool is left out: it is longer than the tail, and the
+/// message precedes it.
 fn tail(text: &str) -> String {
     const LINES: usize = 30;
-    let lines: Vec<&str> = text.lines().collect();
+    let is_stack = |line: &str| {
+        line.trim_start().strip_prefix('#').is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+    };
+    let is_noise =
+        |line: &str| line.starts_with("PLEASE submit a bug report") || line.starts_with("Stack dump") || is_stack(line);
+    let lines: Vec<&str> = text.lines().filter(|line| !is_noise(line)).collect();
     lines[lines.len().saturating_sub(LINES)..].join("\n")
 }
 
@@ -457,6 +467,15 @@ fn configures_host_build(name: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_message_of_an_aborted_tool_is_shown_without_its_stack() {
+        let stack: String = (0..31).map(|i| format!(" #{i} 0x00007f97530b8786 main (/usr/bin/llc+0x1)\n")).collect();
+        let text = format!(
+            "LLVM ERROR: unsupported library call operation!\nPLEASE submit a bug report to\nStack dump:\n{stack}"
+        );
+        assert_eq!(tail(&text), "LLVM ERROR: unsupported library call operation!");
+    }
 
     #[test]
     fn only_the_locations_of_packages_are_inherited() {

@@ -43,7 +43,7 @@ fn own_location<'a>(mut node: &'a str, nodes: &HashMap<&str, &'a str>, krate: &P
 fn file_of_scope(scope: &str, nodes: &HashMap<&str, &str>) -> Option<String> {
     let file = nodes.get(reference(nodes.get(scope)?, "file")?)?;
     let (name, directory) = (text(file, "filename")?, text(file, "directory")?);
-    Some(if name.starts_with('/') { name.to_owned() } else { format!("{directory}/{name}") })
+    Some(if name.starts_with('/') { name } else { format!("{directory}/{name}") })
 }
 
 /// Returns `12` for `key: !12`.
@@ -52,9 +52,17 @@ fn reference<'a>(node: &'a str, key: &str) -> Option<&'a str> {
     Some(&value[..value.find(|c: char| !c.is_ascii_digit()).unwrap_or(value.len())])
 }
 
-/// Returns `a` for `key: "a"`.
-fn text<'a>(node: &'a str, key: &str) -> Option<&'a str> {
-    field(node, key)?.strip_prefix('"')?.split('"').next()
+/// Returns `a` for `key: "a"`. LLVM writes quotes, backslashes and the bytes of letters that are not ASCII in hexadecimal: `\C3\BC`.
+fn text(node: &str, key: &str) -> Option<String> {
+    let mut rest = field(node, key)?.strip_prefix('"')?.split('"').next()?;
+    let mut bytes = Vec::new();
+    while let Some((before, after)) = rest.split_once('\\') {
+        bytes.extend_from_slice(before.as_bytes());
+        bytes.push(u8::from_str_radix(after.get(..2)?, 16).ok()?);
+        rest = &after[2..];
+    }
+    bytes.extend_from_slice(rest.as_bytes());
+    String::from_utf8(bytes).ok()
 }
 
 fn field<'a>(node: &'a str, key: &str) -> Option<&'a str> {
@@ -88,5 +96,7 @@ mod tests {
         );
         assert_eq!(attribute(ir, Path::new("/work/own/kernels")), expected);
         assert_eq!(attribute(ir, Path::new("/elsewhere")), ir);
+        let escaped = |ir: &str| ir.replace("/work/own", "/work/mit \\C3\\BC");
+        assert_eq!(attribute(&escaped(ir), Path::new("/work/mit ü/kernels")), escaped(&expected));
     }
 }

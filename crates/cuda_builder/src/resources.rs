@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::module::Resources;
 
 /// How to avoid local memory, which holds arrays that are indexed at run time.
-pub const LOCAL_MEMORY_FIX: &str = "index arrays by constants, or unroll the loops that index them";
+pub const LOCAL_MEMORY_FIX: &str = "index arrays by constants, or unroll the loops that index them (gpu_println! and functions of libm such as math::sin need it)";
 
 #[derive(Debug, Default)]
 pub struct Report {
