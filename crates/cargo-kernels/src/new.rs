@@ -35,6 +35,14 @@ const FILES: [(&str, &str); 10] = [
     (".gitignore", include_str!("../template/gitignore")),
 ];
 
+/// The keywords of Rust that cargo rejects as names of packages.
+const KEYWORDS: [&str; 49] = [
+    "abstract", "as", "async", "await", "become", "box", "break", "const", "continue", "crate", "do", "dyn", "else",
+    "enum", "extern", "false", "final", "fn", "for", "if", "impl", "in", "let", "loop", "macro", "match", "mod",
+    "move", "mut", "override", "priv", "pub", "ref", "return", "self", "static", "struct", "super", "trait", "true",
+    "try", "type", "typeof", "unsafe", "unsized", "use", "virtual", "where", "while",
+];
+
 /// The crates that a created crate depends on.
 const CRATES: [&str; 4] = ["cuda_std", "cuda_builder", "cuda_driver", "find_cuda_helper"];
 
@@ -56,11 +64,18 @@ pub fn run(options: &New) -> Result<()> {
             .with_context(|| format!("cannot write {}", path.display()))?;
     }
     println!("created {}; next:\n", directory.display());
-    println!("    cd {}", directory.display());
+    println!("    cd {}", quoted(directory));
     println!("    cargo kernels doctor    # are all tools installed?");
     println!("    cargo kernels test      # in the emulator, which needs no GPU");
     println!("    cargo run --release     # on a GPU");
     Ok(())
+}
+
+/// Returns a path as a word of a shell command.
+fn quoted(path: &Path) -> String {
+    let text = path.display().to_string();
+    let is_plain = |c: char| c.is_alphanumeric() || "/._-+@".contains(c);
+    if text.chars().all(is_plain) { text } else { format!("'{}'", text.replace('\'', r"'\''")) }
 }
 
 /// Returns the name of the crate in a directory that is to be created.
@@ -69,6 +84,10 @@ fn crate_name(directory: &Path) -> Result<String> {
     let valid = name.starts_with(|c: char| c.is_ascii_alphabetic())
         && name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_'));
     ensure!(valid, "NAME: expected a letter, then letters, digits, - and _, found {name:?}; choose another name");
+    ensure!(
+        !KEYWORDS.contains(&name),
+        "NAME: expected a name that is not a keyword of Rust, found {name}; choose another name"
+    );
     if CRATES.contains(&name) || matches!(name, "test" | "core" | "std" | "alloc") {
         bail!("NAME: expected a name that no other crate has, found {name}; choose another name");
     }
@@ -128,10 +147,16 @@ mod tests {
     #[test]
     fn names_of_crates_are_checked() {
         assert_eq!(crate_name(Path::new("/tmp/my-kernels")).unwrap(), "my-kernels");
-        for wrong in ["1st", "a b", "..", "cuda_std", "x/é"] {
+        for wrong in ["fn", "1st", "a b", "..", "cuda_std", "x/é"] {
             let error = crate_name(Path::new(wrong)).unwrap_err().to_string();
             assert!(error.starts_with("NAME: expected "), "{error}");
         }
+    }
+
+    #[test]
+    fn the_directory_can_be_pasted_into_a_shell() {
+        assert_eq!(quoted(Path::new("/tmp/my-kernels")), "/tmp/my-kernels");
+        assert_eq!(quoted(Path::new("/tmp/it's mine/k")), r"'/tmp/it'\''s mine/k'");
     }
 
     #[test]
