@@ -16,7 +16,7 @@ pub const DESCRIPTION: u64 = 64 << 20;
 /// Limit of texts that are read as a whole: tokenizers, evaluation sets, small corpora.
 pub const TEXT: u64 = 1 << 30;
 
-/// Opens a file for reading. Pipes, sockets and devices are an error. A directory is not: reading it fails.
+/// Opens a file for reading. Directories, pipes, sockets and devices are an error.
 pub fn open(path: &Path) -> io::Result<File> {
     check(path)?;
     File::open(path)
@@ -60,13 +60,13 @@ fn too_large(limit: u64, size: u64) -> Error {
 
 /// Checks that opening a path does not block and that its end will come.
 fn check(path: &Path) -> io::Result<()> {
-    match kind(fs::metadata(path)?.file_type()) {
-        None => Ok(()),
-        Some(found) => Err(Error::new(
-            ErrorKind::InvalidInput,
-            format!("expected a regular file, found {found}; copy it to a file"),
-        )),
-    }
+    let found = fs::metadata(path)?.file_type();
+    let problem = match kind(found) {
+        _ if found.is_dir() => "a directory; name a file".to_owned(),
+        Some(kind) => format!("{kind}; copy it to a file"),
+        None => return Ok(()),
+    };
+    Err(Error::new(ErrorKind::InvalidInput, format!("expected a regular file, found {problem}")))
 }
 
 /// Returns the name of a kind of file without a known end.
@@ -84,7 +84,7 @@ fn kind(found: FileType) -> Option<&'static str> {
             return Some("a device");
         }
     }
-    (!found.is_file() && !found.is_dir()).then_some("another kind of file")
+    (!found.is_file()).then_some("another kind of file")
 }
 
 #[cfg(test)]
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn pipes_and_devices_are_refused() {
+    fn pipes_devices_and_directories_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let pipe = dir.path().join("pipe");
         assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
@@ -128,6 +128,8 @@ mod tests {
         assert_eq!(open(&pipe).unwrap_err().to_string(), expected);
         assert_eq!(read(&pipe, TEXT).unwrap_err().to_string(), expected);
         assert!(open(Path::new("/dev/zero")).unwrap_err().to_string().contains("found a device"));
-        assert!(open(dir.path()).is_ok());
+        let expected = "expected a regular file, found a directory; name a file";
+        assert_eq!(open(dir.path()).unwrap_err().to_string(), expected);
+        assert_eq!(read(dir.path(), TEXT).unwrap_err().to_string(), expected);
     }
 }
