@@ -198,6 +198,13 @@ impl Log {
             None => true,
         };
         let [main, jsonl] = NAMES.map(|name| directory.join(name));
+        for path in [&main, &jsonl].into_iter().filter(|path| step > 0 && !system::fs::exists(path)) {
+            process::print_error(&format!(
+                "warning: {}: expected the lines of {step} steps, found no file; the log begins after them, unless you restore it and \
+                 resume again",
+                path.display()
+            ));
+        }
         retain_lines(&main, |line| keep(Line::from_main(line)))?;
         retain_lines(&jsonl, |line| keep(Line::from_jsonl(line)))?;
         let samples = directory.join(SAMPLES);

@@ -7,11 +7,12 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use signal_hook::{flag, low_level};
 use std::fs;
-use std::io::{Write, stderr};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::thread;
+use std::time::Duration;
+use system::process::print_error_within;
 
 /// A request to stop a run. Clones share the request.
 #[derive(Clone, Debug, Default)]
@@ -74,9 +75,9 @@ impl Stop {
                 }
                 request.0.store(signal, Ordering::Relaxed);
                 let name = low_level::signal_name(signal).unwrap_or("signal");
-                // One write, so that the messages of several ranks do not mix within a line.
-                let message = format!("{name}: stopping after this step; repeat the signal to stop immediately\n");
-                let _ = stderr().write_all(message.as_bytes());
+                // A reader of standard error that has stopped must not delay the next signal.
+                let message = format!("{name}: stopping after this step; repeat the signal to stop immediately");
+                print_error_within(&message, Duration::from_secs(1));
             }
         };
         thread::Builder::new().name("signals".into()).spawn(listen).context("cannot start the signal thread")?;
