@@ -14,6 +14,7 @@ use std::process::ExitCode;
 static ALLOCATOR: Reporting = Reporting;
 
 /// Calls a function before Rust's runtime starts.
+// SAFETY: the C runtime calls each entry of this section once, with one thread. The function makes one system call and stores an atomic.
 #[used]
 #[unsafe(link_section = ".init_array")]
 static BEFORE_MAIN: extern "C" fn() = system::process::note_closed_stdout;
