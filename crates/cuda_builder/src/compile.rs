@@ -15,6 +15,9 @@ use crate::{ir, lines, ptx, resources, unchecked};
 
 const TARGET: &str = "nvptx64-nvidia-cuda";
 
+/// Tells `#[kernel]` to accept `unsafe` in the bodies of kernels. The crate `cuda_std_macros` reads it.
+const UNCHECKED_VARIABLE: &str = "CUDA_BUILDER_UNCHECKED";
+
 /// Flags of the device rustc. MIR jump threading would duplicate barriers into divergent branches. rustc's LLVM passes are off,
 /// because the IR must be annotated before it is optimized.
 const RUSTFLAGS: [&str; 5] = [
@@ -131,6 +134,8 @@ impl Job<'_> {
             .env("RUSTC_WORKSPACE_WRAPPER", "")
             .env("RUSTC_BOOTSTRAP", "1")
             .env(crate::RUNNING_VARIABLE, "1")
+            .env_remove(UNCHECKED_VARIABLE)
+            .envs(self.options.unchecked.then_some((UNCHECKED_VARIABLE, "1")))
             .env("CARGO_ENCODED_RUSTFLAGS", RUSTFLAGS.join("\x1f"))
             .envs(PROFILE.map(|(key, value)| (format!("CARGO_PROFILE_RELEASE_{key}"), value)))
             // Directives without debug sections. LLVM marks PTX with line tables for debugging, and ptxas then does not optimize it.

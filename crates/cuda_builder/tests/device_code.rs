@@ -220,6 +220,14 @@ fn unsafe_code_in_kernels_is_refused() {
 }
 
 #[test]
+fn allow_unchecked_allows_unsafe_code_in_kernels() {
+    let out_dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("unsafe_code-allowed");
+    let builder = CudaBuilder::new(fixture("unsafe_code")).out_dir(out_dir).cubins(false).arch("sm_80");
+    let built = builder.allow_unchecked().build().unwrap_or_else(|error| panic!("{error}"));
+    assert!(ptx(&built.modules[0]).contains(".entry reads_a_pointer("));
+}
+
+#[test]
 fn kernels_cannot_make_views_of_addresses() {
     let error = build("address", &["sm_80"]).expect_err("it must not build").to_string();
     assert!(error.contains("from_address") && error.contains("src/lib.rs:8"), "{error}");

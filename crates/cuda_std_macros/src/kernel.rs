@@ -12,6 +12,9 @@ use syn::{
 
 use crate::checked::{Parameter, signature};
 
+/// Set by `CudaBuilder::allow_unchecked` when it compiles a device crate. Its flags change then, too, so that cargo expands again.
+const UNCHECKED_VARIABLE: &str = "CUDA_BUILDER_UNCHECKED";
+
 /// Arguments of `#[kernel(…)]`.
 #[derive(Default)]
 struct Options {
@@ -300,6 +303,7 @@ fn device_entry(
         bounds = format!("{bounds} signature={signature:016x}");
     }
     let lints = device_lints(function);
+    let unsafe_level = std::env::var_os(UNCHECKED_VARIABLE).is_none().then(|| quote!(#[deny(unsafe_code)]));
     Ok(quote! {
         #arch
         #[cfg(target_arch = "nvptx64")]
@@ -313,7 +317,7 @@ fn device_entry(
         pub unsafe extern "gpu-kernel" fn #entry(#parameters) {
             #assertion
             #views
-            #[deny(unsafe_code)]
+            #unsafe_level
             let () = { #body };
         }
     })
