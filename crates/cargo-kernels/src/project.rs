@@ -49,12 +49,7 @@ fn compiled() -> Result<Vec<PathBuf>> {
     ensure!(output.status.success(), "{command:?} failed; see the message of cargo above");
     let mut files = Vec::new();
     for directory in build_script_directories(&String::from_utf8_lossy(&output.stdout)) {
-        if directory.join("kernels.rs").is_file() {
-            let entries = fs::read_dir(&directory).with_context(|| format!("cannot list {}", directory.display()))?;
-            files.extend(
-                entries.flatten().map(|entry| entry.path()).filter(|path| path.extension() == Some("ptx".as_ref())),
-            );
-        }
+        find_ptx(&directory, 3, &mut files)?;
     }
     files.sort_by_key(|path| (number(path), path.clone()));
     ensure!(
@@ -63,6 +58,21 @@ fn compiled() -> Result<Vec<PathBuf>> {
          `cargo kernels doctor` if its build printed a warning"
     );
     Ok(files)
+}
+
+/// Appends the PTX files of the builders that wrote to `directory` or below it, up to `depth` levels: two builders of one build script
+/// have different output directories.
+fn find_ptx(directory: &Path, depth: usize, files: &mut Vec<PathBuf>) -> Result<()> {
+    let entries = fs::read_dir(directory).with_context(|| format!("cannot list {}", directory.display()))?;
+    let has_kernels = directory.join("kernels.rs").is_file();
+    for path in entries.flatten().map(|entry| entry.path()) {
+        if has_kernels && path.extension() == Some("ptx".as_ref()) {
+            files.push(path);
+        } else if depth > 0 && path.is_dir() && !path.is_symlink() {
+            find_ptx(&path, depth - 1, files)?;
+        }
+    }
+    Ok(())
 }
 
 /// Returns 90 for `sm_90a.ptx`.
@@ -126,6 +136,21 @@ fn assemble(ptxas: &Path, arch: &str, ptx: &Path, cubin: &Path) -> Result<(Vec<u
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_ptx_of_each_builder_of_a_build_script_is_found() {
+        let out = tempfile::tempdir().unwrap();
+        let write = |name: &str| {
+            let path = out.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, "").unwrap();
+        };
+        ["kernels.rs", "sm_80.ptx", "second/kernels.rs", "second/sm_90.ptx", "other/x.ptx"].into_iter().for_each(write);
+        let mut files = Vec::new();
+        find_ptx(out.path(), 3, &mut files).unwrap();
+        files.sort();
+        assert_eq!(files, ["second/sm_90.ptx", "sm_80.ptx"].map(|name| out.path().join(name)));
+    }
 
     #[test]
     fn output_directories_are_read_from_cargos_messages() {

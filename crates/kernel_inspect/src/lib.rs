@@ -65,11 +65,11 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 
 /// Writes the requested view of `codes` to `out`.
 pub fn inspect(options: &Inspect, codes: &[Code], find_tool: FindTool, out: &mut impl Write) -> Result<()> {
-    let chosen: Vec<&Code> = match &options.arch {
-        Some(arch) => codes.iter().filter(|code| code.arch == arch).collect(),
-        None if options.ptx || options.sass => codes.last().into_iter().collect(),
-        None => codes.iter().collect(),
-    };
+    let wanted = |kernel: &&Kernel| options.kernel.as_ref().is_none_or(|part| kernel.name.contains(part.as_str()));
+    // Several device crates may have kernels for the same architecture.
+    let newest = codes.iter().rev().find(|code| code.kernels.iter().any(|kernel| wanted(&kernel))).or(codes.last());
+    let arch = options.arch.as_deref().or(newest.filter(|_| options.ptx || options.sass).map(|code| code.arch));
+    let chosen: Vec<&Code> = codes.iter().filter(|code| arch.is_none_or(|arch| code.arch == arch)).collect();
     let list = |names: Vec<&str>| names.join(", ");
     ensure!(
         !chosen.is_empty(),
@@ -77,7 +77,6 @@ pub fn inspect(options: &Inspect, codes: &[Code], find_tool: FindTool, out: &mut
         options.arch.as_deref().unwrap_or_default(),
         list(codes.iter().map(|code| code.arch).collect())
     );
-    let wanted = |kernel: &&Kernel| options.kernel.as_ref().is_none_or(|part| kernel.name.contains(part.as_str()));
     if let Some(part) = &options.kernel
         && !chosen.iter().any(|code| code.kernels.iter().any(|kernel| wanted(&kernel)))
     {

@@ -126,3 +126,17 @@ fn errors_name_what_is_missing() {
     let text = error(Inspect { sass: true, ..Inspect::default() });
     assert!(text.contains("expected machine code for sm_90a") && text.contains("scripts/setup"), "{text}");
 }
+
+/// Two device crates of one build script: the kernel is in the first one, which has no kernels for the newest architecture.
+#[test]
+fn ptx_is_that_of_the_newest_architecture_with_the_kernel() {
+    let kernels = kernels();
+    let code = |arch, kernels| Code { arch, ptx: PTX, cubin: None, kernels };
+    let codes = [code("sm_80", &kernels[1..]), code("sm_80", &kernels[..1]), code("sm_90a", &kernels[..1])];
+    let shown = |kernel: &str| {
+        let (options, mut out) = (Inspect { kernel: Some(kernel.into()), ptx: true, ..Inspect::default() }, Vec::new());
+        inspect(&options, &codes, &|_| None, &mut out).unwrap();
+        String::from_utf8(out).unwrap()
+    };
+    assert!(shown("scale_f32").starts_with(".visible .entry scale_f32("), "{}", shown("scale_f32"));
+}
