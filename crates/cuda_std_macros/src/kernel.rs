@@ -518,8 +518,8 @@ mod tests {
         assert!(expand(&quote!(threads = 32, checked), item).is_ok());
     }
 
-    fn expanded(attribute: TokenStream, item: TokenStream) -> String {
-        expand(&attribute, item).unwrap_or_else(|error| panic!("{error}")).to_string()
+    fn expanded(attribute: &TokenStream, item: TokenStream) -> String {
+        expand(attribute, item).unwrap_or_else(|error| panic!("{error}")).to_string()
     }
 
     /// A generic parameter of a kernel may have any name, and its instances any arguments: a helper in the expansion with a parameter
@@ -528,7 +528,7 @@ mod tests {
     fn instances_replace_no_identifiers_of_the_expansion() {
         for argument in [quote!(3), quote!(Wrap<f32>)] {
             let text = expanded(
-                quote!(threads = 32, checked, instances(a = <#argument>)),
+                &quote!(threads = 32, checked, instances(a = <#argument>)),
                 quote!(
                     fn f<T: Element>(y: GlobalSliceMut<T>, n: u32) {}
                 ),
@@ -540,7 +540,7 @@ mod tests {
     #[test]
     fn mutable_parameters_are_mutable_on_the_device() {
         let text = expanded(
-            quote!(threads = 32, checked),
+            &quote!(threads = 32, checked),
             quote!(
                 fn f(mut y: GlobalSliceMut<f32>, mut n: u32) {}
             ),
@@ -551,7 +551,7 @@ mod tests {
     #[test]
     fn raw_names_lose_their_prefix() {
         let text = expanded(
-            quote!(threads = 32),
+            &quote!(threads = 32),
             quote!(
                 fn r#match(n: u32) {}
             ),
@@ -568,7 +568,7 @@ mod tests {
             #[expect(unused_mut, reason = "a test")]
             fn f(n: u32) {}
         );
-        let text = expanded(quote!(threads = 32), item);
+        let text = expanded(&quote!(threads = 32), item);
         let count = |part: &str| text.matches(part).count();
         // The assembly comment, the entry point and the host function have the condition.
         assert!(count("cfg (feature = \"half\")") >= 3, "{text}");
