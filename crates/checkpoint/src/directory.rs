@@ -432,7 +432,9 @@ mod tests {
         let others = ["model_00000007.bin", "model_final.bin"];
         let dir = directory(&[5, 10], &[&others[..], &published.each_ref().map(|name| &**name)].concat());
         let staging = [5, 10, 20].map(|step| dir.path().join(staging_name(step, 0xabc)));
-        staging.iter().for_each(|path| fs::create_dir(path).unwrap());
+        for path in &staging {
+            fs::create_dir(path).unwrap();
+        }
 
         // A checkpoint in progress may still publish files.
         remove_unpublished_files(dir.path()).unwrap();

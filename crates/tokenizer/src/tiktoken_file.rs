@@ -97,9 +97,8 @@ mod tests {
     #[test]
     fn encodings_with_another_pattern_are_errors() {
         let token = |rank: u32| [&rank.to_le_bytes()[..], &[0]].concat();
-        let lines = |ranks: u32| -> String {
-            (0..ranks).map(|rank| format!("{} {rank}\n", BASE64_STANDARD.encode(token(rank)))).collect()
-        };
+        let line = |rank: u32| format!("{} {rank}", BASE64_STANDARD.encode(token(rank)));
+        let lines = |ranks: u32| (0..ranks).map(line).collect::<Vec<_>>().join("\n");
         let error = format!("{:#}", parse("t.model", &lines(50_256)).unwrap_err());
         assert!(
             error.contains("t.model: expected the 128000 ranks of Llama 3, found 50256, those of r50k_base"),

@@ -53,10 +53,10 @@ impl ChatTemplate {
             (config_path, source_of(&config["chat_template"]))
         };
         let Some(source) = source else { return Ok(None) };
-        Self::new(source, &config).with_context(|| format!("{}: not a valid chat template", path.display())).map(Some)
+        Self::new(&source, &config).with_context(|| format!("{}: not a valid chat template", path.display())).map(Some)
     }
 
-    fn new(source: String, config: &Value) -> Result<Self> {
+    fn new(source: &str, config: &Value) -> Result<Self> {
         let mut environment = Environment::new();
         // As in transformers.
         environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
@@ -68,7 +68,7 @@ impl ChatTemplate {
             let unknown = || format!("strftime_now: expected directives of a date or time, found {format}");
             date::now(&format).ok_or_else(|| Error::new(ErrorKind::InvalidOperation, unknown()))
         });
-        let source = without_generation(&source);
+        let source = without_generation(source);
         environment.add_template_owned("chat", source).map_err(|error| anyhow!("{error}"))?;
         let token = |name: &str| match &config[name] {
             Value::Object(token) => token.get("content").and_then(Value::as_str).unwrap_or_default().to_owned(),
@@ -137,7 +137,7 @@ mod tests {
 
     fn render(source: &str, config: &Value, messages: &[(&str, &str)]) -> Result<String> {
         let messages: Vec<Message> = messages.iter().map(|(role, content)| Message::new(role, content)).collect();
-        ChatTemplate::new(source.to_owned(), config)?.render(&messages.iter().collect::<Vec<_>>())
+        ChatTemplate::new(source, config)?.render(&messages.iter().collect::<Vec<_>>())
     }
 
     #[test]
