@@ -48,7 +48,7 @@ pub fn print(line: &str) -> io::Result<()> {
     writeln!(stdout(), "{line}")
 }
 
-/// Writes a line to standard output like [`print`]. Fails with `TimedOut` if its reader reads nothing for `timeout`. A part of the
+/// Writes a line to standard output like [`print()`]. Fails with `TimedOut` if its reader reads nothing for `timeout`. A part of the
 /// line may then be written.
 pub fn print_within(line: &str, timeout: Duration) -> io::Result<()> {
     if simulation::current().is_some() {
@@ -107,7 +107,7 @@ pub fn print_error(line: &str) {
     }
 }
 
-/// Writes a line to standard error like [`print_error`], unless its reader reads nothing for `timeout`. Does not wait for a thread that
+/// Writes a line to standard error like [`print_error()`], unless its reader reads nothing for `timeout`. Does not wait for a thread that
 /// writes to standard error.
 pub fn print_error_within(line: &str, timeout: Duration) {
     match simulation::current() {
