@@ -116,12 +116,12 @@ impl Tokens {
     /// Opens a `.bin` file, and checks its header and its size.
     pub fn open(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
-        let file = bounded_file::open(path).with_context(|| format!("cannot open token file {name}"))?;
-        let version = FileVersion::of(&file).with_context(|| format!("cannot read {name}"))?;
         ensure!(
             !path.is_dir(),
             "{name}: expected a token file (.bin), found a directory; use the pattern '{name}/*.bin'"
         );
+        let file = bounded_file::open(path).with_context(|| format!("cannot open token file {name}"))?;
+        let version = FileVersion::of(&file).with_context(|| format!("cannot read {name}"))?;
         let size = version.size;
         let widths = [Width::U16, Width::U32];
         let (which, header) = header::read_one_of(&widths.map(Width::format), &name, &mut &file)?;
