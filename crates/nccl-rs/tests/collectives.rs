@@ -146,7 +146,14 @@ fn a_rank_that_does_not_split_causes_a_timeout() {
                 let comm = Communicator::new(&gpu, id, rank, 2, Duration::from_millis(500)).unwrap();
                 if rank == 0 {
                     let error = comm.split(0, 0, 2).err().unwrap().to_string();
-                    assert!(error.starts_with("ncclCommSplit timed out after 0.5 s: another rank"), "{error}");
+                    let seconds =
+                        error.strip_prefix("ncclCommSplit timed out after ").and_then(|rest| rest.split_once(" s: "));
+                    // A busy machine notices the end of the time later.
+                    assert!(
+                        seconds.is_some_and(|(seconds, rest)| seconds.parse::<f32>().unwrap() >= 0.5
+                            && rest.starts_with("another rank")),
+                        "{error}"
+                    );
                 }
                 // The mock's thread of rank 0 never stops waiting for rank 1.
                 std::mem::forget(comm);
