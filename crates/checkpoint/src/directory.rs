@@ -160,11 +160,21 @@ pub fn remove_temporary_files(directory: &Path) -> Result<usize> {
 /// Removes temporary files and directories while a checkpoint may be in progress, which then fails. Directories of checkpoints that
 /// have published files are kept for [`remove_temporary_files`].
 pub fn remove_unpublished_files(directory: &Path) -> Result<()> {
-    let names = names(directory)?;
-    let is_published = |step| names.iter().any(|name| step_of(name) == Some((step, false)));
-    for name in names.iter().filter(|name| name.starts_with(atomic_file::TEMPORARY_PREFIX)) {
-        if !staged_step(name).is_some_and(is_published) {
-            remove_entry(&directory.join(name))?;
+    for name in names(directory)?.iter().filter(|name| name.starts_with(atomic_file::TEMPORARY_PREFIX)) {
+        let path = directory.join(name);
+        let Some(step) = staged_step(name) else {
+            remove_entry(&path)?;
+            continue;
+        };
+        // Without its directory, the writer publishes nothing more.
+        let stopped = directory.join(format!("{name}-stopped"));
+        match fs::rename(&path, &stopped) {
+            // The checkpoint is complete.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            renamed => renamed.with_context(|| format!("cannot rename {}", path.display()))?,
+        }
+        if !names(directory)?.iter().any(|name| step_of(name) == Some((step, false))) {
+            remove_entry(&stopped)?;
         }
     }
     Ok(())
@@ -186,14 +196,19 @@ fn remove_all(directory: &Path, prefix: &str) -> Result<usize> {
 /// Removes a temporary file or directory. The published files of an incomplete checkpoint are removed before its staging directory,
 /// so that a process that is killed meanwhile leaves the staging directory as the sign that they are incomplete.
 pub(crate) fn remove_temporary(directory: &Path, name: &str) -> Result<()> {
-    if let Some(step) = staged_step(name).filter(|&step| !fs::exists(&directory.join(done_name(step)))) {
-        let published = names(directory)?.into_iter().filter(|name| step_of(name) == Some((step, false)));
-        published.into_iter().try_for_each(|name| remove_file(&directory.join(name)))?;
+    if let Some(step) = staged_step(name) {
+        // A list that cannot be read is an error. Asking for one file would take any error, as of a network file system, for its absence.
+        let names = names(directory)?;
+        if !names.contains(&done_name(step)) {
+            let mut published = names.iter().filter(|name| step_of(name) == Some((step, false)));
+            published.try_for_each(|name| remove_file(&directory.join(name)))?;
+        }
     }
     remove_entry(&directory.join(name))
 }
 
-fn remove_entry(path: &Path) -> Result<()> {
+/// Removes a file or directory.
+pub(crate) fn remove_entry(path: &Path) -> Result<()> {
     let removed = if fs::is_dir(path) { fs::remove_dir_all(path) } else { fs::remove_file(path) };
     removed.with_context(|| format!("cannot delete {}", path.display()))
 }
@@ -436,9 +451,9 @@ mod tests {
             fs::create_dir(path).unwrap();
         }
 
-        // A checkpoint in progress may still publish files.
+        // The directories stay as the sign that the files are incomplete, but the writer no longer finds them.
         remove_unpublished_files(dir.path()).unwrap();
-        assert!(staging.iter().all(|path| path.exists()) && dir.path().join(&published[0]).exists());
+        assert!(staging.iter().all(|path| !path.exists()) && dir.path().join(&published[0]).exists());
 
         assert_eq!(remove_temporary_files(dir.path()).unwrap(), 3);
         assert_eq!(sorted_names(&dir), sorted_names(&directory(&[5, 10], &others)));

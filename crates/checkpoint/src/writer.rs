@@ -2,8 +2,8 @@
 
 use super::RunState;
 use super::directory::{
-    DirectoryLock, Retention, done_name, done_steps, existing_model_name, remove_file, remove_incomplete_checkpoints,
-    remove_temporary, sidecar_name, staging_name, state_name,
+    DirectoryLock, Retention, done_name, done_steps, existing_model_name, remove_entry, remove_file,
+    remove_incomplete_checkpoints, remove_temporary, sidecar_name, staging_name, state_name,
 };
 use super::model_file::{self, Format};
 use super::recovery::RecoveryPoint;
@@ -620,7 +620,7 @@ impl Rank0Job {
         }
         atomic_file::sync_directory(&self.directory)?;
         atomic_file::write(&done, |_| Ok(()))?;
-        drop(self.staging);
+        self.staging.remove_after_completion();
         let warning = self.retention.apply_except(&self.directory, step, &self.replaced, self.verified).err();
         Ok(WriteSummary {
             model_file: self.directory.join(Format::of(&self.descriptor).name(step)),
@@ -653,6 +653,7 @@ struct StagingDirectory {
     run: PathBuf,
     path: PathBuf,
     name: String,
+    is_complete: bool,
 }
 
 impl StagingDirectory {
@@ -665,7 +666,12 @@ impl StagingDirectory {
         let name = staging_name(step, u64::from_le_bytes(random));
         let path = run.path().join(&name);
         fs::create_dir(&path).with_context(|| format!("cannot create {}", path.display()))?;
-        Ok(Self { run: run.path().to_owned(), path, name })
+        Ok(Self { run: run.path().to_owned(), path, name, is_complete: false })
+    }
+
+    /// Removes the directory of a checkpoint that is complete, and nothing else.
+    fn remove_after_completion(mut self) {
+        self.is_complete = true;
     }
 
     /// Moves a file to the directory of the run.
@@ -706,7 +712,7 @@ fn write_file(
 impl Drop for StagingDirectory {
     fn drop(&mut self) {
         // Leftover files are removed when the next run starts in this directory.
-        let _ = remove_temporary(&self.run, &self.name);
+        let _ = if self.is_complete { remove_entry(&self.path) } else { remove_temporary(&self.run, &self.name) };
     }
 }
 
@@ -738,6 +744,23 @@ mod tests {
 
     fn write(directory: &Path, text: &str) -> Result<FileChecksum> {
         write_file(directory, "state", Progress::default(), |out| Ok(out.write_all(text.as_bytes())?))
+    }
+
+    #[test]
+    fn the_files_of_a_complete_checkpoint_stay_whatever_can_be_seen_of_the_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let lock = DirectoryLock::acquire(dir.path()).unwrap();
+        for (complete, left) in [(true, &["model_00000020.bin"][..]), (false, &[])] {
+            let staging = StagingDirectory::create(&lock, 20).unwrap();
+            write_file(&staging.path, "model_00000020.bin", Progress::default(), |_| Ok(())).unwrap();
+            staging.publish("model_00000020.bin").unwrap();
+            if complete {
+                staging.remove_after_completion()
+            } else {
+                drop(staging)
+            }
+            assert_eq!(fs::names(dir.path()).unwrap(), left, "{complete}");
+        }
     }
 
     /// A process that was frozen does not know that the run was restarted without it.
