@@ -1,8 +1,14 @@
 //! Standard output that is closed at the start, or whose reader stops reading.
 
 use crate::common::runs::{Results, World, lines, signal, wait_until};
+use rustix::fs::OFlags;
+use rustix::pty::OpenptFlags;
 use std::fs;
-use std::process::{Command, Output, Stdio};
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::thread;
 
 /// Runs a command in a shell that redirects its streams.
 fn redirected(command: &Command, redirections: &str) -> Output {
@@ -43,24 +49,57 @@ fn a_run_that_starts_without_standard_output_prints_into_a_file() {
     assert!(output.status.code() == Some(1) && err.contains(expected), "{err}");
 }
 
-/// Both streams go to one pipe that nobody reads, as with `2>&1 | less`.
+/// Fills a pipe or terminal whose reader does not read.
+fn fill(path: &Path) {
+    let mut options = fs::OpenOptions::new();
+    let mut stream = options.write(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path).unwrap();
+    for piece in [4096, 1] {
+        while stream.write(&vec![b'x'; piece]).is_ok() {}
+    }
+}
+
+/// Runs with both streams in one place that nobody reads, as after `2>&1 | less`, or standard output only.
 #[test]
 fn a_reader_that_stops_reading_does_not_stop_the_run() {
+    let directory = tempfile::tempdir().unwrap();
+    let pipe = directory.path().join("pipe");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let _reader = fs::OpenOptions::new().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(&pipe).unwrap();
+    let terminal = rustix::pty::openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+    rustix::pty::unlockpt(&terminal).unwrap();
+    let shown = PathBuf::from(rustix::pty::ptsname(&terminal, Vec::new()).unwrap().into_string().unwrap());
+    for path in [&pipe, &shown] {
+        fill(path);
+    }
+    let runs = [(&pipe, "2>&1", ""), (&pipe, "2>&1", "--json"), (&shown, "2>&1", ""), (&shown, "2>errors", "")];
+    thread::scope(|scope| {
+        for (stream, errors, flag) in runs {
+            scope.spawn(move || ends_without_a_reader(stream, errors, flag));
+        }
+    });
+}
+
+fn ends_without_a_reader(stream: &Path, errors: &str, flag: &str) {
+    let case = format!("{flag} >{} {errors}", stream.display());
     let world = World::new();
-    let command = world.command("run", &["--steps", "100000", "--checkpoint-every", "100000", "--keep", "0"]);
+    let flags = ["--steps", "100000", "--checkpoint-every", "100000", "--keep", "0", flag];
+    let command = world.command("run", &flags[..flags.len() - usize::from(flag.is_empty())]);
     let mut shell = Command::new("sh");
-    shell.current_dir(world.dir.path()).args(["-c", "exec \"$@\" 2>&1", "sh"]);
-    shell.arg(command.get_program()).args(command.get_args()).stdout(Stdio::piped());
-    let mut child = shell.spawn().unwrap();
-    let console = world.path("run/console.log");
-    wait_until("the output continues in a file", || lines(&console) > 10);
+    shell.current_dir(world.dir.path()).env("TERM", "xterm");
+    shell.args(["-c", &format!("exec \"$@\" >{} {errors}", stream.display()), "sh"]);
+    let mut child = shell.arg(command.get_program()).args(command.get_args()).spawn().unwrap();
+    let (console, log) = (world.path("run/console.log"), world.path("run/main.log"));
+    wait_until(&format!("{case}: the output continues in a file"), || lines(&console) > 0 && lines(&log) > 100);
     signal(&child, "TERM");
-    assert_eq!(child.wait().unwrap().code(), Some(143));
-    let steps = fs::read_to_string(world.path("run/main.log")).unwrap();
+    wait_until(&format!("{case}: the run ends"), || child.try_wait().unwrap().is_some());
+    assert_eq!(child.wait().unwrap().code(), Some(143), "{case}");
+    let steps = fs::read_to_string(log).unwrap();
     let steps = steps.lines().filter(|line| line.contains("trl:")).count();
-    assert!(world.path("run").join(format!("DONE_{steps:08}")).exists(), "{steps}");
+    assert!(world.path("run").join(format!("DONE_{steps:08}")).exists(), "{case}: {steps}");
     let printed = fs::read_to_string(&console).unwrap();
-    let warning =
-        "warning: standard output stalls (no data was read from it for 10 s): output continues in run/console.log\n";
-    assert!(printed.starts_with(warning) && printed.contains("\nnext: "), "{printed}");
+    let name = if flag == "--json" { "error" } else { "output" };
+    let warning = format!(
+        "warning: standard {name} stalls (no data was read from it for 10 s): output continues in run/console.log\n"
+    );
+    assert!(printed.starts_with(&warning), "{case}: {printed}");
 }

@@ -74,7 +74,11 @@ impl Output {
                 self.line(text)
             }
             Self::Stderr(replacement) => {
-                let Err(error) = writeln!(stderr(), "{text}") else { return Ok(()) };
+                let print = |text| match replacement {
+                    Some(_) => print_error_within(text, STALL),
+                    None => writeln!(stderr(), "{text}"),
+                };
+                let Err(error) = print(text) else { return Ok(()) };
                 let path = replacement.take();
                 *self = path.map_or(Ok(Self::Discard), |path| Self::replacing("standard error", &path, &error))?;
                 self.line(text)
@@ -93,7 +97,7 @@ impl Output {
         let mut file = LineFile::open(path.to_owned())?;
         let warning = format!("warning: {stream} {}: output continues in {}", unusable(error), path.display());
         let _ = file.line(&warning);
-        print_error_within(&warning, Duration::from_secs(1));
+        let _ = print_error_within(&warning, Duration::from_secs(1));
         Ok(Self::File(file))
     }
 }

@@ -9,7 +9,7 @@ use metrics::tensorboard;
 use model::digests::Digests;
 use model::guards::Verdict;
 use serde::{Deserialize, Serialize};
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use system::fs::File;
@@ -147,6 +147,10 @@ impl LineFile {
     }
 
     fn flush(&mut self) -> Result<()> {
+        let cannot = || format!("cannot write {}", self.path.display());
+        if !self.file.has_name().with_context(cannot)? {
+            self.restore()?;
+        }
         self.write_pending().with_context(|| format!("cannot write {}", self.path.display()))
     }
 
@@ -160,6 +164,25 @@ impl LineFile {
         }
         self.len += self.pending.len() as u64;
         self.pending.clear();
+        Ok(())
+    }
+
+    /// Continues in a file of the same name after another program has removed or replaced this one. Its lines can still be read.
+    fn restore(&mut self) -> Result<()> {
+        let replaced = system::fs::exists(&self.path);
+        if !replaced {
+            let mut lines = self.file.try_clone()?;
+            lines.seek(SeekFrom::Start(0))?;
+            atomic_file::write(&self.path, |file| Ok(io::copy(&mut lines.take(self.len), file).map(drop)?))?;
+        }
+        let Self { file, len, .. } = Self::open(self.path.clone())?;
+        (self.file, self.len, self.torn) = (file, len, false);
+        let (path, how) = (self.path.display(), if replaced { "replaced" } else { "removed" });
+        let then = if replaced { "the run continues in the new file" } else { "its lines were written again" };
+        let _ = process::print_error_within(
+            &format!("warning: {path} was {how} during the run: {then}"),
+            Duration::from_secs(1),
+        );
         Ok(())
     }
 
@@ -334,7 +357,7 @@ impl Log {
         self.printed = false;
         let path = jsonl.path.display();
         let warning = format!("warning: standard output {}: output continues in {path}", unusable(&error));
-        process::print_error_within(&warning, Duration::from_secs(1));
+        let _ = process::print_error_within(&warning, Duration::from_secs(1));
         Ok(())
     }
 
@@ -504,6 +527,32 @@ mod tests {
         assert_eq!((read("main.log"), read("main.jsonl")), (main, jsonl.clone()));
         drop(Log::resume(dir.path(), 21, true).unwrap());
         assert_eq!(read("main.jsonl").lines().count() + 1, jsonl.lines().count());
+    }
+
+    #[test]
+    fn a_log_that_is_removed_or_replaced_during_the_run_continues() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut log = Log::create(Some(dir.path())).unwrap();
+        log.validation(0, 0, 5.5).unwrap();
+        log.validation(1, 256, 5.25).unwrap();
+        let path = dir.path().join("main.log");
+        fs::remove_file(&path).unwrap();
+        log.validation(2, 512, 5.0).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "s:0 tel:5.5000\ns:1 tel:5.2500\ns:2 tel:5.0000\n");
+        let edited = dir.path().join("edited");
+        fs::write(&edited, "edited\n").unwrap();
+        fs::rename(&edited, &path).unwrap();
+        log.validation(3, 768, 4.75).unwrap();
+        log.validation(4, 1024, 4.5).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "edited\ns:3 tel:4.7500\ns:4 tel:4.5000\n");
+
+        // Lines wait in memory if the directory is gone.
+        fs::remove_dir_all(dir.path()).unwrap();
+        log.validation(5, 1280, 4.25).unwrap();
+        assert!(log.take_trouble().is_some_and(|trouble| trouble.contains("main.")));
+        fs::create_dir(dir.path()).unwrap();
+        log.finish().unwrap();
+        assert!(fs::read_to_string(&path).unwrap().ends_with("s:4 tel:4.5000\ns:5 tel:4.2500\n"));
     }
 
     #[test]

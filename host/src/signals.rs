@@ -10,9 +10,9 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
-use std::thread;
 use std::time::Duration;
 use system::process::print_error_within;
+use system::thread;
 
 /// A request to stop a run. Clones share the request.
 #[derive(Clone, Debug, Default)]
@@ -77,10 +77,10 @@ impl Stop {
                 let name = low_level::signal_name(signal).unwrap_or("signal");
                 // A reader of standard error that has stopped must not delay the next signal.
                 let message = format!("{name}: stopping after this step; repeat the signal to stop immediately");
-                print_error_within(&message, Duration::from_secs(1));
+                let _ = print_error_within(&message, Duration::from_secs(1));
             }
         };
-        thread::Builder::new().name("signals".into()).spawn(listen).context("cannot start the signal thread")?;
+        thread::spawn("signals", None, listen).context("cannot start the signal thread")?;
         Ok(stop)
     }
 }

@@ -4,15 +4,17 @@
 //! `--quiet` or `--json`.
 
 use anyhow::Result;
+use console::Term;
 use indicatif::{HumanDuration, MultiProgress, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 use ratatui::crossterm::terminal;
 use std::fmt;
-use std::io::{IsTerminal, Write, stderr, stdout};
+use std::io::{IsTerminal, Write, stderr, stdin, stdout};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, LazyLock};
 use std::thread;
 use std::time::Duration;
+use system::process::Terminal;
 use system::progress::{self, Report, Unit};
 
 /// Time after which work is shown.
@@ -21,9 +23,21 @@ const DELAY: Duration = Duration::from_millis(500);
 const TICK: Duration = Duration::from_millis(250);
 
 /// All bars of this process.
-static BARS: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
+static BARS: LazyLock<MultiProgress> = LazyLock::new(|| MultiProgress::with_draw_target(draw_target()));
 static SHOWS_BARS: AtomicBool = AtomicBool::new(false);
 static QUIET: AtomicBool = AtomicBool::new(false);
+
+/// Time for which a bar waits for a terminal that shows nothing.
+const STALL: Duration = Duration::from_secs(1);
+/// Largest number of times per second that bars are drawn, as by default.
+const RATE: u8 = 20;
+
+/// Returns the terminal of standard error, which does not stop the work when it no longer shows anything.
+fn draw_target() -> ProgressDrawTarget {
+    Terminal::of_stderr(STALL).map_or_else(ProgressDrawTarget::stderr, |terminal| {
+        ProgressDrawTarget::term(Term::read_write_pair(stdin(), terminal), RATE)
+    })
+}
 
 /// Sets what the commands of this process print: with `quiet`, only warnings and results; with `json`, no progress bars.
 pub fn configure(quiet: bool, json: bool) {

@@ -26,7 +26,7 @@ pub fn fail(args: &[&str], parts: &[&str]) -> String {
     let err = String::from_utf8_lossy(&output.stderr);
     assert_ne!(output.status.code(), Some(0), "{args:?}: {err}");
     let errors = err.lines().filter(|line| line.starts_with("error: ")).count();
-    assert_eq!((errors, err.contains("panicked")), (1, false), "{args:?}: {err}");
+    assert_eq!((errors, err.contains("found a panic")), (1, false), "{args:?}: {err}");
     let message = &err[err.find("error: ").unwrap()..];
     for part in parts {
         assert!(message.contains(part), "{args:?}: expected '{part}' in: {err}");

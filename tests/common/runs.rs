@@ -152,7 +152,7 @@ impl Results {
 }
 
 /// Waits until `condition` holds, for at most a minute.
-pub fn wait_until(description: &str, condition: impl Fn() -> bool) {
+pub fn wait_until(description: &str, mut condition: impl FnMut() -> bool) {
     let began = Instant::now();
     while !condition() {
         assert!(began.elapsed() < Duration::from_mins(1), "waited too long until {description}");

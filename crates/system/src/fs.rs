@@ -48,10 +48,10 @@ impl File {
         Self::open_as(path, Open::CreateNew, || options.open(path))
     }
 
-    /// Opens a file for writing at its end. Creates it if necessary.
+    /// Opens a file for reading, and for writing at its end. Creates it if necessary.
     pub fn append(path: impl AsRef<Path>) -> io::Result<Self> {
         let path = path.as_ref();
-        Self::open_as(path, Open::Append, || fs::File::options().append(true).create(true).open(path))
+        Self::open_as(path, Open::Append, || fs::File::options().read(true).append(true).create(true).open(path))
     }
 
     /// Waits until contents and metadata are on the disk.
@@ -75,6 +75,14 @@ impl File {
         match &self.0 {
             Opened::Real(file) => Ok(file.metadata()?.len()),
             Opened::Simulated(file) => file.len(),
+        }
+    }
+
+    /// Returns whether the file still has a name. Nothing removes files of a simulated disk from outside.
+    pub fn has_name(&self) -> io::Result<bool> {
+        match &self.0 {
+            Opened::Real(file) => Ok(std::os::unix::fs::MetadataExt::nlink(&file.metadata()?) > 0),
+            Opened::Simulated(_) => Ok(true),
         }
     }
 

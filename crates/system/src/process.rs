@@ -2,11 +2,12 @@
 
 use crate::simulation;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use std::io::{self, IsTerminal, Write, stderr, stdout};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Returns the number of this process.
 pub fn id() -> u32 {
@@ -64,15 +65,31 @@ fn check_stdout() -> io::Result<()> {
     if STARTED_WITHOUT_STDOUT.load(Ordering::Relaxed) { Err(Errno::BADF.into()) } else { Ok(()) }
 }
 
-/// Writes to a file descriptor whose reader may have stopped reading.
-fn write_within(fd: impl AsFd, mut bytes: &[u8], timeout: Duration) -> io::Result<()> {
+/// Writes to a file descriptor. Fails with `TimedOut` if its reader reads nothing for `timeout`.
+fn write_within(fd: impl AsFd, bytes: &[u8], timeout: Duration) -> io::Result<()> {
+    match non_blocking_terminal(fd.as_fd()) {
+        Some(terminal) => write_when_ready(terminal.as_fd(), bytes, timeout),
+        None => write_when_ready(fd.as_fd(), bytes, timeout),
+    }
+}
+
+/// Opens a terminal again, so that writes to it do not block. A terminal is ready for one byte, but a write of more would wait for its
+/// reader. Other programs share the flags of `fd` itself. Returns `None` if it is no terminal, or one of another user.
+fn non_blocking_terminal(fd: BorrowedFd<'_>) -> Option<OwnedFd> {
+    let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let open = || rustix::fs::open(format!("/proc/self/fd/{}", fd.as_raw_fd()), flags, Mode::empty()).ok();
+    fd.is_terminal().then(open).flatten()
+}
+
+fn write_when_ready(fd: BorrowedFd<'_>, mut bytes: &[u8], timeout: Duration) -> io::Result<()> {
     // POSIX's PIPE_BUF on Linux: a pipe that is ready takes as many bytes at once.
     const PIECE: usize = 4096;
-    let timeout = Timespec::try_from(timeout).map_err(io::Error::other)?;
+    let mut progress = Instant::now();
     while !bytes.is_empty() {
-        match poll(&mut [PollFd::new(&fd, PollFlags::OUT)], Some(&timeout)) {
+        let left = Timespec::try_from(timeout.saturating_sub(progress.elapsed())).map_err(io::Error::other)?;
+        match poll(&mut [PollFd::new(&fd, PollFlags::OUT)], Some(&left)) {
             Ok(0) => {
-                let seconds = timeout.tv_sec;
+                let seconds = timeout.as_secs();
                 return Err(io::Error::new(
                     io::ErrorKind::TimedOut,
                     format!("no data was read from it for {seconds} s"),
@@ -82,14 +99,50 @@ fn write_within(fd: impl AsFd, mut bytes: &[u8], timeout: Duration) -> io::Resul
             Err(Errno::INTR) => continue,
             Err(error) => return Err(error.into()),
         }
-        match rustix::io::write(&fd, &bytes[..bytes.len().min(PIECE)]) {
-            Ok(written) => bytes = &bytes[written..],
+        match rustix::io::write(fd, &bytes[..bytes.len().min(PIECE)]) {
+            Ok(written) => (bytes, progress) = (&bytes[written..], Instant::now()),
             // Another process may have filled a pipe that does not block.
             Err(Errno::INTR | Errno::AGAIN) => {}
             Err(error) => return Err(error.into()),
         }
     }
     Ok(())
+}
+
+/// The terminal of standard error, for progress bars. Discards what its reader does not read.
+#[derive(Debug)]
+pub struct Terminal {
+    terminal: OwnedFd,
+    /// How long a write waits.
+    patience: Duration,
+    timeout: Duration,
+}
+
+impl Terminal {
+    /// Opens the terminal. A write waits for its reader for at most `timeout`; after such a write, others do not wait until the reader
+    /// continues. Returns `None` if standard error is no terminal that can be opened.
+    pub fn of_stderr(timeout: Duration) -> Option<Self> {
+        Some(Self { terminal: non_blocking_terminal(rustix::stdio::stderr())?, patience: timeout, timeout })
+    }
+}
+
+impl Write for Terminal {
+    /// Never fails, because the crate that draws the bars panics for some errors.
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = write_when_ready(self.terminal.as_fd(), bytes, self.patience);
+        self.patience = if written.is_ok() { self.timeout } else { Duration::ZERO };
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl AsRawFd for Terminal {
+    fn as_raw_fd(&self) -> RawFd {
+        self.terminal.as_raw_fd()
+    }
 }
 
 /// Returns whether standard output and standard error are terminals.
@@ -107,14 +160,15 @@ pub fn print_error(line: &str) {
     }
 }
 
-/// Writes a line to standard error like [`print_error()`], unless its reader reads nothing for `timeout`. Does not wait for a thread that
-/// writes to standard error.
-pub fn print_error_within(line: &str, timeout: Duration) {
+/// Writes a line to standard error like [`print_error()`]. Fails with `TimedOut` if its reader reads nothing for `timeout`. Does not wait for
+/// a thread that writes to standard error.
+pub fn print_error_within(line: &str, timeout: Duration) -> io::Result<()> {
     match simulation::current() {
-        Some(task) => task.print(line, true),
-        None => {
-            let _ = write_within(rustix::stdio::stderr(), format!("{line}\n").as_bytes(), timeout);
+        Some(task) => {
+            task.print(line, true);
+            Ok(())
         }
+        None => write_within(rustix::stdio::stderr(), format!("{line}\n").as_bytes(), timeout),
     }
 }
 
@@ -123,7 +177,6 @@ mod tests {
     use super::*;
     use rustix::pipe::pipe;
     use std::io::Read;
-    use std::time::Instant;
 
     #[test]
     fn a_reader_that_stops_reading_is_an_error_after_the_timeout() {

@@ -75,7 +75,9 @@ fn start(name: String, stack_bytes: usize, first: impl FnOnce(Sender<Job>) + Sen
             job();
         }
     };
-    Builder::new().name(name).stack_size(stack_bytes).spawn(work).map(drop)
+    Builder::new().name(name).stack_size(stack_bytes).spawn(work).map(drop).map_err(|error| {
+        Error::new(error.kind(), format!("{error}; raise the limits of the process (ulimit -u, ulimit -v)"))
+    })
 }
 
 /// Checks that the limit of addresses allows another thread. The standard library aborts if a thread has its stack but gets no memory
