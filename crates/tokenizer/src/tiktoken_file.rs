@@ -10,12 +10,16 @@ use base64::prelude::BASE64_STANDARD;
 /// Number of ids after the ranks that Llama 3 reserves for special tokens.
 const RESERVED: usize = 256;
 
+/// Number of ranks of Llama 3. Encodings that were trained for other models may have fewer, but not more.
+const LLAMA3: usize = 128_000;
+
 /// Encodings with another split pattern or other special tokens, by their number of ranks.
-const OTHER_ENCODINGS: [(usize, &str, &str); 4] = [
+const OTHER_ENCODINGS: [(usize, &str, &str); 5] = [
     (50_256, "r50k_base", "pass --tokenizer gpt2, which is this encoding"),
     (100_256, "cl100k_base", CONVERT),
     (151_643, "Qwen", CONVERT),
     (199_998, "o200k_base", CONVERT),
+    (200_000, "Llama 4", CONVERT),
 ];
 const CONVERT: &str = "pass a tokenizer.json of this encoding";
 
@@ -42,8 +46,10 @@ pub fn parse(name: &str, text: &str) -> Result<(Bpe, Vec<Special>)> {
         tokens.push(bytes.into_boxed_slice());
     }
     if let Some((ranks, other, fix)) = OTHER_ENCODINGS.into_iter().find(|(ranks, ..)| *ranks == tokens.len()) {
-        bail!("{name}: expected the 128000 ranks of Llama 3, found {ranks}, those of {other}; {fix}");
+        bail!("{name}: expected the {LLAMA3} ranks of Llama 3, found {ranks}, those of {other}; {fix}");
     }
+    let ranks = tokens.len();
+    ensure!(ranks <= LLAMA3, "{name}: expected at most the {LLAMA3} ranks of Llama 3, found {ranks}; {CONVERT}");
     let first = tokens.len() as u32;
     let bpe = Bpe::new(Pattern::Llama3, tokens).with_context(|| format!("{name}: not a tokenizer"))?;
     Ok((
@@ -107,6 +113,10 @@ mod tests {
         assert!(error.contains("--tokenizer gpt2"), "{error}");
         let error = format!("{:#}", parse("t.model", &lines(100_256)).unwrap_err());
         assert!(error.contains("those of cl100k_base; pass a tokenizer.json"), "{error}");
+        let error = format!("{:#}", parse("t.model", &lines(200_000)).unwrap_err());
+        assert!(error.contains("those of Llama 4; pass a tokenizer.json"), "{error}");
+        let error = format!("{:#}", parse("t.model", &lines(163_584)).unwrap_err());
+        assert!(error.contains("at most the 128000 ranks of Llama 3, found 163584; pass"), "{error}");
     }
 
     #[test]

@@ -33,12 +33,22 @@ struct Config {
     additional_special_tokens: Option<Vec<Named>>,
 }
 
-/// A special token: its text, or an object with its text.
+/// A special token: its text, or an object with its text and the rules by which it is found.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Named {
     Text(String),
-    Object { content: String },
+    Object(Added),
+}
+
+/// A special token with its rules: whether it takes the spaces before and after it, and whether it must be a word of its own.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Added {
+    content: String,
+    lstrip: bool,
+    rstrip: bool,
+    single_word: bool,
 }
 
 /// The key of `config.json` that names the architecture.
@@ -49,12 +59,13 @@ struct Model {
 }
 
 impl Config {
-    /// Returns the texts of the special tokens.
-    fn special(self) -> impl Iterator<Item = String> {
+    /// Returns the special tokens.
+    fn special(self) -> impl Iterator<Item = Added> {
         let begin = [self.bos_token, self.eos_token, self.unk_token, self.pad_token];
         let one = begin.into_iter().chain([self.sep_token, self.cls_token, self.mask_token]).flatten();
         one.chain(self.additional_special_tokens.into_iter().flatten()).map(|token| match token {
-            Named::Text(text) | Named::Object { content: text } => text,
+            Named::Text(content) => Added { content, ..Added::default() },
+            Named::Object(token) => token,
         })
     }
 }
@@ -84,16 +95,20 @@ pub fn to_json(path: &Path) -> Result<String> {
     // The default of transformers for each of these tokens that is not named.
     let named = |config: &Config| [&config.bos_token, &config.eos_token, &config.unk_token].map(Option::is_some);
     let all_are_named = named(&config).into_iter().zip(named(&names)).all(|(a, b)| a || b);
-    let default = (!all_are_named).then(|| "<|endoftext|>".to_owned());
-    let special: Vec<String> = config.special().chain(names.special()).chain(default).collect();
+    let default = (!all_are_named).then(|| Added { content: "<|endoftext|>".to_owned(), ..Added::default() });
+    let special: Vec<Added> = config.special().chain(names.special()).chain(default).collect();
     // A later entry with the same id replaces an earlier one.
     let mut tokens = BTreeMap::new();
-    let of_vocab = special.iter().filter_map(|text| Some((text, vocab.get(text)?)));
+    let of_vocab = special.iter().filter_map(|token| Some((&token.content, vocab.get(&token.content)?)));
     for (text, &id) in of_vocab.chain(&added) {
-        let is_special = special.contains(text);
+        // A token that several keys name may have rules in one of them.
+        let named = || special.iter().filter(|token| token.content == *text);
+        let is_special = named().next().is_some();
+        let rule = |rule: fn(&Added) -> bool| named().any(rule);
         tokens.insert(
             id,
-            json!({"id": id, "content": text, "single_word": false, "lstrip": false, "rstrip": false,
+            json!({"id": id, "content": text, "single_word": rule(|token| token.single_word),
+                "lstrip": rule(|token| token.lstrip), "rstrip": rule(|token| token.rstrip),
                 "normalized": !is_special, "special": is_special}),
         );
     }
@@ -192,6 +207,12 @@ mod tests {
             write("special_tokens_map.json", map);
             assert_eq!(special(), ["<|endoftext|>", "<mask>", "</s>", "<cls>"], "{map}");
         }
+        write(
+            "special_tokens_map.json",
+            r#"{"mask_token": {"content": "<mask>", "lstrip": true}, "sep_token": "</s>"}"#,
+        );
+        let ids = Tokenizer::open(directory.path()).unwrap().encode_with_special("a <mask>b").unwrap();
+        assert_eq!((ids.len(), ids[1]), (3, 258), "the token takes the space before it");
         // Other tokens begin and end documents, so this one is ordinary text.
         write("special_tokens_map.json", r#"{"bos_token": "</s>", "eos_token": "</s>"}"#);
         write("tokenizer_config.json", r#"{"unk_token": "</s>"}"#);

@@ -148,6 +148,6 @@ fn explain(error: ::csv::Error, name: &str) -> anyhow::Error {
                 "{name}{place}: expected {expected_len} columns, as in the first row, found {len}; check the quotation marks"
             )
         }
-        _ => anyhow::Error::from(error).context(cannot_read(name)),
+        _ => cannot_read(name, error),
     }
 }

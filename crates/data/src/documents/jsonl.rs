@@ -18,7 +18,7 @@ pub fn read(source: &mut Source, field: &str, sink: &mut dyn Sink) -> Result<Fil
     for number in 1usize.. {
         line.clear();
         let limit = MAX_RECORD_BYTES as u64 + 1;
-        source.stream().take(limit).read_until(b'\n', &mut line).with_context(|| cannot_read(&name))?;
+        source.stream().take(limit).read_until(b'\n', &mut line).map_err(|error| cannot_read(&name, error))?;
         let place = || format!("{name}, line {number}");
         ensure!(
             line.len() <= MAX_RECORD_BYTES,

@@ -2,7 +2,7 @@
 
 use super::STDIN;
 use crate::header::read_available;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow};
 use flate2::bufread::MultiGzDecoder;
 use std::ffi::OsStr;
 use std::fs::File;
@@ -71,13 +71,7 @@ impl Source {
             None => raw,
         };
         let mut head = vec![0; HEAD_BYTES];
-        let len = match read_available(&mut stream, &mut head) {
-            Err(error) if error.to_string().contains(LARGE_WINDOW) => bail!(
-                "cannot decompress {name}: expected a window of at most 128 MiB, found a larger one, which `zstd --long` makes; \
-                 decompress it with `zstd -d --long=31`"
-            ),
-            len => len.with_context(|| cannot_read(&name))?,
-        };
+        let len = read_available(&mut stream, &mut head).map_err(|error| cannot_read(&name, error))?;
         head.truncate(len);
         let whole: Box<dyn Read> = Box::new(Cursor::new(head.clone()).chain(stream));
         Ok(Self { name, head, stream: BufReader::with_capacity(BUFFER_BYTES, whole) })
@@ -107,7 +101,7 @@ impl Source {
     pub fn skip_byte_order_mark(&mut self) -> Result<()> {
         if self.head.starts_with(b"\xef\xbb\xbf") {
             let name = &self.name;
-            self.stream.read_exact(&mut [0; 3]).with_context(|| cannot_read(name))?;
+            self.stream.read_exact(&mut [0; 3]).map_err(|error| cannot_read(name, error))?;
         }
         Ok(())
     }
@@ -115,7 +109,7 @@ impl Source {
     /// Appends the next bytes to `bytes` and returns their number, which is 0 at the end.
     pub fn read_block(&mut self, bytes: &mut Vec<u8>) -> Result<usize> {
         let name = &self.name;
-        (&mut self.stream).take(BUFFER_BYTES as u64).read_to_end(bytes).with_context(|| cannot_read(name))
+        (&mut self.stream).take(BUFFER_BYTES as u64).read_to_end(bytes).map_err(|error| cannot_read(name, error))
     }
 
     /// Returns the stream.
@@ -124,11 +118,19 @@ impl Source {
     }
 }
 
-/// Returns the context of a read error.
-pub fn cannot_read(name: &str) -> String {
-    if Compression::of_name(Path::new(name)).is_some() {
-        format!("cannot decompress {name}: expected complete compressed data; download or compress it again")
+/// Returns the error of a file that cannot be read.
+pub fn cannot_read(name: &str, error: impl Into<anyhow::Error>) -> anyhow::Error {
+    let error = error.into();
+    if format!("{error:#}").contains(LARGE_WINDOW) {
+        anyhow!(
+            "cannot decompress {name}: expected a window of at most 128 MiB, found a larger one, which `zstd --long` makes; \
+             decompress it with `zstd -d --long=31`"
+        )
+    } else if Compression::of_name(Path::new(name)).is_some() {
+        error.context(format!(
+            "cannot decompress {name}: expected complete compressed data; download or compress it again"
+        ))
     } else {
-        format!("cannot read {name}")
+        error.context(format!("cannot read {name}"))
     }
 }

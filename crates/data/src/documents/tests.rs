@@ -1,5 +1,5 @@
 use super::*;
-use ::parquet::basic::{Compression, GzipLevel, ZstdLevel};
+use ::parquet::basic::{BrotliLevel, Compression, GzipLevel, ZstdLevel};
 use ::parquet::data_type::{ByteArray, ByteArrayType, Int64Type};
 use ::parquet::file::properties::WriterProperties;
 use ::parquet::file::writer::SerializedFileWriter;
@@ -214,7 +214,14 @@ fn a_large_window_of_zstd_is_an_error_that_says_how_to_decompress_it() {
     encoder.write_all(b"{\"text\": \"a\"}\n").unwrap();
     encoder.flush().unwrap();
     let frame = encoder.finish().unwrap();
-    fails("a.jsonl.zst", &frame, &field("text"), &["expected a window of at most 128 MiB", "zstd -d --long=31"]);
+    let parts = ["expected a window of at most 128 MiB", "zstd -d --long=31"];
+    fails("a.jsonl.zst", &frame, &field("text"), &parts);
+    // Such a frame may follow others.
+    let lines = "{\"text\": \"a\"}\n".repeat(1 << 12);
+    let first = zstd::encode_all(lines.as_bytes(), 1).unwrap();
+    fails("a.jsonl.zst", &[first, frame.clone()].concat(), &field("text"), &parts);
+    let rows = "text\n".to_owned() + &"a\n".repeat(1 << 14);
+    fails("a.csv.zst", &[zstd::encode_all(rows.as_bytes(), 1).unwrap(), frame].concat(), &field("text"), &parts);
 }
 
 #[test]
@@ -333,6 +340,9 @@ fn parquet_columns_are_read_with_every_compression() {
         Compression::SNAPPY,
         Compression::GZIP(GzipLevel::default()),
         Compression::ZSTD(ZstdLevel::default()),
+        Compression::LZ4,
+        Compression::LZ4_RAW,
+        Compression::BROTLI(BrotliLevel::default()),
     ] {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.parquet");

@@ -121,9 +121,9 @@ fn check_compression(path: &Path, field: &str, found: Compression) -> Result<()>
     let name = found.to_string();
     let name = name.split('(').next().unwrap_or_default();
     ensure!(
-        matches!(found, Compression::UNCOMPRESSED | Compression::SNAPPY | Compression::GZIP(_) | Compression::ZSTD(_)),
-        "{}: expected column \"{field}\" without compression or with snappy, gzip or zstd, found {name}; write the file again \
-         with zstd, for example with pyarrow.parquet.write_table(table, file, compression=\"zstd\")",
+        found != Compression::LZO,
+        "{}: expected column \"{field}\" without compression or with snappy, gzip, zstd, lz4 or brotli, found {name}; write the \
+         file again with zstd, for example with pyarrow.parquet.write_table(table, file, compression=\"zstd\")",
         path.display()
     );
     Ok(())
