@@ -35,13 +35,16 @@ const FILES: [(&str, &str); 10] = [
     (".gitignore", include_str!("../template/gitignore")),
 ];
 
-/// The keywords of Rust that cargo rejects as names of packages.
-const KEYWORDS: [&str; 49] = [
-    "abstract", "as", "async", "await", "become", "box", "break", "const", "continue", "crate", "do", "dyn", "else",
-    "enum", "extern", "false", "final", "fn", "for", "if", "impl", "in", "let", "loop", "macro", "match", "mod",
-    "move", "mut", "override", "priv", "pub", "ref", "return", "self", "static", "struct", "super", "trait", "true",
-    "try", "type", "typeof", "unsafe", "unsized", "use", "virtual", "where", "while",
+/// The keywords of Rust 2024, which are no names of crates.
+const KEYWORDS: [&str; 52] = [
+    "Self", "gen", "yield", "abstract", "as", "async", "await", "become", "box", "break", "const", "continue", "crate",
+    "do", "dyn", "else", "enum", "extern", "false", "final", "fn", "for", "if", "impl", "in", "let", "loop", "macro",
+    "match", "mod", "move", "mut", "override", "priv", "pub", "ref", "return", "self", "static", "struct", "super",
+    "trait", "true", "try", "type", "typeof", "unsafe", "unsized", "use", "virtual", "where", "while",
 ];
+
+/// Names of crates of the standard library, and of directories in which cargo writes next to a program.
+const RESERVED: [&str; 8] = ["test", "core", "std", "alloc", "build", "deps", "examples", "incremental"];
 
 /// The crates that a created crate depends on.
 const CRATES: [&str; 4] = ["cuda_std", "cuda_builder", "cuda_driver", "find_cuda_helper"];
@@ -88,7 +91,7 @@ fn crate_name(directory: &Path) -> Result<String> {
         !KEYWORDS.contains(&name),
         "NAME: expected a name that is not a keyword of Rust, found {name}; choose another name"
     );
-    if CRATES.contains(&name) || matches!(name, "test" | "core" | "std" | "alloc") {
+    if CRATES.contains(&name) || RESERVED.contains(&name) {
         bail!("NAME: expected a name that no other crate has, found {name}; choose another name");
     }
     Ok(name.to_owned())
@@ -147,7 +150,7 @@ mod tests {
     #[test]
     fn names_of_crates_are_checked() {
         assert_eq!(crate_name(Path::new("/tmp/my-kernels")).unwrap(), "my-kernels");
-        for wrong in ["fn", "1st", "a b", "..", "cuda_std", "x/é"] {
+        for wrong in ["fn", "gen", "yield", "deps", "1st", "a b", "..", "cuda_std", "x/é"] {
             let error = crate_name(Path::new(wrong)).unwrap_err().to_string();
             assert!(error.starts_with("NAME: expected "), "{error}");
         }

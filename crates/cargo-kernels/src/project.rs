@@ -43,13 +43,10 @@ pub fn find_tool(name: &str) -> Option<PathBuf> {
 
 /// Returns the PTX files of the crate in the working directory, by architecture.
 fn compiled() -> Result<Vec<PathBuf>> {
-    let mut command = command();
-    command.args(["check", "--quiet", "--message-format=json-render-diagnostics"]).stderr(Stdio::inherit());
-    let output = command.output().with_context(|| format!("cannot run {command:?}"))?;
-    ensure!(output.status.success(), "{command:?} failed; see the message of cargo above");
-    let mut files = Vec::new();
-    for directory in build_script_directories(&String::from_utf8_lossy(&output.stdout)) {
-        find_ptx(&directory, 3, &mut files)?;
+    let mut files = compiled_by(&[])?;
+    if files.is_empty() {
+        // The crate of the kernels itself has no build script: that of the crate around it compiles them.
+        files = compiled_by(&["--workspace"])?;
     }
     files.sort_by_key(|path| (number(path), path.clone()));
     ensure!(
@@ -57,6 +54,22 @@ fn compiled() -> Result<Vec<PathBuf>> {
         "kernels: expected PTX of a build script that calls CudaBuilder, found none; run this in a crate of `cargo kernels new`, and \
          `cargo kernels doctor` if its build printed a warning"
     );
+    Ok(files)
+}
+
+/// Returns the PTX files that `cargo check` with these arguments compiles.
+fn compiled_by(arguments: &[&str]) -> Result<Vec<PathBuf>> {
+    let mut command = command();
+    command
+        .args(["check", "--quiet", "--message-format=json-render-diagnostics"])
+        .args(arguments)
+        .stderr(Stdio::inherit());
+    let output = command.output().with_context(|| format!("cannot run {command:?}"))?;
+    ensure!(output.status.success(), "{command:?} failed; see the message of cargo above");
+    let mut files = Vec::new();
+    for directory in build_script_directories(&String::from_utf8_lossy(&output.stdout)) {
+        find_ptx(&directory, 3, &mut files)?;
+    }
     Ok(files)
 }
 

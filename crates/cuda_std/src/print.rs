@@ -4,7 +4,7 @@
 
 /// Prints a line from a kernel: `gpu_println!("sum of row {}: {}", row, sum)`.
 ///
-/// `{}` stands for an argument of type u32, i32, u64, i64, usize, f32, f64 or bool. Other formats are errors. A GPU prints floating-point
+/// `{}` stands for an argument of type u8 to u64, i8 to i64, usize, f32, f64 or bool. Other formats are errors. A GPU prints floating-point
 /// numbers with up to nine (f32) or seventeen (f64) significant digits. The buffer of the driver holds about 1 MB; it drops older text.
 /// ```
 /// use cuda_std::{gpu_println, kernel, thread};
@@ -62,7 +62,11 @@ macro_rules! print {
 }
 
 print! {
+    u8, "%u", u32;
+    u16, "%u", u32;
     u32, "%u", u32;
+    i8, "%d", i32;
+    i16, "%d", i32;
     i32, "%d", i32;
     u64, "%llu", u64;
     i64, "%lld", i64;

@@ -174,6 +174,7 @@ impl<T: Element> GlobalSliceMut<'_, T> {
 pub trait CopySource<T>: private::Sealed {
     /// Returns the view, which has elements `i` to `i` + `count` - 1 if they are read (`valid`).
     #[doc(hidden)]
+    #[track_caller]
     fn checked(self, i: usize, count: usize, valid: bool) -> Global<T>;
 }
 
@@ -192,6 +193,7 @@ impl<T> CopySource<T> for Global<T> {
 
 impl<T> CopySource<T> for GlobalSlice<'_, T> {
     #[inline(always)]
+    #[track_caller]
     fn checked(self, i: usize, count: usize, valid: bool) -> Global<T> {
         if valid {
             self.check(i, count);

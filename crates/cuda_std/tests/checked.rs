@@ -86,6 +86,30 @@ fn access(y: GlobalSliceMut<f32>, x: GlobalSlice<f32>, read: u64, write: u64, el
     }
 }
 
+/// Copies a packet of `x` from element `read` on.
+#[kernel(threads = 32, shared = shared, checked)]
+fn copy_packet(y: GlobalSliceMut<f32>, x: GlobalSlice<f32>, read: u64) {
+    let (array, _) = shared(&mut Layout::new());
+    if thread::thread_idx_x() == 0 {
+        array.copy_packet_async(0, x, read as usize, true);
+        async_copy::commit();
+        async_copy::wait::<0>();
+        y.set(0, array.at(0));
+    }
+}
+
+#[test]
+fn an_asynchronous_copy_reports_the_line_of_the_kernel() {
+    let run = |read| {
+        let mut memory = Memory::new();
+        let (x, y) = (memory.input_slice("x", &[1.0; 64]), memory.buffer_slice("y", &[0.0; 64]));
+        copy_packet(y, x, read).emulate(&mut memory, [1, 1, 1])
+    };
+    run(60).unwrap();
+    let report = run(1 << 20).unwrap_err().to_string();
+    assert!(report.contains("index 1048576 of x, which has 64 elements") && report.contains("checked.rs:"), "{report}");
+}
+
 /// On a GPU, checked views compare the index with the length. The emulator must not accept the address that an index wraps around to, nor
 /// an address in another buffer.
 #[test]

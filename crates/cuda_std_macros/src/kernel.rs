@@ -240,7 +240,9 @@ fn check_signature(signature: &Signature) -> syn::Result<()> {
 
 /// Returns the attributes of a kernel whose names are in `names`. A lint may be reported for the host only, so `expect` becomes `allow`.
 fn attributes(function: &ItemFn, names: &[&str]) -> TokenStream {
-    let named = |attribute: &&Attribute| names.iter().any(|name| attribute.path().is_ident(name));
+    let named = |attribute: &&Attribute| {
+        names.iter().any(|name| attribute.path().is_ident(name)) && !names_unsafe_code(attribute)
+    };
     let device = |attribute: &Attribute| match &attribute.meta {
         Meta::List(list) if list.path.is_ident("expect") => {
             let lints = &list.tokens;
@@ -249,6 +251,12 @@ fn attributes(function: &ItemFn, names: &[&str]) -> TokenStream {
         _ => attribute.to_token_stream(),
     };
     function.attrs.iter().filter(named).map(device).collect()
+}
+
+/// Returns whether an attribute is a level of the lint `unsafe_code`.
+fn names_unsafe_code(attribute: &Attribute) -> bool {
+    let is_name = |token| matches!(token, TokenTree::Ident(name) if name == "unsafe_code");
+    matches!(&attribute.meta, Meta::List(list) if list.tokens.clone().into_iter().any(is_name))
 }
 
 /// Returns the PTX entry point of one instance and the assembly comment that passes its launch bounds to
@@ -417,7 +425,8 @@ fn immutable(inputs: &Punctuated<FnArg, Token![,]>) -> Punctuated<FnArg, Token![
     inputs
 }
 
-/// Returns the lint levels of the device functions that a kernel expands to.
+/// Returns the lint levels of the device functions that a kernel expands to. The entry point needs `unsafe` itself, and the builder sets
+/// the level for the kernel's own code.
 fn device_lints(function: &ItemFn) -> TokenStream {
     let (levels, lints) = (attributes(function, &["allow", "expect", "warn", "deny", "forbid"]), lints());
     quote!(#levels #lints)
