@@ -199,7 +199,7 @@ fn impossible_shapes_are_errors() {
     fail(&[&bench[..], &["d12", "-t", "1025", "-b", "1"]].concat(), &["--seq 1025: expected at most 1024"]);
     fail(
         &[&bench[..], &["gpt3:c12288", "-b", "1"]].concat(),
-        &["does not fit", "GiB more than", "not even --batch 1 fits"],
+        &["does not fit", "more than the ", "not even --batch 1 fits"],
     );
 }
 

@@ -20,7 +20,7 @@ fn text(bytes: &[u8]) -> String {
 fn line_of(output: &Output, start: &str) -> String {
     let err = text(&output.stderr);
     let found: Vec<&str> = err.lines().filter(|line| line.starts_with(start)).collect();
-    assert!(found.len() == 1 && !err.contains("panicked"), "expected one line '{start}': {err}");
+    assert!(found.len() == 1 && !err.contains("found a panic"), "expected one line '{start}': {err}");
     found[0].to_owned()
 }
 

@@ -96,9 +96,8 @@ fn start_threads() -> Result<()> {
     };
     STARTED.get_or_init(start).clone().map_err(|error| {
         anyhow!(
-            "threads: cannot start {} of them: {error}; raise the limits of the process (ulimit -u, ulimit -v), or set \
-             RAYON_NUM_THREADS to a smaller number",
-            std::thread::available_parallelism().map_or(1, usize::from)
+            "threads: cannot start those of the CPU engine: {error}; raise the limits of the process (ulimit -u, ulimit -v), or \
+             set RAYON_NUM_THREADS to a smaller number"
         )
     })
 }

@@ -70,15 +70,15 @@ pub fn plan_run(
         };
         let advice = Search { options, limits, free, bytes: &mut bytes }.advice();
         let with = if reserved > 0 {
-            format!(" (with {} GiB for CUDA graphs, code and NCCL)", gib(reserved))
+            format!(" (with {} for CUDA graphs, code and NCCL)", size(reserved))
         } else {
             String::new()
         };
         anyhow::bail!(
-            "the model does not fit: batch {b} x seq {t} takes {} GiB{with}, {} GiB more than the {} GiB free on {}; {advice}",
-            gib(needed),
-            gib(needed - free),
-            gib(free),
+            "the model does not fit: batch {b} x seq {t} takes {}{with}, {} more than the {} free on {}; {advice}",
+            size(needed),
+            size(needed - free),
+            size(free),
             engine.describe(),
         );
     }
@@ -111,8 +111,9 @@ pub fn check_batch(descriptor: &Descriptor, b: usize, t: usize) -> Result<()> {
     Ok(())
 }
 
-fn gib(bytes: usize) -> String {
-    format!("{:.2}", bytes as f64 / (1u64 << 30) as f64)
+fn size(bytes: usize) -> String {
+    let mib = bytes as f64 / (1u64 << 20) as f64;
+    if mib < 100.0 { format!("{mib:.2} MiB") } else { format!("{:.2} GiB", mib / 1024.0) }
 }
 
 /// A search for settings that fit. Every setting that it names has been planned.

@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 use std::fmt;
 
 /// Size of the window in values.
-const WINDOW: usize = 128;
+pub const WINDOW: usize = 128;
 
 /// Window of the last finite values, oldest first.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

@@ -12,7 +12,7 @@ mod text;
 mod tinyshakespeare;
 mod tinystories;
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use std::thread::available_parallelism;
 use system::thread;
 
@@ -37,8 +37,11 @@ enum Source {
 
 /// Converts, shows or checks data.
 pub fn run(args: &Data) -> Result<()> {
-    // One thread reads, one writes, and the others tokenize.
-    thread::check(2 + available_parallelism().map_or(1, usize::from))?;
+    // One thread reads, one writes, and those of rayon tokenize.
+    let wanted =
+        std::env::var("RAYON_NUM_THREADS").ok().and_then(|number| number.parse().ok()).filter(|&number| number > 0);
+    let workers = wanted.unwrap_or_else(|| available_parallelism().map_or(1, usize::from));
+    thread::check(2 + workers).map_err(|error| anyhow!("{error}, or set RAYON_NUM_THREADS to a smaller number"))?;
     match &args.source {
         Source::Text(args) => text::run(args),
         Source::Tinyshakespeare(args) => tinyshakespeare::run(args),

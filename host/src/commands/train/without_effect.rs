@@ -5,10 +5,8 @@ use checkpoint::config::Config;
 use engine::GeluFusion;
 use engine::open::{Device, MatmulBackend, Opened, Precision};
 use model::MasterWeights;
+use model::guards::WINDOW;
 use model::schedule::Kind;
-
-/// Number of losses that a z-score needs, as in llm.c.
-const OUTLIER_WINDOW: usize = 128;
 
 /// Returns a note for each flag that has no effect, with the reason.
 pub fn notes(options: &Options, config: &Config, opened: &Opened, ranks: usize) -> Vec<String> {
@@ -23,9 +21,10 @@ pub fn notes(options: &Options, config: &Config, opened: &Opened, ranks: usize) 
     let constant = "--schedule constant has no other learning rate than the peak";
     let warmup = format!("the run ends after {} steps, during the warmup", config.steps);
     let ends = format!("the run ends after {} steps", config.steps);
-    let short = format!("{ends}, and z-scores need {OUTLIER_WINDOW}");
+    let short = format!("{ends}, and the first z-score is that of step {}", WINDOW + 1);
     let unevaluated = "--val-every is 0";
     let f32 = opened.precision == Precision::Fp32;
+    let frozen = [config.embedding_lr, config.head_lr, config.muon_lr].iter().all(|lr| lr.unwrap_or(config.lr) == 0.0);
     let fusion = hardware.gelu_fusion.is_some_and(|fusion| fusion != GeluFusion::None);
     [
         ("--matmul", cpu && hardware.matmul != MatmulBackend::default(), on_cpu),
@@ -56,11 +55,15 @@ pub fn notes(options: &Options, config: &Config, opened: &Opened, ranks: usize) 
         ("--val", config.val_every == 0 && config.val.is_some() && !config.overfit_one_batch, unevaluated),
         ("--val-batches", config.val_every == 0 && !unvalidated && options.val_batches.is_some(), unevaluated),
         ("--hellaswag", config.val_every == 0 && config.hellaswag.is_some(), unevaluated),
-        ("--lr", options.lr == Some(0.0), "0 leaves the weights unchanged"),
+        ("--lr 0", config.lr == 0.0 && frozen, "it leaves the weights unchanged"),
         ("--master-weights", config.master_weights == MasterWeights::None && f32, "parameters are f32"),
-        ("--skip-loss-z", config.skip_loss_z > 0.0 && config.steps < OUTLIER_WINDOW, &short),
-        ("--skip-norm-z", config.skip_norm_z > 0.0 && config.steps < OUTLIER_WINDOW, &short),
-        ("--major-every", config.major_every > 0 && config.keep == 0, "--keep is 0, so that all checkpoints are kept"),
+        ("--skip-loss-z", config.skip_loss_z > 0.0 && config.steps <= WINDOW, &short),
+        ("--skip-norm-z", config.skip_norm_z > 0.0 && config.steps <= WINDOW, &short),
+        (
+            "--major-every",
+            config.major_every > 0 && config.keep == 0 && config.checkpoint_minutes == 0.0,
+            "--keep is 0, so that all checkpoints are kept",
+        ),
         ("--sample-length", config.sample_every == 0 && options.sample_length.is_some(), "--sample-every is 0"),
     ]
     .into_iter()
