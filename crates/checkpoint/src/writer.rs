@@ -755,9 +755,9 @@ mod tests {
             write_file(&staging.path, "model_00000020.bin", Progress::default(), |_| Ok(())).unwrap();
             staging.publish("model_00000020.bin").unwrap();
             if complete {
-                staging.remove_after_completion()
+                staging.remove_after_completion();
             } else {
-                drop(staging)
+                drop(staging);
             }
             assert_eq!(fs::names(dir.path()).unwrap(), left, "{complete}");
         }

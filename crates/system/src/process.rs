@@ -112,7 +112,7 @@ fn write_when_ready(fd: BorrowedFd<'_>, mut bytes: &[u8], timeout: Duration) -> 
 /// The terminal of standard error, for progress bars. Discards what its reader does not read.
 #[derive(Debug)]
 pub struct Terminal {
-    terminal: OwnedFd,
+    fd: OwnedFd,
     /// How long a write waits.
     patience: Duration,
     timeout: Duration,
@@ -122,14 +122,14 @@ impl Terminal {
     /// Opens the terminal. A write waits for its reader for at most `timeout`; after such a write, others do not wait until the reader
     /// continues. Returns `None` if standard error is no terminal that can be opened.
     pub fn of_stderr(timeout: Duration) -> Option<Self> {
-        Some(Self { terminal: non_blocking_terminal(rustix::stdio::stderr())?, patience: timeout, timeout })
+        Some(Self { fd: non_blocking_terminal(rustix::stdio::stderr())?, patience: timeout, timeout })
     }
 }
 
 impl Write for Terminal {
     /// Never fails, because the crate that draws the bars panics for some errors.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let written = write_when_ready(self.terminal.as_fd(), bytes, self.patience);
+        let written = write_when_ready(self.fd.as_fd(), bytes, self.patience);
         self.patience = if written.is_ok() { self.timeout } else { Duration::ZERO };
         Ok(bytes.len())
     }
@@ -141,7 +141,7 @@ impl Write for Terminal {
 
 impl AsRawFd for Terminal {
     fn as_raw_fd(&self) -> RawFd {
-        self.terminal.as_raw_fd()
+        self.fd.as_raw_fd()
     }
 }
 
