@@ -24,4 +24,5 @@ mod streams;
 mod sweep;
 mod terminal;
 mod tokenizers;
+mod unreliable_files;
 mod verify;

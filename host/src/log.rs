@@ -169,21 +169,30 @@ impl LineFile {
 
     /// Continues in a file of the same name after another program has removed or replaced this one. Its lines can still be read.
     fn restore(&mut self) -> Result<()> {
-        let replaced = system::fs::exists(&self.path);
-        if !replaced {
-            let mut lines = self.file.try_clone()?;
-            lines.seek(SeekFrom::Start(0))?;
-            atomic_file::write(&self.path, |file| Ok(io::copy(&mut lines.take(self.len), file).map(drop)?))?;
-        }
+        let replaced =
+            system::fs::exists(&self.path).with_context(|| format!("cannot read {}", self.path.display()))?;
+        let copied = if replaced { Ok(()) } else { self.copy_lines() };
         let Self { file, len, .. } = Self::open(self.path.clone())?;
         (self.file, self.len, self.torn) = (file, len, false);
         let (path, how) = (self.path.display(), if replaced { "replaced" } else { "removed" });
-        let then = if replaced { "the run continues in the new file" } else { "its lines were written again" };
+        let then = match copied {
+            _ if replaced => "the run continues in the new file".to_owned(),
+            Ok(()) => "its lines were written again".to_owned(),
+            // As on a network file system, where another computer has removed it.
+            Err(error) => format!("its lines are lost: {error:#}"),
+        };
         let _ = process::print_error_within(
             &format!("warning: {path} was {how} during the run: {then}"),
             Duration::from_secs(1),
         );
         Ok(())
+    }
+
+    /// Writes the lines of a file that was removed into a new one.
+    fn copy_lines(&self) -> Result<()> {
+        let mut lines = self.file.try_clone()?;
+        lines.seek(SeekFrom::Start(0))?;
+        atomic_file::write(&self.path, |file| Ok(io::copy(&mut lines.take(self.len), file).map(drop)?))
     }
 
     fn remove_torn_line(&mut self) -> io::Result<()> {
@@ -221,7 +230,10 @@ impl Log {
             None => true,
         };
         let [main, jsonl] = NAMES.map(|name| directory.join(name));
-        for path in [&main, &jsonl].into_iter().filter(|path| step > 0 && !system::fs::exists(path)) {
+        for path in [&main, &jsonl].into_iter().filter(|_| step > 0) {
+            if system::fs::exists(path).with_context(|| format!("cannot read {}", path.display()))? {
+                continue;
+            }
             process::print_error(&format!(
                 "warning: {}: expected the lines of {step} steps, found no file; the log begins after them, unless you restore it and \
                  resume again",
@@ -231,7 +243,7 @@ impl Log {
         retain_lines(&main, |line| keep(Line::from_main(line)))?;
         retain_lines(&jsonl, |line| keep(Line::from_jsonl(line)))?;
         let samples = directory.join(SAMPLES);
-        if samples.exists() {
+        if system::fs::exists(&samples).with_context(|| format!("cannot read {}", samples.display()))? {
             retain_lines(&samples, |line| keep(Line::from_jsonl(line)))?;
         }
         Self::open(directory)

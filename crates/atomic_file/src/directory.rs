@@ -22,7 +22,7 @@ pub fn write_directory<T>(path: &Path, fill: impl FnOnce(&Path) -> Result<T>) ->
         File::open(temporary.path().join(name)).and_then(|file| file.sync_all()).with_context(cannot)?;
     }
     sync_directory(temporary.path())?;
-    if fs::exists(path) {
+    if fs::exists(path).with_context(cannot)? {
         exchange(temporary.path(), path).with_context(cannot)?;
         sync_directory(parent)?;
         // The temporary name is now that of the old directory, which is removed.
@@ -49,8 +49,11 @@ fn exchange(new: &Path, old: &Path) -> Result<()> {
 
 /// Exchanges the names of two directories by three renames. On error `old` keeps its name.
 fn exchange_in_steps(new: &Path, old: &Path) -> Result<()> {
-    let aside = new.with_extension("old");
-    fs::rename(old, &aside)?;
+    // Not a temporary name: if the process is killed now, nothing else has the files.
+    let mut name = old.file_name().unwrap_or_default().to_owned();
+    name.push(".previous");
+    let aside = old.with_file_name(name);
+    fs::rename(old, &aside).with_context(|| format!("cannot rename {} to {}", old.display(), aside.display()))?;
     if let Err(error) = fs::rename(new, old) {
         fs::rename(&aside, old)
             .with_context(|| format!("{error}; the previous directory is now {}", aside.display()))?;

@@ -17,7 +17,7 @@ use temporary::TemporaryFile;
 pub const TEMPORARY_PREFIX: &str = ".unfinished-";
 
 /// Writes a temporary file next to `path` with `fill`, syncs it to disk and renames it to `path`. On error the temporary file
-/// is removed and an existing file at `path` is unchanged.
+/// is removed and an existing file at `path` is unchanged. If `path` is a symbolic link, the file that it names is replaced.
 pub fn write<T>(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<T>) -> Result<T> {
     // The permissions of `File::create`. The umask of the process still applies.
     write_with_mode(path, 0o666, fill)
@@ -30,6 +30,9 @@ pub fn write_private<T>(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> 
 
 fn write_with_mode<T>(path: &Path, mode: u32, fill: impl FnOnce(&mut BufWriter<File>) -> Result<T>) -> Result<T> {
     let cannot = || format!("cannot write {}", path.display());
+    // The file that a link names is replaced, not the link.
+    let target = fs::link_target(path);
+    let path = target.as_deref().unwrap_or(path);
     let directory = parent(path);
     let (temporary, file) = TemporaryFile::create(directory, mode).with_context(cannot)?;
     let mut writer = BufWriter::with_capacity(1 << 20, file);

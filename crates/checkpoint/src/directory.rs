@@ -1,6 +1,6 @@
 //! The directory of a run: file names, the lock against concurrent runs, and deletion of old checkpoints.
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -19,9 +19,11 @@ pub fn decoder_name(step: usize) -> String {
 }
 
 /// Returns the name of the model file of a step in a directory. If there is none, returns that of a GPT-2 model.
-pub(crate) fn existing_model_name(directory: &Path, step: usize) -> String {
+pub(crate) fn existing_model_name(directory: &Path, step: usize) -> Result<String> {
     let name = decoder_name(step);
-    if fs::exists(&directory.join(&name)) { name } else { model_name(step) }
+    let path = directory.join(&name);
+    let exists = fs::exists(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    Ok(if exists { name } else { model_name(step) })
 }
 
 /// Returns the name of the state file of a rank.
@@ -61,15 +63,17 @@ fn names(directory: &Path) -> Result<Vec<String>> {
 
 /// Returns the steps of complete checkpoints in ascending order. A directory that does not exist has none.
 pub fn done_steps(directory: &Path) -> Result<Vec<usize>> {
-    if !fs::exists(directory) {
-        return Ok(Vec::new());
+    match fs::names(directory) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+        names => Ok(done_in(&names.with_context(|| format!("cannot list {}", directory.display()))?)),
     }
-    let steps: BTreeSet<usize> = names(directory)?
-        .iter()
-        .filter_map(|name| step_of(name))
-        .filter_map(|(step, done)| done.then_some(step))
-        .collect();
-    Ok(steps.into_iter().collect())
+}
+
+/// Returns the steps of the DONE files among names, in ascending order.
+fn done_in(names: &[String]) -> Vec<usize> {
+    let steps: BTreeSet<usize> =
+        names.iter().filter_map(|name| step_of(name)).filter_map(|(step, done)| done.then_some(step)).collect();
+    steps.into_iter().collect()
 }
 
 /// Which checkpoints are kept. A value of 0 disables a rule.
@@ -104,7 +108,14 @@ impl Retention {
         if keep == 0 && replaced.is_empty() {
             return Ok(());
         }
-        let done = done_steps(directory)?;
+        let names = names(directory)?;
+        let done = done_in(&names);
+        ensure!(
+            done.contains(&newest),
+            "{}: expected {}, found none; no older checkpoint is deleted",
+            directory.display(),
+            done_name(newest)
+        );
         let verified = verified.and_then(|step| done.iter().copied().rfind(|&done| done <= step));
         let is_major = |step: usize| major_every > 0 && step.is_multiple_of(major_every) || Some(step) == verified;
         let is_replaced = |step: usize| replaced.contains(&step) && step != newest && !is_major(step);
@@ -112,7 +123,7 @@ impl Retention {
         let mut kept: BTreeSet<usize> = recent.copied().collect();
         kept.extend(done.iter().filter(|&&step| step > newest || is_major(step)));
         let is_deleted = |step: usize| if keep == 0 { is_replaced(step) } else { !kept.contains(&step) };
-        let mut deleted: Vec<(bool, String)> = names(directory)?
+        let mut deleted: Vec<(bool, String)> = names
             .into_iter()
             .filter_map(|name| step_of(&name).filter(|(step, _)| is_deleted(*step)).map(|(_, done)| (!done, name)))
             .collect();
@@ -252,12 +263,13 @@ impl DirectoryLock {
         };
         fs::create_dir_all(path).map_err(|error| unusable("created", error))?;
         let directory = File::open(path).map_err(|error| unusable("opened", error))?;
-        let mut unsupported = None;
         let deadline = time::now() + timeout;
         let mut waits = Some(waits);
-        loop {
+        let unsupported = loop {
             match try_lock(&directory) {
-                Ok(()) => break,
+                Ok(()) => {
+                    break fs::is_nfs(path).then(|| io::Error::other("NFS locks directories on one computer only"));
+                }
                 Err(TryLockError::WouldBlock) if time::now() < deadline => {
                     if let Some(waits) = waits.take() {
                         waits();
@@ -269,12 +281,11 @@ impl DirectoryLock {
                 }
                 // Some network file systems do not support locks.
                 Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Unsupported => {
-                    unsupported = Some(error);
-                    break;
+                    break Some(error);
                 }
                 Err(TryLockError::Error(error)) => return Err(unusable("locked", error)),
             }
-        }
+        };
         Ok(Self { path: path.to_owned(), _directory: directory, unsupported })
     }
 

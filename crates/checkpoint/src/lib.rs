@@ -85,6 +85,9 @@ pub struct Progress {
     /// replace them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub timed: Vec<usize>,
+    /// The last step at which the hardware was found to be correct.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub verified: Option<usize>,
     /// Hashes of parameters and optimizer state at this step. Empty in files of earlier versions.
     #[serde(default, skip_serializing_if = "Digests::is_empty")]
     pub hashes: Digests,

@@ -1,18 +1,20 @@
 //! Finds the newest complete checkpoint of a run and resumes from it.
 
 use super::config::Config;
-use super::directory::{done_steps, existing_model_name, sidecar_name, state_name};
+use super::directory::{done_name, done_steps, existing_model_name, sidecar_name, state_name};
 use super::fingerprint;
 use super::model_file::ModelFile;
 use super::sidecar::{Identity, Sidecar};
 use super::state::StateFiles;
 use super::{Progress, RunState};
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Error, Result, bail, ensure};
 use data::Loader;
 use engine::Engine;
 use engine::ops::Master;
 use model::{Decoder, Descriptor};
+use rustix::io::Errno;
 use serde_json::{Map, Value};
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 /// Settings that may change when a run is resumed: device, precision, memory, evaluation and output.
@@ -79,7 +81,9 @@ pub struct FoundCheckpoint {
 pub fn find_newest(directory: &Path) -> Result<FoundCheckpoint> {
     let mut notes = Vec::new();
     for step in done_steps(directory)?.into_iter().rev() {
-        match Checkpoint::open(directory, step) {
+        // An error of a network file system may not occur again.
+        let open = || Checkpoint::open(directory, step);
+        match open().or_else(|error| if is_damage(&error) { Err(error) } else { open() }) {
             Ok(checkpoint) => {
                 if checkpoint.sidecar.is_none() {
                     notes.push(format!(
@@ -89,6 +93,13 @@ pub fn find_newest(directory: &Path) -> Result<FoundCheckpoint> {
                     ));
                 }
                 return Ok(FoundCheckpoint { checkpoint: Some(checkpoint), notes });
+            }
+            Err(error) if !is_damage(&error) && !is_of_disk(&error) => {
+                return Err(error.context(format!(
+                    "the checkpoint of step {step}: expected files that can be read; repair the cause, or delete {} to continue from \
+                     an older one",
+                    directory.join(done_name(step)).display()
+                )));
             }
             Err(error) => notes.push(format!("the checkpoint of step {step} is damaged and ignored: {error:#}")),
         }
@@ -102,10 +113,23 @@ pub fn find_newest(directory: &Path) -> Result<FoundCheckpoint> {
     Ok(FoundCheckpoint::default())
 }
 
+/// Returns whether an error is that of the contents of files, or of their absence.
+fn is_damage(error: &Error) -> bool {
+    use ErrorKind::{InvalidData, NotFound, UnexpectedEof};
+    let mut errors = error.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());
+    errors.all(|error| matches!(error.kind(), InvalidData | NotFound | UnexpectedEof) || error.raw_os_error().is_none())
+}
+
+/// Returns whether an error is that of a disk, which does not end.
+fn is_of_disk(error: &Error) -> bool {
+    let mut errors = error.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());
+    errors.any(|error| Errno::from_io_error(error) == Some(Errno::IO))
+}
+
 /// Returns the model file of the newest complete checkpoint in a directory, after verifying its checksum if there is a sidecar.
 pub fn newest_model_file(directory: &Path) -> Result<Option<PathBuf>> {
     let Some(step) = done_steps(directory)?.pop() else { return Ok(None) };
-    let name = existing_model_name(directory, step);
+    let name = existing_model_name(directory, step)?;
     let (path, sidecar) = Checkpoint::open_sidecar(directory, step)?;
     if let Some(sidecar) = sidecar {
         let sum = sidecar.files.iter().find(|file| file.name == name);
@@ -128,7 +152,7 @@ impl Checkpoint {
         if let Some(sidecar) = &sidecar {
             ensure!(sidecar.step == step, "{}: expected step {step}, found {}", path.display(), sidecar.step);
         }
-        let model_name = existing_model_name(directory, step);
+        let model_name = existing_model_name(directory, step)?;
         verify(&model_name)?;
         verify(&state_name(step, 0))?;
         let model = ModelFile::open(&directory.join(model_name))?;
@@ -140,7 +164,7 @@ impl Checkpoint {
     /// Opens a checkpoint that another rank has verified, without reading its files completely.
     pub fn open_verified(directory: &Path, step: usize) -> Result<Self> {
         let (_, sidecar) = Self::open_sidecar(directory, step)?;
-        let model = ModelFile::open(&directory.join(existing_model_name(directory, step)))?;
+        let model = ModelFile::open(&directory.join(existing_model_name(directory, step)?))?;
         let state = StateFiles::open(directory, step, model.shape())?;
         Ok(Self { step, directory: directory.to_owned(), model, state, sidecar })
     }
@@ -211,7 +235,7 @@ impl Checkpoint {
     /// Returns the flags that resume with the settings of the checkpoint, for error messages.
     fn use_its_settings(&self) -> String {
         let config = self.directory.join(Config::FILE);
-        if system::fs::exists(&config) {
+        if system::fs::exists(&config).unwrap_or(false) {
             format!("resume with the previous settings by --config {} --resume", config.display())
         } else {
             "use the previous settings".to_owned()

@@ -144,14 +144,16 @@ impl CheckpointWriter {
         let last_good = done_steps(path)?.into_iter().rfind(|&done| done < step);
         let suspect = self.newest.filter(|&newest| newest >= step);
         Ok(RecoveryPoint {
-            last_good: last_good.map(|step| (step, path.join(existing_model_name(path, step)))),
+            last_good: last_good
+                .map(|step| Ok::<_, Error>((step, path.join(existing_model_name(path, step)?))))
+                .transpose()?,
             suspect: suspect.map(|step| path.join(done_name(step))),
         })
     }
 
     /// Returns the model file of the newest complete checkpoint.
     pub fn model_file(&self) -> Option<PathBuf> {
-        self.newest.map(|step| self.path.join(existing_model_name(&self.path, step)))
+        self.newest.and_then(|step| Some(self.path.join(existing_model_name(&self.path, step).ok()?)))
     }
 
     /// Returns the step of the newest complete checkpoint.

@@ -99,7 +99,7 @@ fn on<R: Debug + Send + 'static>(disk: Disk, find: impl FnOnce() -> R + Send + '
 /// Returns the step of the newest checkpoint, the notes about the others, and the number of log lines.
 fn found(disk: Disk) -> (usize, Vec<String>, usize) {
     on(disk, || {
-        if !system::fs::exists(&directory()) {
+        if !system::fs::exists(&directory()).unwrap() {
             return (0, Vec::new(), 0);
         }
         remove_temporary_files(&directory()).unwrap();

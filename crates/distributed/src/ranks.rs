@@ -145,6 +145,14 @@ impl Ranks {
         }
     }
 
+    /// Tells the watchdog that this rank waits for its checkpoint after a fault. It then does not end the process as if the training loop
+    /// were blocked.
+    pub fn set_saving(&mut self) {
+        if let Some(group) = self.tcp_group() {
+            group.set_saving();
+        }
+    }
+
     /// Returns the fault that the watchdog has detected, if any.
     pub fn check(&mut self) -> Result<()> {
         self.tcp_group().map_or(Ok(()), |group| group.check())

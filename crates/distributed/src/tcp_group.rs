@@ -197,6 +197,11 @@ impl TcpGroup {
         self.watchdog.set_stall_timeout(self.step_timeout);
     }
 
+    /// Tells the watchdog that the training loop waits for its checkpoint after a fault.
+    pub fn set_saving(&self) {
+        self.watchdog.set_saving();
+    }
+
     /// Makes the watchdog monitor the collectives of a device.
     pub fn monitor_device(&self, device: Arc<dyn DeviceMonitor>) {
         self.watchdog.set_device(device);

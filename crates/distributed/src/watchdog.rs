@@ -86,6 +86,8 @@ pub struct Watchdog {
     device: Mutex<Option<Arc<dyn DeviceMonitor>>>,
     recorder: FlightRecorder,
     stopped: AtomicBool,
+    /// Whether the training loop has received the fault and waits for its checkpoint.
+    saving: AtomicBool,
 }
 
 impl fmt::Debug for Watchdog {
@@ -120,6 +122,7 @@ impl Watchdog {
             device: Mutex::new(None),
             recorder: FlightRecorder::default(),
             stopped: AtomicBool::new(false),
+            saving: AtomicBool::new(false),
         }
     }
 
@@ -128,6 +131,12 @@ impl Watchdog {
         let now = time::now();
         lock(&self.ranks).iter_mut().for_each(|rank| rank.last_progress = now);
         *lock(&self.stall_timeout) = timeout;
+    }
+
+    /// Notes that the training loop has received the fault and waits for its checkpoint. Instead of the shutdown grace, the stall timeout
+    /// then limits the time after the fault.
+    pub fn set_saving(&self) {
+        self.saving.store(true, Ordering::Relaxed);
     }
 
     /// Also monitors the collectives of a device.
@@ -263,7 +272,9 @@ impl Watchdog {
                     let _ = thread::spawn("abort", None, move || device.abort());
                 }
             }
-            if time::now() - since > SHUTDOWN_GRACE {
+            let saving = watchdog.saving.load(Ordering::Relaxed);
+            let grace = if saving { *lock(&watchdog.stall_timeout) } else { SHUTDOWN_GRACE };
+            if time::now() - since > grace {
                 exit_process(&fault);
             }
             true

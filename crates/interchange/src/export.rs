@@ -21,7 +21,7 @@ use model::descriptor::{Positions, Rotary};
 use model::{Param, Params};
 use serde_json::json;
 use std::fs::{self, File};
-use std::io::{BufWriter, Write};
+use std::io::{BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use system::progress::{self, Progress, Unit};
 
@@ -215,7 +215,8 @@ fn check_directory(out: &Path, overwrite: bool) -> Result<()> {
     let name = out.display();
     let cannot = || format!("cannot list {name}");
     match fs::metadata(out) {
-        Err(_) => return Ok(()),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error).with_context(|| format!("cannot read {name}")),
         Ok(metadata) => ensure!(metadata.is_dir(), "{name}: expected a directory or a new name, found a file"),
     }
     for entry in fs::read_dir(out).with_context(cannot)? {
@@ -241,7 +242,7 @@ fn check_file(out: &Path, overwrite: bool) -> Result<()> {
     let name = out.display();
     ensure!(!out.is_dir(), "{name}: expected the name of a file, found a directory");
     ensure!(
-        overwrite || !out.exists(),
+        overwrite || !out.try_exists().with_context(|| format!("cannot read {name}"))?,
         "{name}: expected a new file, found an existing one; add --overwrite to replace it"
     );
     atomic_file::create_directory(atomic_file::parent(out))

@@ -4,7 +4,7 @@ use crate::simulation::disk::{Handle, Open, on_disk};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use std::fs;
 use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 pub use std::fs::TryLockError;
 
@@ -78,10 +78,14 @@ impl File {
         }
     }
 
-    /// Returns whether the file still has a name. Nothing removes files of a simulated disk from outside.
+    /// Returns whether the file still has a name, on the server if that is another computer. Nothing removes files of a simulated disk from
+    /// outside.
     pub fn has_name(&self) -> io::Result<bool> {
         match &self.0 {
-            Opened::Real(file) => Ok(std::os::unix::fs::MetadataExt::nlink(&file.metadata()?) > 0),
+            Opened::Real(file) => match file.metadata() {
+                Err(error) if error.kind() == ErrorKind::StaleNetworkFileHandle => Ok(false),
+                metadata => Ok(std::os::unix::fs::MetadataExt::nlink(&metadata?) > 0),
+            },
             Opened::Simulated(_) => Ok(true),
         }
     }
@@ -251,11 +255,11 @@ pub fn names(directory: &Path) -> io::Result<Vec<String>> {
     Ok(names)
 }
 
-/// Returns whether a path exists.
-pub fn exists(path: &Path) -> bool {
+/// Returns whether a path exists. Errors of the file system, such as those of a network, do not mean that it is absent.
+pub fn exists(path: &Path) -> io::Result<bool> {
     match on_disk(path) {
-        Some(task) => task.is_directory(path).is_ok(),
-        None => path.exists(),
+        Some(task) => Ok(task.is_directory(path).is_ok()),
+        None => path.try_exists(),
     }
 }
 
@@ -265,6 +269,18 @@ pub fn is_dir(path: &Path) -> bool {
         Some(task) => task.is_directory(path).unwrap_or(false),
         None => path.is_dir(),
     }
+}
+
+/// Returns the path that a symbolic link finally names, if it names something. A simulated disk has no links.
+pub fn link_target(path: &Path) -> Option<PathBuf> {
+    let is_link = on_disk(path).is_none() && fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_symlink());
+    is_link.then(|| fs::canonicalize(path).ok()).flatten()
+}
+
+/// Returns whether a path is on a file system of another computer whose directories have no common lock.
+pub fn is_nfs(path: &Path) -> bool {
+    const NFS_SUPER_MAGIC: i64 = 0x6969;
+    on_disk(path).is_none() && rustix::fs::statfs(path).is_ok_and(|system| system.f_type as i64 == NFS_SUPER_MAGIC)
 }
 
 /// Returns the free space of the file system of a path in bytes.

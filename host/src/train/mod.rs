@@ -399,6 +399,7 @@ impl Run<'_> {
         let capture_error = session.step.run(*engine, ranks, load, decide)?;
         if let Some(step) = verified {
             session.verified.0 = Some(step);
+            self.state.progress.verified = Some(step);
             self.checkpoints.iter_mut().for_each(|checkpoints| checkpoints.keep_verified(step));
         }
         if let Some(error) = capture_error {

@@ -144,7 +144,7 @@ impl Run<'_> {
         (self.state.rounding, self.state.rounding_before_update) = (rounding, rounding_before_update);
         self.state.data = data.clone();
         session.step.restore_statistics(self.engine)?;
-        let previous = self.wait_for_checkpoint()?;
+        let previous = self.wait_after_error()?;
         self.report_checkpoint(previous, session)?;
         let newest = self.checkpoints.as_ref().and_then(CheckpointWriter::newest);
         let failed = session.unsaved.as_ref().map(|(step, _)| *step);
@@ -153,7 +153,13 @@ impl Run<'_> {
         }
         session.failed = true;
         self.save(session)?;
-        let written = self.wait_for_checkpoint()?;
+        let written = self.wait_after_error()?;
         self.report_checkpoint(written, session)
+    }
+
+    /// Waits for the checkpoint that is being written, although another rank may have failed.
+    fn wait_after_error(&mut self) -> Result<Option<WriteOutcome>> {
+        self.ranks.set_saving();
+        self.wait_for_checkpoint()
     }
 }

@@ -7,7 +7,7 @@
 use super::{Dataset, FILE_NAME, ShardNames, is_tokenizer};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs::{self, File, TryLockError};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 /// Lists the new files.
@@ -29,6 +29,8 @@ pub enum Replaces {
 pub struct Replacement {
     out: PathBuf,
     staging: PathBuf,
+    /// Whether `COMPLETE` may exist. The new files must then be kept until they have replaced the old ones.
+    is_complete: bool,
     /// Holds the lock of the directory.
     _lock: File,
 }
@@ -48,8 +50,9 @@ impl Replacement {
         }
         complete(out)?;
         let staging = staging(out);
-        if staging.exists() {
-            fs::remove_dir_all(&staging).with_context(|| format!("cannot remove {}", staging.display()))?;
+        match fs::remove_dir_all(&staging) {
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            removed => removed.with_context(|| format!("cannot remove {}", staging.display()))?,
         }
         for old in names(out)? {
             check_old(out, &old, replaces)?;
@@ -59,7 +62,7 @@ impl Replacement {
             Dataset::read(out)?;
         }
         atomic_file::create_directory(&staging)?;
-        Ok(Self { out: out.to_owned(), staging, _lock: lock })
+        Ok(Self { out: out.to_owned(), staging, is_complete: false, _lock: lock })
     }
 
     /// Returns the directory for the new shards. Directories in it are temporary.
@@ -68,7 +71,7 @@ impl Replacement {
     }
 
     /// Writes the description and the tokenizer's file, and replaces the old data set. The shards must be synced to disk.
-    pub fn commit(self, dataset: &Dataset, tokenizer: Option<&tokenizer::File>) -> Result<()> {
+    pub fn commit(mut self, dataset: &Dataset, tokenizer: Option<&tokenizer::File>) -> Result<()> {
         if let Some(file) = tokenizer {
             atomic_file::write(&self.staging.join(file.name), |out| Ok(out.write_all(&file.bytes)?))?;
         }
@@ -76,16 +79,23 @@ impl Replacement {
             serde_json::to_writer_pretty(&mut *file, dataset)?;
             Ok(file.write_all(b"\n")?)
         })?;
-        let names: Vec<String> =
-            names(&self.staging)?.into_iter().filter(|name| self.staging.join(name).is_file()).collect();
-        atomic_file::write(&self.staging.join(COMPLETE), |file| Ok(file.write_all(names.join("\n").as_bytes())?))?;
+        let mut new = Vec::new();
+        for name in names(&self.staging)? {
+            let path = self.staging.join(&name);
+            if fs::metadata(&path).with_context(|| format!("cannot read {}", path.display()))?.is_file() {
+                new.push(name);
+            }
+        }
+        self.is_complete = true;
+        atomic_file::write(&self.staging.join(COMPLETE), |file| Ok(file.write_all(new.join("\n").as_bytes())?))?;
         complete(&self.out)
     }
 
     /// Fails if a complete data set in `out` has not replaced the old one yet.
     pub(super) fn check_finished(out: &Path) -> Result<()> {
+        let list = staging(out).join(COMPLETE);
         ensure!(
-            !staging(out).join(COMPLETE).exists(),
+            !list.try_exists().with_context(|| format!("cannot read {}", list.display()))?,
             "{}: expected one data set, found an old one that is partly replaced, because the program was interrupted; run \
              the `data` command with this --out directory again, which completes the replacement first",
             out.display()
@@ -96,7 +106,7 @@ impl Replacement {
 
 impl Drop for Replacement {
     fn drop(&mut self) {
-        if !self.staging.join(COMPLETE).exists() {
+        if !self.is_complete {
             // After an error, which is reported; the next run tries again.
             let _ = fs::remove_dir_all(&self.staging);
         }
@@ -108,7 +118,9 @@ fn check_old(out: &Path, old: &str, replaces: Replaces) -> Result<()> {
     let path = out.join(old);
     if is_tokenizer(old) {
         ensure!(
-            out.join(FILE_NAME).exists(),
+            out.join(FILE_NAME)
+                .try_exists()
+                .with_context(|| format!("cannot read {}", out.join(FILE_NAME).display()))?,
             "{}: expected a directory for a data set, found a tokenizer without {FILE_NAME}, perhaps that of a model; use another \
              --out directory",
             path.display()
@@ -161,16 +173,18 @@ fn complete(out: &Path) -> Result<()> {
     let staging = staging(out);
     let list = match bounded_file::read_to_string(&staging.join(COMPLETE), bounded_file::DESCRIPTION) {
         Ok(list) => list,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(error).with_context(|| format!("cannot read {}", staging.join(COMPLETE).display())),
     };
     let new: Vec<&str> = list.lines().collect();
     for name in &new {
-        let from = staging.join(name);
-        // An interrupted replacement has moved some files already.
-        if from.exists() {
-            fs::rename(&from, out.join(name)).with_context(|| format!("cannot write {}", out.join(name).display()))?;
-        }
+        let to = out.join(name);
+        let moved = match fs::rename(staging.join(name), &to) {
+            // An interrupted replacement has moved some files already.
+            Err(error) if error.kind() == ErrorKind::NotFound => fs::metadata(&to).map(drop),
+            moved => moved,
+        };
+        moved.with_context(|| format!("cannot write {}", to.display()))?;
     }
     atomic_file::sync_directory(out)?;
     for old in names(out)? {

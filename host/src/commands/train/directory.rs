@@ -3,7 +3,8 @@
 use super::Options;
 use crate::log::Log;
 use crate::values::Resume;
-use anyhow::{Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
+use checkpoint::Progress;
 use checkpoint::config::Config;
 use checkpoint::directory::{DirectoryLock, Retention, done_steps, remove_temporary_files};
 use checkpoint::resume::{self, FoundCheckpoint};
@@ -36,7 +37,8 @@ impl OutDirectory {
             "--out {}: expected a path in UTF-8, found other bytes; rename the directory",
             path.display()
         );
-        let locked = system::fs::exists(path).then(|| lock(path)).transpose()?;
+        let exists = system::fs::exists(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let locked = exists.then(|| lock(path)).transpose()?;
         let resumes = options.resume != Resume::No;
         let found = if resumes { resume::find_newest(path)? } else { FoundCheckpoint::default() };
         ensure!(
@@ -61,14 +63,14 @@ impl OutDirectory {
     /// Opens the directory for writing: creates it if necessary, removes unfinished files of killed runs, saves the settings and the
     /// tokenizer.
     ///
-    /// The log continues after step `newest`, the step of the checkpoint that the run resumes from.
+    /// The log continues after step `newest`, the step of the checkpoint that the run resumes from, with `progress`.
     pub fn open(
         self,
         config: &Config,
         tokenizer: &Found,
         identity: Identity,
         newest: Option<usize>,
-        evaluated: bool,
+        progress: &Progress,
         events: bool,
     ) -> Result<(Log, CheckpointWriter)> {
         let locked = self.locked.map_or_else(|| lock(&self.path), Ok)?;
@@ -77,7 +79,7 @@ impl OutDirectory {
             stored::write(tokenizer, &self.path)?;
         }
         let mut log = match newest {
-            Some(step) => Log::resume(&self.path, step, evaluated)?,
+            Some(step) => Log::resume(&self.path, step, progress.evaluated)?,
             None => Log::create(Some(&self.path))?,
         };
         let events = events || newest.is_some() && has_events(&self.path);
@@ -86,8 +88,10 @@ impl OutDirectory {
         }
         let retention = Retention { keep: config.keep, major_every: config.major_every };
         // A killed run may not have deleted its old checkpoints.
-        newest.map(|step| retention.apply(&self.path, step, &[])).transpose()?;
-        Ok((log, CheckpointWriter::new(locked, retention, identity, newest)))
+        newest.map(|step| retention.apply_except(&self.path, step, &[], progress.verified)).transpose()?;
+        let mut writer = CheckpointWriter::new(locked, retention, identity, newest);
+        progress.verified.into_iter().for_each(|step| writer.keep_verified(step));
+        Ok((log, writer))
     }
 }
 

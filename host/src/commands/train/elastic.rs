@@ -89,7 +89,8 @@ impl RunFiles for Files<'_> {
         let Some(step) = newest.filter(|&step| step >= self.steps) else { return Ok(false) };
         let sidecar = self.directory.join(sidecar_name(step));
         // A damaged checkpoint is found when the run resumes.
-        Ok(exists(&sidecar) && Sidecar::read(&sidecar).is_ok_and(|sidecar| sidecar.progress.evaluated))
+        let exists = exists(&sidecar).with_context(|| format!("cannot read {}", sidecar.display()))?;
+        Ok(exists && Sidecar::read(&sidecar).is_ok_and(|sidecar| sidecar.progress.evaluated))
     }
 
     fn progress(&self) -> String {

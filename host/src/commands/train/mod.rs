@@ -237,8 +237,8 @@ impl PlannedRun {
         report_start(&console, &notes, state.step, config.steps)?;
         let (log, mut checkpoints) = match self.out {
             Some(out) => {
-                let evaluated = state.progress.evaluated;
-                Some(out.open(&config, &self.tokenizer, self.identity, newest, evaluated, args.tensorboard)?).unzip()
+                let progress = &state.progress;
+                Some(out.open(&config, &self.tokenizer, self.identity, newest, progress, args.tensorboard)?).unzip()
             }
             None => (None, writer_of_other_rank(ranks, &model, &config, self.identity, newest)),
         };
