@@ -68,6 +68,16 @@ fn a_run_with_verification_has_the_results_of_one_without() {
 }
 
 #[test]
+fn a_resume_keeps_the_checkpoint_before_the_last_verification() {
+    let world = World::new();
+    let flags = ["--verify-every", "10", "--checkpoint-every", "4", "--keep", "1", "--steps", "15"];
+    world.succeed("run", &flags);
+    world.succeed("run", &[&flags[..], &["--resume"]].concat());
+    let done: Vec<String> = entries(&world.path("run")).into_iter().filter(|name| name.starts_with("DONE_")).collect();
+    assert_eq!(done, ["DONE_00000008", "DONE_00000015"]);
+}
+
+#[test]
 fn a_step_that_is_not_verified_has_no_flipped_bit_and_a_malformed_one_is_an_error() {
     let world = World::new();
     let output = flipped(&world, "late", "9:0:6:5:3", &[]);

@@ -397,6 +397,8 @@ fn tables_and_tests_that_compare_nothing_are_errors() {
     // Without a GPU, the kernels run in the emulator.
     let printed = succeed(&["selftest", "global_norm"]);
     assert!(printed.contains("against CPU") && !printed.contains("\n0 cases passed"), "{printed}");
+    let printed = succeed(&["selftest", "fp8 current"]);
+    assert!(printed.contains("against CPU") && !printed.contains("\n0 cases passed"), "{printed}");
 }
 
 /// The losses of a fixed run. Those of GPUs are compared by the same script on a machine with one.

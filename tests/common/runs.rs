@@ -122,7 +122,7 @@ impl Results {
     pub fn read(dir: &Path, step: usize) -> Self {
         let text = |name: &str| fs::read_to_string(dir.join(name)).unwrap();
         let without_times = |mut value: serde_json::Value| {
-            for key in ["ms", "tokens_per_second", "time", "training_seconds", "pace", "timed"] {
+            for key in ["ms", "tokens_per_second", "time", "training_seconds", "pace", "timed", "verified"] {
                 value.as_object_mut().unwrap().remove(key);
             }
             value

@@ -326,6 +326,12 @@ fn gguf_metadata(
     let (kind, descriptor) = (source.architecture()?.model_type, source.descriptor());
     // llama.cpp's names of the types: ALL_F32, MOSTLY_BF16.
     let file_type = if dtype == DType::Bf16 { 32 } else { 0 };
+    ensure!(
+        u32::try_from(descriptor.max_seq_len).is_ok(),
+        "max_position_embeddings: expected at most {}, which the format can hold, found {}; reduce it in config.json",
+        u32::MAX,
+        descriptor.max_seq_len
+    );
     let size = |n: usize| Value::U32(n as u32);
     let text = |text: &str| Value::Text(text.to_owned());
     let mut types = vec![NORMAL; vocabulary.tokens.len()];

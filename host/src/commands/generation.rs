@@ -63,8 +63,13 @@ impl SamplingFlags {
     pub fn sampling(&self) -> SlotSampling {
         let Self { temperature, top_k, top_p, min_p, repetition_penalty, .. } = *self;
         let top_k = i32::try_from(top_k).unwrap_or(i32::MAX);
-        SlotSampling { repetition_penalty, temperature, top_k, top_p, min_p }
+        SlotSampling { repetition_penalty, temperature: divisor(temperature), top_k, top_p, min_p }
     }
+}
+
+/// Returns the temperature by which logits are divided: 0 for one by which they would overflow.
+pub fn divisor(temperature: f32) -> f32 {
+    if temperature < 1e-30 { 0.0 } else { temperature }
 }
 
 /// A model that is ready to generate.

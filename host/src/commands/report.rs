@@ -12,6 +12,7 @@ use engine::plan::{Group, Plan};
 use engine::{Engine, GeluFusion};
 use model::fit::RunLimits;
 use model::guards::{Limits, Skips};
+use model::schedule::Kind;
 use model::{
     Decoder, Descriptor, Fp8Gradients, Fp8Recipe, MasterWeights, Moments, Optimizer, PlanOptions, Recompute, Shard,
     Zero,
@@ -93,7 +94,7 @@ impl Setup<'_> {
         let micro_batches = format!("{}{}", config.grad_accum(self.ranks), self.by_ranks());
         let warmdown = config.warmdown.map_or_else(String::new, |part| format!(", warmdown {part} of the steps"));
         let schedule = format!("{:?}", config.schedule).to_lowercase() + &warmdown;
-        let last = lr * config.final_fraction;
+        let last = if config.schedule == Kind::Constant { *lr } else { lr * config.final_fraction };
         let rows = vec![
             ("batch", format!("{batch} x {seq} tokens x {micro_batches} = {total_batch} per step")),
             ("optimizer", optimizer_name(config)),

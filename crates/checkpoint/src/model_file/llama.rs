@@ -85,6 +85,11 @@ pub fn write_header(out: &mut impl Write, descriptor: &Descriptor, dtype: DType)
     let Descriptor { layers, heads, kv_heads, channels, max_seq_len, vocab, .. } = *descriptor;
     let (rotary, eps) = representable(descriptor)?;
     let (multiplier, multiple_of) = ffn_numbers(descriptor)?;
+    ensure!(
+        i32::try_from(max_seq_len).is_ok(),
+        "max_position_embeddings: expected at most {}, which the format can hold, found {max_seq_len}; reduce it in config.json",
+        i32::MAX
+    );
     let words = [max_seq_len, vocab, layers, heads, kv_heads, channels, multiple_of].map(|word| word as i32);
     let words = [MAGIC, version_of(dtype)].into_iter().chain(words).chain([i32::from(rotary.scaling.is_some()), 3, 1]);
     let mut header = [0; 2 * HEADER_BYTES];

@@ -1,6 +1,7 @@
 //! The part of OpenAI's API that the server implements: requests, and the JSON of responses.
 
 use super::error::ApiError;
+use crate::commands::generation::divisor;
 use crate::generate::Finish;
 use engine::ops::SlotSampling;
 use serde::Deserialize;
@@ -15,7 +16,7 @@ const LONGEST_STOP: usize = 1024;
 /// Tokens of a completion unless the request says otherwise, as in OpenAI's API.
 const DEFAULT_TOKENS: usize = 16;
 /// Fields that would change the result in a way that the server does not implement. Null and `false` have no effect.
-const NOT_IMPLEMENTED: [&str; 21] = [
+const NOT_IMPLEMENTED: [&str; 26] = [
     "suffix",
     "best_of",
     "logprobs",
@@ -38,7 +39,14 @@ const NOT_IMPLEMENTED: [&str; 21] = [
     "guided_regex",
     "guided_choice",
     "guided_grammar",
+    "prompt_logprobs",
+    "include_stop_str_in_output",
+    "typical_p",
+    "chat_template_kwargs",
+    "continue_final_message",
 ];
+/// Such fields whose default is `true`.
+const TRUE_BY_DEFAULT: [&str; 2] = ["add_generation_prompt", "add_special_tokens"];
 
 /// The input that a model continues.
 #[derive(Clone, Debug, PartialEq)]
@@ -139,10 +147,18 @@ impl Completion {
         let Value::Object(fields) = &value else {
             return Err(ApiError::invalid(None, format!("body: expected a JSON object, found {}", kind(&value))));
         };
-        for name in NOT_IMPLEMENTED {
+        // Of a chat, the server returns only the answer.
+        let chat_only = chat.then_some("echo");
+        for name in NOT_IMPLEMENTED.into_iter().chain(TRUE_BY_DEFAULT).chain(chat_only) {
             let effect = fields.get(name).is_some_and(|value| match value {
+                Value::Bool(value) if TRUE_BY_DEFAULT.contains(&name) => !value,
                 Value::Null | Value::Bool(false) => false,
-                Value::Number(number) => number.as_f64() != Some(if name == "best_of" { 1.0 } else { 0.0 }),
+                Value::Number(number) => match name {
+                    // 0 asks for the probability of the chosen token.
+                    "logprobs" | "prompt_logprobs" => true,
+                    "best_of" | "typical_p" => number.as_f64() != Some(1.0),
+                    _ => number.as_f64() != Some(0.0),
+                },
                 Value::Array(list) => !list.is_empty() && *list != ["text"],
                 // Any JSON schema has an effect.
                 Value::Object(object) => !object.is_empty() || name == "guided_json",
@@ -197,7 +213,7 @@ impl Body {
         let top_k = self.top_k.unwrap_or(0).max(0);
         Ok(SlotSampling {
             repetition_penalty,
-            temperature,
+            temperature: divisor(temperature),
             top_k: i32::try_from(top_k).unwrap_or(i32::MAX),
             top_p,
             min_p,
@@ -448,7 +464,7 @@ mod tests {
             |tokens: i64| parse(&json!({ "truncate_prompt_tokens": tokens }), false).map(|request| request.truncate);
         assert_eq!((truncate(-1).unwrap(), truncate(5).unwrap()), (Some(Truncate::Context), Some(Truncate::Tokens(5))));
         // Defaults that clients write out.
-        let defaults = json!({ "frequency_penalty": 0, "logprobs": null, "best_of": 1, "tools": [], "user": "u",
+        let defaults = json!({ "frequency_penalty": 0, "logprobs": null, "best_of": 1, "tools": [], "user": "u", "add_special_tokens": true, "chat_template_kwargs": {}, "typical_p": 1,
             "response_format": { "type": "text" } });
         assert!(parse(&defaults, false).is_ok());
         for (name, value) in [
@@ -464,6 +480,9 @@ mod tests {
             ("stop", json!("x".repeat(1025))),
             ("presence_penalty", json!(0.5)),
             ("logprobs", json!(true)),
+            ("logprobs", json!(0)),
+            ("add_special_tokens", json!(false)),
+            ("chat_template_kwargs", json!({ "enable_thinking": false })),
             ("tools", json!([{}])),
             ("response_format", json!({ "type": "json_object" })),
         ] {

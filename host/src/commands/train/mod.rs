@@ -29,7 +29,7 @@ use distributed::Ranks;
 use distributed::rendezvous::elastic::Members;
 use elastic::Part;
 use engine::Engine;
-use engine::open::{Device, Opened};
+use engine::open::{Device, Opened, Precision};
 use engine::plan::Plan;
 use engine::trace::BitFlip;
 use interchange::ModelSource;
@@ -229,7 +229,7 @@ impl PlannedRun {
         let state = multi_rank::broadcast_start(ranks, &model, engine, state, &mut train)?;
         check_hashes(&model, engine, ranks, &state)?;
         let settings = settings(&config, ranks.world_size(), gpu)?;
-        if let Some(fp8) = &state.progress.fp8
+        if let Some(fp8) = state.progress.fp8.as_ref().filter(|_| config.precision == Precision::Fp8)
             && !fp8.restore(&model, engine, settings.dloss(&model, train.layout()))?
         {
             notes.push("the FP8 scales start anew, because the recipe or the size of gradients has changed".to_owned());
