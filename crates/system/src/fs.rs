@@ -280,7 +280,7 @@ pub fn link_target(path: &Path) -> Option<PathBuf> {
 /// Returns whether a path is on a file system of another computer whose directories have no common lock.
 pub fn is_nfs(path: &Path) -> bool {
     const NFS_SUPER_MAGIC: i64 = 0x6969;
-    on_disk(path).is_none() && rustix::fs::statfs(path).is_ok_and(|system| system.f_type as i64 == NFS_SUPER_MAGIC)
+    on_disk(path).is_none() && rustix::fs::statfs(path).is_ok_and(|system| system.f_type == NFS_SUPER_MAGIC)
 }
 
 /// Returns the free space of the file system of a path in bytes.
