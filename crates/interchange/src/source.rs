@@ -149,7 +149,13 @@ impl ModelSource {
             }
             Kind::HuggingFace(model) => model.read(param, layer).with_context(|| self.path().display().to_string())?,
         };
-        Ok(element.convert(bytes, dtype))
+        let converted = element.convert(bytes, dtype);
+        if dtype == DType::Bf16 && element != Element::Bf16 {
+            // Numbers above the largest one of bf16 become infinite.
+            let checked = Element::Bf16.check_finite(&converted, &tensors::name(param, layer));
+            checked.with_context(|| format!("{}: rounded to bf16; use fp32", self.path().display()))?;
+        }
+        Ok(converted)
     }
 
     /// Reads part of a tensor like [`read`](Self::read), for a program with these rotary pairs.

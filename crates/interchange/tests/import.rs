@@ -106,6 +106,18 @@ fn non_finite_values_are_errors_that_name_the_tensor() {
     }
 }
 
+/// Such numbers become infinite in bf16.
+#[test]
+fn numbers_above_the_largest_of_bf16_are_errors_when_they_are_rounded() {
+    let mut large = tensors(Dtype::F32);
+    large.get_mut("transformer.h.1.attn.c_proj.weight").unwrap().values[7] = f32::MAX;
+    let directory = directory(&large);
+    let source = open(directory.path()).unwrap();
+    source.read(Param::Attprojw, 1, DType::F32).unwrap();
+    let message = format!("{:#}", source.read(Param::Attprojw, 1, DType::Bf16).unwrap_err());
+    assert!(message.contains("rounded to bf16; use fp32: ") && message.contains("found 1 infinite"), "{message}");
+}
+
 /// Several tensors of these files become one of the engine.
 #[test]
 fn a_part_of_a_tensor_that_is_not_finite_is_named() {

@@ -90,12 +90,13 @@ impl Fp8Options {
             let device = engine.describe();
             format!("--precision fp8: expected a GPU of compute capability 8.9 or later and bf16, found {device}; use --precision bf16")
         })?;
+        let instead = if dtype == DType::Fp8 { "use --precision bf16" } else { "use --precision fp32" };
         for (what, extent, fix) in [
             ("batch x seq", b * t, "change --batch or --seq"),
-            ("channels", descriptor.channels, "use --precision bf16"),
-            ("channels of attention", descriptor.attention_channels(), "use --precision bf16"),
-            ("channels of queries, keys and values", descriptor.qkv_channels(), "use --precision bf16"),
-            ("channels of the MLP", descriptor.mlp_channels, "use --precision bf16"),
+            ("channels", descriptor.channels, instead),
+            ("channels of attention", descriptor.attention_channels(), instead),
+            ("channels of queries, keys and values", descriptor.qkv_channels(), instead),
+            ("channels of the MLP", descriptor.mlp_channels, instead),
         ] {
             ensure!(
                 extent.is_multiple_of(MULTIPLE),
