@@ -49,7 +49,7 @@ fn a_run_that_starts_without_standard_output_prints_into_a_file() {
     assert!(output.status.code() == Some(1) && err.contains(expected), "{err}");
 }
 
-/// Fills a pipe or terminal whose reader does not read.
+/// Fills the buffer of a pipe or terminal that nobody reads.
 fn fill(path: &Path) {
     let mut options = fs::OpenOptions::new();
     let mut stream = options.write(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path).unwrap();

@@ -18,8 +18,8 @@ fn failing_calls(directory: &Path) -> PathBuf {
     library
 }
 
-/// Runs commands of which the first fails at its first call for a path with the name of its directory, the second at its second, and so
-/// on, until a command makes no more calls. `command` gets a name for each.
+/// Runs a command many times. Run n gets an I/O error at its n-th call for a path that contains `failing-n`. Ends when a run makes fewer
+/// than n such calls. `command` creates the command for the name `failing-n`.
 fn at_each_call(library: &Path, command: impl Fn(&str) -> Command + Sync, check: impl Fn(&str, &Output, &str) + Sync) {
     let next = AtomicUsize::new(1);
     let work = || {

@@ -167,7 +167,7 @@ impl LineFile {
         Ok(())
     }
 
-    /// Continues in a file of the same name after another program has removed or replaced this one. Its lines can still be read.
+    /// Reopens the log after another program has removed or replaced it. Lines of a removed file are copied from the open file.
     fn restore(&mut self) -> Result<()> {
         let replaced =
             system::fs::exists(&self.path).with_context(|| format!("cannot read {}", self.path.display()))?;
@@ -178,7 +178,7 @@ impl LineFile {
         let then = match copied {
             _ if replaced => "the run continues in the new file".to_owned(),
             Ok(()) => "its lines were written again".to_owned(),
-            // As on a network file system, where another computer has removed it.
+            // On a network file system, a file that another computer removed can no longer be read.
             Err(error) => format!("its lines are lost: {error:#}"),
         };
         let _ = process::print_error_within(

@@ -27,12 +27,12 @@ static BARS: LazyLock<MultiProgress> = LazyLock::new(|| MultiProgress::with_draw
 static SHOWS_BARS: AtomicBool = AtomicBool::new(false);
 static QUIET: AtomicBool = AtomicBool::new(false);
 
-/// Time for which a bar waits for a terminal that shows nothing.
+/// Time that a progress bar waits for a terminal that accepts no output.
 const STALL: Duration = Duration::from_secs(1);
-/// Largest number of times per second that bars are drawn, as by default.
+/// Draws per second at most, indicatif's default.
 const RATE: u8 = 20;
 
-/// Returns the terminal of standard error, which does not stop the work when it no longer shows anything.
+/// Returns the terminal of standard error as a draw target. A terminal that accepts no output does not block the program.
 fn draw_target() -> ProgressDrawTarget {
     Terminal::of_stderr(STALL).map_or_else(ProgressDrawTarget::stderr, |terminal| {
         ProgressDrawTarget::term(Term::read_write_pair(stdin(), terminal), RATE)

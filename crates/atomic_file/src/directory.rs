@@ -49,7 +49,7 @@ fn exchange(new: &Path, old: &Path) -> Result<()> {
 
 /// Exchanges the names of two directories by three renames. On error `old` keeps its name.
 fn exchange_in_steps(new: &Path, old: &Path) -> Result<()> {
-    // Not a temporary name: if the process is killed now, nothing else has the files.
+    // Not a temporary name: if the process is killed here, this is the only copy of the old files.
     let mut name = old.file_name().unwrap_or_default().to_owned();
     name.push(".previous");
     let aside = old.with_file_name(name);

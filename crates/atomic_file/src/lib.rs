@@ -30,7 +30,7 @@ pub fn write_private<T>(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> 
 
 fn write_with_mode<T>(path: &Path, mode: u32, fill: impl FnOnce(&mut BufWriter<File>) -> Result<T>) -> Result<T> {
     let cannot = || format!("cannot write {}", path.display());
-    // The file that a link names is replaced, not the link.
+    // Replaces the target of a symbolic link, not the link.
     let target = fs::link_target(path);
     let path = target.as_deref().unwrap_or(path);
     let directory = parent(path);

@@ -35,7 +35,7 @@ const FILES: [(&str, &str); 10] = [
     (".gitignore", include_str!("../template/gitignore")),
 ];
 
-/// The keywords of Rust 2024, which are no names of crates.
+/// The keywords of Rust 2024, which cannot be crate names.
 const KEYWORDS: [&str; 52] = [
     "Self", "gen", "yield", "abstract", "as", "async", "await", "become", "box", "break", "const", "continue", "crate",
     "do", "dyn", "else", "enum", "extern", "false", "final", "fn", "for", "if", "impl", "in", "let", "loop", "macro",
@@ -43,7 +43,7 @@ const KEYWORDS: [&str; 52] = [
     "trait", "true", "try", "type", "typeof", "unsafe", "unsized", "use", "virtual", "where", "while",
 ];
 
-/// Names of crates of the standard library, and of directories in which cargo writes next to a program.
+/// Names of standard library crates, and of directories that cargo creates next to a program.
 const RESERVED: [&str; 8] = ["test", "core", "std", "alloc", "build", "deps", "examples", "incremental"];
 
 /// The crates that a created crate depends on.

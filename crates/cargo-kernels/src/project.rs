@@ -45,7 +45,7 @@ pub fn find_tool(name: &str) -> Option<PathBuf> {
 fn compiled() -> Result<Vec<PathBuf>> {
     let mut files = compiled_by(&[])?;
     if files.is_empty() {
-        // The crate of the kernels itself has no build script: that of the crate around it compiles them.
+        // The kernel crate itself has no build script. The build script of the crate that contains it compiles the kernels.
         files = compiled_by(&["--workspace"])?;
     }
     files.sort_by_key(|path| (number(path), path.clone()));

@@ -177,7 +177,7 @@ pub fn remove_unpublished_files(directory: &Path) -> Result<()> {
             remove_entry(&path)?;
             continue;
         };
-        // Without its directory, the writer publishes nothing more.
+        // The writer cannot publish files after its directory has been renamed.
         let stopped = directory.join(format!("{name}-stopped"));
         match fs::rename(&path, &stopped) {
             // The checkpoint is complete.
@@ -208,7 +208,7 @@ fn remove_all(directory: &Path, prefix: &str) -> Result<usize> {
 /// so that a process that is killed meanwhile leaves the staging directory as the sign that they are incomplete.
 pub(crate) fn remove_temporary(directory: &Path, name: &str) -> Result<()> {
     if let Some(step) = staged_step(name) {
-        // A list that cannot be read is an error. Asking for one file would take any error, as of a network file system, for its absence.
+        // If the directory cannot be listed, nothing is deleted. A failed stat of DONE alone would look like a missing DONE.
         let names = names(directory)?;
         if !names.contains(&done_name(step)) {
             let mut published = names.iter().filter(|name| step_of(name) == Some((step, false)));

@@ -81,7 +81,7 @@ pub struct FoundCheckpoint {
 pub fn find_newest(directory: &Path) -> Result<FoundCheckpoint> {
     let mut notes = Vec::new();
     for step in done_steps(directory)?.into_iter().rev() {
-        // An error of a network file system may not occur again.
+        // Errors of network file systems are often temporary.
         let open = || Checkpoint::open(directory, step);
         match open().or_else(|error| if is_damage(&error) { Err(error) } else { open() }) {
             Ok(checkpoint) => {
@@ -113,14 +113,14 @@ pub fn find_newest(directory: &Path) -> Result<FoundCheckpoint> {
     Ok(FoundCheckpoint::default())
 }
 
-/// Returns whether an error is that of the contents of files, or of their absence.
+/// Returns whether an error means that a file is missing or has wrong contents.
 fn is_damage(error: &Error) -> bool {
     use ErrorKind::{InvalidData, NotFound, UnexpectedEof};
     let mut errors = error.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());
     errors.all(|error| matches!(error.kind(), InvalidData | NotFound | UnexpectedEof) || error.raw_os_error().is_none())
 }
 
-/// Returns whether an error is that of a disk, which does not end.
+/// Returns whether an error is EIO, which a defective disk returns each time.
 fn is_of_disk(error: &Error) -> bool {
     let mut errors = error.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());
     errors.any(|error| Errno::from_io_error(error) == Some(Errno::IO))

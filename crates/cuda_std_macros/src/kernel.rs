@@ -253,7 +253,7 @@ fn attributes(function: &ItemFn, names: &[&str]) -> TokenStream {
     function.attrs.iter().filter(named).map(device).collect()
 }
 
-/// Returns whether an attribute is a level of the lint `unsafe_code`.
+/// Returns whether an attribute sets the level of the lint `unsafe_code`.
 fn names_unsafe_code(attribute: &Attribute) -> bool {
     let is_name = |token| matches!(token, TokenTree::Ident(name) if name == "unsafe_code");
     matches!(&attribute.meta, Meta::List(list) if list.tokens.clone().into_iter().any(is_name))

@@ -151,7 +151,7 @@ impl ModelSource {
         };
         let converted = element.convert(bytes, dtype);
         if dtype == DType::Bf16 && element != Element::Bf16 {
-            // Numbers above the largest one of bf16 become infinite.
+            // Values above the largest bf16 number become infinite.
             let checked = Element::Bf16.check_finite(&converted, &tensors::name(param, layer));
             checked.with_context(|| format!("{}: rounded to bf16; use fp32", self.path().display()))?;
         }

@@ -106,7 +106,7 @@ fn non_finite_values_are_errors_that_name_the_tensor() {
     }
 }
 
-/// Such numbers become infinite in bf16.
+/// Rounding to bf16 would make them infinite.
 #[test]
 fn numbers_above_the_largest_of_bf16_are_errors_when_they_are_rounded() {
     let mut large = tensors(Dtype::F32);

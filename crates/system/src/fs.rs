@@ -78,8 +78,8 @@ impl File {
         }
     }
 
-    /// Returns whether the file still has a name, on the server if that is another computer. Nothing removes files of a simulated disk from
-    /// outside.
+    /// Returns whether the file still has a name. On a network file system, the server may have removed it. Files of a simulated disk
+    /// are only removed by the program itself.
     pub fn has_name(&self) -> io::Result<bool> {
         match &self.0 {
             Opened::Real(file) => match file.metadata() {
@@ -255,7 +255,7 @@ pub fn names(directory: &Path) -> io::Result<Vec<String>> {
     Ok(names)
 }
 
-/// Returns whether a path exists. Errors of the file system, such as those of a network, do not mean that it is absent.
+/// Returns whether a path exists. Unlike `Path::exists`, it returns errors such as EIO instead of reporting that the path is absent.
 pub fn exists(path: &Path) -> io::Result<bool> {
     match on_disk(path) {
         Some(task) => Ok(task.is_directory(path).is_ok()),
@@ -271,13 +271,13 @@ pub fn is_dir(path: &Path) -> bool {
     }
 }
 
-/// Returns the path that a symbolic link finally names, if it names something. A simulated disk has no links.
+/// Returns the final target of a symbolic link, or `None` if `path` is no link or its target does not exist. A simulated disk has no links.
 pub fn link_target(path: &Path) -> Option<PathBuf> {
     let is_link = on_disk(path).is_none() && fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_symlink());
     is_link.then(|| fs::canonicalize(path).ok()).flatten()
 }
 
-/// Returns whether a path is on a file system of another computer whose directories have no common lock.
+/// Returns whether a path is on NFS, where the lock of a directory does not exclude other clients.
 pub fn is_nfs(path: &Path) -> bool {
     const NFS_SUPER_MAGIC: i64 = 0x6969;
     on_disk(path).is_none() && rustix::fs::statfs(path).is_ok_and(|system| system.f_type == NFS_SUPER_MAGIC)

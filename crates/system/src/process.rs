@@ -73,8 +73,8 @@ fn write_within(fd: impl AsFd, bytes: &[u8], timeout: Duration) -> io::Result<()
     }
 }
 
-/// Opens a terminal again, so that writes to it do not block. A terminal is ready for one byte, but a write of more would wait for its
-/// reader. Other programs share the flags of `fd` itself. Returns `None` if it is no terminal, or one of another user.
+/// Opens a terminal a second time, in non-blocking mode. `poll` reports a terminal as writable when one byte fits, and a longer write would
+/// then block. The mode of `fd` itself stays, because other programs share it. Returns `None` if `fd` is no terminal or cannot be opened.
 fn non_blocking_terminal(fd: BorrowedFd<'_>) -> Option<OwnedFd> {
     let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     let open = || rustix::fs::open(format!("/proc/self/fd/{}", fd.as_raw_fd()), flags, Mode::empty()).ok();
@@ -109,25 +109,25 @@ fn write_when_ready(fd: BorrowedFd<'_>, mut bytes: &[u8], timeout: Duration) -> 
     Ok(())
 }
 
-/// The terminal of standard error, for progress bars. Discards what its reader does not read.
+/// The terminal of standard error, for progress bars. Discards output while the terminal accepts none.
 #[derive(Debug)]
 pub struct Terminal {
     fd: OwnedFd,
-    /// How long a write waits.
+    /// Time that the next write waits.
     patience: Duration,
     timeout: Duration,
 }
 
 impl Terminal {
-    /// Opens the terminal. A write waits for its reader for at most `timeout`; after such a write, others do not wait until the reader
-    /// continues. Returns `None` if standard error is no terminal that can be opened.
+    /// Opens the terminal. A write waits at most `timeout`. After a write has timed out, later ones do not wait, until one succeeds.
+    /// Returns `None` if standard error is no terminal or cannot be opened.
     pub fn of_stderr(timeout: Duration) -> Option<Self> {
         Some(Self { fd: non_blocking_terminal(rustix::stdio::stderr())?, patience: timeout, timeout })
     }
 }
 
 impl Write for Terminal {
-    /// Never fails, because the crate that draws the bars panics for some errors.
+    /// Never fails, because indicatif panics on some write errors.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let written = write_when_ready(self.fd.as_fd(), bytes, self.patience);
         self.patience = if written.is_ok() { self.timeout } else { Duration::ZERO };

@@ -10,7 +10,7 @@ use base64::prelude::BASE64_STANDARD;
 /// Number of ids after the ranks that Llama 3 reserves for special tokens.
 const RESERVED: usize = 256;
 
-/// Number of ranks of Llama 3. Encodings that were trained for other models may have fewer, but not more.
+/// Number of ranks of Llama 3. A custom encoding with its split pattern may have fewer.
 const LLAMA3: usize = 128_000;
 
 /// Encodings with another split pattern or other special tokens, by their number of ranks.

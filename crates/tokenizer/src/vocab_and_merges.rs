@@ -33,7 +33,7 @@ struct Config {
     additional_special_tokens: Option<Vec<Named>>,
 }
 
-/// A special token: its text, or an object with its text and the rules by which it is found.
+/// A special token: its text, or an object with its text and matching rules.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Named {
@@ -41,7 +41,7 @@ enum Named {
     Object(Added),
 }
 
-/// A special token with its rules: whether it takes the spaces before and after it, and whether it must be a word of its own.
+/// A special token with its matching rules: whether it absorbs spaces on its left and right, and whether it must be a whole word.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Added {
@@ -101,7 +101,7 @@ pub fn to_json(path: &Path) -> Result<String> {
     let mut tokens = BTreeMap::new();
     let of_vocab = special.iter().filter_map(|token| Some((&token.content, vocab.get(&token.content)?)));
     for (text, &id) in of_vocab.chain(&added) {
-        // A token that several keys name may have rules in one of them.
+        // Several keys may name the same token, and only one of them may state its rules.
         let named = || special.iter().filter(|token| token.content == *text);
         let is_special = named().next().is_some();
         let rule = |rule: fn(&Added) -> bool| named().any(rule);

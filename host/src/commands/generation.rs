@@ -67,7 +67,7 @@ impl SamplingFlags {
     }
 }
 
-/// Returns the temperature by which logits are divided: 0 for one by which they would overflow.
+/// Returns the temperature, or 0 (greedy) if it is so small that logits divided by it would overflow.
 pub fn divisor(temperature: f32) -> f32 {
     if temperature < 1e-30 { 0.0 } else { temperature }
 }

@@ -216,7 +216,7 @@ fn a_large_window_of_zstd_is_an_error_that_says_how_to_decompress_it() {
     let frame = encoder.finish().unwrap();
     let parts = ["expected a window of at most 128 MiB", "zstd -d --long=31"];
     fails("a.jsonl.zst", &frame, &field("text"), &parts);
-    // Such a frame may follow others.
+    // A frame with a large window may follow other frames.
     let lines = "{\"text\": \"a\"}\n".repeat(1 << 12);
     let first = zstd::encode_all(lines.as_bytes(), 1).unwrap();
     fails("a.jsonl.zst", &[first, frame.clone()].concat(), &field("text"), &parts);

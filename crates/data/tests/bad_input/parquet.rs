@@ -152,7 +152,7 @@ fn opened(bytes: &[u8]) -> Option<SerializedFileReader<fs::File>> {
     SerializedFileReader::new(file).ok()
 }
 
-/// Codecs that are not supported. No writer for LZO is at hand, so the number of the codec is replaced.
+/// Unsupported codecs. There is no writer for LZO, so the test replaces the codec number in the file.
 fn codecs(kinds: &mut Kinds) {
     let good = good(Compression::UNCOMPRESSED);
     let at = codec_position(&good);

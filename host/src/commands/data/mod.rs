@@ -37,7 +37,7 @@ enum Source {
 
 /// Converts, shows or checks data.
 pub fn run(args: &Data) -> Result<()> {
-    // One thread reads, one writes, and those of rayon tokenize.
+    // One thread reads, one writes, and rayon's threads tokenize.
     let wanted =
         std::env::var("RAYON_NUM_THREADS").ok().and_then(|number| number.parse().ok()).filter(|&number| number > 0);
     let workers = wanted.unwrap_or_else(|| available_parallelism().map_or(1, usize::from));

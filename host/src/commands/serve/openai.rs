@@ -45,7 +45,7 @@ const NOT_IMPLEMENTED: [&str; 26] = [
     "chat_template_kwargs",
     "continue_final_message",
 ];
-/// Such fields whose default is `true`.
+/// More fields that are not implemented. Their default is `true`, so `false` is refused.
 const TRUE_BY_DEFAULT: [&str; 2] = ["add_generation_prompt", "add_special_tokens"];
 
 /// The input that a model continues.
@@ -147,7 +147,7 @@ impl Completion {
         let Value::Object(fields) = &value else {
             return Err(ApiError::invalid(None, format!("body: expected a JSON object, found {}", kind(&value))));
         };
-        // Of a chat, the server returns only the answer.
+        // `echo` is implemented for completions only.
         let chat_only = chat.then_some("echo");
         for name in NOT_IMPLEMENTED.into_iter().chain(TRUE_BY_DEFAULT).chain(chat_only) {
             let effect = fields.get(name).is_some_and(|value| match value {
