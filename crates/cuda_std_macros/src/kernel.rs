@@ -575,12 +575,15 @@ mod tests {
             #[cfg(feature = "half")]
             #[allow(unused_variables)]
             #[expect(unused_mut, reason = "a test")]
+            #[forbid(unsafe_code)]
             fn f(n: u32) {}
         );
         let text = expanded(&quote!(threads = 32), item);
         let count = |part: &str| text.matches(part).count();
         // The assembly comment, the entry point and the host function have the condition.
         assert!(count("cfg (feature = \"half\")") >= 3, "{text}");
+        // Not on the entry point, which needs unsafe code.
+        assert_eq!(count("# [forbid (unsafe_code)]"), 1, "{text}");
         assert_eq!(count("# [allow (unused_variables)]"), 2, "{text}");
         assert_eq!(count("# [allow (unused_mut , reason = \"a test\")]"), 1, "{text}");
     }

@@ -464,7 +464,8 @@ mod tests {
             |tokens: i64| parse(&json!({ "truncate_prompt_tokens": tokens }), false).map(|request| request.truncate);
         assert_eq!((truncate(-1).unwrap(), truncate(5).unwrap()), (Some(Truncate::Context), Some(Truncate::Tokens(5))));
         // Defaults that clients write out.
-        let defaults = json!({ "frequency_penalty": 0, "logprobs": null, "best_of": 1, "tools": [], "user": "u", "add_special_tokens": true, "chat_template_kwargs": {}, "typical_p": 1,
+        let defaults = json!({ "frequency_penalty": 0, "logprobs": null, "best_of": 1, "tools": [], "user": "u",
+            "add_special_tokens": true, "chat_template_kwargs": {}, "typical_p": 1,
             "response_format": { "type": "text" } });
         assert!(parse(&defaults, false).is_ok());
         for (name, value) in [
