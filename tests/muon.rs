@@ -1,4 +1,4 @@
-//! Muon as flags of `train`: training, resume, `config.toml` and errors. `crates/model/tests/muon.rs` tests the optimizer itself.
+//! Muon as flags of `train`: training, resume, `config.toml` and errors. `crates/model/tests/steps/muon.rs` tests the optimizer itself.
 
 use crate::common::{fail, succeed, text};
 use std::fs;

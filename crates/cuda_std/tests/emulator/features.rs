@@ -351,7 +351,7 @@ fn a_trap_is_reported_with_its_thread_and_line() {
     traps(100).emulate_checked(&mut Memory::new(), [1, 1, 1], 0).unwrap();
     let report = traps(40).emulate_checked(&mut Memory::new(), [1, 1, 1], 0).unwrap_err();
     assert_eq!((report.fault, report.thread), (Fault::Trap, Some(40)));
-    assert!(report.to_string().contains("trap (crates/cuda_std/tests/features.rs:"), "{report}");
+    assert!(report.to_string().contains("trap (crates/cuda_std/tests/emulator/features.rs:"), "{report}");
 }
 
 #[kernel(threads = 32)]

@@ -1,8 +1,6 @@
 //! Digests of tensors with elements of 1, 2 and 4 bytes.
 
-mod common;
-
-use common::{for_all, run};
+use crate::common::{for_all, run};
 use cuda_std::emulate::Memory;
 use gpu::digest::{digest, grid, hash, partials};
 

@@ -1,8 +1,6 @@
 //! Conversions between storage types, and activations against f64.
 
-mod common;
-
-use common::{Tolerance, assert_close, assert_same, for_all, noise, read, rounded, run, wide};
+use crate::common::{Tolerance, assert_close, assert_same, for_all, noise, read, rounded, run, wide};
 use cuda_std::bf16;
 use cuda_std::emulate::Memory;
 use gpu::{cast, gelu, relu_squared, swiglu};

@@ -1,10 +1,8 @@
 //! Activations and their gradients in FP8: their bits are those of the activation's kernel in bf16, followed by quantization.
 
-mod common;
-
+use crate::common::quantized::{self, check_column_sums, largest, reference, transposed};
+use crate::common::{for_all, noise, rounded, run};
 use bytemuck::Pod;
-use common::quantized::{self, check_column_sums, largest, reference, transposed};
-use common::{for_all, noise, rounded, run};
 use cuda_std::emulate::Memory;
 use cuda_std::launch::Launch;
 use cuda_std::shared::Layout;
@@ -103,7 +101,7 @@ impl Case {
         let (inp, out) = (memory.input("inp", &self.inp), memory.output::<bf16>("out", n));
         let (launch, grid) = A::forward(out, inp, n, self.columns);
         run(&mut memory, &launch, grid, 0);
-        common::read(&memory, out)
+        crate::common::read(&memory, out)
     }
 
     /// Returns the gradient in bf16.
@@ -114,7 +112,7 @@ impl Case {
         let dinp = if A::INPUTS == 1 { memory.buffer("dinp", &self.dout) } else { memory.output("dinp", 2 * n) };
         let (launch, grid) = A::backward(dinp, dout, inp, n, self.columns);
         run(&mut memory, &launch, grid, 0);
-        common::read(&memory, dinp)
+        crate::common::read(&memory, dinp)
     }
 
     fn check_forward<A: Separate, const OUT: bool, const TRANSPOSED: bool>(&self, want: &[f64], before: Option<f32>) {

@@ -1,8 +1,8 @@
 //! The batched and symmetric `sm_90a` GEMM kernels compared with an f64 reference.
 
-mod common;
-
-use common::{Tolerance, assert_close, assert_same, entries, for_all, integers, multiples_of_8, noise, rounded, wide};
+use crate::common::{
+    Tolerance, assert_close, assert_same, entries, for_all, integers, multiples_of_8, noise, rounded, wide,
+};
 use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
 use cuda_std::{Global, GlobalMut, bf16};

@@ -1,10 +1,8 @@
 //! The FP8 quantization kernels compared with conversions on the CPU, which are exact.
 
-mod common;
-
+use crate::common::quantized::{bits, check_column_sums, transposed};
+use crate::common::{for_all, noise, rounded, run};
 use bytemuck::Pod;
-use common::quantized::{bits, check_column_sums, transposed};
-use common::{for_all, noise, rounded, run};
 use cuda_std::emulate::Memory;
 use cuda_std::shared::Layout;
 use cuda_std::{E4m3, E5m2, Element, Fp8, Global, GlobalMut, bf16};

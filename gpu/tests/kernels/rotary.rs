@@ -1,8 +1,6 @@
 //! Rotary positions and QK-norm against complex rotations in f64.
 
-mod common;
-
-use common::{Tolerance, assert_close, assert_same, for_all, noise, rounded, run, shared_bytes, wide};
+use crate::common::{Tolerance, assert_close, assert_same, for_all, noise, rounded, run, shared_bytes, wide};
 use cuda_std::Global;
 use cuda_std::emulate::Memory;
 use gpu::column_sum;

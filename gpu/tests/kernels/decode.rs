@@ -1,9 +1,9 @@
 //! Text generation with a KV cache against f64 references: linear layers of few rows, attention over the cache, and the choice of
 //! tokens.
 
-mod common;
-
-use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
+use crate::common::{
+    Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide,
+};
 use cuda_std::emulate::Memory;
 use cuda_std::{Global, GlobalMut};
 use gpu::decode::attention::{self, HALF_SPLIT, INTERLEAVED, NO_ROTATION};

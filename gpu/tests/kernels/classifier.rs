@@ -1,8 +1,8 @@
 //! The fused classifier against a softmax in f64.
 
-mod common;
-
-use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
+use crate::common::{
+    Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide,
+};
 use cuda_std::emulate::Memory;
 use cuda_std::{Element, bf16};
 use gpu::classifier::{Scalars, classifier, classifier_softcap, shared, staged, wide};

@@ -1,8 +1,6 @@
 //! Muon's elementwise kernels against an f64 reference, for lengths that are not multiples of the vector size.
 
-mod common;
-
-use common::{Tolerance, assert_close, assert_same, noise, rounded, run, wide};
+use crate::common::{Tolerance, assert_close, assert_same, noise, rounded, run, wide};
 use cuda_std::emulate::Memory;
 use cuda_std::{Element, GlobalMut, bf16};
 use gpu::muon::{self, Scalars, Scaling};
@@ -55,7 +53,7 @@ fn scaled<T: Tolerance>(matrices: &[&[T]], factor: f32, epsilon: f32) -> Vec<Vec
     let inp = memory.input("inp", &all);
     let out = memory.buffer("out", &vec![T::from_f32(5.0); count * out_stride]);
     let partials = memory.output("partials", count * muon::PARTIALS as usize);
-    let (blocks, bytes) = (count as u32, common::shared_bytes(muon::shared));
+    let (blocks, bytes) = (count as u32, crate::common::shared_bytes(muon::shared));
     let sums = muon::muon_squared_sums(partials, inp, inp_stride as u64, n as u64);
     run(&mut memory, &sums, [muon::PARTIALS, blocks, 1], bytes);
     let (strides, scaling) = ([out_stride, inp_stride].map(|x| x as u64), Scaling { factor, epsilon });

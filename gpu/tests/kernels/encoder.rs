@@ -1,9 +1,9 @@
 //! Token and position embedding against sums in f64.
 
-mod common;
-
+use crate::common::{
+    Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide,
+};
 use bytemuck::bytes_of;
-use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
 use cuda_std::emulate::Memory;
 use cuda_std::{Global, GlobalMut};
 use gpu::encoder::{

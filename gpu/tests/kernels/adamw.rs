@@ -1,8 +1,6 @@
 //! AdamW against an f64 reference, and stochastic rounding, for lengths that are not multiples of the vector size.
 
-mod common;
-
-use common::{Tolerance, assert_close, assert_same, for_all, noise, rounded, run, wide};
+use crate::common::{Tolerance, assert_close, assert_same, for_all, noise, rounded, run, wide};
 use cuda_std::emulate::Memory;
 use cuda_std::{Element, Global, GlobalMut, bf16};
 use gpu::adamw::compact::{Scaled, adamw_compact};

@@ -1,9 +1,9 @@
 //! Export: bits survive every format, directories are complete, and nothing is lost on errors.
 
-mod common;
-
+use crate::common::{
+    Tensors, config, contents, descriptor, directory, directory_of, expected, file, open, qwen2, tensors,
+};
 use checkpoint::model_file::ModelFile;
-use common::{Tensors, config, contents, descriptor, directory, directory_of, expected, file, open, qwen2, tensors};
 use engine::tensor::DType;
 use half::bf16;
 use interchange::ModelSource;

@@ -1,13 +1,11 @@
 //! The `sm_90a` attention kernels compared with an f64 reference.
 
-mod common;
-
-use common::attention::{
+use crate::common::attention::{
     Inputs, Precision, Results, assert_agrees, check_causal, check_convex, check_dominant_key, check_equal_scores,
     check_groups, check_heads, check_large_scores, check_spoilt_head, check_spoilt_position, check_spoilt_query_head,
     check_sums, check_zeros, multi_head,
 };
-use common::{Tolerance, assert_same, for_all, quantized, read, rounded, run};
+use crate::common::{Tolerance, assert_same, for_all, quantized, read, rounded, run};
 use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
 use cuda_std::{E4m3, GlobalMut, bf16};

@@ -1,8 +1,6 @@
 //! Reading Hugging Face directories: values on every engine, and every kind of invalid directory.
 
-mod common;
-
-use common::{Tensor, Tensors, config, contents, directory, directory_of, expected, file, open, qwen2, tensors};
+use crate::common::{Tensor, Tensors, config, contents, directory, directory_of, expected, file, open, qwen2, tensors};
 use engine::cpu::Cpu;
 use engine::cuda::EmulatedGpu;
 use engine::open::Precision;

@@ -1,9 +1,7 @@
 //! Layer normalization, forward and backward, against an f64 reference.
 
-mod common;
-
-use common::norm::shapes;
-use common::{
+use crate::common::norm::shapes;
+use crate::common::{
     Tolerance, assert_close, assert_same, for_all, integers, noise, quantized, read, rounded, run, shared_bytes, wide,
 };
 use cuda_std::emulate::Memory;

@@ -1,8 +1,6 @@
 //! The gradient norm and the sum of the losses, for lengths that are not multiples of the vector size.
 
-mod common;
-
-use common::{Tolerance, assert_close, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
+use crate::common::{Tolerance, assert_close, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
 use cuda_std::emulate::Memory;
 use gpu::global_norm::{norm, shared, squared_sum, squared_sum_grid, sum};
 

@@ -1,9 +1,7 @@
 //! The `sm_90a` GEMM kernels with FP8 operands, compared with an f64 reference.
 
-mod common;
-
+use crate::common::{Tolerance, assert_close, entries, for_all, matrix_rows, noise, rounded, wide};
 use bytemuck::Pod;
-use common::{Tolerance, assert_close, entries, for_all, matrix_rows, noise, rounded, wide};
 use cuda_std::emulate::Memory;
 use cuda_std::fp8::Fp8Format;
 use cuda_std::hopper::TensorMap;

@@ -1,5 +1,4 @@
 //! Helpers of the kernel tests: checked launches, reproducible data, and comparison with f64 references.
-#![allow(dead_code, reason = "each test crate uses only some of the helpers")]
 
 pub mod attention;
 pub mod entries;

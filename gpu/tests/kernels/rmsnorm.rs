@@ -1,9 +1,9 @@
 //! RMS normalization, forward and backward, against an f64 reference.
 
-mod common;
-
-use common::norm::shapes;
-use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, quantized, read, rounded, run, wide};
+use crate::common::norm::shapes;
+use crate::common::{
+    Tolerance, assert_close, assert_same, for_all, integers, noise, quantized, read, rounded, run, wide,
+};
 use cuda_std::emulate::Memory;
 use cuda_std::{E4m3, Element, GlobalMut, bf16};
 use gpu::quantize::QuantizedOperands;

@@ -38,8 +38,8 @@ fn mutations_apply() {
             if find == replace {
                 wrong.push(format!("{kernel}, {kind}: expected a replacement that differs from the snippet"));
             }
-            if !package.join("tests").join(format!("{test}.rs")).exists() {
-                wrong.push(format!("{kernel}, {kind}: expected a file {test}.rs in gpu/tests"));
+            if !package.join("tests/kernels").join(format!("{test}.rs")).exists() {
+                wrong.push(format!("{kernel}, {kind}: expected a file {test}.rs in gpu/tests/kernels"));
             }
         }
     }

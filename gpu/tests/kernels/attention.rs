@@ -1,13 +1,11 @@
 //! The `mma.sync` attention kernels against an f64 reference, and against properties of causal attention.
 
-mod common;
-
-use common::attention::{
+use crate::common::attention::{
     Inputs, Precision, Results, assert_agrees, check_causal, check_convex, check_dominant_key, check_equal_scores,
     check_groups, check_heads, check_large_scores, check_spoilt_head, check_spoilt_position, check_spoilt_query_head,
     check_sums, check_zeros, multi_head,
 };
-use common::{for_all, read, rounded, run};
+use crate::common::{for_all, read, rounded, run};
 use cuda_std::bf16;
 use cuda_std::emulate::Memory;
 use gpu::attention::launch::{self, HEAD_SIZES, Shape};

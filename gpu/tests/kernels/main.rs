@@ -1,0 +1,27 @@
+//! Tests of every kernel, in one program: each file would take seconds to compile and link.
+//!
+//! The name of a file selects its tests: `cargo test --release -p gpu layernorm::`.
+
+mod common;
+
+mod adamw;
+mod attention;
+mod attention_wgmma;
+mod bias;
+mod classifier;
+mod decode;
+mod digest;
+mod elementwise;
+mod encoder;
+mod global_norm;
+mod layernorm;
+mod matmul;
+mod matmul_batched;
+mod matmul_fp8;
+mod matmul_swiglu;
+mod muon;
+mod mutations;
+mod quantize;
+mod quantize_activation;
+mod rmsnorm;
+mod rotary;
