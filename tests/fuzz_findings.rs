@@ -8,37 +8,11 @@ mod targets;
 
 use memory::{BUDGET, Limited, within};
 use std::path::Path;
-use targets::{
-    CONFIG, CSV, DEBUG_STATE, EVALUATION, HELLASWAG, HF_CONFIG, HF_INDEX, HF_TOKENIZER, JSONL, LOG, MMLU, MODEL,
-    PARQUET, SAFETENSORS, SIDECAR, STATE, TEXT, TINYSTORIES, TOKENIZER, TOKENIZER_FILE, TOKENS, Target,
-};
+use targets::TARGETS;
+use xxhash_rust::xxh3::xxh3_64;
 
 #[global_allocator]
 static ALLOCATOR: Limited = Limited;
-
-static TARGETS: [&Target; 21] = [
-    &TOKENS,
-    &MODEL,
-    &STATE,
-    &SIDECAR,
-    &LOG,
-    &CONFIG,
-    &DEBUG_STATE,
-    &EVALUATION,
-    &HELLASWAG,
-    &MMLU,
-    &TINYSTORIES,
-    &JSONL,
-    &CSV,
-    &TEXT,
-    &PARQUET,
-    &TOKENIZER,
-    &TOKENIZER_FILE,
-    &HF_CONFIG,
-    &HF_INDEX,
-    &HF_TOKENIZER,
-    &SAFETENSORS,
-];
 
 /// Returns copies of a file with one of its first words replaced, truncated copies, and copies with trailing bytes.
 fn damaged(good: &[u8]) -> impl Iterator<Item = Vec<u8>> {
@@ -53,6 +27,36 @@ fn damaged(good: &[u8]) -> impl Iterator<Item = Vec<u8>> {
     words.chain(cuts).chain([[good, &[0]].concat(), [good, good].concat()])
 }
 
+/// Number of randomly damaged copies of each seed.
+const RANDOM_COPIES: u64 = 300;
+
+/// Returns copies of a file with one to four random changes: a byte replaced, a range removed, repeated, or overwritten with another.
+/// The same file has the same copies in every run. `scripts/fuzz` searches longer, guided by coverage.
+fn randomly_damaged(good: &[u8]) -> impl Iterator<Item = Vec<u8>> {
+    let mut state = xxh3_64(good);
+    let mut random = move |below: usize| {
+        state = xxh3_64(&state.to_le_bytes());
+        (state % below.max(1) as u64) as usize
+    };
+    (0..RANDOM_COPIES).map(move |_| {
+        let mut bytes = good.to_vec();
+        for _ in 0..=random(4) {
+            let first = random(bytes.len());
+            let range = first..(first + 1 + random(16)).min(bytes.len());
+            match random(4) {
+                0 if first < bytes.len() => bytes[first] = random(256) as u8,
+                1 => drop(bytes.drain(range)),
+                2 => bytes.extend_from_within(range),
+                _ => {
+                    let to = random(bytes.len() + 1 - range.len());
+                    bytes.copy_within(range, to);
+                }
+            }
+        }
+        bytes
+    })
+}
+
 /// All targets share one test, because the memory limit applies to the whole process.
 #[test]
 fn readers_neither_panic_nor_exceed_the_memory_limit() {
@@ -61,10 +65,10 @@ fn readers_neither_panic_nor_exceed_the_memory_limit() {
     if shared_memory.is_dir() {
         tempfile::env::override_temp_dir(shared_memory).unwrap();
     }
-    for target in TARGETS {
+    for target in &TARGETS {
         for (i, seed) in target.seeds().iter().enumerate() {
             assert!(target.accepts(seed), "{} rejects its seed {i}", target.name);
-            damaged(seed).for_each(|bytes| {
+            damaged(seed).chain(randomly_damaged(seed)).for_each(|bytes| {
                 within(BUDGET, || target.accepts(&bytes));
             });
         }

@@ -6,10 +6,20 @@ pub mod targets;
 use memory::Limited;
 use std::fs;
 use std::path::PathBuf;
-use targets::Target;
+use std::sync::LazyLock;
+use targets::{TARGETS, Target};
 
 #[global_allocator]
 static ALLOCATOR: Limited = Limited;
+
+/// The target that `FUZZ_TARGET` names. Without the variable, the program prints the names of all targets and exits.
+static TARGET: LazyLock<&Target> = LazyLock::new(|| {
+    let Some(name) = std::env::var_os("FUZZ_TARGET") else {
+        TARGETS.iter().for_each(|target| println!("{}", target.name));
+        std::process::exit(0);
+    };
+    TARGETS.iter().find(|target| name == target.name).expect("FUZZ_TARGET names a target")
+});
 
 /// Checks that the target accepts its seeds. If `SEEDS` names a directory, writes the seeds there and exits.
 ///
@@ -17,10 +27,10 @@ static ALLOCATOR: Limited = Limited;
 ///
 /// # Panics
 /// If the target rejects a seed, or a seed cannot be written.
-pub fn begin(target: &Target) {
-    let seeds = target.seeds();
+pub fn begin() {
+    let seeds = TARGET.seeds();
     for seed in &seeds {
-        assert!(target.accepts(seed), "{} rejects a file from the program's own writer", target.name);
+        assert!(TARGET.accepts(seed), "{} rejects a file from the program's own writer", TARGET.name);
     }
     if let Some(directory) = std::env::var_os("SEEDS").map(PathBuf::from) {
         for (i, seed) in seeds.iter().enumerate() {
@@ -31,6 +41,6 @@ pub fn begin(target: &Target) {
 }
 
 /// Runs the target on `data` under the memory limit.
-pub fn run(target: &Target, data: &[u8]) {
-    memory::within(memory::BUDGET, || target.accepts(data));
+pub fn run(data: &[u8]) {
+    memory::within(memory::BUDGET, || TARGET.accepts(data));
 }

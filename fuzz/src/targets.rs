@@ -49,49 +49,51 @@ pub struct Target {
     seeds: fn() -> Vec<Vec<u8>>,
 }
 
-/// Token shards.
-pub static TOKENS: Target = Target { name: "tokens", read: read_tokens, seeds: token_files };
-/// Model files.
-pub static MODEL: Target = Target { name: "model", read: read_model, seeds: model_files };
-/// State files of checkpoints.
-pub static STATE: Target = Target { name: "state", read: read_state, seeds: state_files };
-/// Sidecars of checkpoints.
-pub static SIDECAR: Target = Target { name: "sidecar", read: read_sidecar, seeds: sidecars };
-/// Logs of a resumed run.
-pub static LOG: Target = Target { name: "log", read: read_log, seeds: logs };
-/// llm.c's debug states.
-pub static DEBUG_STATE: Target = Target { name: "debug_state", read: read_debug_state, seeds: debug_states };
-/// Configuration files.
-pub static CONFIG: Target = Target { name: "config", read: read_config, seeds: configs };
-/// Multiple-choice evaluation files.
-pub static EVALUATION: Target = Target { name: "evaluation", read: read_evaluation, seeds: evaluation_files };
-/// HellaSwag in JSON lines.
-pub static HELLASWAG: Target = Target { name: "hellaswag", read: read_hellaswag, seeds: hellaswag_files };
-/// MMLU's CSV files.
-pub static MMLU: Target = Target { name: "mmlu", read: read_mmlu, seeds: mmlu_files };
-/// TinyStories' JSON files.
-pub static TINYSTORIES: Target = Target { name: "tinystories", read: read_stories, seeds: story_files };
-/// Documents in JSON lines.
-pub static JSONL: Target = Target { name: "jsonl", read: read_jsonl, seeds: jsonl_files };
-/// Documents in CSV files.
-pub static CSV: Target = Target { name: "csv", read: read_csv, seeds: csv_files };
-/// Documents in text files with a separator.
-pub static TEXT: Target = Target { name: "text", read: read_text, seeds: text_files };
-/// Parquet files with a column of text.
-pub static PARQUET: Target = Target { name: "parquet", read: read_parquet, seeds: parquet_files };
-/// Text and tokens.
-pub static TOKENIZER: Target = Target { name: "tokenizer", read: encode_and_decode, seeds: texts };
-/// Tokenizers in `tokenizer.json` or Llama 3's format, with which text is encoded.
-pub static TOKENIZER_FILE: Target =
-    Target { name: "tokenizer_file", read: read_tokenizer_file, seeds: tokenizer_files };
-/// `config.json` of Hugging Face directories.
-pub static HF_CONFIG: Target = Target { name: "hf_config", read: read_hf_config, seeds: hf_configs };
-/// `model.safetensors.index.json` of Hugging Face directories.
-pub static HF_INDEX: Target = Target { name: "hf_index", read: read_hf_index, seeds: hf_indexes };
-/// `tokenizer.json` of Hugging Face directories.
-pub static HF_TOKENIZER: Target = Target { name: "hf_tokenizer", read: read_hf_tokenizer, seeds: hf_tokenizers };
-/// Safetensors files.
-pub static SAFETENSORS: Target = Target { name: "safetensors", read: read_safetensors, seeds: safetensors_files };
+/// Every file format that the program reads.
+pub static TARGETS: [Target; 21] = [
+    // Token shards.
+    Target { name: "tokens", read: read_tokens, seeds: token_files },
+    // Model files.
+    Target { name: "model", read: read_model, seeds: model_files },
+    // State files of checkpoints.
+    Target { name: "state", read: read_state, seeds: state_files },
+    // Sidecars of checkpoints.
+    Target { name: "sidecar", read: read_sidecar, seeds: sidecars },
+    // Logs of a resumed run.
+    Target { name: "log", read: read_log, seeds: logs },
+    // llm.c's debug states.
+    Target { name: "debug_state", read: read_debug_state, seeds: debug_states },
+    // Configuration files.
+    Target { name: "config", read: read_config, seeds: configs },
+    // Multiple-choice evaluation files.
+    Target { name: "evaluation", read: read_evaluation, seeds: evaluation_files },
+    // HellaSwag in JSON lines.
+    Target { name: "hellaswag", read: read_hellaswag, seeds: hellaswag_files },
+    // MMLU's CSV files.
+    Target { name: "mmlu", read: read_mmlu, seeds: mmlu_files },
+    // TinyStories' JSON files.
+    Target { name: "tinystories", read: read_stories, seeds: story_files },
+    // Documents in JSON lines.
+    Target { name: "jsonl", read: read_jsonl, seeds: jsonl_files },
+    // Documents in CSV files.
+    Target { name: "csv", read: read_csv, seeds: csv_files },
+    // Documents in text files with a separator.
+    Target { name: "text", read: read_text, seeds: text_files },
+    // Parquet files with a column of text.
+    Target { name: "parquet", read: read_parquet, seeds: parquet_files },
+    // Text and tokens.
+    Target { name: "tokenizer", read: encode_and_decode, seeds: texts },
+    // Tokenizers in `tokenizer.json` or Llama 3's format, with which text is encoded.
+    Target { name: "tokenizer_file", read: read_tokenizer_file, seeds: tokenizer_files },
+    // `config.json` of Hugging Face directories.
+    Target { name: "hf_config", read: read_hf_config, seeds: hf_configs },
+    // `model.safetensors.index.json` of Hugging Face directories.
+    Target { name: "hf_index", read: read_hf_index, seeds: hf_indexes },
+    // `tokenizer.json` of Hugging Face directories.
+    Target { name: "hf_tokenizer", read: read_hf_tokenizer, seeds: hf_tokenizers },
+    // Safetensors files.
+    Target { name: "safetensors", read: read_safetensors, seeds: safetensors_files },
+];
 
 impl Target {
     /// Reads `data` and reports whether it is valid.
