@@ -35,6 +35,7 @@ mod choice;
 mod compile;
 mod error;
 mod generate;
+mod gpus;
 mod ir;
 mod json;
 mod lines;
@@ -68,6 +69,7 @@ pub struct CudaBuilder {
     out_dir: Option<PathBuf>,
     cubins: Option<bool>,
     line_info: Option<bool>,
+    local: bool,
     options: Options,
     search: Search,
 }
@@ -83,9 +85,6 @@ const RUNNING_VARIABLE: &str = "CUDA_BUILDER_RUNNING";
 
 /// The device crate of each output directory that this process has written.
 static WRITTEN: Mutex<BTreeMap<PathBuf, PathBuf>> = Mutex::new(BTreeMap::new());
-
-/// Files that exist on a machine with an NVIDIA GPU and its driver: on Linux, and on WSL.
-const GPU_DEVICES: [&str; 2] = ["/dev/nvidiactl", "/dev/dxg"];
 
 /// The result of a build.
 #[derive(Debug)]
@@ -123,6 +122,7 @@ impl CudaBuilder {
             out_dir: None,
             cubins: None,
             line_info: None,
+            local: false,
             options: Options::default(),
             search: Search::default(),
         }
@@ -193,9 +193,17 @@ impl CudaBuilder {
         self
     }
 
+    /// Builds only what the GPUs of this machine can run: for each of them the newest architecture, and nothing without a GPU. A device
+    /// build takes minutes, and most programs run where they are built. `LLM_RS_CUBINS=1` builds all architectures anyway.
+    #[must_use]
+    pub fn only_for_local_gpus(mut self) -> Self {
+        self.local = true;
+        self
+    }
+
     /// Builds the device crate, and prints warnings and watched paths for cargo.
     ///
-    /// Succeeds with [`Built::missing`] set if there is no device toolchain.
+    /// Succeeds with [`Built::missing`] set if there is no device toolchain, or no GPU ([`CudaBuilder::only_for_local_gpus`]).
     ///
     /// # Errors
     /// Returns an error if the crate does not exist or does not compile, if a tool fails, if a kernel's launch bounds are
@@ -224,32 +232,49 @@ impl CudaBuilder {
         let krate = self.locate()?;
         claim(&out_dir, &krate)?;
         let root = workspace_root(&krate);
+        let archs = self.wanted_archs();
         let built = match Toolchain::find_in(&self.search) {
-            Ok(toolchain) => self.build_with(&toolchain, &krate, &root, &out_dir)?,
+            _ if archs.is_empty() => Built::without_modules(
+                format!(
+                    "built without GPU kernels, because the machine that built the program has no NVIDIA GPU; set {CUBINS_VARIABLE}=1 and \
+                     build again"
+                ),
+                None,
+            ),
+            Ok(toolchain) => self.build_with(&toolchain, &archs, &krate, &root, &out_dir)?,
             Err(missing) => {
-                let missing = format!("built without GPU kernels: {missing}");
-                Built {
-                    modules: Vec::new(),
-                    warnings: vec![missing.clone()],
-                    missing: Some(missing),
-                    watched: watched_tools(&root).into_iter().collect(),
-                }
+                Built::without_modules(format!("built without GPU kernels: {missing}"), watched_tools(&root))
             }
         };
         generate::write(&out_dir, &built)?;
         Ok(built)
     }
 
-    fn build_with(&self, toolchain: &Toolchain, krate: &Path, root: &Path, out_dir: &Path) -> Result<Built, Error> {
+    /// Returns the architectures to build.
+    fn wanted_archs(&self) -> Vec<&str> {
+        let all: Vec<&str> = self.archs.iter().map(String::as_str).collect();
+        match std::env::var(CUBINS_VARIABLE).as_deref() {
+            Ok("" | "0") | Err(_) if self.local => gpus::archs_for(&all, gpus::local().as_deref()),
+            _ => all,
+        }
+    }
+
+    fn build_with(
+        &self,
+        toolchain: &Toolchain,
+        archs: &[&str],
+        krate: &Path,
+        root: &Path,
+        out_dir: &Path,
+    ) -> Result<Built, Error> {
         let wants_cubins = wants_cubins(self.cubins);
         let ptxas = if wants_cubins { find_cuda_tool("ptxas", Some(root)) } else { None };
         let device_target = device_target(out_dir);
         let (ptxas_path, target) = (ptxas.as_deref(), device_target.as_path());
         let options = Options { line_info: wants_line_info(self.line_info), ..self.options.clone() };
         let options = &options;
-        let archs = self.archs.iter();
         let job = |arch| Job { toolchain, ptxas: ptxas_path, krate, arch, target, out_dir, options };
-        let jobs: Vec<_> = archs.map(|arch| job(arch)).collect();
+        let jobs: Vec<_> = archs.iter().map(|arch| job(arch)).collect();
         let _lock = compile::lock(target)?;
         let outputs: Result<Vec<compile::JobOutput>, Error> = std::thread::scope(|scope| {
             let mut running = Vec::new();
@@ -322,6 +347,14 @@ impl CudaBuilder {
     }
 }
 
+impl Built {
+    /// Returns the result of a build without kernels for a reason, which is also a warning.
+    fn without_modules(missing: String, watched: Option<PathBuf>) -> Self {
+        let warnings = vec![missing.clone()];
+        Self { modules: Vec::new(), warnings, missing: Some(missing), watched: watched.into_iter().collect() }
+    }
+}
+
 /// Records that `krate` is built into a directory. Another crate there would replace its files.
 fn claim(out_dir: &Path, krate: &Path) -> Result<(), Error> {
     let mut written = WRITTEN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -351,7 +384,7 @@ pub fn parse_ptxas_log(log: &str) -> BTreeMap<String, Resources> {
 fn wants_cubins(explicit: Option<bool>) -> bool {
     explicit.unwrap_or_else(|| match std::env::var(CUBINS_VARIABLE).as_deref() {
         Ok("0") => false,
-        Ok("") | Err(_) => GPU_DEVICES.iter().any(|device| Path::new(device).exists()),
+        Ok("") | Err(_) => gpus::exist(),
         Ok(_) => true,
     })
 }
