@@ -14,6 +14,11 @@
 
 // The device build has functions without docs: the instances of kernels.
 #![cfg_attr(not(target_arch = "nvptx64"), warn(missing_docs))]
+// Without the emulator, the host build has only the launches of kernels, not their bodies.
+#![cfg_attr(
+    not(any(feature = "emulator", target_arch = "nvptx64")),
+    allow(dead_code, unused_imports, reason = "only the bodies of kernels use these items")
+)]
 #![cfg_attr(target_arch = "nvptx64", no_std, feature(abi_gpu_kernel, asm_experimental_arch))]
 
 pub mod adamw;

@@ -25,7 +25,34 @@ pub struct Launch {
     block: [u32; 3],
     arguments: Vec<Argument>,
     shared_bytes: usize,
-    body: Arc<dyn Fn() + Send + Sync>,
+    body: Option<Body>,
+}
+
+/// The kernel as a function that the emulator calls for each thread.
+#[doc(hidden)]
+pub type Body = Arc<dyn Fn() + Send + Sync>;
+
+/// Whether launches carry the bodies of their kernels, so that they can be emulated: the feature `emulator` of this crate.
+pub const HAS_EMULATOR: bool = cfg!(feature = "emulator");
+
+/// Returns the body of a kernel for its [`Launch`].
+#[doc(hidden)]
+#[cfg(feature = "emulator")]
+#[macro_export]
+macro_rules! emulated_body {
+    ($body:expr) => {
+        ::core::option::Option::Some(::std::sync::Arc::new($body) as $crate::launch::Body)
+    };
+}
+
+/// Discards the body of a kernel, so that the host compiler does not see it.
+#[doc(hidden)]
+#[cfg(not(feature = "emulator"))]
+#[macro_export]
+macro_rules! emulated_body {
+    ($($body:tt)*) => {
+        ::core::option::Option::None
+    };
 }
 
 /// The bytes of a kernel argument.
@@ -72,13 +99,8 @@ pub fn entry_of<K: 'static>(kernel: &str, entries: &[(TypeId, &'static str)]) ->
 
 impl Launch {
     #[doc(hidden)]
-    pub fn new(
-        name: &'static str,
-        block: [u32; 3],
-        arguments: Vec<Argument>,
-        body: impl Fn() + Send + Sync + 'static,
-    ) -> Self {
-        Self { name, block, arguments, shared_bytes: 0, body: Arc::new(body) }
+    pub fn new(name: &'static str, block: [u32; 3], arguments: Vec<Argument>, body: Option<Body>) -> Self {
+        Self { name, block, arguments, shared_bytes: 0, body }
     }
 
     /// Returns the name of the entry point in the PTX.
@@ -122,7 +144,7 @@ impl Launch {
     /// If the kernel does not run to completion: a deadlock, warp divergence or a panic, for example. The report names
     /// the kernel, block, threads and source lines.
     pub unsafe fn emulate(&self, grid: [u32; 3], shared_bytes: usize) -> Result<(), Report> {
-        crate::backend::run(&self.grid(grid, shared_bytes))
+        crate::backend::run(&self.grid(grid, shared_bytes)?)
     }
 
     /// Runs the kernel on the CPU over the buffers of `memory` and checks every memory access.
@@ -134,11 +156,12 @@ impl Launch {
     /// # Errors
     /// At the first fault. The report names the kernel, block, thread, buffer and source lines.
     pub fn emulate_checked(&self, memory: &mut Memory, grid: [u32; 3], shared_bytes: usize) -> Result<(), Report> {
-        crate::backend::run_checked(&self.grid(grid, shared_bytes), memory)
+        crate::backend::run_checked(&self.grid(grid, shared_bytes)?, memory)
     }
 
-    fn grid(&self, size: [u32; 3], shared_bytes: usize) -> Grid<'_> {
-        Grid { kernel: self.name, body: &*self.body, size, threads: self.threads(), block: self.block, shared_bytes }
+    fn grid(&self, size: [u32; 3], shared_bytes: usize) -> Result<Grid<'_>, Report> {
+        let body = self.body.as_deref().ok_or_else(|| Report::without_emulator(self.name))?;
+        Ok(Grid { kernel: self.name, body, size, threads: self.threads(), block: self.block, shared_bytes })
     }
 }
 

@@ -364,6 +364,13 @@ fn host_launch(function: &ItemFn, options: &Options, threads: [u32; 3], argument
             )
         }}
     };
+    let body = quote! {
+        ::cuda_std::emulated_body! {{
+            #lints
+            fn body #generics (#inputs) #predicate #block
+            move || body #turbofish (#(#arguments),*)
+        }}
+    };
     if let Some(signature) = options.checked {
         let parameters = Parameter::of(function, arguments);
         let on_host = parameters.iter().map(Parameter::on_host);
@@ -374,8 +381,6 @@ fn host_launch(function: &ItemFn, options: &Options, threads: [u32; 3], argument
             #(#attributes)*
             #lints
             #vis fn #name<'launch, #others>(#(#on_host),*) -> ::cuda_std::launch::CheckedLaunch<'launch> #predicate {
-                #lints
-                fn body #generics (#inputs) #predicate #block
                 let mut arguments = ::cuda_std::launch::CheckedArguments::new();
                 #(#push)*
                 ::cuda_std::launch::CheckedLaunch::new(
@@ -383,7 +388,7 @@ fn host_launch(function: &ItemFn, options: &Options, threads: [u32; 3], argument
                         #entry,
                         [#(#threads),*],
                         arguments.values(),
-                        move || body #turbofish (#(#arguments),*),
+                        #body,
                     )
                     .with_shared_bytes(#shared_bytes),
                     #signature,
@@ -399,13 +404,11 @@ fn host_launch(function: &ItemFn, options: &Options, threads: [u32; 3], argument
         #(#attributes)*
         #lints
         #vis fn #name #generics (#parameters) -> ::cuda_std::launch::Launch #predicate {
-            #lints
-            fn body #generics (#inputs) #predicate #block
             ::cuda_std::launch::Launch::new(
                 #entry,
                 [#(#threads),*],
                 vec![#(::cuda_std::launch::Argument::new(#arguments)),*],
-                move || body #turbofish (#(#arguments),*),
+                #body,
             )
             #shared
         }

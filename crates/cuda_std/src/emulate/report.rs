@@ -10,7 +10,7 @@ pub type Site = &'static Location<'static>;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Fault {
-    /// Invalid launch: an empty grid, a block size out of range, or no memory for the fibers.
+    /// Invalid launch: an empty grid, a block size out of range, no memory for the fibers, or a program built without the emulator.
     Launch,
     /// Deadlock: threads wait for arrivals that never happen, for example because of barrier divergence.
     Deadlock,
@@ -65,6 +65,13 @@ pub struct Report {
 }
 
 impl Report {
+    /// Returns the report for a launch without a body.
+    pub(crate) fn without_emulator(kernel: &'static str) -> Self {
+        let message =
+            "this program was built without the emulator; enable the feature `emulator` of cuda_std".to_owned();
+        Self { kernel, block: [0; 3], thread: None, fault: Fault::Launch, at: None, other: None, message }
+    }
+
     /// Returns the line numbers of [`at`](Self::at) and [`other`](Self::other).
     pub fn lines(&self) -> [Option<u32>; 2] {
         [self.at, self.other].map(|site| site.map(Location::line))

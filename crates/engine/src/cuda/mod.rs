@@ -38,6 +38,7 @@ mod tensor_maps;
 mod wgmma;
 mod wgmma_fp8;
 
+pub use cuda_std::launch::HAS_EMULATOR;
 pub use executor::EmulatedGpu;
 pub use modules::{Choice, EMBEDDED, EmbeddedKernels, select};
 pub use profile::Profile;

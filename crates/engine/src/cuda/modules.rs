@@ -77,11 +77,7 @@ pub struct EmbeddedKernels {
 impl EmbeddedKernels {
     /// Returns the modules, or an error that names the reason why there are none.
     pub fn modules(&self) -> Result<&'static [Module]> {
-        ensure!(
-            !self.modules.is_empty(),
-            "{}; or run with --device cpu",
-            self.missing.unwrap_or("this program was built without GPU kernels")
-        );
+        ensure!(!self.modules.is_empty(), "{}", self.missing.unwrap_or("this program was built without GPU kernels"));
         Ok(self.modules)
     }
 }

@@ -9,7 +9,7 @@ use crate::terminal;
 use crate::values::{count, whole_number};
 use anyhow::{Context, ensure};
 use engine::cpu::Cpu;
-use engine::cuda::{EmulatedGpu, emulated};
+use engine::cuda::{EmulatedGpu, HAS_EMULATOR, emulated};
 use engine::open::{Device, MatmulBackend, Precision};
 use engine::tensor::DType;
 use engine::{Engine, Result};
@@ -20,7 +20,7 @@ use verify::selftest::{Case, ErrorStats, Outcome, edge_cases, fp8, model_cases};
 
 /// Check every operation of a GPU against the CPU
 ///
-/// Without a GPU, the kernels run in the emulator, on small shapes. The NAME fp8 selects the operations in FP8.
+/// Without a GPU, the kernels run in the emulator, on small shapes, if the program was built with the feature `emulator`. The NAME fp8 selects the operations in FP8.
 #[derive(Clone, Debug, clap::Args)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a flag")]
 pub struct Selftest {
@@ -70,6 +70,11 @@ pub fn run(options: &Selftest) -> Result<()> {
     let hardware = Hardware { kernel_config: options.tile_config, ..options.hardware.clone() };
     let opened = hardware.open()?;
     let without_gpu = opened.device == Device::Cpu;
+    ensure!(
+        HAS_EMULATOR || !(without_gpu || options.emulator),
+        "selftest: expected a GPU or a program with the emulator, found neither; run it with cargo run --release -p host --features \
+         emulator -- selftest"
+    );
     let engine = &mut *if without_gpu {
         terminal::note("no GPU: the kernels run in the emulator, on small shapes; GEMMs are those of a reference")?;
         let fp8 = options.filter.as_ref().is_some_and(|filter| filter.contains("fp8"));
