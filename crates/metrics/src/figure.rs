@@ -2,10 +2,11 @@
 
 use crate::axis::{Scale, Unit};
 use crate::curves::{Metric, Points, Positions, XAxis, reduce, smooth, visible_range};
+use crate::drawing::{Anchor, Color, Dash, Drawing, Stroke, shorten, text_width};
 use crate::png;
 use crate::references::Reference;
 use crate::run::RunLog;
-use crate::svg::{Anchor, Color, Dash, Stroke, Svg, document, shorten, text_width};
+use crate::svg::document;
 use anyhow::{Result, ensure};
 use serde::Serialize;
 use std::fmt::Write;
@@ -49,7 +50,7 @@ impl Default for Options {
 /// A drawn figure.
 #[derive(Clone, Debug)]
 pub struct Figure {
-    body: Svg,
+    body: Drawing,
     width: f64,
     height: f64,
     description: String,
@@ -156,7 +157,7 @@ impl Figure {
         let names: Vec<&str> = runs.iter().map(|run| run.name.as_str()).collect();
         let description = format!("Training curves of {}", names.join(", "));
         let width = options.width.max(300.0);
-        let mut figure = Self { body: Svg::default(), width, height: 0.0, description, panels: Vec::new() };
+        let mut figure = Self { body: Drawing::default(), width, height: 0.0, description, panels: Vec::new() };
         let mut y = figure.header(panels, runs, options);
         let inner = width - 2.0 * MARGIN;
         let half = (inner - GAP) / 2.0;
@@ -258,7 +259,7 @@ impl Figure {
         }
         self.body.line((x0, y0 + h), (x0 + w, y0 + h), Stroke::solid(Color::Muted, 1.0));
         self.body.text((x0 + w / 2.0, y0 + h + 32.0), Anchor::Middle, LABEL, Color::Muted, &horizontal.name);
-        let mut curves = Svg::default();
+        let mut curves = Drawing::default();
         for (_, value) in &panel.references {
             let y = place((horizontal.scale.low, *value)).1;
             curves.line((x0, y), (x0 + w, y), Stroke { dash: Dash::Dotted, ..Stroke::solid(Color::Muted, 1.2) });
@@ -268,9 +269,8 @@ impl Figure {
                 line.draw(&mut curves, &place);
             }
         }
-        let id = format!("panel{}", self.panels.len());
         // Half of a line or dot at the edge is visible, too.
-        self.body.clipped(&id, (x0 - 4.0, y0 - 4.0), (w + 8.0, h + 8.0), &curves);
+        self.body.clipped((x0 - 4.0, y0 - 4.0), (w + 8.0, h + 8.0), curves);
         self.reference_labels(panel, &labels, x0 + w + 6.0, (y0, y0 + h), |value| place((1.0, value)).1);
         self.panels.push(PanelData {
             area: [x0, y0, w, h],
@@ -314,7 +314,7 @@ impl Figure {
 
     /// Returns a PNG file of twice the resolution of the SVG, with light colors.
     pub fn to_png(&self) -> Result<Vec<u8>> {
-        png::render(&self.to_svg(false), 2.0)
+        png::render(&self.body, (self.width, self.height), 2.0)
     }
 }
 
@@ -326,18 +326,18 @@ fn dash_of(run: usize) -> Dash {
 }
 
 impl Line {
-    fn draw(&self, svg: &mut Svg, place: &dyn Fn((f64, f64)) -> (f64, f64)) {
+    fn draw(&self, drawing: &mut Drawing, place: &dyn Fn((f64, f64)) -> (f64, f64)) {
         let pixels: Points = self.points.iter().map(|&point| place(point)).collect();
         let color = Color::Run(self.color);
         let solid = Stroke { dash: self.dash, ..Stroke::solid(color, 1.8) };
         match self.kind {
-            Kind::Raw => svg.curve(&reduce(&pixels, 1.0), Stroke { width: 1.0, opacity: RAW_OPACITY, ..solid }),
-            Kind::Curve => svg.curve(&reduce(&pixels, 1.0), solid),
+            Kind::Raw => drawing.curve(&reduce(&pixels, 1.0), Stroke { width: 1.0, opacity: RAW_OPACITY, ..solid }),
+            Kind::Curve => drawing.curve(&reduce(&pixels, 1.0), solid),
             Kind::Evaluations => {
-                svg.curve(&reduce(&pixels, 1.0), Stroke { width: 1.3, ..solid });
+                drawing.curve(&reduce(&pixels, 1.0), Stroke { width: 1.3, ..solid });
                 if pixels.len() <= MAX_DOTS {
                     let drawn = pixels.iter().filter(|(x, y)| x.is_finite() && y.is_finite());
-                    drawn.for_each(|&point| svg.dot(point, 3.2, color));
+                    drawn.for_each(|&point| drawing.dot(point, 3.2, color));
                 }
             }
         }

@@ -2,8 +2,8 @@
 //!
 //! * [`run`] reads `main.jsonl` of llm.rs and `main.log` of llm.rs and llm.c.
 //! * [`curves`] turns the records of several runs into curves over steps, tokens or time, with smoothing.
-//! * [`figure`] lays the curves out and writes SVG with [`axis`], [`svg`] and [`references`]; [`png`](mod@png) renders the SVG;
-//!   [`report`] embeds it in an HTML page. [`roofline`] draws the measurements of `bench kernels`.
+//! * [`figure`] lays the curves out as a [`drawing`] with [`axis`] and [`references`]. [`svg`] and [`png`](mod@png) write a drawing
+//!   to a file; [`report`] embeds the SVG in an HTML page. [`roofline`] draws the measurements of `bench kernels`.
 //! * [`csv`] writes a table, and [`tensorboard`] writes event files.
 //!
 //! The training loop writes its logs itself; nothing here depends on a model or an engine.
@@ -13,6 +13,7 @@
 pub mod axis;
 pub mod csv;
 pub mod curves;
+pub mod drawing;
 pub mod figure;
 pub mod png;
 pub mod references;

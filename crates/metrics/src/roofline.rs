@@ -6,9 +6,10 @@
 //! it. FLOPs of memory-bound operations are not counted, so these have a bar only.
 
 use crate::axis::{Scale, Unit};
+use crate::drawing::{Anchor, Color, Dash, Drawing, Stroke, shorten, text_width};
 use crate::figure::{DEFAULT_WIDTH, LABEL, MARGIN, TITLE, WIDE_HEIGHT};
 use crate::png;
-use crate::svg::{Anchor, Color, Dash, Stroke, Svg, document, shorten, text_width};
+use crate::svg::document;
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
@@ -97,11 +98,15 @@ impl Roofline {
         Color::Run(self.models().iter().position(|model| *model == row.model).unwrap_or(0))
     }
 
-    /// Returns an SVG file. With `dark`, viewers that support CSS show it with dark colors in dark mode.
-    pub fn to_svg(&self, dark: bool) -> String {
-        let mut body = Svg::default();
+    fn title(&self) -> String {
+        format!("Roofline of {}, {}", self.machine, self.precision)
+    }
+
+    /// Draws the figure. Returns it with its width and height.
+    fn draw(&self) -> (Drawing, (f64, f64)) {
+        let mut body = Drawing::default();
         let mut y = MARGIN + TITLE;
-        let title = format!("Roofline of {}, {}", self.machine, self.precision);
+        let title = self.title();
         body.text((MARGIN, y), Anchor::Start, TITLE, Color::Ink, &shorten(&title, TITLE, DEFAULT_WIDTH - 2.0 * MARGIN));
         y += 22.0;
         let mut x = MARGIN;
@@ -117,16 +122,23 @@ impl Roofline {
             y += WIDE_HEIGHT;
         }
         y = self.bars(&mut body, y + 24.0);
-        document(&body, (DEFAULT_WIDTH, y + MARGIN), &title, dark)
+        (body, (DEFAULT_WIDTH, y + MARGIN))
+    }
+
+    /// Returns an SVG file. With `dark`, viewers that support CSS show it with dark colors in dark mode.
+    pub fn to_svg(&self, dark: bool) -> String {
+        let (body, size) = self.draw();
+        document(&body, size, &self.title(), dark)
     }
 
     /// Returns a PNG file of twice the resolution of the SVG, with light colors.
     pub fn to_png(&self) -> Result<Vec<u8>> {
-        png::render(&self.to_svg(false), 2.0)
+        let (body, size) = self.draw();
+        png::render(&body, size, 2.0)
     }
 
     /// Draws the roof and the operations that have FLOPs, from `top` on.
-    fn roof(&self, body: &mut Svg, top: f64) {
+    fn roof(&self, body: &mut Drawing, top: f64) {
         let points = || self.rows.iter().filter_map(Row::point);
         let bandwidth = self.copy_gbs / 1e3;
         let ridge = self.product_tflops / bandwidth;
@@ -155,7 +167,7 @@ impl Roofline {
         }
         body.line((x0, y0 + h), (x0 + w, y0 + h), Stroke::solid(Color::Muted, 1.0));
         body.text((x0 + w / 2.0, y0 + h + 33.0), Anchor::Middle, LABEL, Color::Muted, "FLOPs per byte");
-        let mut inside = Svg::default();
+        let mut inside = Drawing::default();
         let corner = (ridge, self.product_tflops);
         let roof =
             [(horizontal.low, bandwidth * horizontal.low), corner, (horizontal.high, self.product_tflops)].map(place);
@@ -165,7 +177,7 @@ impl Roofline {
             inside.dot(at, 4.0, self.color(row));
             inside.text((at.0 + 6.0, at.1 + 4.0), Anchor::Start, 9.0, Color::Muted, &(i + 1).to_string());
         }
-        body.clipped("roof", (x0 - 4.0, y0 - 14.0), (w + 30.0, h + 18.0), &inside);
+        body.clipped((x0 - 4.0, y0 - 14.0), (w + 30.0, h + 18.0), inside);
         let (corner_x, corner_y) = place(corner);
         let rate = format!("GEMM: {:.0} TFLOP/s; copy: {:.0} GB/s", self.product_tflops, self.copy_gbs);
         let inner = corner_x.clamp(x0 + text_width(&rate, LABEL) + 10.0, x0 + w);
@@ -173,7 +185,7 @@ impl Roofline {
     }
 
     /// Draws a row for each operation from `top` on. Returns the lower end.
-    fn bars(&self, body: &mut Svg, top: f64) -> f64 {
+    fn bars(&self, body: &mut Drawing, top: f64) -> f64 {
         let (name, time, bar) = (MARGIN + 30.0, 560.0, 580.0);
         let width = DEFAULT_WIDTH - MARGIN - 90.0 - bar;
         let place = |percent: f64| bar + width * percent.min(MOST_PERCENT) / MOST_PERCENT;
