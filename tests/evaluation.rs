@@ -122,6 +122,35 @@ fn eval_writes_the_logits_and_losses_of_all_tokens() {
     fail(&[&fixture.all()[..], &["--logits", "/nowhere/x"]].concat(), &["cannot write /nowhere/x"]);
 }
 
+/// More batches than the data has are those of one epoch, also in the validation of a run.
+#[test]
+fn evaluation_ends_at_the_end_of_the_data() {
+    let fixture = Fixture::new();
+    let val = fixture.directory.path().join("long.bin");
+    let ids: Vec<u16> = (0..5 * 14 + 9).map(|i| VAL[i % VAL.len()]).collect();
+    tokens::write(&val, &ids, tokens::Width::U16).unwrap();
+    let eval = [&fixture.all()[..9], &["--val", text(&val), "--json"]].concat();
+    let all: Value = serde_json::from_str(&succeed(&eval)).unwrap();
+    assert_eq!(integer(&all["validation"]["tokens"]), 5 * 14);
+    let output = llm_rs(&[&eval[..], &["--val-batches", "100"]].concat());
+    let bounded: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(bounded["validation"], all["validation"]);
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert!(err.contains("note: --val-batches 100: the data has 5 batches; all of them are used"), "{err}");
+
+    let out = fixture.directory.path().join("bounded");
+    let losses = ["100", "5", "-1"].map(|batches| {
+        let train = ["train", "--device", "cpu", "--model", text(&fixture.model), "--train", text(&val), "--val"];
+        let more = [text(&val), "-b", "2", "-t", "7", "--steps", "1", "--sample-every", "0", "--val-batches", batches];
+        let printed = succeed(&[&train[..], &more, &["--out", text(&out)]].concat());
+        fs::remove_dir_all(&out).unwrap();
+        let noted = printed.contains("--val-batches 100: the data has 5 batches; all of them are used");
+        assert_eq!(noted, batches == "100", "{printed}");
+        printed.lines().find_map(|line| Some(line.split_once("val loss ")?.1.to_owned())).unwrap()
+    });
+    assert!(losses.iter().all(|loss| *loss == losses[0]), "{losses:?}");
+}
+
 #[test]
 fn eval_names_invalid_sets_and_files() {
     let fixture = Fixture::new();

@@ -10,6 +10,11 @@ pub mod multiple_choice;
 pub mod predictions;
 pub mod text;
 
+/// Returns a note if an evaluation should read more batches than there are in an epoch. It ends with the data.
+pub fn excess_batches(wanted: usize, found: usize) -> Option<String> {
+    (wanted > found).then(|| format!("--val-batches {wanted}: the data has {found} batches; all of them are used"))
+}
+
 /// Mean loss per token over the next `batches` batches of a model. `hooks` provides the parameters.
 pub fn loss(
     model: &Decoder,

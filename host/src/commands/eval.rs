@@ -3,6 +3,7 @@
 use super::json;
 use super::resources::{Hardware, load};
 use crate::datasets::Datasets;
+use crate::evaluate;
 use crate::evaluate::multiple_choice::{self, Score};
 use crate::evaluate::predictions::Predictions;
 use crate::evaluate::text::{self, TextScore, TokenBytes};
@@ -59,7 +60,7 @@ pub struct Eval {
     #[arg(short = 't', long, value_name = "T", value_parser = count)]
     seq: Option<usize>,
 
-    /// Number of batches [default: all]
+    /// Number of batches, at most those that the data has [default: all]
     #[arg(short = 'm', long, value_name = "N", value_parser = count)]
     val_batches: Option<usize>,
 
@@ -219,7 +220,11 @@ impl Eval {
         tokenizer: Option<&Tokenizer>,
     ) -> Result<Validation> {
         let token_bytes = tokenizer.map(TokenBytes::new);
-        let batches = self.val_batches.unwrap_or(loader.batches_per_epoch());
+        let all = loader.batches_per_epoch();
+        let batches = self.val_batches.map_or(all, |wanted| wanted.min(all));
+        if let Some(note) = self.val_batches.and_then(|wanted| evaluate::excess_batches(wanted, all)) {
+            terminal::note(&format!("note: {note}"))?;
+        }
         let mut data = Prefetch::start(loader, engine)?;
         let lengths = token_bytes.clone().unwrap_or_default();
         let BatchLayout { b, t } = data.layout();

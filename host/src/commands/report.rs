@@ -114,8 +114,9 @@ impl Setup<'_> {
             _ => format!("{}, {what}", interval(every, config.steps)),
         };
         let mut rows = Vec::new();
-        if self.val.is_some() {
-            rows.push(("validation", row(config.val_every, format!("{} batches", config.val_batches))));
+        if let Some(val) = self.val {
+            let batches = config.val_batches.min(val.batches_per_epoch());
+            rows.push(("validation", row(config.val_every, format!("{batches} batches"))));
         }
         if let Some(set) = self.hellaswag {
             let examples = format!("{}, {} examples", set.name(), set.examples().len());

@@ -12,11 +12,13 @@ pub use options::{GENERAL, Launch, Options};
 
 use super::report::{Setup, planned, summary, zero_stages};
 use crate::console::Console;
+use crate::evaluate;
 use crate::gpu_info::{GpuErrors, GpuInfo};
 use crate::hints::Invocation;
 use crate::plots;
 use crate::signals::Stop;
 use crate::train::{HardwareChecks, MuonSettings, OptimizerSettings, Outcome, Run, Settings};
+use crate::values::Count;
 use anyhow::{Context, Result, bail, ensure};
 use checkpoint::config::Config;
 use checkpoint::resume::{Checkpoint, FoundCheckpoint};
@@ -144,6 +146,7 @@ fn train(
     };
     console.line(&setup.table())?;
     notes.extend(without_effect::notes(args, &config, &opened, ranks.world_size()));
+    notes.extend(excess_val_batches(args, &config, val.as_ref()));
     let engine = &mut *opened.engine;
     // The GPU, if this process computes on it.
     let gpu = (opened.device == Device::Cuda && !opened.plans_only).then_some(gpu);
@@ -183,6 +186,13 @@ fn train(
         console,
     };
     planned.execute(ranks, engine, args, gpu, started, stop)
+}
+
+/// Returns a note if there are fewer validation batches than a flag says.
+fn excess_val_batches(args: &Options, config: &Config, val: Option<&Loader>) -> Option<String> {
+    let (Some(Count::Some(wanted)), Some(val)) = (args.val_batches, val) else { return None };
+    let note = evaluate::excess_batches(wanted, val.batches_per_epoch());
+    note.filter(|_| config.val_every > 0)
 }
 
 /// Returns the identity of the run, after checking that the ranks agree on it. `gpu` is this rank's.
@@ -228,7 +238,10 @@ impl PlannedRun {
         load_weights(newest, self.weights, &model, engine, ranks, &config)?;
         let state = multi_rank::broadcast_start(ranks, &model, engine, state, &mut train)?;
         check_hashes(&model, engine, ranks, &state)?;
-        let settings = settings(&config, ranks.world_size(), gpu)?;
+        let mut settings = settings(&config, ranks.world_size(), gpu)?;
+        if let Some(val) = &self.val {
+            settings.val_batches = settings.val_batches.min(val.batches_per_epoch());
+        }
         if let Some(fp8) = state.progress.fp8.as_ref().filter(|_| config.precision == Precision::Fp8)
             && !fp8.restore(&model, engine, settings.dloss(&model, train.layout()))?
         {
@@ -260,7 +273,7 @@ impl PlannedRun {
             model: &model,
             tokenizer: self.tokenizer.tokenizer,
             train: Prefetch::start(train, engine)?,
-            val: self.val.map(|val| Prefetch::start(val.rewinding_after(config.val_batches), engine)).transpose()?,
+            val: self.val.map(|val| Prefetch::start(val.rewinding_after(settings.val_batches), engine)).transpose()?,
             hellaswag: self.hellaswag,
             engine,
             console,
