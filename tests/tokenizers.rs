@@ -1,6 +1,6 @@
 //! The tokenizer follows the data and the model: from `data text` to training, checkpoints, evaluation and export.
 
-use crate::common::{fail, succeed, text};
+use crate::common::{fail, llm_rs, succeed, text};
 use data::Tokens;
 use serde_json::{Value, json};
 use std::fs;
@@ -287,4 +287,31 @@ fn a_named_shape_has_the_vocabulary_of_the_data() {
     fs::remove_file(fixture.at("data/dataset.json")).unwrap();
     let printed = succeed(&strs(&fixture.train("data", "data", "run", &flags)));
     assert!(printed.contains("vocabulary 50257"), "{printed}");
+}
+
+/// Dropout would give other tokens each time.
+#[test]
+fn shards_do_not_depend_on_the_dropout_of_a_tokenizer() {
+    let fixture = Fixture::new();
+    let [plain, dropout] = ["small.json", "dropout.json"].map(|name| fixture.at(name));
+    let mut file = json_of(&plain);
+    file["model"]["dropout"] = json!(0.5);
+    fs::write(&dropout, file.to_string()).unwrap();
+    fixture.tokenize("plain", text(&plain));
+    fixture.tokenize("dropout", text(&dropout));
+    let shard = |name: &str| fs::read(fixture.at(name).join("train_000000.bin")).unwrap();
+    assert!(shard("plain") == shard("dropout"));
+    // A prefix as in GPT-2's options needs the tokenizers crate.
+    for (name, dropout) in [("prefix", json!(null)), ("both", json!(0.5))] {
+        file["model"]["dropout"] = dropout;
+        file["pre_tokenizer"]["add_prefix_space"] = json!(true);
+        fs::write(fixture.at("prefix.json"), file.to_string()).unwrap();
+        fixture.tokenize(name, text(&fixture.at("prefix.json")));
+    }
+    assert!(shard("prefix") == shard("both"));
+    let (play, out) = (fixture.at("play.txt"), fixture.at("noted"));
+    let output = llm_rs(&["data", "text", text(&play), "--out", text(&out), "--tokenizer", text(&dropout)]);
+    let err = String::from_utf8_lossy(&output.stderr);
+    let note = "dropout.json: model.dropout is 0.5; llm-rs encodes without dropout";
+    assert!(output.status.success() && err.contains(note), "{err}");
 }

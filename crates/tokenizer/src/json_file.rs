@@ -101,7 +101,6 @@ struct Model {
     /// Absent in files of old versions of `tokenizers`, such as OpenAI's GPT-2.
     #[serde(rename = "type")]
     kind: Option<String>,
-    dropout: Option<f32>,
     continuing_subword_prefix: Option<String>,
     end_of_word_suffix: Option<String>,
     #[serde(default)]
@@ -133,7 +132,6 @@ impl Model {
     fn is_plain(&self) -> bool {
         let is_absent = |text: &Option<String>| text.as_deref().unwrap_or_default().is_empty();
         self.kind.as_deref().is_none_or(|kind| kind == "BPE")
-            && self.dropout.is_none_or(|dropout| dropout == 0.0)
             && is_absent(&self.continuing_subword_prefix)
             && is_absent(&self.end_of_word_suffix)
             && !self.byte_fallback

@@ -28,6 +28,7 @@ use std::fmt;
 use std::ops::Deref;
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
+use tokenizers::ModelWrapper;
 use xxhash_rust::xxh3::Xxh3;
 
 /// Vocabulary size of GPT-2's encoding.
@@ -75,6 +76,8 @@ struct Inner {
     fingerprint: u64,
     /// `None` for the built-in encodings.
     file: Option<File>,
+    /// Probability with which the file says to leave out merges.
+    dropout: f32,
 }
 
 /// The file of a tokenizer.
@@ -260,7 +263,12 @@ impl Tokenizer {
         let special =
             Matcher::new(special).with_context(|| format!("{name}: the special tokens cannot be searched"))?;
         let name = name.to_owned();
-        Ok(Self(Arc::new(Inner { name, encoding, special, vocab, document, fingerprint, file })))
+        Ok(Self(Arc::new(Inner { name, encoding, special, vocab, document, fingerprint, file, dropout: 0.0 })))
+    }
+
+    fn with_dropout(self, dropout: f32) -> Self {
+        let Ok(inner) = Arc::try_unwrap(self.0) else { unreachable!("a new tokenizer has no clones") };
+        Self(Arc::new(Inner { dropout, ..inner }))
     }
 
     /// Returns the name: `gpt2`, `bytes`, or the path of the file.
@@ -287,6 +295,14 @@ impl Tokenizer {
     /// Returns the file; `None` for the built-in encodings.
     pub fn file(&self) -> Option<&File> {
         self.0.file.as_ref()
+    }
+
+    /// Returns a note for the user if the file asks for dropout of merges, which would give a text other tokens each time. Encoding
+    /// ignores it.
+    pub fn note(&self) -> Option<String> {
+        let Inner { name, dropout, .. } = &*self.0;
+        let note = || format!("note: {name}: model.dropout is {dropout}; llm-rs encodes without dropout");
+        (*dropout > 0.0).then(note)
     }
 
     /// Returns the identity.
@@ -442,6 +458,7 @@ fn open_json(name: &str, text: &str) -> Result<Tokenizer> {
     let parsed = quiet_panic::catch(|| text.parse::<tokenizers::Tokenizer>()).with_context(invalid)?;
     let mut tokenizer = parsed.map_err(|error| anyhow::anyhow!("{}: {error}", invalid()))?;
     check_ids(&file, &tokenizer).with_context(|| name.to_owned())?;
+    let dropout = remove_dropout(&mut tokenizer);
     // A data set is never truncated or padded.
     tokenizer.with_padding(None);
     tokenizer
@@ -463,7 +480,17 @@ fn open_json(name: &str, text: &str) -> Result<Tokenizer> {
         None => Encoding::HuggingFace(Box::new(HuggingFace::new(tokenizer))),
     };
     let file = File { name: stored::JSON, bytes: text.into() };
-    Tokenizer::new(name, encoding, special, vocab, Some(file))
+    Ok(Tokenizer::new(name, encoding, special, vocab, Some(file))?.with_dropout(dropout))
+}
+
+/// Disables the dropout of merges and returns its probability.
+fn remove_dropout(tokenizer: &mut tokenizers::Tokenizer) -> f32 {
+    let ModelWrapper::BPE(bpe) = tokenizer.get_model() else { return 0.0 };
+    let Some(dropout) = bpe.dropout.filter(|dropout| *dropout > 0.0) else { return 0.0 };
+    let mut plain = bpe.clone();
+    plain.dropout = None;
+    tokenizer.with_model(plain);
+    dropout
 }
 
 /// Checks that each token has an id of its own, and that added tokens have the ids in the file. The `tokenizers` crate assigns

@@ -1,6 +1,7 @@
 //! `data text`: tokenizes documents in text, JSON lines, CSV and parquet files.
 
 use super::output::{print_next, print_summary, program};
+use crate::terminal;
 use crate::values::{count, fraction};
 use anyhow::Result;
 use data::dataset::ShardNames;
@@ -89,6 +90,9 @@ pub fn run(args: &Text) -> Result<()> {
         overwrite: args.overwrite,
         program: program(),
     };
+    if let Some(note) = options.tokenizer.note() {
+        terminal::note(&note)?;
+    }
     let written = text::write(&found, &args.out, &options)?;
     print_summary(&args.out, ShardNames::TEXT, &written)?;
     if let Some(separator) = args.separator.as_ref().filter(|_| written.without_separator > 0) {
