@@ -117,6 +117,40 @@ fn llm_cs_reference_model_survives_the_round_trip() {
     assert!(printed.contains("note: there is no built-in tokenizer for a vocabulary of "), "{printed}");
 }
 
+/// The program does not download models, so it says how to.
+#[test]
+fn names_of_models_on_the_hub_are_errors_that_say_how_to_download_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tokens, out) = (dir.path().join("tokens.bin"), dir.path().join("out"));
+    tokens::write(&tokens, &[1u16; 100], tokens::Width::U16).unwrap();
+    let play = dir.path().join("play.txt");
+    fs::write(&play, "to be").unwrap();
+    let id = "openai-community/gpt2";
+    let advice = "run `hf download openai-community/gpt2 --local-dir models/gpt2` and pass models/gpt2";
+    for args in [
+        &["train", "--model", id, "--train", text(&tokens)][..],
+        &["sample", "--model", id],
+        &["chat", "--model", id],
+        &["eval", "--model", id, "--val", text(&tokens)],
+        &["export", "--format", "hf", id, text(&out)],
+        &["serve", id],
+        &["verify", id, text(&tokens)],
+        &["data", "text", text(&play), "--out", text(&out), "--tokenizer", id],
+        &["sample", "--model", "Qwen/Qwen2.5-0.5B-Instruct", "--tokenizer", id],
+    ] {
+        let advice =
+            if args.contains(&"--tokenizer") && args[0] == "sample" { "models/Qwen2.5-0.5B-Instruct" } else { advice };
+        fail(args, advice);
+    }
+    // Paths are not names.
+    fs::create_dir(dir.path().join("models")).unwrap();
+    for path in ["models/gpt2", "./openai-community/gpt2", "a/b/c", "a/b.bin"] {
+        let output = llm_rs_in(dir.path(), &["sample", "--model", path]);
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert!(err.contains("cannot open model file") && !err.contains("hf download"), "{path}: {err}");
+    }
+}
+
 #[test]
 fn invalid_models_are_one_error_line() {
     let dir = tempfile::tempdir().unwrap();

@@ -15,9 +15,9 @@ use model::descriptor::Positions;
 use model::{Decoder, Descriptor, Param, WeightStore};
 use std::path::Path;
 use system::progress::{self, Unit};
-use tokenizer::Tokenizer;
 use tokenizer::stored::{Found, Search};
 
+use tokenizer::{Tokenizer, hub};
 /// An open model: a `.bin` file, the newest checkpoint of a run, or a Hugging Face directory.
 #[derive(Debug)]
 pub struct ModelSource(Kind);
@@ -42,6 +42,9 @@ impl ModelSource {
              result of `llm-rs train --model {name} --out DIR` or a Hugging Face directory"
         );
         let has_extension = |extension: &str| path.extension().is_some_and(|found| found == extension);
+        if let Some(advice) = hub::advice(path) {
+            bail!("{name}: expected a model file (.bin) or a directory, found neither; {advice}");
+        }
         ensure!(
             !has_extension("safetensors") || !path.exists(),
             "{name}: expected the directory that contains the file and its {}; pass the directory",

@@ -8,6 +8,7 @@
 mod bpe;
 pub mod byte_level;
 mod classes;
+pub mod hub;
 mod json_file;
 mod matcher;
 mod split;
@@ -210,6 +211,9 @@ impl Tokenizer {
     /// Opens a `tokenizer.json` (Hugging Face), a `tokenizer.model` (Llama 3) or a `vocab.json` with a `merges.txt` beside it
     /// (GPT-2), or a directory that contains one of them.
     pub fn open(path: &Path) -> Result<Self> {
+        if let Some(advice) = hub::advice(path) {
+            bail!("{}: expected a file or a directory, found neither; {advice}", path.display());
+        }
         let file = if path.is_dir() { stored::files_in(path).next() } else { Some(path.to_owned()) };
         let file = file.with_context(|| {
             format!(
