@@ -117,6 +117,24 @@ fn llm_cs_reference_model_survives_the_round_trip() {
     assert!(printed.contains("note: there is no built-in tokenizer for a vocabulary of "), "{printed}");
 }
 
+#[test]
+fn a_run_needs_no_flag() {
+    let Trained { dir: _dir, run, tokens } = trained();
+    let device = ["--device", "cpu"];
+    let both = |args: &[&str]| {
+        let with_flag = succeed(&[&args[..1], &["--model", text(&run)], &args[1..], &device].concat());
+        let without = succeed(&[&args[..1], &[text(&run)], &args[1..], &device].concat());
+        assert_eq!(with_flag, without, "{args:?}");
+    };
+    both(&["sample", "--prompt", "to be", "-g", "8"]);
+    both(&["eval", "--val", text(&tokens), "--batch", "2", "--seq", "16"]);
+    both(&["chat"]);
+    for command in ["sample", "chat"] {
+        fail(&[command], "<RUN|MODEL>");
+        fail(&[command, text(&run), "--model", text(&run)], "cannot be used with");
+    }
+}
+
 /// The program does not download models, so it says how to.
 #[test]
 fn names_of_models_on_the_hub_are_errors_that_say_how_to_download_them() {
@@ -130,6 +148,7 @@ fn names_of_models_on_the_hub_are_errors_that_say_how_to_download_them() {
     for args in [
         &["train", "--model", id, "--train", text(&tokens)][..],
         &["sample", "--model", id],
+        &["sample", id],
         &["chat", "--model", id],
         &["eval", "--model", id, "--val", text(&tokens)],
         &["export", "--format", "hf", id, text(&out)],

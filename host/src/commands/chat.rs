@@ -4,13 +4,12 @@ mod date;
 pub mod template;
 
 use super::generation::{Loaded, SamplingFlags, check_prompt, end_tokens, load, tokenizer_of};
-use super::resources::Hardware;
+use super::resources::{Hardware, ModelPath};
 use crate::generate::{Request, TextStream, generate};
 use crate::values::count;
 use anyhow::{Result, bail};
 use interchange::ModelSource;
 use std::io::{BufRead, IsTerminal, Write, stderr, stdin, stdout};
-use std::path::PathBuf;
 use template::{ChatTemplate, Message};
 use tokenizer::Tokenizer;
 
@@ -23,9 +22,8 @@ const DEFAULT_CONTEXT: usize = 8192;
 /// continues the text. /clear begins a new conversation, /exit or the end of the input ends the program.
 #[derive(Debug, clap::Args)]
 pub struct Chat {
-    /// Model file (.bin), directory of a run (its newest checkpoint) or Hugging Face directory
-    #[arg(short = 'e', long, value_name = "FILE|DIR")]
-    model: PathBuf,
+    #[command(flatten)]
+    model: ModelPath,
 
     /// Tokenizer: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: that next to the model, or by
     /// the vocabulary size]
@@ -57,7 +55,7 @@ pub struct Chat {
 
 /// Reads messages from standard input and prints answers until the input ends.
 pub fn run(args: &Chat) -> Result<()> {
-    let source = ModelSource::open(&args.model)?;
+    let source = ModelSource::open(args.model.get())?;
     let descriptor = source.descriptor();
     let tokenizer = tokenizer_of(&source, args.tokenizer.as_deref())?;
     let ends = end_tokens(&tokenizer, source.directory())?;

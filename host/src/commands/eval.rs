@@ -1,7 +1,7 @@
 //! `eval`: the loss of a model on token files, and its accuracy on HellaSwag and MMLU.
 
 use super::json;
-use super::resources::{Hardware, load};
+use super::resources::{Hardware, ModelPath, load};
 use crate::datasets::Datasets;
 use crate::evaluate;
 use crate::evaluate::multiple_choice::{self, Score};
@@ -23,9 +23,8 @@ use tokenizer::stored::Search;
 /// Compute a model's loss, perplexity and bits per byte on token files, and its accuracy on HellaSwag and MMLU
 #[derive(Debug, clap::Args)]
 pub struct Eval {
-    /// Model file (.bin), directory of a run (its newest checkpoint) or Hugging Face directory
-    #[arg(short = 'e', long, value_name = "FILE|DIR")]
-    model: PathBuf,
+    #[command(flatten)]
+    model: ModelPath,
 
     /// Token files (.bin); quote the pattern
     #[arg(short = 'j', long, value_name = "GLOB", required_unless_present_any = ["hellaswag", "mmlu"])]
@@ -130,7 +129,7 @@ struct Inputs {
 pub fn run(args: &Eval) -> Result<()> {
     args.json.as_deref().map_or(Ok(()), json::check)?;
     args.logits.as_deref().map_or(Ok(()), json::check)?;
-    let file = ModelSource::open(&args.model)?;
+    let file = ModelSource::open(args.model.get())?;
     let descriptor = file.descriptor();
     let layout = args.layout(descriptor)?;
     let tokenizer = args.tokenizer(&file)?;
@@ -139,7 +138,7 @@ pub fn run(args: &Eval) -> Result<()> {
     let engine = &mut *engine;
     let model = load(file, layout.b, layout.t, engine)?;
     let mut results = Results {
-        model: args.model.display().to_string(),
+        model: args.model.get().display().to_string(),
         version: env!("CARGO_PKG_VERSION"),
         machine: engine.describe(),
         precision: engine.dtype().name(),
@@ -171,7 +170,7 @@ pub fn run(args: &Eval) -> Result<()> {
 impl Eval {
     fn layout(&self, descriptor: Descriptor) -> Result<BatchLayout> {
         let t = self.seq.unwrap_or(descriptor.max_seq_len.min(1024));
-        fit::check_batch(&descriptor, self.batch, t).with_context(|| self.model.display().to_string())?;
+        fit::check_batch(&descriptor, self.batch, t).with_context(|| self.model.get().display().to_string())?;
         Ok(BatchLayout { b: self.batch, t })
     }
 
@@ -180,7 +179,7 @@ impl Eval {
         let named = self.tokenizer.as_deref().map(Tokenizer::named).transpose().context("--tokenizer")?;
         let datasets = Datasets::open(None, self.val.as_deref())?;
         let vocab = model.descriptor().vocab;
-        datasets.check_vocab(&self.model.display().to_string(), vocab)?;
+        datasets.check_vocab(&self.model.get().display().to_string(), vocab)?;
         let (named, data) = (named.as_ref(), datasets.tokenizer());
         let found = Search { named, model: Some(model.directory()), data, vocab }.find()?;
         if let Some(note) = &found.note {

@@ -11,6 +11,7 @@ use engine::{Engine, GeluFusion};
 use interchange::ModelSource;
 use model::fit;
 use model::{Decoder, Fp8Gradients, Fp8Recipe, Fp8Settings, PlanOptions};
+use std::path::{Path, PathBuf};
 
 const DEVICE: &str = "Device and precision";
 
@@ -45,6 +46,25 @@ pub struct Hardware {
     /// Index of the tile configuration that each GEMM uses instead of the fastest one. `selftest` sets it.
     #[arg(skip)]
     pub kernel_config: Option<usize>,
+}
+
+/// The model of a command.
+#[derive(Clone, Debug, clap::Args)]
+pub struct ModelPath {
+    /// Directory of a run (its newest checkpoint), model file (.bin) or Hugging Face directory
+    #[arg(value_name = "RUN|MODEL", required_unless_present = "model", conflicts_with = "model")]
+    path: Option<PathBuf>,
+
+    /// The same as a flag
+    #[arg(short = 'e', long, value_name = "RUN|MODEL")]
+    model: Option<PathBuf>,
+}
+
+impl ModelPath {
+    /// Returns the path.
+    pub fn get(&self) -> &Path {
+        self.path.as_deref().or(self.model.as_deref()).unwrap_or(Path::new(""))
+    }
 }
 
 /// Settings of FP8.

@@ -1,7 +1,7 @@
 //! `sample`: generates text with a model.
 
 use super::generation::{Loaded, SamplingFlags, check_prompt, end_tokens, load, tokenizer_of};
-use super::resources::Hardware;
+use super::resources::{Hardware, ModelPath};
 use crate::generate::{Finish, Request, TextStream, generate};
 use crate::terminal;
 use crate::values::count;
@@ -19,9 +19,8 @@ const MOST_SLOTS: usize = 64;
 /// Generate text with a model
 #[derive(Debug, clap::Args)]
 pub struct Sample {
-    /// Model file (.bin), directory of a run (its newest checkpoint) or Hugging Face directory
-    #[arg(short = 'e', long, value_name = "FILE|DIR")]
-    model: PathBuf,
+    #[command(flatten)]
+    model: ModelPath,
 
     /// Text to continue [default: none; the model starts a new document]
     #[arg(short, long, value_name = "TEXT", default_value = "", hide_default_value = true)]
@@ -65,7 +64,7 @@ pub struct Sample {
 
 /// Prints the prompt and its continuation.
 pub fn run(args: &Sample) -> Result<()> {
-    let source = ModelSource::open(&args.model)?;
+    let source = ModelSource::open(args.model.get())?;
     let descriptor = source.descriptor();
     let tokenizer = tokenizer_of(&source, args.tokenizer.as_deref())?;
     let text = args.text()?;
