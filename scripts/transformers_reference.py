@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, NanoChatConfig, NanoChatForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 B, T, V, STEPS = 2, 24, 97, 10
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -44,6 +45,10 @@ MODELS = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(
         hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=56, rms_norm_eps=1e-6,
         tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}, **COMMON)),
+    # ReLU squared, norms without weights, a norm of queries and keys after their rotation, logits within +-15.
+    "nanochat": (NanoChatForCausalLM, NanoChatConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96, rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **COMMON)),
     # Head sizes that the GPU kernels support.
     "llama-bf16": (LlamaForCausalLM, LlamaConfig(
         hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=128, rms_norm_eps=1e-5,

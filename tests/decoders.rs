@@ -111,8 +111,39 @@ fn hugging_face_directories_keep_every_bit() {
     let run = dir.path().join("run");
     train(MODELS[3], &run, "2", &[]);
     let out = dir.path().join("hf");
-    fail(&["export", "--format", "hf", text(&run), text(&out)], &["transformers has no class for it"]);
+    fail(
+        &["export", "--format", "hf", text(&run), text(&out)],
+        &["queries and keys that are multiplied by 1.2; NanoChatForCausalLM of transformers has no such factor"],
+    );
     assert!(!out.exists());
+}
+
+/// The reference of transformers is trained further, and exported with the tensors of its class.
+#[test]
+fn nanochat_models_of_transformers_are_fine_tuned_and_exported() {
+    let reference = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/transformers/nanochat");
+    let dir = tempfile::tempdir().unwrap();
+    let [hf, run, tuned, again] = ["hf", "run", "tuned", "again"].map(|name| dir.path().join(name));
+    let tokens = dir.path().join("tokens.bin");
+    let ids: Vec<u16> = (0..600).map(|i| i * 7 % 97).collect();
+    data::tokens::write(&tokens, &ids, data::tokens::Width::U16).unwrap();
+    succeed(&["export", "--format", "hf", text(&reference), text(&hf)]);
+    let weights = |directory: &Path| fs::read(directory.join("model.safetensors")).unwrap();
+    assert!(weights(&hf) == weights(&reference));
+    train(&["--model", text(&reference), "--train", text(&tokens)], &run, "2", &[]);
+    succeed(&["export", "--format", "hf", text(&run), text(&tuned)]);
+    succeed(&["export", "--format", "hf", text(&tuned), text(&again)]);
+    assert!(weights(&tuned) == weights(&again) && weights(&tuned) != weights(&reference));
+    let config = |directory: &Path| -> serde_json::Value {
+        serde_json::from_slice(&fs::read(directory.join("config.json")).unwrap()).unwrap()
+    };
+    assert_eq!(config(&tuned)["architectures"][0], "NanoChatForCausalLM");
+    assert_eq!(config(&tuned), config(&hf));
+    assert_eq!(loss(&run, &tokens).to_bits(), loss(&tuned, &tokens).to_bits());
+    fail(
+        &["export", "--format", "gguf", text(&run), text(&dir.path().join("x.gguf"))],
+        &["found nanochat, which it does not have"],
+    );
 }
 
 #[test]

@@ -195,7 +195,7 @@ fn invalid_models_are_one_error_line() {
     fs::write(at("config.json"), r#"{"model_type": "opt"}"#).unwrap();
     fail(
         &["sample", "--model", text(dir.path())],
-        "config.json: model_type: expected gpt2 or llama or qwen2 or qwen3, found opt",
+        "config.json: model_type: expected gpt2 or llama or qwen2 or qwen3 or nanochat, found opt",
     );
     assert!(!out.exists());
 }

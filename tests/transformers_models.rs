@@ -1,4 +1,4 @@
-//! Llama, Qwen2 and Qwen3 on the CPU engine against transformers in double precision: logits, loss, every gradient, and ten AdamW
+//! Llama, Qwen2, Qwen3 and nanochat on the CPU engine against transformers in double precision: logits, loss, every gradient, and ten AdamW
 //! steps. The bf16 kernels, on the emulator, against transformers in bf16. `scripts/transformers_reference.py` computes the references.
 
 use distributed::Ranks;
@@ -7,7 +7,7 @@ use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::ops::AdamW;
 use engine::{BatchLayout, Engine};
 use interchange::ModelSource;
-use interchange::architecture::{Architecture, of_layer};
+use interchange::architecture::{Architecture, exchange_halves, of_layer};
 use model::{Decoder, Param, PlanOptions, Recompute, TrainStep, Unsharded};
 use safetensors::SafeTensors;
 use std::fs;
@@ -77,7 +77,10 @@ impl Bench {
         let (rows, vp) = (LAYOUT.b * LAYOUT.t, self.model.descriptor.padded_vocab());
         let logits = self.model.logits(&mut self.engine, 0..rows).unwrap();
         let values = self.engine.read(logits).unwrap();
-        let found: Vec<f32> = values.chunks(vp).flat_map(|row| &row[..self.model.descriptor.vocab]).copied().collect();
+        let descriptor = &self.model.descriptor;
+        let row =
+            |row: &[f32]| row[..descriptor.vocab].iter().map(|&logit| descriptor.softcapped(logit)).collect::<Vec<_>>();
+        let found: Vec<f32> = values.chunks(vp).flat_map(row).collect();
         assert_close("logits", &found, &self.reference.floats("logits"));
     }
 
@@ -89,7 +92,11 @@ impl Bench {
             let all = self.engine.read(model.layout.of(grads, names.param, layer)).unwrap();
             let prefix = if names.param == Param::LmHead { "" } else { self.architecture.prefix };
             let name = format!("{prefix}{}", of_layer(names.hugging_face, layer));
-            assert_close(&name, &all[names.elements(&d)], &self.reference.floats(&name));
+            let mut found = all[names.elements(&d)].to_vec();
+            if self.architecture.reverses_rotation && names.is_rotated() {
+                exchange_halves(&mut found, d.head_size * d.channels);
+            }
+            assert_close(&name, &found, &self.reference.floats(&name));
         }
     }
 }
@@ -144,6 +151,11 @@ fn qwen2() {
 #[test]
 fn qwen3() {
     assert_agreement("qwen3");
+}
+
+#[test]
+fn nanochat() {
+    assert_agreement("nanochat");
 }
 
 /// Returns the logits (B, T, V) of a model on `engine` for the inputs of its reference.

@@ -191,9 +191,9 @@ mod tests {
             (
                 "model_type",
                 Some(r#""opt""#),
-                "model_type: expected gpt2 or llama or qwen2 or qwen3, found opt; llm-rs has no other architecture",
+                "model_type: expected gpt2 or llama or qwen2 or qwen3 or nanochat, found opt; llm-rs has no other architecture",
             ),
-            ("model_type", None, "model_type: expected gpt2 or llama or qwen2 or qwen3, found none"),
+            ("model_type", None, "model_type: expected gpt2 or llama or qwen2 or qwen3 or nanochat, found none"),
             (
                 "activation_function",
                 Some(r#""relu""#),
@@ -245,7 +245,8 @@ mod tests {
         fs::write(directory.path().join(FILE), "{}").unwrap();
         let message = format!("{:#}", ModelConfig::read(directory.path()).unwrap_err());
         assert!(
-            message.contains("config.json: model_type: expected gpt2 or llama or qwen2 or qwen3, found none"),
+            message
+                .contains("config.json: model_type: expected gpt2 or llama or qwen2 or qwen3 or nanochat, found none"),
             "{message}"
         );
     }

@@ -150,13 +150,20 @@ pub fn gguf(
     source: &ModelSource,
     named: Option<&str>,
     out: &Path,
+    let (architecture, descriptor) = (source.architecture()?, source.descriptor());
+    let pairs = architecture.gguf_pairs.with_context(|| {
+        format!(
+            "{}: expected an architecture of llama.cpp, found {}, which it does not have; export with --format hf",
+            source.path().display(),
+            architecture.model_type
+        )
+    })?;
     dtype: DType,
     overwrite: bool,
 ) -> Result<WrittenTokenizer> {
     check_file(out, overwrite)?;
     let (vocabulary, written) = gguf_vocabulary(source, named)?;
     let name = out.file_stem().map(|stem| stem.to_string_lossy()).unwrap_or_default();
-    let (architecture, descriptor) = (source.architecture()?, source.descriptor());
     let all: Vec<_> = architecture.all_tensors(&descriptor).collect();
     let tensor = |&(_, names, layer): &(usize, &TensorNames, usize)| NewTensor {
         name: of_layer(names.gguf, layer),
@@ -176,7 +183,7 @@ pub fn gguf(
         let progress = exporting(tensors.iter().map(NewTensor::bytes).sum());
         for ((_, names, layer), tensor) in all.iter().zip(&tensors) {
             progress.add(tensor.bytes());
-            file.write_all(&source.read_part(names, *layer, gguf_dtype(names, dtype), architecture.gguf_pairs)?)?;
+            file.write_all(&source.read_part(names, *layer, gguf_dtype(names, dtype), pairs)?)?;
             file.write_all(&gguf::padding(tensor))?;
         }
         if let (Some(factors), Some(tensor)) = (factors, tensors.last()) {
@@ -261,7 +268,8 @@ fn write_safetensors(out: &mut impl Write, source: &ModelSource, dtype: DType) -
     let progress = exporting(header.iter().map(NewTensor::bytes).sum());
     for (tensor, names, layer) in all {
         progress.add(tensor.bytes());
-        let bytes = source.read_part(names, layer, dtype, RotaryPairs::HalfSplit)?;
+        let mut bytes = source.read_part(names, layer, dtype, RotaryPairs::HalfSplit)?;
+        architecture.convert_rotation(names, &descriptor, dtype.bytes(), &mut bytes);
         if names.transposed {
             out.write_all(&transpose(&bytes, names.shape(&descriptor)[0], dtype.bytes()))?;
         } else {

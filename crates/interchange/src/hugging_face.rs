@@ -216,6 +216,7 @@ impl HuggingFaceModel {
             let rows = names.hugging_face_shape(&self.config.descriptor)[0];
             bytes = transpose(&bytes, rows, element.bytes());
         }
+        self.config.architecture.convert_rotation(names, &self.config.descriptor, element.bytes(), &mut bytes);
         Ok((element, bytes))
     }
 }

@@ -51,7 +51,8 @@ pub static GPT2: Architecture = Architecture {
         Setting { key: "quantization_config", accepted: &["null"] },
         Setting { key: "pruned_heads", accepted: &["null", "{}"] },
     ],
-    gguf_pairs: RotaryPairs::HalfSplit,
+    gguf_pairs: Some(RotaryPairs::HalfSplit),
+    reverses_rotation: false,
     descriptor,
     keys,
 };

@@ -2,14 +2,16 @@
 
 mod gpt2;
 mod llama;
+mod nanochat;
 
 pub use gpt2::GPT2;
 pub use llama::{LLAMA, QWEN2, QWEN3};
+pub use nanochat::NANOCHAT;
 
 use crate::keys::Keys;
 use anyhow::{Result, bail};
 use engine::ops::RotaryPairs;
-use model::descriptor::{Init, Positions, Rotary};
+use model::descriptor::{Init, Positions, QkNorm, Rotary};
 use model::{Descriptor, Param};
 use serde_json::{Map, Value};
 use std::ops::Range;
@@ -31,8 +33,10 @@ pub struct Architecture {
     pub tensors: &'static [TensorNames],
     /// Settings that the engine supports only with some values.
     pub settings: &'static [Setting],
-    /// Channels of a rotary pair in GGUF files. Hugging Face has the half-split pairs always.
-    pub gguf_pairs: RotaryPairs,
+    /// Channels of a rotary pair in GGUF files. Hugging Face has the half-split pairs always. `None` if llama.cpp lacks the architecture.
+    pub gguf_pairs: Option<RotaryPairs>,
+    /// Whether Hugging Face's class rotates in the other direction. Its files have the halves of each query and key exchanged.
+    pub reverses_rotation: bool,
     /// Returns the model that the keys of a `config.json` describe.
     pub descriptor: fn(Keys) -> Result<Descriptor>,
     /// Returns the keys of the `config.json` of a model.
@@ -81,10 +85,19 @@ pub struct Setting {
 }
 
 /// All known architectures.
-pub static ARCHITECTURES: &[&Architecture] = &[&GPT2, &LLAMA, &QWEN2, &QWEN3];
+pub static ARCHITECTURES: &[&Architecture] = &[&GPT2, &LLAMA, &QWEN2, &QWEN3, &NANOCHAT];
 
 const fn tensor(param: Param, hugging_face: &'static str, gguf: &'static str) -> TensorNames {
     TensorNames { param, part: Part::All, hugging_face, gguf, transposed: false }
+}
+
+const fn part(param: Param, part: Part, hugging_face: &'static str, gguf: &'static str) -> TensorNames {
+    TensorNames { param, part, hugging_face, gguf, transposed: false }
+}
+
+/// Exchanges the two halves of each head, which has `head` elements.
+pub fn exchange_halves<T>(heads: &mut [T], head: usize) {
+    heads.chunks_mut(head).for_each(|head| head.rotate_left(head.len() / 2));
 }
 
 /// Returns a name with the layer in place of `{}`.
@@ -145,12 +158,13 @@ impl Architecture {
         let represents = |architecture: &&Self| {
             let keys = (architecture.keys)(descriptor);
             let again = (architecture.descriptor)(Keys(&keys));
-            again.is_ok_and(|again| comparable(&again) == comparable(descriptor))
+            again.is_ok_and(|again| same_model(&again, descriptor))
         };
         match ARCHITECTURES.iter().copied().find(represents) {
             Some(architecture) => Ok(architecture),
             None => bail!(
-                "the model: expected the operations of GPT-2, Llama, Qwen2 or Qwen3, found others; transformers has no class for it"
+                "the model: expected the operations of GPT-2, Llama, Qwen2, Qwen3 or nanochat, found {}",
+                unknown(descriptor)
             ),
         }
     }
@@ -180,6 +194,14 @@ impl Architecture {
         })
     }
 
+    /// Converts elements of `size` bytes of a tensor between the class of Hugging Face and this program, if they rotate in different
+    /// directions.
+    pub fn convert_rotation(&self, names: &TensorNames, descriptor: &Descriptor, size: usize, bytes: &mut [u8]) {
+        if self.reverses_rotation && names.is_rotated() {
+            exchange_halves(bytes, descriptor.head_size * names.param.shape(descriptor).1 * size);
+        }
+    }
+
     /// Returns whether `name`, without the prefix, is a buffer of any layer that holds no parameters.
     pub fn ignores(&self, name: &str) -> bool {
         self.ignored.iter().any(|pattern| {
@@ -188,6 +210,23 @@ impl Architecture {
             layer.is_some_and(|layer| !layer.is_empty() && layer.bytes().all(|byte| byte.is_ascii_digit()))
         })
     }
+}
+
+/// Returns why transformers cannot represent a model.
+fn unknown(descriptor: &Descriptor) -> String {
+    let plain = descriptor.qk_norm.map(|norm| QkNorm { gain: 1.0, ..norm });
+    match (descriptor.qk_norm, Architecture::of(&Descriptor { qk_norm: plain, ..*descriptor })) {
+        (Some(QkNorm { gain, .. }), Ok(architecture)) if (gain - 1.0).abs() > 0.0 => format!(
+            "normalized queries and keys that are multiplied by {gain}; {} of transformers has no such factor",
+            architecture.class
+        ),
+        _ => "others; transformers has no class for it".to_owned(),
+    }
+}
+
+/// Returns whether both describe the same model, apart from what another program does not store.
+pub(crate) fn same_model(one: &Descriptor, other: &Descriptor) -> bool {
+    comparable(one) == comparable(other)
 }
 
 /// Returns the model without what another program does not store: the initialization, and the pairs, to which weights are
@@ -215,6 +254,10 @@ mod tests {
             (&LLAMA, small("llama3:8b")),
             (&QWEN2, small("qwen2.5:0.5b")),
             (&QWEN3, small("qwen3:0.6b")),
+            (&NANOCHAT, {
+                let modern = small("modern:d4");
+                Descriptor { qk_norm: modern.qk_norm.map(|norm| QkNorm { gain: 1.0, ..norm }), ..modern }
+            }),
         ];
         for (architecture, descriptor) in models {
             assert!(std::ptr::eq(Architecture::of(&descriptor).unwrap(), architecture), "{}", architecture.model_type);
@@ -224,7 +267,8 @@ mod tests {
             params.dedup();
             assert_eq!(params, descriptor.params().collect::<Vec<_>>(), "{name}");
             let all: Vec<_> = architecture.all_tensors(&descriptor).collect();
-            for name in [|names: &TensorNames| names.hugging_face, |names: &TensorNames| names.gguf] {
+            let names = [|names: &TensorNames| names.hugging_face, |names: &TensorNames| names.gguf];
+            for name in &names[..if architecture.gguf_pairs.is_some() { 2 } else { 1 }] {
                 let distinct: BTreeSet<String> =
                     all.iter().map(|(_, names, layer)| of_layer(name(names), *layer)).collect();
                 assert_eq!(distinct.len(), all.len());

@@ -1,0 +1,119 @@
+//! nanochat, as in `NanoChatForCausalLM` of transformers 5: norms without weights, ReLU², and a bound of the logits.
+//!
+//! The class rotates queries and keys in the other direction than Llama and normalizes them afterwards. A rotation keeps the norm, and
+//! exchanging the two halves of each head reverses its direction, so both are the operations of this program. The class has no factor of
+//! normalized queries and keys.
+
+use super::llama::{self, IGNORED};
+use super::{Architecture, LLAMA, Part, Setting, part, tensor};
+use crate::keys::Keys;
+use anyhow::{Context, Result};
+use engine::ops::Activation;
+use model::descriptor::{Biases, Init, Norm, QkNorm};
+use model::{Descriptor, Param};
+use serde_json::{Map, Value, json};
+
+/// llama.cpp has no such architecture.
+const NO_GGUF: &str = "";
+
+/// Key of the bound of the logits, and its default.
+const SOFTCAP: &str = "final_logit_softcapping";
+const DEFAULT_SOFTCAP: f32 = 15.0;
+
+/// nanochat.
+pub static NANOCHAT: Architecture = Architecture {
+    model_type: "nanochat",
+    class: "NanoChatForCausalLM",
+    ignored: IGNORED,
+    tensors: &[
+        tensor(Param::Wte, "embed_tokens.weight", NO_GGUF),
+        tensor(Param::LmHead, "lm_head.weight", NO_GGUF),
+        part(Param::Qkvw, Part::Query, "layers.{}.self_attn.q_proj.weight", NO_GGUF),
+        part(Param::Qkvw, Part::Key, "layers.{}.self_attn.k_proj.weight", NO_GGUF),
+        part(Param::Qkvw, Part::Value, "layers.{}.self_attn.v_proj.weight", NO_GGUF),
+        tensor(Param::Attprojw, "layers.{}.self_attn.o_proj.weight", NO_GGUF),
+        tensor(Param::Fcw, "layers.{}.mlp.fc1.weight", NO_GGUF),
+        tensor(Param::Fcprojw, "layers.{}.mlp.fc2.weight", NO_GGUF),
+    ],
+    settings: &[
+        Setting { key: "hidden_act", accepted: &["relu2"] },
+        Setting { key: "attention_bias", accepted: &["false"] },
+        Setting { key: "is_encoder_decoder", accepted: &["false"] },
+        Setting { key: "quantization_config", accepted: &["null"] },
+    ],
+    gguf_pairs: None,
+    reverses_rotation: true,
+    descriptor,
+    keys,
+    ..LLAMA
+};
+
+fn descriptor(keys: Keys) -> Result<Descriptor> {
+    let llama = llama::descriptor(keys, Biases::None, None, None)?;
+    let eps = llama.norm.eps().unwrap_or(llama::EPS);
+    // Unlike an absent key, null disables it.
+    let softcap = match keys.0.get(SOFTCAP) {
+        Some(Value::Null) => None,
+        _ => Some(keys.float(SOFTCAP, DEFAULT_SOFTCAP)?),
+    };
+    let descriptor = Descriptor {
+        norm: Norm::RmsNorm { eps, weights: false },
+        qk_norm: Some(QkNorm { eps, weights: false, gain: 1.0 }),
+        activation: Activation::ReluSquared,
+        embedding_norm: true,
+        softcap,
+        init: Init::DepthScaled,
+        ..llama
+    };
+    descriptor.checked().context("not a supported shape")
+}
+
+fn keys(descriptor: &Descriptor) -> Map<String, Value> {
+    let own = json!({
+        "attention_bias": false,
+        "hidden_act": "relu2",
+        SOFTCAP: descriptor.softcap,
+        // By default, it is token 1.
+        "pad_token_id": null,
+    });
+    llama::keys(descriptor, own)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn absent_keys_have_the_defaults_of_transformers() {
+        let parse = |changes: Value| {
+            let mut all = json!({
+                "hidden_size": 768, "intermediate_size": 8192, "num_hidden_layers": 12, "num_attention_heads": 6,
+                "max_position_embeddings": 2048, "vocab_size": 50304,
+            });
+            all.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+            descriptor(Keys(all.as_object().unwrap()))
+        };
+        let found = parse(json!({})).unwrap();
+        assert_eq!((found.kv_heads, found.head_size, found.tied, found.softcap), (6, 128, false, Some(15.0)));
+        assert_eq!(found.qk_norm, Some(QkNorm { eps: 1e-6, weights: false, gain: 1.0 }));
+        assert_eq!(parse(json!({ SOFTCAP: null })).unwrap().softcap, None);
+        assert_eq!(parse(json!({ SOFTCAP: 30.0 })).unwrap().softcap, Some(30.0));
+        let message = format!("{:#}", parse(json!({ SOFTCAP: -1.0 })).unwrap_err());
+        assert!(message.contains("softcap: expected a positive number, found -1"), "{message}");
+    }
+
+    #[test]
+    fn the_shape_is_exported_without_a_factor_of_queries_and_keys() {
+        let modern: Descriptor = "modern:d12".parse().unwrap();
+        let message = Architecture::of(&modern).unwrap_err().to_string();
+        assert!(message.contains("NanoChatForCausalLM of transformers has no such factor"), "{message}");
+        assert!(message.contains("multiplied by 1.2"), "{message}");
+        let plain = Descriptor { qk_norm: modern.qk_norm.map(|norm| QkNorm { gain: 1.0, ..norm }), ..modern };
+        for model in [plain, Descriptor { softcap: None, ..plain }, Descriptor { tied: true, ..plain }] {
+            assert!(std::ptr::eq(Architecture::of(&model).unwrap(), &NANOCHAT));
+            assert_eq!(descriptor(Keys(&keys(&model))).unwrap(), model);
+        }
+        let message = Architecture::of(&Descriptor { embedding_norm: false, ..plain }).unwrap_err().to_string();
+        assert!(message.contains("transformers has no class for it"), "{message}");
+    }
+}
