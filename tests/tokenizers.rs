@@ -289,6 +289,98 @@ fn a_named_shape_has_the_vocabulary_of_the_data() {
     assert!(printed.contains("vocabulary 50257"), "{printed}");
 }
 
+/// Adds files to a Hugging Face directory as chat models have them. The list of tokens that end a text contains every token.
+fn make_chat_model(hf: &Path) {
+    let change = |name: &str, changes: Value| {
+        let mut keys = json_of(&hf.join(name));
+        keys.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        fs::write(hf.join(name), keys.to_string()).unwrap();
+    };
+    change("config.json", json!({"eos_token_id": [116, 299], "pad_token_id": 299, "task_specific_params": {"a": 1}}));
+    let all: Vec<u32> = (0..300).collect();
+    change("generation_config.json", json!({"eos_token_id": all, "temperature": 0.6}));
+    change("tokenizer_config.json", json!({"eos_token": "t", "chat_template": "{{ messages[0].content }}"}));
+    fs::write(hf.join("special_tokens_map.json"), r#"{"eos_token": "t"}"#).unwrap();
+    fs::write(hf.join("chat_template.jinja"), "{{ messages[0].content }} {{ messages[0].content }}").unwrap();
+    fs::create_dir(hf.join("additional_chat_templates")).unwrap();
+    fs::write(hf.join("additional_chat_templates/tool_use.jinja"), "{{ tools }}").unwrap();
+}
+
+/// Asserts that a directory has the files of [`make_chat_model`].
+#[track_caller]
+fn assert_chat_model(found: &Path, expected: &Path) {
+    for name in [
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+    ] {
+        assert_eq!(fs::read(found.join(name)).ok(), fs::read(expected.join(name)).ok(), "{name}");
+    }
+    assert_eq!(json_of(&found.join("config.json")), json_of(&expected.join("config.json")));
+}
+
+/// The run directory contains everything: that of the model may be gone when the run resumes, answers and is exported.
+#[test]
+fn chat_templates_and_end_tokens_of_a_model_survive_fine_tuning() {
+    let fixture = Fixture::new();
+    fixture.tokenize("data", text(&fixture.at("small.json")));
+    succeed(&strs(&fixture.train("data", "data", "base", &[&SHAPE[..], &["--steps", "1"]].concat())));
+    let [hf, copy, tuned, again] = ["hf", "copy", "tuned", "again"].map(|name| fixture.at(name));
+    succeed(&["export", "--format", "hf", text(&fixture.at("base")), text(&hf)]);
+    make_chat_model(&hf);
+    // The export of the model itself, with the sorted keys of config.json.
+    succeed(&["export", "--format", "hf", text(&hf), text(&copy)]);
+    let batch = ["--batch", "2", "--seq", "64", "--steps", "2"];
+    succeed(&strs(&fixture.train("data", "data", "tuned", &[&["--model", text(&hf)], &batch[..]].concat())));
+    fs::remove_dir_all(&hf).unwrap();
+    assert_chat_model(&copy, &copy);
+    succeed(&["train", "--config", text(&tuned.join("config.toml")), "--resume", "--device", "cpu"]);
+    let out = fixture.at("out");
+    succeed(&["export", "--format", "hf", text(&tuned), text(&out)]);
+    assert_chat_model(&out, &copy);
+    let gguf = fixture.at("chat.gguf");
+    succeed(&["export", "--format", "gguf", text(&tuned), text(&gguf)]);
+    let bytes = fs::read(&gguf).unwrap();
+    let contains = |part: &[u8]| bytes.windows(part.len()).any(|found| found == part);
+    assert!(contains(b"tokenizer.chat_template") && contains(b"{{ messages[0].content }} {{ messages[0].content }}"));
+    // llama.cpp has one token that ends a text: the first one of the list.
+    assert!(contains(b"tokenizer.ggml.eos_token_id\x04\0\0\0\x74\0\0\0"));
+    // Only an export of the same files is replaced.
+    succeed(&["export", "--format", "hf", "--overwrite", text(&tuned), text(&out)]);
+    fs::write(out.join("additional_chat_templates/notes.txt"), "").unwrap();
+    let overwrite = ["export", "--format", "hf", "--overwrite", text(&tuned), text(&out)];
+    fail(&overwrite, &["expected only files of an export, found additional_chat_templates/notes.txt"]);
+
+    // Every token ends the text, as the generation settings say.
+    let sample = ["sample", "--device", "cpu", "--model", text(&tuned), "--json", "-g", "5"];
+    let line: Value = serde_json::from_str(&succeed(&sample)).unwrap();
+    assert!(line["tokens"].as_array().unwrap().len() <= 1, "{line}");
+    let chat = ["chat", "--device", "cpu", "--model", text(&tuned), "--system", "x"];
+    let output = llm_rs(&chat);
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && err.contains("chat template found"), "{err}");
+
+    // A run that starts from this run keeps the files, too; one with fresh weights in the same place keeps none.
+    let train = |more: &[&str]| succeed(&strs(&fixture.train("data", "data", "again", &[more, &batch].concat())));
+    train(&["--model", text(&tuned)]);
+    let second = fixture.at("second");
+    succeed(&["export", "--format", "hf", text(&again), text(&second)]);
+    assert_chat_model(&second, &copy);
+    for entry in fs::read_dir(&again).unwrap().map(Result::unwrap) {
+        if entry.file_name().to_string_lossy().contains("00000002") {
+            fs::remove_file(entry.path()).unwrap();
+        }
+    }
+    train(&["--layers", "1", "--heads", "2", "--channels", "8"]);
+    let fresh = fixture.at("fresh");
+    succeed(&["export", "--format", "hf", text(&again), text(&fresh)]);
+    assert!(!fresh.join("chat_template.jinja").exists());
+    assert_eq!(json_of(&fresh.join("config.json"))["eos_token_id"], 299);
+}
+
 /// Dropout would give other tokens each time.
 #[test]
 fn shards_do_not_depend_on_the_dropout_of_a_tokenizer() {

@@ -4,6 +4,7 @@
 
 use crate::ModelSource;
 use crate::architecture::{LLAMA, TensorNames, of_layer};
+use crate::companions::{self, GENERATION};
 use crate::config::{self, ModelConfig};
 use crate::element::{Element, NewTensor, transpose};
 use crate::gguf::{self, Value};
@@ -24,9 +25,6 @@ use std::fs::{self, File};
 use std::io::{BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use system::progress::{self, Progress, Unit};
-
-/// Name of the file with the defaults of text generation.
-const GENERATION: &str = "generation_config.json";
 
 /// Names of the files that contain the vocabulary of a tokenizer.
 const VOCABULARY_FILES: [&str; 3] = ["tokenizer.json", "vocab.json", "tokenizer.model"];
@@ -62,12 +60,13 @@ pub fn hugging_face(
 ) -> Result<WrittenTokenizer> {
     check_directory(out, overwrite)?;
     let descriptor = source.descriptor();
-    let copied = if named.is_none() { tokenizer_files(source) } else { Vec::new() };
+    let companions = source.companions();
+    let copied = if named.is_none() { tokenizer_files(companions.as_deref())? } else { Vec::new() };
     // Files are copied even if llm-rs cannot read them.
     let tokenizer = if copied.is_empty() { source.tokenizer(named)? } else { None };
     let special = tokenizer.as_ref().map_or([None; 2], tokenizer::bos_eos);
-    let mut config = match source.hugging_face() {
-        Some(model) => model.config().clone(),
+    let mut config = match source.config()? {
+        Some(config) => config,
         None => ModelConfig::new(source.architecture()?, descriptor, special),
     };
     if named.is_some() {
@@ -80,14 +79,11 @@ pub fn hugging_face(
         let mut file = BufWriter::new(File::create(directory.join(WEIGHTS))?);
         write_safetensors(&mut file, source, dtype)?;
         file.flush()?;
-        for path in &copied {
-            let bytes = bounded_file::read(path, bounded_file::TEXT)
-                .with_context(|| format!("cannot read {}", path.display()))?;
-            write(&path.file_name().unwrap_or_default().to_string_lossy(), &bytes)?;
+        if let Some(companions) = companions.filter(|_| !copied.is_empty()) {
+            companions::copy(copied, &companions, directory)?;
+            return Ok(WrittenTokenizer::Copied);
         }
-        let Some(tokenizer) = tokenizer else {
-            return Ok(if copied.is_empty() { WrittenTokenizer::None } else { WrittenTokenizer::Copied });
-        };
+        let Some(tokenizer) = tokenizer else { return Ok(WrittenTokenizer::None) };
         for (name, bytes) in tokenizer::files(&tokenizer, descriptor.max_seq_len)? {
             write(name, &bytes)?;
         }
@@ -150,6 +146,10 @@ pub fn gguf(
     source: &ModelSource,
     named: Option<&str>,
     out: &Path,
+    dtype: DType,
+    overwrite: bool,
+) -> Result<WrittenTokenizer> {
+    check_file(out, overwrite)?;
     let (architecture, descriptor) = (source.architecture()?, source.descriptor());
     let pairs = architecture.gguf_pairs.with_context(|| {
         format!(
@@ -158,10 +158,6 @@ pub fn gguf(
             architecture.model_type
         )
     })?;
-    dtype: DType,
-    overwrite: bool,
-) -> Result<WrittenTokenizer> {
-    check_file(out, overwrite)?;
     let (vocabulary, written) = gguf_vocabulary(source, named)?;
     let name = out.file_stem().map(|stem| stem.to_string_lossy()).unwrap_or_default();
     let all: Vec<_> = architecture.all_tensors(&descriptor).collect();
@@ -177,7 +173,9 @@ pub fn gguf(
         shape: vec![factors.len()],
         element: Element::F32,
     }));
-    let metadata = gguf_metadata(source, &name, dtype, vocabulary)?;
+    let mut metadata = gguf_metadata(source, &name, dtype, vocabulary)?;
+    let template = if named.is_none() { source.chat_template()? } else { None };
+    metadata.extend(template.map(|template| ("tokenizer.chat_template".to_owned(), Value::Text(template))));
     atomic_file::write(out, |file| {
         gguf::write_header(file, &metadata, &tensors)?;
         let progress = exporting(tensors.iter().map(NewTensor::bytes).sum());
@@ -226,22 +224,14 @@ fn check_directory(out: &Path, overwrite: bool) -> Result<()> {
         Err(error) => return Err(error).with_context(|| format!("cannot read {name}")),
         Ok(metadata) => ensure!(metadata.is_dir(), "{name}: expected a directory or a new name, found a file"),
     }
-    for entry in fs::read_dir(out).with_context(cannot)? {
-        let file = entry.with_context(cannot)?.file_name();
-        ensure!(
-            overwrite,
-            "{name}: expected a new or empty directory, found {}; add --overwrite to replace it",
-            file.display()
-        );
-        let of_export = |known: &&str| file == *known;
-        ensure!(
-            DIRECTORY_FILES.iter().any(of_export) || tokenizer::FILES.iter().any(of_export),
-            "{name}: expected only files of an export, found {}; --overwrite would delete it, so remove it or choose another \
-             directory",
-            file.display()
-        );
-    }
-    Ok(())
+    let first = fs::read_dir(out).with_context(cannot)?.next().transpose().with_context(cannot)?;
+    let Some(first) = first else { return Ok(()) };
+    ensure!(
+        overwrite,
+        "{name}: expected a new or empty directory, found {}; add --overwrite to replace it",
+        first.file_name().display()
+    );
+    companions::check_only(out, |file| DIRECTORY_FILES.contains(&file) || companions::is_tokenizer_file(file))
 }
 
 /// Checks that the file `out` does not exist or may be replaced.
@@ -281,7 +271,7 @@ fn write_safetensors(out: &mut impl Write, source: &ModelSource, dtype: DType) -
 
 /// Returns the generation settings: those of the source if `keep` is set and it has them.
 fn generation_config(source: &ModelSource, config: &ModelConfig, keep: bool) -> Result<Vec<u8>> {
-    let of_source = source.hugging_face().map(|model| model.directory().join(GENERATION));
+    let of_source = source.companions().map(|directory| directory.join(GENERATION));
     if let Some(path) = of_source.filter(|path| keep && path.exists()) {
         return bounded_file::read(&path, bounded_file::DESCRIPTION)
             .with_context(|| format!("cannot read {}", path.display()));
@@ -290,19 +280,17 @@ fn generation_config(source: &ModelSource, config: &ModelConfig, keep: bool) -> 
     pretty(&json!({"_from_model_config": true, "bos_token_id": bos, "eos_token_id": eos}))
 }
 
-/// Returns the tokenizer files of a Hugging Face directory.
-fn tokenizer_files(source: &ModelSource) -> Vec<PathBuf> {
-    let Some(model) = source.hugging_face() else { return Vec::new() };
-    let files = tokenizer::FILES.map(|name| model.directory().join(name)).into_iter().filter(|file| file.exists());
-    let files: Vec<PathBuf> = files.collect();
-    let is_vocabulary = |file: &PathBuf| VOCABULARY_FILES.iter().any(|name| file.ends_with(name));
-    if files.iter().any(is_vocabulary) { files } else { Vec::new() }
+/// Returns the names of the tokenizer files in a directory, if one of them contains a vocabulary.
+fn tokenizer_files(directory: Option<&Path>) -> Result<Vec<PathBuf>> {
+    let files = directory.map(companions::tokenizer_files).transpose()?.unwrap_or_default();
+    let is_vocabulary = |file: &PathBuf| VOCABULARY_FILES.iter().any(|name| file.as_os_str() == *name);
+    Ok(if files.iter().any(is_vocabulary) { files } else { Vec::new() })
 }
 
 fn gguf_vocabulary(source: &ModelSource, named: Option<&str>) -> Result<(Vocabulary, WrittenTokenizer)> {
-    let in_directory = source.hugging_face().filter(|model| model.directory().join(tokenizer::FILES[0]).exists());
-    if let (Some(model), None) = (in_directory, named) {
-        return Ok((Vocabulary::read(model.directory(), model.config())?, WrittenTokenizer::Copied));
+    let in_directory = source.companions().filter(|directory| directory.join(tokenizer::FILES[0]).exists());
+    if let (Some(directory), Some(config), None) = (in_directory, source.config()?, named) {
+        return Ok((Vocabulary::read(&directory, &config)?, WrittenTokenizer::Copied));
     }
     let size = source.descriptor().vocab;
     match source.tokenizer(named)? {

@@ -7,11 +7,14 @@
 //! * [`config`], [`keys`], [`safetensors_file`] and [`hugging_face`] read Hugging Face directories; [`tokenizer`] makes tokenizer files;
 //!   [`gguf`] is the GGUF container.
 //!
+//! * [`companions`] are the files of a Hugging Face directory besides the weights, which a run keeps.
+//!
 //! llm.c's own formats belong to `checkpoint`.
 
 #![warn(missing_docs)]
 
 pub mod architecture;
+pub mod companions;
 pub mod config;
 pub mod element;
 mod entries;

@@ -1,7 +1,8 @@
 //! Models that a user names by their path.
 
-use crate::architecture::{Architecture, TensorNames};
-use crate::config;
+use crate::architecture::{self, Architecture, TensorNames};
+use crate::companions;
+use crate::config::{self, ModelConfig};
 use crate::element::{CHUNK, Element};
 use crate::hugging_face::HuggingFaceModel;
 use anyhow::{Context, Result, bail, ensure};
@@ -13,11 +14,11 @@ use engine::ops::RotaryPairs;
 use engine::tensor::{DType, Tensor};
 use model::descriptor::Positions;
 use model::{Decoder, Descriptor, Param, WeightStore};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use system::progress::{self, Unit};
 use tokenizer::stored::{Found, Search};
-
 use tokenizer::{Tokenizer, hub};
+
 /// An open model: a `.bin` file, the newest checkpoint of a run, or a Hugging Face directory.
 #[derive(Debug)]
 pub struct ModelSource(Kind);
@@ -41,10 +42,10 @@ impl ModelSource {
             "{name}: expected a model file (.bin) or a directory, found the name of a shape, which has no weights; pass the \
              result of `llm-rs train --model {name} --out DIR` or a Hugging Face directory"
         );
-        let has_extension = |extension: &str| path.extension().is_some_and(|found| found == extension);
         if let Some(advice) = hub::advice(path) {
             bail!("{name}: expected a model file (.bin) or a directory, found neither; {advice}");
         }
+        let has_extension = |extension: &str| path.extension().is_some_and(|found| found == extension);
         ensure!(
             !has_extension("safetensors") || !path.exists(),
             "{name}: expected the directory that contains the file and its {}; pass the directory",
@@ -87,6 +88,46 @@ impl ModelSource {
             Kind::LlmC(file) => atomic_file::parent(file.path()),
             Kind::HuggingFace(model) => model.directory(),
         }
+    }
+
+    /// Returns the directory with the files of the model in Hugging Face's format besides the weights: its own, or that in which a run
+    /// [keeps](companions::keep) those of the model from which it started.
+    pub fn companions(&self) -> Option<PathBuf> {
+        match &self.0 {
+            Kind::HuggingFace(model) => Some(model.directory().to_owned()),
+            Kind::LlmC(_) => Some(self.directory().join(companions::DIRECTORY)).filter(|directory| directory.is_dir()),
+        }
+    }
+
+    /// Returns the directories that may contain a chat template and generation settings, the preferred one first.
+    pub fn settings(&self) -> Vec<PathBuf> {
+        let companions = self.companions().filter(|found| found != self.directory());
+        [self.directory().to_owned()].into_iter().chain(companions).collect()
+    }
+
+    /// Returns the chat template.
+    pub fn chat_template(&self) -> Result<Option<String>> {
+        for directory in self.settings() {
+            let config = companions::tokenizer_config(&directory)?;
+            if let Some((_, template)) = companions::chat_template(&directory, &config)? {
+                return Ok(Some(template));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Returns the configuration of the Hugging Face directory, or that which a run keeps. `None` if there is none for this shape.
+    pub fn config(&self) -> Result<Option<ModelConfig>> {
+        if let Kind::HuggingFace(model) = &self.0 {
+            return Ok(Some(model.config().clone()));
+        }
+        let Some(directory) = self.companions().filter(|directory| directory.join(config::FILE).is_file()) else {
+            return Ok(None);
+        };
+        let config = ModelConfig::read(&directory)?;
+        let is_same = std::ptr::eq(config.architecture, self.architecture()?)
+            && architecture::same_model(&config.descriptor, &self.descriptor());
+        Ok(is_same.then_some(config))
     }
 
     /// Returns the tokenizer `named` with `--tokenizer`, or that of the model by the order of [`Search::find`]. Returns `None` if

@@ -58,8 +58,8 @@ pub fn run(args: &Chat) -> Result<()> {
     let source = ModelSource::open(args.model.get())?;
     let descriptor = source.descriptor();
     let tokenizer = tokenizer_of(&source, args.tokenizer.as_deref())?;
-    let ends = end_tokens(&tokenizer, source.directory())?;
-    let template = ChatTemplate::find(source.directory())?;
+    let ends = end_tokens(&tokenizer, &source)?;
+    let template = ChatTemplate::of(&source)?;
     if template.is_none() && args.system.is_some() {
         bail!(
             "--system: expected a model with a chat template, found none in {}; leave out --system",

@@ -7,7 +7,6 @@ use engine::Engine;
 use engine::ops::SlotSampling;
 use interchange::ModelSource;
 use model::Generator;
-use std::path::Path;
 use tokenizer::Tokenizer;
 
 const SAMPLING: &str = "Choice of tokens";
@@ -108,12 +107,12 @@ pub fn load(source: ModelSource, hardware: &Hardware, slots: usize, capacity: us
 }
 
 /// Returns the tokens that end a text: special tokens of the tokenizer with a well-known text, and those that the files of a Hugging
-/// Face directory name.
-pub fn end_tokens(tokenizer: &Tokenizer, directory: &Path) -> Result<Vec<u32>> {
+/// Face directory, or of the one from which a run started, name.
+pub fn end_tokens(tokenizer: &Tokenizer, source: &ModelSource) -> Result<Vec<u32>> {
     let special = tokenizer.special().iter().filter(|token| END_TOKENS.contains(&token.text.as_str()));
     let mut ends: Vec<u32> = special.map(|token| token.id).collect();
-    for name in END_FILES {
-        let path = directory.join(name);
+    let files = source.settings().into_iter().flat_map(|directory| END_FILES.map(|name| directory.join(name)));
+    for path in files {
         let Ok(text) = bounded_file::read_to_string(&path, bounded_file::DESCRIPTION) else { continue };
         let json: serde_json::Value =
             serde_json::from_str(&text).with_context(|| format!("{}: not valid JSON", path.display()))?;

@@ -71,7 +71,7 @@ pub fn run(args: &Sample) -> Result<()> {
     let mut prompt = vec![tokenizer.document()];
     prompt.extend(tokenizer.encode_with_special(&text)?);
     check_prompt(&prompt, descriptor.vocab)?;
-    let ends = if args.ignore_end { Vec::new() } else { end_tokens(&tokenizer, source.directory())? };
+    let ends = if args.ignore_end { Vec::new() } else { end_tokens(&tokenizer, &source)? };
     let capacity = descriptor.max_seq_len.min(prompt.len().saturating_add(args.tokens));
     let Loaded { generator, mut engine, run_ahead } = load(source, &args.hardware, args.n.min(MOST_SLOTS), capacity)?;
     let (tokens, sampling) = (args.tokens, args.sampling.sampling());

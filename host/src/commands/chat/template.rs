@@ -2,13 +2,11 @@
 
 use super::date;
 use anyhow::{Context, Result, anyhow, bail};
+use interchange::{ModelSource, companions};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, Error, ErrorKind, context};
 use serde_json::Value;
 use std::path::Path;
-
-const CONFIG: &str = "tokenizer_config.json";
-const FILE: &str = "chat_template.jinja";
 
 /// A message of a conversation.
 #[derive(Clone, Debug)]
@@ -34,25 +32,16 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
+    /// Returns the template of a model, or that of the model from which a run started.
+    pub fn of(source: &ModelSource) -> Result<Option<Self>> {
+        source.settings().iter().find_map(|directory| Self::find(directory).transpose()).transpose()
+    }
+
     /// Returns the template in the directory of a model: `chat_template.jinja`, or that of `tokenizer_config.json`. `None` if there is
     /// none.
-    pub fn find(directory: &Path) -> Result<Option<Self>> {
-        let config_path = directory.join(CONFIG);
-        let config: Value = match bounded_file::read_to_string(&config_path, bounded_file::DESCRIPTION) {
-            Ok(text) => {
-                serde_json::from_str(&text).with_context(|| format!("{}: not valid JSON", config_path.display()))?
-            }
-            Err(_) => Value::Null,
-        };
-        let file = directory.join(FILE);
-        let (path, source) = if file.exists() {
-            let source = bounded_file::read_to_string(&file, bounded_file::SETTINGS)
-                .with_context(|| format!("cannot read {}", file.display()))?;
-            (file, Some(source))
-        } else {
-            (config_path, source_of(&config["chat_template"]))
-        };
-        let Some(source) = source else { return Ok(None) };
+    fn find(directory: &Path) -> Result<Option<Self>> {
+        let config = companions::tokenizer_config(directory)?;
+        let Some((path, source)) = companions::chat_template(directory, &config)? else { return Ok(None) };
         Self::new(&source, &config).with_context(|| format!("{}: not a valid chat template", path.display())).map(Some)
     }
 
@@ -114,23 +103,14 @@ fn without_generation(source: &str) -> String {
     text + rest
 }
 
-/// Returns the template of `chat_template`: a string, or a list of named ones of which `default` is meant.
-fn source_of(value: &Value) -> Option<String> {
-    match value {
-        Value::String(source) => Some(source.clone()),
-        Value::Array(named) => {
-            let default = named.iter().find(|template| template["name"] == "default")?;
-            default["template"].as_str().map(str::to_owned)
-        }
-        _ => None,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use serde_json::json;
     use std::fs;
+
+    const CONFIG: &str = "tokenizer_config.json";
+    const FILE: &str = "chat_template.jinja";
 
     /// The structure of the templates of Llama 3 and Qwen: loops, methods of strings, and special tokens.
     const SOURCE: &str = "{{ bos_token }}\n{%- for message in messages %}\n    {%- if message.role not in ['system', 'user', 'assistant'] %}\n        {{- raise_exception('unknown role') }}\n    {%- endif %}\n    {{- '<' + message['role'] + '>' + message.content.strip() + '\\n' }}\n{%- endfor %}\n{%- if add_generation_prompt %}\n    {{- '<assistant>' }}\n{%- endif %}";

@@ -71,7 +71,7 @@ impl Status {
     pub fn new(settings: &Settings) -> Self {
         // Loading the model reports errors.
         let source = model_file(&settings.path).and_then(|file| ModelSource::open(&file)).ok();
-        let template = source.as_ref().and_then(|source| ChatTemplate::find(source.directory()).ok());
+        let template = source.as_ref().and_then(|source| ChatTemplate::of(source).ok());
         Self {
             chat: template.map(|template| template.is_some()),
             context: source.map(|source| settings.capacity(&source)),
@@ -383,8 +383,8 @@ impl Model {
         let source = ModelSource::open(&file)?;
         let descriptor = source.descriptor();
         let tokenizer = tokenizer_of(&source, settings.tokenizer.as_deref())?;
-        let ends = end_tokens(&tokenizer, source.directory())?;
-        let template = ChatTemplate::find(source.directory())?;
+        let ends = end_tokens(&tokenizer, &source)?;
+        let template = ChatTemplate::of(&source)?;
         let capacity = settings.capacity(&source);
         let mut loaded = load(source, &settings.hardware, settings.slots, capacity)
             .with_context(|| format!("cannot load {}", file.display()))?;

@@ -10,6 +10,7 @@ use checkpoint::directory::{DirectoryLock, Retention, done_steps, remove_tempora
 use checkpoint::resume::{self, FoundCheckpoint};
 use checkpoint::sidecar::Identity;
 use checkpoint::writer::CheckpointWriter;
+use interchange::companions;
 use metrics::tensorboard::MARKER;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -26,6 +27,13 @@ pub struct OutDirectory {
     /// `None` while the directory does not exist.
     locked: Option<DirectoryLock>,
     pub found: FoundCheckpoint,
+}
+
+/// The files of a model that a run copies into its directory.
+pub struct ModelFiles<'a> {
+    pub tokenizer: &'a Found,
+    /// The [companions](interchange::companions) of the model from which the run starts.
+    pub companions: Option<PathBuf>,
 }
 
 impl OutDirectory {
@@ -60,14 +68,14 @@ impl OutDirectory {
         Ok(Self { path: path.to_owned(), locked, found })
     }
 
-    /// Opens the directory for writing: creates it if necessary, removes unfinished files of killed runs, saves the settings and the
-    /// tokenizer.
+    /// Opens the directory for writing: creates it if necessary, removes unfinished files of killed runs, saves the settings, the
+    /// tokenizer and, at the start of the run, the other files of the model in Hugging Face's format.
     ///
     /// The log continues after step `newest`, the step of the checkpoint that the run resumes from, with `progress`.
     pub fn open(
         self,
         config: &Config,
-        tokenizer: &Found,
+        files: &ModelFiles,
         identity: Identity,
         newest: Option<usize>,
         progress: &Progress,
@@ -75,8 +83,12 @@ impl OutDirectory {
     ) -> Result<(Log, CheckpointWriter)> {
         let locked = self.locked.map_or_else(|| lock(&self.path), Ok)?;
         prepare(&self.path, config)?;
-        if let Some(tokenizer) = tokenizer.tokenizer.as_ref().filter(|_| tokenizer.is_stated) {
+        let tokenizer = files.tokenizer.tokenizer.as_ref().filter(|_| files.tokenizer.is_stated);
+        if let Some(tokenizer) = tokenizer {
             stored::write(tokenizer, &self.path)?;
+        }
+        if newest.is_none() {
+            companions::keep(files.companions.as_deref(), tokenizer, &self.path)?;
         }
         let mut log = match newest {
             Some(step) => Log::resume(&self.path, step, progress.evaluated)?,

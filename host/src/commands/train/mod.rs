@@ -26,7 +26,7 @@ use checkpoint::sidecar::Identity;
 use checkpoint::writer::CheckpointWriter;
 use checkpoint::{RunState, fingerprint};
 use data::{Loader, MultipleChoice, Prefetch};
-use directory::OutDirectory;
+use directory::{ModelFiles, OutDirectory};
 use distributed::Ranks;
 use distributed::rendezvous::elastic::Members;
 use elastic::Part;
@@ -235,6 +235,7 @@ impl PlannedRun {
             }
             None => RunState::fresh(train.position()),
         };
+        let companions = self.weights.as_ref().and_then(ModelSource::companions);
         load_weights(newest, self.weights, &model, engine, ranks, &config)?;
         let state = multi_rank::broadcast_start(ranks, &model, engine, state, &mut train)?;
         check_hashes(&model, engine, ranks, &state)?;
@@ -251,7 +252,8 @@ impl PlannedRun {
         let (log, mut checkpoints) = match self.out {
             Some(out) => {
                 let progress = &state.progress;
-                Some(out.open(&config, &self.tokenizer, self.identity, newest, progress, args.tensorboard)?).unzip()
+                let files = ModelFiles { tokenizer: &self.tokenizer, companions };
+                Some(out.open(&config, &files, self.identity, newest, progress, args.tensorboard)?).unzip()
             }
             None => (None, writer_of_other_rank(ranks, &model, &config, self.identity, newest)),
         };
