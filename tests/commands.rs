@@ -13,6 +13,7 @@ mod limits;
 mod mmlu;
 mod muon;
 mod named_data;
+mod outputs;
 mod plan;
 mod plots;
 mod program;

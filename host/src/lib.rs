@@ -9,6 +9,7 @@
 //! * [`mod@train`], [`evaluate`] and [`sample`] use a model; [`corpus`] is the text that the program trains on by default;
 //!   [`datasets`] reads the descriptions of others.
 //! * [`console`], [`terminal`], [`log`], [`plots`], [`hints`], [`style`] and [`version`] produce what a user reads.
+//! * [`output`] protects existing files from the commands that write to a path of the user.
 //! * [`clock`], [`mfu`] and [`gpu_info`] measure; [`signals`] handles requests to stop; [`allocator`] reports memory that runs out,
 //!   and [`panics`] reports defects.
 
@@ -28,6 +29,7 @@ pub mod gpu_info;
 pub mod hints;
 pub mod log;
 pub mod mfu;
+pub mod output;
 pub mod panics;
 pub mod plots;
 pub mod sample;

@@ -1,12 +1,15 @@
 //! The plots that a run writes into its directory when it ends, and the files that `plot` writes.
 
+use crate::output::{self, Kind, Mark};
 use anyhow::{Context, Result, bail};
 use checkpoint::config::Config;
 use metrics::curves::default_smoothing;
 use metrics::figure::{Figure, Options};
+use metrics::png;
 use metrics::report::{self, Entry};
 use metrics::roofline::Roofline;
 use metrics::run::RunLog;
+use metrics::svg;
 use std::io::{Read, Write};
 use std::path::Path;
 
@@ -16,6 +19,17 @@ pub const FIGURE: &str = "plots.svg";
 pub const REPORT: &str = "report.html";
 /// Largest configuration file that a page contains, in bytes.
 const MAX_SETTINGS: u64 = 1 << 16;
+
+/// Fails if `path` exists and is not a file that [`write()`] or [`write_roofline`] has written in this format.
+pub fn check(path: &Path) -> Result<()> {
+    let (name, mark) = match extension(path).as_deref() {
+        Some("svg") => ("a figure of plot", Mark::Contains(svg::MARK)),
+        Some("png") => ("a figure of plot", Mark::Contains(png::MARK)),
+        // The figure of the page follows its style.
+        _ => ("a page of plot", Mark::Contains(report::MARK)),
+    };
+    output::check(path, Kind { name, mark })
+}
 
 /// Draws the log of a run into its directory.
 pub fn write_into(directory: &Path) -> Result<()> {

@@ -2,7 +2,7 @@
 
 mod file;
 
-pub use file::write;
+pub use file::{MAGIC, write};
 
 use anyhow::{Context, Result, bail, ensure};
 use rayon::prelude::*;

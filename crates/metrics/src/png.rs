@@ -15,6 +15,9 @@ const FONT: &[u8] = include_bytes!("../font/DejaVuSans-subset.ttf");
 /// Name of the embedded font.
 pub const FONT_FAMILY: &str = "DejaVu Sans";
 
+/// A text near the beginning of every file of [`render`].
+pub const MARK: &str = "tEXtSoftware\0llm-rs";
+
 /// Draws a figure of this width and height with `scale` pixels for each unit, and returns the bytes of a PNG file.
 pub fn render(drawing: &Drawing, (width, height): (f64, f64), scale: f64) -> Result<Vec<u8>> {
     let (width, height) = ((width * scale).round() as usize, (height * scale).round() as usize);
@@ -210,6 +213,7 @@ fn encode((width, height): (usize, usize), pixels: &[[u8; 3]]) -> io::Result<Vec
     // 8 bits, RGB, and the only methods of compression, filtering and interlacing.
     header.extend([8, 2, 0, 0, 0]);
     chunk(b"IHDR", &header);
+    chunk(b"tEXt", MARK[4..].as_bytes());
     let mut data = ZlibEncoder::new(Vec::new(), Compression::default());
     for row in pixels.chunks_exact(width) {
         // The row is stored without a filter: most pixels have the color of the one before.

@@ -103,6 +103,9 @@ pub fn duration(seconds: f64) -> String {
     }
 }
 
+/// A text near the beginning of every page.
+pub const MARK: &str = " - llm.rs</title>";
+
 /// Returns the page.
 pub fn page(entries: &[Entry], figure: &Figure) -> String {
     let names: Vec<&str> = entries.iter().map(|entry| entry.run.name.as_str()).collect();
@@ -133,7 +136,7 @@ pub fn page(entries: &[Entry], figure: &Figure) -> String {
     format!(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
-         <meta name=\"color-scheme\" content=\"light dark\">\n<title>{title} - llm.rs</title>\n\
+         <meta name=\"color-scheme\" content=\"light dark\">\n<title>{title}{MARK}\n\
          <style>\n{STYLE}{dark}\n</style>\n</head>\n<body>\n<h1>{title}</h1>\n<div class=\"scroll\">\n<table>\n<thead><tr>\
          <th>run</th>{header}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table>\n</div>\n<div class=\"figure\">\n{svg}\
          </div>\n{settings}<script>\n{TOOLTIP}showValues(document.querySelector(\".figure\"), {data});\n</script>\n</body>\n</html>\n"

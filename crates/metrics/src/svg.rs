@@ -4,6 +4,9 @@ use crate::drawing::{Anchor, Color, Drawing, Element, RUNS, Stroke, parts};
 use crate::png::FONT_FAMILY;
 use std::fmt::Write;
 
+/// A text near the beginning of every file of [`document`].
+pub const MARK: &str = "font-family=\"DejaVu Sans, Verdana, sans-serif\" role=\"img\"";
+
 /// Returns the name of a color's class.
 fn class(color: Color) -> String {
     match color {

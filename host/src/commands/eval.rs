@@ -7,6 +7,7 @@ use crate::evaluate;
 use crate::evaluate::multiple_choice::{self, Score};
 use crate::evaluate::predictions::Predictions;
 use crate::evaluate::text::{self, TextScore, TokenBytes};
+use crate::output::{self, Kind, Mark};
 use crate::terminal;
 use crate::values::count;
 use anyhow::{Context, Result};
@@ -79,6 +80,10 @@ pub struct Eval {
 /// The file name that stands for standard output.
 const STANDARD_OUTPUT: &str = "-";
 
+/// The files that the command writes.
+const RESULTS: Kind = Kind { name: "results of eval", mark: Mark::Keys(&["model", "version", "machine", "batch"]) };
+const LOGITS: Kind = Kind { name: "logits of eval", mark: Mark::Tensors(&["logits", "losses"]) };
+
 /// The results, as they are written to JSON.
 #[derive(Debug, Serialize)]
 struct Results {
@@ -127,8 +132,10 @@ struct Inputs {
 
 /// Prints the loss and the accuracies.
 pub fn run(args: &Eval) -> Result<()> {
-    args.json.as_deref().map_or(Ok(()), json::check)?;
-    args.logits.as_deref().map_or(Ok(()), json::check)?;
+    let json = args.json.as_deref().filter(|path| *path != Path::new(STANDARD_OUTPUT));
+    json.map_or(Ok(()), |path| output::check(path, RESULTS))?;
+    args.logits.as_deref().map_or(Ok(()), |path| output::check(path, LOGITS))?;
+    output::check_distinct(json, args.logits.as_deref())?;
     let file = ModelSource::open(args.model.get())?;
     let descriptor = file.descriptor();
     let layout = args.layout(descriptor)?;

@@ -1,8 +1,11 @@
 //! `export`: writes a model in a format of another program.
 
 use crate::hints::Invocation;
+use crate::output::{self, Kind, Mark};
 use crate::terminal;
 use anyhow::{Result, bail};
+use checkpoint::directory::{done_steps, model_name};
+use checkpoint::model_file;
 use engine::open::Precision;
 use engine::tensor::DType;
 use interchange::export::{self, WrittenTokenizer};
@@ -52,6 +55,9 @@ pub struct Export {
     out: PathBuf,
 }
 
+/// The first bytes of llm.c's model files of GPT-2 and of Llama.
+const MODEL_FILES: [&[u8]; 2] = [&model_file::gpt2::MAGIC.to_le_bytes(), &model_file::llama::MAGIC.to_le_bytes()];
+
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
 enum Format {
     /// Hugging Face directory, for transformers
@@ -71,6 +77,7 @@ pub fn run(args: &Export) -> Result<()> {
         Some(Precision::Fp8) => bail!("--dtype: expected bf16 or fp32, found fp8"),
         None => source.dtype(),
     };
+    args.check_output(&source)?;
     let (out, named, overwrite) = (args.out.as_path(), args.tokenizer.as_deref(), args.overwrite);
     let tokenizer = match args.format {
         Format::Hf => Some(export::hugging_face(&source, named, out, dtype, overwrite)?),
@@ -106,6 +113,36 @@ pub fn run(args: &Export) -> Result<()> {
         writeln!(lines, "\nnext: {}", Invocation::current().command(command))?;
     }
     Ok(())
+}
+
+impl Export {
+    /// Fails if the output is the model itself, or an existing file that is no export of this format.
+    fn check_output(&self, source: &ModelSource) -> Result<()> {
+        let (out, directory) = (self.out.as_path(), source.companions());
+        for input in [source.path(), source.directory()].into_iter().chain(directory.as_deref()) {
+            output::check_input(out, input)?;
+        }
+        let (name, mark) = match self.format {
+            Format::Hf => return Ok(()),
+            Format::Gguf => ("a GGUF file", Mark::Start(&[b"GGUF"])),
+            Format::Llmc => ("a model file of llm.c", Mark::Start(&MODEL_FILES)),
+        };
+        if self.overwrite {
+            output::check_existing(out, Kind { name, mark })?;
+        }
+        // A link may have another name.
+        let Ok(target) = out.canonicalize() else { return Ok(()) };
+        let in_run = |step: &usize| target.file_name().is_some_and(|name| name == model_name(*step).as_str());
+        let steps = done_steps(atomic_file::parent(&target))?;
+        if let Some(step) = steps.into_iter().find(in_run) {
+            bail!(
+                "cannot write {}: expected a new file or an export to replace, found the checkpoint of step {step} of a run; choose \
+                 another name",
+                out.display()
+            );
+        }
+        Ok(())
+    }
 }
 
 fn describe(tokenizer: WrittenTokenizer) -> String {

@@ -1,6 +1,7 @@
 //! `log`: prints the final values of runs, and exports their logs.
 
 use super::plot::report_damage;
+use crate::output::{self, Kind, Mark};
 use anyhow::{Context, Result, ensure};
 use metrics::report::Summary;
 use metrics::run::read_all;
@@ -24,6 +25,9 @@ pub struct Log {
     tensorboard: Option<PathBuf>,
 }
 
+/// The file of `--csv`.
+const TABLE: Kind = Kind { name: "a table of log", mark: Mark::Start(&[b"run,step,tokens,time,loss,"]) };
+
 /// Runs the command.
 pub fn run(args: &Log) -> Result<()> {
     if let Some(path) = args.csv.as_ref().filter(|path| path.as_os_str() != "-") {
@@ -34,6 +38,7 @@ pub fn run(args: &Log) -> Result<()> {
             "--csv: expected a name that ends in .csv, found {}; name the runs before --csv",
             path.display()
         );
+        output::check(path, TABLE)?;
     }
     let runs = read_all(&args.runs)?;
     report_damage(&runs)?;

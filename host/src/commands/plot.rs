@@ -2,6 +2,7 @@
 
 mod live;
 
+use crate::output;
 use crate::plots;
 use crate::values::{count, momentum};
 use anyhow::{Context, Result, ensure};
@@ -128,6 +129,8 @@ pub fn run(args: &Plot) -> Result<()> {
         let is_page = html.extension().is_some_and(|extension| extension == "html" || extension == "htm");
         ensure!(is_page, "--html: expected a name that ends in .html, found {}; change it", html.display());
     }
+    out.iter().chain(&args.html).try_for_each(|path| plots::check(path))?;
+    output::check_distinct(args.out.as_deref(), args.html.as_deref())?;
     report_damage(&runs)?;
     let figure = Figure::new(&runs, &options)?;
     for path in out.iter().chain(&args.html) {
@@ -144,6 +147,7 @@ fn roofline(measurements: &Path, out: Option<&Path>) -> Result<()> {
         bounded_file::read(measurements, bounded_file::DESCRIPTION).with_context(|| format!("cannot read {name}"))?;
     let figure = Roofline::parse(&name, &text)?;
     let out = out.unwrap_or(Path::new("roofline.svg"));
+    plots::check(out)?;
     plots::write_roofline(&figure, out)?;
     Ok(writeln!(stdout(), "wrote {}", out.display())?)
 }

@@ -1,14 +1,19 @@
 //! `completions` and `man`: files for the user's shell and manual, made from the definition of the command line.
 
 use crate::cli;
+use crate::output::{self, Kind, Mark};
 use anyhow::{Context, Result};
 use atomic_file::create_directory;
 use clap_complete::Shell;
 use std::io::{Write, stdout};
 use std::path::PathBuf;
+use system::fs;
 
 /// Name of the program in completions and manual pages.
 const PROGRAM: &str = "llm-rs";
+
+/// A page of the manual.
+const PAGE: Kind = Kind { name: "a manual page of llm-rs", mark: Mark::Contains(".TH llm-rs") };
 
 /// Print a script that completes commands and flags in a shell
 ///
@@ -40,6 +45,13 @@ pub fn completions(args: &Completions) -> Result<()> {
 pub fn man(args: &Man) -> Result<()> {
     create_directory(&args.directory)?;
     let shown = args.directory.display();
-    clap_mangen::generate_to(cli::parser(), &args.directory).with_context(|| format!("cannot write to {shown}"))?;
+    let pages = tempfile::tempdir_in(&args.directory).with_context(|| format!("cannot write to {shown}"))?;
+    clap_mangen::generate_to(cli::parser(), pages.path()).with_context(|| format!("cannot write to {shown}"))?;
+    let names = fs::names(pages.path())?;
+    names.iter().try_for_each(|name| output::check_existing(&args.directory.join(name), PAGE))?;
+    for name in names {
+        let (from, to) = (pages.path().join(&name), args.directory.join(&name));
+        fs::rename(&from, &to).with_context(|| format!("cannot write {}", to.display()))?;
+    }
     Ok(writeln!(stdout(), "wrote the manual pages to {shown}; read them with man {shown}/{PROGRAM}.1")?)
 }

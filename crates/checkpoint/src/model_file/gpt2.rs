@@ -12,7 +12,8 @@ use model::Descriptor;
 use std::io::{Read, Write};
 use system::fs::File;
 
-const MAGIC: i32 = 20240326;
+/// First word of a file.
+pub const MAGIC: i32 = 20240326;
 const HEADER_BYTES: usize = 1024;
 
 pub(super) fn read_header(file: &mut File, size: u64, name: &str) -> Result<Header> {

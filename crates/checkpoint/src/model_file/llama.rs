@@ -15,7 +15,8 @@ use model::descriptor::{Biases, Init, Norm, Positions, Rotary, RotaryScaling};
 use std::io::Write;
 use system::fs::File;
 
-pub(super) const MAGIC: i32 = 20240803;
+/// First word of a file.
+pub const MAGIC: i32 = 20240803;
 /// Size of each header.
 const HEADER_BYTES: usize = 1024;
 const TENSORS_AT: u64 = 2 * HEADER_BYTES as u64;

@@ -14,7 +14,10 @@ use std::io::{Read, Write};
 use std::ops::RangeInclusive;
 use std::path::Path;
 
-const FORMAT: Format = Format { name: "evaluation file", magic: 20240522, version: 1 };
+/// First word of a file.
+pub const MAGIC: i32 = 20240522;
+
+const FORMAT: Format = Format { name: "evaluation file", magic: MAGIC, version: 1 };
 const EXAMPLE_MARKER: u16 = u16::MAX;
 /// Words of an example's prefix: marker, size, index, label, number of completions.
 const PREFIX_WORDS: usize = 5;

@@ -20,7 +20,7 @@ pub struct Attention {
     hardware: Hardware,
 
     #[command(flatten)]
-    json: Json,
+    pub(super) json: Json,
 }
 
 /// d12 with 64 sequences; longer sequences; larger heads.

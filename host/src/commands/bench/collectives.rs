@@ -32,7 +32,7 @@ pub struct Collectives {
     hardware: Hardware,
 
     #[command(flatten)]
-    json: Json,
+    pub(super) json: Json,
 }
 
 const COLUMNS: &[Column] = &[

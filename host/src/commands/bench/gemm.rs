@@ -44,7 +44,7 @@ pub struct Gemm {
     hardware: Hardware,
 
     #[command(flatten)]
-    json: Json,
+    pub(super) json: Json,
 }
 
 /// Parses rows, output channels and input channels.

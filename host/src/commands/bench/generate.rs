@@ -37,7 +37,7 @@ pub struct Generate {
     hardware: Hardware,
 
     #[command(flatten)]
-    json: Json,
+    pub(super) json: Json,
 }
 
 const COLUMNS: &[Column] = &[

@@ -37,7 +37,7 @@ pub struct Kernels {
     hardware: Hardware,
 
     #[command(flatten)]
-    json: Json,
+    pub(super) json: Json,
 }
 
 /// The models and batches that are timed by default.

@@ -11,6 +11,7 @@ pub mod table;
 mod tokenizer;
 mod trace;
 
+use crate::output;
 use engine::Result;
 
 /// Time the parts of a training step, text generation, or a tokenizer
@@ -27,6 +28,7 @@ pub enum Bench {
 
 /// Runs a benchmark and prints its table.
 pub fn run(bench: &Bench) -> Result<()> {
+    check_outputs(bench)?;
     match bench {
         Bench::Attention(options) => attention::run(options),
         Bench::Collectives(options) => collectives::run(options),
@@ -36,4 +38,22 @@ pub fn run(bench: &Bench) -> Result<()> {
         Bench::Step(options) => step::run(options),
         Bench::Tokenizer(options) => tokenizer::run(options),
     }
+}
+
+/// Fails if a file of the measurements cannot be written.
+fn check_outputs(bench: &Bench) -> Result<()> {
+    let json = match bench {
+        Bench::Attention(options) => &options.json,
+        Bench::Collectives(options) => &options.json,
+        Bench::Gemm(options) => &options.json,
+        Bench::Generate(options) => &options.json,
+        Bench::Kernels(options) => &options.json,
+        Bench::Step(options) => {
+            options.trace.as_deref().map_or(Ok(()), |path| output::check(path, trace::TRACE))?;
+            output::check_distinct(options.json.path(), options.trace.as_deref())?;
+            &options.json
+        }
+        Bench::Tokenizer(_) => return Ok(()),
+    };
+    json.check()
 }

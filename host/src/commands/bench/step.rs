@@ -66,7 +66,7 @@ pub struct Step {
 
     /// Write a trace of one step on all ranks to this file, for ui.perfetto.dev or chrome://tracing
     #[arg(long, value_name = "FILE")]
-    trace: Option<PathBuf>,
+    pub(super) trace: Option<PathBuf>,
 
     #[command(flatten)]
     launch: Launch,
@@ -78,7 +78,7 @@ pub struct Step {
     hardware: Hardware,
 
     #[command(flatten)]
-    json: Json,
+    pub(super) json: Json,
 }
 
 const COLUMNS: &[Column] = &[

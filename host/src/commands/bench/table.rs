@@ -1,12 +1,13 @@
 //! Tables of measurements: each row is printed when it is complete, and `--json` saves them all.
 
 use crate::commands::json as json_file;
+use crate::output::{self, Kind, Mark};
 use crate::terminal;
 use anyhow::ensure;
 use engine::{Engine, Result};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// The file for the measurements.
 #[derive(Clone, Debug, Default, clap::Args)]
@@ -14,6 +15,21 @@ pub struct Json {
     /// Also write the measurements to this file as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+}
+
+const MEASUREMENTS: Kind =
+    Kind { name: "measurements of bench", mark: Mark::Keys(&["bench", "version", "machine", "rows"]) };
+
+impl Json {
+    /// Fails if the file cannot be written.
+    pub fn check(&self) -> Result<()> {
+        self.json.as_deref().map_or(Ok(()), |path| output::check(path, MEASUREMENTS))
+    }
+
+    /// Returns the path of the file.
+    pub fn path(&self) -> Option<&Path> {
+        self.json.as_deref()
+    }
 }
 
 /// A column. The heading contains the unit.

@@ -1,12 +1,17 @@
 //! The trace of a step in the Trace Event Format of Chrome, which <https://ui.perfetto.dev> and `chrome://tracing` open: one process
 //! for each rank, one thread for each stream. Times are in microseconds.
 
+use crate::output::{Kind, Mark};
 use anyhow::Context;
 use engine::{Interval, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::Path;
+
+/// The file of [`write`], whose keys are sorted.
+pub const TRACE: Kind =
+    Kind { name: "a trace of bench", mark: Mark::Start(&[br#"{"displayTimeUnit":"ms","otherData":{"#]) };
 
 /// The work of a rank during a step. Times begin at the start of the step on this rank, right after a barrier.
 #[derive(Clone, Debug, Serialize, Deserialize)]

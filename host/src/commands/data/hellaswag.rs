@@ -21,6 +21,7 @@ pub struct Hellaswag {
 
 /// Writes the evaluation file.
 pub fn run(args: &Hellaswag) -> Result<()> {
+    evaluation::check(&args.out)?;
     let directory = args.out.parent().unwrap_or(Path::new(""));
     let from = local_or_downloaded(args.from.as_deref(), || Ok(hellaswag::remote()), directory)?;
     evaluation::write("--hellaswag", &args.out, &hellaswag::read(&from)?)

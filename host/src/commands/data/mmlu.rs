@@ -37,6 +37,7 @@ fn split(text: &str) -> Result<Split, &'static str> {
 /// Converts the files and prints a summary.
 pub fn run(args: &Mmlu) -> Result<()> {
     let out = args.out.clone().unwrap_or_else(|| PathBuf::from(format!("data/mmlu/mmlu_{}.bin", args.split)));
+    evaluation::check(&out)?;
     let directory = out.parent().unwrap_or(Path::new(""));
     let from = local_or_downloaded(args.from.as_deref(), || Ok(mmlu::remote()), directory)?;
     let extracted = tempfile::tempdir().context("cannot create a temporary directory for the CSV files")?;

@@ -64,6 +64,7 @@ pub fn run(args: &Sweep) -> Result<()> {
     for run in &runs {
         run.check_earlier()?;
     }
+    table::check(&args.out)?;
     let stop = Stop::on_signals(None)?;
     let mut out = stdout();
     let mut outcomes = Vec::new();

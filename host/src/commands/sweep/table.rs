@@ -2,6 +2,7 @@
 
 use super::outcome::{Outcome, Results};
 use super::runs::{Axis, Run};
+use crate::output::{self, Kind, Mark};
 use anyhow::Result;
 use std::io::Write;
 use std::path::Path;
@@ -13,6 +14,12 @@ pub const MARKDOWN: &str = "sweep.md";
 
 /// Headings after those of the flags.
 const HEADINGS: [&str; 6] = ["val loss", "train loss", "tokens/s", "seconds", "status", "directory"];
+
+/// Fails if one of the files exists and is not a table of a sweep.
+pub fn check(out: &Path) -> Result<()> {
+    let kind = Kind { name: "a table of sweep", mark: Mark::Contains(HEADINGS[0]) };
+    [CSV, MARKDOWN].into_iter().try_for_each(|name| output::check_existing(&out.join(name), kind))
+}
 
 /// Writes both files.
 pub fn save(out: &Path, axes: &[Axis], outcomes: &[(&Run, Outcome)]) -> Result<()> {

@@ -34,7 +34,7 @@ use engine::Engine;
 use engine::open::{Device, Opened, Precision};
 use engine::plan::Plan;
 use engine::trace::BitFlip;
-use interchange::ModelSource;
+use interchange::{ModelSource, config};
 use model::fit::{self, RunLimits};
 use model::schedule::Schedule;
 use model::{Decoder, Descriptor, Fp8Options, Fp8Settings, Optimizer, PlanOptions, Zero};
@@ -119,6 +119,7 @@ fn train(
     stop: impl FnOnce(Option<PathBuf>) -> Result<Stop>,
 ) -> Result<()> {
     let started = time::now();
+    check_out(args)?;
     let mut elastic_notes = Vec::new();
     let shard = multi_rank::shard(ranks, start.shard_size(args, ranks, &mut elastic_notes))?;
     let (gpu, mut opened) = start.open(args, ranks)?;
@@ -186,6 +187,19 @@ fn train(
         console,
     };
     planned.execute(ranks, engine, args, gpu, started, stop)
+}
+
+/// Fails if a run would write into the Hugging Face directory of its model, whose tokenizer it could replace.
+fn check_out(args: &Options) -> Result<()> {
+    let (Some(model), Some(out)) = (&args.model, &args.out) else { return Ok(()) };
+    let is_hugging_face = Path::new(model).join(config::FILE).is_file();
+    let canonical = |path: &Path| path.canonicalize().ok();
+    ensure!(
+        !is_hugging_face || canonical(Path::new(model)) != canonical(out),
+        "--out: expected another directory than that of the model, found {}; choose a new one",
+        out.display()
+    );
+    Ok(())
 }
 
 /// Returns a note if there are fewer validation batches than a flag says.
