@@ -164,12 +164,24 @@ impl Deref for ByteLevelRef {
 }
 
 static GPT2: LazyLock<ByteLevel> = LazyLock::new(|| {
-    let ranks = tiktoken_rs::r50k_base_singleton();
-    let token = |id| ranks.decode_bytes(&[id]).expect("r50k has an id for each rank").into_boxed_slice();
-    let tokens = (0..GPT2_VOCAB as u32 - 1).map(token).collect();
-    let bpe = Bpe::new(Pattern::Gpt2, tokens).expect("r50k is a byte-level encoding");
+    let bpe = Bpe::new(Pattern::Gpt2, gpt2_tokens()).expect("GPT-2's vocabulary is a byte-level encoding");
     ByteLevel::new(bpe).expect("there are no added tokens")
 });
+
+/// GPT-2's merges: the ids of two tokens, each a u16 in little-endian order.
+const GPT2_MERGES: &[u8] = include_bytes!("../data/gpt2_merges.bin");
+
+/// Returns the bytes of GPT-2's tokens: single bytes in the order of its alphabet, printable ones first, and then the merges.
+fn gpt2_tokens() -> Vec<Box<[u8]>> {
+    let (printable, others): (Vec<u8>, Vec<u8>) =
+        (0..=255).partition(|&byte| byte_level::character(byte) == char::from(byte));
+    let mut tokens: Vec<Box<[u8]>> = printable.into_iter().chain(others).map(|byte| Box::from([byte])).collect();
+    for merge in GPT2_MERGES.as_chunks::<4>().0 {
+        let [left, right] = [[merge[0], merge[1]], [merge[2], merge[3]]].map(|id| usize::from(u16::from_le_bytes(id)));
+        tokens.push([&*tokens[left], &*tokens[right]].concat().into());
+    }
+    tokens
+}
 
 /// The hash of GPT-2's vocabulary.
 const GPT2_FINGERPRINT: u64 = 0x649f48594584c1c6;

@@ -65,6 +65,16 @@ fn special_tokens_are_recognized_on_request() {
 }
 
 #[test]
+fn gpt2_has_the_tokens_of_tiktoken() {
+    let reference = tiktoken_rs::r50k_base_singleton();
+    let tokens = gpt2_tokens();
+    assert_eq!(tokens.len(), GPT2_VOCAB - 1);
+    for (id, token) in (0..).zip(tokens) {
+        assert_eq!(reference.decode_bytes(&[id]).unwrap(), *token, "{id}");
+    }
+}
+
+#[test]
 fn long_runs_match_tiktoken() {
     let reference = tiktoken_rs::r50k_base_singleton();
     for unit in [" ", "\n", "a", "é", "7", "!", "\u{3000}", "ab", "=-"] {
