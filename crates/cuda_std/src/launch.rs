@@ -3,7 +3,7 @@
 use crate::Scalar;
 use crate::backend::{Grid, Memory, Report};
 use crate::slice::{GlobalSlice, GlobalSliceMut};
-use std::any::{TypeId, type_name};
+use std::any::TypeId;
 use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -72,6 +72,7 @@ impl Argument {
     /// Copies `value`, which must be plain data without padding: a pointer view, a scalar, or a `#[repr(C)]` struct of
     /// scalars. The device receives a struct by value, with the layout it has on the host.
     #[doc(hidden)]
+    #[inline(never)] // The launch functions of a device crate compile faster.
     pub fn new<T: Copy + 'static>(value: T) -> Self {
         const { assert!(size_of::<T>() <= Self::LIMIT && align_of::<T>() <= align_of::<Line>()) };
         let mut lines = vec![Line([0; 64]); size_of::<T>().div_ceil(size_of::<Line>())].into_boxed_slice();
@@ -83,15 +84,14 @@ impl Argument {
     }
 }
 
-/// Returns the entry point of the instance with the generic arguments of `K`.
+/// Returns the entry point of the instance with the type `key`, which is also given by name.
 #[doc(hidden)]
-pub fn entry_of<K: 'static>(kernel: &str, entries: &[(TypeId, &'static str)]) -> &'static str {
-    let Some((_, entry)) = entries.iter().find(|(key, _)| *key == TypeId::of::<K>()) else {
+pub fn entry_of(kernel: &str, (key, name): (TypeId, &str), entries: &[(TypeId, &'static str)]) -> &'static str {
+    let Some((_, entry)) = entries.iter().find(|(instance, _)| *instance == key) else {
         let have: Vec<_> = entries.iter().map(|(_, entry)| *entry).collect();
         panic!(
-            "kernel {kernel}: expected one of the instances {}, found {}; add it to instances(…) in #[kernel]",
-            have.join(", "),
-            type_name::<K>()
+            "kernel {kernel}: expected one of the instances {}, found {name}; add it to instances(…) in #[kernel]",
+            have.join(", ")
         )
     };
     entry
@@ -99,6 +99,7 @@ pub fn entry_of<K: 'static>(kernel: &str, entries: &[(TypeId, &'static str)]) ->
 
 impl Launch {
     #[doc(hidden)]
+    #[inline(never)]
     pub fn new(name: &'static str, block: [u32; 3], arguments: Vec<Argument>, body: Option<Body>) -> Self {
         Self { name, block, arguments, shared_bytes: 0, body }
     }
@@ -119,6 +120,7 @@ impl Launch {
     }
 
     #[doc(hidden)]
+    #[inline(never)]
     #[must_use]
     pub fn with_shared_bytes(self, shared_bytes: usize) -> Self {
         Self { shared_bytes, ..self }

@@ -358,10 +358,10 @@ fn host_launch(function: &ItemFn, options: &Options, threads: [u32; 3], argument
         let instances = options.instances.iter().map(|i| &i.arguments);
         quote! {{
             struct Key #generics (::core::marker::PhantomData<(#(#types,)*)>) #predicate;
-            ::cuda_std::launch::entry_of::<Key #turbofish>(
-                stringify!(#name),
-                &[#((::core::any::TypeId::of::<Key #instances>(), #entries)),*],
-            )
+            // One table for all instances: in the function of each, it would take most of the build time of a device crate.
+            static ENTRIES: &[(::core::any::TypeId, &str)] = &[#((::core::any::TypeId::of::<Key #instances>(), #entries)),*];
+            let key = (::core::any::TypeId::of::<Key #turbofish>(), ::core::any::type_name::<Key #turbofish>());
+            ::cuda_std::launch::entry_of(stringify!(#name), key, ENTRIES)
         }}
     };
     let body = quote! {
