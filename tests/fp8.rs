@@ -5,7 +5,6 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 const TINY: &[&str] = &[
-    "train",
     "--device",
     "cpu",
     "--layers",
@@ -28,8 +27,10 @@ const TINY: &[&str] = &[
     "0.01",
 ];
 
+/// Trains with flags that replace those in `TINY`.
 fn llm_rs(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_llm-rs")).args([TINY, args].concat()).output().unwrap()
+    let kept: Vec<&[&str]> = TINY.chunks(2).filter(|flag| !args.contains(&flag[0])).collect();
+    Command::new(env!("CARGO_BIN_EXE_llm-rs")).arg("train").args(kept.concat()).args(args).output().unwrap()
 }
 
 fn train(args: &[&str]) -> String {

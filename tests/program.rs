@@ -497,13 +497,29 @@ fn hints_repeat_the_command_as_it_was_called() {
 }
 
 #[test]
-fn the_last_value_of_a_repeated_flag_wins() {
-    let plan = ["train", "--device", "cpu", "--dry-run", "--steps", "7", "--seed", "1", "-x", "3", "--seed", "5"];
-    let printed = succeed(&with(&plan, TINY));
-    let row =
-        |name: &str| printed.lines().find_map(|line| Some(line.strip_prefix(name)?.trim_start().to_owned())).unwrap();
-    assert!(row("steps").starts_with("3, "), "{printed}");
-    assert_eq!(row("seed"), "5");
+fn a_repeated_flag_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("run.toml");
+    fs::write(&config, "train = 'c.bin'\nlr = 1\nkeep = 3\nverbose = true\n").unwrap();
+    let from_file = ["--config", text(&config)];
+    let glob = "quote one pattern that matches all files";
+    for (flags, flag, hint) in [
+        (&["--train", "a.bin", "--train", "b.bin"][..], "--train <GLOB>", glob),
+        (&["-i", "a.bin", "--train=b.bin"], "--train <GLOB>", glob),
+        (&["--train", "a.bin", "-jb.bin", "--val", "c.bin"], "--val <GLOB>", glob),
+        (&["-l", "1", "--batch", "2", "--lr", "1"], "--lr <LR>", "keep one of them"),
+        (&["-nk", "3", "--out", "o", "--keep", "3"], "--keep <N>", "keep one of them"),
+        (&["-y", "--out", "o", "--resume"], "--resume", "keep one of them"),
+        (&["--verbose", "--verbose"], "--verbose", "keep one of them"),
+    ] {
+        for config in [&[][..], &from_file] {
+            let output = llm_rs(&with(&with(&["train"], config), flags));
+            let err = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.code(), Some(2), "{flags:?}: {err}");
+            let start = format!("error: {flag}");
+            assert!(err.starts_with(&start) && err.contains("expected this flag once") && err.contains(hint), "{err}");
+        }
+    }
 }
 
 #[test]

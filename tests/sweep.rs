@@ -31,6 +31,8 @@ fn a_sweep_trains_all_combinations_once_and_lists_failures() {
     // The batch of 3 sequences does not divide --total-batch 64.
     let flags = ["--flag", "lr=0,0.01", "--flag", "batch=2,3"];
     let mut run = with_flags(&arguments, &flags);
+    let batch = run.iter().position(|argument| *argument == "--batch").unwrap();
+    run.drain(batch..batch + 2);
     run.extend(["--total-batch", "64"]);
     let printed = succeed(&run);
     assert!(printed.contains("run 1 of 4: lr=0, batch=2 | val loss "), "{printed}");
@@ -101,6 +103,7 @@ fn sweeps_reject_invalid_flags_before_the_first_run() {
     reject(&["--flag", "out=a,b"], &["expected another flag than out"]);
     reject(&["--flag", "lr=1", "--flag", "lr=2"], &["--flag lr: expected each flag once"]);
     reject(&["--flag", "lr=1,1"], &["expected different values for each run"]);
+    reject(&["--flag", "batch=1,2"], &["--batch <B>: expected this flag once, found it several times"]);
     reject(&["--flag", "lr=1", "--launcher", "'"], &["--launcher: expected a command as for a shell"]);
     let mut after = with_flags(&arguments, &["--flag", "lr=1"]);
     after.push("-ox");
@@ -108,7 +111,7 @@ fn sweeps_reject_invalid_flags_before_the_first_run() {
     fail(&with_flags(&arguments, &[]), &["--flag <NAME=VALUE,VALUE>"]);
     assert!(!out.exists());
     // If no run finishes, the exit code says so.
-    reject(&["--flag", "val=/nowhere.bin"], &["expected at least one finished run, found none; see output.txt"]);
+    reject(&["--flag", "total-batch=33"], &["expected at least one finished run, found none; see output.txt"]);
     succeed(&with_flags(&arguments, &["--flag", "lr=0.5", "--launcher", "env LLM_RS_X=1"]));
     let missing = with_flags(&arguments, &["--flag", "lr=0.25", "--launcher", "/nowhere/launcher"]);
     fail(&missing, &["cannot start /nowhere/launcher"]);

@@ -8,7 +8,7 @@ use crate::config_file::ConfigFile;
 use crate::terminal;
 use crate::version;
 use anyhow::{Context, Result};
-use clap::error::ErrorKind;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command, CommandFactory, FromArgMatches, Parser, Subcommand};
 use std::ffi::OsString;
@@ -19,7 +19,7 @@ use std::path::PathBuf;
 /// `llm-rs train` without flags trains a small model. It needs no data and no GPU, and takes less than a minute.
 #[derive(Debug, Parser)]
 #[command(name = "llm-rs", version = version::short(), long_version = version::long())]
-#[command(max_term_width = 110, args_override_self = true)]
+#[command(max_term_width = 110)]
 pub struct Cli {
     #[command(subcommand)]
     command: Subcommands,
@@ -75,6 +75,12 @@ impl Cli {
         let mut arguments: Vec<OsString> = arguments.into_iter().map(long_flag).collect();
         let command = parser();
         reject_hellaswag_switch(&command, &arguments)?;
+        // The file of --config resolves no conflict of the flags. Conflicts are reported before its flags are added.
+        if let Err(error) = command.clone().try_get_matches_from(&arguments)
+            && error.kind() == ErrorKind::ArgumentConflict
+        {
+            return Err(repeated_flag(command, error).into());
+        }
         let partial = command.clone().ignore_errors(true).try_get_matches_from(&arguments).unwrap_or_default();
         let train = partial.subcommand().filter(|(name, _)| *name == "train");
         let path = |given: &ArgMatches| given.get_one::<PathBuf>("config").cloned();
@@ -148,6 +154,18 @@ fn accept_negative_numbers(command: Command) -> Command {
 fn parse(command: Command, arguments: &[OsString]) -> Result<Cli, clap::Error> {
     let matches = command.try_get_matches_from(arguments)?;
     Ok(Cli { json: has_json(&matches), ..Cli::from_arg_matches(&matches)? })
+}
+
+/// Rewrites the error for a flag that was given twice. Returns any other conflict unchanged.
+fn repeated_flag(mut command: Command, error: clap::Error) -> clap::Error {
+    let argument = match (error.get(ContextKind::InvalidArg), error.get(ContextKind::PriorArg)) {
+        (Some(ContextValue::String(argument)), Some(ContextValue::String(prior))) if argument == prior => argument,
+        _ => return error,
+    };
+    let hint =
+        if argument.ends_with("<GLOB>") { "quote one pattern that matches all files" } else { "keep one of them" };
+    let message = format!("{argument}: expected this flag once, found it several times; {hint}");
+    command.error(ErrorKind::ArgumentConflict, message)
 }
 
 /// Returns whether the command line has the flag `--json` of a command.

@@ -283,7 +283,7 @@ fn settings_that_depend_on_the_number_of_ranks_are_required() {
         let output = world.command(program(), "out", more).args(["--rank", "0", "--world-size", "2"]).output().unwrap();
         (output.status.code(), output_text(&output).1)
     };
-    let (code, errors) = run(&["--min-ranks", "1", "--steps=-1"]);
+    let (code, errors) = run(&["--min-ranks", "1", "--steps", "-1"]);
     assert!(code == Some(1) && errors.contains("--min-ranks: expected a number of --steps, found none"), "{errors}");
     let start = Instant::now();
     let (code, errors) = run(&["--min-ranks", "1", "--total-batch", "100"]);

@@ -174,7 +174,7 @@ fn permanent_failures_and_requested_stops_are_not_restarted() {
         world.script("several_gpus", &["--restarts", "3", "2"], out, more).process_group(0).spawn().unwrap()
     };
     let wrong: [(&[&str], i32, &str); 3] = [
-        (&["--lr=-1"], 2, "--lr"),
+        (&["--lr", "-1"], 2, "--lr"),
         (&["--train", "nothing_*.bin"], PERMANENT, "nothing_*.bin"),
         (&["--total-batch", "100"], PERMANENT, "--total-batch"),
     ];

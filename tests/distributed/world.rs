@@ -55,7 +55,13 @@ impl World {
         for (flag, value) in settings.into_iter().filter(|(flag, _)| !more.contains(flag)) {
             arguments.extend([flag.to_owned(), value.to_owned()]);
         }
-        arguments.extend(more.iter().map(|&flag| flag.to_owned()));
+        // The last value of a flag in `more` replaces the others.
+        let flags: Vec<&[&str]> = more.chunk_by(|_, next| !next.starts_with("--")).collect();
+        for (i, flag) in flags.iter().enumerate() {
+            if !flags[i + 1..].iter().any(|later| later[0] == flag[0]) {
+                arguments.extend(flag.iter().map(|&word| word.to_owned()));
+            }
+        }
         arguments
     }
 
