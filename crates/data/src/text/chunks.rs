@@ -205,7 +205,7 @@ mod tests {
     /// Returns the chunks of documents that arrive in pieces of `piece` bytes.
     fn chunks(documents: &[&str], tokenizer: &Tokenizer, sizes: Sizes, piece: usize) -> (Vec<Chunk>, Counts) {
         let (send, receive) = sync_channel(1000);
-        let encoder = Encoder { tokenizer, keep_special: false, keep_empty: false, sizes };
+        let encoder = Encoder { tokenizer, allow_special: true, keep_empty: false, sizes };
         let mut chunker = Chunker::new(&encoder, send);
         for document in documents {
             let mut rest = *document;

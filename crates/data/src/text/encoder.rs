@@ -24,8 +24,8 @@ pub struct Encoded {
 #[derive(Clone, Copy, Debug)]
 pub struct Encoder<'a> {
     pub tokenizer: &'a Tokenizer,
-    /// Encode special tokens in the text, such as `<|endoftext|>`, as ordinary text.
-    pub keep_special: bool,
+    /// Encode special tokens in the text, such as `<|endoftext|>`, as special tokens instead of ordinary text.
+    pub allow_special: bool,
     /// Encode documents without text, instead of leaving them out.
     pub keep_empty: bool,
     pub sizes: Sizes,
@@ -34,7 +34,7 @@ pub struct Encoder<'a> {
 impl<'a> Encoder<'a> {
     /// Returns an encoder with the rules of llm.c's scripts for named data sets.
     pub fn of_llmc(tokenizer: &'a Tokenizer) -> Self {
-        Self { tokenizer, keep_special: true, keep_empty: true, sizes: SIZES }
+        Self { tokenizer, allow_special: false, keep_empty: true, sizes: SIZES }
     }
 
     /// Encodes the documents that `read` writes into its sink, and passes their tokens to `push`. Returns the result of `read`
@@ -84,7 +84,7 @@ impl<'a> Encoder<'a> {
                 encoded.starts.push(encoded.ids.len());
                 encoded.ids.push(tokenizer.document());
             }
-            let ids = if self.keep_special { tokenizer.encode(text) } else { tokenizer.encode_with_special(text) }?;
+            let ids = if self.allow_special { tokenizer.encode_with_special(text) } else { tokenizer.encode(text) }?;
             encoded.ids.extend(ids);
         }
         // Parts of a tokenizer.json may not be consistent with each other.

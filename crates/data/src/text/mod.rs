@@ -24,8 +24,8 @@ use tokenizer::Tokenizer;
 pub struct Options {
     /// The tokenizer.
     pub tokenizer: Tokenizer,
-    /// Encode special tokens in the text, such as `<|endoftext|>`, as ordinary text.
-    pub keep_special: bool,
+    /// Encode special tokens in the text, such as `<|endoftext|>`, as special tokens instead of ordinary text.
+    pub allow_special: bool,
     /// How the files are read.
     pub reading: Reading,
     /// Fraction of the text in the validation split, in [0, 1).
@@ -79,8 +79,8 @@ fn write_with(found: &Found, out: &Path, options: &Options, sizes: Sizes) -> Res
     );
     let replaces = if options.overwrite { Replaces::Everything } else { Replaces::Nothing };
     let replacement = Replacement::begin(out, replaces)?;
-    let Options { tokenizer, keep_special, val_fraction, shard_tokens, program, .. } = options;
-    let encoder = Encoder { tokenizer, keep_special: *keep_special, keep_empty: false, sizes };
+    let Options { tokenizer, allow_special, val_fraction, shard_tokens, program, .. } = options;
+    let encoder = Encoder { tokenizer, allow_special: *allow_special, keep_empty: false, sizes };
     let validation = Validation::Fraction(*val_fraction);
     let layout = Layout { names: ShardNames::TEXT, shard_tokens: *shard_tokens, validation };
     write_shards(replacement, &encoder, layout, program, |sink| read_all(found, &options.reading, sink))

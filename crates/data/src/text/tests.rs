@@ -8,7 +8,7 @@ use tempfile::TempDir;
 fn options(val_fraction: f64, shard_tokens: usize) -> Options {
     Options {
         tokenizer: Tokenizer::gpt2(),
-        keep_special: false,
+        allow_special: false,
         reading: Reading::default(),
         val_fraction,
         shard_tokens,
@@ -96,16 +96,22 @@ fn few_documents_are_split_at_their_ends() {
 }
 
 #[test]
-fn special_tokens_in_the_text_become_special_unless_kept() {
+fn special_tokens_in_the_text_are_ordinary_text_unless_allowed() {
     let dir = tempfile::tempdir().unwrap();
-    let file = dir.path().join("a.txt");
-    fs::write(&file, "one<|endoftext|>two").unwrap();
+    let files = [("a.txt", "one<|endoftext|>two"), ("b.jsonl", "{\"text\": \"one<|endoftext|>two\"}\n")];
+    let ordinary = [&[50256][..], &plain("one<|endoftext|>two")].concat();
+    assert_eq!(ordinary.iter().filter(|&&id| id == 50256).count(), 1);
     let special = [&[50256][..], &plain("one"), &[50256], &plain("two")].concat();
-    run(std::slice::from_ref(&file), &dir.path().join("special"), &options(0.0, 1000)).unwrap();
-    assert_eq!(train_tokens(&dir.path().join("special")), special);
-    let keep = Options { keep_special: true, ..options(0.0, 1000) };
-    run(&[file], &dir.path().join("kept"), &keep).unwrap();
-    assert_eq!(train_tokens(&dir.path().join("kept")), [&[50256][..], &plain("one<|endoftext|>two")].concat());
+    for (name, text) in files {
+        let file = dir.path().join(name);
+        fs::write(&file, text).unwrap();
+        let tokens = |allow_special: bool| {
+            let out = dir.path().join(format!("{name}-{allow_special}"));
+            run(std::slice::from_ref(&file), &out, &Options { allow_special, ..options(0.0, 1000) }).unwrap();
+            train_tokens(&out)
+        };
+        assert_eq!((tokens(false), tokens(true)), (ordinary.clone(), special.clone()), "{name}");
+    }
 }
 
 /// Four documents, and a data set of them.
@@ -246,9 +252,11 @@ fn a_large_vocabulary_is_stored_in_32_bits() {
     assert!(begin > 65_535);
     let out = dir.path().join("out");
     run(&[text], &out, &Options { tokenizer: tokenizer.clone(), ..options(0.0, 1000) }).unwrap();
-    assert_eq!(train_tokens(&out), [begin, u32::from(b'a'), begin]);
+    let ordinary = tokenizer.encode("a<|begin_of_text|>").unwrap();
+    assert!(!ordinary.contains(&begin));
+    assert_eq!(train_tokens(&out), [&[begin][..], &ordinary].concat());
     let bytes = fs::read(out.join("train_000000.bin")).unwrap();
-    assert_eq!((bytes.len(), &bytes[..8]), (1024 + 12, &[0xa1, 0xd9, 0x34, 1, 7, 0, 0, 0][..]));
+    assert_eq!((bytes.len(), &bytes[..8]), (1024 + 4 * (1 + ordinary.len()), &[0xa1, 0xd9, 0x34, 1, 7, 0, 0, 0][..]));
     assert_eq!(fs::read(out.join("tokenizer.model")).unwrap(), fs::read(&path).unwrap());
     let dataset = Dataset::read(&out).unwrap().unwrap();
     let message = dataset.check_vocab(&out, "--model d12", 50257).unwrap_err().to_string();

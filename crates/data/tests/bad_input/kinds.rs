@@ -23,7 +23,7 @@ pub struct Kinds {
 pub fn options() -> Options {
     Options {
         tokenizer: Tokenizer::gpt2(),
-        keep_special: false,
+        allow_special: false,
         reading: Reading::default(),
         val_fraction: 0.0,
         shard_tokens: 100,

@@ -41,9 +41,10 @@ pub struct Text {
     #[arg(long, value_name = "NAME|PATH", default_value = "gpt2")]
     tokenizer: String,
 
-    /// Encode special tokens in the text, such as <|endoftext|>, as ordinary text
+    /// Encode special tokens in the text, such as <|endoftext|>, as special tokens instead of ordinary text. Only for text that you
+    /// trust: each <|endoftext|> begins a new document
     #[arg(long)]
-    keep_special: bool,
+    allow_special: bool,
 
     /// Fraction of the documents used for validation; with few documents, the fraction at the end of each
     #[arg(long, value_name = "X", default_value = "0", value_parser = fraction)]
@@ -83,7 +84,7 @@ pub fn run(args: &Text) -> Result<()> {
     let found = documents::find(&args.files, &args.extensions, Some(&args.out))?;
     let options = text::Options {
         tokenizer: Tokenizer::named(&args.tokenizer)?,
-        keep_special: args.keep_special,
+        allow_special: args.allow_special,
         reading: Reading { format: args.format, field: args.field.clone(), separator: args.separator.clone() },
         val_fraction: args.val_fraction,
         shard_tokens: args.shard_tokens,
