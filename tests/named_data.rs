@@ -118,6 +118,55 @@ fn check_prints_a_table_and_each_problem() {
     reports(&[text(&wide)], &["token 128256 at position 1: expected ids below 128256"], 1);
 }
 
+#[test]
+fn shards_inside_of_long_documents_pass_the_check_and_damaged_ones_do_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let words = "The rain in Spain stays mainly in the plain. ";
+    for i in 0..3 {
+        fs::write(dir.path().join(format!("{i}.txt")), words.repeat(300)).unwrap();
+    }
+    let write = |out: &str, file: &str, flags: &[&str]| {
+        let (out, file) = (dir.path().join(out), dir.path().join(file));
+        let data = ["data", "text", text(&file), "--out", text(&out), "--shard-tokens", "1000"];
+        succeed(&[&data[..], flags].concat());
+        out
+    };
+    let one = write("one", "0.txt", &[]);
+    let several = write("several", "?.txt", &["--val-fraction", "0.2"]);
+    for out in [&one, &several] {
+        let table = succeed(&["data", "check", text(&out.join("*.bin"))]);
+        assert!(table.contains(" 0 ") && table.contains(" inside "), "{table}");
+        // Each file passes alone, too.
+        for name in entries(out).iter().filter(|name| name.ends_with(".bin")) {
+            succeed(&["data", "check", text(&out.join(name))]);
+        }
+    }
+    let shard = one.join("train_000001.bin");
+    let bytes = fs::read(&shard).unwrap();
+    let different = |damaged: &[u8]| {
+        fs::write(&shard, damaged).unwrap();
+        reports(
+            &[text(&one.join("*.bin"))],
+            &["train_000001.bin: expected tokens with hash "],
+            entries(&one).len() - 1,
+        );
+    };
+    let mut one_bit = bytes.clone();
+    one_bit[2000] ^= 1;
+    different(&one_bit);
+    different(&[&bytes[..1024], &vec![0; bytes.len() - 1024]].concat());
+    fs::write(&shard, &bytes).unwrap();
+    succeed(&["data", "check", text(&one.join("*.bin"))]);
+    // Earlier versions recorded no hashes.
+    let description = one.join("dataset.json");
+    let mut json: serde_json::Value = serde_json::from_str(&fs::read_to_string(&description).unwrap()).unwrap();
+    for split in ["train", "val"] {
+        json[split].as_object_mut().unwrap().remove("hashes");
+    }
+    fs::write(&description, json.to_string()).unwrap();
+    succeed(&["data", "check", text(&one.join("*.bin"))]);
+}
+
 /// Asserts that `data check` prints these problems in this number of files, and no others.
 fn reports(args: &[&str], problems: &[&str], files: usize) {
     let error = format!("expected valid token files, found {} problems in {files} files", problems.len());

@@ -47,7 +47,7 @@ pub fn write(text: &Path, out: &Path, tokenizer: &Tokenizer, program: &str) -> R
 mod tests {
     use super::*;
     use crate::Tokens;
-    use crate::dataset::{Dataset, Split};
+    use crate::dataset::Dataset;
     use std::fs;
 
     fn read(path: &Path) -> Vec<u32> {
@@ -75,7 +75,7 @@ mod tests {
         assert!([val, train].concat() == expected);
         let dataset = Dataset::read(&out).unwrap().unwrap();
         assert_eq!((dataset.name.as_str(), dataset.program.as_str()), ("tiny_shakespeare", "test"));
-        assert_eq!(dataset.val, Split { shards: 1, tokens: VALIDATION_TOKENS });
+        assert_eq!((dataset.val.shards, dataset.val.tokens), (1, VALIDATION_TOKENS));
         assert_eq!((&dataset.train, &dataset.input), (&summary.train, &summary.input));
         assert_eq!((dataset.input.files, dataset.input.documents, dataset.input.empty_documents), (1, repeats + 2, 1));
     }

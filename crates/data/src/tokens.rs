@@ -4,14 +4,15 @@
 //! as u16 with magic 20240520 and version 1, or as u32 with magic 20240801 and version 7 (llm.c's format for Llama 3).
 
 use crate::header::{self, Format, HEADER_BYTES};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Error, Result, anyhow, ensure};
 use std::fmt;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use xxhash_rust::xxh3::Xxh3;
 
 /// The number of bytes that a file stores per token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,7 +69,10 @@ enum Source {
 struct Shard {
     path: PathBuf,
     width: Width,
-    version: FileVersion,
+    /// The version whose contents are known to be those of the file that was opened.
+    version: Mutex<FileVersion>,
+    /// The hash of the tokens, if the data set records it.
+    hash: Option<u64>,
 }
 
 /// Identifies the contents of a file without reading them.
@@ -76,14 +80,21 @@ struct Shard {
 struct FileVersion {
     inode: u64,
     size: u64,
-    /// Time of the last change, in seconds and nanoseconds.
+    /// Time of the last change of the contents, in seconds and nanoseconds. A program may set it to any value.
     modified: (i64, i64),
+    /// Time of the last change of contents or attributes.
+    changed: (i64, i64),
 }
 
 impl FileVersion {
     fn of(file: &File) -> io::Result<Self> {
         let found = file.metadata()?;
-        Ok(Self { inode: found.ino(), size: found.len(), modified: (found.mtime(), found.mtime_nsec()) })
+        Ok(Self {
+            inode: found.ino(),
+            size: found.len(),
+            modified: (found.mtime(), found.mtime_nsec()),
+            changed: (found.ctime(), found.ctime_nsec()),
+        })
     }
 }
 
@@ -96,19 +107,59 @@ impl Shard {
             .with_context(|| format!("cannot read tokens {start}..{end} of {}", self.path.display()))
     }
 
-    /// Reads bytes at a position of the file. Fails if the file has changed since [`Tokens::open`].
+    /// Reads bytes at a position of the file. Fails if the contents may have changed since [`Tokens::open`].
     fn read_exact_at(&self, bytes: &mut [u8], at: u64) -> Result<()> {
         let file = bounded_file::open(&self.path)?;
-        let found = FileVersion::of(&file)?;
-        ensure!(
-            found == self.version,
-            "the file changed after it was opened: expected {} bytes, unmodified, found {} bytes{}; do not replace token \
-             files during a run",
-            self.version.size,
-            found.size,
-            if found.size == self.version.size { ", modified" } else { "" }
-        );
-        Ok(file.read_exact_at(bytes, at)?)
+        self.check_version(&file)?;
+        let read = file.read_exact_at(bytes, at);
+        // The file may have changed between the check and the read.
+        if self.check_version(&file)? { Ok(read?) } else { self.read_exact_at(bytes, at) }
+    }
+
+    /// Returns whether the file still has the known version. Returns false if it has another version whose tokens have the recorded
+    /// hash, which becomes the known version: the file was touched, linked or replaced by a copy.
+    fn check_version(&self, file: &File) -> Result<bool> {
+        let mut known = self.version.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = FileVersion::of(file)?;
+        if found == *known {
+            return Ok(true);
+        }
+        let same_contents = match self.hash {
+            Some(hash) if found.size == known.size => hash_of(file)? == hash && FileVersion::of(file)? == found,
+            _ => false,
+        };
+        if !same_contents {
+            return Err(changed(*known, found));
+        }
+        *known = found;
+        Ok(false)
+    }
+}
+
+/// Returns the error for a file that has changed.
+fn changed(known: FileVersion, found: FileVersion) -> Error {
+    anyhow!(
+        "the file changed after it was opened: expected {} bytes, unmodified, found {} bytes{}; do not replace token files during \
+         a run",
+        known.size,
+        found.size,
+        if found.size == known.size { ", modified" } else { "" }
+    )
+}
+
+/// Returns the XXH3 hash of the tokens in a file, without the header.
+fn hash_of(file: &File) -> io::Result<u64> {
+    let mut hash = Xxh3::new();
+    let mut block = vec![0; 1 << 20];
+    let mut at = HEADER_BYTES as u64;
+    loop {
+        match file.read_at(&mut block, at)? {
+            0 => return Ok(hash.digest()),
+            read => {
+                hash.update(&block[..read]);
+                at += read as u64;
+            }
+        }
     }
 }
 
@@ -134,7 +185,7 @@ impl Tokens {
             "{name} is {}: expected {expected} bytes for the {len} tokens in the header, found {size}",
             if size < expected { "truncated" } else { "too long" }
         );
-        let shard = Shard { path: path.to_owned(), width, version };
+        let shard = Shard { path: path.to_owned(), width, version: Mutex::new(version), hash: None };
         Ok(Self { name, len, source: Source::File(Arc::new(shard)) })
     }
 
@@ -147,6 +198,27 @@ impl Tokens {
     pub fn in_memory(name: impl Into<String>, tokens: impl IntoIterator<Item: Into<u32>>) -> Self {
         let tokens: Vec<u32> = tokens.into_iter().map(Into::into).collect();
         Self { name: name.into(), len: tokens.len(), source: Source::Memory(Arc::new(tokens)) }
+    }
+
+    /// Sets the hash of the tokens that the data set records. A file that changes while it is in use is then no error if its tokens
+    /// still have this hash.
+    #[must_use]
+    pub fn with_recorded_hash(self, hash: Option<u64>) -> Self {
+        let source = match self.source {
+            Source::File(shard) => {
+                let version = Mutex::new(*shard.version.lock().unwrap_or_else(PoisonError::into_inner));
+                Source::File(Arc::new(Shard { path: shard.path.clone(), width: shard.width, version, hash }))
+            }
+            memory @ Source::Memory(_) => memory,
+        };
+        Self { source, ..self }
+    }
+
+    /// Returns the hash of the tokens, or `None` in memory.
+    pub fn hash(&self) -> Result<Option<u64>> {
+        let Source::File(shard) = &self.source else { return Ok(None) };
+        let hash = bounded_file::open(&shard.path).and_then(|file| hash_of(&file));
+        hash.map(Some).with_context(|| format!("cannot read {}", self.name))
     }
 
     /// Returns the number of tokens.
@@ -257,19 +329,20 @@ pub fn write<T: Copy + Into<u32>>(path: &Path, tokens: &[T], width: Width) -> Re
 
 /// Writes a `.bin` file in parts, without holding it in memory. The file has no valid header before
 /// [`finish`](Self::finish).
-#[derive(Debug)]
 pub struct Writer {
     path: PathBuf,
     file: BufWriter<File>,
     width: Width,
     len: usize,
+    hash: Xxh3,
 }
 
 impl Writer {
     /// Creates the file.
     pub fn create(path: &Path, width: Width) -> Result<Self> {
         let file = File::create(path).with_context(|| format!("cannot write {}", path.display()))?;
-        let mut writer = Self { path: path.to_owned(), file: BufWriter::with_capacity(1 << 20, file), width, len: 0 };
+        let file = BufWriter::with_capacity(1 << 20, file);
+        let mut writer = Self { path: path.to_owned(), file, width, len: 0, hash: Xxh3::new() };
         writer.write(&[0; HEADER_BYTES])?;
         Ok(writer)
     }
@@ -299,20 +372,22 @@ impl Writer {
                 debug_assert!(self.width == Width::U32 || u16::try_from(*token).is_ok(), "token {token} in 16 bits");
                 bytes.extend_from_slice(&token.to_le_bytes()[..self.width.bytes()]);
             }
+            self.hash.update(&bytes);
             self.write(&bytes)?;
         }
         Ok(())
     }
 
-    /// Writes the header and syncs the file to disk.
-    pub fn finish(mut self) -> Result<()> {
+    /// Writes the header and syncs the file to disk. Returns the hash of the tokens, as [`Tokens::hash`] does.
+    pub fn finish(mut self) -> Result<u64> {
         let header = self.width.format().header_bytes(&[self.len as i32]);
         let finish = |file: &mut BufWriter<File>| {
             file.flush()?;
             file.get_ref().write_all_at(&header, 0)?;
             file.get_ref().sync_all()
         };
-        finish(&mut self.file).with_context(|| format!("cannot write {}", self.path.display()))
+        finish(&mut self.file).with_context(|| format!("cannot write {}", self.path.display()))?;
+        Ok(self.hash.digest())
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
@@ -382,6 +457,42 @@ mod tests {
         let replaced = || write(&path, &[4u16, 5, 6], Width::U16).unwrap();
         assert!(change(&replaced).contains("found 1030 bytes, modified"));
         assert!(change(&|| fs::remove_file(&path).unwrap()).contains("No such file"));
+        let in_place = |at: u64, restore_time: bool| {
+            let time = fs::metadata(&path).unwrap().modified().unwrap();
+            let file = fs::OpenOptions::new().write(true).open(&path).unwrap();
+            file.write_all_at(&[9], at).unwrap();
+            if restore_time {
+                file.set_modified(time).unwrap();
+            }
+        };
+        assert!(change(&|| in_place(1026, false)).contains("found 1030 bytes, modified"));
+        assert!(change(&|| in_place(1026, true)).contains("found 1030 bytes, modified"));
+    }
+
+    #[test]
+    fn a_file_with_a_recorded_hash_may_be_touched_or_replaced_by_a_copy() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("shard.bin");
+        let ids = [1u16, 2, 3];
+        write(&path, &ids, Width::U16).unwrap();
+        let hash = Tokens::open(&path).unwrap().hash().unwrap();
+        let tokens = Tokens::open(&path).unwrap().with_recorded_hash(hash);
+        let read = || {
+            let mut found = [0; 3];
+            tokens.read(0, &mut found).map(|()| found)
+        };
+        let touch = || fs::File::open(&path).unwrap().set_modified(std::time::SystemTime::UNIX_EPOCH).unwrap();
+        let copy = || write(&path, &ids, Width::U16).unwrap();
+        for change in [&touch as &dyn Fn(), &copy, &touch] {
+            change();
+            assert_eq!(read().unwrap(), [1, 2, 3]);
+        }
+        write(&path, &[1u16, 2, 4], Width::U16).unwrap();
+        let message = format!("{:#}", read().unwrap_err());
+        assert!(message.contains("shard.bin") && message.contains("found 1030 bytes, modified"), "{message}");
+        // The file is accepted when its contents are back.
+        copy();
+        assert_eq!(read().unwrap(), [1, 2, 3]);
     }
 
     #[test]
@@ -396,8 +507,9 @@ mod tests {
             writer.push(&tokens[..7]).unwrap();
             writer.push(&tokens[7..]).unwrap();
             assert_eq!(writer.len(), 40_000);
-            writer.finish().unwrap();
+            let hash = writer.finish().unwrap();
             assert!(fs::read(&paths[0]).unwrap() == fs::read(&paths[1]).unwrap());
+            assert_eq!(Tokens::open(&paths[0]).unwrap().hash().unwrap(), Some(hash));
         }
     }
 

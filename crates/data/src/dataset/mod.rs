@@ -44,6 +44,9 @@ pub struct Split {
     pub shards: usize,
     /// Tokens in all shards.
     pub tokens: usize,
+    /// The XXH3 hash of the tokens of each shard, in hexadecimal, by file name. Earlier versions did not record it.
+    #[serde(default)]
+    pub hashes: BTreeMap<String, String>,
 }
 
 /// The amount of text that was read.
@@ -79,6 +82,13 @@ impl Dataset {
             )
         })?;
         Ok(Some(dataset))
+    }
+
+    /// Returns the recorded hash of the tokens of a shard.
+    pub fn hash(&self, shard: &Path) -> Option<u64> {
+        let name = shard.file_name()?.to_str()?;
+        let hash = self.train.hashes.get(name).or_else(|| self.val.hashes.get(name))?;
+        u64::from_str_radix(hash, 16).ok()
     }
 
     /// Checks that a model with `vocab` ids accepts the tokens. `model` names it.

@@ -6,7 +6,7 @@ fn dataset(tokens: usize) -> Dataset {
     Dataset {
         name: String::new(),
         tokenizer: Encoding::from(&Tokenizer::gpt2()),
-        train: Split { shards: 1, tokens },
+        train: Split { shards: 1, tokens, ..Split::default() },
         val: Split::default(),
         input: Input::default(),
         program: "test".into(),

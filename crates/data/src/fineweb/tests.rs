@@ -1,6 +1,6 @@
 use super::*;
 use crate::Tokens;
-use crate::dataset::{Dataset, Split};
+use crate::dataset::Dataset;
 use parquet::basic::{Compression, Type, ZstdLevel};
 use parquet::data_type::{ByteArray, ByteArrayType, DoubleType, Int64Type};
 use parquet::file::properties::WriterProperties;
@@ -134,8 +134,8 @@ fn parquet_files_become_llm_cs_shards() {
         }
         let dataset = Dataset::read(&out).unwrap().unwrap();
         assert_eq!((dataset.name.as_str(), dataset.input.files, dataset.input.documents), ("edu_fineweb", 2, 900));
-        assert_eq!(dataset.val, Split { shards: 1, tokens: size });
-        assert_eq!(dataset.train, Split { shards: found.len() - 1, tokens: total - size });
+        assert_eq!((dataset.val.shards, dataset.val.tokens), (1, size));
+        assert_eq!((dataset.train.shards, dataset.train.tokens), (found.len() - 1, total - size));
         assert_eq!((dataset.train, dataset.val, dataset.input), (summary.train, summary.val, summary.input));
     }
 }

@@ -227,8 +227,9 @@ impl ShardWriter {
 
     fn end_shard(&mut self) -> Result<()> {
         if let Some(shard) = self.current.take() {
+            let name = self.names.file(self.split, self.first + self.written.shards);
+            self.written.hashes.insert(name, format!("{:016x}", shard.finish()?));
             self.written.shards += 1;
-            shard.finish()?;
         }
         Ok(())
     }

@@ -68,8 +68,9 @@ fn documents_are_delimited_split_and_sharded() {
     let summary = run(&files, &out, &options(0.1, 100)).unwrap();
     let (train_shards, train) = read_all(&out.join("train_*.bin"));
     let (val_shards, val) = read_all(&out.join("val_*.bin"));
-    assert_eq!(summary.train, Split { shards: train_shards, tokens: train.len() });
-    assert_eq!(summary.val, Split { shards: val_shards, tokens: val.len() });
+    let amounts = |split: &Split| (split.shards, split.hashes.len(), split.tokens);
+    assert_eq!(amounts(&summary.train), (train_shards, train_shards, train.len()));
+    assert_eq!(amounts(&summary.val), (val_shards, val_shards, val.len()));
     assert_eq!(train_shards, train.len().div_ceil(100));
     let decode =
         |ids: &[u32]| Tokenizer::gpt2().text(ids).split("<|endoftext|>").skip(1).map(String::from).collect::<Vec<_>>();

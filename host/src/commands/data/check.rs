@@ -6,7 +6,7 @@ use crate::terminal;
 use crate::values::count;
 use anyhow::{Result, ensure};
 use data::check::{self, Report};
-use data::{Tokens, tokens};
+use data::{Tokens, dataset, tokens};
 use serde::Serialize;
 use serde_json::json;
 use std::path::Path;
@@ -15,7 +15,7 @@ use tokenizer::Tokenizer;
 /// Vocabulary size and document token of llm.c's 32-bit files.
 const LLAMA3: (usize, u32) = (128_256, 128_000);
 
-/// Check token files: header, size, ids, and the tokens that precede documents
+/// Check token files: header, size, ids, and the hashes in dataset.json, or the tokens that precede documents
 #[derive(Debug, clap::Args)]
 pub struct Check {
     /// Token files (.bin), or patterns for them
@@ -75,11 +75,11 @@ pub fn run(args: &Check) -> Result<()> {
     let mut reports = Vec::new();
     for file in &files {
         let report = match check_file(file, args.vocab, tokenizer.as_ref()) {
-            Ok((tokens, limits, report)) => {
+            Ok(Checked { tokens, vocab, report, problem }) => {
                 total += tokens.len();
                 documents += report.documents;
-                problems += report.invalid + usize::from(report.documents == 0);
-                FileReport::new(&tokens, &report, &limits)
+                problems += report.invalid + usize::from(problem.is_some());
+                FileReport::new(&tokens, &report, vocab, problem)
             }
             Err(error) => {
                 problems += 1;
@@ -101,31 +101,41 @@ pub fn run(args: &Check) -> Result<()> {
     Ok(())
 }
 
-/// The ids that a file may contain.
-struct Limits {
+/// A file that has been read.
+struct Checked {
+    tokens: Tokens,
     vocab: usize,
-    /// The token that precedes each document.
-    document: u32,
+    report: Report,
+    /// A problem other than ids outside of the vocabulary.
+    problem: Option<String>,
 }
 
-fn check_file(file: &Path, vocab: Option<usize>, tokenizer: Option<&Tokenizer>) -> Result<(Tokens, Limits, Report)> {
+fn check_file(file: &Path, vocab: Option<usize>, tokenizer: Option<&Tokenizer>) -> Result<Checked> {
     let tokens = Tokens::open(file)?;
     let tokenizer = match tokenizer {
         Some(tokenizer) => Some(tokenizer.clone()),
         None => default_tokenizer(file, &tokens)?,
     };
     let (default, document) = tokenizer.map_or(LLAMA3, |tokenizer| (tokenizer.vocab(), tokenizer.document()));
-    let limits = Limits { vocab: vocab.unwrap_or(default), document };
-    let report = check::shard(&tokens, limits.vocab, document)?;
-    Ok((tokens, limits, report))
+    let vocab = vocab.unwrap_or(default);
+    let report = check::shard(&tokens, vocab, document)?;
+    let problem = match dataset::read_for_shard(file)? {
+        Some(dataset) => different_hash(&tokens, dataset.hash(file))?,
+        // A file of a described data set may lie inside of one long document.
+        None if report.documents > 0 => None,
+        None => Some(format!("{tokens}: expected token {document} before each document, found none")),
+    };
+    Ok(Checked { tokens, vocab, report, problem })
 }
 
 impl FileReport {
-    fn new(tokens: &Tokens, report: &Report, limits: &Limits) -> Self {
+    fn new(tokens: &Tokens, report: &Report, vocab: usize, problem: Option<String>) -> Self {
         let Report { documents, longest, largest, starts_with_document, .. } = *report;
         let bits = tokens.width().map_or(0, |width| 8 * width.bytes());
         let contents = Contents { tokens: tokens.len(), bits, documents, longest, largest, starts_with_document };
-        Self { file: tokens.to_string(), contents: Some(contents), problems: problems(tokens, report, limits) }
+        let mut problems = invalid_ids(tokens, report, vocab);
+        problems.extend(problem);
+        Self { file: tokens.to_string(), contents: Some(contents), problems }
     }
 
     fn print(&self) -> Result<()> {
@@ -140,7 +150,8 @@ impl FileReport {
     }
 }
 
-fn problems(tokens: &Tokens, report: &Report, Limits { vocab, document }: &Limits) -> Vec<String> {
+/// Describes the first ids outside of the vocabulary.
+fn invalid_ids(tokens: &Tokens, report: &Report, vocab: usize) -> Vec<String> {
     let invalid = |(position, id): &(usize, u32)| {
         format!("{tokens}: token {id} at position {position}: expected ids below {vocab}")
     };
@@ -149,8 +160,18 @@ fn problems(tokens: &Tokens, report: &Report, Limits { vocab, document }: &Limit
     if more > 0 {
         problems.push(format!("{tokens}: {more} more ids of at least {vocab}"));
     }
-    if report.documents == 0 {
-        problems.push(format!("{tokens}: expected token {document} before each document, found none"));
-    }
     problems
+}
+
+/// Compares the tokens with the recorded hash, if there is one.
+fn different_hash(tokens: &Tokens, recorded: Option<u64>) -> Result<Option<String>> {
+    let Some(recorded) = recorded else { return Ok(None) };
+    let found = tokens.hash()?.filter(|found| *found != recorded);
+    Ok(found.map(|found| {
+        format!(
+            "{tokens}: expected tokens with hash {recorded:016x}, as recorded in {}, found {found:016x}; restore the file or make \
+             the data set again",
+            dataset::FILE_NAME
+        )
+    }))
 }
