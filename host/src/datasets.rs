@@ -1,9 +1,21 @@
 //! The descriptions of the data sets that a command reads.
 
-use anyhow::{Context, Result, ensure};
+use crate::hints;
+use anyhow::{Context, Result, anyhow, ensure};
+use data::Tokens;
 use data::dataset::{self, Dataset};
 use std::path::{Path, PathBuf};
 use tokenizer::Identity;
+
+/// Opens the token files that match a glob pattern. If they are files with text, the error names the command that tokenizes them.
+pub fn open_tokens(pattern: &str) -> Result<Vec<Tokens>> {
+    Tokens::open_all(pattern).map_err(|error| match hints::tokenize(pattern) {
+        Some(command) => {
+            anyhow!("{pattern}: expected token files (.bin), found text; tokenize it first: {command}")
+        }
+        None => error,
+    })
+}
 
 /// The data sets that have a description, each with its directory. All have the same tokenizer.
 #[derive(Clone, Debug)]

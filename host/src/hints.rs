@@ -1,6 +1,8 @@
 //! Suggested commands, spelled the way the user called the program and quoted for a shell.
 
+use data::documents;
 use std::env;
+use std::path::{Path, PathBuf};
 
 /// How this process was called.
 pub struct Invocation {
@@ -53,6 +55,37 @@ impl Invocation {
         let kept = self.arguments.iter().map(String::as_str).filter(|argument| !removed.contains(argument));
         self.command(kept.chain(added.iter().copied()))
     }
+}
+
+/// Returns the command that tokenizes the files which match a glob pattern, or those in a directory. Returns `None` if there are
+/// token files or no text.
+pub fn tokenize(pattern: &str) -> Option<String> {
+    let found = documents::find(&[PathBuf::from(pattern)], &[], None).ok()?;
+    if found.files.iter().any(|file| file.extension().is_some_and(|extension| extension == "bin")) {
+        return None;
+    }
+    let field = documents::text_field(found.files.first()?)?;
+    let mut command = vec!["data", "text", pattern];
+    if field != "text" {
+        command.extend(["--field", &field]);
+    }
+    let out = unused_directory(pattern);
+    command.extend(["--out", out.to_str()?]);
+    Some(Invocation::current().command(command))
+}
+
+/// Returns a directory in `data` that does not exist, named after a file, a directory, or the directory of a pattern.
+fn unused_directory(pattern: &str) -> PathBuf {
+    let is_pattern = |name: &str| name.contains(['*', '?', '[']);
+    let names = Path::new(pattern).components().rev().filter_map(|part| part.as_os_str().to_str());
+    let stem = |name: &str| name.trim_start_matches('.').split('.').next().unwrap_or_default().to_owned();
+    let name = names.filter(|name| !is_pattern(name)).map(stem).find(|name| !name.is_empty() && name != "/");
+    let name = name.unwrap_or_else(|| "text".to_owned());
+    let numbered = |number: usize| match number {
+        1 => Path::new("data").join(&name),
+        _ => Path::new("data").join(format!("{name}-{number}")),
+    };
+    (1..).map(numbered).find(|path| !path.exists()).unwrap_or_default()
 }
 
 /// Quotes an argument for a POSIX shell.

@@ -2,7 +2,7 @@
 
 use super::json;
 use super::resources::{Hardware, ModelPath, load};
-use crate::datasets::Datasets;
+use crate::datasets::{Datasets, open_tokens};
 use crate::evaluate;
 use crate::evaluate::multiple_choice::{self, Score};
 use crate::evaluate::predictions::Predictions;
@@ -11,7 +11,7 @@ use crate::output::{self, Kind, Mark};
 use crate::terminal;
 use crate::values::count;
 use anyhow::{Context, Result};
-use data::{Geometry, Loader, MultipleChoice, Prefetch, Tokens};
+use data::{Geometry, Loader, MultipleChoice, Prefetch};
 use engine::{BatchLayout, Engine};
 use interchange::ModelSource;
 use model::{Decoder, Descriptor, Unsharded, fit};
@@ -202,7 +202,7 @@ impl Eval {
         BatchLayout { b, t }: BatchLayout,
         tokenizer: Option<&Tokenizer>,
     ) -> Result<Inputs> {
-        let loader = |val: &String| Loader::new(Tokens::open_all(val)?, Geometry::single(b, t), descriptor.vocab, None);
+        let loader = |val: &String| Loader::new(open_tokens(val)?, Geometry::single(b, t), descriptor.vocab, None);
         let open = |path: Option<&Path>, examples| {
             let set =
                 path.map(|path| MultipleChoice::open_first(path, examples)?.with_tokenizer(tokenizer)).transpose()?;

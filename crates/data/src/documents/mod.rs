@@ -4,12 +4,14 @@
 //! here.
 
 mod csv;
+mod field;
 mod find;
 mod jsonl;
 mod parquet;
 mod source;
 mod text;
 
+pub use field::text_field;
 pub use find::{Found, Reason, Skipped, find};
 pub use parquet::check as check_parquet;
 

@@ -9,7 +9,7 @@ use ::parquet::basic::{Compression, Type};
 use ::parquet::column::reader::{ColumnReader, get_column_reader};
 use ::parquet::file::reader::{FileReader, SerializedFileReader};
 use ::parquet::file::serialized_reader::SerializedPageReader;
-use ::parquet::schema::types::SchemaDescriptor;
+use ::parquet::schema::types::{ColumnDescPtr, SchemaDescriptor};
 use anyhow::{Context, Result, bail, ensure};
 use pages::{CheckedFile, CheckedPages};
 use std::fs::{self, File};
@@ -82,6 +82,14 @@ pub fn check(path: &Path, field: &str) -> Result<bool> {
     Ok(reader.metadata().row_groups().iter().any(|group| group.num_rows() > 0))
 }
 
+/// Returns the names of the columns of strings.
+pub fn columns(path: &Path) -> Result<Vec<String>> {
+    let reader = open_file(path)?;
+    let schema = reader.metadata().file_metadata().schema_descr_ptr();
+    let is_text = |column: &&ColumnDescPtr| column.physical_type() == Type::BYTE_ARRAY && column.max_rep_level() == 0;
+    Ok(schema.columns().iter().filter(is_text).map(|column| column.path().string()).collect())
+}
+
 /// Returns the size of a file. Fails for a pipe, which would also block when it is opened.
 fn size(path: &Path) -> Result<u64> {
     let found = fs::metadata(path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -95,18 +103,24 @@ fn size(path: &Path) -> Result<u64> {
 
 /// Opens a file. Returns it with the index of its column `field`. Fails if the column has an unsupported compression.
 fn open(path: &Path, field: &str) -> Result<(SerializedFileReader<File>, usize)> {
+    let reader = open_file(path)?;
+    let metadata = reader.metadata();
+    let column =
+        find_column(metadata.file_metadata().schema_descr(), field).with_context(|| path.display().to_string())?;
+    for group in metadata.row_groups() {
+        check_compression(path, field, decode(path, || group.column(column).compression())?)?;
+    }
+    Ok((reader, column))
+}
+
+/// Opens a file and checks its schema.
+fn open_file(path: &Path) -> Result<SerializedFileReader<File>> {
     let name = path.display();
     let file = bounded_file::open(path).with_context(|| format!("cannot read {name}"))?;
     let invalid =
         || format!("{name}: expected a complete parquet file, found another or a damaged one; download it again");
     schema::check(&file, file.metadata()?.len()).with_context(invalid)?;
-    let reader = decode(path, || SerializedFileReader::new(file))?.with_context(invalid)?;
-    let metadata = reader.metadata();
-    let column = find_column(metadata.file_metadata().schema_descr(), field).with_context(|| name.to_string())?;
-    for group in metadata.row_groups() {
-        check_compression(path, field, decode(path, || group.column(column).compression())?)?;
-    }
-    Ok((reader, column))
+    decode(path, || SerializedFileReader::new(file))?.with_context(invalid)
 }
 
 /// Calls the parquet crate, which panics for some damaged files. Such a panic is an error of the file.
