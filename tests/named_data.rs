@@ -217,7 +217,8 @@ fn tinystories_are_written_and_can_be_trained_on() {
     let (train, val) = (out.join("TinyStories_train.bin"), out.join("TinyStories_val.bin"));
     assert!(printed.contains(&format!("wrote 112 tokens for train, 1 shard: {}", train.display())), "{printed}");
     assert!(printed.contains(&format!("wrote 14 tokens for val, 1 shard: {}", val.display())), "{printed}");
-    assert!(printed.contains(&format!("--train {} --val {} --model d12", train.display(), val.display())), "{printed}");
+    // The validation split is too small for a batch.
+    assert!(printed.contains(&format!(" train --train {} --", train.display())), "{printed}");
     let training = [&["train", "--device", "cpu", "--train", text(&train), "--steps", "1"], TINY].concat();
     succeed(&training);
     let description = fs::read_to_string(out.join("dataset.json")).unwrap();

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 const DEVICE: &str = "Device and precision";
 
 /// The device to compute on, and the precision.
-#[derive(Clone, Debug, clap::Args)]
+#[derive(Clone, Debug, Default, clap::Args)]
 pub struct Hardware {
     /// Device to compute on
     #[arg(long, value_enum, default_value_t, help_heading = DEVICE)]

@@ -2,6 +2,7 @@
 
 use super::download::downloaded;
 use super::output::{print_next, print_summary, program};
+use super::suggestion::Amounts;
 use crate::values::count;
 use anyhow::Result;
 use data::fineweb::{self, Options, Sample, Version};
@@ -48,8 +49,9 @@ pub fn run(args: &Fineweb) -> Result<()> {
         remote.iter().map(|remote| downloaded(remote, &out, "FILE|DIR")).collect::<Result<_>>()?
     };
     let names = sample.names();
+    let vocab = tokenizer.vocab();
     let options = Options { names, shard_tokens: args.shard_tokens, tokenizer, program: program() };
     let written = fineweb::write(&files, &out, &options)?;
     print_summary(&out, names, &written)?;
-    print_next(&out, names, &written, &["--model", "d12"])
+    print_next(&out, names, Amounts::new(&written, args.shard_tokens, vocab))
 }

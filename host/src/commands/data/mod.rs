@@ -8,6 +8,7 @@ mod hellaswag;
 mod mmlu;
 mod output;
 mod show;
+mod suggestion;
 mod text;
 mod tinyshakespeare;
 mod tinystories;

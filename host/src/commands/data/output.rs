@@ -1,5 +1,6 @@
 //! Summary and next command of the commands that write shards.
 
+use super::suggestion::{self, Amounts, Machine};
 use crate::hints::Invocation;
 use crate::terminal;
 use crate::version;
@@ -55,18 +56,15 @@ pub fn print_summary(directory: &Path, names: ShardNames, written: &Summary) -> 
     Ok(())
 }
 
-/// Suggests to train on the data set with these settings.
-pub fn print_next(directory: &Path, names: ShardNames, written: &Summary, settings: &[&str]) -> Result<()> {
+/// Suggests to train on the data set, with settings that fit this machine.
+pub fn print_next(directory: &Path, names: ShardNames, amounts: Amounts) -> Result<()> {
     if terminal::is_quiet() {
         return Ok(());
     }
-    let mut next = vec!["train".to_owned()];
-    for (name, part) in [("train", &written.train), ("val", &written.val)] {
-        if part.shards > 0 {
-            next.extend([format!("--{name}"), directory.join(names.pattern(name)).to_string_lossy().into_owned()]);
-        }
-    }
-    let next = next.iter().map(String::as_str).chain(settings.iter().copied());
-    writeln!(stdout(), "\nnext: {}", Invocation::current().command(next))?;
+    let Some(settings) = suggestion::settings(Machine::current(), amounts) else { return Ok(()) };
+    let data = |name: &str| [format!("--{name}"), directory.join(names.pattern(name)).to_string_lossy().into_owned()];
+    let val = if amounts.has_validation() { data("val").to_vec() } else { Vec::new() };
+    let next = [vec!["train".to_owned()], data("train").to_vec(), val, settings].concat();
+    writeln!(stdout(), "\nnext: {}", Invocation::current().command(next.iter().map(String::as_str)))?;
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! `data text`: tokenizes documents in text, JSON lines, CSV and parquet files.
 
 use super::output::{print_next, print_summary, program};
+use super::suggestion::Amounts;
 use crate::terminal;
 use crate::values::{count, fraction};
 use anyhow::Result;
@@ -108,5 +109,5 @@ pub fn run(args: &Text) -> Result<()> {
             written.val.tokens
         )?;
     }
-    print_next(&args.out, ShardNames::TEXT, &written, &["--model", "d12"])
+    print_next(&args.out, ShardNames::TEXT, Amounts::new(&written, args.shard_tokens, options.tokenizer.vocab()))
 }

@@ -2,6 +2,7 @@
 
 use super::download::local_or_downloaded;
 use super::output::{print_next, print_summary, program};
+use super::suggestion::Amounts;
 use anyhow::Result;
 use data::tinyshakespeare::{self, NAMES};
 use std::path::PathBuf;
@@ -29,6 +30,5 @@ pub fn run(args: &Tinyshakespeare) -> Result<()> {
     let text = local_or_downloaded(args.from.as_deref(), || Ok(tinyshakespeare::remote()), &args.out)?;
     let written = tinyshakespeare::write(&text, &args.out, &tokenizer, &program())?;
     print_summary(&args.out, NAMES, &written)?;
-    let settings = ["--model", "d6", "--batch", "4", "--seq", "64", "--steps", "100"];
-    print_next(&args.out, NAMES, &written, &settings)
+    print_next(&args.out, NAMES, Amounts::new(&written, usize::MAX, tokenizer.vocab()))
 }

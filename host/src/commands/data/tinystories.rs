@@ -2,6 +2,7 @@
 
 use super::download::local_or_downloaded;
 use super::output::{print_next, print_summary, program};
+use super::suggestion::Amounts;
 use anyhow::{Context, Result};
 use data::download;
 use data::tinystories::{self, NAMES};
@@ -34,5 +35,5 @@ pub fn run(args: &Tinystories) -> Result<()> {
     let from = local_or_downloaded(args.from.as_deref(), remote, &args.out)?;
     let written = tinystories::write(&from, &args.out, &tokenizer, &program())?;
     print_summary(&args.out, NAMES, &written)?;
-    print_next(&args.out, NAMES, &written, &["--model", "d12"])
+    print_next(&args.out, NAMES, Amounts::new(&written, usize::MAX, tokenizer.vocab()))
 }
