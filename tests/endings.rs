@@ -3,6 +3,7 @@
 use crate::common::runs::{Results, World, entries, lines, signal, wait_until};
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::FileExt;
 use std::process::{Child, Command, Output, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
@@ -111,6 +112,67 @@ fn a_run_that_fails_saves_its_last_step_first() {
     let mut results = Results::read(&world.path("run"), 4000);
     results.names.retain(|name| !name.contains(&format!("{trained:08}")));
     results.assert_equals(&Results::read(&world.path("reference"), 4000), "after an error");
+}
+
+/// The size and the time of the last change of the contents are those of before.
+#[test]
+fn a_shard_that_is_rewritten_in_place_ends_a_run() {
+    let world = World::new();
+    let long = ["--steps", "20000", "--checkpoint-every", "20000"];
+    let child = piped(&mut world.command("run", &long));
+    let log = world.path("run/main.log");
+    wait_until("the run has logged some steps", || lines(&log) > 50);
+    for shard in ["train_0.bin", "train_1.bin", "train_2.bin"].map(|name| world.path(name)) {
+        let mut bytes = fs::read(&shard).unwrap();
+        bytes[1024..].rotate_left(2);
+        let file = fs::File::options().write(true).open(&shard).unwrap();
+        let modified = file.metadata().unwrap().modified().unwrap();
+        file.write_all_at(&bytes, 0).unwrap();
+        file.set_modified(modified).unwrap();
+    }
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+    let error = line_of(&output, "error: ");
+    for part in ["train_", "the file changed after it was opened", "; the newest checkpoint is of step "] {
+        assert!(error.contains(part), "{error}");
+    }
+}
+
+/// The description of the data set records the hashes of its shards.
+#[test]
+fn a_run_continues_with_shards_that_are_touched_or_replaced_by_copies() {
+    let world = World::new();
+    fs::write(world.path("text.txt"), "To be, or not to be, that is the question. ".repeat(40)).unwrap();
+    let program = env!("CARGO_BIN_EXE_llm-rs");
+    let data = ["data", "text", "text.txt", "--out", "data", "--tokenizer", "bytes", "--shard-tokens", "600"];
+    assert!(Command::new(program).current_dir(world.dir.path()).args(data).status().unwrap().success());
+    let mut train = Command::new(program);
+    train.current_dir(world.dir.path()).args([
+        "train",
+        "--device",
+        "cpu",
+        "--train",
+        "data/train_*.bin",
+        "--out",
+        "run",
+    ]);
+    train.args(["--layers", "1", "--heads", "1", "--channels", "16", "--batch", "2", "--seq", "16", "--steps", "1500"]);
+    let child = piped(train.args(["--sample-every", "0"]));
+    let log = world.path("run/main.log");
+    wait_until("the run has logged some steps", || lines(&log) > 50);
+    for (i, name) in ["train_000000.bin", "train_000001.bin", "train_000002.bin"].iter().enumerate() {
+        let shard = world.path("data").join(name);
+        if i == 0 {
+            fs::File::open(&shard).unwrap().set_modified(std::time::SystemTime::now()).unwrap();
+        } else {
+            let copy = world.path("copy");
+            fs::copy(&shard, &copy).unwrap();
+            fs::rename(&copy, &shard).unwrap();
+        }
+    }
+    assert!(lines(&log) < 1500, "the run ended too early");
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
 }
 
 #[test]

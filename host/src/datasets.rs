@@ -48,6 +48,17 @@ impl Datasets {
         self.0.first().map(|(directory, dataset)| (directory.as_path(), &dataset.tokenizer))
     }
 
+    /// Opens the token files that match a glob pattern, with their recorded hashes.
+    pub fn tokens(&self, pattern: &str) -> Result<Vec<Tokens>> {
+        let with_hash = |tokens: Tokens| {
+            let path = Path::new(tokens.name());
+            let mut in_directory = self.0.iter().filter(|(directory, _)| path.parent() == Some(directory));
+            let hash = in_directory.find_map(|(_, dataset)| dataset.hash(path));
+            tokens.with_recorded_hash(hash)
+        };
+        Ok(open_tokens(pattern)?.into_iter().map(with_hash).collect())
+    }
+
     /// Checks that a model with `vocab` ids accepts the tokens. `model` names it.
     pub fn check_vocab(&self, model: &str, vocab: usize) -> Result<()> {
         self.0.iter().try_for_each(|(directory, dataset)| dataset.check_vocab(directory, model, vocab))

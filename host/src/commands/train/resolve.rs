@@ -110,7 +110,7 @@ impl Resolved {
             vocab: descriptor.vocab,
         };
         let tokenizer = search.find()?;
-        let (train, val) = loaders(options, descriptor, &tokenizer, &batch, rank)?;
+        let (train, val) = loaders(options, descriptor, (&datasets, &tokenizer), &batch, rank)?;
         let hellaswag = options.hellaswag.as_deref();
         let hellaswag =
             hellaswag.map(|path| MultipleChoice::open_first(path, options.hellaswag_examples)).transpose()?;
@@ -199,12 +199,12 @@ impl Batch {
 fn loaders(
     options: &Options,
     descriptor: Descriptor,
-    tokenizer: &Found,
+    (datasets, tokenizer): (&Datasets, &Found),
     batch: &Batch,
     rank: usize,
 ) -> Result<(Loader, Option<Loader>)> {
     let geometry = Geometry { b: batch.b, t: batch.t, ranks: batch.ranks, rank };
-    let (train, val) = tokens(options, descriptor, tokenizer)?;
+    let (train, val) = open_tokens(options, descriptor, datasets, tokenizer)?;
     check_vocabulary(&train, val.as_deref(), descriptor, geometry)?;
     let in_order = |shards| Loader::new(shards, geometry, descriptor.vocab, None);
     let train = if options.overfit_one_batch {
@@ -328,13 +328,18 @@ fn checkpoint_minutes(options: &Options) -> f32 {
 }
 
 /// Opens the shards of the training data and of the validation data.
-fn tokens(options: &Options, descriptor: Descriptor, tokenizer: &Found) -> Result<(Vec<Tokens>, Option<Vec<Tokens>>)> {
+fn open_tokens(
+    options: &Options,
+    descriptor: Descriptor,
+    datasets: &Datasets,
+    tokenizer: &Found,
+) -> Result<(Vec<Tokens>, Option<Vec<Tokens>>)> {
     let Some(train) = &options.train else {
         let tokenizer = tokenizer.tokenizer.clone().map_or_else(|| Tokenizer::of_vocab(descriptor.vocab), Ok);
         let (train, val) = corpus::tokens(&tokenizer.context("the built-in corpus")?)?;
         return Ok((vec![train], Some(vec![val])));
     };
-    let train = Tokens::open_all(train).context("--train")?;
-    let val = options.val.as_deref().map(Tokens::open_all).transpose().context("--val")?;
+    let train = datasets.tokens(train).context("--train")?;
+    let val = options.val.as_deref().map(|val| datasets.tokens(val)).transpose().context("--val")?;
     Ok((train, val))
 }
