@@ -543,6 +543,40 @@ fn the_model_accepts_the_names_of_gpt2() {
     }
 }
 
+/// Returns the value of a row of the table that `train` prints first.
+fn row<'a>(printed: &'a str, name: &str) -> &'a str {
+    let row = printed.lines().find_map(|line| line.strip_prefix(&format!("{name:<20} ")));
+    row.unwrap_or_else(|| panic!("no row {name}: {printed}"))
+}
+
+#[test]
+fn a_named_model_is_planned_without_data_at_its_own_size() {
+    // The example of the help text.
+    let plan = ["train", "--device", "cuda", "--dry-run", "--batch", "8", "--model"];
+    let printed = succeed(&with(&plan, &["gpt2-xl"]));
+    assert!(row(&printed, "parameters").starts_with("1557686400, "), "{printed}");
+    assert_eq!(row(&printed, "batch"), "8 x 1024 tokens x 1 = 8192 per step");
+    assert_eq!([row(&printed, "training data"), row(&printed, "steps")], ["none", "one epoch"]);
+    assert!(printed.contains("warning: planned without data") && !printed.contains("next: "), "{printed}");
+    let printed = succeed(&with(&plan, &["llama3:1b", "--train", "/nowhere/*.bin", "--steps", "7"]));
+    assert!(printed.contains("warning: planned without data") && printed.contains("'/nowhere/*.bin'"), "{printed}");
+    assert_eq!([row(&printed, "training data"), row(&printed, "steps")], ["/nowhere/*.bin, not opened", "7"]);
+    // `plan` has the same defaults.
+    let dir = data();
+    let train = dir.path().join("train.bin");
+    let shape = ["--layers", "1", "--heads", "1", "--channels", "64", "--batch", "1", "--seq", "32"];
+    let out = dir.path().join("short");
+    let run = ["train", "--device", "cpu", "--train", text(&train), "--steps", "1", "--out", text(&out)];
+    succeed(&with(&run, &shape));
+    let printed = succeed(&["plan", "--gpus", "1", "--batch", "1", "--model", text(&out)]);
+    assert!(printed.contains("sequences of 32"), "{printed}");
+    // Data are opened, and their vocabulary is checked.
+    let printed = succeed(&with(&plan, &["gpt2", "--train", text(&train), "--seq", "16", "--tokenizer", "bytes"]));
+    assert!(row(&printed, "model").contains("256 tokens") && printed.contains("next: "), "{printed}");
+    let run = ["train", "--device", "cpu", "--model", "gpt2", "--train", "/nowhere/*.bin"];
+    fail(&run, &["--train: no file matches '/nowhere/*.bin'"]);
+}
+
 #[test]
 fn the_memory_table_is_short_unless_verbose() {
     let run = with(&["train", "--device", "cpu", "--steps", "1", "--val-every", "0", "--sample-every", "0"], TINY);

@@ -1,6 +1,7 @@
 //! Output of `train` before the first step and after the last.
 
 use super::resources::describe;
+use super::train::UNKNOWN_STEPS;
 use crate::gpu_info::GpuInfo;
 use crate::train::Outcome;
 use anyhow::Result;
@@ -26,7 +27,8 @@ pub struct Setup<'a> {
     /// World size.
     pub ranks: usize,
     pub descriptor: Descriptor,
-    pub train: &'a Loader,
+    /// `None` for a plan without data.
+    pub train: Option<&'a Loader>,
     pub val: Option<&'a Loader>,
     pub hellaswag: Option<&'a MultipleChoice>,
     pub tokenizer: Option<&'a Tokenizer>,
@@ -48,7 +50,7 @@ impl Setup<'_> {
             ("recomputation", recomputation(config.recompute).to_owned()),
         ]);
         rows.extend(self.training_data());
-        rows.push(("validation data", self.val.map_or("none".to_owned(), describe_data)));
+        rows.push(("validation data", describe_data_or_pattern(self.val, config.val.as_deref())));
         rows.push(("tokenizer", self.tokenizer.map_or("unknown".to_owned(), ToString::to_string)));
         rows.extend(self.optimizer());
         rows.extend(self.evaluation());
@@ -72,17 +74,22 @@ impl Setup<'_> {
 
     fn training_data(&self) -> Vec<(&'static str, String)> {
         let Config { batch, seq, total_batch, steps, overfit_one_batch, .. } = *self.config;
+        let Some(train) = self.train else {
+            let steps = if steps == UNKNOWN_STEPS { "one epoch".to_owned() } else { steps.to_string() };
+            let data = describe_data_or_pattern(None, self.config.train.as_deref());
+            return vec![("training data", data), ("steps", steps)];
+        };
         if overfit_one_batch {
-            let one = format!("one batch, repeated, of {}", describe_data(self.train));
+            let one = format!("one batch, repeated, of {}", describe_data(train));
             return vec![("training data", one), ("steps", steps.to_string())];
         }
-        let batches = self.train.batches_per_epoch();
-        let order = if self.train.shuffles() { "shuffled" } else { "in order" };
+        let batches = train.batches_per_epoch();
+        let order = if train.shuffles() { "shuffled" } else { "in order" };
         let tokens = batches * batch * seq * self.ranks;
         let epochs = (steps * total_batch) as f64 / tokens as f64;
         let steps_per_epoch = batches / self.config.grad_accum(self.ranks);
         vec![
-            ("training data", describe_data(self.train)),
+            ("training data", describe_data(train)),
             ("epoch", format!("{tokens} tokens in {batches} batches, {steps_per_epoch} steps, {order}")),
             ("steps", format!("{steps}, {epochs:.2} epochs")),
         ]
@@ -114,8 +121,9 @@ impl Setup<'_> {
             _ => format!("{}, {what}", interval(every, config.steps)),
         };
         let mut rows = Vec::new();
-        if let Some(val) = self.val {
-            let batches = config.val_batches.min(val.batches_per_epoch());
+        if self.val.is_some() || self.train.is_none() && config.val.is_some() {
+            let available = self.val.map_or(usize::MAX, |val| val.batches_per_epoch());
+            let batches = config.val_batches.min(available);
             rows.push(("validation", row(config.val_every, format!("{batches} batches"))));
         }
         if let Some(set) = self.hellaswag {
@@ -253,6 +261,15 @@ fn recomputation(recompute: Recompute) -> &'static str {
         Recompute::Activation => "activation",
         Recompute::ActivationAndNorms => "activation and norms",
         Recompute::Layers => "whole layers",
+    }
+}
+
+/// Describes data, or the pattern of files that a plan without data does not open.
+fn describe_data_or_pattern(loader: Option<&Loader>, pattern: Option<&str>) -> String {
+    match (loader, pattern) {
+        (Some(loader), _) => describe_data(loader),
+        (None, Some(pattern)) => format!("{pattern}, not opened"),
+        (None, None) => "none".to_owned(),
     }
 }
 

@@ -6,6 +6,7 @@ mod print;
 use super::bench::table::Json;
 use super::json;
 use super::resources::Fp8Flags;
+use super::train::DEFAULT_SEQ;
 use crate::values::{count, fraction, level, zero_stage};
 use anyhow::{Context, Result, bail};
 use connections::Connections;
@@ -51,9 +52,9 @@ pub struct Plan {
     #[arg(long, value_name = "SIZE", default_value = "80GB", value_parser = bytes)]
     hbm: usize,
 
-    /// Tokens in a sequence
-    #[arg(short = 't', long, default_value = "1024", value_parser = count)]
-    seq: usize,
+    /// Tokens in a sequence [default: 1024, or the model's maximum if that is smaller]
+    #[arg(short = 't', long, value_parser = count)]
+    seq: Option<usize>,
     /// Tokens of a step over all GPUs [default: one micro-batch on each GPU]
     #[arg(short = 'd', long, value_name = "TOKENS", value_parser = count)]
     total_batch: Option<usize>,
@@ -133,7 +134,7 @@ pub fn run(options: &Plan) -> Result<()> {
             "model": options.model,
             "descriptor": descriptor,
             "parameters": descriptor.parameters(),
-            "seq": options.seq,
+            "seq": request.seq,
             "cluster": cluster,
             "connections": connections,
             "hbm_bytes": options.hbm,
@@ -197,7 +198,7 @@ impl Plan {
             links: connections.links,
             slowdown: self.slowdown,
             hbm: self.hbm,
-            seq: self.seq,
+            seq: self.seq.unwrap_or(descriptor.max_seq_len.min(DEFAULT_SEQ)),
             total_batch: self.total_batch,
             batches: self.batch.clone(),
             recompute: self.recompute.clone(),

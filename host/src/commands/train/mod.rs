@@ -9,6 +9,7 @@ mod shape;
 mod without_effect;
 
 pub use options::{GENERAL, Launch, Options};
+pub use resolve::{DEFAULT_SEQ, UNKNOWN_STEPS};
 
 use super::report::{Setup, planned, summary, zero_stages};
 use crate::console::Console;
@@ -130,15 +131,16 @@ fn train(
         out.as_mut().map(|out| std::mem::take(&mut out.found)).unwrap_or_default();
     notes.extend(elastic_notes);
     let resumed = ranks.broadcast(checkpoint.as_ref().map(Checkpoint::descriptor))?;
-    let Resolved { config, descriptor, weights, train, val, hellaswag, tokenizer } =
+    let Resolved { config, descriptor, weights, data, hellaswag, tokenizer, note: without_data } =
         Resolved::new(args, &opened, resumed, ranks.rank(), ranks.world_size())?;
+    let (train, val) = data.map_or((None, None), |(train, val)| (Some(train), val));
     let mut console = multi_rank::console(ranks, args, config.steps)?;
     let gpu_info = (config.gpu_info_every > 0).then(|| gpu_info(opened.device, gpu));
     let setup = Setup {
         config: &config,
         ranks: ranks.world_size(),
         descriptor,
-        train: &train,
+        train: train.as_ref(),
         val: val.as_ref(),
         hellaswag: hellaswag.as_ref(),
         tokenizer: tokenizer.tokenizer.as_ref(),
@@ -151,7 +153,7 @@ fn train(
     let engine = &mut *opened.engine;
     // The GPU, if this process computes on it.
     let gpu = (opened.device == Device::Cuda && !opened.plans_only).then_some(gpu);
-    let identity = identify(ranks, engine, &config, (&train, val.as_ref()), &tokenizer, gpu)?;
+    let identity = identify(ranks, engine, &config, (train.as_ref(), val.as_ref()), &tokenizer, gpu)?;
     notes.extend(tokenizer.note.clone().filter(|_| config.sample_every > 0));
     if let Some(checkpoint) = &checkpoint {
         notes.extend(checkpoint.check_settings(&identity, descriptor, args.force_resume)?);
@@ -164,8 +166,9 @@ fn train(
         ranks.close()?;
         let free = if opened.plans_only { None } else { Some(engine.free_memory()?) };
         let reserved = engine.reserved_memory(limits.communicators(model.zero));
-        return report_dry_run(&console, &notes, &planned(&plan, reserved, free));
+        return report_dry_run(&console, &notes, &planned(&plan, reserved, free), without_data.as_deref());
     }
+    let train = train.context("--train: expected data, found none")?;
     if let Some(Ok(info)) = gpu_info {
         console.report_gpu(info, config.gpu_info_every);
     }
@@ -214,11 +217,12 @@ fn identify(
     ranks: &mut Ranks,
     engine: &dyn Engine,
     config: &Config,
-    (train, val): (&Loader, Option<&Loader>),
+    (train, val): (Option<&Loader>, Option<&Loader>),
     tokenizer: &Found,
     gpu: Option<usize>,
 ) -> Result<Identity> {
-    let (train, val) = (fingerprint::of_loader(train)?, val.map(fingerprint::of_loader).transpose()?);
+    let [train, val] = [train, val].map(|data| data.map(fingerprint::of_loader).transpose());
+    let (train, val) = (train?.unwrap_or_default(), val?);
     let identity = Identity::new(config, engine.describe(), train, val, ranks.world_size())?;
     multi_rank::check_ranks(ranks, &identity, gpu)?;
     multi_rank::check_tokenizer(ranks, tokenizer.tokenizer.as_ref(), config.zero_stage)?;
@@ -365,11 +369,14 @@ fn plan(
     Ok((model, plan, stages))
 }
 
-/// Prints the notes, the memory of a run, and the command that starts it.
-fn report_dry_run(console: &Console, notes: &[String], memory: &str) -> Result<()> {
+/// Prints the notes, the memory of a run, and the command that starts it, or why there are no data to start it with.
+fn report_dry_run(console: &Console, notes: &[String], memory: &str, without_data: Option<&str>) -> Result<()> {
     notes.iter().try_for_each(|note| console.line(&format!("note: {note}")))?;
-    let next = Invocation::current().repeated(&["--dry-run"], &[]);
-    console.line(&format!("{memory}\n\nnext: {next}"))
+    console.line(memory)?;
+    match without_data {
+        Some(reason) => console.line(&format!("warning: {reason}")),
+        None => console.line(&format!("\nnext: {}", Invocation::current().repeated(&["--dry-run"], &[]))),
+    }
 }
 
 fn report_start(console: &Console, notes: &[String], step: usize, steps: usize) -> Result<()> {

@@ -314,7 +314,7 @@ pub struct Options {
     #[command(flatten)]
     pub hardware: Hardware,
 
-    /// Open the data, plan the memory, print both, and exit. With --device cuda this needs no GPU
+    /// Open the data, plan the memory, print both, and exit. With --device cuda this needs no GPU, and with --model no data
     #[arg(long, help_heading = GENERAL)]
     pub dry_run: bool,
 

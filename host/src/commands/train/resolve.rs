@@ -8,7 +8,7 @@ use crate::train::MuonSettings;
 use crate::values::Count;
 use anyhow::{Context, Result, ensure};
 use checkpoint::config::Config;
-use data::{Geometry, Loader, MultipleChoice, Tokens, check};
+use data::{Geometry, Loader, MultipleChoice, Tokens, check, tokens};
 use engine::open::Opened;
 use engine::tensor::DType;
 use interchange::ModelSource;
@@ -23,10 +23,28 @@ pub struct Resolved {
     pub descriptor: Descriptor,
     /// The model with the initial weights; `None` initializes them from the seed.
     pub weights: Option<ModelSource>,
-    pub train: Loader,
-    pub val: Option<Loader>,
+    /// The data, or `None` for a plan [without data](without_data).
+    pub data: Option<(Loader, Option<Loader>)>,
     pub hellaswag: Option<MultipleChoice>,
     pub tokenizer: Found,
+    /// Why there are no data.
+    pub note: Option<String>,
+}
+
+/// Number of steps of a plan without data, if it is one epoch.
+pub const UNKNOWN_STEPS: usize = u32::MAX as usize;
+
+/// Returns why a dry run plans a named model without data: there is no `--train`, or its files do not exist yet.
+fn without_data(options: &Options) -> Option<String> {
+    options.model.as_ref().filter(|_| options.dry_run)?;
+    match options.train.as_deref() {
+        None => {
+            Some("planned without data, for the vocabulary of the model; add --train for that of the data".to_owned())
+        }
+        Some(train) => tokens::find(train)
+            .err()
+            .map(|missing| format!("planned without data, for the vocabulary of the model: --train: {missing}")),
+    }
 }
 
 /// Defaults of flags.
@@ -44,10 +62,13 @@ struct Defaults {
     sample_length: usize,
 }
 
+/// Tokens in a sequence, if the model accepts that many.
+pub const DEFAULT_SEQ: usize = 1024;
+
 /// The defaults for token files, which are llm.c's.
 const FOR_FILES: Defaults = Defaults {
     b: 4,
-    t: 1024,
+    t: DEFAULT_SEQ,
     steps: Count::All,
     lr: 3e-4,
     warmup: 0,
@@ -91,13 +112,15 @@ impl Resolved {
         rank: usize,
         ranks: usize,
     ) -> Result<Self> {
-        let defaults = if options.train.is_some() { FOR_FILES } else { FOR_CORPUS };
+        let note = without_data(options);
+        let from_files = options.train.is_some() || note.is_some();
+        let defaults = if from_files { FOR_FILES } else { FOR_CORPUS };
         let named = options.tokenizer.as_deref().map(Tokenizer::named).transpose().context("--tokenizer")?;
         let datasets = Datasets::open(options.train.as_deref(), options.val.as_deref())?;
         let of_data = datasets.tokenizer().map(|(_, identity)| identity.vocab);
         let vocab = of_data.or_else(|| named.as_ref().map(Tokenizer::vocab));
         let seq = options.seq.unwrap_or(defaults.t);
-        let (shape, descriptor, weights) = shape::resolve(options, vocab, seq, resumed)?;
+        let (shape, descriptor, weights) = shape::resolve(options, vocab, seq, from_files, resumed)?;
         check_optimizer(options, descriptor, opened)?;
         let batch = Batch::new(options, &defaults, descriptor, ranks)?;
         let model = options.model.as_ref().map_or_else(|| "the model".to_owned(), |name| format!("--model {name}"));
@@ -110,15 +133,18 @@ impl Resolved {
             vocab: descriptor.vocab,
         };
         let tokenizer = search.find()?;
-        let (train, val) = loaders(options, descriptor, (&datasets, &tokenizer), &batch, rank)?;
-        let hellaswag = options.hellaswag.as_deref();
+        let data = match &note {
+            Some(_) => None,
+            None => Some(loaders(options, descriptor, (&datasets, &tokenizer), &batch, rank)?),
+        };
+        let hellaswag = options.hellaswag.as_deref().filter(|path| note.is_none() || path.exists());
         let hellaswag =
             hellaswag.map(|path| MultipleChoice::open_first(path, options.hellaswag_examples)).transpose()?;
         let hellaswag = hellaswag.map(|set| set.with_tokenizer(tokenizer.tokenizer.as_ref())).transpose()?;
         if let Some(set) = &hellaswag {
             set.check(descriptor.vocab, batch.t)?;
         }
-        let steps = steps(options.steps.unwrap_or(defaults.steps), &train, &batch)?;
+        let steps = steps(options.steps.unwrap_or(defaults.steps), data.as_ref().map(|(train, _)| train), &batch)?;
         let mut config = config(options, &defaults, &batch, steps, opened);
         let fp8 = options.fp8.resolve(opened.precision)?;
         ensure!(
@@ -129,11 +155,11 @@ impl Resolved {
         config.fp8_recipe = fp8.map(|fp8| fp8.recipe);
         config.fp8_gradients = fp8.map(|fp8| fp8.gradients);
         config.fp8_accumulation = fp8.map(|fp8| fp8.accumulation);
-        if let (Some(Count::All), Some(val)) = (options.val_batches, &val) {
+        if let (Some(Count::All), Some((_, Some(val)))) = (options.val_batches, &data) {
             config.val_batches = val.batches_per_epoch();
         }
         shape.save(&mut config);
-        Ok(Self { config, descriptor, weights, train, val, hellaswag, tokenizer })
+        Ok(Self { config, descriptor, weights, data, hellaswag, tokenizer, note })
     }
 }
 
@@ -233,12 +259,15 @@ fn check_vocabulary(
 }
 
 /// Returns the number of steps of the run.
-fn steps(wanted: Count, train: &Loader, batch: &Batch) -> Result<usize> {
-    let steps = match wanted {
-        Count::Some(steps) => steps,
+fn steps(wanted: Count, train: Option<&Loader>, batch: &Batch) -> Result<usize> {
+    let (steps, train) = match (wanted, train) {
+        (Count::Some(steps), _) => return Ok(steps),
+        (Count::All, None) => return Ok(UNKNOWN_STEPS),
         // Without shuffling, the tokens at the end of a shard that do not fill a step are skipped.
-        Count::All if !train.shuffles() => train.batches_per_epoch() * batch.tokens / batch.total,
-        Count::All => train.tokens() / batch.total,
+        (Count::All, Some(train)) if !train.shuffles() => {
+            (train.batches_per_epoch() * batch.tokens / batch.total, train)
+        }
+        (Count::All, Some(train)) => (train.tokens() / batch.total, train),
     };
     ensure!(
         steps > 0,

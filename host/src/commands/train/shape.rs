@@ -31,16 +31,17 @@ impl Shape {
 /// Returns the shape of the model and, for a path, the opened model.
 ///
 /// `vocab` is the vocabulary size of the tokenizer, if it is known. Otherwise it is that of the named shape, of GPT-2 for files
-/// and of bytes for the built-in text. `seq` is the length of sequences. The model of a resumed run is `resumed`.
+/// and of bytes for the built-in text. `seq` is the length of sequences. `from_files` is false for the built-in text. The model of a
+/// resumed run is `resumed`.
 pub fn resolve(
     options: &Options,
     vocab: Option<usize>,
     seq: usize,
+    from_files: bool,
     resumed: Option<Descriptor>,
 ) -> Result<(Shape, Descriptor, Option<ModelSource>)> {
     let Options { layers, heads, kv_heads, head_size, channels, ffn: mlp_channels, .. } = *options;
     let overrides = Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels };
-    let from_files = options.train.is_some();
     // Earlier versions of the program trained models of 50,257 ids on the data of any tokenizer.
     let vocab = resumed.map(|descriptor| descriptor.vocab).or(vocab);
     let default = (from_files && overrides.is_empty()).then(|| "d12".to_owned());
