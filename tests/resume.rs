@@ -78,6 +78,11 @@ fn changed_settings_are_refused_and_named() {
     for part in ["--checkpoint-every was 3, is 5", "--val-every was 7, is 2", "resumed after 6 of 6 steps", "next: "] {
         assert!(printed.contains(part), "{part}: {printed}");
     }
+    // The last step was evaluated before its checkpoint.
+    let before = fs::read_to_string(world.path("run/main.jsonl")).unwrap();
+    let printed = world.succeed("run", &resume(&[]));
+    assert!(printed.contains("resumed after 6 of 6 steps") && !printed.contains("val loss"), "{printed}");
+    assert_eq!(fs::read_to_string(world.path("run/main.jsonl")).unwrap(), before);
     // Renamed data files with the same contents are accepted.
     fs::rename(world.path("train_0.bin"), world.path("train_00.bin")).unwrap();
     world.succeed("run", &resume(&["--train", "./train_*.bin"]));

@@ -131,6 +131,11 @@ pub struct Outcome {
 /// Multiplied by the rank, makes the rounding seeds of the ranks distinct (golden ratio in 32 bits).
 const RANK_SEED: u32 = 0x9e37_79b9;
 
+/// Returns the rounding seed of a micro-batch of a rank. All ranks have drawn the same number.
+const fn micro_batch_seed(drawn: u32, rank: usize) -> u32 {
+    drawn.wrapping_add((rank as u32).wrapping_mul(RANK_SEED))
+}
+
 /// A step that was launched and not yet logged.
 struct LaunchedStep {
     step: usize,
@@ -367,7 +372,7 @@ impl Run<'_> {
         let Self { settings, engine, model, state, ranks, train, .. } = self;
         let layout = train.layout();
         let tokens = layout.b * layout.t * settings.grad_accum * ranks.world_size();
-        let rank_seed = (ranks.rank() as u32).wrapping_mul(RANK_SEED);
+        let rank = ranks.rank();
         let learning_rate = settings.schedule.at(step);
         let verified = settings.hardware.is_due(step).then_some(step);
         let mut verdict = None;
@@ -376,7 +381,7 @@ impl Run<'_> {
         // The seeds of micro-batches differ between ranks; the seed of the update must be equal on all of them.
         let load = &mut |engine: &mut dyn Engine| {
             let mut state = state.borrow_mut();
-            let seed = state.rounding.next_u32().wrapping_add(rank_seed);
+            let seed = micro_batch_seed(state.rounding.next_u32(), rank);
             state.data = train.load_next(engine, model.batch, seed)?;
             Ok(())
         };
@@ -449,4 +454,20 @@ impl Run<'_> {
 fn loss_and_norm(read: &ReadResult, tokens: usize) -> Result<[f32; 2]> {
     let [loss_sum, norm] = read.values[..] else { bail!("stats: expected 2 values, found {}", read.values.len()) };
     Ok([loss_sum / tokens as f32, norm])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    /// Rounding errors of ranks with equal seeds would be equal, and would not cancel in the sum of their gradients.
+    #[test]
+    fn ranks_have_different_rounding_seeds() {
+        for drawn in [0, 1, u32::MAX] {
+            assert_eq!(micro_batch_seed(drawn, 0), drawn);
+            let seeds: HashSet<u32> = (0..1 << 14).map(|rank| micro_batch_seed(drawn, rank)).collect();
+            assert_eq!(seeds.len(), 1 << 14);
+        }
+    }
 }
