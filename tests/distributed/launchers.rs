@@ -202,6 +202,41 @@ fn permanent_failures_and_requested_stops_are_not_restarted() {
     assert_eq!(errors.matches("SIGINT: stopping after this step").count(), 2, "{errors}");
 }
 
+/// A closed terminal sends SIGHUP to the launcher, and nothing can be written to it any more. Batch systems send SIGUSR1 or SIGXCPU.
+#[test]
+fn launchers_forward_every_request_to_stop() {
+    let cases: [(&str, &[&str], &str, i32); 6] = [
+        ("several_gpus", &["2"], "HUP", 129),
+        ("several_gpus", &["2"], "QUIT", 143),
+        ("several_gpus", &["2"], "USR1", 143),
+        ("several_gpus", &["--restarts", "3", "2"], "HUP", 129),
+        ("several_gpus", &["--restarts", "3", "2"], "XCPU", 143),
+        ("restarts", &["3"], "HUP", 129),
+    ];
+    thread::scope(|scope| {
+        for case in cases {
+            scope.spawn(move || forwards(case));
+        }
+    });
+}
+
+fn forwards((name, first, signal, code): (&str, &[&str], &str, i32)) {
+    let case = format!("{name} {first:?} SIG{signal}");
+    let world = World::new();
+    let endless = ["--steps", "1000000", "--checkpoint-every", "0"];
+    let mut launcher = world.script(name, first, "out", &endless).process_group(0).spawn().unwrap();
+    let (log, deadline) = (world.path("out/main.log"), Instant::now() + TIMEOUT);
+    while fs::read_to_string(&log).map_or(0, |text| text.lines().count()) < 5 {
+        assert!(Instant::now() < deadline, "{case}: the run does not start");
+        thread::sleep(Duration::from_millis(20));
+    }
+    drop((launcher.stdout.take(), launcher.stderr.take()));
+    Command::new("kill").args(["-s", signal, &launcher.id().to_string()]).status().unwrap();
+    assert_eq!(launcher.wait().unwrap().code(), Some(code), "{case}");
+    let steps = fs::read_to_string(&log).unwrap().lines().filter(|line| line.contains("trl:")).count();
+    assert!(world.path(&format!("out/DONE_{steps:08}")).exists(), "{case}: no checkpoint of step {steps}");
+}
+
 #[test]
 fn restarts_end_if_a_run_makes_no_progress() {
     let world = World::new();

@@ -156,9 +156,9 @@ pub const LONG: [&str; 8] = ["--steps", "400", "--checkpoint-every", "50", "--va
 impl World {
     /// Returns a command that runs a launcher script with arguments `first`, then the program with its own arguments.
     pub fn script(&self, name: &str, first: &[&str], out: &str, more: &[&str]) -> Command {
-        // Background jobs of a shell ignore SIGINT, and a shell script cannot undo that, so `env` does.
+        // Background jobs of a shell ignore SIGINT, and those of `nohup` SIGHUP. A shell script cannot undo that, so `env` does.
         let mut command = self.bare(Path::new("env"));
-        command.arg("--default-signal=INT").arg(script(name));
+        command.arg("--default-signal=HUP,INT,QUIT").arg(script(name));
         command.args(first).arg(program()).args(Self::arguments(out, more));
         command.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
         command
