@@ -9,7 +9,7 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -285,11 +285,13 @@ fn a_run_resumes_from_the_checkpoint_before_a_damaged_one() {
 #[test]
 fn a_resumed_stopped_run_matches_an_uninterrupted_run() {
     let world = World::new();
-    let long = ["--steps", "400", "--checkpoint-every", "400", "--keep", "1", "--val-every", "1"];
+    let long = ["--steps", "600", "--checkpoint-every", "600", "--keep", "1", "--val-every", "1"];
     world.succeed("reference", &long);
     let resume = [&long[..], &["-y", "auto"]].concat();
     let log = world.path("run").join("main.log");
-    for (name, code) in [("TERM", 143), ("INT", 130), ("HUP", 129)] {
+    let signals =
+        [("TERM", 143), ("INT", 130), ("HUP", 129), ("QUIT", 143), ("USR1", 143), ("USR2", 143), ("XCPU", 143)];
+    for (name, code) in signals {
         let mut child = receiving_hangup(&world.command("run", &resume));
         let child = child.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let before = lines(&log);
@@ -301,14 +303,105 @@ fn a_resumed_stopped_run_matches_an_uninterrupted_run() {
         assert!(err.contains(&format!("SIG{name}: stopping after this step")), "{err}");
         let (_, stopped) = out.rsplit_once("\nstopped after ").unwrap();
         let step: usize = stopped.split(' ').next().unwrap().parse().unwrap();
-        assert!((20..400).contains(&step) && stopped.contains("--resume"), "{stopped}");
+        assert!((20..600).contains(&step) && stopped.contains("--resume"), "{stopped}");
         assert!(out.contains(&format!("checkpoint of step {step}: run/model_{step:08}.bin")), "{out}");
         let trained = fs::read_to_string(&log).unwrap().lines().filter(|line| line.contains("trl:")).count();
         assert_eq!(trained, step);
     }
     world.succeed("run", &resume);
-    Results::read(&world.path("run"), 400)
-        .assert_equals(&Results::read(&world.path("reference"), 400), "after three stops");
+    Results::read(&world.path("run"), 600).assert_equals(&Results::read(&world.path("reference"), 600), "after stops");
+}
+
+/// The kernel sends SIGXCPU after the limit, and again after each further second.
+#[test]
+fn a_limit_of_processor_time_stops_a_run_with_a_checkpoint() {
+    let world = World::new();
+    let command = world.command("run", &["--steps", "1000000", "--checkpoint-every", "0", "--val-every", "0"]);
+    let mut limited = Command::new("sh");
+    limited.current_dir(world.dir.path()).args(["-c", "ulimit -S -t 2; exec \"$@\"", "sh"]);
+    let output = limited.arg(command.get_program()).args(command.get_args()).output().unwrap();
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(143), "{err}");
+    assert!(
+        err.contains("SIGXCPU: stopping after this step or batch") && out.contains("\nstopped after "),
+        "{out}{err}"
+    );
+    assert!(entries(&world.path("run")).iter().any(|name| name.starts_with("DONE_")), "{out}{err}");
+}
+
+/// Returns whether a process has installed a handler for a signal.
+fn catches(child: &Child, signal: u32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap_or("0");
+    u64::from_str_radix(mask.trim(), 16).unwrap() >> (signal - 1) & 1 == 1
+}
+
+/// Waits until `log` has this number of lines and an evaluation has begun, and sends SIGTERM. Returns what the run prints.
+fn stop_evaluation(mut command: Command, log: &Path, logged: usize) -> String {
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    wait_until("the evaluation begins", || catches(&child, 15) && lines(log) == logged);
+    sleep(Duration::from_millis(300));
+    assert_eq!(child.try_wait().unwrap(), None, "the evaluation takes hours");
+    let began = Instant::now();
+    signal(&child, "TERM");
+    let output = child.wait_with_output().unwrap();
+    let out = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert_eq!(output.status.code(), Some(143), "{out}");
+    assert!(began.elapsed() < Duration::from_secs(10), "{out}");
+    assert_eq!(lines(log), logged, "an incomplete evaluation is no result: {out}");
+    out
+}
+
+/// Batches of a validation, or tokens of a sample, that would take hours.
+const HOURS: &str = "100000000";
+
+#[test]
+fn a_signal_ends_a_validation_and_the_resumed_run_repeats_it() {
+    let world = World::new();
+    let keep = ["--keep", "0"];
+    world.succeed("reference", &keep);
+    let stop = |out: &str, more: &[&str], logged| {
+        let command = world.command(out, &[&keep[..], more, &["--val-batches", HOURS]].concat());
+        stop_evaluation(command, &world.path(out).join("main.log"), logged)
+    };
+    // Before the first step there is nothing to save.
+    let out = stop("first", &[], 0);
+    assert!(out.contains("stopped after 0 of 40 steps") && !world.path("first/DONE_00000000").exists(), "{out}");
+
+    world.succeed("run", &keep);
+    for name in entries(&world.path("run")) {
+        let step = name.split(['_', '.']).find_map(|part| part.parse::<usize>().ok());
+        if step.is_some_and(|step| step > 6) {
+            fs::remove_file(world.path("run").join(name)).unwrap();
+        }
+    }
+    // The log has the first validation and the steps. The second run does nothing but validate.
+    for _ in 0..2 {
+        let out = stop("run", &["--resume"], 8);
+        assert!(out.contains("stopped after 7 of 40 steps") && world.path("run/DONE_00000007").exists(), "{out}");
+    }
+    let out = stop("run", &["--resume", "--val-every", "1000"], 41);
+    assert!(out.contains("stopped after 40 of 40 steps") && world.path("run/DONE_00000040").exists(), "{out}");
+    world.succeed("run", &[&keep[..], &["--resume"]].concat());
+    let (run, reference) = (Results::read(&world.path("run"), 40), Results::read(&world.path("reference"), 40));
+    assert_eq!(run.main_log.lines().last(), reference.main_log.lines().last());
+    assert!(run.model == reference.model && run.state == reference.state, "the bits of an interrupted run differ");
+}
+
+#[test]
+fn a_signal_ends_a_sample() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
+    command
+        .current_dir(dir.path())
+        .args("train --device cpu --layers 1 --heads 1 --channels 16 --batch 2 --seq 16".split(' '));
+    command.args("--steps 40 --val-every 0 --sample-every 7 --out run --sample-length".split(' ')).arg(HOURS);
+    let out = stop_evaluation(command, &dir.path().join("run/main.log"), 7);
+    assert!(out.contains("stopped after 7 of 40 steps") && !out.contains("generating"), "{out}");
+    assert!(
+        dir.path().join("run/DONE_00000007").exists() && lines(&dir.path().join("run/samples.jsonl")) == 0,
+        "{out}"
+    );
 }
 
 #[test]

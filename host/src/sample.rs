@@ -22,7 +22,7 @@ const PADDING: usize = 64;
 
 /// Generates `tokens` tokens after `prompt`, which holds at least one token, and passes each of them to `each`.
 ///
-/// `hooks` gathers the parameters of each layer. If the text exceeds the planned length, the model reads the end of it.
+/// `hooks` gathers the parameters of each layer, and may end the text between two tokens. If the text exceeds the planned length, the model reads the end of it.
 pub fn generate(
     model: &Decoder,
     engine: &mut dyn Engine,
@@ -38,6 +38,7 @@ pub fn generate(
     let mut rng = Mt19937::new(sampling.seed);
     let mut text = prompt.to_vec();
     for _ in 0..tokens {
+        hooks.between_batches()?;
         let seen = &text[text.len().saturating_sub(window)..];
         let layout = BatchLayout { b: 1, t: seen.len().next_multiple_of(PADDING).min(window) };
         let mut words = engine.host_buffer(layout.words())?;

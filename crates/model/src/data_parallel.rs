@@ -11,7 +11,7 @@
 use super::decoder::{Decoder, Training};
 use super::fp8::Fp8;
 use super::params::Unit;
-use super::sharding::LayerHooks;
+use super::sharding::{Interrupted, LayerHooks};
 use anyhow::Context;
 use distributed::tcp_group::Reduction;
 use distributed::{Ranks, Scope};
@@ -39,6 +39,19 @@ pub struct DataParallel<'a> {
     pub buffers: &'a mut LayerBuffers,
     /// Whether gradients are complete after this pass: it is the last micro-batch of a step.
     pub last: bool,
+    /// Request that ends an evaluation early.
+    pub stop: StopRequest<'a>,
+}
+
+/// A request to end an evaluation early. The functions return whether this rank has got one.
+#[derive(Clone, Copy)]
+pub enum StopRequest<'a> {
+    /// There is none.
+    Never,
+    /// Only this rank evaluates.
+    OfThisRank(&'a dyn Fn() -> bool),
+    /// All ranks evaluate, and all end after the same batch.
+    OfAnyRank(&'a dyn Fn() -> bool),
 }
 
 impl DataParallel<'_> {
@@ -108,6 +121,15 @@ impl DataParallel<'_> {
 }
 
 impl LayerHooks for DataParallel<'_> {
+    fn between_batches(&mut self) -> Result<()> {
+        let stop = match self.stop {
+            StopRequest::Never => false,
+            StopRequest::OfThisRank(requested) => requested(),
+            StopRequest::OfAnyRank(requested) => self.ranks.any_rank(requested())?,
+        };
+        if stop { Err(Interrupted.into()) } else { Ok(()) }
+    }
+
     fn gather_parameters(&mut self, engine: &mut dyn Engine, layer: usize, next: Option<usize>) -> Result<()> {
         if !self.model.zero.shards_parameters() {
             return Ok(());

@@ -38,7 +38,7 @@ mod tune;
 pub mod update;
 pub mod verification;
 
-pub use data_parallel::{DataParallel, LayerBuffers};
+pub use data_parallel::{DataParallel, LayerBuffers, StopRequest};
 pub use decoder::{Decoder, Training};
 pub use descriptor::Descriptor;
 pub use fp8::{Fp8Gradients, Fp8Options, Fp8Recipe, Fp8Settings};
@@ -46,7 +46,7 @@ pub use generator::Generator;
 pub use memory_plan::{LOGIT_ROWS, PlanOptions, Recompute};
 pub use muon::Muon;
 pub use params::{Param, Params, Shard, Unit};
-pub use sharding::{LayerHooks, Store, Unsharded, Zero};
+pub use sharding::{Interrupted, LayerHooks, Store, Unsharded, Zero};
 pub use storage::{MasterWeights, Moments, WeightStore};
 pub use train_step::TrainStep;
 pub use update::{Optimizer, Update};

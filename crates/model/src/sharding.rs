@@ -210,6 +210,11 @@ impl<'a> Store<'a> {
 
 /// Callbacks of a pass at the boundaries of layers: they provide parameters and take gradients.
 pub trait LayerHooks {
+    /// Called between the batches of an evaluation. Fails with [`Interrupted`] if a stop was requested.
+    fn between_batches(&mut self) -> Result<()> {
+        Ok(())
+    }
+
     /// Called before the pass reads the parameters of `layer`, possibly several times until it is called for another layer. The
     /// pass will read those of `next` afterwards.
     fn gather_parameters(&mut self, engine: &mut dyn Engine, layer: usize, next: Option<usize>) -> Result<()>;
@@ -240,6 +245,11 @@ pub trait LayerHooks {
         Ok(())
     }
 }
+
+/// The error of an evaluation that a stop request has ended early. Its results are incomplete.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a stop was requested during an evaluation")]
+pub struct Interrupted;
 
 /// The hooks of a model that is not sharded: they do nothing.
 #[derive(Clone, Copy, Debug)]

@@ -1,6 +1,6 @@
 //! One optimizer step: forward pass, loss, backward pass, gradient reduction, clipping and update.
 
-use super::data_parallel::{DataParallel, LayerBuffers};
+use super::data_parallel::{DataParallel, LayerBuffers, StopRequest};
 use super::decoder::Decoder;
 use super::fp8::Fp8Counts;
 use super::nvtx::Range;
@@ -129,7 +129,8 @@ impl TrainStep {
     fn micro_batch(&mut self, engine: &mut dyn Engine, ranks: &mut Ranks, last: bool) -> Result<Option<String>> {
         let (model, layout) = (&self.model, self.layout);
         let dloss = model.zero.dloss(layout.b * layout.t * self.grad_accum);
-        let mut data_parallel = DataParallel { model, ranks, buffers: &mut self.buffers, last };
+        let stop = StopRequest::Never;
+        let mut data_parallel = DataParallel { model, ranks, buffers: &mut self.buffers, last, stop };
         // Collectives are not captured, nor are steps that calibrate FP8 or count.
         let repeats = !data_parallel.communicates() && model.fp8.is_none_or(|fp8| fp8.repeats());
         let graph = self.graph.as_ref().filter(|_| repeats);
@@ -165,12 +166,12 @@ impl TrainStep {
         if sharded { data_parallel.wait_on_stream(engine) } else { Ok(()) }
     }
 
-    /// Returns the hooks for a pass outside a step, for example in evaluation.
-    pub fn hooks<'a>(&'a mut self, ranks: &'a mut Ranks) -> impl LayerHooks + 'a {
-        self.data_parallel(ranks, false)
+    /// Returns the hooks for passes outside a step, in an evaluation that `stop` may end.
+    pub fn hooks<'a>(&'a mut self, ranks: &'a mut Ranks, stop: StopRequest<'a>) -> impl LayerHooks + 'a {
+        DataParallel { stop, ..self.data_parallel(ranks, false) }
     }
 
     fn data_parallel<'a>(&'a mut self, ranks: &'a mut Ranks, last: bool) -> DataParallel<'a> {
-        DataParallel { model: &self.model, ranks, buffers: &mut self.buffers, last }
+        DataParallel { model: &self.model, ranks, buffers: &mut self.buffers, last, stop: StopRequest::Never }
     }
 }

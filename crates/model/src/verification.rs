@@ -4,7 +4,7 @@
 //! operation and the layer. With several ranks that each have all parameters (ZeRO stage 0 or 1), the second computation is in turn on
 //! the same GPU and on the GPU of each other rank; otherwise it is on the same GPU.
 
-use super::data_parallel::DataParallel;
+use super::data_parallel::{DataParallel, StopRequest};
 use super::decoder::Decoder;
 use super::fp8::Fp8;
 use super::params::Unit;
@@ -135,7 +135,8 @@ impl TrainStep {
         let model = &Decoder { fp8: self.model.fp8.map(Fp8::uncounted), ..self.model.clone() };
         let layout = self.layout;
         let dloss = model.zero.dloss(layout.b * layout.t * self.grad_accum);
-        let mut inner = DataParallel { model, ranks, buffers: &mut self.buffers, last: false };
+        let stop = StopRequest::Never;
+        let mut inner = DataParallel { model, ranks, buffers: &mut self.buffers, last: false, stop };
         let mut hooks = Placed { inner: &mut inner, place: &place };
         model.forward(&mut tracer, layout, &mut hooks)?;
         place.replace("the head".to_owned());

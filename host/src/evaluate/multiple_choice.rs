@@ -1,5 +1,6 @@
 //! Multiple-choice evaluation by the mean loss of each completion, as for HellaSwag.
 
+use super::AHEAD;
 use anyhow::Result;
 use data::multiple_choice::{COMPLETIONS, Example, MultipleChoice};
 use engine::{BatchLayout, Engine, HostBuffer, PendingRead};
@@ -11,9 +12,6 @@ use system::progress::{self, Unit};
 
 /// Sequences are padded to a multiple of this length, so that GEMM tiles are full.
 const PADDING: usize = 64;
-
-/// Batches that are launched before the evaluation waits for the losses of the first one.
-const AHEAD: usize = 2;
 
 /// The number of examples that a model answers correctly.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -43,7 +41,8 @@ impl fmt::Display for Score {
 /// Each row of a batch is a context with one completion. Rows are as short as the longest example permits, and a batch holds at
 /// most as many tokens as the layout for which the model was `planned`.
 ///
-/// With fewer than `at_least` batches, further forward passes follow: all ranks must run equally many collectives.
+/// With fewer than `at_least` batches, further forward passes follow: all ranks must run equally many collectives, and call `hooks`
+/// equally often.
 pub fn score(
     model: &Decoder,
     engine: &mut dyn Engine,
@@ -64,6 +63,7 @@ pub fn score(
     let mut spare: Vec<HostBuffer> = Vec::new();
     let progress = progress::start("multiple choice", Unit::Count, rows.div_ceil(layout.b) as u64);
     for first in (0..rows).step_by(layout.b) {
+        hooks.between_batches()?;
         let mut words = match spare.pop() {
             Some(words) => words,
             None => engine.host_buffer(layout.words())?,
@@ -88,6 +88,7 @@ pub fn score(
         losses.take(&engine.wait(read)?.values);
     }
     for _ in 0..extra_passes {
+        hooks.between_batches()?;
         let mut words = engine.host_buffer(layout.words())?;
         words.fill(0);
         engine.load_batch(model.batch.slice(0, layout.words()), layout, words)?;

@@ -1,19 +1,39 @@
 //! Validation, HellaSwag, text samples and the comparison of ranks.
 
-use super::{Run, Session};
+use super::{Due, Run, Session};
 use crate::evaluate;
 use crate::evaluate::multiple_choice::{self, Score};
 use crate::sample::{self, Sampling};
 use anyhow::Result;
 use model::fp8::{Fp8, Fp8Counts};
-use model::{Training, Unit};
+use model::{Interrupted, StopRequest, Training, Unit};
 use tokenizer::Tokenizer;
 
 impl Run<'_> {
-    pub(super) fn validate(&mut self, step: usize, session: &mut Session) -> Result<()> {
+    /// Performs the evaluations that are due. Returns false if a stop request has ended them early. Results that are not complete are not
+    /// reported, and the resumed run performs all of them.
+    pub(super) fn evaluate(&mut self, step: usize, due: &Due, session: &mut Session) -> Result<bool> {
+        match self.report_evaluations(step, due, session) {
+            Err(error) if error.is::<Interrupted>() => Ok(false),
+            result => result.map(|()| true),
+        }
+    }
+
+    fn report_evaluations(&mut self, step: usize, due: &Due, session: &mut Session) -> Result<()> {
+        if due.validate {
+            self.validate(step, session)?;
+        }
+        if due.score {
+            self.score(step, session)?;
+        }
+        due.sample.as_ref().map_or(Ok(()), |tokenizer| self.sample(tokenizer, session))
+    }
+
+    fn validate(&mut self, step: usize, session: &mut Session) -> Result<()> {
         let Some(val) = &mut self.val else { return Ok(()) };
         let loss = {
-            let hooks = &mut session.step.hooks(self.ranks);
+            let stop = || self.stop.requested();
+            let hooks = &mut session.step.hooks(self.ranks, StopRequest::OfAnyRank(&stop));
             evaluate::loss(self.model, self.engine, hooks, val, self.settings.val_batches)?
         };
         let mut sum = [loss];
@@ -25,16 +45,17 @@ impl Run<'_> {
         self.console.validation(step, loss)
     }
 
-    pub(super) fn score(&mut self, step: usize, session: &mut Session) -> Result<()> {
+    fn score(&mut self, step: usize, session: &mut Session) -> Result<()> {
         let Some(set) = &self.hellaswag else { return Ok(()) };
         let planned = self.train.layout();
         let n = self.ranks.world_size();
         let share = set.share(self.ranks.rank(), n);
-        // If ranks shard the parameters, all of them run the same number of batches.
-        let shares = (0..n).filter(|_| self.model.zero.shards_parameters()).map(|rank| set.share(rank, n));
+        // All ranks run the same number of batches, because each one communicates.
+        let shares = (0..n).map(|rank| set.share(rank, n));
         let batches = shares.map(|share| multiple_choice::batches(set, share, planned)).max().unwrap_or(0);
         let score = {
-            let hooks = &mut session.step.hooks(self.ranks);
+            let stop = || self.stop.requested();
+            let hooks = &mut session.step.hooks(self.ranks, StopRequest::OfAnyRank(&stop));
             multiple_choice::score(self.model, self.engine, hooks, planned, set, share, batches)?
         };
         let mut counts = [score.correct as f64, score.examples as f64];
@@ -45,12 +66,15 @@ impl Run<'_> {
         self.console.hellaswag(step, score)
     }
 
-    pub(super) fn sample(&mut self, tokenizer: &Tokenizer, session: &mut Session) -> Result<()> {
+    fn sample(&mut self, tokenizer: &Tokenizer, session: &mut Session) -> Result<()> {
         // The seed is fixed, so that samples differ only by what the model has learned.
         let sampling = Sampling { top_k: 0, temperature: 1.0, seed: 1337 };
         let mut tokens = Vec::new();
         let prompt = [tokenizer.document()];
-        let hooks = &mut session.step.hooks(self.ranks);
+        let stop = || self.stop.requested();
+        let shared = self.model.zero.shards_parameters();
+        let stop = if shared { StopRequest::OfAnyRank(&stop) } else { StopRequest::OfThisRank(&stop) };
+        let hooks = &mut session.step.hooks(self.ranks, stop);
         let length = self.settings.sample_tokens;
         sample::generate(self.model, self.engine, hooks, &prompt, length, sampling, |token| {
             tokens.push(token);

@@ -195,13 +195,13 @@ struct Due {
     timed: bool,
     /// A stop was requested or the run is complete.
     end: bool,
-    /// Whether evaluations count as done for this step.
-    evaluated: bool,
+    /// Whether any rank evaluates.
+    evaluates: bool,
 }
 
 impl Due {
     fn any(&self) -> bool {
-        self.validate || self.score || self.sample.is_some() || self.save || self.end
+        self.evaluates || self.save || self.end
     }
 }
 
@@ -272,11 +272,20 @@ impl Run<'_> {
 
     fn run_steps(&mut self, training: &Training, session: &mut Session) -> Result<()> {
         for step in session.first..=self.settings.steps {
-            let (stop, time_to_save) = self.poll(step, session)?;
-            let due = self.due(step, session.first, stop, time_to_save);
+            let (mut stop, time_to_save) = self.poll(step, session)?;
+            let mut due = self.due(step, session.first, stop, time_to_save);
             if due.any() {
                 self.log_launched(session)?;
-                self.do_due(step, &due, stop, session)?;
+                if due.evaluates {
+                    self.state.progress.evaluated = self.evaluate(step, &due, session)?;
+                    (stop, _) = self.poll(step, session)?;
+                    if stop {
+                        due = self.due(step, session.first, stop, time_to_save);
+                    }
+                } else {
+                    self.state.progress.evaluated |= !stop;
+                }
+                self.save_if_due(step, &due, stop, session)?;
                 session.clock.resume(self.engine_time(training)?);
             }
             if stop {
@@ -326,7 +335,8 @@ impl Run<'_> {
         Ok((stop, save))
     }
 
-    /// Returns the tasks that are due before `step`. A stop request takes effect immediately; the resumed run performs the evaluations.
+    /// Returns the tasks that are due before `step`. A stop request takes effect immediately, also during evaluations; the resumed run
+    /// performs them.
     fn due(&self, step: usize, first: usize, stop: bool, time_to_save: bool) -> Due {
         let Settings { steps, val_every, sample_every, checkpoint_every, .. } = *self.settings;
         let last = step == steps;
@@ -334,28 +344,21 @@ impl Run<'_> {
         let evaluate = !stop && !self.state.progress.evaluated;
         // If ranks shard the parameters, all of them take part in sampling.
         let samples = self.ranks.is_first() || self.model.zero.shards_parameters();
+        let validate = evaluate && self.val.is_some() && (due(val_every) || (step == 0 && val_every.is_some()));
+        let score = evaluate && self.hellaswag.is_some() && due(val_every);
+        let sample = evaluate && due(sample_every);
         Due {
-            validate: evaluate && self.val.is_some() && (due(val_every) || (step == 0 && val_every.is_some())),
-            score: evaluate && self.hellaswag.is_some() && due(val_every),
-            sample: self.tokenizer.clone().filter(|_| evaluate && due(sample_every) && samples),
+            validate,
+            score,
+            sample: self.tokenizer.clone().filter(|_| sample && samples),
             save: step > first && (due(checkpoint_every) || stop || time_to_save),
             timed: !due(checkpoint_every) && !stop,
             end: last || stop,
-            evaluated: evaluate,
+            evaluates: validate || score || sample,
         }
     }
 
-    fn do_due(&mut self, step: usize, due: &Due, stop: bool, session: &mut Session) -> Result<()> {
-        if due.validate {
-            self.validate(step, session)?;
-        }
-        if due.score {
-            self.score(step, session)?;
-        }
-        if let Some(tokenizer) = &due.sample {
-            self.sample(tokenizer, session)?;
-        }
-        self.state.progress.evaluated |= due.evaluated;
+    fn save_if_due(&mut self, step: usize, due: &Due, stop: bool, session: &mut Session) -> Result<()> {
         let required = stop || step == self.settings.steps;
         if due.save && (required || self.is_worth_saving()?) {
             if due.timed {
