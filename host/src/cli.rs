@@ -13,6 +13,7 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command, CommandFactory, FromArgMatches, Parser, Subcommand};
 use std::ffi::OsString;
 use std::path::PathBuf;
+use system::thread;
 
 /// Pretrains GPT-2 and GPT-3 models in pure Rust, GPU kernels included
 ///
@@ -99,6 +100,7 @@ impl Cli {
     pub fn run(&self) -> Result<()> {
         terminal::configure(self.quiet, self.json);
         match &self.command {
+        thread::check_variables().map_err(anyhow::Error::msg)?;
             Subcommands::Train(args) => train::run(args),
             Subcommands::Sweep(args) => sweep::run(args),
             Subcommands::Eval(args) => eval::run(args),

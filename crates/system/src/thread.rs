@@ -101,6 +101,32 @@ fn check_addresses(stack_bytes: usize) -> IoResult<()> {
     Err(Error::new(ErrorKind::OutOfMemory, text))
 }
 
+/// Most threads that [`check_variables`] accepts, unless the machine has more processors.
+const MAX_THREADS: usize = 256;
+
+/// Checks the environment variables with the number of threads that compute. More threads than processors only slow down each other, and
+/// several thousand take minutes to start.
+pub fn check_variables() -> std::result::Result<(), String> {
+    let limit = thread::available_parallelism().map_or(1, usize::from).max(MAX_THREADS);
+    // The second one is an older name, which rayon also reads.
+    ["RAYON_NUM_THREADS", "RAYON_RS_NUM_CPUS"].into_iter().try_for_each(|name| {
+        let number = std::env::var(name).unwrap_or_default();
+        check_number(name, &number, limit)
+    })
+}
+
+fn check_number(name: &str, number: &str, limit: usize) -> std::result::Result<(), String> {
+    // Rayon ignores what is no number.
+    let digits = number.trim_start_matches('+');
+    let is_number = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
+    if !is_number || digits.parse().is_ok_and(|number: usize| number <= limit) {
+        return Ok(());
+    }
+    Err(format!(
+        "{name}: expected at most {limit} threads, found {number}; use a smaller number, or unset it to have one for each processor"
+    ))
+}
+
 /// Checks that `count` more threads can run at the same time, because some libraries panic if one cannot start.
 pub fn check(count: usize) -> IoResult<()> {
     if simulation::current().is_some() {
@@ -177,6 +203,17 @@ mod tests {
         drop(send);
         assert_eq!(waits.join().unwrap(), Some(first));
         assert_ne!(spawn("other", None, id).unwrap().join().unwrap(), first);
+    }
+
+    #[test]
+    fn numbers_of_threads_have_a_limit() {
+        for number in ["", "0", "1", "+8", "8", "many", "-1"] {
+            assert_eq!(check_number("NAME", number, 8), Ok(()), "{number}");
+        }
+        for number in ["9", "5000", "18446744073709551616"] {
+            let expected = format!("NAME: expected at most 8 threads, found {number}; ");
+            assert!(check_number("NAME", number, 8).unwrap_err().starts_with(&expected), "{number}");
+        }
     }
 
     #[test]

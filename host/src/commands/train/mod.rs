@@ -474,7 +474,7 @@ fn settings(config: &Config, ranks: usize, gpu: Option<usize>) -> Result<Setting
         checkpoint_every: every(config.checkpoint_every),
         fp8_stats_every: config.fp8_stats.and_then(every),
         checkpoint_after: (config.checkpoint_minutes > 0.0)
-            .then(|| Duration::from_secs_f64(60.0 * f64::from(config.checkpoint_minutes))),
+            .then(|| Duration::try_from_secs_f64(60.0 * f64::from(config.checkpoint_minutes)).unwrap_or(Duration::MAX)),
         check_ranks_every: every(config.check_ranks),
         hardware: HardwareChecks {
             verify_every: every(config.verify_every),
