@@ -38,6 +38,10 @@ pub struct Console {
     bar: Option<ProgressBar>,
     output: RefCell<Output>,
     last_train_loss: Cell<Option<f32>>,
+    /// Interval of the steps that print a line, if there is no progress bar.
+    log_every: usize,
+    /// The line of the last step, unless it was printed.
+    unprinted: RefCell<Option<String>>,
 }
 
 /// The destination of lines.
@@ -146,6 +150,16 @@ impl Console {
             bar: None,
             output: RefCell::new(output),
             last_train_loss: Cell::new(None),
+            log_every: 1,
+            unprinted: RefCell::new(None),
+        }
+    }
+
+    /// Prints a line for every `every`-th step, for the first and the last, and before each evaluation. By default, a run prints about
+    /// [`LINES`] steps. A progress bar and the files of other ranks show every step.
+    pub fn log_every(&mut self, every: Option<usize>) {
+        if !matches!(&*self.output.borrow(), Output::File(_) | Output::Discard) {
+            self.log_every = every.unwrap_or_else(|| self.steps.div_ceil(LINES).max(1));
         }
     }
 
@@ -187,14 +201,22 @@ impl Console {
 
     /// Prints a training step; `rate` is the smoothed number of tokens per second.
     ///
-    /// In a terminal, the step updates the progress bar instead of printing a line.
+    /// In a terminal, the step updates the progress bar instead of printing a line. Otherwise its line may wait until
+    /// [`last_step`](Self::last_step).
     pub fn step(&self, step: &Step, rate: f64) -> Result<()> {
-        self.last_train_loss.set(Some(step.loss));
+        let first = self.last_train_loss.replace(Some(step.loss)).is_none();
         if let Some(bar) = &self.bar {
             bar.set_position(step.step as u64 + 1);
             bar.set_message(format!("loss {:.4} | {rate:.0} tok/s", step.loss));
         } else if self.verbosity == Verbosity::Normal {
-            self.line(&step_line(step, self.steps, rate))?;
+            let line = step_line(step, self.steps, rate);
+            let number = step.step + 1;
+            if first || number == self.steps || number.is_multiple_of(self.log_every) {
+                self.unprinted.take();
+                self.line(&line)?;
+            } else {
+                self.unprinted.replace(Some(line));
+            }
         }
         for error in self.errors.iter().flat_map(GpuErrors::take) {
             let warning = format!("warning: {error}");
@@ -211,6 +233,11 @@ impl Console {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Prints the last step, unless it was printed.
+    pub fn last_step(&self) -> Result<()> {
+        self.unprinted.take().map_or(Ok(()), |line| self.line(&line))
     }
 
     /// Prints the validation loss after `step` steps.
@@ -240,6 +267,9 @@ impl Console {
         }
     }
 }
+
+/// Steps of a run that print a line by default.
+const LINES: usize = 100;
 
 /// The start of a warning.
 const WARNING: &str = "warning:";
@@ -298,6 +328,21 @@ mod tests {
         let verdict = Verdict { loss_z: Some(1.234), norm_z: Some(-0.5), skipped: None };
         let line = step_line(&Step { verdict, ..step }, 10, 25_600.0);
         assert!(line.contains("| loss 5.270007 (+1.23z)| norm 2.5000 (-0.50z)| lr"), "{line}");
+    }
+
+    #[test]
+    fn a_long_run_prints_about_a_hundred_steps() {
+        let interval = |output, steps, every| {
+            let mut console = Console::with_output(steps, output);
+            console.log_every(every);
+            console.log_every
+        };
+        for (steps, expected) in [(1, 1), (100, 1), (101, 2), (20_000, 200)] {
+            assert_eq!(interval(Output::Stdout(None), steps, None), expected, "{steps}");
+            assert_eq!(interval(Output::Stdout(None), steps, Some(7)), 7, "{steps}");
+            // The file of another rank.
+            assert_eq!(interval(Output::Discard, steps, None), 1, "{steps}");
+        }
     }
 
     #[test]

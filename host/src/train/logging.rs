@@ -83,3 +83,4 @@ impl Run<'_> {
         )
     }
 }
+        self.console.last_step()?;

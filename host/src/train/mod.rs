@@ -276,6 +276,9 @@ impl Run<'_> {
             let mut due = self.due(step, session.first, stop, time_to_save);
             if due.any() {
                 self.log_launched(session)?;
+                if due.evaluates || due.end {
+                    self.console.last_step()?;
+                }
                 if due.evaluates {
                     self.state.progress.evaluated = self.evaluate(step, &due, session)?;
                     (stop, _) = self.poll(step, session)?;

@@ -100,9 +100,10 @@ impl Run<'_> {
             return None;
         }
         self.console.finish();
+        // The error that ends the run is reported in any case.
+        let _ = self.console.last_step();
         if let Err(error) = self.save_last_step(&mut session) {
             let step = self.state.step;
-            // The error that ends the run is reported in any case.
             let _ = self.console.line(&format!("warning: no checkpoint of step {step}: {error:#}"));
         }
         if let Err(error) = self.log.finish() {
@@ -136,6 +137,7 @@ impl Run<'_> {
         let sharded = self.model.zero.shards_optimizer() && self.ranks.world_size() > 1;
         ensure!(!sharded, "each rank has only a part of the optimizer state");
         self.log_launched(session)?;
+        self.console.last_step()?;
         ensure!(session.boundary.intact, "the error interrupted the next step's update");
         if self.state.progress.guards.bad_in_a_row > 0 {
             return Ok(());

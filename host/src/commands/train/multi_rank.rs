@@ -128,7 +128,9 @@ pub fn check_tokenizer(ranks: &mut Ranks, tokenizer: Option<&Tokenizer>, zero_st
 pub fn console(ranks: &Ranks, args: &Options, steps: usize) -> Result<Console> {
     let out = args.out.as_deref().filter(|_| !args.dry_run);
     if ranks.is_first() {
-        return Ok(Console::with_verbosity(steps, out.map(|out| out.join(CONSOLE_FILE)), args.verbosity()));
+        let mut console = Console::with_verbosity(steps, out.map(|out| out.join(CONSOLE_FILE)), args.verbosity());
+        console.log_every(args.log_every);
+        return Ok(console);
     }
     out.map(create_directory).transpose()?;
     let path = out.map(|out| out.join(format!("rank-{}.log", ranks.rank())));

@@ -322,6 +322,11 @@ pub struct Options {
     #[arg(long, help_heading = GENERAL)]
     pub verbose: bool,
 
+    /// Print every N-th step, the first, the last and those before an evaluation. A terminal shows a progress bar instead, and main.log
+    /// has every step [default: 1 to 100 steps, above so that a run prints about 100]
+    #[arg(long, value_name = "N", value_parser = count, help_heading = GENERAL)]
+    pub log_every: Option<usize>,
+
     /// Print only warnings and the final values
     #[arg(long, help_heading = GENERAL, conflicts_with_all = ["verbose", "dry_run", "json"])]
     pub quiet: bool,
