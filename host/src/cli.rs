@@ -155,7 +155,24 @@ fn accept_negative_numbers(command: Command) -> Command {
 
 fn parse(command: Command, arguments: &[OsString]) -> Result<Cli, clap::Error> {
     let matches = command.try_get_matches_from(arguments)?;
-    Ok(Cli { json: has_json(&matches), ..Cli::from_arg_matches(&matches)? })
+    let mut cli = Cli { json: has_json(&matches), ..Cli::from_arg_matches(&matches)? };
+    if let Subcommands::Train(options) = &mut cli.command {
+        options.spelled_for_llm_c = is_spelled_for_llm_c(arguments);
+    }
+    Ok(cli)
+}
+
+/// Returns whether flags of `train` are spelled as for llm.c: some by their one-letter names, and none of the learning rate's by its
+/// long name.
+fn is_spelled_for_llm_c(arguments: &[OsString]) -> bool {
+    const LONG: [&str; 3] = ["--lr", "--schedule", "--warmup"];
+    let flags = || arguments.iter().filter_map(|argument| argument.to_str());
+    let is_short =
+        |flag: &str| flag.strip_prefix('-').is_some_and(|name| name.starts_with(|c: char| c.is_ascii_alphabetic()));
+    let is_long = |flag: &str| {
+        LONG.iter().any(|name| flag.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('=')))
+    };
+    flags().any(is_short) && !flags().any(is_long)
 }
 
 /// Rewrites the error for a flag that was given twice. Returns any other conflict unchanged.
@@ -221,6 +238,22 @@ mod tests {
             assert!(error.exit_code() == 2 && error.to_string().contains("--hellaswag FILE"), "{line}: {error}");
         }
         assert_eq!(error("llm-rs train -h").kind(), ErrorKind::DisplayHelp);
+    }
+
+    #[test]
+    fn the_spelling_of_flags_chooses_between_defaults() {
+        for (line, expected) in [
+            ("train -i a.bin -x 10", true),
+            ("train -l 1e-3 -k linear -u 5", true),
+            ("train -l1e-3", true),
+            ("train --lr 1e-3", false),
+            ("train --lr=1e-3 -b 4 -o run", false),
+            ("train --train a.bin --steps 10 --val-batches -1", false),
+            ("train --train a.bin --gelu-fusion 1", false),
+        ] {
+            let arguments: Vec<OsString> = line.split(' ').map(OsString::from).collect();
+            assert_eq!(is_spelled_for_llm_c(&arguments), expected, "{line}");
+        }
     }
 
     #[test]

@@ -183,6 +183,12 @@ impl Checkpoint {
         self.model.descriptor()
     }
 
+    /// Returns the run's final learning rate as a fraction of the peak, if it is known.
+    pub fn final_fraction(&self) -> Option<f32> {
+        let config = &self.sidecar.as_ref()?.identity.config;
+        config.get("final-fraction")?.as_f64().map(|fraction| fraction as f32)
+    }
+
     /// Returns whether the validation and sampling due at this step are done.
     pub fn evaluated(&self) -> bool {
         self.sidecar.as_ref().is_none_or(|sidecar| sidecar.progress.evaluated)

@@ -100,12 +100,19 @@ impl Setup<'_> {
         let Config { batch, seq, total_batch, lr, warmup, .. } = config;
         let micro_batches = format!("{}{}", config.grad_accum(self.ranks), self.by_ranks());
         let warmdown = config.warmdown.map_or_else(String::new, |part| format!(", warmdown {part} of the steps"));
-        let schedule = format!("{:?}", config.schedule).to_lowercase() + &warmdown;
-        let last = if config.schedule == Kind::Constant { *lr } else { lr * config.final_fraction };
+        let schedule = match config.schedule {
+            Kind::Constant => format!("constant, {lr:.2e}"),
+            kind => {
+                let (kind, last) = (format!("{kind:?}").to_lowercase(), lr * config.final_fraction);
+                let constant =
+                    if last == *lr && last > 0.0 { ", so that it does not decay: see --final-fraction" } else { "" };
+                format!("{kind}{warmdown}, peak {lr:.2e}, warmup {warmup} steps, final {last:.2e}{constant}")
+            }
+        };
         let rows = vec![
             ("batch", format!("{batch} x {seq} tokens x {micro_batches} = {total_batch} per step")),
             ("optimizer", optimizer_name(config)),
-            ("learning rate", format!("{schedule}, peak {lr:.2e}, warmup {warmup} steps, final {last:.2e}")),
+            ("learning rate", schedule),
             ("weight decay, clip", format!("{}, {}", config.weight_decay, Config::CLIP)),
             ("skipped updates", skipped_updates(config)),
             ("seed", config.seed.to_string()),

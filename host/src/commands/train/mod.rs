@@ -130,7 +130,8 @@ fn train(
     let FoundCheckpoint { checkpoint, mut notes } =
         out.as_mut().map(|out| std::mem::take(&mut out.found)).unwrap_or_default();
     notes.extend(elastic_notes);
-    let resumed = ranks.broadcast(checkpoint.as_ref().map(Checkpoint::descriptor))?;
+    let resumed = checkpoint.as_ref().map(|checkpoint| (checkpoint.descriptor(), checkpoint.final_fraction()));
+    let resumed = ranks.broadcast(resumed)?;
     let Resolved { config, descriptor, weights, data, hellaswag, tokenizer, note: without_data } =
         Resolved::new(args, &opened, resumed, ranks.rank(), ranks.world_size())?;
     let (train, val) = data.map_or((None, None), |(train, val)| (Some(train), val));

@@ -183,7 +183,8 @@ pub struct Options {
     #[arg(short = 'u', long, value_name = "N", value_parser = whole_number, help_heading = OPTIMIZER)]
     pub warmup: Option<usize>,
 
-    /// Final learning rate as a fraction of the peak [default: 1; 0 with --schedule trapezoidal]
+    /// Final learning rate as a fraction of the peak [default: 0.1; 0 with --schedule trapezoidal; 1, as in llm.c, if short flags are used
+    /// but not --lr, --warmup or --schedule; a resumed run keeps its own]
     #[arg(short = 'q', long, value_name = "X", value_parser = fraction_f32, help_heading = OPTIMIZER)]
     pub final_fraction: Option<f32>,
 
@@ -334,6 +335,10 @@ pub struct Options {
     /// Print the lines of main.jsonl to standard output, and everything else to standard error
     #[arg(long, help_heading = GENERAL)]
     pub json: bool,
+
+    /// Whether the flags are spelled as for llm.c, whose default of --final-fraction then holds.
+    #[arg(skip)]
+    pub spelled_for_llm_c: bool,
 }
 
 impl Options {

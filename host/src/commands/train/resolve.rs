@@ -65,14 +65,14 @@ struct Defaults {
 /// Tokens in a sequence, if the model accepts that many.
 pub const DEFAULT_SEQ: usize = 1024;
 
-/// The defaults for token files, which are llm.c's.
+/// The defaults for token files, which are llm.c's, except that the learning rate decays.
 const FOR_FILES: Defaults = Defaults {
     b: 4,
     t: DEFAULT_SEQ,
     steps: Count::All,
     lr: 3e-4,
     warmup: 0,
-    final_fraction: 1.0,
+    final_fraction: 0.1,
     weight_decay: 0.0,
     val_every: 20,
     sample_every: Some(20),
@@ -93,6 +93,9 @@ const FOR_CORPUS: Defaults = Defaults {
     sample_length: 400,
 };
 
+/// The final learning rate as a fraction of the peak, for commands with llm.c's flags.
+const FINAL_FRACTION_OF_LLM_C: f32 = 1.0;
+
 const VAL_BATCHES: usize = 20;
 
 /// A failure of the machine costs at most this many minutes and one step.
@@ -104,14 +107,17 @@ const WARMDOWN: f64 = 0.4;
 impl Resolved {
     /// Resolves the flags for rank `rank` of `ranks`.
     ///
-    /// A resumed run has the model `resumed`; the files of its initial weights may have been deleted.
+    /// A run that is `resumed` has the model of its checkpoint, since the files of its initial weights may have been deleted, and its final
+    /// learning rate, since the default was another one in earlier versions.
     pub fn new(
         options: &Options,
         opened: &Opened,
-        resumed: Option<Descriptor>,
+        resumed: Option<(Descriptor, Option<f32>)>,
         rank: usize,
         ranks: usize,
     ) -> Result<Self> {
+        let (resumed, final_fraction) =
+            resumed.map_or((None, None), |(descriptor, fraction)| (Some(descriptor), fraction));
         let note = without_data(options);
         let from_files = options.train.is_some() || note.is_some();
         let defaults = if from_files { FOR_FILES } else { FOR_CORPUS };
@@ -146,6 +152,7 @@ impl Resolved {
         }
         let steps = steps(options.steps.unwrap_or(defaults.steps), data.as_ref().map(|(train, _)| train), &batch)?;
         let mut config = config(options, &defaults, &batch, steps, opened);
+        config.final_fraction = options.final_fraction.or(final_fraction).unwrap_or(config.final_fraction);
         let fp8 = options.fp8.resolve(opened.precision)?;
         ensure!(
             fp8.is_some() || options.fp8_stats == 0,
@@ -281,7 +288,11 @@ fn steps(wanted: Count, train: Option<&Loader>, batch: &Batch) -> Result<usize> 
 /// Returns the settings, except those that depend on the shape of the model and on the size of the validation data.
 fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, opened: &Opened) -> Config {
     let trapezoidal = options.schedule == Kind::Trapezoidal;
-    let final_fraction = if trapezoidal { 0.0 } else { defaults.final_fraction };
+    let final_fraction = match options.schedule {
+        Kind::Trapezoidal => 0.0,
+        _ if options.spelled_for_llm_c && options.train.is_some() => FINAL_FRACTION_OF_LLM_C,
+        _ => defaults.final_fraction,
+    };
     let muon = options.optimizer == Optimizer::Muon;
     Config {
         train: options.train.clone(),
@@ -313,7 +324,7 @@ fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, o
         muon_momentum_warmup: muon.then(|| options.muon_momentum_warmup.unwrap_or(MuonSettings::DEFAULT.warmup)),
         muon_coefficients: muon.then(|| options.muon_coefficients.unwrap_or_default()),
         warmup: options.warmup.unwrap_or(defaults.warmup.min(steps / 10)),
-        final_fraction: options.final_fraction.unwrap_or(final_fraction),
+        final_fraction,
         weight_decay: options.weight_decay.unwrap_or(defaults.weight_decay),
         skip_loss_z: options.skip_loss_z,
         skip_norm_z: options.skip_norm_z,
