@@ -38,6 +38,11 @@ pub fn completions(args: &Completions) -> Result<()> {
     // The generator panics if its output is closed, so it writes to memory.
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut cli::parser(), PROGRAM, &mut script);
+    if args.shell == Shell::Bash {
+        // clap_complete 4.6 takes the hyphen of the program's name for the end of a command where it lists the flags of commands.
+        let text = String::from_utf8(script).context("the completion script")?;
+        script = text.replace("llm__subcmd__rs", "llm__rs").into_bytes();
+    }
     Ok(stdout().write_all(&script)?)
 }
 
