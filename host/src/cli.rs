@@ -15,7 +15,9 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use system::thread;
 
-/// Pretrains GPT-2 and GPT-3 models in pure Rust, GPU kernels included
+/// Pretrains language models in pure Rust, GPU kernels included
+///
+/// Models: GPT-2, GPT-3, Llama 3, Qwen2.5, Qwen3 and nanochat's, from scratch or from Hugging Face weights.
 ///
 /// `llm-rs train` without flags trains a small model. It needs no data and no GPU, and takes less than a minute.
 #[derive(Debug, Parser)]
@@ -98,9 +100,9 @@ impl Cli {
 
     /// Runs the command.
     pub fn run(&self) -> Result<()> {
+        thread::check_variables().map_err(anyhow::Error::msg)?;
         terminal::configure(self.quiet, self.json);
         match &self.command {
-        thread::check_variables().map_err(anyhow::Error::msg)?;
             Subcommands::Train(args) => train::run(args),
             Subcommands::Sweep(args) => sweep::run(args),
             Subcommands::Eval(args) => eval::run(args),
@@ -137,12 +139,15 @@ impl Cli {
 /// A negative number has to reach the parser of its flag: only that parser can say which values the flag takes.
 pub fn parser() -> Command {
     let help = Arg::new("help").short('h').long("help").action(ArgAction::Help).help_heading(train::GENERAL);
+    let help = help.help("Print help");
     // The built-in flag would form a section of its own before all others.
-    let in_sections = |train: Command| train.disable_help_flag(true).arg(help.help("Print help"));
+    let in_sections = |train: Command| train.disable_help_flag(true).arg(help.clone());
     let narrow = terminal::columns() < 80;
     // Beside the flags, there would be room for one word in a line.
     let command = Cli::command().next_line_help(narrow);
-    accept_negative_numbers(command).mut_subcommand("train", in_sections)
+    // `mut_subcommand` would move the command to the end of the list.
+    let of_train = |command: Command| if command.get_name() == "train" { in_sections(command) } else { command };
+    accept_negative_numbers(command).mut_subcommands(of_train)
 }
 
 fn accept_negative_numbers(command: Command) -> Command {
@@ -253,6 +258,55 @@ mod tests {
         ] {
             let arguments: Vec<OsString> = line.split(' ').map(OsString::from).collect();
             assert_eq!(is_spelled_for_llm_c(&arguments), expected, "{line}");
+        }
+    }
+
+    /// `mut_subcommand` moved `train` to the end.
+    #[test]
+    fn the_list_of_commands_begins_with_train() {
+        let help = parser().render_long_help().to_string();
+        let commands = help.split_once("Commands:\n").unwrap().1;
+        assert!(commands.trim_start().starts_with("train"), "{help}");
+        for family in ["GPT-2", "GPT-3", "Llama 3", "Qwen2.5", "Qwen3", "nanochat"] {
+            assert!(help.contains(family), "{family}: {help}");
+        }
+    }
+
+    #[test]
+    fn the_sections_of_train_are_in_the_order_of_the_work() {
+        let mut command = parser();
+        let help = command.find_subcommand_mut("train").unwrap().render_help().to_string();
+        let at = |text: &str| help.find(text).unwrap_or_else(|| panic!("{text}: {help}"));
+        let order = [
+            "\nData:",
+            "--train ",
+            "--shuffle ",
+            "\nModel:",
+            "--model ",
+            "\nBatch:",
+            "\nOptimizer:",
+            "--optimizer ",
+            "--lr ",
+            "\nDevice and precision:",
+            "--device ",
+            "--precision ",
+            "--fp8-recipe ",
+            "\nMemory:",
+            "\nEvaluation and reports:",
+            "--val-every ",
+            "\nOutput and checkpoints:",
+            "--out ",
+            "--checkpoint-every ",
+            "--resume",
+            "\nGeneral:",
+            "--config ",
+            "--dry-run",
+            "--help",
+            "\nDistributed training:",
+            "\nDetection of faulty hardware:",
+        ];
+        for pair in order.windows(2) {
+            assert!(at(pair[0]) < at(pair[1]), "{pair:?}: {help}");
         }
     }
 

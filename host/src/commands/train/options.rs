@@ -13,12 +13,12 @@ use model::schedule::Kind;
 use model::{MasterWeights, Moments, Optimizer, Recompute};
 use std::path::PathBuf;
 
-const DATA: &str = "Data and output";
+const DATA: &str = "Data";
 const MODEL: &str = "Model";
 const BATCH: &str = "Batch";
 const OPTIMIZER: &str = "Optimizer";
 const EVALUATION: &str = "Evaluation and reports";
-const CHECKPOINTS: &str = "Checkpoints";
+const OUTPUT: &str = "Output and checkpoints";
 const MEMORY: &str = "Memory";
 const DISTRIBUTED: &str = "Distributed training";
 const HARDWARE_CHECKS: &str = "Detection of faulty hardware";
@@ -63,19 +63,6 @@ pub struct Options {
     /// dataset.json next to the token files, or by the vocabulary size]
     #[arg(long, value_name = "NAME|FILE", help_heading = DATA)]
     pub tokenizer: Option<String>,
-
-    /// Directory for main.log, main.jsonl, config.toml and checkpoints [default: nothing is saved]
-    #[arg(short, long, value_name = "DIR", help_heading = DATA)]
-    pub out: Option<PathBuf>,
-
-    /// Also write event files for TensorBoard into --out. A resumed run continues to write them
-    #[arg(long, requires = "out", help_heading = DATA)]
-    pub tensorboard: bool,
-
-    /// Read flags from a TOML file of `flag = value` lines, such as DIR/config.toml of an earlier run. Flags on the command
-    /// line override the file
-    #[arg(long, value_name = "FILE", help_heading = DATA)]
-    pub config: Option<PathBuf>,
 
     /// 1: shuffle the shards and the sequences of each shard, differently each epoch and on each rank. 0: read them in order, so that
     /// a step has the same tokens for any number of ranks and any --batch; tokens at the end of a shard that do not fill a
@@ -205,6 +192,28 @@ pub struct Options {
     #[arg(long, value_name = "N", default_value = "10", value_parser = count, help_heading = OPTIMIZER)]
     pub max_bad_steps: usize,
 
+    /// Device and precision.
+    #[command(flatten)]
+    pub hardware: Hardware,
+
+    /// Settings of FP8.
+    #[command(flatten)]
+    pub fp8: Fp8Flags,
+
+    /// Activation checkpointing: recompute activations in the backward pass to save memory. 0: none, 1: activation
+    /// function, 2: activation function and norms, 3: whole layers
+    #[arg(short, long, value_name = "0|1|2|3", default_value = "0", value_parser = level::<Recompute>, help_heading = MEMORY)]
+    pub recompute: Recompute,
+
+    /// With bf16: f32 master weights. 0 (none): updates are rounded stochastically to bf16, 1 (f32): a copy in f32, 2 (remainder):
+    /// as exact, but 2 bytes per weight less
+    #[arg(short = 'w', long, value_name = "0|1|2", default_value = "1", help_heading = MEMORY)]
+    pub master_weights: MasterWeights,
+
+    /// With bf16: type of the optimizer's moments. bf16 takes 4 bytes per weight less, and is rounded stochastically
+    #[arg(long, value_name = "TYPE", value_enum, default_value = "f32", help_heading = MEMORY)]
+    pub moments: Moments,
+
     /// Compute the validation loss before the first step, every N steps and at the end; 0: never [default: 20]
     #[arg(short, long, value_name = "N", value_parser = interval, help_heading = EVALUATION)]
     pub val_every: Option<usize>,
@@ -233,87 +242,48 @@ pub struct Options {
     #[arg(long, value_name = "N", default_value = "0", value_parser = interval, help_heading = EVALUATION)]
     pub gpu_info_every: usize,
 
-    /// Write a checkpoint every N steps and at the end; 0: only after a signal to stop [default: at the end]
-    #[arg(short = 'n', long, value_name = "N", value_parser = interval, requires = "out", help_heading = CHECKPOINTS)]
-    pub checkpoint_every: Option<usize>,
-
-    /// Write a checkpoint when the last one is M minutes old; the newest two of these are kept until the run ends. 0: never
-    /// [default: 15, with --checkpoint-every 0: 0]
-    #[arg(long, value_name = "M", value_parser = non_negative, requires = "out", help_heading = CHECKPOINTS)]
-    pub checkpoint_minutes: Option<f32>,
-
-    /// Keep only the newest N checkpoints; 0: keep all. Also -nk
-    #[arg(long, value_name = "N", default_value = "0", value_parser = whole_number, requires = "out", help_heading = CHECKPOINTS)]
-    pub keep: usize,
-
-    /// With --keep, also keep the checkpoint of every N-th step; 0: none. Also -nm
-    #[arg(long, value_name = "N", default_value = "0", value_parser = whole_number, requires = "out", help_heading = CHECKPOINTS)]
-    pub major_every: usize,
-
-    /// Resume from the newest complete checkpoint in --out, which must exist. Other settings must be unchanged. auto, or 1 as in
-    /// llm.c: start a new run if there is no checkpoint
-    #[arg(short = 'y', long, value_name = "required|auto|0|1", value_parser = resume, num_args = 0..=1, default_value = "0", default_missing_value = "required", action = ArgAction::Set, requires = "out", help_heading = CHECKPOINTS)]
-    pub resume: Resume,
-
-    /// Resume even if settings or data differ from those of the checkpoint
-    #[arg(long, requires = "resume", help_heading = CHECKPOINTS)]
-    pub force_resume: bool,
-
-    /// Activation checkpointing: recompute activations in the backward pass to save memory. 0: none, 1: activation
-    /// function, 2: activation function and norms, 3: whole layers
-    #[arg(short, long, value_name = "0|1|2|3", default_value = "0", value_parser = level::<Recompute>, help_heading = MEMORY)]
-    pub recompute: Recompute,
-
-    /// With bf16: f32 master weights. 0 (none): updates are rounded stochastically to bf16, 1 (f32): a copy in f32, 2 (remainder):
-    /// as exact, but 2 bytes per weight less
-    #[arg(short = 'w', long, value_name = "0|1|2", default_value = "1", help_heading = MEMORY)]
-    pub master_weights: MasterWeights,
-
-    /// With bf16: type of the optimizer's moments. bf16 takes 4 bytes per weight less, and is rounded stochastically
-    #[arg(long, value_name = "TYPE", value_enum, default_value = "f32", help_heading = MEMORY)]
-    pub moments: Moments,
-
-    /// ZeRO stage. 0: nothing is sharded, 1: optimizer state, 2: also gradients of layers, 3: also parameters of layers
-    #[arg(short = 'z', long, value_name = "0|1|2|3", default_value = "0", value_parser = zero_stage, help_heading = DISTRIBUTED)]
-    pub zero_stage: u8,
-
-    /// With --zero-stage: number of consecutive ranks that shard together, a divisor of the number of ranks. Each such group has a
-    /// copy of everything (hybrid sharding) [default: all ranks]
-    #[arg(long, value_name = "N", value_parser = count, help_heading = DISTRIBUTED)]
-    pub shard_size: Option<usize>,
-
-    /// Start and restart with fewer ranks, at least N, if not all come within --rendezvous-timeout. The batch of a step stays the
-    /// same. Ranks that come later join at the next restart. Implies --resume=auto; all ranks must share --out [default: all ranks]
-    #[arg(long, value_name = "N", value_parser = count, requires_all = ["out", "batch", "seq", "total_batch", "steps"], help_heading = DISTRIBUTED)]
-    pub min_ranks: Option<usize>,
-
-    /// Compare parameters and optimizer state between the ranks every N steps; 0: never
-    #[arg(long, value_name = "N", default_value = "0", value_parser = interval, help_heading = DISTRIBUTED)]
-    pub check_ranks: usize,
-
-    /// Every N steps, compute a micro-batch twice, on the same GPU or in turn on those of other ranks, and end the run if a bit
-    /// differs, which means faulty hardware; 0: never
-    #[arg(long, value_name = "N", default_value = "0", value_parser = interval, help_heading = HARDWARE_CHECKS)]
-    pub verify_every: usize,
-
-    /// Log hashes of parameters and optimizer state every N steps; 0: only in checkpoints
-    #[arg(long, value_name = "N", default_value = "0", value_parser = interval, help_heading = HARDWARE_CHECKS)]
-    pub hash_every: usize,
-
-    /// Flags of distributed training.
-    #[command(flatten)]
-    pub launch: Launch,
-
-    /// Flags of the device.
-    #[command(flatten)]
-    pub fp8: Fp8Flags,
-
     /// With --precision fp8: print how many values saturate or become 0, every N steps; 0: never
     #[arg(long, value_name = "N", default_value = "0", value_parser = interval, help_heading = EVALUATION)]
     pub fp8_stats: usize,
 
-    #[command(flatten)]
-    pub hardware: Hardware,
+    /// Directory for main.log, main.jsonl, config.toml and checkpoints [default: nothing is saved]
+    #[arg(short, long, value_name = "DIR", help_heading = OUTPUT)]
+    pub out: Option<PathBuf>,
+
+    /// Write a checkpoint every N steps and at the end; 0: only after a signal to stop [default: at the end]
+    #[arg(short = 'n', long, value_name = "N", value_parser = interval, requires = "out", help_heading = OUTPUT)]
+    pub checkpoint_every: Option<usize>,
+
+    /// Write a checkpoint when the last one is M minutes old; the newest two of these are kept until the run ends. 0: never
+    /// [default: 15, with --checkpoint-every 0: 0]
+    #[arg(long, value_name = "M", value_parser = non_negative, requires = "out", help_heading = OUTPUT)]
+    pub checkpoint_minutes: Option<f32>,
+
+    /// Keep only the newest N checkpoints; 0: keep all. Also -nk
+    #[arg(long, value_name = "N", default_value = "0", value_parser = whole_number, requires = "out", help_heading = OUTPUT)]
+    pub keep: usize,
+
+    /// With --keep, also keep the checkpoint of every N-th step; 0: none. Also -nm
+    #[arg(long, value_name = "N", default_value = "0", value_parser = whole_number, requires = "out", help_heading = OUTPUT)]
+    pub major_every: usize,
+
+    /// Resume from the newest complete checkpoint in --out, which must exist. Other settings must be unchanged. auto, or 1 as in
+    /// llm.c: start a new run if there is no checkpoint
+    #[arg(short = 'y', long, value_name = "required|auto|0|1", value_parser = resume, num_args = 0..=1, default_value = "0", default_missing_value = "required", action = ArgAction::Set, requires = "out", help_heading = OUTPUT)]
+    pub resume: Resume,
+
+    /// Resume even if settings or data differ from those of the checkpoint
+    #[arg(long, requires = "resume", help_heading = OUTPUT)]
+    pub force_resume: bool,
+
+    /// Also write event files for TensorBoard into --out. A resumed run continues to write them
+    #[arg(long, requires = "out", help_heading = OUTPUT)]
+    pub tensorboard: bool,
+
+    /// Read flags from a TOML file of `flag = value` lines, such as DIR/config.toml of an earlier run. Flags on the command
+    /// line override the file
+    #[arg(long, value_name = "FILE", help_heading = GENERAL)]
+    pub config: Option<PathBuf>,
 
     /// Open the data, plan the memory, print both, and exit. With --device cuda this needs no GPU, and with --model no data
     #[arg(long, help_heading = GENERAL)]
@@ -335,6 +305,37 @@ pub struct Options {
     /// Print the lines of main.jsonl to standard output, and everything else to standard error
     #[arg(long, help_heading = GENERAL)]
     pub json: bool,
+
+    /// ZeRO stage. 0: nothing is sharded, 1: optimizer state, 2: also gradients of layers, 3: also parameters of layers
+    #[arg(short = 'z', long, value_name = "0|1|2|3", default_value = "0", value_parser = zero_stage, help_heading = DISTRIBUTED)]
+    pub zero_stage: u8,
+
+    /// With --zero-stage: number of consecutive ranks that shard together, a divisor of the number of ranks. Each such group has a
+    /// copy of everything (hybrid sharding) [default: all ranks]
+    #[arg(long, value_name = "N", value_parser = count, help_heading = DISTRIBUTED)]
+    pub shard_size: Option<usize>,
+
+    /// Start and restart with fewer ranks, at least N, if not all come within --rendezvous-timeout. The batch of a step stays the
+    /// same. Ranks that come later join at the next restart. Implies --resume=auto; all ranks must share --out [default: all ranks]
+    #[arg(long, value_name = "N", value_parser = count, requires_all = ["out", "batch", "seq", "total_batch", "steps"], help_heading = DISTRIBUTED)]
+    pub min_ranks: Option<usize>,
+
+    /// Compare parameters and optimizer state between the ranks every N steps; 0: never
+    #[arg(long, value_name = "N", default_value = "0", value_parser = interval, help_heading = DISTRIBUTED)]
+    pub check_ranks: usize,
+
+    /// Flags of distributed training.
+    #[command(flatten)]
+    pub launch: Launch,
+
+    /// Every N steps, compute a micro-batch twice, on the same GPU or in turn on those of other ranks, and end the run if a bit
+    /// differs, which means faulty hardware; 0: never
+    #[arg(long, value_name = "N", default_value = "0", value_parser = interval, help_heading = HARDWARE_CHECKS)]
+    pub verify_every: usize,
+
+    /// Log hashes of parameters and optimizer state every N steps; 0: only in checkpoints
+    #[arg(long, value_name = "N", default_value = "0", value_parser = interval, help_heading = HARDWARE_CHECKS)]
+    pub hash_every: usize,
 
     /// Whether the flags are spelled as for llm.c, whose default of --final-fraction then holds.
     #[arg(skip)]
