@@ -5,6 +5,7 @@ use host::allocator::Reporting;
 use host::panics;
 use host::signals::{self, Stopped};
 use host::style::{Tone, is_colored, paint};
+use host::train::Diverged;
 use std::env;
 use std::io::{self, Write, stderr};
 use std::panic;
@@ -43,9 +44,15 @@ fn run() -> ExitCode {
                 if let Some(stopped) = error.downcast_ref::<Stopped>() {
                     return ExitCode::from(stopped.exit_code());
                 }
+                let diverged = error.downcast_ref::<Diverged>();
                 let fault = error.downcast_ref::<Fault>();
-                let code = fault.map_or(ExitCode::FAILURE, |fault| ExitCode::from(fault.exit_code()));
-                if let Some(Fault::ReportedByRank0 { .. }) = fault {
+                let code = match (diverged, fault) {
+                    (Some(_), _) => ExitCode::from(Diverged::EXIT_CODE),
+                    (_, Some(fault)) => ExitCode::from(fault.exit_code()),
+                    _ => ExitCode::FAILURE,
+                };
+                if matches!(fault, Some(Fault::ReportedByRank0 { .. })) || diverged.is_some_and(|end| end.0.is_empty())
+                {
                     return code;
                 }
                 // Standard error may be closed; there is no other place to report to.

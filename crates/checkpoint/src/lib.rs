@@ -70,6 +70,9 @@ pub struct Progress {
     pub tokens: u64,
     /// Total time of the training steps, without evaluation and checkpoints.
     pub training_seconds: f64,
+    /// Loss of the first step, if it was finite. Files of earlier versions lack it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub first_loss: Option<f32>,
     /// Validation loss before the first step.
     pub first_val_loss: Option<f64>,
     /// Average time of a step.

@@ -82,6 +82,14 @@ pub struct Skips {
 }
 
 impl Guards {
+    /// Returns the median of the last `steps` finite losses, the upper one of two. It does not depend on a single outlier. Returns `None` if
+    /// no loss was finite.
+    pub fn median_loss(&self, steps: usize) -> Option<f32> {
+        let mut last: Vec<f32> = self.loss.0.iter().rev().take(steps).copied().collect();
+        last.sort_unstable_by(f32::total_cmp);
+        last.get(last.len() / 2).copied()
+    }
+
     /// Decides whether the update of a step is skipped. Must be called exactly once per step, in order.
     pub fn judge(&mut self, loss: f32, norm: f32, limits: &Limits) -> Verdict {
         let (loss_z, norm_z) = (self.loss.z(loss), self.norm.z(norm));
@@ -230,6 +238,18 @@ mod tests {
         assert!(verdict.loss_z.unwrap() > 5.0 && verdict.norm_z.unwrap() < 2.0);
         assert_eq!((guards.skips.outliers, guards.bad_in_a_row), (1, 0));
         assert_eq!(guards.loss.0.back(), Some(&9.0), "an outlier stays in the window");
+    }
+
+    #[test]
+    fn the_median_loss_is_that_of_the_last_finite_steps() {
+        let mut guards = Guards::default();
+        assert_eq!(guards.median_loss(3), None);
+        for (loss, median) in
+            [(4.0, 4.0), (5.0, 5.0), (1.0, 4.0), (f32::NAN, 4.0), (9.0, 5.0), (f32::INFINITY, 5.0), (2.0, 2.0)]
+        {
+            guards.judge(loss, 1.0, &OFF);
+            assert_eq!(guards.median_loss(3), Some(median), "{loss}");
+        }
     }
 
     #[test]

@@ -11,6 +11,7 @@ mod optimizer;
 mod saving;
 
 pub use hardware::HardwareChecks;
+pub use logging::Diverged;
 pub use optimizer::{MuonSettings, OptimizerSettings};
 
 use crate::clock::Clock;
@@ -126,6 +127,8 @@ pub struct Outcome {
     pub model_file: Option<PathBuf>,
     /// The step before which a stop was requested.
     pub stopped: Option<usize>,
+    /// In which way the run has diverged, if it has done all steps.
+    pub divergence: Option<String>,
 }
 
 /// Multiplied by the rank, makes the rounding seeds of the ranks distinct (golden ratio in 32 bits).
@@ -437,8 +440,11 @@ impl Run<'_> {
             });
         }
         self.log.finish()?;
+        let finished = session.stopped.is_none();
+        let divergence = finished.then(|| self.divergence(session.last_val_loss)).flatten();
         let progress = &self.state.progress;
         Ok(Outcome {
+            divergence,
             val: progress.first_val_loss.zip(session.last_val_loss),
             tokens: progress.tokens,
             skips: progress.guards.skips,

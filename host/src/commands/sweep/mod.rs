@@ -9,6 +9,7 @@ mod table;
 use crate::cli::Cli;
 use crate::signals::{Stop, Stopped};
 use crate::terminal;
+use crate::train::Diverged;
 use anyhow::{Context, Result, bail, ensure};
 use outcome::Outcome;
 use runs::{Axis, Run, axis, combinations};
@@ -142,7 +143,8 @@ fn train(run: &Run, launcher: &[String]) -> Result<Outcome> {
         .stderr(stderr)
         .status()
         .with_context(|| format!("cannot start {}", first.display()))?;
-    let ended = status.success() || status.code().is_some_and(Stopped::is_exit_code);
+    let has_log = |code| Stopped::is_exit_code(code) || code == i32::from(Diverged::EXIT_CODE);
+    let ended = status.success() || status.code().is_some_and(has_log);
     let outcome = if ended { Outcome::read(run) } else { Outcome::failed(&output, status) };
     if outcome.is_finished() {
         run.mark_finished()?;

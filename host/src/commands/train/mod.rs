@@ -18,7 +18,7 @@ use crate::gpu_info::{GpuErrors, GpuInfo};
 use crate::hints::Invocation;
 use crate::plots;
 use crate::signals::Stop;
-use crate::train::{HardwareChecks, MuonSettings, OptimizerSettings, Outcome, Run, Settings};
+use crate::train::{Diverged, HardwareChecks, MuonSettings, OptimizerSettings, Outcome, Run, Settings};
 use crate::values::Count;
 use anyhow::{Context, Result, bail, ensure};
 use checkpoint::config::Config;
@@ -311,7 +311,12 @@ impl PlannedRun {
             run.console.line(&format!("warning: no plots: {error:#}"))?;
         }
         report_end(&run.console, &outcome, &config, time::now() - started, drawn.is_ok_and(|drawn| drawn))?;
-        outcome.stopped.map_or(Ok(()), |_| Err(run.stop.stopped().into()))
+        if outcome.stopped.is_some() {
+            return Err(run.stop.stopped().into());
+        }
+        // All ranks have the same losses. Rank 0 reports them.
+        let text = |divergence| if run.ranks.is_first() { divergence } else { String::new() };
+        outcome.divergence.map_or(Ok(()), |divergence| Err(Diverged(text(divergence)).into()))
     }
 
     /// Allocates the memory, connects the ranks, and tunes the GEMMs.
