@@ -26,5 +26,6 @@ mod streams;
 mod sweep;
 mod terminal;
 mod tokenizers;
+mod train_behavior;
 mod unreliable_files;
 mod verify;
