@@ -33,16 +33,9 @@ fn sigmoid(x: f32) -> f32 {
 
 /// Computes out = activation(preactivation). out has rows of `columns` elements.
 pub(super) fn forward(activation: Activation, out: &mut [f32], preactivation: &[f32], columns: usize) {
-    let elementwise = |out: &mut [f32], f: fn(f32) -> f32| {
-        out.par_chunks_mut(CHUNK).zip(preactivation.par_chunks(CHUNK)).for_each(|(out, x)| {
-            for (out, &x) in out.iter_mut().zip(x) {
-                *out = f(x);
-            }
-        });
-    };
     match activation {
-        Activation::Gelu => elementwise(out, gelu),
-        Activation::ReluSquared => elementwise(out, relu_squared),
+        Activation::Gelu => elementwise(gelu, out, preactivation),
+        Activation::ReluSquared => elementwise(relu_squared, out, preactivation),
         Activation::SwiGlu => {
             let rows = out.par_chunks_mut(columns).zip(preactivation.par_chunks(2 * columns));
             rows.with_min_len(4).for_each(|(out, x)| {
@@ -55,8 +48,17 @@ pub(super) fn forward(activation: Activation, out: &mut [f32], preactivation: &[
     }
 }
 
+/// Computes out = f(x) of each element.
+fn elementwise(f: impl Fn(f32) -> f32 + Sync, out: &mut [f32], x: &[f32]) {
+    out.par_chunks_mut(CHUNK).zip(x.par_chunks(CHUNK)).for_each(|(out, x)| {
+        for (out, &x) in out.iter_mut().zip(x) {
+            *out = f(x);
+        }
+    });
+}
+
 /// Computes grad = grad · activation'(preactivation) for activations of one input.
-pub(super) fn backward_in_place(derivative: fn(f32) -> f32, grad: &mut [f32], preactivation: &[f32]) {
+pub(super) fn backward_in_place(derivative: impl Fn(f32) -> f32 + Sync, grad: &mut [f32], preactivation: &[f32]) {
     grad.par_chunks_mut(CHUNK).zip(preactivation.par_chunks(CHUNK)).for_each(|(grad, x)| {
         for (grad, &x) in grad.iter_mut().zip(x) {
             *grad *= derivative(x);
