@@ -1,5 +1,8 @@
-//! The README's commands from text to a Hugging Face directory, as written there, at a smaller size.
+//! The README's commands from text to a Hugging Face directory, as written there, at a smaller size, and the budget of packages in
+//! CONTRIBUTING.md.
 
+use std::collections::BTreeSet;
+use std::env;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -58,5 +61,40 @@ fn commands_from_text_to_a_hugging_face_directory_work() {
     let out = commands[3].last().unwrap();
     for file in ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"] {
         assert!(directory.path().join(out).join(file).is_file(), "{out}/{file}");
+    }
+}
+
+/// Returns the packages that the program depends on, as `name version`.
+fn packages(root: &Path) -> BTreeSet<String> {
+    let arguments =
+        "tree --locked --offline --edges normal,build --package host --prefix none --target x86_64-unknown-linux-gnu";
+    let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let output = Command::new(cargo).args(arguments.split(' ')).current_dir(root).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let lines = String::from_utf8(output.stdout).unwrap();
+    // Behind name and version are the path, the kind, and a mark of a package that was listed before.
+    lines.lines().map(|line| line.split(' ').take(2).collect::<Vec<_>>().join(" ")).collect()
+}
+
+#[test]
+fn the_program_has_no_more_packages_than_contributing_allows() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let text = fs::read_to_string(root.join("CONTRIBUTING.md")).unwrap();
+    let section = text.split("## Dependencies\n").nth(1).and_then(|rest| rest.split("\n## ").next()).unwrap();
+    let budget = section.split("at most ").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
+    let budget: usize = budget.parse().unwrap();
+    let packages = packages(root);
+    assert!(
+        packages.len() <= budget,
+        "packages of the program: expected at most {budget}, found {}; use fewer dependencies or change the number in CONTRIBUTING.md",
+        packages.len()
+    );
+    // The table has only packages that the program still has.
+    let rows = section.lines().filter(|line| line.starts_with("| `"));
+    let named: Vec<&str> = rows.flat_map(|row| row.split('|').nth(1).unwrap().split('`').skip(1).step_by(2)).collect();
+    assert!(named.len() > 5, "{named:?}");
+    for name in named {
+        let begins = |package: &String| package.split(' ').next() == Some(name);
+        assert!(packages.iter().any(begins), "CONTRIBUTING.md, Dependencies: {name} is not a package of the program");
     }
 }

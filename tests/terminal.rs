@@ -1,7 +1,11 @@
 //! The program in a terminal of 40 columns: progress bars, colors and help. `script` of util-linux provides the terminal.
 
 use crate::common::{llm_rs, succeed};
-use std::process::Command;
+use std::fs;
+use std::io::{Read, Write};
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::Duration;
 
 const COLUMNS: usize = 40;
 /// A command that takes longer than the delay after which bars appear.
@@ -102,5 +106,44 @@ fn selftest_prints_json() {
         let name = format!("{} {}", case["operation"], case["shape"]);
         assert!(name.contains("swiglu") && case["okay"] == true, "{case}");
         assert!(case["tensors"][0]["max_rel_error"].as_f64() <= case["tensors"][0]["allowed"].as_f64(), "{case}");
+    }
+}
+
+#[test]
+fn the_live_plot_obeys_keys_and_restores_the_terminal() {
+    let directory = tempfile::tempdir().unwrap();
+    let log = directory.path().join("main.log");
+    let lines = (0..50).map(|i| format!("s:{i} trl:{} lr:1 norm:1\n", 10.0 - f64::from(i) / 10.0));
+    fs::write(&log, lines.collect::<String>()).unwrap();
+    let program = env!("CARGO_BIN_EXE_llm-rs");
+    for keys in ["yxsq", "\u{1b}[A\u{3}", "q"] {
+        let mut script = Command::new("script");
+        let command = format!("stty cols {COLUMNS} rows 24; {program} plot --live {}; stty -a", log.display());
+        script.args(["-qec", &command, "/dev/null"]).env("TERM", "xterm").stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut script = script.spawn().expect("script is installed");
+        // Keys that come before the program has changed the terminal would be echoed.
+        let mut written = Vec::new();
+        let mut output = script.stdout.take().unwrap();
+        while !String::from_utf8_lossy(&written).contains("q quit") {
+            let mut bytes = [0; 4096];
+            let length = output.read(&mut bytes).unwrap();
+            assert!(length > 0, "{}", String::from_utf8_lossy(&written));
+            written.extend(&bytes[..length]);
+        }
+        let mut input = script.stdin.take().unwrap();
+        for key in keys.split_inclusive('A') {
+            input.write_all(key.as_bytes()).unwrap();
+            thread::sleep(Duration::from_millis(100));
+        }
+        output.read_to_end(&mut written).unwrap();
+        assert!(script.wait().unwrap().success());
+        let written = String::from_utf8(written).unwrap();
+        let (shown, after) = written.rsplit_once("\x1b[?1049l").expect("the screen of before is shown again");
+        let is_dot = |c: char| ('\u{2801}'..='\u{28ff}').contains(&c);
+        assert!(shown.starts_with("\x1b[?1049h") && shown.contains(is_dot), "{shown}");
+        assert!(
+            after.contains("step 50 | train 5.97") && after.contains(" echo ") && after.contains(" icanon"),
+            "{after}"
+        );
     }
 }

@@ -6,7 +6,7 @@
 use anyhow::Result;
 use console::Term;
 use indicatif::{HumanDuration, MultiProgress, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
-use ratatui::crossterm::terminal;
+use rustix::termios::tcgetwinsize;
 use std::fmt;
 use std::io::{IsTerminal, Write, stderr, stdin, stdout};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -63,7 +63,7 @@ pub fn is_quiet() -> bool {
 
 /// Returns the width of the terminal, or 80 without one.
 pub fn columns() -> usize {
-    let size = terminal::size().map_or(0, |(columns, _)| usize::from(columns));
+    let size = tcgetwinsize(stderr()).or_else(|_| tcgetwinsize(stdout())).map_or(0, |size| usize::from(size.ws_col));
     if size == 0 { 80 } else { size }
 }
 

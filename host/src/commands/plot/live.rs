@@ -1,25 +1,26 @@
 //! The loss curve in the terminal, which follows a log while the run continues.
 
+mod screen;
+
 use anyhow::{Context, Result, ensure};
 use metrics::axis::{Scale, short_count};
 use metrics::curves::{Points, Positions, XAxis, reduce, smooth, visible_range};
 use metrics::figure::Options;
 use metrics::report::Summary;
 use metrics::run::RunLog;
-use ratatui::Frame;
-use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
-use ratatui::layout::{Constraint, Layout};
-use ratatui::style::{Color, Style};
-use ratatui::symbols::Marker;
-use ratatui::text::{Line, Span};
-use ratatui::widgets::{Axis, Chart, Dataset, GraphType, Paragraph};
+use screen::{DIM, PLAIN, Screen, Style, Terminal};
 use std::env;
 use std::io::{IsTerminal, Write, stdout};
 use std::time::{Duration, Instant};
 
 /// Shortest time between two reads of the log.
 const INTERVAL: Duration = Duration::from_secs(1);
-const COLORS: [Color; 6] = [Color::Blue, Color::Yellow, Color::Green, Color::Magenta, Color::Cyan, Color::Red];
+/// Blue, yellow, green, magenta, cyan and red.
+const COLORS: [Style; 6] = ["34", "33", "32", "35", "36", "31"];
+const GRAY: Style = "90";
+/// The bytes of Control-C and of Escape.
+const INTERRUPT: u8 = 3;
+const ESCAPE: u8 = 0x1b;
 /// Columns of dots that a curve is reduced to. A cell has two of them.
 const COLUMNS: f64 = 400.0;
 
@@ -33,10 +34,10 @@ struct View {
 
 /// A curve of the chart, in values whose axes are linear.
 struct Curve {
-    name: String,
     style: Style,
     points: Points,
-    marker: Marker,
+    /// Whether a line connects the points.
+    connected: bool,
 }
 
 /// Draws the logs that `read` returns until the user quits, and then prints their final values.
@@ -49,38 +50,39 @@ pub fn run(read: &dyn Fn() -> Result<Vec<RunLog>>, options: &Options) -> Result<
         smoothing: options.smoothing,
         colors: env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()),
     };
-    let mut terminal = ratatui::try_init().context("cannot draw in this terminal; use --out FILE")?;
+    let mut terminal = Terminal::open().context("cannot draw in this terminal; use --out FILE")?;
     let mut interval = INTERVAL;
-    let mut follow = || -> Result<()> {
-        loop {
-            let curves = curves(&runs, options.x, &view)?;
-            terminal.draw(|frame| draw(frame, &runs, &curves, options.x, &view))?;
-            if !event::poll(interval)? {
-                let started = Instant::now();
-                // A run that starts again has an empty log for a moment.
-                if let Ok(newer) = read() {
-                    runs = newer;
-                }
-                // Reading a long log takes at most a fifth of the time.
-                interval = INTERVAL.max(4 * started.elapsed());
-                continue;
+    loop {
+        let curves = curves(&runs, options.x, &view)?;
+        terminal.show(&draw(terminal.size()?, &runs, &curves, options.x, &view))?;
+        let Some(bytes) = terminal.bytes(interval)? else { break };
+        if bytes.is_empty() {
+            let started = Instant::now();
+            // A run that starts again has an empty log for a moment.
+            if let Ok(newer) = read() {
+                runs = newer;
             }
-            let Event::Key(key) = event::read()? else { continue };
-            let interrupt = key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL);
-            match key.code {
-                _ if key.kind == KeyEventKind::Release => {}
-                KeyCode::Char('q') | KeyCode::Esc => return Ok(()),
-                _ if interrupt => return Ok(()),
-                KeyCode::Char('x') => view.log_x = !view.log_x,
-                KeyCode::Char('y') => view.log_y = !view.log_y,
-                KeyCode::Char('s') => view.smoothing = if view.smoothing > 0.0 { 0.0 } else { 0.9 },
+            // Reading a long log takes at most a fifth of the time.
+            interval = INTERVAL.max(4 * started.elapsed());
+        }
+        if bytes == [ESCAPE] {
+            break;
+        }
+        // Arrows and other keys begin with Escape.
+        let keys = bytes.split(|byte| *byte == ESCAPE).next().unwrap_or_default();
+        if keys.iter().any(|key| matches!(*key, b'q' | INTERRUPT)) {
+            break;
+        }
+        for key in keys {
+            match key {
+                b'x' => view.log_x = !view.log_x,
+                b'y' => view.log_y = !view.log_y,
+                b's' => view.smoothing = if view.smoothing > 0.0 { 0.0 } else { 0.9 },
                 _ => {}
             }
         }
-    };
-    let followed = follow();
-    ratatui::restore();
-    followed?;
+    }
+    drop(terminal);
     for run in &runs {
         writeln!(stdout(), "{}", status(run))?;
     }
@@ -110,79 +112,118 @@ fn curves(runs: &[RunLog], x: XAxis, view: &View) -> Result<Vec<Curve>> {
         let positions = Positions::new(run, x)?;
         let losses = positions.of_steps(run, |step| step.loss);
         let validations = positions.of_evaluations(run, &run.validations);
-        let color = |at: usize| if view.colors { Style::new().fg(COLORS[at % COLORS.len()]) } else { Style::new() };
-        let faint = if view.colors { Style::new().fg(Color::DarkGray) } else { Style::new().dim() };
+        let color = |at: usize| if view.colors { COLORS[at % COLORS.len()] } else { PLAIN };
+        let faint = if view.colors { GRAY } else { DIM };
         let validation_color = color(if runs.len() == 1 { 1 } else { i });
-        let mut add = |layer: usize, name: &str, style, points, marker| {
-            curves[layer].push(Curve { name: name.to_owned(), style, points, marker });
-        };
+        let mut add = |layer: usize, style, points, connected| curves[layer].push(Curve { style, points, connected });
         if view.smoothing > 0.0 {
-            add(1, &run.name, color(i), smooth(&losses, view.smoothing), Marker::Braille);
-            add(0, "", faint, losses, Marker::Braille);
+            add(1, color(i), smooth(&losses, view.smoothing), true);
+            add(0, faint, losses, true);
         } else {
-            add(1, &run.name, color(i), losses, Marker::Braille);
+            add(1, color(i), losses, true);
         }
-        add(2, "", validation_color, validations, Marker::Dot);
+        add(2, validation_color, validations, false);
     }
     Ok(curves.into_iter().flatten().collect())
 }
 
-fn draw(frame: &mut Frame, runs: &[RunLog], curves: &[Curve], x: XAxis, view: &View) {
-    let header = (runs.len() as u16).min(frame.area().height / 3);
-    let areas: [_; 3] =
-        Layout::vertical([Constraint::Length(header), Constraint::Min(3), Constraint::Length(1)]).areas(frame.area());
-    let colors = |i: usize| if view.colors { Style::new().fg(COLORS[i % COLORS.len()]) } else { Style::new() };
-    let lines: Vec<Line> = runs.iter().enumerate().map(|(i, run)| Line::styled(status(run), colors(i))).collect();
-    frame.render_widget(Paragraph::new(lines), areas[0]);
-    let keys = "q quit  y log loss  x log axis  s smoothing";
-    frame.render_widget(Paragraph::new(Span::styled(keys, Style::new().dim())), areas[2]);
+/// Draws the newest values of the runs, the chart, and a line with the keys.
+fn draw(size: (usize, usize), runs: &[RunLog], curves: &[Curve], x: XAxis, view: &View) -> Screen {
+    let mut screen = Screen::new(size);
+    let (width, height) = size;
+    let header = runs.len().min(height / 3);
+    for (i, run) in runs.iter().enumerate().take(header) {
+        screen.text(0, i, &status(run), if view.colors { COLORS[i % COLORS.len()] } else { PLAIN });
+    }
+    screen.text(0, height.saturating_sub(1), "q quit  y log loss  x log axis  s smoothing", DIM);
 
     let points = || curves.iter().flat_map(|curve| &curve.points);
     let shown = |value: f64, log: bool| value.is_finite() && (value > 0.0 || !log);
     let xs = || points().filter(|(x, y)| shown(*x, view.log_x) && y.is_finite()).map(|(x, _)| *x);
     let low = xs().fold(f64::INFINITY, f64::min);
     let Some((bottom, top)) = visible_range(points().map(|(_, y)| *y).filter(|y| shown(*y, view.log_y))) else {
-        frame.render_widget(Paragraph::new("no finite loss yet"), areas[1]);
-        return;
+        screen.text(0, header, "no finite loss yet", PLAIN);
+        return screen;
     };
     let low = if low.is_finite() { low } else { 1.0 };
     let horizontal = Scale::new(low, xs().fold(low, f64::max), view.log_x);
     let vertical = Scale::new(bottom, top, view.log_y).padded(0.04, 0.04);
-    let place = |points: &Points| {
+    let left = labels(&vertical, 8).iter().map(String::len).max().unwrap_or(0).max(6);
+    // Below the chart are its axis, the labels of the axis, and the keys.
+    let Some(rows) = height.checked_sub(header + 3).filter(|rows| *rows > 0 && width > left + 1) else {
+        return screen;
+    };
+    let area = Area { left: left + 1, top: header, width: width - left - 1, height: rows };
+    area.axes(&mut screen, &horizontal, &vertical, x);
+    for curve in curves {
         let place = |&(x, y): &(f64, f64)| (horizontal.position(x), vertical.position(y));
-        let placed: Points = points.iter().map(place).collect();
+        let placed: Points = curve.points.iter().map(place).collect();
         let visible = |(x, y): &(f64, f64)| (0.0..=1.0).contains(x) && (0.0..=1.0).contains(y);
-        reduce(&placed, 1.0 / COLUMNS).into_iter().filter(visible).collect::<Points>()
-    };
-    let placed: Vec<Points> = curves.iter().map(|curve| place(&curve.points)).collect();
-    let datasets = curves.iter().zip(&placed).map(|(curve, points)| {
-        let data =
-            Dataset::default().data(points).style(curve.style).marker(curve.marker).graph_type(match curve.marker {
-                Marker::Braille => GraphType::Line,
-                _ => GraphType::Scatter,
-            });
-        if runs.len() > 1 && !curve.name.is_empty() { data.name(curve.name.as_str()) } else { data }
-    });
-    let name = match x {
-        XAxis::Steps => "step",
-        XAxis::Tokens => "tokens",
-        XAxis::Time => "seconds",
-    };
-    let axis = |scale: &Scale, cells: u16| {
-        let labels = labels(scale, cells);
-        Axis::default().bounds([0.0, 1.0]).style(Style::new().dim()).labels(labels)
-    };
-    let chart = Chart::new(datasets.collect())
-        .x_axis(axis(&horizontal, areas[1].width / 16).title(name))
-        .y_axis(axis(&vertical, areas[1].height / 4).title("loss"));
-    frame.render_widget(chart, areas[1]);
+        let points: Points = reduce(&placed, 1.0 / COLUMNS).into_iter().filter(visible).collect();
+        area.curve(&mut screen, &points, curve);
+    }
+    screen
+}
+
+/// The cells of the chart, without its axes.
+struct Area {
+    left: usize,
+    top: usize,
+    width: usize,
+    height: usize,
+}
+
+impl Area {
+    fn axes(&self, screen: &mut Screen, horizontal: &Scale, vertical: &Scale, x: XAxis) {
+        let Self { left, top, width, height } = *self;
+        (top..top + height).for_each(|row| screen.text(left - 1, row, "│", DIM));
+        screen.text(left - 1, top + height, &format!("└{}", "─".repeat(width)), DIM);
+        let values = labels(vertical, height / 4);
+        let last = values.len() - 1;
+        for (i, label) in values.iter().enumerate() {
+            let row = top + (height - 1) * (last - i) / last;
+            screen.text((left - 1).saturating_sub(label.len()), row, label, DIM);
+        }
+        let values = labels(horizontal, width / 16);
+        let last = values.len() - 1;
+        for (i, label) in values.iter().enumerate() {
+            let at = left + (width - 1) * i / last;
+            let start = at.saturating_sub(label.len() / 2).min((left + width).saturating_sub(label.len()));
+            screen.text(start, top + height + 1, label, DIM);
+        }
+        let name = match x {
+            XAxis::Steps => "step",
+            XAxis::Tokens => "tokens",
+            XAxis::Time => "seconds",
+        };
+        screen.text(left + 1, top, "loss", DIM);
+        screen.text((left + width).saturating_sub(name.len()), top + height - 1, name, DIM);
+    }
+
+    /// Draws points between 0 and 1.
+    fn curve(&self, screen: &mut Screen, points: &Points, curve: &Curve) {
+        let at = |&(x, y): &(f64, f64), columns: usize, rows: usize| {
+            let (left, top) = (columns * self.left, rows * self.top);
+            let (right, bottom) = (columns * self.width - 1, rows * self.height - 1);
+            (left as f64 + x * right as f64, top as f64 + (1.0 - y) * bottom as f64)
+        };
+        if !curve.connected {
+            for (x, y) in points.iter().map(|point| at(point, 1, 1)) {
+                screen.text(x.round() as usize, y.round() as usize, "•", curve.style);
+            }
+            return;
+        }
+        for (i, point) in points.iter().enumerate() {
+            screen.line(at(&points[i.saturating_sub(1)], 2, 4), at(point, 2, 4), curve.style);
+        }
+    }
 }
 
 /// Returns labels at equal distances, which is where the terminal shows them.
-fn labels(scale: &Scale, count: u16) -> Vec<String> {
+fn labels(scale: &Scale, count: usize) -> Vec<String> {
     let last = count.clamp(2, 8) - 1;
-    let value = |i: u16| {
-        let at = f64::from(i) / f64::from(last);
+    let value = |i: usize| {
+        let at = i as f64 / last as f64;
         if scale.log {
             scale.low * (scale.high / scale.low).powf(at)
         } else {
@@ -197,15 +238,11 @@ fn labels(scale: &Scale, count: u16) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ratatui::Terminal;
-    use ratatui::backend::TestBackend;
 
-    fn screen(text: &str, (width, height): (u16, u16), view: &View) -> String {
+    fn screen(text: &str, size: (usize, usize), view: &View) -> String {
         let runs = [RunLog { name: "run".to_owned(), ..RunLog::parse(text.as_bytes()).unwrap() }];
-        let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
         let curves = curves(&runs, XAxis::Steps, view).unwrap();
-        terminal.draw(|frame| draw(frame, &runs, &curves, XAxis::Steps, view)).unwrap();
-        terminal.backend().to_string()
+        draw(size, &runs, &curves, XAxis::Steps, view).to_text()
     }
 
     #[test]
@@ -220,7 +257,9 @@ mod tests {
         let columns: Vec<usize> = shown.lines().filter_map(|line| line.chars().position(is_dot)).collect();
         assert!(columns.len() > 10 && columns.is_sorted(), "{shown}");
         assert!(shown.contains("step 200 | train") && shown.contains("q quit") && shown.contains("1.72"), "{shown}");
-        for (log, size) in [(true, (40, 10)), (false, (3, 2)), (true, (1, 1)), (false, (200, 60))] {
+        for (log, size) in
+            [(true, (40, 10)), (false, (3, 2)), (true, (1, 1)), (false, (0, 0)), (true, (8, 5)), (false, (200, 60))]
+        {
             (view.log_x, view.log_y) = (log, log);
             view.smoothing = 0.9;
             screen(&text, size, &view);
