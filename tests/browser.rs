@@ -283,6 +283,24 @@ fn a_visitor_sees_the_run_and_talks_to_the_model() {
 }
 
 #[test]
+fn the_page_says_that_the_context_is_full() {
+    let Some(mut browser) = Browser::start() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("run");
+    let model = ["--layers", "1", "--channels", "32", "--heads", "2", "--seq", "64", "--batch", "2", "--steps", "2"];
+    succeed(&[&["train", "--device", "cpu", "--val-every", "0"], &model[..], &["--out", text(&run)]].concat());
+    fs::write(run.join("chat_template.jinja"), "{% for m in messages %}{{ m.content }}{% endfor %}").unwrap();
+    let (_server, _lines, url) = serve(&run, &[]);
+    browser.open(&url, [800, 600], false);
+    browser.wait_until("document.querySelector('#connection').textContent === 'connected'");
+    browser.click("#prompt");
+    browser.write(&"x".repeat(63));
+    browser.click("#send");
+    browser
+        .wait_until("/context of 64 tokens is full/.test(document.querySelector('.message.note')?.textContent ?? '')");
+}
+
+#[test]
 fn the_page_asks_for_the_token() {
     let Some(mut browser) = Browser::start() else { return };
     let dir = tempfile::tempdir().unwrap();

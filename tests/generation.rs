@@ -245,7 +245,7 @@ fn texts_end_at_an_end_token_or_when_the_receiver_stops() {
             got[i].push(token);
             Ok(i != 1 || got[1].len() < 3)
         });
-        assert_eq!(finishes.unwrap(), [Finish::EndOfText, Finish::Stop, Finish::Length]);
+        assert_eq!(finishes.unwrap(), [Finish::EndOfText(end), Finish::Stop, Finish::Length]);
         assert_eq!(got, [&greedy[..first], &greedy[..3], &greedy[..2]]);
     }
 }

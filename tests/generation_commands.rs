@@ -16,6 +16,11 @@ fn train(out: &Path) {
 
 /// Runs the program with this standard input and returns its standard output, which must be valid UTF-8.
 fn with_input(args: &[&str], input: &str) -> String {
+    with_bytes(args, input.as_bytes()).0
+}
+
+/// Runs the program with this standard input and returns standard output and standard error.
+fn with_bytes(args: &[&str], input: &[u8]) -> (String, String) {
     let mut child = Command::new(env!("CARGO_BIN_EXE_llm-rs"))
         .args(args)
         .stdin(Stdio::piped())
@@ -23,10 +28,11 @@ fn with_input(args: &[&str], input: &str) -> String {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+    child.stdin.take().unwrap().write_all(input).unwrap();
     let output = child.wait_with_output().unwrap();
-    assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
+    let err = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{args:?}: {err}");
+    (String::from_utf8(output.stdout).unwrap(), err)
 }
 
 #[test]
@@ -126,4 +132,27 @@ fn conversations_continue_until_the_input_ends() {
     let long = "x".repeat(60);
     assert_eq!(with_input(&args, &format!("{long}\nto be\n")), answer);
     assert!(!with_input(&args, &"to be\n".repeat(5)).is_empty());
+}
+
+#[test]
+fn lines_that_are_no_messages_are_errors() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("run");
+    train(&run);
+    let args = ["chat", "--device", "cpu", "--model", text(&run), "-g", "6", "--temperature", "0"];
+    let (answers, err) = with_bytes(&args, b"\xff\xfe\nto be\r\n");
+    assert_eq!(answers, with_input(&args, "to be\n"));
+    assert!(err.contains("error: message: expected UTF-8 text"), "{err}");
+    // A line without end.
+    let output = Command::new(env!("CARGO_BIN_EXE_llm-rs"))
+        .args(args)
+        .stdin(fs::File::open("/dev/zero").unwrap())
+        .output()
+        .unwrap();
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{err}");
+    assert!(err.contains("error: message: expected a line of at most 1048576 bytes"), "{err}");
+    // A template that recurses.
+    fs::write(run.join("chat_template.jinja"), "{% set ns = namespace() %}{% set ns.x = ns %}{{ ns }}").unwrap();
+    fail(&args, &["chat_template.jinja", "exceeds a limit or overflows the stack"]);
 }

@@ -397,14 +397,15 @@ fn requests_that_are_wrong_have_clear_errors() {
     assert_eq!(server.complete(&truncated)["usage"]["prompt_tokens"], 10);
     // A text ends when the context is full: all tokens but the last one have a place in it.
     let full = server.complete(&json!({ "prompt": "x", "max_tokens": 1000 }));
-    assert_eq!((&full["usage"]["total_tokens"], &full["choices"][0]["finish_reason"]), (&65.into(), &"length".into()));
+    let ending = ["finish_reason", "stop_reason"].map(|name| &full["choices"][0][name]);
+    assert_eq!((&full["usage"]["total_tokens"], ending), (&65.into(), [&"length".into(), &"context_full".into()]));
     completions(
         &json!({ "temperature": -1 }).to_string(),
         400,
         "temperature: expected a number from 0 to 100, found -1",
     );
     completions(&json!({ "prompt": 5 }).to_string(), 400, "or of arrays of token ids, found a number");
-    completions(&json!({ "logprobs": 5 }).to_string(), 400, "logprobs: expected its default");
+    completions(&json!({ "logprobs": 21 }).to_string(), 400, "logprobs: expected a whole number from 0 to 20");
     assert_eq!(error("/v1/nothing", "{}").0, 404);
     assert_eq!(server.get("/v1/completions").0, 405);
     // Nothing of the run or of the machine can be read.
@@ -528,4 +529,256 @@ fn a_run_without_a_checkpoint_has_curves_but_no_completions() {
     assert!(status == 503 && error.contains("checkpoint"), "{error}");
     let state = server.event("status", |state| !state["model"]["error"].is_null());
     assert!(state["model"]["error"].as_str().unwrap().contains("checkpoint"));
+}
+
+#[test]
+fn every_model_of_a_run_is_sampled_exported_and_served() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, sizes) in [
+        ("modern:d12", &[][..]),
+        ("llama3:1b", &["--kv-heads", "1", "--ffn", "64"]),
+        ("qwen3:0.6b", &["--kv-heads", "1", "--head-size", "16", "--ffn", "64"]),
+    ] {
+        let run = dir.path().join(name.split(':').next().unwrap());
+        let model = ["--model", name, "--layers", "1", "--channels", "32", "--heads", "2", "--seq", "64"];
+        let rest = ["--batch", "2", "--steps", "2", "--sample-every", "0", "--val-every", "0", "--out", text(&run)];
+        let printed = succeed(&[&["train", "--device", "cpu"], &model[..], sizes, &rest].concat());
+        // The suggested command names the model file.
+        let next = printed.lines().find_map(|line| line.strip_prefix("next: ")).unwrap();
+        let words = shlex::split(next).unwrap();
+        let words: Vec<&str> = words[1..].iter().map(String::as_str).collect();
+        let file = *words.iter().find(|word| word.ends_with(".safetensors")).unwrap();
+        let sampled = succeed(&[&words[..], &["--device", "cpu", "-g", "5", "--temperature", "0"]].concat());
+        let prompt = words[words.iter().position(|word| *word == "--prompt").unwrap() + 1];
+        let greedy = ["-g", "5", "--temperature", "0"];
+        let of = |model: &str| sample(Path::new(model), prompt, &greedy);
+        assert_eq!([&of(text(&run)), &of(file)], [&sampled; 2], "{name}");
+        let exported = dir.path().join(name.replace(':', "_"));
+        if name != "modern:d12" {
+            succeed(&["export", "--format", "hf", file, text(&exported)]);
+        }
+        succeed(&["train", "--device", "cpu", "--model", file, "--seq", "64", "--batch", "1", "--steps", "1"]);
+
+        fs::write(run.join("chat_template.jinja"), "{% for m in messages %}{{ m.content }}{% endfor %}").unwrap();
+        for path in [&run, Path::new(file)] {
+            let server = Server::start(path, &[]);
+            let body = json!({ "prompt": prompt, "max_tokens": 5, "temperature": 0 });
+            let text = server.complete(&body)["choices"][0]["text"].as_str().unwrap().to_owned();
+            assert_eq!(format!("{prompt}{text}\n"), sampled, "{name}");
+            let chat = json!({ "messages": [{ "role": "user", "content": "a" }], "max_tokens": 5 }).to_string();
+            assert_eq!(server.post("/v1/chat/completions", &chat).0, 200, "{name}");
+        }
+    }
+}
+
+#[test]
+fn a_model_that_is_replaced_under_its_path_is_loaded_again() {
+    let (dir, run) = trained();
+    let exported = dir.path().join("exported");
+    let export = |more: &[&str]| succeed(&[&["export", "--format", "hf", text(&run), text(&exported)], more].concat());
+    export(&[]);
+    let servers = [Server::start(&run, &[]), Server::start(&exported, &[])];
+    let body = json!({ "prompt": "to be", "max_tokens": 20, "temperature": 0 });
+    let texts = || servers.each_ref().map(|server| server.complete(&body)["choices"][0]["text"].clone());
+    let before = texts();
+    assert_eq!(before[0], before[1]);
+    // While there is no model, the old one remains.
+    fs::remove_dir_all(&run).unwrap();
+    assert_eq!(texts(), before);
+    train(&run, "6", &["--lr", "0.04"]);
+    export(&["--overwrite"]);
+    let after = texts();
+    let sampled = sample(&run, "to be", &["-g", "20", "--temperature", "0"]);
+    assert_eq!(format!("to be{}\n", after[0].as_str().unwrap()), sampled);
+    assert!(after[0] == after[1] && after[0] != before[0], "{after:?}");
+    // A damaged checkpoint does not replace the model.
+    let file = run.join("model_00000006.bin");
+    let good = fs::read(&file).unwrap();
+    fs::write(&file, &good[..good.len() / 2]).unwrap();
+    assert_eq!(texts(), after);
+    let error = servers[0].event("status", |state| !state["model"]["error"].is_null());
+    assert!(error["model"]["error"].as_str().unwrap().contains("the newer model cannot be used"), "{error}");
+    assert_eq!(servers[0].get("/health").0, 200);
+}
+
+#[test]
+fn no_client_prevents_the_server_from_stopping() {
+    let (_dir, run, body) = trained_for_long_texts();
+    let mut server = Server::start(&run, &["--slots", "1"]);
+    server.complete(&json!({ "prompt": "a", "max_tokens": 1 }));
+    let mut long = body;
+    long["stream"] = true.into();
+    // A text in progress, a client that does not read, one that has not sent its request, and idle ones beyond the limit.
+    let long = request(&long.to_string());
+    let mut clients = vec![server.connect(&long), server.connect(&long), server.connect(b"POST /v1/comp")];
+    clients.extend((0..560).map(|_| server.connect(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")));
+    let began = Instant::now();
+    signal(&server.child, "TERM");
+    while server.child.try_wait().unwrap().is_none() {
+        assert!(began.elapsed() < Duration::from_secs(15), "the server has not stopped");
+        sleep(Duration::from_millis(20));
+    }
+    drop(clients);
+    assert_eq!(server.lines.by_ref().map(Result::unwrap).last().as_deref(), Some("stopped"));
+}
+
+#[test]
+fn requests_do_not_wait_for_a_newer_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("run");
+    // This model takes longer texts than those of its training.
+    let sizes = ["--layers", "4", "--channels", "256", "--heads", "4", "--kv-heads", "2", "--ffn", "512"];
+    let rest = ["--sample-every", "0", "--val-every", "0", "--keep", "0"];
+    let model = [&["--model", "llama3:1b"], &sizes[..], &rest].concat();
+    train(&run, "1", &model);
+    train(&run, "2", &[&model[..], &["--resume", "--force-resume"]].concat());
+    let [done, hidden] = ["DONE_00000002", "hidden"].map(|name| run.join(name));
+    fs::rename(&done, &hidden).unwrap();
+    let server = Server::start(&run, &["--slots", "2"]);
+    let short = json!({ "prompt": "a", "max_tokens": 1 });
+    server.complete(&short);
+    // The response is sent when the text is complete.
+    let body = json!({ "prompt": "a", "max_tokens": 8000, "ignore_eos": true }).to_string();
+    let long = server.connect(&request(&body));
+    server.event("status", |state| state["model"]["active"] == 1);
+    fs::rename(&hidden, &done).unwrap();
+    // The server looks for a newer checkpoint meanwhile.
+    sleep(Duration::from_millis(2200));
+    server.complete(&short);
+    long.set_nonblocking(true).unwrap();
+    let response = long.peek(&mut [0]);
+    assert!(response.is_err(), "the short text has to be complete before the long one");
+    drop(long);
+    // Without a text in progress, the next request loads the newer one.
+    server.event("status", |state| state["model"]["active"] == 0);
+    server.complete(&short);
+    server.event("status", |state| state["model"]["loaded"].as_str().is_some_and(|path| path.contains("00000002")));
+}
+
+#[test]
+fn hostile_chat_templates_fail_alone() {
+    let (_dir, run) = trained();
+    let server = Server::start(&run, &[]);
+    let body = json!({ "prompt": "a", "max_tokens": 2 });
+    server.complete(&body);
+    let chat = json!({ "messages": [{ "role": "user", "content": "to be" }], "max_tokens": 2 }).to_string();
+    let cycle = "{% set ns = namespace() %}{% set ns.x = [ns] %}";
+    let nested = "{% set ns = namespace(x=[]) %}{% for i in range(99) %}{% for j in range(999) %}{% set ns.x = [ns.x] %}{% endfor %}{% endfor %}";
+    for template in [
+        format!("{cycle}{{{{ ns }}}}"),
+        format!("{cycle}{{{{ ns|tojson }}}}"),
+        format!("{cycle}{{{{ ns|pprint }}}}"),
+        format!("{cycle}{{{{ ns.x|join('') ~ 'a' }}}}"),
+        format!("{nested}{{{{ ns.x|tojson }}}}"),
+        "{% for i in range(10000) %}{% for j in range(10000) %}{% for k in range(10000) %}{% endfor %}{% endfor %}{% endfor %}".into(),
+        "{% set ns = namespace(s='x') %}{% for i in range(64) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}".into(),
+        "{{ 'x' * 99999999 * 99999999 }}".into(),
+        "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}".into(),
+        "{% set s = 'a' * 9999999 %}{% for i in range(9999) %}{% for j in range(9999) %}{{ s.count('b') }}{% endfor %}{% endfor %}".into(),
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}".into(),
+        "{{ 'x'|indent(9999999999, true) }}".into(),
+        "{{ '%9999999999d'|format(1) }}".into(),
+        "{{ '{:>9999999999}'.format(1) }}".into(),
+        format!("{{{{ {}1{} }}}}", "(".repeat(100_000), ")".repeat(100_000)),
+        format!("{{{{ 1{} }}}}", "+1".repeat(100_000)),
+        format!("{{{{ x{} }}}}", ".x".repeat(100_000)),
+        "{% if true %}".repeat(50_000),
+    ] {
+        fs::write(run.join("chat_template.jinja"), &template).unwrap();
+        let began = Instant::now();
+        let (status, error) = server.post("/v1/chat/completions", &chat);
+        assert!(status == 500 || status == 400, "{template:.150}: {status}: {error:.300}");
+        assert!(error.contains("chat template") && error.len() < 2000, "{template:.150}: {error:.3000}");
+        // Two seconds of processor time.
+        assert!(began.elapsed() < Duration::from_secs(20), "{template:.150}: {:?}", began.elapsed());
+        server.complete(&body);
+    }
+    assert!(server.resident_bytes() < 200 << 20);
+    fs::write(run.join("chat_template.jinja"), "{{ messages[0].content }}").unwrap();
+    assert_eq!(server.post("/v1/chat/completions", &chat).0, 200);
+}
+
+#[test]
+fn log_probabilities_are_those_of_the_harness() {
+    let (_dir, run) = trained();
+    let server = Server::start(&run, &["--slots", "3"]);
+    // What lm-evaluation-harness sends for local-completions.
+    let score = |prompt: Value| {
+        let body = json!({ "model": "run", "prompt": prompt, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": true });
+        server.complete(&body)["choices"].as_array().unwrap().clone()
+    };
+    let greedy = json!({ "prompt": b"\nto be", "max_tokens": 9, "temperature": 0, "logprobs": 3, "ignore_eos": true });
+    let generated = server.complete(&greedy)["choices"][0].clone();
+    let logprobs = &generated["logprobs"];
+    let list = |value: &Value| value.as_array().unwrap().clone();
+    let numbers = |value: &Value| list(value).iter().skip(1).map(|v| v.as_f64().unwrap()).collect::<Vec<f64>>();
+    assert_eq!(list(&logprobs["tokens"]).len(), 9);
+    assert_eq!(logprobs["text_offset"][0], 0);
+    for (chosen, top) in list(&logprobs["token_logprobs"]).iter().zip(list(&logprobs["top_logprobs"])) {
+        let top: Vec<f64> = top.as_object().unwrap().values().map(|value| value.as_f64().unwrap()).collect();
+        let sum: f64 = top.iter().map(|logprob| logprob.exp()).sum();
+        // The tokens of a greedy text are the most likely ones.
+        assert_eq!(top.iter().copied().fold(f64::NEG_INFINITY, f64::max), chosen.as_f64().unwrap());
+        assert!((3..=4).contains(&top.len()) && sum > 0.01 && sum < 1.0 + 1e-4, "{top:?}");
+    }
+    // The same text as a prompt, alone and in a batch.
+    let text = generated["text"].as_str().unwrap();
+    if !text.contains('\u{fffd}') {
+        let whole: Vec<u8> = [b"\nto be", text.as_bytes()].concat();
+        let choices = score(json!([whole, [10, 65, 66], whole]));
+        assert_eq!((choices.len(), &choices[0]["logprobs"]), (3, &choices[2]["logprobs"]));
+        let scored = &choices[0]["logprobs"];
+        assert_eq!(list(&scored["tokens"]).len(), whole.len() + 1);
+        assert_eq!((&scored["token_logprobs"][0], &scored["top_logprobs"][0]), (&Value::Null, &Value::Null));
+        let of_generated = &numbers(&scored["token_logprobs"])[5..14];
+        let alone = list(&logprobs["token_logprobs"]);
+        for (a, b) in of_generated.iter().zip(alone) {
+            assert!((a - b.as_f64().unwrap()).abs() < 1e-3, "{a} {b}");
+        }
+        let offsets: Vec<Value> = (0..=whole.len()).map(|i| json!(i)).collect();
+        assert_eq!(scored["text_offset"], json!(offsets));
+        assert_eq!(choices[1]["logprobs"]["tokens"].as_array().unwrap()[..3], ["\n", "A", "B"]);
+    }
+    // Without new tokens. A text has no entry for the token that begins its document, which its first token follows.
+    let body = json!({ "prompt": ["to be", "é"], "max_tokens": 0, "logprobs": 0, "echo": true });
+    let choices = list(&server.complete(&body)["choices"]);
+    assert_eq!((&choices[0]["text"], &choices[0]["finish_reason"]), (&"to be".into(), &"length".into()));
+    let scored = &choices[0]["logprobs"];
+    assert_eq!(scored["tokens"], json!(["t", "o", " ", "b", "e"]));
+    assert!(scored["token_logprobs"][0].as_f64().unwrap() < 0.0, "{scored}");
+    assert_eq!(scored["top_logprobs"][2][" "], scored["token_logprobs"][2]);
+    assert_eq!(choices[1]["logprobs"]["tokens"], json!(["bytes:\\xc3", "bytes:\\xa9"]));
+    assert_eq!(choices[1]["logprobs"]["text_offset"], json!([0, 1]));
+    // A prompt that fills the context.
+    let full = server.complete(&json!({ "prompt": vec![65; 64], "max_tokens": 1, "logprobs": 1, "echo": true }));
+    assert_eq!(full["choices"][0]["logprobs"]["tokens"].as_array().unwrap().len(), 65);
+}
+
+#[test]
+fn health_and_models_tell_whether_requests_can_be_answered() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("my run");
+    fs::create_dir(&run).unwrap();
+    fs::write(run.join("main.log"), "s:0 trl:5 lr:0.1 norm:1\n").unwrap();
+    let server = Server::start(&run, &[]);
+    let (status, reason) = server.get("/health");
+    assert!(status == 503 && reason.contains("expected") && reason.contains("checkpoint"), "{status}: {reason}");
+    assert_eq!(server.get("/live"), (200, "ok\n".to_owned()));
+    fs::remove_file(run.join("main.log")).unwrap();
+    train(&run, "2", &[]);
+    // A checkpoint makes the server ready without a request.
+    let began = Instant::now();
+    while server.get("/health").0 != 200 {
+        assert!(began.elapsed() < Duration::from_secs(20));
+        sleep(Duration::from_millis(100));
+    }
+    server.complete(&json!({ "prompt": "a" }));
+    let id = serde_json::from_str::<Value>(&server.get("/v1/models").1).unwrap()["data"][0]["id"].clone();
+    assert_eq!(id, "my run");
+    let (status, model) = server.get("/v1/models/my%20run");
+    assert!(status == 200 && serde_json::from_str::<Value>(&model).unwrap()["id"] == id, "{model}");
+    for other in ["/v1/models/run", "/v1/models/org/my%20run"] {
+        let (status, error) = server.get(other);
+        assert!(status == 404 && error.contains("model_not_found"), "{error}");
+    }
 }

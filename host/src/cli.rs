@@ -134,6 +134,11 @@ impl Cli {
     }
 }
 
+/// Does the work of a process that another process of this program has started to help it. Returns `None` in any other process.
+pub fn run_helper() -> Option<Result<()>> {
+    chat::renderer::is_requested().then(chat::renderer::run)
+}
+
 /// Returns the parser: the derived one, with negative numbers accepted as values, and `train --help` in sections.
 ///
 /// A negative number has to reach the parser of its flag: only that parser can say which values the flag takes.

@@ -30,18 +30,20 @@ pub struct Request {
 pub enum Finish {
     /// It has the requested number of tokens.
     Length,
-    /// The model chose a token that ends the text.
-    EndOfText,
+    /// The model chose this token, which ends the text.
+    EndOfText(u32),
     /// The receiver of the tokens wants no more, for example at a stop string.
     Stop,
+    /// The context is full, before the text has the requested number of tokens.
+    Context,
 }
 
 impl Finish {
     /// Returns OpenAI's name of the reason.
     pub const fn name(self) -> &'static str {
         match self {
-            Self::Length => "length",
-            Self::EndOfText | Self::Stop => "stop",
+            Self::Length | Self::Context => "length",
+            Self::EndOfText(_) | Self::Stop => "stop",
         }
     }
 }
@@ -197,7 +199,7 @@ impl Scheduler {
         active.text.push(token);
         active.generated += 1;
         let finish = if active.request.ends.contains(&token) {
-            Some(Finish::EndOfText)
+            Some(Finish::EndOfText(token))
         } else if !each(active.id, token)? {
             Some(Finish::Stop)
         } else {

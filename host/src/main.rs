@@ -2,6 +2,7 @@
 
 use distributed::fault::Fault;
 use host::allocator::Reporting;
+use host::cli::{self, Cli};
 use host::panics;
 use host::signals::{self, Stopped};
 use host::style::{Tone, is_colored, paint};
@@ -33,7 +34,8 @@ fn main() -> ExitCode {
 }
 
 fn run() -> ExitCode {
-    match host::cli::Cli::from_arguments(env::args_os()).and_then(|cli| cli.run()) {
+    let run_command = || Cli::from_arguments(env::args_os()).and_then(|cli| cli.run());
+    match cli::run_helper().unwrap_or_else(run_command) {
         Ok(()) => ExitCode::SUCCESS,
         // The reader of the output has closed the pipe, as `head` does.
         Err(error) if is_broken_pipe(&error) => ExitCode::from(CLOSED_OUTPUT),

@@ -126,6 +126,12 @@ fn is_of_disk(error: &Error) -> bool {
     errors.any(|error| Errno::from_io_error(error) == Some(Errno::IO))
 }
 
+/// Returns the path of the model file of the newest complete checkpoint in a directory. The file is not read.
+pub fn newest_model_path(directory: &Path) -> Result<Option<PathBuf>> {
+    let Some(step) = done_steps(directory)?.pop() else { return Ok(None) };
+    Ok(Some(directory.join(existing_model_name(directory, step)?)))
+}
+
 /// Returns the model file of the newest complete checkpoint in a directory, after verifying its checksum if there is a sidecar.
 pub fn newest_model_file(directory: &Path) -> Result<Option<PathBuf>> {
     let Some(step) = done_steps(directory)?.pop() else { return Ok(None) };

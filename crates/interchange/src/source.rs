@@ -19,7 +19,7 @@ use system::progress::{self, Unit};
 use tokenizer::stored::{Found, Search};
 use tokenizer::{Tokenizer, hub};
 
-/// An open model: a `.bin` file, the newest checkpoint of a run, or a Hugging Face directory.
+/// An open model: a checkpoint's model file (`.bin` or `.safetensors`), the newest checkpoint of a run, or a Hugging Face directory.
 #[derive(Debug)]
 pub struct ModelSource(Kind);
 
@@ -46,11 +46,6 @@ impl ModelSource {
             bail!("{name}: expected a model file (.bin) or a directory, found neither; {advice}");
         }
         let has_extension = |extension: &str| path.extension().is_some_and(|found| found == extension);
-        ensure!(
-            !has_extension("safetensors") || !path.exists(),
-            "{name}: expected the directory that contains the file and its {}; pass the directory",
-            config::FILE
-        );
         ensure!(
             !has_extension("gguf") || !path.exists(),
             "{name}: expected a model file (.bin) or a Hugging Face directory, found a GGUF file, which llm-rs only writes"

@@ -18,8 +18,8 @@ use super::params::Param;
 use super::sharding::{LayerHooks, Unsharded};
 use anyhow::ensure;
 use engine::ops::{
-    CacheFill, DecodeAttention, DecodeEmbed, DecodeMatmul, DecodeQkNorm, DecodeRotary, Epilogue, MatmulForward,
-    MatmulShape, SampleTokens, Slot, SlotSampling, decode_splits,
+    CacheFill, Classifier, DecodeAttention, DecodeEmbed, DecodeMatmul, DecodeQkNorm, DecodeRotary, Epilogue,
+    MatmulForward, MatmulShape, SampleTokens, Slot, SlotSampling, decode_splits,
 };
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
@@ -227,7 +227,7 @@ impl Generator {
 
     /// Computes the keys and values of tokens from position 0 on.
     fn prefill(&self, engine: &mut dyn Engine, slot: usize, tokens: &[u32]) -> Result<()> {
-        let layout = BatchLayout { b: 1, t: tokens.len().next_multiple_of(PADDING).min(self.capacity) };
+        let layout = self.layout_of(tokens.len());
         let mut words = engine.host_buffer(layout.words())?;
         words.fill(0);
         // Attention is causal, so the padding after the text does not affect it. Later tokens replace its keys and values.
@@ -269,6 +269,51 @@ impl Generator {
     pub fn step(&self, engine: &mut dyn Engine) -> Result<Step> {
         let warning = engine.capture_or_replay(&self.graph, &mut |engine| self.decode(engine))?;
         Ok(Step { tokens: engine.read_async(self.cache.sampled)?, warning })
+    }
+
+    /// Computes the logits (V) of each position of a text but its last, before softcap, and the loss of the token that follows, and
+    /// passes them to `each` in order. The sequences in the slots do not change.
+    pub fn score(&self, engine: &mut dyn Engine, text: &[u32], each: &mut dyn FnMut(&[f32], f32)) -> Result<()> {
+        let Some((_, inputs)) = text.split_last() else { return Ok(()) };
+        if inputs.is_empty() {
+            return Ok(());
+        }
+        ensure!(
+            inputs.len() <= self.capacity,
+            "text: expected at most {} tokens, found {}",
+            self.capacity + 1,
+            text.len()
+        );
+        let (model, d) = (&self.decoder, &self.decoder.descriptor);
+        let (v, vp, softcap) = (d.vocab, d.padded_vocab(), d.softcap);
+        let layout = self.layout_of(inputs.len());
+        let mut words = engine.host_buffer(layout.words())?;
+        words.fill(0);
+        let set =
+            |to: &mut [i32], tokens: &[u32]| to.iter_mut().zip(tokens).for_each(|(to, &token)| *to = token as i32);
+        set(&mut words, inputs);
+        set(&mut words[layout.targets()], &text[1..]);
+        layout.sort(&mut words);
+        engine.load_batch(model.batch.slice(0, layout.words()), layout, words)?;
+        model.forward(engine, layout, &mut Unsharded)?;
+        engine.zero(model.losses.slice(0, layout.t))?;
+        let targets = layout.tensor(model.batch, layout.targets());
+        for first in (0..inputs.len()).step_by(model.logit_rows()) {
+            let rows = model.logit_rows().min(inputs.len() - first);
+            let logits = model.logits(engine, first..first + rows)?;
+            let values = engine.read(logits)?;
+            let (losses, targets) = (model.losses.slice(first, rows), targets.slice(first, rows));
+            engine.run(Classifier { logits, losses, targets, v, vp, dloss: None, softcap })?;
+            for (row, loss) in values.chunks_exact(vp).zip(engine.read(losses)?) {
+                each(&row[..v], loss);
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the layout of a prompt of `tokens` tokens.
+    fn layout_of(&self, tokens: usize) -> BatchLayout {
+        BatchLayout { b: 1, t: tokens.next_multiple_of(PADDING).min(self.capacity) }
     }
 
     /// Lets the engine time the GEMMs of a step and choose the fastest implementation of each.

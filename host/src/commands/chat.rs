@@ -1,20 +1,24 @@
 //! `chat`: a conversation with a model in the terminal.
 
 mod date;
+pub mod renderer;
 pub mod template;
 
 use super::generation::{Loaded, SamplingFlags, check_prompt, end_tokens, load, tokenizer_of};
 use super::resources::{Hardware, ModelPath};
 use crate::generate::{Request, TextStream, generate};
 use crate::values::count;
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use interchange::ModelSource;
-use std::io::{BufRead, IsTerminal, Write, stderr, stdin, stdout};
-use template::{ChatTemplate, Message};
+use std::io::{BufRead, IsTerminal, Read, Write, stderr, stdin, stdout};
+use template::{ChatTemplate, Message, TemplateError};
 use tokenizer::Tokenizer;
 
 /// Longest context unless --context says otherwise.
 const DEFAULT_CONTEXT: usize = 8192;
+
+/// Longest line of a conversation in bytes, with its end.
+const MAX_LINE: u64 = 1 << 20;
 
 /// Talk to a model in the terminal
 ///
@@ -66,6 +70,10 @@ pub fn run(args: &Chat) -> Result<()> {
             source.directory().display()
         );
     }
+    // A template that cannot be used is an error before the first message. It may reject a conversation without messages.
+    if let Some(Err(error @ TemplateError::Unusable(_))) = template.as_ref().map(|template| template.render(&[])) {
+        return Err(error.into());
+    }
     let capacity = descriptor.max_seq_len.min(args.context.unwrap_or(DEFAULT_CONTEXT));
     let loaded = load(source, &args.hardware, 1, capacity)?;
     let mode = match template {
@@ -81,12 +89,16 @@ pub fn run(args: &Chat) -> Result<()> {
         Mode::Messages { .. } => "chat template found",
     };
     writeln!(stderr(), "{kind}; /clear: new conversation, /exit: end")?;
-    let mut lines = stdin().lock().lines();
+    let mut input = stdin().lock();
     loop {
         if terminal {
             write!(stderr(), "> ")?;
         }
-        let Some(line) = lines.next().transpose()? else { return Ok(()) };
+        let Some(line) = read_line(&mut input)? else { return Ok(()) };
+        let Ok(line) = String::from_utf8(line) else {
+            writeln!(stderr(), "error: message: expected UTF-8 text, found other bytes; the line is ignored")?;
+            continue;
+        };
         match line.trim() {
             "/exit" => return Ok(()),
             "/clear" => conversation.clear(),
@@ -94,6 +106,23 @@ pub fn run(args: &Chat) -> Result<()> {
             _ => conversation.answer(&line)?,
         }
     }
+}
+
+/// Returns the next line without its end, or `None` at the end of the input.
+fn read_line(input: &mut impl BufRead) -> Result<Option<Vec<u8>>> {
+    let mut line = Vec::new();
+    let read = input.take(MAX_LINE + 1).read_until(b'\n', &mut line).context("cannot read standard input")?;
+    ensure!(
+        read as u64 <= MAX_LINE,
+        "message: expected a line of at most {MAX_LINE} bytes, found a longer one; shorten it"
+    );
+    if line.last() == Some(&b'\n') {
+        line.pop();
+    }
+    if line.last() == Some(&b'\r') {
+        line.pop();
+    }
+    Ok((read > 0).then_some(line))
 }
 
 /// The text that the model reads.

@@ -48,7 +48,7 @@ pub struct Export {
     #[arg(long)]
     overwrite: bool,
 
-    /// Model file (.bin), directory of a run (its newest checkpoint) or Hugging Face directory
+    /// Model file (.bin or .safetensors), directory of a run (its newest checkpoint) or Hugging Face directory
     checkpoint: PathBuf,
 
     /// Directory (hf) or file (llmc, gguf) to write

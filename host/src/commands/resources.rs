@@ -51,7 +51,7 @@ pub struct Hardware {
 /// The model of a command.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ModelPath {
-    /// Directory of a run (its newest checkpoint), model file (.bin) or Hugging Face directory
+    /// Directory of a run (its newest checkpoint), model file (.bin or .safetensors) or Hugging Face directory
     #[arg(value_name = "RUN|MODEL", required_unless_present = "model", conflicts_with = "model")]
     path: Option<PathBuf>,
 

@@ -3,6 +3,8 @@
 mod error;
 mod follow;
 mod http;
+mod identity;
+mod logprobs;
 mod openai;
 mod queue;
 mod stall;
@@ -16,19 +18,19 @@ use checkpoint::config::Config;
 use engine::open::{self, Device};
 use follow::Follow;
 use http::Server;
-use interchange::ModelSource;
 use queue::Queue;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::io::{Write, stdout};
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::net::TcpListener;
 use tokio::runtime;
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, Semaphore, watch};
 use tokio::time::sleep;
 use worker::{Settings, Status, Worker};
 
@@ -36,6 +38,10 @@ use worker::{Settings, Status, Worker};
 const LEAST_TOKEN: usize = 16;
 /// Threads that handle connections. The model has a thread of its own.
 const THREADS: usize = 2;
+/// Threads that wait for chat templates.
+const RENDERERS: usize = 2;
+/// Longest time that a stopping server waits for the step in progress, or for a model that is being loaded.
+const LAST_STEP: Duration = Duration::from_secs(3);
 /// Time for responses after the server has stopped to accept connections and to generate texts.
 const LAST_RESPONSES: Duration = Duration::from_millis(200);
 /// Texts at a time unless --slots says otherwise. A step computes all slots, so a CPU has few.
@@ -48,7 +54,7 @@ const CPU_SLOTS: usize = 4;
 /// /v1/chat/completions follow OpenAI's API. The server only reads. It loads the model for the first request.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Serve {
-    /// Directory of a run, model file (.bin) or Hugging Face directory
+    /// Directory of a run, model file (.bin or .safetensors) or Hugging Face directory
     #[arg(value_name = "RUN|MODEL", default_value = ".")]
     path: PathBuf,
 
@@ -92,10 +98,6 @@ pub struct Serve {
 /// Serves until SIGINT or SIGTERM.
 pub fn run(args: &Serve) -> Result<()> {
     let run = is_run(&args.path).then(|| args.path.clone());
-    if run.is_none() {
-        // The error of a wrong path should not wait for the first request.
-        ModelSource::open(&args.path)?;
-    }
     let token = args.token()?;
     let queue = Arc::new(Queue::new(args.queue));
     let name = name(&args.path);
@@ -107,10 +109,15 @@ pub fn run(args: &Serve) -> Result<()> {
         slots: args.slots.unwrap_or(if on_gpu { GPU_SLOTS } else { CPU_SLOTS }),
         hardware: args.hardware.clone(),
     };
+    if run.is_none() {
+        // The error of a wrong path should not wait for the first request.
+        worker::open(&settings)?;
+    }
     let status = Arc::new(Mutex::new(Status::new(&settings)));
     // Those of the server, and one each for the run, the model and signals. The server panics if one of its threads cannot start.
-    system::thread::check(THREADS + 3)?;
-    let runtime = runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build();
+    system::thread::check(THREADS + RENDERERS + 3)?;
+    let mut builder = runtime::Builder::new_multi_thread();
+    let runtime = builder.worker_threads(THREADS).max_blocking_threads(RENDERERS).enable_all().build();
     let runtime = runtime.context("cannot start the threads of the server")?;
     let address = SocketAddr::new(args.host, args.port);
     let listener = runtime.block_on(TcpListener::bind(address));
@@ -130,19 +137,37 @@ pub fn run(args: &Serve) -> Result<()> {
     };
     spawn("run", move || follow.run())?;
     let jobs = Arc::clone(&queue);
+    let server = Arc::new(Server {
+        queue: Arc::clone(&queue),
+        status: Arc::clone(&status),
+        directory: if args.path.is_dir() { args.path.clone() } else { atomic_file::parent(&args.path).to_owned() },
+        model: name,
+        token,
+        timeout: Duration::from_secs(args.timeout as u64),
+        events: [run_state, status_state],
+        pages: Arc::new(Semaphore::new(http::MOST_PAGES)),
+        responses: AtomicU64::new(0),
+    });
     // The engine stays on the thread that opens it.
     let model = spawn("model", move || Worker::new(settings, jobs, status).run())?;
-    let timeout = Duration::from_secs(args.timeout as u64);
-    let server = Arc::new(Server::new(Arc::clone(&queue), name, token, timeout, [run_state, status_state]));
     let stop = Arc::new(Notify::new());
     notify_on_signals(Arc::clone(&stop))?;
     runtime.block_on(http::serve(listener, server, async { stop.notified().await }));
     queue.close();
-    let _ = model.join();
+    let closed = Instant::now();
+    while !model.is_finished() && closed.elapsed() < LAST_STEP {
+        thread::sleep(Duration::from_millis(10));
+    }
     // The connections have this time to send the errors of requests that are not complete.
     runtime.block_on(async { sleep(LAST_RESPONSES).await });
     runtime.shutdown_background();
-    Ok(writeln!(stdout(), "stopped")?)
+    writeln!(stdout(), "stopped")?;
+    if !model.is_finished() {
+        // The destructors of a process must not run while the engine computes.
+        stdout().flush()?;
+        signal_hook::low_level::exit(0);
+    }
+    Ok(())
 }
 
 impl Serve {

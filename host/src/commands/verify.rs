@@ -16,7 +16,7 @@ const STEPS: usize = 10;
 /// Compare logits, loss, gradients and ten AdamW steps with a debug state, as llm.c's test programs do
 #[derive(Clone, Debug, clap::Args)]
 pub struct Verify {
-    /// Model file (.bin), directory of a run (its newest checkpoint) or Hugging Face directory
+    /// Model file (.bin or .safetensors), directory of a run (its newest checkpoint) or Hugging Face directory
     #[arg(value_name = "FILE|DIR")]
     model: PathBuf,
 

@@ -1,15 +1,21 @@
 //! Chat templates of Hugging Face directories: Jinja templates that turn messages into the text that a model reads.
+//!
+//! A template is a program of the model's author. [`ChatTemplate::render`] runs it in a process with limits ([`renderer`]).
 
-use super::date;
-use anyhow::{Context, Result, anyhow, bail};
+use super::{date, renderer};
+use anyhow::{Context, Result};
 use interchange::{ModelSource, companions};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, Error, ErrorKind, context};
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+
+/// Most work of a template: an instruction costs 1, and so do 64 bytes of text. Templates in use need a few thousand for a message.
+const MAX_FUEL: u64 = 5_000_000;
 
 /// A message of a conversation.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Message {
     role: String,
     content: String,
@@ -22,10 +28,23 @@ impl Message {
     }
 }
 
-/// The template of a model.
-#[derive(Debug)]
+/// The reason why a template gives no text.
+#[derive(Debug, thiserror::Error, Serialize, Deserialize)]
+pub enum TemplateError {
+    /// The template calls `raise_exception`, or does not know how to handle the messages.
+    #[error("the chat template rejects the conversation: {0}")]
+    Rejected(String),
+    /// The template is not valid, or exceeds a limit.
+    #[error("{0}")]
+    Unusable(String),
+}
+
+/// The template of a model. It has not been compiled.
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ChatTemplate {
-    environment: Environment<'static>,
+    /// The file of the template, for errors.
+    path: String,
+    source: String,
     /// The special tokens that the template names.
     bos_token: String,
     eos_token: String,
@@ -34,51 +53,78 @@ pub struct ChatTemplate {
 impl ChatTemplate {
     /// Returns the template of a model, or that of the model from which a run started.
     pub fn of(source: &ModelSource) -> Result<Option<Self>> {
-        source.settings().iter().find_map(|directory| Self::find(directory).transpose()).transpose()
+        Self::first(&source.settings())
+    }
+
+    /// Returns the template of the directory of a model or of a run.
+    pub fn in_directory(directory: &Path) -> Result<Option<Self>> {
+        Self::first(&[directory.to_owned(), directory.join(companions::DIRECTORY)])
+    }
+
+    fn first(directories: &[PathBuf]) -> Result<Option<Self>> {
+        directories.iter().find_map(|directory| Self::find(directory).transpose()).transpose()
     }
 
     /// Returns the template in the directory of a model: `chat_template.jinja`, or that of `tokenizer_config.json`. `None` if there is
     /// none.
     fn find(directory: &Path) -> Result<Option<Self>> {
         let config = companions::tokenizer_config(directory)?;
-        let Some((path, source)) = companions::chat_template(directory, &config)? else { return Ok(None) };
-        Self::new(&source, &config).with_context(|| format!("{}: not a valid chat template", path.display())).map(Some)
+        let template = companions::chat_template(directory, &config)?;
+        Ok(template.map(|(path, source)| Self::new(path, source, &config)))
     }
 
-    fn new(source: &str, config: &Value) -> Result<Self> {
-        let mut environment = Environment::new();
-        // As in transformers.
-        environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.add_function("raise_exception", |message: String| -> Result<String, Error> {
-            Err(Error::new(ErrorKind::InvalidOperation, message))
-        });
-        environment.add_function("strftime_now", |format: String| -> Result<String, Error> {
-            let unknown = || format!("strftime_now: expected directives of a date or time, found {format}");
-            date::now(&format).ok_or_else(|| Error::new(ErrorKind::InvalidOperation, unknown()))
-        });
-        let source = without_generation(source);
-        environment.add_template_owned("chat", source).map_err(|error| anyhow!("{error}"))?;
+    fn new(path: PathBuf, source: String, config: &Value) -> Self {
         let token = |name: &str| match &config[name] {
             Value::Object(token) => token.get("content").and_then(Value::as_str).unwrap_or_default().to_owned(),
             token => token.as_str().unwrap_or_default().to_owned(),
         };
-        Ok(Self { environment, bos_token: token("bos_token"), eos_token: token("eos_token") })
+        let path = path.display().to_string();
+        Self { path, source, bos_token: token("bos_token"), eos_token: token("eos_token") }
     }
 
     /// Returns the text of a conversation, up to the beginning of the model's answer.
-    pub fn render(&self, messages: &[&Message]) -> Result<String> {
-        let Self { environment, bos_token, eos_token } = self;
-        let template = environment.get_template("chat").map_err(|error| anyhow!("{error}"))?;
-        let message = |m: &&Message| context! { role => m.role.clone(), content => m.content.clone() };
-        let messages: Vec<minijinja::Value> = messages.iter().map(message).collect();
-        let (bos_token, eos_token) = (bos_token.clone(), eos_token.clone());
-        let values = context! { messages => messages, bos_token, eos_token, add_generation_prompt => true };
-        match template.render(values) {
-            Ok(text) => Ok(text),
-            Err(error) => bail!("the chat template rejects the conversation: {error}"),
-        }
+    pub fn render(&self, messages: &[&Message]) -> Result<String, TemplateError> {
+        let rendered = renderer::render(self, messages);
+        rendered.unwrap_or_else(|error| Err(TemplateError::Unusable(format!("{}: {error:#}", self.path))))
     }
+
+    /// Does the work of [`render`](Self::render) in this process, without limits of memory, stack and time.
+    pub(super) fn render_here(&self, messages: &[Message]) -> Result<String, TemplateError> {
+        let invalid = |error: Error| {
+            TemplateError::Unusable(format!("{}: expected a valid chat template, found an error: {error}", self.path))
+        };
+        let mut environment = environment().map_err(invalid)?;
+        environment.add_template_owned("chat", without_generation(&self.source)).map_err(invalid)?;
+        let template = environment.get_template("chat").map_err(invalid)?;
+        let message = |m: &Message| context! { role => m.role.clone(), content => m.content.clone() };
+        let messages: Vec<minijinja::Value> = messages.iter().map(message).collect();
+        let (bos_token, eos_token) = (self.bos_token.clone(), self.eos_token.clone());
+        let values = context! { messages => messages, bos_token, eos_token, add_generation_prompt => true };
+        template.render(values).map_err(|error| match error.kind() {
+            ErrorKind::OutOfFuel => TemplateError::Unusable(format!(
+                "{}: expected a chat template of at most {MAX_FUEL} steps, found more; send shorter messages, or use another template",
+                self.path
+            )),
+            _ => TemplateError::Rejected(error.to_string()),
+        })
+    }
+}
+
+/// Returns what templates may use.
+fn environment() -> Result<Environment<'static>, Error> {
+    let mut environment = Environment::new();
+    environment.set_fuel(Some(MAX_FUEL));
+    // As in transformers.
+    environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.add_function("raise_exception", |message: String| -> Result<String, Error> {
+        Err(Error::new(ErrorKind::InvalidOperation, message))
+    });
+    environment.add_function("strftime_now", |format: String| -> Result<String, Error> {
+        let unknown = || format!("strftime_now: expected directives of a date or time, found {format}");
+        date::now(&format).ok_or_else(|| Error::new(ErrorKind::InvalidOperation, unknown()))
+    });
+    Ok(environment)
 }
 
 /// Returns a template without the blocks `{% generation %}` of transformers. They mark the tokens of the assistant for training, and
@@ -115,9 +161,9 @@ mod tests {
     /// The structure of the templates of Llama 3 and Qwen: loops, methods of strings, and special tokens.
     const SOURCE: &str = "{{ bos_token }}\n{%- for message in messages %}\n    {%- if message.role not in ['system', 'user', 'assistant'] %}\n        {{- raise_exception('unknown role') }}\n    {%- endif %}\n    {{- '<' + message['role'] + '>' + message.content.strip() + '\\n' }}\n{%- endfor %}\n{%- if add_generation_prompt %}\n    {{- '<assistant>' }}\n{%- endif %}";
 
-    fn render(source: &str, config: &Value, messages: &[(&str, &str)]) -> Result<String> {
+    fn render(source: &str, config: &Value, messages: &[(&str, &str)]) -> Result<String, TemplateError> {
         let messages: Vec<Message> = messages.iter().map(|(role, content)| Message::new(role, content)).collect();
-        ChatTemplate::new(source, config)?.render(&messages.iter().collect::<Vec<_>>())
+        ChatTemplate::new(PathBuf::from("chat.jinja"), source.to_owned(), config).render_here(&messages)
     }
 
     #[test]
@@ -158,7 +204,7 @@ mod tests {
     #[test]
     fn templates_are_found_beside_the_model() {
         let dir = tempfile::tempdir().unwrap();
-        let find = || ChatTemplate::find(dir.path()).map(|found| found.map(|found| found.render(&[]).unwrap()));
+        let find = || ChatTemplate::find(dir.path()).map(|found| found.map(|found| found.render_here(&[]).unwrap()));
         assert_eq!(find().unwrap(), None);
         let config = |value: Value| fs::write(dir.path().join(CONFIG), value.to_string()).unwrap();
         config(json!({ "eos_token": "x" }));

@@ -66,8 +66,14 @@ impl ApiError {
 
     /// A path that does not exist.
     pub fn not_found() -> Self {
-        let message = "path: expected /, /events, /health, /v1/models, /v1/completions or /v1/chat/completions, found another; check the URL";
+        let message = "path: expected /, /events, /health, /live, /v1/models, /v1/completions or /v1/chat/completions, found another; check the URL";
         Self::new(StatusCode::NOT_FOUND, message)
+    }
+
+    /// A model that the server does not have.
+    pub fn unknown_model(expected: &str, found: &str) -> Self {
+        let message = format!("model: expected {expected}, found {found:.200}; see /v1/models");
+        Self { code: Some("model_not_found"), ..Self::new(StatusCode::NOT_FOUND, message) }
     }
 
     /// A path that does not have the method.

@@ -1,12 +1,14 @@
 //! Connections, routes, and the checks before a request is read.
 
 use super::error::ApiError;
-use super::openai::{Completion, Header, StreamOptions, Usage};
+use super::openai::{Choice, Completion, Header, Prompt, StreamOptions, Usage};
 use super::queue::{Event, Queue};
 use super::stall::StallTimeout;
+use super::worker::SharedStatus;
+use crate::commands::chat::template::{ChatTemplate, Message, TemplateError};
 use axum::Router;
 use axum::body::Body;
-use axum::extract::{Request, State};
+use axum::extract::{Path as UrlPath, Request, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
@@ -19,12 +21,14 @@ use serde_json::{Value, json};
 use std::convert::Infallible;
 use std::future::ready;
 use std::net::IpAddr;
-use std::sync::Arc;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc::Receiver;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::task::spawn_blocking;
 use tokio::time::{interval, timeout};
 
 /// Largest body of a request in bytes.
@@ -35,7 +39,7 @@ const MOST_DISCARDED_BYTES: usize = 64 << 20;
 /// Most connections at a time. More wait until one is closed.
 const MOST_CONNECTIONS: usize = 512;
 /// Most pages that follow a run at a time.
-const MOST_PAGES: usize = 64;
+pub const MOST_PAGES: usize = 64;
 /// Largest head of a request in bytes.
 const MOST_HEAD_BYTES: usize = 64 << 10;
 /// Time for the head of a request, which is also the longest idle time of a connection, and for the body.
@@ -57,6 +61,10 @@ const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; c
 pub struct Server {
     /// The requests that wait for the model.
     pub queue: Arc<Queue>,
+    /// State of the model.
+    pub status: SharedStatus,
+    /// The directory with the chat template, if there is one.
+    pub directory: PathBuf,
     /// Name of the model in responses.
     pub model: String,
     /// The token that clients must send, if any.
@@ -65,25 +73,15 @@ pub struct Server {
     pub timeout: Duration,
     /// The newest events of the page: the run, and the state of model and machine.
     pub events: [watch::Receiver<Arc<str>>; 2],
-    pages: Arc<Semaphore>,
-    responses: AtomicU64,
+    /// Limits the pages.
+    pub pages: Arc<Semaphore>,
+    /// Number of responses.
+    pub responses: AtomicU64,
 }
 
 type Shared = Arc<Server>;
 
 impl Server {
-    /// Creates the state of a server without connections.
-    pub fn new(
-        queue: Arc<Queue>,
-        model: String,
-        token: Option<String>,
-        timeout: Duration,
-        events: [watch::Receiver<Arc<str>>; 2],
-    ) -> Self {
-        let pages = Arc::new(Semaphore::new(MOST_PAGES));
-        Self { queue, model, token, timeout, events, pages, responses: AtomicU64::new(0) }
-    }
-
     /// Returns the header of the next response.
     fn header(&self, chat: bool) -> Header {
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
@@ -98,6 +96,7 @@ fn routes(server: Shared) -> Router {
     let api = Router::new()
         .route("/events", get(events))
         .route("/v1/models", get(models))
+        .route("/v1/models/{*id}", get(model))
         .route("/v1/completions", post(|state: State<Shared>, request: Request| complete(state, request, false)))
         .route("/v1/chat/completions", post(|state: State<Shared>, request: Request| complete(state, request, true)))
         .layer(middleware::from_fn_with_state(Arc::clone(&server), require_token));
@@ -107,7 +106,8 @@ fn routes(server: Shared) -> Router {
         .route("/figure.css", get(async || ([(header::CONTENT_TYPE, "text/css")], metrics::svg::dark_mode())))
         .route("/page.js", get(|| asset(SCRIPT, "text/javascript; charset=utf-8")))
         .route("/tooltip.js", get(|| asset(metrics::report::TOOLTIP, "text/javascript; charset=utf-8")))
-        .route("/health", get(|| asset("ok\n", "text/plain")))
+        .route("/health", get(health))
+        .route("/live", get(|| asset("ok\n", "text/plain")))
         .merge(api)
         .fallback(async || ApiError::not_found())
         .method_not_allowed_fallback(async || ApiError::method())
@@ -173,10 +173,33 @@ fn equal(token: &[u8], sent: &[u8]) -> bool {
     token.len() == sent.len() && std::hint::black_box(difference) == 0
 }
 
-async fn models(State(server): State<Shared>) -> impl IntoResponse {
-    let model = json!({ "id": server.model, "object": "model", "created": 0, "owned_by": "llm.rs" });
-    let list = json!({ "object": "list", "data": [model] });
-    ([(header::CONTENT_TYPE, "application/json")], list.to_string())
+fn json_response(value: &Value) -> Response {
+    ([(header::CONTENT_TYPE, "application/json")], value.to_string()).into_response()
+}
+
+fn model_object(server: &Server) -> Value {
+    json!({ "id": server.model, "object": "model", "created": 0, "owned_by": "llm.rs" })
+}
+
+async fn models(State(server): State<Shared>) -> Response {
+    json_response(&json!({ "object": "list", "data": [model_object(&server)] }))
+}
+
+async fn model(State(server): State<Shared>, UrlPath(id): UrlPath<String>) -> Result<Response, ApiError> {
+    if id == server.model {
+        Ok(json_response(&model_object(&server)))
+    } else {
+        Err(ApiError::unknown_model(&server.model, &id))
+    }
+}
+
+/// Reports whether requests can be answered: a model is loaded, or nothing is known that prevents loading it.
+async fn health(State(server): State<Shared>) -> Result<Response, ApiError> {
+    let status = server.status.lock().unwrap_or_else(PoisonError::into_inner);
+    match &status.error {
+        Some(error) if status.loaded.is_none() => Err(ApiError::unavailable(error.clone())),
+        _ => Ok(([(header::CONTENT_TYPE, "text/plain")], "ok\n").into_response()),
+    }
 }
 
 /// Answers `/v1/completions` and `/v1/chat/completions`.
@@ -187,15 +210,38 @@ async fn complete(State(server): State<Shared>, request: Request, chat: bool) ->
         return Err(ApiError::not_json(kind));
     }
     let body = body(request).await?;
-    let completion = Completion::parse(&body, chat)?;
-    let stream = completion.stream;
-    let texts = completion.n * completion.prompts.len();
+    let mut completion = Completion::parse(&body, chat)?;
+    if let [Prompt::Messages(messages)] = &mut completion.prompts[..] {
+        let text = conversation(&server, std::mem::take(messages)).await?;
+        completion.prompts = vec![Prompt::Conversation(text)];
+    }
+    let (stream, texts) = (completion.stream, completion.texts());
     let events = server.queue.push(completion, server.timeout)?;
     let header = server.header(chat);
     let seconds = server.timeout.as_secs();
     match stream {
         Some(options) => stream_response(events, header, options, texts, seconds).await,
         None => response(events, &header, texts, seconds).await,
+    }
+}
+
+/// Returns the text of a conversation. A template may take its time, so neither the model nor a connection waits for it.
+async fn conversation(server: &Server, messages: Vec<(String, String)>) -> Result<String, ApiError> {
+    let directory = server.directory.clone();
+    let render = move || {
+        let Some(template) = ChatTemplate::in_directory(&directory)? else { return Ok(None) };
+        let messages: Vec<Message> = messages.iter().map(|(role, content)| Message::new(role, content)).collect();
+        anyhow::Ok(Some(template.render(&messages.iter().collect::<Vec<_>>())))
+    };
+    let rendered = spawn_blocking(render).await.map_err(|error| ApiError::internal(error.to_string()))?;
+    match rendered.map_err(|error| ApiError::internal(format!("{error:#}")))? {
+        Some(Ok(text)) => Ok(text),
+        Some(Err(error @ TemplateError::Rejected(_))) => Err(ApiError::invalid(Some("messages"), error.to_string())),
+        Some(Err(error @ TemplateError::Unusable(_))) => Err(ApiError::internal(error.to_string())),
+        None => {
+            let message = "messages: expected a model with a chat template, found none; use /v1/completions";
+            Err(ApiError::invalid(Some("messages"), message.to_owned()))
+        }
     }
 }
 
@@ -237,15 +283,14 @@ async fn response(
     texts: usize,
     seconds: u64,
 ) -> Result<Response, ApiError> {
-    let mut choices = vec![(String::new(), None); texts];
+    let mut choices = vec![Choice::default(); texts];
     loop {
         match next_event(&mut events, seconds).await? {
-            Event::Text(index, text) => choices[index].0 += &text,
-            Event::End(index, finish) => choices[index].1 = Some(finish),
-            Event::Done(usage) => {
-                let body = header.response(&choices, usage).to_string();
-                return Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response());
+            Event::Text(index, text) => choices[index].text += &text,
+            Event::End(index, finish, logprobs) => {
+                (choices[index].finish, choices[index].logprobs) = (Some(finish), logprobs);
             }
+            Event::Done(usage) => return Ok(json_response(&header.response(choices, usage))),
             Event::Failed(error) => return Err(error),
         }
     }
@@ -284,7 +329,7 @@ impl Streamed {
         };
         Some(match event {
             Ok(Event::Text(index, text)) => self.part(index, &text, None),
-            Ok(Event::End(index, finish)) => self.part(index, "", Some(finish)),
+            Ok(Event::End(index, finish, _)) => self.part(index, "", Some(finish)),
             Ok(Event::Done(usage)) => self.end(usage),
             Ok(Event::Failed(error)) | Err(error) => {
                 self.ended = true;
@@ -370,12 +415,15 @@ pub async fn serve(listener: TcpListener, server: Shared, stop: impl Future<Outp
     let connections = Arc::new(Semaphore::new(MOST_CONNECTIONS));
     tokio::pin!(stop);
     loop {
-        let Ok(permit) = Arc::clone(&connections).acquire_owned().await else { return };
+        let accept = async {
+            let permit = Arc::clone(&connections).acquire_owned().await;
+            (permit, listener.accept().await)
+        };
         let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
+            accepted = accept => accepted,
             () = &mut stop => return,
         };
-        let Ok((stream, _)) = accepted else {
+        let (Ok(permit), Ok((stream, _))) = accepted else {
             // Too many open files, for example: connections that end make room.
             tokio::time::sleep(Duration::from_millis(50)).await;
             continue;

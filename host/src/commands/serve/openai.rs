@@ -13,13 +13,14 @@ const MOST_TEXTS: usize = 64;
 /// Most stop strings of a request, and their longest length in bytes.
 const MOST_STOPS: usize = 16;
 const LONGEST_STOP: usize = 1024;
+/// Most tokens at a place whose log probabilities a request may ask for, as in vLLM.
+const MOST_LOGPROBS: usize = 20;
 /// Tokens of a completion unless the request says otherwise, as in OpenAI's API.
 const DEFAULT_TOKENS: usize = 16;
 /// Fields that would change the result in a way that the server does not implement. Null and `false` have no effect.
-const NOT_IMPLEMENTED: [&str; 26] = [
+const NOT_IMPLEMENTED: [&str; 25] = [
     "suffix",
     "best_of",
-    "logprobs",
     "top_logprobs",
     "logit_bias",
     "frequency_penalty",
@@ -57,6 +58,8 @@ pub enum Prompt {
     Tokens(Vec<u32>),
     /// A conversation, for the chat template of the model: role and content.
     Messages(Vec<(String, String)>),
+    /// The text of a conversation, with special tokens.
+    Conversation(String),
 }
 
 /// A request for texts.
@@ -80,6 +83,8 @@ pub struct Completion {
     pub echo: bool,
     /// If set, the response is a stream of server-sent events.
     pub stream: Option<StreamOptions>,
+    /// If set, the response has the log probability of each token, and of this number of the most likely tokens at its place.
+    pub logprobs: Option<usize>,
     /// If set, only the last tokens of a prompt are read: this number, or as many as the context holds.
     pub truncate: Option<Truncate>,
 }
@@ -119,6 +124,7 @@ struct Body {
     stream: Option<bool>,
     stream_options: Option<StreamOptions>,
     echo: Option<bool>,
+    logprobs: Option<Value>,
     ignore_eos: Option<bool>,
     truncate_prompt_tokens: Option<i64>,
     response_format: Option<Value>,
@@ -139,7 +145,23 @@ pub struct StreamOptions {
     pub include_usage: bool,
 }
 
+/// A text of a response.
+#[derive(Clone, Debug, Default)]
+pub struct Choice {
+    /// The text so far.
+    pub text: String,
+    /// Why the text has ended.
+    pub finish: Option<Finish>,
+    /// Its log probabilities, if the request asks for them.
+    pub logprobs: Value,
+}
+
 impl Completion {
+    /// Returns the number of texts.
+    pub fn texts(&self) -> usize {
+        self.n * self.prompts.len()
+    }
+
     /// Reads the body of a request to `/v1/completions`, or of one to `/v1/chat/completions` if `chat` is set.
     pub fn parse(body: &[u8], chat: bool) -> Result<Self, ApiError> {
         let value: Value = serde_json::from_slice(body)
@@ -147,9 +169,9 @@ impl Completion {
         let Value::Object(fields) = &value else {
             return Err(ApiError::invalid(None, format!("body: expected a JSON object, found {}", kind(&value))));
         };
-        // `echo` is implemented for completions only.
-        let chat_only = chat.then_some("echo");
-        for name in NOT_IMPLEMENTED.into_iter().chain(TRUE_BY_DEFAULT).chain(chat_only) {
+        // Implemented for completions only.
+        let completions_only = chat.then_some(["echo", "logprobs"]).into_iter().flatten();
+        for name in NOT_IMPLEMENTED.into_iter().chain(TRUE_BY_DEFAULT).chain(completions_only) {
             let effect = fields.get(name).is_some_and(|value| match value {
                 Value::Bool(value) if TRUE_BY_DEFAULT.contains(&name) => !value,
                 Value::Null | Value::Bool(false) => false,
@@ -181,8 +203,10 @@ impl Completion {
         check("n", n >= 1 && texts <= MOST_TEXTS, "1 to 64 texts in one request", texts)?;
         let default = if chat { None } else { Some(DEFAULT_TOKENS) };
         let tokens = body.max_completion_tokens.or(body.max_tokens).or(default);
-        check("max_tokens", tokens != Some(0), "at least 1", 0)?;
+        let echo = body.echo.unwrap_or(false) && !chat;
+        check("max_tokens", tokens != Some(0) || echo, "at least 1, or 0 with echo", 0)?;
         let seed = body.seed.map(|seed| seed as u32);
+        let stream = body.stream.unwrap_or(false).then(|| body.stream_options.unwrap_or_default());
         Ok(Self {
             prompts,
             n,
@@ -191,8 +215,9 @@ impl Completion {
             seed,
             stops: body.stops()?,
             ignore_end: body.ignore_eos.unwrap_or(false),
-            echo: body.echo.unwrap_or(false) && !chat,
-            stream: body.stream.unwrap_or(false).then(|| body.stream_options.unwrap_or_default()),
+            echo,
+            logprobs: body.logprobs(stream.is_some())?,
+            stream,
             truncate: body.truncate()?,
         })
     }
@@ -224,6 +249,17 @@ impl Body {
         let Some(tokens) = self.truncate_prompt_tokens else { return Ok(None) };
         check("truncate_prompt_tokens", tokens == -1 || tokens > 0, "-1 or a positive number", tokens)?;
         Ok(Some(usize::try_from(tokens).map_or(Truncate::Context, Truncate::Tokens)))
+    }
+
+    fn logprobs(&self, stream: bool) -> Result<Option<usize>, ApiError> {
+        let value = match &self.logprobs {
+            None | Some(Value::Null | Value::Bool(false)) => return Ok(None),
+            Some(value) => value,
+        };
+        let top = value.as_u64().and_then(|top| usize::try_from(top).ok()).filter(|top| *top <= MOST_LOGPROBS);
+        check("logprobs", top.is_some(), "a whole number from 0 to 20", value)?;
+        check("logprobs", !stream, "a request without stream", "one with stream; leave out one of the two")?;
+        Ok(top)
     }
 
     fn stops(&self) -> Result<Vec<String>, ApiError> {
@@ -382,26 +418,28 @@ impl Header {
         json!({ "id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices })
     }
 
-    /// Returns a complete response with the texts and the reasons why they ended.
-    pub fn response(&self, texts: &[(String, Option<Finish>)], usage: Usage) -> Value {
-        let choice = |(index, (text, finish)): (usize, &(String, Option<Finish>))| {
-            let finish = finish.map(Finish::name);
+    /// Returns a complete response with all texts.
+    pub fn response(&self, texts: Vec<Choice>, usage: Usage) -> Value {
+        let choice = |(index, Choice { text, finish, logprobs }): (usize, Choice)| {
+            let (reason, stop_reason) = (finish.map(Finish::name), stop_reason(finish));
+            let mut choice = json!({ "index": index, "finish_reason": reason, "stop_reason": stop_reason });
+            choice["logprobs"] = logprobs;
             if self.chat {
-                let message = json!({ "role": "assistant", "content": text, "refusal": null });
-                json!({ "index": index, "message": message, "logprobs": null, "finish_reason": finish })
+                choice["message"] = json!({ "role": "assistant", "content": text, "refusal": null });
             } else {
-                json!({ "index": index, "text": text, "logprobs": null, "finish_reason": finish })
+                choice["text"] = text.into();
             }
+            choice
         };
-        let mut object = self.object(false, &texts.iter().enumerate().map(choice).collect::<Vec<_>>());
+        let mut object = self.object(false, &texts.into_iter().enumerate().map(choice).collect::<Vec<_>>());
         object["usage"] = usage.object();
         object
     }
 
     /// Returns the part of a stream with new text of a choice. The first part of a choice of a conversation names its role.
     pub fn part(&self, index: usize, text: &str, first: bool, finish: Option<Finish>) -> Value {
-        let finish = finish.map(Finish::name);
-        let choice = if self.chat {
+        let (finish, stop_reason) = (finish.map(Finish::name), stop_reason(finish));
+        let mut choice = if self.chat {
             let delta = match (first, finish) {
                 (true, _) => json!({ "role": "assistant", "content": text }),
                 (false, Some(_)) if text.is_empty() => json!({}),
@@ -411,6 +449,9 @@ impl Header {
         } else {
             json!({ "index": index, "text": text, "logprobs": null, "finish_reason": finish })
         };
+        if finish.is_some() {
+            choice["stop_reason"] = stop_reason.into();
+        }
         self.object(true, &[choice])
     }
 
@@ -420,6 +461,11 @@ impl Header {
         object["usage"] = usage.object();
         object
     }
+}
+
+/// Returns the extension field `stop_reason`, which tells a full context from `max_tokens`. Both have the `finish_reason` "length".
+fn stop_reason(finish: Option<Finish>) -> Option<&'static str> {
+    (finish == Some(Finish::Context)).then_some("context_full")
 }
 
 impl Usage {
@@ -481,7 +527,9 @@ mod tests {
             ("stop", json!("x".repeat(1025))),
             ("presence_penalty", json!(0.5)),
             ("logprobs", json!(true)),
-            ("logprobs", json!(0)),
+            ("logprobs", json!(21)),
+            ("logprobs", json!(-1)),
+            ("logprobs", json!("1")),
             ("add_special_tokens", json!(false)),
             ("chat_template_kwargs", json!({ "enable_thinking": false })),
             ("tools", json!([{}])),
@@ -490,6 +538,10 @@ mod tests {
             let error = parse(&json!({ name: value }), false).unwrap_err();
             assert_eq!(error.param(), Some(name), "{value}");
         }
+        assert_eq!(parse(&json!({ "logprobs": 1, "stream": true }), false).unwrap_err().param(), Some("logprobs"));
+        assert_eq!(parse(&json!({ "messages": [], "logprobs": true }), true).unwrap_err().param(), Some("logprobs"));
+        let scored = parse(&json!({ "max_tokens": 0, "echo": true, "logprobs": 0 }), false).unwrap();
+        assert_eq!((scored.tokens, scored.logprobs), (Some(0), Some(0)));
         let message =
             |body: Value| parse(&body, false).unwrap_err().json()["error"]["message"].as_str().unwrap().to_owned();
         assert_eq!(message(json!({ "temperature": -1 })), "temperature: expected a number from 0 to 100, found -1");
@@ -557,14 +609,15 @@ mod tests {
     fn responses_have_the_form_of_openai() {
         let header = |chat| Header { id: "x-1".to_owned(), created: 5, model: "m".to_owned(), chat };
         let usage = Usage { prompt: 2, completion: 3 };
-        let response = header(false).response(&[("a".to_owned(), Some(Finish::Length))], usage);
+        let choice = |text: &str, finish| Choice { text: text.to_owned(), finish: Some(finish), logprobs: Value::Null };
+        let response = header(false).response(vec![choice("a", Finish::Length)], usage);
         assert_eq!(
             response,
             json!({ "id": "x-1", "object": "text_completion", "created": 5, "model": "m", "choices": [
-                { "index": 0, "text": "a", "logprobs": null, "finish_reason": "length" }],
+                { "index": 0, "text": "a", "logprobs": null, "finish_reason": "length", "stop_reason": null }],
                 "usage": { "prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5 } })
         );
-        let response = header(true).response(&[("a".to_owned(), Some(Finish::Stop))], usage);
+        let response = header(true).response(vec![choice("a", Finish::Stop)], usage);
         assert_eq!(
             (&response["object"], &response["choices"][0]["message"]["content"]),
             (&json!("chat.completion"), &json!("a"))
@@ -572,8 +625,11 @@ mod tests {
         let part = header(true).part(1, "b", true, None);
         assert_eq!(part["choices"][0]["delta"], json!({ "role": "assistant", "content": "b" }));
         assert_eq!(part["object"], "chat.completion.chunk");
-        let end = header(true).part(1, "", false, Some(Finish::EndOfText));
+        let end = header(true).part(1, "", false, Some(Finish::EndOfText(0)));
         assert_eq!((&end["choices"][0]["delta"], &end["choices"][0]["finish_reason"]), (&json!({}), &json!("stop")));
+        let full = header(true).part(1, "", false, Some(Finish::Context));
+        let reasons = [&full["choices"][0]["finish_reason"], &full["choices"][0]["stop_reason"]];
+        assert_eq!(reasons, ["length", "context_full"]);
         assert_eq!(header(false).part(0, "b", true, None)["choices"][0]["text"], "b");
         assert_eq!(header(false).usage(usage)["choices"], json!([]));
     }

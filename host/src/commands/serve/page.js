@@ -153,7 +153,7 @@ const answer = async (talk, chat, output) => {
     if (chat && error.param === "messages" && status.model?.chat !== true) return answer(talk, false, output);
     throw new Error(error.message + (error.code === "context_length_exceeded" ? ", or begin again with Clear" : ""));
   }
-  let received = "";
+  let [received, reason] = ["", null];
   try {
     await readEvents(response, (_, data) => {
       if (data === "[DONE]") return;
@@ -163,8 +163,16 @@ const answer = async (talk, chat, output) => {
       const more = (chat ? choice?.delta.content : choice?.text) || "";
       received += more;
       output.textContent += more;
+      reason = choice?.stop_reason || reason;
       output.scrollIntoView({ block: "end" });
     });
+    if (reason === "context_full") {
+      const context = status.model?.context;
+      const advice = chat ? " Clear begins a new conversation." : "";
+      say(`The context${context ? ` of ${context} tokens` : ""} is full, so the answer ends here.${advice}`, "note");
+    } else if (received.trim() === "") {
+      say("The answer has no visible text.", "note");
+    }
   } finally {
     talk.messages.push({ role: "assistant", content: received });
     talk.text += received;

@@ -3,6 +3,7 @@
 use super::error::ApiError;
 use super::openai::{Completion, Usage};
 use crate::generate::Finish;
+use serde_json::Value;
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -17,8 +18,8 @@ const MOST_EVENTS: usize = 1 << 14;
 pub enum Event {
     /// New text of a choice.
     Text(usize, String),
-    /// The end of a choice.
-    End(usize, Finish),
+    /// The end of a choice, with its log probabilities if the request asks for them.
+    End(usize, Finish, Value),
     /// The end of all choices.
     Done(Usage),
     /// The request failed.
@@ -86,31 +87,20 @@ impl Queue {
         Ok(received)
     }
 
-    /// Returns the next request, or `None` if no request waits.
-    pub fn try_pop(&self) -> Option<Job> {
+    /// Returns the first request that `fits`, or `None` if there is none.
+    pub fn try_pop(&self, fits: impl Fn(&Completion) -> bool) -> Option<Job> {
         let mut waiting = self.lock();
-        while let Some(job) = waiting.jobs.pop_front() {
-            if !job.is_abandoned() {
-                return Some(job);
-            }
-        }
-        None
+        waiting.jobs.retain(|job| !job.is_abandoned());
+        let at = waiting.jobs.iter().position(|job| fits(&job.completion))?;
+        waiting.jobs.remove(at)
     }
 
-    /// Waits for a request. Returns `None` when the server ends.
-    pub fn pop(&self) -> Option<Job> {
-        loop {
-            if let Some(job) = self.try_pop() {
-                return Some(job);
-            }
-            let waiting = self.lock();
-            if waiting.closed {
-                return None;
-            }
-            if waiting.jobs.is_empty() {
-                drop(self.changed.wait(waiting));
-            }
-        }
+    /// Waits for a request. Returns `None` after `limit`, and when the server ends.
+    pub fn pop(&self, limit: Duration) -> Option<Job> {
+        let waiting = self.lock();
+        let empty = |waiting: &mut Waiting| waiting.jobs.is_empty() && !waiting.closed;
+        drop(self.changed.wait_timeout_while(waiting, limit, empty));
+        self.try_pop(|_| true)
     }
 
     /// Returns the number of requests that wait.
@@ -143,6 +133,25 @@ mod tests {
         queue.push(completion, Duration::from_mins(1))
     }
 
+    fn pop(queue: &Queue) -> Option<Job> {
+        queue.try_pop(|_| true)
+    }
+
+    #[test]
+    fn requests_that_do_not_fit_keep_their_place() {
+        let queue = Queue::new(4);
+        let push = |tokens: usize| {
+            let body = format!("{{\"max_tokens\": {tokens}}}");
+            queue.push(Completion::parse(body.as_bytes(), false).unwrap(), Duration::from_mins(1)).unwrap()
+        };
+        let _events = [push(9), push(2), push(8), push(1)];
+        let tokens = |job: Option<Job>| job.and_then(|job| job.completion.tokens);
+        let short = |completion: &Completion| completion.tokens.is_some_and(|tokens| tokens < 5);
+        assert_eq!([tokens(queue.try_pop(short)), tokens(queue.try_pop(short))], [Some(2), Some(1)]);
+        assert!(queue.try_pop(short).is_none());
+        assert_eq!([tokens(pop(&queue)), tokens(pop(&queue))], [Some(9), Some(8)]);
+    }
+
     #[test]
     fn abandoned_requests_make_room() {
         let queue = Queue::new(2);
@@ -153,9 +162,9 @@ mod tests {
         assert_eq!(queue.len(), 1);
         let _third = push(&queue).unwrap();
         assert!(push(&queue).is_err());
-        assert!(queue.try_pop().is_some() && queue.try_pop().is_some() && queue.try_pop().is_none());
+        assert!(pop(&queue).is_some() && pop(&queue).is_some() && pop(&queue).is_none());
         let mut late = queue.push(Completion::parse(b"{}", false).unwrap(), Duration::ZERO).unwrap();
-        assert!(queue.try_pop().is_none() && late.try_recv().is_err());
+        assert!(pop(&queue).is_none() && late.try_recv().is_err());
     }
 
     #[test]
@@ -164,6 +173,6 @@ mod tests {
         let mut waiting = push(&queue).unwrap();
         queue.close();
         assert!(matches!(waiting.try_recv(), Ok(Event::Failed(_))));
-        assert!(queue.pop().is_none() && push(&queue).is_err());
+        assert!(queue.pop(Duration::from_mins(1)).is_none() && push(&queue).is_err());
     }
 }

@@ -1,16 +1,19 @@
 //! The thread that owns the model: it loads the newest checkpoint when it is first needed, and generates the texts of all requests.
 
 use super::error::ApiError;
+use super::identity::{Identity, is_run};
+use super::logprobs::{Scored, logprobs};
 use super::openai::{Completion, Prompt, Truncate, Usage};
 use super::queue::{Event, Job, Queue};
-use crate::commands::chat::template::{ChatTemplate, Message};
+use crate::commands::chat::template::ChatTemplate;
 use crate::commands::generation::{Loaded, end_tokens, load, tokenizer_of};
 use crate::commands::resources::Hardware;
 use crate::generate::{Finish, Request, Scheduler, TextStream};
 use anyhow::{Context, Result};
-use checkpoint::resume::newest_model_file;
+use checkpoint::resume::{newest_model_file, newest_model_path};
 use interchange::ModelSource;
 use serde::Serialize;
+use serde_json::Value;
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,7 +24,11 @@ use tokio::sync::mpsc::error::TrySendError;
 /// Longest context unless `--context` says otherwise.
 const DEFAULT_CONTEXT: usize = 8192;
 /// Time between two searches for a newer checkpoint.
-const CHECK_INTERVAL: Duration = Duration::from_secs(2);
+const CHECK_INTERVAL: Duration = Duration::from_millis(500);
+/// Time for which requests in progress may postpone a newer checkpoint. After it, no request begins that would end after them.
+const MAX_POSTPONEMENT: Duration = Duration::from_secs(30);
+/// Time after which the server tries whether a model that could not be used can be, unless the files change before.
+const FAILURE_INTERVAL: Duration = Duration::from_secs(30);
 /// Longest time over which the speed is measured.
 const SPEED_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -69,12 +76,13 @@ pub struct Status {
 impl Status {
     /// Returns the status before a model is loaded.
     pub fn new(settings: &Settings) -> Self {
-        // Loading the model reports errors.
-        let source = model_file(&settings.path).and_then(|file| ModelSource::open(&file)).ok();
-        let template = source.as_ref().and_then(|source| ChatTemplate::of(source).ok());
+        let opened = open(settings);
+        let error = opened.as_ref().err().map(|error| format!("{error:#}"));
+        let source = opened.ok().map(|(source, _)| source);
         Self {
-            chat: template.map(|template| template.is_some()),
+            chat: source.as_ref().map(has_template),
             context: source.map(|source| settings.capacity(&source)),
+            error,
             slots: settings.slots,
             ..Self::default()
         }
@@ -84,15 +92,52 @@ impl Status {
 /// The status, shared with the thread.
 pub type SharedStatus = Arc<Mutex<Status>>;
 
+/// Returns whether a model has a chat template. Requests report that it is not valid.
+fn has_template(source: &ModelSource) -> bool {
+    ChatTemplate::of(source).is_ok_and(|template| template.is_some())
+}
+
+/// Opens the model and its tokenizer. The checksum of a checkpoint is not verified, and no tensor is read.
+pub fn open(settings: &Settings) -> Result<(ModelSource, Tokenizer)> {
+    let path = &settings.path;
+    let file = if is_run(path) { newest_model_path(path)? } else { None };
+    open_path(file.as_ref().unwrap_or(path), settings)
+}
+
+fn open_path(path: &Path, settings: &Settings) -> Result<(ModelSource, Tokenizer)> {
+    let source = ModelSource::open(path)?;
+    let tokenizer = tokenizer_of(&source, settings.tokenizer.as_deref())?;
+    Ok((source, tokenizer))
+}
+
+/// A model whose files are valid, before its tensors are read.
+struct Opened {
+    identity: Option<Identity>,
+    source: ModelSource,
+    tokenizer: Tokenizer,
+    ends: Vec<u32>,
+}
+
 /// A model that is ready.
 struct Model {
+    identity: Option<Identity>,
     file: PathBuf,
     loaded: Loaded,
     scheduler: Scheduler,
     tokenizer: Tokenizer,
     ends: Vec<u32>,
-    template: Option<ChatTemplate>,
+    has_template: bool,
     vocab: usize,
+}
+
+/// A text to generate, and what precedes and follows it.
+struct Planned {
+    /// Text of the prompt, if it is part of the result.
+    echo: String,
+    request: Request,
+    scored: Option<Scored>,
+    /// Whether the context holds fewer tokens than asked for.
+    limited: bool,
 }
 
 /// A text that waits for a slot or is in one.
@@ -100,8 +145,9 @@ struct Text {
     id: usize,
     job: usize,
     index: usize,
-    request: Request,
+    planned: Planned,
     stream: TextStream,
+    generated: Vec<u32>,
 }
 
 /// A request in progress.
@@ -125,8 +171,12 @@ pub struct Worker {
     active: Vec<Text>,
     next_id: usize,
     checked: Instant,
-    /// Whether a newer checkpoint waits for the texts in progress.
-    outdated: bool,
+    /// When a newer checkpoint was found, which waits for the texts in progress.
+    outdated: Option<Instant>,
+    /// A newer checkpoint that cannot be used.
+    refused: Option<Identity>,
+    /// The files for which the status without a model is known, and since when.
+    assessed: (Option<Identity>, Instant),
     measured: (Instant, usize),
 }
 
@@ -134,6 +184,7 @@ impl Worker {
     /// Creates the state without a model.
     pub fn new(settings: Settings, queue: Arc<Queue>, status: SharedStatus) -> Self {
         let now = Instant::now();
+        let assessed = (Identity::of(&settings.path).ok(), now);
         Self {
             settings,
             queue,
@@ -144,7 +195,9 @@ impl Worker {
             active: Vec::new(),
             next_id: 0,
             checked: now,
-            outdated: false,
+            outdated: None,
+            refused: None,
+            assessed,
             measured: (now, 0),
         }
     }
@@ -154,7 +207,10 @@ impl Worker {
         while !self.queue.is_closed() {
             if self.running.is_empty() {
                 self.update(|_| ());
-                let Some(job) = self.queue.pop() else { return };
+                let Some(job) = self.queue.pop(CHECK_INTERVAL) else {
+                    self.assess();
+                    continue;
+                };
                 self.admit(job);
                 // Neither waiting nor loading the model counts as generation.
                 self.measured = (Instant::now(), 0);
@@ -182,10 +238,41 @@ impl Worker {
         }
         self.waiting.clear();
         self.active.clear();
+        self.unload(message);
+    }
+
+    /// Notes that there is no model because of an error.
+    fn unload(&mut self, error: String) {
         self.model = None;
+        self.assessed = (Identity::of(&self.settings.path).ok(), Instant::now());
         self.update(|status| {
             status.loaded = None;
-            status.error = Some(message);
+            status.error = Some(error);
+        });
+    }
+
+    /// Without a model, finds out whether one can be opened, if that may have changed.
+    fn assess(&mut self) {
+        let identity = Identity::of(&self.settings.path).ok();
+        let (known, since) = &self.assessed;
+        let failed = self.status.lock().unwrap_or_else(PoisonError::into_inner).error.is_some();
+        let is_known = *known == identity && !(failed && since.elapsed() >= FAILURE_INTERVAL);
+        if self.model.is_some() || is_known {
+            return;
+        }
+        self.assessed = (identity, Instant::now());
+        // A failure may have been a wrong checksum, which takes the time to read the whole file.
+        let opened = if failed {
+            Opened::open(&self.settings).map(|opened| opened.source)
+        } else {
+            open(&self.settings).map(|(source, _)| source)
+        };
+        self.update(|status| {
+            status.error = opened.as_ref().err().map(|error| format!("{error:#}"));
+            if let Ok(source) = &opened {
+                status.chat = Some(has_template(source));
+                status.context = Some(self.settings.capacity(source));
+            }
         });
     }
 
@@ -201,16 +288,17 @@ impl Worker {
                 let id = self.next_id;
                 let usage = Usage { prompt: prompt_tokens, completion: 0 };
                 let left = requests.len();
-                for (index, (echo, request)) in requests.into_iter().enumerate() {
-                    if !echo.is_empty() {
-                        let _ = job.events.try_send(Event::Text(index, echo));
+                for (index, mut planned) in requests.into_iter().enumerate() {
+                    if !planned.echo.is_empty() {
+                        let _ = job.events.try_send(Event::Text(index, std::mem::take(&mut planned.echo)));
                     }
                     let Some(model) = &self.model else { return };
                     let stream = TextStream::new(&model.tokenizer, &job.completion.stops);
-                    let is_answer = matches!(job.completion.prompts[..], [Prompt::Messages(_)]);
-                    let stream = if is_answer { stream } else { stream.after(&request.prompt) };
+                    let is_answer = matches!(job.completion.prompts[..], [Prompt::Conversation(_)]);
+                    let stream = if is_answer { stream } else { stream.after(&planned.request.prompt) };
                     self.next_id += 1;
-                    self.waiting.push_back(Text { id: self.next_id, job: id, index, request, stream });
+                    let generated = Vec::new();
+                    self.waiting.push_back(Text { id: self.next_id, job: id, index, planned, stream, generated });
                 }
                 self.next_id += 1;
                 self.running.push(Running { id, job, left, usage });
@@ -221,25 +309,36 @@ impl Worker {
         }
     }
 
-    /// Loads the model if there is none, or if there is a newer checkpoint and no text in progress.
+    /// Loads the model if there is none, or if there is a newer checkpoint and no text in progress. The old model remains if the
+    /// newer files are not valid.
     fn ensure_model(&mut self) -> Result<(), ApiError> {
         if self.running.is_empty() {
             self.look_for_newer();
-            if self.outdated {
-                self.model = None;
-            }
         }
-        if self.model.is_some() {
+        if self.model.is_some() && (self.outdated.is_none() || !self.running.is_empty()) {
             return Ok(());
         }
-        self.outdated = false;
+        self.outdated = None;
         // A run may delete a checkpoint while it is read.
-        let loaded = Model::load(&self.settings).or_else(|_| Model::load(&self.settings));
+        let opened = Opened::open(&self.settings).or_else(|_| Opened::open(&self.settings));
+        let loaded = match opened {
+            Err(error) if self.model.is_some() => {
+                self.refused = Identity::of(&self.settings.path).ok();
+                self.update(|status| status.error = Some(format!("the newer model cannot be used: {error:#}")));
+                return Ok(());
+            }
+            Err(error) => Err(error),
+            Ok(opened) => {
+                // The memory may hold only one model.
+                self.model = None;
+                opened.load(&self.settings)
+            }
+        };
         match loaded {
             Ok(model) => {
                 self.update(|status| {
                     status.loaded = Some(model.file.display().to_string());
-                    status.chat = Some(model.template.is_some());
+                    status.chat = Some(model.has_template);
                     status.context = Some(model.loaded.generator.capacity());
                     status.error = None;
                 });
@@ -248,40 +347,64 @@ impl Worker {
             }
             Err(error) => {
                 let message = format!("{error:#}");
-                self.update(|status| {
-                    status.loaded = None;
-                    status.error = Some(message.clone());
-                });
+                self.unload(message.clone());
                 Err(ApiError::unavailable(message))
             }
         }
     }
 
-    /// Looks for a newer checkpoint than the loaded one.
+    /// Looks for a newer checkpoint than the loaded one, or other files under its path. While there are none, as when a run has been
+    /// deleted, the loaded one remains.
     fn look_for_newer(&mut self) {
-        if self.checked.elapsed() >= CHECK_INTERVAL || self.running.is_empty() {
-            self.checked = Instant::now();
-            let newest = model_file(&self.settings.path);
-            self.outdated = self.model.as_ref().is_some_and(|model| newest.is_ok_and(|file| file != model.file));
+        let Some(model) = &self.model else { return };
+        if self.checked.elapsed() < CHECK_INTERVAL && !self.running.is_empty() {
+            return;
         }
+        self.checked = Instant::now();
+        let newest = Identity::of(&self.settings.path).ok();
+        if newest.is_none() || newest == model.identity || newest == self.refused {
+            self.outdated = None;
+        } else {
+            self.outdated.get_or_insert(self.checked);
+        }
+    }
+
+    /// Returns the requests that may begin now: those that `fits` a limit of texts and tokens, or `None` for all.
+    ///
+    /// A newer checkpoint is loaded when no text is in progress. If there is no such time for a while, only requests begin that end
+    /// before those in progress. They do not postpone the newer checkpoint further, and no other request waits for longer than it
+    /// would take itself.
+    fn limit(&self) -> Option<[usize; 2]> {
+        let model = self.model.as_ref()?;
+        self.outdated.filter(|since| since.elapsed() >= MAX_POSTPONEMENT)?;
+        let left = |text: &Text| text.planned.request.tokens.saturating_sub(text.generated.len());
+        let longest = self.active.iter().map(left).max().unwrap_or(0);
+        Some([model.loaded.generator.slots() - model.scheduler.active(), longest])
     }
 
     /// Begins what fits, computes a step, and sends its texts.
     fn step(&mut self) -> Result<()> {
         self.drop_abandoned();
         self.look_for_newer();
-        // Requests with another checkpoint would mix: new ones wait until the texts in progress have ended.
-        while !self.outdated && self.waiting.is_empty() && self.has_room() {
-            let Some(job) = self.queue.try_pop() else { break };
+        while self.waiting.is_empty() && self.has_room() {
+            let limit = self.limit();
+            let Some(job) = self.queue.try_pop(|completion| fits(completion, limit)) else { break };
             self.admit(job);
         }
         let Some(Model { loaded, scheduler, .. }) = &mut self.model else { return Ok(()) };
         let Loaded { generator, engine, .. } = loaded;
         let before = self.active.len();
-        while scheduler.has_room()
+        let mut ended = Vec::new();
+        while ended.is_empty()
+            && scheduler.has_room()
             && let Some(text) = self.waiting.pop_front()
         {
-            scheduler.begin(generator, &mut **engine, text.id, text.request.clone())?;
+            if text.planned.request.tokens == 0 {
+                // Its log probabilities take about as long as a step.
+                ended.push((text.id, Finish::Length));
+            } else {
+                scheduler.begin(generator, &mut **engine, text.id, text.planned.request.clone())?;
+            }
             self.active.push(text);
         }
         let (active, running, generated) = (&mut self.active, &mut self.running, &mut self.measured.1);
@@ -289,13 +412,12 @@ impl Worker {
             *generated += 1;
             Ok(take(active, running, id, token))
         };
-        let mut ended = Vec::new();
         scheduler.advance(generator, &mut **engine, &mut each, &mut |id, finish| ended.push((id, finish)))?;
         if self.active.len() > before {
             self.update(|_| ());
         }
         for (id, finish) in ended {
-            self.end(id, finish);
+            self.end(id, finish)?;
         }
         let (since, tokens) = self.measured;
         if since.elapsed() >= SPEED_INTERVAL || self.running.is_empty() && tokens > 0 {
@@ -329,26 +451,47 @@ impl Worker {
     }
 
     /// Sends the rest of a text and, after the last one of a request, the end of the request.
-    fn end(&mut self, id: usize, finish: Finish) {
-        let Some(at) = self.active.iter().position(|text| text.id == id) else { return };
-        let Text { job, index, mut stream, .. } = self.active.remove(at);
+    fn end(&mut self, id: usize, finish: Finish) -> Result<()> {
+        let Some(at) = self.active.iter().position(|text| text.id == id) else { return Ok(()) };
+        let Text { job, index, mut stream, planned, generated, .. } = self.active.remove(at);
         self.update(|_| ());
-        let Some(at) = self.running.iter().position(|running| running.id == job) else { return };
+        let Some(at) = self.running.iter().position(|running| running.id == job) else { return Ok(()) };
+        let end = if let Finish::EndOfText(token) = finish { Some(token) } else { None };
+        let logprobs = match (planned.scored, &mut self.model) {
+            (Some(scored), Some(Model { loaded: Loaded { generator, engine, .. }, tokenizer, .. })) => {
+                let text: Vec<u32> = planned.request.prompt.into_iter().chain(generated).chain(end).collect();
+                logprobs(generator, &mut **engine, tokenizer, &text, scored)?
+            }
+            _ => Value::Null,
+        };
         let running = &mut self.running[at];
         let rest = stream.finish();
-        // A stop string may end in the text that was held back.
-        let finish = if stream.stopped() { Finish::Stop } else { finish };
+        let finish = match finish {
+            // A stop string may end in the text that was held back.
+            _ if stream.stopped() => Finish::Stop,
+            Finish::Length if planned.limited => Finish::Context,
+            other => other,
+        };
         if !rest.is_empty() {
             send(running, Event::Text(index, rest));
         }
-        send(running, Event::End(index, finish));
+        send(running, Event::End(index, finish, logprobs));
         running.left -= 1;
         if running.left == 0 {
             let usage = running.usage;
             send(running, Event::Done(usage));
             self.running.remove(at);
         }
+        Ok(())
     }
+}
+
+/// Returns whether all texts of a request fit into a limit of texts and tokens.
+fn fits(completion: &Completion, limit: Option<[usize; 2]>) -> bool {
+    let within = |[texts, tokens]: [usize; 2]| {
+        completion.texts() <= texts && completion.tokens.is_some_and(|asked| asked <= tokens)
+    };
+    limit.is_none_or(within)
 }
 
 /// Sends an event. A client that does not read is disconnected.
@@ -363,6 +506,7 @@ fn take(active: &mut [Text], running: &mut [Running], id: usize, token: u32) -> 
     let Some(text) = active.iter_mut().find(|text| text.id == id) else { return false };
     let Some(running) = running.iter_mut().find(|running| running.id == text.job) else { return false };
     running.usage.completion += 1;
+    text.generated.push(token);
     let new = text.stream.push(token);
     if !new.is_empty() {
         send(running, Event::Text(text.index, new));
@@ -370,55 +514,71 @@ fn take(active: &mut [Text], running: &mut [Running], id: usize, token: u32) -> 
     !text.stream.stopped()
 }
 
-/// Returns the file of the newest checkpoint of a run, or the path itself.
-fn model_file(path: &Path) -> Result<PathBuf> {
-    let is_run = path.is_dir() && !path.join("config.json").exists();
-    let newest = if is_run { newest_model_file(path)? } else { None };
-    Ok(newest.unwrap_or_else(|| path.to_owned()))
-}
-
-impl Model {
-    fn load(settings: &Settings) -> Result<Self> {
-        let file = model_file(&settings.path)?;
-        let source = ModelSource::open(&file)?;
-        let descriptor = source.descriptor();
-        let tokenizer = tokenizer_of(&source, settings.tokenizer.as_deref())?;
+impl Opened {
+    fn open(settings: &Settings) -> Result<Self> {
+        // Files that are replaced from here on are found later.
+        let identity = Identity::of(&settings.path).ok();
+        let path = &settings.path;
+        // Verifies the checksum.
+        let file = if is_run(path) { newest_model_file(path)? } else { None };
+        let (source, tokenizer) = open_path(file.as_ref().unwrap_or(path), settings)?;
         let ends = end_tokens(&tokenizer, &source)?;
-        let template = ChatTemplate::of(&source)?;
+        Ok(Self { identity, source, tokenizer, ends })
+    }
+
+    fn load(self, settings: &Settings) -> Result<Model> {
+        let Self { identity, source, tokenizer, ends } = self;
+        let (vocab, has_template, file) = (source.descriptor().vocab, has_template(&source), source.path().to_owned());
         let capacity = settings.capacity(&source);
         let mut loaded = load(source, &settings.hardware, settings.slots, capacity)
             .with_context(|| format!("cannot load {}", file.display()))?;
         let scheduler = Scheduler::new(&loaded.generator, &mut *loaded.engine, loaded.run_ahead)?;
-        Ok(Self { file, loaded, scheduler, tokenizer, ends, template, vocab: descriptor.vocab })
+        Ok(Model { identity, file, loaded, scheduler, tokenizer, ends, has_template, vocab })
     }
+}
 
-    /// Returns the texts of a request, each with the text to echo, and the number of tokens of the prompts.
-    fn prepare(&self, completion: &Completion) -> Result<(Vec<(String, Request)>, usize), ApiError> {
+impl Model {
+    /// Returns the texts of a request, and the number of tokens of the prompts.
+    fn prepare(&self, completion: &Completion) -> Result<(Vec<Planned>, usize), ApiError> {
         let mut requests = Vec::new();
         let mut prompt_tokens = 0;
         let random = || getrandom::u32().unwrap_or(1337);
         let mut seed = completion.seed.unwrap_or_else(random);
         for prompt in &completion.prompts {
             let mut tokens = self.tokens(prompt)?;
+            // The token that begins the document of a text is not part of the text.
+            let mut begins = usize::from(matches!(prompt, Prompt::Text(_)));
             if let Some(truncate) = completion.truncate {
                 let kept = match truncate {
                     Truncate::Context => self.loaded.generator.capacity(),
                     Truncate::Tokens(tokens) => tokens,
                 };
-                tokens.drain(..tokens.len().saturating_sub(kept));
+                let removed = tokens.len().saturating_sub(kept);
+                tokens.drain(..removed);
+                begins = begins.saturating_sub(removed);
             }
             prompt_tokens += tokens.len();
-            let room = self.room(&tokens, completion.tokens)?;
+            let room = self.room(&tokens)?;
+            let first = if completion.echo { begins } else { tokens.len() };
             let echo = match (completion.echo, prompt) {
-                (false, _) | (_, Prompt::Messages(_)) => String::new(),
+                (false, _) | (_, Prompt::Messages(_) | Prompt::Conversation(_)) => String::new(),
                 (true, Prompt::Text(text)) => text.clone(),
                 (true, Prompt::Tokens(tokens)) => self.tokenizer.text(tokens),
             };
             for _ in 0..completion.n {
-                let ends = if completion.ignore_end { Vec::new() } else { self.ends.clone() };
-                let request =
-                    Request { prompt: tokens.clone(), tokens: room, seed, sampling: completion.sampling, ends };
-                requests.push((echo.clone(), request));
+                let request = Request {
+                    prompt: tokens.clone(),
+                    tokens: completion.tokens.map_or(room, |tokens| tokens.min(room)),
+                    seed,
+                    sampling: completion.sampling,
+                    ends: if completion.ignore_end { Vec::new() } else { self.ends.clone() },
+                };
+                requests.push(Planned {
+                    echo: echo.clone(),
+                    request,
+                    scored: completion.logprobs.map(|top| Scored { first, top }),
+                    limited: completion.tokens.is_none_or(|tokens| tokens > room),
+                });
                 seed = seed.wrapping_add(1);
             }
         }
@@ -435,17 +595,8 @@ impl Model {
                 tokens
             }
             Prompt::Tokens(tokens) => tokens.clone(),
-            Prompt::Messages(messages) => {
-                let Some(template) = &self.template else {
-                    let message = "messages: expected a model with a chat template, found none; use /v1/completions";
-                    return Err(ApiError::invalid(Some("messages"), message.to_owned()));
-                };
-                let messages: Vec<Message> =
-                    messages.iter().map(|(role, content)| Message::new(role, content)).collect();
-                let rendered = template.render(&messages.iter().collect::<Vec<_>>());
-                let text = rendered.map_err(|error| ApiError::invalid(Some("messages"), format!("{error:#}")))?;
-                self.tokenizer.encode_with_special(&text).map_err(invalid)?
-            }
+            Prompt::Conversation(text) => self.tokenizer.encode_with_special(text).map_err(invalid)?,
+            Prompt::Messages(_) => return Err(ApiError::internal("the conversation has no text".to_owned())),
         };
         match tokens.iter().find(|&&token| token as usize >= self.vocab) {
             Some(token) => {
@@ -456,8 +607,8 @@ impl Model {
         }
     }
 
-    /// Returns the number of tokens to generate after a prompt: at most `tokens`, and as many as the context holds.
-    fn room(&self, prompt: &[u32], tokens: Option<usize>) -> Result<usize, ApiError> {
+    /// Returns the number of tokens for which the context has room after a prompt.
+    fn room(&self, prompt: &[u32]) -> Result<usize, ApiError> {
         let (capacity, found) = (self.loaded.generator.capacity(), prompt.len());
         if found > capacity {
             return Err(ApiError::context(format!(
@@ -465,7 +616,21 @@ impl Model {
             )));
         }
         // The last token of a text needs no place in the cache.
-        let room = capacity + 1 - found;
-        Ok(tokens.map_or(room, |tokens| tokens.min(room)))
+        Ok(capacity + 1 - found)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_that_would_end_after_those_in_progress_do_not_fit() {
+        let fits = |body: &str, limit| fits(&Completion::parse(body.as_bytes(), false).unwrap(), limit);
+        assert!(fits(r#"{"max_tokens": 1000, "n": 9}"#, None));
+        assert!(fits(r#"{"max_tokens": 20}"#, Some([1, 20])));
+        assert!(!fits(r#"{"max_tokens": 21}"#, Some([1, 20])));
+        assert!(fits(r#"{"max_tokens": 5, "n": 2}"#, Some([2, 20])));
+        assert!(!fits(r#"{"max_tokens": 5, "n": 2, "prompt": ["a", "b"]}"#, Some([3, 20])));
     }
 }

@@ -90,5 +90,6 @@ fn custom(overrides: Overrides, vocab: usize, seq: usize) -> Result<(Shape, Desc
 /// Returns whether a value of `--model` is a path. The files may have been deleted when a run is resumed.
 fn is_path(name: &str) -> bool {
     let path = Path::new(name);
-    path.exists() || path.components().count() > 1 || path.extension().is_some_and(|extension| extension == "bin")
+    let has_extension = || path.extension().is_some_and(|extension| extension == "bin" || extension == "safetensors");
+    path.exists() || path.components().count() > 1 || has_extension()
 }
