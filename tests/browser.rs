@@ -298,6 +298,28 @@ fn the_page_says_that_the_context_is_full() {
     browser.click("#send");
     browser
         .wait_until("/context of 64 tokens is full/.test(document.querySelector('.message.note')?.textContent ?? '')");
+    assert_eq!(browser.complaints, Vec::<String>::new());
+}
+
+#[test]
+fn the_report_of_a_run_fits_a_phone() {
+    let Some(mut browser) = Browser::start() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let log = dir.path().join(format!("{}.log", "long-name-".repeat(12)));
+    let line = |i: u32| format!("s:{i} trl:{:.4} lr:0.0003 norm:1.5\ns:{i} tel:3.0\n", 5.0 - f64::from(i) / 50.0);
+    fs::write(&log, (0..100).map(line).collect::<String>()).unwrap();
+    let page = dir.path().join("report.html");
+    succeed(&["plot", text(&log), "--html", text(&page)]);
+    for (width, shown, hidden) in [(390, "narrow", "wide"), (1280, "wide", "narrow")] {
+        browser.open(&format!("file://{}", page.display()), [width, 844], false);
+        assert_eq!(browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), true, "{width}");
+        let size = |class: &str| format!("document.querySelector('.{class} svg').getBoundingClientRect().width");
+        let figure = browser.evaluate(&size(shown)).as_f64().unwrap();
+        assert!(figure > 300.0 && figure <= f64::from(width), "{figure}");
+        assert_eq!(browser.evaluate(&size(hidden)), 0);
+        assert!(browser.screenshot(&format!("report_{width}.png")) > 5_000);
+    }
+    assert_eq!(browser.complaints, Vec::<String>::new());
 }
 
 #[test]

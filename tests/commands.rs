@@ -14,6 +14,7 @@ mod limits;
 mod mmlu;
 mod muon;
 mod named_data;
+mod output_directory;
 mod outputs;
 mod plan;
 mod plots;

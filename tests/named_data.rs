@@ -219,7 +219,8 @@ fn tinystories_are_written_and_can_be_trained_on() {
     assert!(printed.contains(&format!("wrote 14 tokens for val, 1 shard: {}", val.display())), "{printed}");
     // The validation split is too small for a batch.
     assert!(printed.contains(&format!(" train --train {} --", train.display())), "{printed}");
-    let training = [&["train", "--device", "cpu", "--train", text(&train), "--steps", "1"], TINY].concat();
+    let training =
+        [&["train", "--device", "cpu", "--train", text(&train), "--steps", "1", "--out", "none"], TINY].concat();
     succeed(&training);
     let description = fs::read_to_string(out.join("dataset.json")).unwrap();
     // The data set is replaced without a flag.

@@ -89,6 +89,7 @@ fn a_run_draws_its_log_and_writes_event_files_which_a_resumed_run_continues() {
 fn a_run_whose_plots_cannot_be_written_ends_with_a_warning() {
     let dir = tempfile::tempdir().unwrap();
     fs::create_dir(dir.path().join("report.html")).unwrap();
+    fs::write(dir.path().join(".llm-rs-run"), "").unwrap();
     let printed = train(dir.path(), "1", &[]);
     assert!(printed.contains("warning: no plots: cannot write ") && printed.contains("final train loss"), "{printed}");
     assert!(!printed.contains("plots: /"), "{printed}");
@@ -184,7 +185,7 @@ fn quiet_runs_print_results_and_json_runs_print_records() {
     let printed = train(&out, "2", &["--json"]);
     assert_eq!(printed, fs::read_to_string(out.join("main.jsonl")).unwrap());
     assert_eq!(printed.lines().count(), 4);
-    let run = ["train", "--device", "cpu", "--sample-every", "0", "--steps", "2", "--quiet"];
+    let run = ["train", "--device", "cpu", "--sample-every", "0", "--steps", "2", "--out", "none", "--quiet"];
     let printed = succeed(&[&run, TINY].concat());
     assert!(printed.starts_with("final train loss ") && printed.ends_with("model: not saved\n"), "{printed}");
     fail(&["train", "--quiet", "--json"], &["cannot be used with"]);

@@ -97,7 +97,8 @@ fn a_run_writes_logs_and_a_model_for_evaluation_sampling_and_training() {
     // Training that starts from the model file begins with its loss, and `eval` computes the same loss.
     let model = out.join("model_00000006.bin");
     let on = |lr| {
-        let args = ["train", "--model", text(&model), "--train", text(&train), "--val", text(&val), "--device", "cpu"];
+        let args = ["train", "--model", text(&model), "--train", text(&train), "--val", text(&val), "--out", "none"];
+        let args = with(&args, &["--device", "cpu"]);
         succeed(&with(&args, &["--batch", "2", "--seq", "16", "--steps", "1", "--val-batches", "3", "--lr", lr]))
     };
     let resumed = on("0");
@@ -179,7 +180,7 @@ fn tokenized_text_can_be_trained_on() {
     let (train, val) = (out.join("train_*.bin"), out.join("val_*.bin"));
     assert!(Tokens::open_all(text(&train)).unwrap()[0].len() > 400);
     let args = ["train", "--device", "cpu", "--train", text(&train), "--val", text(&val), "--steps", "2", "-m", "-1"];
-    let printed = succeed(&with(&args, TINY));
+    let printed = succeed(&with(&with(&args, TINY), &["--out", "none"]));
     // Untrained, the model predicts the 50257 tokens of GPT-2 almost uniformly.
     let first = printed.lines().find_map(|line| line.strip_prefix("step    0/2 | val loss ")).unwrap();
     assert!((first.parse::<f64>().unwrap() - 50257f64.ln()).abs() < 0.1, "{first}");
@@ -294,7 +295,6 @@ fn errors_name_invalid_flags() {
         (&["train", "--kernels", "sm_1"], "[possible values: sm_80, sm_90a]"),
         (&["train", "-h", "1"], "--hellaswag FILE"),
         (&["train", "-h", "0"], "--hellaswag FILE"),
-        (&["train", "--checkpoint-every", "2"], "--out"),
         (&["train", "--val", "x.bin"], "--train"),
         (&["eval", "--model", "x.bin"], "--val"),
         (&["train", "--hellaswag-examples", "5"], "--hellaswag"),
@@ -329,7 +329,7 @@ fn a_closed_pipe_ends_commands_as_sigpipe_does() {
 
 #[test]
 fn training_without_output_and_directory_is_an_error() {
-    let (code, err) = with_closed_output(&with(&["train", "--device", "cpu", "--steps", "20"], TINY));
+    let (code, err) = with_closed_output(&with(&["train", "--device", "cpu", "--out", "none", "--steps", "20"], TINY));
     assert_eq!(code, Some(1), "{err}");
     assert!(
         err.starts_with("error: ")
@@ -486,9 +486,8 @@ fn hints_repeat_the_command_as_it_was_called() {
 
     let dir = data();
     let train = dir.path().join("tr*n.bin");
-    let run = with(&["train", "--device", "cpu", "--steps", "1", "--train", text(&train)], TINY);
-    let expected =
-        format!("{program} train --device cpu --steps 1 --train '{}' {} --out run", text(&train), TINY.join(" "));
+    let run = with(&["train", "--device", "cpu", "--out", "none", "--steps", "1", "--train", text(&train)], TINY);
+    let expected = format!("{program} train --device cpu --steps 1 --train '{}' {}", text(&train), TINY.join(" "));
     assert_eq!(next(&directly(&run)), expected);
     let through_cargo =
         Command::new(program).args(&plan).env("CARGO", "cargo").env("CARGO_PKG_NAME", "host").output().unwrap();
@@ -579,7 +578,8 @@ fn a_named_model_is_planned_without_data_at_its_own_size() {
 
 #[test]
 fn the_memory_table_is_short_unless_verbose() {
-    let run = with(&["train", "--device", "cpu", "--steps", "1", "--val-every", "0", "--sample-every", "0"], TINY);
+    let run = ["train", "--device", "cpu", "--steps", "1", "--val-every", "0", "--sample-every", "0", "--out", "none"];
+    let run = with(&run, TINY);
     let short = succeed(&run);
     for group in ["parameters", "gradients", "optimizer", "activations", "workspace", "total"] {
         let rows = short.lines().filter(|line| line.starts_with(&format!("  {group} ")) && line.ends_with(" MiB"));

@@ -8,7 +8,8 @@ use crate::terminal;
 use anyhow::{Context, Result};
 use atomic_file::{create_directory, parent};
 use indicatif::{ProgressBar, ProgressStyle};
-use std::cell::{Cell, RefCell};
+use metrics::curves::training_loss;
+use std::cell::RefCell;
 use std::io::{self, Write, stderr, stdout};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -37,7 +38,8 @@ pub struct Console {
     /// `None` outside a terminal, where each step prints a line instead.
     bar: Option<ProgressBar>,
     output: RefCell<Output>,
-    last_train_loss: Cell<Option<f32>>,
+    /// The losses of the steps of this process.
+    losses: RefCell<Vec<f32>>,
     /// Interval of the steps that print a line, if there is no progress bar.
     log_every: usize,
     /// The line of the last step, unless it was printed.
@@ -149,7 +151,7 @@ impl Console {
             errors: None,
             bar: None,
             output: RefCell::new(output),
-            last_train_loss: Cell::new(None),
+            losses: RefCell::default(),
             log_every: 1,
             unprinted: RefCell::new(None),
         }
@@ -204,7 +206,8 @@ impl Console {
     /// In a terminal, the step updates the progress bar instead of printing a line. Otherwise its line may wait until
     /// [`last_step`](Self::last_step).
     pub fn step(&self, step: &Step, rate: f64) -> Result<()> {
-        let first = self.last_train_loss.replace(Some(step.loss)).is_none();
+        let first = self.losses.borrow().is_empty();
+        self.losses.borrow_mut().push(step.loss);
         if let Some(bar) = &self.bar {
             bar.set_position(step.step as u64 + 1);
             bar.set_message(format!("loss {:.4} | {rate:.0} tok/s", step.loss));
@@ -255,9 +258,16 @@ impl Console {
         if self.verbosity == Verbosity::Json { Ok(()) } else { self.line(text) }
     }
 
-    /// Returns the loss of the last training step that was printed.
-    pub fn last_train_loss(&self) -> Option<f32> {
-        self.last_train_loss.get()
+    /// Returns the training loss of the steps that were printed.
+    pub fn train_loss(&self) -> Option<f64> {
+        training_loss(&self.losses.borrow())
+    }
+
+    /// Replaces the directory of the file that replaces a closed stream.
+    pub fn follow(&self, directory: &Path) {
+        if let Output::Stdout(Some(path)) | Output::Stderr(Some(path)) = &mut *self.output.borrow_mut() {
+            *path = directory.join(path.file_name().unwrap_or_default());
+        }
     }
 
     /// Removes the progress bar. Lines printed from here on stay on the screen.

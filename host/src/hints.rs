@@ -35,8 +35,8 @@ impl Invocation {
         arguments.into_iter().fold(self.program.clone(), |command, argument| command + " " + &quote(argument))
     }
 
-    /// Returns this command with `--resume`, whatever it said about resuming.
-    pub fn resuming(&self) -> String {
+    /// Returns this command with `--resume`, whatever it said about resuming, and with the directory `out` unless it names it.
+    pub fn resuming(&self, out: &Path) -> String {
         let is_value = |text: &str| crate::values::resume(text).is_ok();
         let mut kept = Vec::new();
         let mut arguments = self.arguments.iter().map(String::as_str).peekable();
@@ -47,7 +47,25 @@ impl Invocation {
                 kept.push(argument);
             }
         }
+        let out = out.to_string_lossy();
+        if self.out() != Some(&*out) {
+            kept.extend(["--out", &*out]);
+        }
         self.command(kept.into_iter().chain(["--resume"]))
+    }
+
+    /// Returns the last value of `--out` on the command line.
+    fn out(&self) -> Option<&str> {
+        let mut arguments = self.arguments.iter().map(String::as_str);
+        let mut out = None;
+        while let Some(argument) = arguments.next() {
+            if argument == "--out" || argument == "-o" {
+                out = arguments.next();
+            } else if let Some(value) = argument.strip_prefix("--out=").or_else(|| argument.strip_prefix("-o")) {
+                out = Some(value.strip_prefix('=').unwrap_or(value));
+            }
+        }
+        out
     }
 
     /// Returns this command without the flags `removed`, and with the arguments `added` at its end.
@@ -113,7 +131,24 @@ mod tests {
     fn every_spelling_of_resume_is_replaced() {
         for flags in ["", " --resume", " --resume=auto", " --resume auto", " -y 1", " -y1", " -y", " --resume=0"] {
             let typed = Invocation::new("llm-rs", false, arguments(&format!("train{flags} --out run -x 7")));
-            assert_eq!(typed.resuming(), "llm-rs train --out run -x 7 --resume", "{flags}");
+            assert_eq!(typed.resuming(Path::new("run")), "llm-rs train --out run -x 7 --resume", "{flags}");
+        }
+    }
+
+    #[test]
+    fn a_command_that_resumes_names_the_directory_of_the_run() {
+        for (flags, added) in [
+            (" --out run", ""),
+            (" -o run", ""),
+            (" --out=run", ""),
+            (" -orun", ""),
+            (" -o a -o=run", ""),
+            (" --out run --out a", " --out run"),
+            (" --lr 1", " --out run"),
+            (" --config c.toml", " --out run"),
+        ] {
+            let typed = Invocation::new("llm-rs", false, arguments(&format!("train{flags}")));
+            assert_eq!(typed.resuming(Path::new("run")), format!("llm-rs train{flags}{added} --resume"));
         }
     }
 

@@ -93,7 +93,8 @@ pub struct Log {
 /// No line of a log is as long. Longer lines are removed when a run resumes.
 const MAX_LINE_BYTES: u64 = 1 << 20;
 
-const NAMES: [&str; 2] = ["main.log", "main.jsonl"];
+/// The log files of a run.
+pub const NAMES: [&str; 2] = ["main.log", "main.jsonl"];
 
 /// The file of the texts that a run generates: JSON objects with `step`, `text` and `time`.
 pub const SAMPLES: &str = "samples.jsonl";
@@ -290,6 +291,13 @@ impl Log {
             .chain(&self.samples)
             .map(|output| output.file.try_clone().context("cannot share the log"))
             .collect()
+    }
+
+    /// Continues in `directory`, to which the open files have moved.
+    pub fn follow(&mut self, directory: &Path) {
+        for output in self.files.iter_mut().chain(&mut self.events).chain(&mut self.samples) {
+            output.path = directory.join(output.path.file_name().unwrap_or_default());
+        }
     }
 
     /// Returns the reason why lines are kept in memory, once each time that writing starts to fail.

@@ -3,10 +3,9 @@
 use crate::output::{self, Kind, Mark};
 use anyhow::{Context, Result, bail};
 use checkpoint::config::Config;
-use metrics::curves::default_smoothing;
 use metrics::figure::{Figure, Options};
 use metrics::png;
-use metrics::report::{self, Entry};
+use metrics::report;
 use metrics::roofline::Roofline;
 use metrics::run::RunLog;
 use metrics::svg;
@@ -32,22 +31,20 @@ pub fn check(path: &Path) -> Result<()> {
 }
 
 /// Draws the log of a run into its directory.
-pub fn write_into(directory: &Path) -> Result<()> {
-    let run = RunLog::read(directory)?;
-    let runs = std::slice::from_ref(&run);
-    let figure = Figure::new(runs, &Options { smoothing: default_smoothing(runs), ..Options::default() })?;
-    write(&figure, runs, &directory.join(FIGURE))?;
-    write(&figure, runs, &directory.join(REPORT))
+pub fn write_into(directory: &Path, run: &RunLog) -> Result<()> {
+    let runs = std::slice::from_ref(run);
+    write(runs, &Options::default(), &directory.join(FIGURE))?;
+    write(runs, &Options::default(), &directory.join(REPORT))
 }
 
-/// Writes a figure to a file in the format of its extension: SVG, PNG, or an HTML page with a table of the runs.
-pub fn write(figure: &Figure, runs: &[RunLog], path: &Path) -> Result<()> {
+/// Writes the figure of runs to a file in the format of its extension: SVG, PNG, or an HTML page with a table of the runs.
+pub fn write(runs: &[RunLog], options: &Options, path: &Path) -> Result<()> {
     let bytes = match extension(path).as_deref() {
-        Some("svg") => figure.to_svg(true).into_bytes(),
-        Some("png") => figure.to_png()?,
+        Some("svg") => Figure::new(runs, options)?.to_svg(true).into_bytes(),
+        Some("png") => Figure::new(runs, options)?.to_png()?,
         Some("html" | "htm") => {
-            let entries: Vec<Entry> = runs.iter().map(|run| Entry { run, settings: settings(run) }).collect();
-            report::page(&entries, figure).into_bytes()
+            let settings: Vec<Option<String>> = runs.iter().map(settings).collect();
+            report::page(runs, &settings, options)?.into_bytes()
         }
         _ => bail!("{}: expected a name that ends in .svg, .png or .html; change it", path.display()),
     };

@@ -8,8 +8,10 @@ use std::process::{Command, Output};
 /// The address that replaces the Hugging Face Hub. Nothing listens on this port.
 pub const NO_SERVER: &str = "http://127.0.0.1:1";
 
+/// Runs the program in a directory of the build: a run without `--out` creates a directory in the current one.
 pub fn llm_rs(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_llm-rs")).args(args).env("HF_ENDPOINT", NO_SERVER).output().unwrap()
+    let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
+    command.current_dir(env!("CARGO_TARGET_TMPDIR")).args(args).env("HF_ENDPOINT", NO_SERVER).output().unwrap()
 }
 
 /// Returns what the program prints.

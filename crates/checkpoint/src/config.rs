@@ -10,7 +10,7 @@ use model::guards::Limits;
 use model::schedule::Kind;
 use model::{Fp8Gradients, Fp8Recipe, MasterWeights, Moments, Optimizer, Recompute};
 use serde::{Deserialize, Serialize, Serializer};
-use std::io::Write;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
 /// The settings of a run. Intervals (`*_every`) are in steps, and 0 means never. Settings that a run does not use are `None`
@@ -189,6 +189,9 @@ impl Config {
     /// Name of the file in the directory of a run.
     pub const FILE: &str = "config.toml";
 
+    /// First line of the file.
+    const HEADER: &str = "# The settings of this run, for `train --config`. Flags override them.\n";
+
     /// Returns the gradient accumulation steps per optimizer step for a number of ranks.
     pub fn grad_accum(&self, world_size: usize) -> usize {
         self.total_batch / (self.batch * self.seq * world_size)
@@ -213,8 +216,16 @@ impl Config {
     pub fn save(&self, directory: &Path) -> Result<()> {
         let text = self.to_toml()?;
         atomic_file::write(&directory.join(Self::FILE), |file| {
-            writeln!(file, "# The settings of this run, for `train --config`. Flags override them.")?;
+            file.write_all(Self::HEADER.as_bytes())?;
             Ok(file.write_all(text.as_bytes())?)
         })
+    }
+
+    /// Returns whether the `config.toml` of a directory begins like one that a run has saved.
+    pub fn is_saved(directory: &Path) -> bool {
+        let mut start = [0; Self::HEADER.len()];
+        let read =
+            bounded_file::open_of_run(&directory.join(Self::FILE)).and_then(|mut file| file.read_exact(&mut start));
+        read.is_ok() && start == *Self::HEADER.as_bytes()
     }
 }

@@ -1,5 +1,6 @@
-//! The directory of a run: file names, the lock against concurrent runs, and deletion of old checkpoints.
+//! The directory of a run: file names, the marker, the lock against concurrent runs, and deletion of old checkpoints.
 
+use crate::config::Config;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::collections::BTreeSet;
 use std::io;
@@ -39,6 +40,23 @@ pub fn sidecar_name(step: usize) -> String {
 /// Returns the name of the empty file that marks the checkpoint of a step as complete.
 pub fn done_name(step: usize) -> String {
     format!("DONE_{step:08}")
+}
+
+/// The file that marks a directory as that of a run. A run writes it before any other file.
+pub const MARKER: &str = ".llm-rs-run";
+
+/// Returns whether a directory with files of these names is that of a run: it has the marker or a complete checkpoint. The first
+/// versions of this program wrote no marker, but settings and two log files before the first step.
+pub fn is_run(directory: &Path, names: &[String]) -> bool {
+    let has = |name: &str| names.iter().any(|found| found == name);
+    has(MARKER)
+        || done_in(names).into_iter().any(|step| has(&sidecar_name(step)))
+        || has("main.log") && has("main.jsonl") && has(Config::FILE) && Config::is_saved(directory)
+}
+
+/// Returns whether a file name is that of a checkpoint file.
+pub fn is_checkpoint_file(name: &str) -> bool {
+    step_of(name).is_some()
 }
 
 /// Returns the step of a checkpoint file, and whether it is the DONE file.
@@ -229,7 +247,7 @@ pub(crate) fn remove_entry(path: &Path) -> Result<()> {
 pub struct DirectoryLock {
     path: PathBuf,
     /// The operating system releases the lock when this file is closed, at the latest when the process ends.
-    _directory: File,
+    directory: File,
     /// The error of a file system without locks. The user must then prevent a second run in the directory.
     unsupported: Option<io::Error>,
 }
@@ -286,7 +304,7 @@ impl DirectoryLock {
                 Err(TryLockError::Error(error)) => return Err(unusable("locked", error)),
             }
         };
-        Ok(Self { path: path.to_owned(), _directory: directory, unsupported })
+        Ok(Self { path: path.to_owned(), directory, unsupported })
     }
 
     /// Returns a warning if the file system has no locks.
@@ -302,6 +320,16 @@ impl DirectoryLock {
     /// Returns the path of the directory.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Returns the current path of the directory if it was moved, so that another directory, or none, has its path.
+    pub fn moved(&self) -> Option<PathBuf> {
+        self.directory.moved_from(&self.path)
+    }
+
+    /// Replaces the path of a directory that was moved.
+    pub(crate) fn follow(&mut self, path: PathBuf) {
+        self.path = path;
     }
 }
 

@@ -51,6 +51,8 @@ pub struct CheckpointWriter {
 #[derive(Debug)]
 struct Rank0 {
     directory: DirectoryLock,
+    /// Whether the directory has moved since the start.
+    has_moved: bool,
     retention: Retention,
     /// The last step before which the hardware was verified.
     verified: Option<usize>,
@@ -113,7 +115,7 @@ impl CheckpointWriter {
     /// Creates the writer of rank 0. `newest` is the step of the checkpoint that the run resumes from.
     pub fn new(directory: DirectoryLock, retention: Retention, identity: Identity, newest: Option<usize>) -> Self {
         let mut writer = Self::for_other_rank(directory.path().to_owned(), identity, newest);
-        writer.rank_0 = Some(Rank0 { directory, retention, verified: None, results: None });
+        writer.rank_0 = Some(Rank0 { directory, has_moved: false, retention, verified: None, results: None });
         writer
     }
 
@@ -149,6 +151,25 @@ impl CheckpointWriter {
                 .transpose()?,
             suspect: suspect.map(|step| path.join(done_name(step))),
         })
+    }
+
+    /// Returns the directory of the run.
+    pub fn directory(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns the current path of the directory if it was moved. Only rank 0 knows.
+    pub fn moved(&self) -> Option<PathBuf> {
+        self.rank_0.as_ref()?.directory.moved()
+    }
+
+    /// Writes further checkpoints into `path`, the current path of the directory.
+    pub fn follow(&mut self, path: PathBuf) {
+        if let Some(rank_0) = &mut self.rank_0 {
+            rank_0.directory.follow(path.clone());
+            rank_0.has_moved = true;
+        }
+        self.path = path;
     }
 
     /// Returns the model file of the newest complete checkpoint.
@@ -250,7 +271,12 @@ impl CheckpointWriter {
         let copy = if self.writes { Some(self.host_copy(&host_layout, engine)?) } else { None };
         let staging =
             self.rank_0.as_ref().map(|rank_0| StagingDirectory::create(&rank_0.directory, state.step)).transpose()?;
-        let staging_name = staging.as_ref().map_or_else(String::new, |staging| staging.name.clone());
+        // A name in the path of each rank, or a path after the directory has moved.
+        let name = |staging: &StagingDirectory| match &self.rank_0 {
+            Some(rank_0) if rank_0.has_moved => staging.path.to_string_lossy().into_owned(),
+            _ => staging.name.clone(),
+        };
+        let staging_name = staging.as_ref().map_or_else(String::new, name);
         Ok(Prepared { host_layout, copy, staging, staging_name, logs })
     }
 
@@ -391,7 +417,7 @@ struct Prepared {
     copy: Option<HostCopy>,
     /// On rank 0.
     staging: Option<StagingDirectory>,
-    /// The name of rank 0's staging directory, on other ranks after [`agree`].
+    /// The name or path of rank 0's staging directory, on other ranks after [`agree`].
     staging_name: String,
     logs: Vec<File>,
 }

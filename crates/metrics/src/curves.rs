@@ -102,12 +102,19 @@ impl Positions {
     }
 }
 
-/// Returns a factor of the moving average for runs: 0.9, or more if the longest run has more than 2,000 steps, so that an average
-/// spans one part in 200.
-pub fn default_smoothing(runs: &[RunLog]) -> f64 {
-    let steps = runs.iter().map(|run| run.steps.len()).max().unwrap_or(0);
-    let factor = 1.0 - 200.0 / (steps as f64).clamp(2000.0, 200_000.0);
-    (1e3 * factor).round() / 1e3
+/// Returns the factor of the moving average for a run of `steps` training steps: 1 - 1 / W. An average spans about W steps: one part
+/// in 20 of a short run, 10 steps of a longer one, and one part in 200 of a run of more than 2,000 steps, but at most 1,000 steps.
+pub fn default_smoothing(steps: usize) -> f64 {
+    let steps = steps as f64;
+    let window = (steps / 20.0).min(10.0).max(steps / 200.0).clamp(1.0, 1000.0);
+    (1e3 * (1.0 - 1.0 / window)).round() / 1e3
+}
+
+/// Returns the training loss of a run: the moving average of the losses of its steps, at the last finite one.
+pub fn training_loss(losses: &[f32]) -> Option<f64> {
+    let points: Vec<(f64, f64)> = losses.iter().map(|&loss| (0.0, f64::from(loss))).collect();
+    let averages = smooth(&points, default_smoothing(losses.len()));
+    averages.into_iter().map(|(_, average)| average).rfind(|average| average.is_finite())
 }
 
 /// Returns exponential moving averages: each value has the weight `factor` less than the next. They are corrected for the missing
@@ -220,12 +227,20 @@ mod tests {
 
     #[test]
     fn long_runs_are_smoothed_more() {
-        let log = |steps| {
-            let step = crate::run::RunLog::parse("s:0 trl:1\n".as_bytes()).unwrap().steps[0];
-            [RunLog { steps: vec![step; steps], ..RunLog::default() }]
-        };
-        let factors = [0, 400, 20_000, 1_000_000].map(|steps| default_smoothing(&log(steps)));
-        assert_eq!(format!("{factors:?}"), "[0.9, 0.9, 0.99, 0.999]");
+        let factors = [0, 20, 40, 100, 400, 20_000, 1_000_000].map(default_smoothing);
+        assert_eq!(format!("{factors:?}"), "[0.0, 0.0, 0.5, 0.8, 0.9, 0.99, 0.999]");
+    }
+
+    #[test]
+    fn the_training_loss_follows_a_falling_loss() {
+        // An average over W values of a line lags W - 1 values behind it.
+        for steps in [2_u16, 20, 60, 200, 1500] {
+            let losses: Vec<f32> = (0..steps).map(|step| 5.0 - f32::from(step) / f32::from(steps)).collect();
+            let lag = training_loss(&losses).unwrap() - f64::from(losses[losses.len() - 1]);
+            assert!((0.0..0.05).contains(&lag), "{steps} steps: {lag}");
+        }
+        assert_eq!(training_loss(&[3.0, f32::NAN]), Some(3.0));
+        assert_eq!(training_loss(&[]), None);
     }
 
     #[test]

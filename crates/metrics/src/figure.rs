@@ -1,7 +1,7 @@
 //! A figure of the curves of runs: one panel for each metric that the logs contain, and a legend.
 
 use crate::axis::{Scale, Unit};
-use crate::curves::{Metric, Points, Positions, XAxis, reduce, smooth, visible_range};
+use crate::curves::{Metric, Points, Positions, XAxis, default_smoothing, reduce, smooth, visible_range};
 use crate::drawing::{Anchor, Color, Dash, Drawing, Stroke, shorten, text_width};
 use crate::png;
 use crate::references::Reference;
@@ -23,8 +23,8 @@ pub struct Options {
     pub log_x: bool,
     /// Whether loss, learning rate and gradient norm have logarithmic axes.
     pub log_y: bool,
-    /// Factor of the exponential moving average, from 0 (no smoothing) to below 1.
-    pub smoothing: f64,
+    /// Factor of the exponential moving average, from 0 (no smoothing) to below 1. `None`: [`default_smoothing`] of each run.
+    pub smoothing: Option<f64>,
     /// Metrics to draw, each of which every log must have in at least one run. Empty: those that the logs have.
     pub metrics: Vec<Metric>,
     /// Published models whose results are drawn as lines. `None`: in the HellaSwag panel those near the curves.
@@ -39,11 +39,18 @@ impl Default for Options {
             x: XAxis::Steps,
             log_x: false,
             log_y: false,
-            smoothing: 0.9,
+            smoothing: None,
             metrics: Vec::new(),
             references: None,
             width: DEFAULT_WIDTH,
         }
+    }
+}
+
+impl Options {
+    /// Returns the factor of the exponential moving average for a run.
+    pub fn smoothing_of(&self, run: &RunLog) -> f64 {
+        self.smoothing.unwrap_or_else(|| default_smoothing(run.steps.len()))
     }
 }
 
@@ -203,8 +210,11 @@ impl Figure {
         if runs.len() > 1 && panels.iter().any(|panel| panel.lines.iter().any(|line| line.kind == Kind::Evaluations)) {
             note.push_str("thin with dots: evaluation; ");
         }
-        if options.smoothing > 0.0 {
-            let _ = write!(note, "smoothed (EMA {}), raw values faint", options.smoothing);
+        let factors = || runs.iter().map(|run| options.smoothing_of(run));
+        let (low, high) = (factors().fold(1.0, f64::min), factors().fold(0.0, f64::max));
+        if high > 0.0 {
+            let range = if low < high { format!("{low} to {high}") } else { high.to_string() };
+            let _ = write!(note, "smoothed (EMA {range}), raw values faint");
         }
         let note = note.trim_end_matches("; ").to_owned();
         let mut x = MARGIN;
@@ -353,8 +363,9 @@ impl Panel {
                 lines.push(Line { kind, color, dash: dash_of(i), name, points });
             };
             let mut noisy = |name: String, raw: Points| {
-                if options.smoothing > 0.0 {
-                    line(Kind::Curve, i, name.clone(), smooth(&raw, options.smoothing));
+                let smoothing = options.smoothing_of(run);
+                if smoothing > 0.0 {
+                    line(Kind::Curve, i, name.clone(), smooth(&raw, smoothing));
                     line(Kind::Raw, i, name, raw);
                 } else {
                     line(Kind::Curve, i, name, raw);
@@ -540,7 +551,7 @@ mod tests {
         let runs = [log("first", &json), log("second", &json.replace("\"loss\":4", "\"loss\":3"))];
         for (x, name) in [(XAxis::Steps, "step"), (XAxis::Tokens, "tokens"), (XAxis::Time, "training time (hours)")] {
             for log in [false, true] {
-                let options = Options { x, log_x: log, log_y: log, smoothing: 0.0, ..Options::default() };
+                let options = Options { x, log_x: log, log_y: log, smoothing: Some(0.0), ..Options::default() };
                 let svg = Figure::new(&runs, &options).unwrap().to_svg(false);
                 assert!(
                     svg.contains(&format!(">{name}<")) && svg.contains(">second<") && !svg.contains("NaN"),

@@ -1,26 +1,17 @@
 //! A page in HTML with a table of runs and their figure. It contains everything it needs and requests nothing.
 
 use crate::axis::short_count;
-use crate::curves::smooth;
-use crate::figure::Figure;
+use crate::curves::training_loss;
+use crate::figure::{Figure, Options};
 use crate::run::RunLog;
 use crate::svg::{dark_mode, escape};
+use anyhow::Result;
 use std::fmt::Write;
 
 const STYLE: &str = include_str!("report.css");
 /// A script that defines `showValues(figure, panels)`, which shows the values of the curves nearest to the pointer. `figure` is the
 /// element that contains the SVG, `panels` are those of [`Figure`].
 pub const TOOLTIP: &str = include_str!("tooltip.js");
-/// Factor of the moving average whose last value the table shows as the training loss.
-const TABLE_SMOOTHING: f64 = 0.9;
-
-/// A run of the page.
-pub struct Entry<'a> {
-    /// Its log.
-    pub run: &'a RunLog,
-    /// Its settings as text, if they are known.
-    pub settings: Option<String>,
-}
 
 /// Final values of a run.
 #[derive(Clone, Debug, PartialEq)]
@@ -29,7 +20,7 @@ pub struct Summary {
     pub steps: u64,
     /// Tokens trained on.
     pub tokens: Option<u64>,
-    /// Moving average of the training loss at the end.
+    /// Moving average of the training loss at the end: the end of the curve with default smoothing.
     pub train_loss: Option<f64>,
     /// Last validation loss.
     pub val_loss: Option<f64>,
@@ -48,7 +39,7 @@ pub struct Summary {
 impl Summary {
     /// Returns the final values of a log.
     pub fn new(run: &RunLog) -> Self {
-        let losses: Vec<(f64, f64)> = run.steps.iter().map(|step| (0.0, f64::from(step.loss))).collect();
+        let losses: Vec<f32> = run.steps.iter().map(|step| step.loss).collect();
         let last = |values: &mut dyn DoubleEndedIterator<Item = f64>| values.rev().find(|value| value.is_finite());
         let finite = run.validations.iter().filter(|validation| validation.value.is_finite());
         let best = finite.min_by(|a, b| a.value.total_cmp(&b.value));
@@ -59,13 +50,13 @@ impl Summary {
         Self {
             steps: run.steps.last().map_or(0, |step| step.step.saturating_add(1)),
             tokens: run.steps.iter().rev().find_map(|step| step.tokens),
-            train_loss: last(&mut smooth(&losses, TABLE_SMOOTHING).into_iter().map(|(_, loss)| loss)),
+            train_loss: training_loss(&losses),
             val_loss: last(&mut run.validations.iter().map(|validation| validation.value)),
             best_val_loss: best.map(|best| (best.value, best.step)),
             hellaswag: last(&mut run.hellaswag.iter().map(|score| score.value)),
             tokens_per_second: speeds.get(speeds.len() / 2).map(|speed| f64::from(*speed)),
             seconds: times().next().map(|_| times().sum::<f64>() / 1e3),
-            not_finite: losses.iter().filter(|(_, loss)| !loss.is_finite()).count(),
+            not_finite: losses.iter().filter(|loss| !loss.is_finite()).count(),
         }
     }
 
@@ -106,14 +97,17 @@ pub fn duration(seconds: f64) -> String {
 /// A text near the beginning of every page.
 pub const MARK: &str = " - llm.rs</title>";
 
-/// Returns the page.
-pub fn page(entries: &[Entry], figure: &Figure) -> String {
-    let names: Vec<&str> = entries.iter().map(|entry| entry.run.name.as_str()).collect();
+/// Width of the figure that phones show, whose panels are below each other.
+const NARROW: f64 = 380.0;
+
+/// Returns the page of runs with their settings as text, if these are known. It has a figure for wide screens and one for phones.
+pub fn page(runs: &[RunLog], settings: &[Option<String>], options: &Options) -> Result<String> {
+    let names: Vec<&str> = runs.iter().map(|run| run.name.as_str()).collect();
     let title = escape(&names.join(", "));
     let mut rows = String::new();
-    let mut settings = String::new();
+    let mut settings_of_runs = String::new();
     let mut header = String::new();
-    for (i, Entry { run, settings: text }) in entries.iter().enumerate() {
+    for (i, (run, text)) in runs.iter().zip(settings).enumerate() {
         let cells = Summary::new(run).cells();
         if i == 0 {
             header = format!("<th>{}</th>", cells.each_ref().map(|(name, _)| *name).join("</th><th>"));
@@ -123,30 +117,34 @@ pub fn page(entries: &[Entry], figure: &Figure) -> String {
         let _ = writeln!(rows, "<tr><th scope=\"row\"><i class=\"k{}\"></i>{name}</th>{cells}</tr>", i % 8);
         if let Some(text) = text {
             let _ = writeln!(
-                settings,
+                settings_of_runs,
                 "<details><summary>Settings of {name}</summary><pre>{}</pre></details>",
                 escape(text)
             );
         }
     }
-    // Within a script, only `<` could end it.
-    let data = serde_json::to_string(&figure.panels).unwrap_or_else(|_| "[]".to_owned()).replace('<', "\\u003c");
-    let svg = figure.to_svg(false);
+    let (mut figures, mut scripts) = (String::new(), String::new());
+    for (class, width) in [("wide", options.width), ("narrow", NARROW)] {
+        let figure = Figure::new(runs, &Options { width, ..options.clone() })?;
+        // Within a script, only `<` could end it.
+        let data = serde_json::to_string(&figure.panels)?.replace('<', "\\u003c");
+        let _ = writeln!(figures, "<div class=\"figure {class}\">\n{}</div>", figure.to_svg(false));
+        let _ = writeln!(scripts, "showValues(document.querySelector(\".{class}\"), {data});");
+    }
     let dark = dark_mode();
-    format!(
+    Ok(format!(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
          <meta name=\"color-scheme\" content=\"light dark\">\n<title>{title}{MARK}\n\
          <style>\n{STYLE}{dark}\n</style>\n</head>\n<body>\n<h1>{title}</h1>\n<div class=\"scroll\">\n<table>\n<thead><tr>\
-         <th>run</th>{header}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table>\n</div>\n<div class=\"figure\">\n{svg}\
-         </div>\n{settings}<script>\n{TOOLTIP}showValues(document.querySelector(\".figure\"), {data});\n</script>\n</body>\n</html>\n"
-    )
+         <th>run</th>{header}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table>\n</div>\n{figures}\
+         {settings_of_runs}<script>\n{TOOLTIP}{scripts}</script>\n</body>\n</html>\n"
+    ))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::figure::Options;
 
     fn run(text: &str) -> RunLog {
         RunLog { name: "<run>".to_owned(), ..RunLog::parse(text.as_bytes()).unwrap() }
@@ -174,9 +172,8 @@ mod tests {
     #[test]
     fn the_page_contains_everything_and_requests_nothing() {
         let run = run("s:0 trl:5 lr:0.1 norm:1\ns:1 trl:4 lr:0.1 norm:1\n");
-        let figure = Figure::new(std::slice::from_ref(&run), &Options::default()).unwrap();
-        let entry = Entry { run: &run, settings: Some("model = '</pre><script>'".to_owned()) };
-        let page = page(&[entry], &figure);
+        let settings = [Some("model = '</pre><script>'".to_owned())];
+        let page = page(&[run], &settings, &Options::default()).unwrap();
         // The name of the SVG namespace is no request.
         let others = page.replace("http://www.w3.org/2000/svg", "");
         for text in
@@ -186,5 +183,21 @@ mod tests {
         }
         assert!(page.contains("&lt;run&gt;") && page.contains("<svg ") && page.contains("prefers-color-scheme:dark"));
         assert_eq!(page.matches("<script>").count(), 1);
+    }
+
+    #[test]
+    fn the_page_has_a_figure_of_its_own_for_phones() {
+        let page = page(&[run("s:0 trl:5 lr:0.1 norm:1\n")], &[None], &Options::default()).unwrap();
+        assert!(page.contains("name=\"viewport\"") && page.contains("class=\"scroll\""), "{page}");
+        for (class, width) in [("wide", 1000), ("narrow", 380)] {
+            let (_, figure) = page.split_once(&format!("<div class=\"figure {class}\">")).unwrap();
+            let (start, _) = figure.split_once('>').unwrap();
+            assert!(start.contains(&format!("viewBox=\"0 0 {width} ")), "{class}: {start}");
+        }
+        // Nothing has a width that a phone lacks, and the figures share no names of clip paths.
+        assert!(!STYLE.contains("min-width"));
+        let ids: Vec<&str> = page.split(" id=\"").skip(1).filter_map(|rest| rest.split('"').next()).collect();
+        let different: std::collections::BTreeSet<&str> = ids.iter().copied().collect();
+        assert_eq!((ids.len(), ids.is_empty()), (different.len(), false), "{ids:?}");
     }
 }

@@ -62,8 +62,8 @@ fn path(points: &[(f64, f64)]) -> String {
     path
 }
 
-/// Writes the elements of a drawing, one on each line. `clips` counts the elements that are clipped, for their ids.
-fn write_elements(out: &mut String, drawing: &Drawing, clips: &mut usize) {
+/// Writes the elements of a drawing, one on each line. `clips` counts the elements that are clipped. Their ids begin with `prefix`.
+fn write_elements(out: &mut String, drawing: &Drawing, prefix: &str, clips: &mut usize) {
     for element in &drawing.elements {
         // Writing to a string cannot fail.
         let _ = match element {
@@ -102,14 +102,14 @@ fn write_elements(out: &mut String, drawing: &Drawing, clips: &mut usize) {
                 )
             }
             Element::Clipped { at: (x, y), size: (width, height), content } => {
-                let id = *clips;
+                let id = format!("{prefix}-{clips}");
                 *clips += 1;
                 let _ = write!(
                     out,
                     "<clipPath id=\"clip{id}\"><rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{height:.1}\"/></clipPath>\n\
                      <g clip-path=\"url(#clip{id})\">\n"
                 );
-                write_elements(out, content, clips);
+                write_elements(out, content, prefix, clips);
                 writeln!(out, "</g>")
             }
         };
@@ -127,9 +127,10 @@ pub fn document(drawing: &Drawing, (width, height): (f64, f64), description: &st
     );
     let mut paper = Drawing::default();
     paper.rectangle((0.0, 0.0), (width, height), Color::Paper);
-    let mut clips = 0;
-    write_elements(&mut svg, &paper, &mut clips);
-    write_elements(&mut svg, drawing, &mut clips);
+    // A page may contain figures of several widths.
+    let (prefix, mut clips) = (format!("{width:.0}"), 0);
+    write_elements(&mut svg, &paper, &prefix, &mut clips);
+    write_elements(&mut svg, drawing, &prefix, &mut clips);
     svg + "</svg>\n"
 }
 

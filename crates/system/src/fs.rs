@@ -90,6 +90,24 @@ impl File {
         }
     }
 
+    /// Returns the path of an open directory if another directory, or none, has the path `path` under which it was opened. Returns
+    /// `None` for a directory that still has that path or was removed. Directories of a simulated disk do not move.
+    pub fn moved_from(&self, path: &Path) -> Option<PathBuf> {
+        use std::os::{fd::AsRawFd, unix::fs::MetadataExt};
+        let Opened::Real(file) = &self.0 else { return None };
+        let identity = |metadata: &fs::Metadata| (metadata.dev(), metadata.ino());
+        let own = identity(&file.metadata().ok()?);
+        match fs::metadata(path) {
+            Ok(found) if identity(&found) == own => return None,
+            // The path may be reachable again later.
+            Err(error) if error.kind() != ErrorKind::NotFound => return None,
+            _ => {}
+        }
+        let now = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
+        // A removed directory has no path.
+        fs::metadata(&now).is_ok_and(|found| identity(&found) == own).then_some(now)
+    }
+
     /// Truncates or extends the file.
     pub fn set_len(&self, len: u64) -> io::Result<()> {
         match &self.0 {
@@ -216,6 +234,14 @@ pub fn remove_dir_all(path: &Path) -> io::Result<()> {
         if task.is_directory(&path)? { remove_dir_all(&path) } else { task.remove_file(&path) }?;
     }
     task.remove_directory(path)
+}
+
+/// Removes an empty directory.
+pub fn remove_dir(path: &Path) -> io::Result<()> {
+    match on_disk(path) {
+        Some(task) => task.remove_directory(path),
+        None => fs::remove_dir(path),
+    }
 }
 
 /// Creates a directory.

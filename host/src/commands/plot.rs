@@ -6,8 +6,8 @@ use crate::output;
 use crate::plots;
 use crate::values::{count, momentum};
 use anyhow::{Context, Result, ensure};
-use metrics::curves::{Metric, XAxis, default_smoothing};
-use metrics::figure::{Figure, Options};
+use metrics::curves::{Metric, XAxis};
+use metrics::figure::Options;
 use metrics::references::{self, REFERENCES, Reference};
 use metrics::roofline::Roofline;
 use metrics::run::{RunLog, read_all};
@@ -65,7 +65,8 @@ pub struct Plot {
     #[arg(long, value_enum, value_name = "NAME,…", value_delimiter = ',')]
     metrics: Vec<Metric>,
 
-    /// Factor of the exponential moving average of noisy curves; 0: no smoothing [default: 0.9, up to 0.999 for long runs]
+    /// Factor of the exponential moving average of noisy curves; 0: no smoothing [default: 0.9, less for short runs, up to 0.999 for
+    /// long ones]
     #[arg(long, value_name = "X", value_parser = momentum)]
     smooth: Option<f32>,
 
@@ -116,7 +117,7 @@ pub fn run(args: &Plot) -> Result<()> {
         log_x: args.log_x,
         log_y: args.log_y,
         // The shortest decimal number is what the user typed.
-        smoothing: args.smooth.map_or(Ok(default_smoothing(&runs)), |factor| factor.to_string().parse())?,
+        smoothing: args.smooth.map(|factor| factor.to_string().parse()).transpose()?,
         metrics: args.metrics.clone(),
         references: args.reference.as_ref().map(|names| names.iter().copied().flatten().collect()),
         ..Options::default()
@@ -132,9 +133,8 @@ pub fn run(args: &Plot) -> Result<()> {
     out.iter().chain(&args.html).try_for_each(|path| plots::check(path))?;
     output::check_distinct(args.out.as_deref(), args.html.as_deref())?;
     report_damage(&runs)?;
-    let figure = Figure::new(&runs, &options)?;
     for path in out.iter().chain(&args.html) {
-        plots::write(&figure, &runs, path)?;
+        plots::write(&runs, &options, path)?;
         writeln!(stdout(), "wrote {}", path.display())?;
     }
     Ok(())

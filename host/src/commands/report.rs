@@ -294,7 +294,7 @@ fn describe_data(loader: &Loader) -> String {
 /// Returns the last lines of a run: its final losses, its speed, and where its files are.
 ///
 /// `wall` is the time since the program started.
-pub fn summary(outcome: &Outcome, train_loss: Option<f32>, config: &Config, wall: Duration) -> String {
+pub fn summary(outcome: &Outcome, train_loss: Option<f64>, config: &Config, wall: Duration) -> String {
     let mut rows = Vec::new();
     let train_loss = train_loss.map(|loss| format!("train loss {loss:.4}"));
     let val_loss =
@@ -310,12 +310,16 @@ pub fn summary(outcome: &Outcome, train_loss: Option<f32>, config: &Config, wall
     if outcome.skips != Skips::default() {
         rows.push(format!("updates skipped: {}", outcome.skips));
     }
-    rows.push(format!(
-        "{} tokens in {:.1} s of training, {:.1} s in total",
-        outcome.tokens,
-        outcome.training.as_secs_f64(),
-        wall.as_secs_f64()
-    ));
+    let seconds = |time: Duration| format!("{:.1} s", time.as_secs_f64());
+    let (training, wall) = (seconds(outcome.training), seconds(wall));
+    rows.push(match outcome.resumed {
+        None => format!("{} tokens in {training} of training, {wall} in total", outcome.tokens),
+        Some((step, since)) => format!(
+            "{} tokens in {training} of training; since it was resumed after step {step}: {} of training, {wall} in total",
+            outcome.tokens,
+            seconds(since)
+        ),
+    });
     if let Some(out) = &config.out {
         rows.push(format!("log: {0}/main.log, {0}/main.jsonl", out.display()));
     }

@@ -78,7 +78,7 @@ impl Run<'_> {
     /// Returns which checkpoint is good. Those after the last verification may contain wrong values.
     fn good_checkpoint(&self, session: &Session) -> String {
         let Some(checkpoints) = &self.checkpoints else {
-            return if self.ranks.is_first() { "nothing is kept without --out" } else { "see the output of rank 0" }
+            return if self.ranks.is_first() { "nothing is kept with --out none" } else { "see the output of rank 0" }
                 .to_owned();
         };
         let Some(verified) = session.verified.0 else {

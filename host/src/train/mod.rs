@@ -13,6 +13,7 @@ mod saving;
 pub use hardware::HardwareChecks;
 pub use logging::Diverged;
 pub use optimizer::{MuonSettings, OptimizerSettings};
+pub use saving::flight_recorder_name;
 
 use crate::clock::Clock;
 use crate::console::Console;
@@ -121,6 +122,8 @@ pub struct Outcome {
     pub skips: Skips,
     /// Time of the training steps.
     pub training: Duration,
+    /// The number of steps after which the run was resumed, and the time of the training steps since then.
+    pub resumed: Option<(usize, Duration)>,
     /// Mean time of a step, without the first one.
     pub step: Option<Duration>,
     /// The last model file.
@@ -152,6 +155,8 @@ struct LaunchedStep {
 struct Session {
     /// The step that this process started with.
     first: usize,
+    /// Time of the training steps before it.
+    trained_before: Duration,
     clock: Clock,
     /// A step's loss is read while the engine computes the next step, so that the engine never waits for the host.
     launched: Option<LaunchedStep>,
@@ -259,6 +264,7 @@ impl Run<'_> {
     fn session(&mut self, training: &Training) -> Result<Session> {
         Ok(Session {
             first: self.state.step,
+            trained_before: Duration::from_secs_f64(self.state.progress.training_seconds),
             clock: Clock::start(self.engine_time(training)?),
             launched: None,
             boundary: Boundary::of(&self.state),
@@ -279,6 +285,7 @@ impl Run<'_> {
             let mut due = self.due(step, session.first, stop, time_to_save);
             if due.any() {
                 self.log_launched(session)?;
+                self.follow_directory(session)?;
                 if due.evaluates || due.end {
                     self.console.last_step()?;
                 }
@@ -442,13 +449,16 @@ impl Run<'_> {
         self.log.finish()?;
         let finished = session.stopped.is_none();
         let divergence = finished.then(|| self.divergence(session.last_val_loss)).flatten();
+        self.follow_directory(&mut session)?;
         let progress = &self.state.progress;
+        let training = Duration::from_secs_f64(progress.training_seconds);
         Ok(Outcome {
             divergence,
             val: progress.first_val_loss.zip(session.last_val_loss),
             tokens: progress.tokens,
             skips: progress.guards.skips,
-            training: Duration::from_secs_f64(progress.training_seconds),
+            training,
+            resumed: (session.first > 0).then(|| (session.first, training.saturating_sub(session.trained_before))),
             step: progress.step_time.mean().map(Duration::from_secs_f64),
             model_file: session.model_file,
             stopped: session.stopped,

@@ -8,6 +8,11 @@ use checkpoint::writer::{CheckpointWriter, WriteOutcome, WriteSummary, format_by
 use model::guards::Limits;
 use system::time;
 
+/// Returns the name of the file in the directory of a run that receives the last operations of a rank after a failure.
+pub fn flight_recorder_name(rank: usize) -> String {
+    format!("flight-recorder-{rank}.txt")
+}
+
 impl Run<'_> {
     /// Reports a checkpoint that was written in the background.
     pub(super) fn poll_checkpoint(&mut self, session: &mut Session) -> Result<()> {
@@ -36,6 +41,7 @@ impl Run<'_> {
 
     /// Begins to write a checkpoint after the previous one is complete. A failure is reported and the run continues.
     pub(super) fn save(&mut self, session: &mut Session) -> Result<()> {
+        self.follow_directory(session)?;
         let previous = self.wait_for_checkpoint()?;
         let Self { settings, train, checkpoints, ranks, engine, model, log, state, .. } = self;
         // After an error on this rank, the others do not hash their part.
@@ -56,6 +62,23 @@ impl Run<'_> {
                 self.report_checkpoint(Some(WriteOutcome { step: self.state.step, result: Err(error) }), session)
             }
         }
+    }
+
+    /// If the directory of the run was moved, all further files are written there: the open log files have moved with it.
+    pub(super) fn follow_directory(&mut self, session: &mut Session) -> Result<()> {
+        let Self { checkpoints: Some(checkpoints), log, console, ranks, .. } = self else { return Ok(()) };
+        let Some(now) = checkpoints.moved() else { return Ok(()) };
+        let before = checkpoints.directory().display();
+        console.line(&format!(
+            "warning: {before} was moved to {0} during the run: the run continues in {0}",
+            now.display()
+        ))?;
+        log.follow(&now);
+        console.follow(&now);
+        ranks.set_flight_recorder_file(now.join(flight_recorder_name(ranks.rank())));
+        checkpoints.follow(now);
+        session.model_file = checkpoints.model_file();
+        Ok(())
     }
 
     /// Reports the result of writing a checkpoint.
@@ -118,9 +141,9 @@ impl Run<'_> {
             return None;
         }
         let Some(checkpoints) = &self.checkpoints else {
-            return Some("nothing is kept without --out".to_owned());
+            return Some("nothing is kept with --out none".to_owned());
         };
-        let command = Invocation::current().resuming();
+        let command = Invocation::current().resuming(checkpoints.directory());
         Some(match checkpoints.newest() {
             Some(step) => format!("the newest checkpoint is of step {step}; continue with {command}"),
             None => "there is no checkpoint yet".to_owned(),

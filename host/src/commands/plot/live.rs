@@ -4,7 +4,7 @@ mod screen;
 
 use anyhow::{Context, Result, ensure};
 use metrics::axis::{Scale, short_count};
-use metrics::curves::{Points, Positions, XAxis, reduce, smooth, visible_range};
+use metrics::curves::{Points, Positions, XAxis, default_smoothing, reduce, smooth, visible_range};
 use metrics::figure::Options;
 use metrics::report::Summary;
 use metrics::run::RunLog;
@@ -28,7 +28,8 @@ const COLUMNS: f64 = 400.0;
 struct View {
     log_x: bool,
     log_y: bool,
-    smoothing: f64,
+    /// `None`: [`default_smoothing`] of each run.
+    smoothing: Option<f64>,
     colors: bool,
 }
 
@@ -77,7 +78,7 @@ pub fn run(read: &dyn Fn() -> Result<Vec<RunLog>>, options: &Options) -> Result<
             match key {
                 b'x' => view.log_x = !view.log_x,
                 b'y' => view.log_y = !view.log_y,
-                b's' => view.smoothing = if view.smoothing > 0.0 { 0.0 } else { 0.9 },
+                b's' => view.smoothing = if view.smoothing == Some(0.0) { None } else { Some(0.0) },
                 _ => {}
             }
         }
@@ -116,8 +117,9 @@ fn curves(runs: &[RunLog], x: XAxis, view: &View) -> Result<Vec<Curve>> {
         let faint = if view.colors { GRAY } else { DIM };
         let validation_color = color(if runs.len() == 1 { 1 } else { i });
         let mut add = |layer: usize, style, points, connected| curves[layer].push(Curve { style, points, connected });
-        if view.smoothing > 0.0 {
-            add(1, color(i), smooth(&losses, view.smoothing), true);
+        let smoothing = view.smoothing.unwrap_or_else(|| default_smoothing(run.steps.len()));
+        if smoothing > 0.0 {
+            add(1, color(i), smooth(&losses, smoothing), true);
             add(0, faint, losses, true);
         } else {
             add(1, color(i), losses, true);
@@ -251,7 +253,7 @@ mod tests {
             .map(|i| format!("s:{i} trl:{} lr:1 norm:1\n", 10.0 - f64::from(i) / 25.0))
             .collect::<Vec<_>>()
             .concat();
-        let mut view = View { log_x: false, log_y: false, smoothing: 0.0, colors: false };
+        let mut view = View { log_x: false, log_y: false, smoothing: Some(0.0), colors: false };
         let shown = screen(&text, (60, 20), &view);
         let is_dot = |c: char| ('\u{2801}'..='\u{28ff}').contains(&c);
         let columns: Vec<usize> = shown.lines().filter_map(|line| line.chars().position(is_dot)).collect();
@@ -261,7 +263,7 @@ mod tests {
             [(true, (40, 10)), (false, (3, 2)), (true, (1, 1)), (false, (0, 0)), (true, (8, 5)), (false, (200, 60))]
         {
             (view.log_x, view.log_y) = (log, log);
-            view.smoothing = 0.9;
+            view.smoothing = Some(0.9);
             screen(&text, size, &view);
         }
         assert!(screen("s:0 trl:nan\n", (60, 10), &view).contains("no finite loss yet"));

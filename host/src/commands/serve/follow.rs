@@ -5,7 +5,6 @@ use super::worker::SharedStatus;
 use crate::gpu_info::GpuInfo;
 use crate::log::SAMPLES;
 use anyhow::Result;
-use metrics::curves::default_smoothing;
 use metrics::figure::{Figure, Options};
 use metrics::report::Summary;
 use metrics::run::RunLog;
@@ -110,9 +109,8 @@ fn run_state(directory: &Path) -> Result<Value> {
     let summary = Summary::new(&run);
     let cells: Vec<Value> = summary.cells().iter().map(|(name, value)| json!([name, value])).collect();
     let runs = std::slice::from_ref(&run);
-    let smoothing = default_smoothing(runs);
     let figures = WIDTHS.map(|width| -> Result<Value> {
-        let figure = Figure::new(runs, &Options { smoothing, width, ..Options::default() })?;
+        let figure = Figure::new(runs, &Options { width, ..Options::default() })?;
         Ok(json!({ "svg": figure.to_svg(false), "panels": figure.panels }))
     });
     let figures = figures.into_iter().collect::<Result<Vec<Value>>>()?;

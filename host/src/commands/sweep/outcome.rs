@@ -2,6 +2,7 @@
 
 use super::runs::Run;
 use checkpoint::config::Config;
+use metrics::curves::training_loss;
 use serde::Deserialize;
 use serde_json::Value;
 use std::fmt;
@@ -24,7 +25,7 @@ pub enum Outcome {
 pub struct Results {
     /// The last validation loss; `None` without validation, NaN if it was not finite.
     pub val_loss: Option<f64>,
-    /// The loss of the last step.
+    /// The training loss of [`training_loss`]; NaN if that of the last step was not finite.
     pub train_loss: f64,
     /// Seconds of all training steps.
     pub seconds: f64,
@@ -40,7 +41,7 @@ struct Line {
     lr: Option<Value>,
     #[serde(default, deserialize_with = "present")]
     val_loss: Option<Value>,
-    loss: Option<f64>,
+    loss: Option<f32>,
     ms: Option<f64>,
     tokens: Option<u64>,
 }
@@ -64,11 +65,11 @@ impl Outcome {
     /// Returns the outcome of a run of `steps` steps.
     fn of_log(log: &str, steps: usize) -> Self {
         let mut results = Results::default();
-        let mut done = 0;
+        let (mut done, mut losses) = (0, Vec::new());
         for line in log.lines().filter_map(|line| serde_json::from_str::<Line>(line).ok()) {
             if line.lr.is_some() {
                 done = line.step + 1;
-                results.train_loss = line.loss.unwrap_or(f64::NAN);
+                losses.push(line.loss.unwrap_or(f32::NAN));
                 results.seconds += line.ms.unwrap_or_default() / 1e3;
                 results.tokens = line.tokens.unwrap_or_default();
             }
@@ -76,6 +77,8 @@ impl Outcome {
                 results.val_loss = Some(loss.as_f64().unwrap_or(f64::NAN));
             }
         }
+        let last = losses.last().filter(|loss| loss.is_finite());
+        results.train_loss = last.and_then(|_| training_loss(&losses)).unwrap_or(f64::NAN);
         if done == steps && steps > 0 {
             Self::Finished(results)
         } else {

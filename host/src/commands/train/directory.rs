@@ -1,32 +1,48 @@
-//! The output directory of a run: finds the checkpoint to resume from, and opens the log and the checkpoint writer.
+//! The output directory of a run: refuses directories with files of others, finds the checkpoint to resume from, creates a directory
+//! under `runs` without `--out`, and opens the log and the checkpoint writer.
 
 use super::Options;
-use crate::log::Log;
+use super::multi_rank::CONSOLE_FILE;
+use crate::log::{self, Log};
+use crate::plots;
 use crate::values::Resume;
 use anyhow::{Context, Result, anyhow, ensure};
 use checkpoint::Progress;
 use checkpoint::config::Config;
-use checkpoint::directory::{DirectoryLock, Retention, done_steps, remove_temporary_files};
+use checkpoint::directory::{
+    DirectoryLock, MARKER, Retention, done_steps, is_checkpoint_file, is_run, remove_file, remove_temporary_files,
+};
 use checkpoint::resume::{self, FoundCheckpoint};
 use checkpoint::sidecar::Identity;
 use checkpoint::writer::CheckpointWriter;
 use interchange::companions;
-use metrics::tensorboard::MARKER;
+use metrics::tensorboard;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use system::process;
+use system::{fs, process};
 use tokenizer::stored::{self, Found};
 
 /// Time that a run waits for another process to release its directory. A supervisor may restart a killed run while the operating
 /// system still frees the memory of the previous process.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(15);
 
+/// The directory in which runs without `--out` get a directory of their own.
+const RUNS: &str = "runs";
+
+/// Number of names in the error for a directory of other files.
+const MAX_NAMES: usize = 5;
+
 /// The output directory before the run starts to write.
 pub struct OutDirectory {
-    path: PathBuf,
+    pub path: PathBuf,
     /// `None` while the directory does not exist.
     locked: Option<DirectoryLock>,
     pub found: FoundCheckpoint,
+    /// Whether this process creates the directory.
+    is_new: bool,
+    /// Whether this process has marked the directory. If the run fails before it writes, the mark is removed again.
+    marked: bool,
 }
 
 /// The files of a model that a run copies into its directory.
@@ -37,7 +53,8 @@ pub struct ModelFiles<'a> {
 }
 
 impl OutDirectory {
-    /// Locks an existing directory and, with `--resume`, finds the checkpoint to resume from. Changes nothing.
+    /// Locks an existing directory and, with `--resume`, finds the checkpoint to resume from. Fails if the directory has files that the
+    /// run would overwrite, unless it is that of a run. Changes nothing.
     pub fn inspect(path: &Path, options: &Options) -> Result<Self> {
         // The settings of the run contain the path as text.
         ensure!(
@@ -45,7 +62,7 @@ impl OutDirectory {
             "--out {}: expected a path in UTF-8, found other bytes; rename the directory",
             path.display()
         );
-        let exists = system::fs::exists(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let exists = fs::exists(path).with_context(|| format!("cannot read {}", path.display()))?;
         let locked = exists.then(|| lock(path)).transpose()?;
         let resumes = options.resume != Resume::No;
         let found = if resumes { resume::find_newest(path)? } else { FoundCheckpoint::default() };
@@ -57,15 +74,41 @@ impl OutDirectory {
             if locked.is_some() { "none" } else { "no such directory" }
         );
         if !resumes {
-            let newest = done_steps(path)?.pop();
-            ensure!(
-                newest.is_none(),
-                "--out: {} has a checkpoint of step {}; add --resume to continue that run, or use another --out",
-                path.display(),
-                newest.unwrap_or_default()
-            );
+            check_checkpoints(path)?;
         }
-        Ok(Self { path: path.to_owned(), locked, found })
+        check_names(path, locked.is_some())?;
+        Ok(Self { path: path.to_owned(), locked, found, is_new: !exists, marked: false })
+    }
+
+    /// Creates and locks a new directory `runs/NAME-N` for a run without `--out`.
+    pub fn create(name: &str) -> Result<Self> {
+        let cannot = |error: anyhow::Error| {
+            anyhow!(
+                "{RUNS}: expected a directory in which this process can create another, found an error: {error:#}; start in another \
+                 directory, state --out DIR, or keep nothing with --out none"
+            )
+        };
+        let path = create_numbered(name).map_err(cannot)?;
+        let locked = Some(lock(&path)?);
+        Ok(Self { path, locked, found: FoundCheckpoint::default(), is_new: true, marked: false })
+    }
+
+    /// Creates the directory if necessary, and marks it as that of a run. The other ranks write into it afterwards.
+    pub fn mark(&mut self) -> Result<()> {
+        if self.locked.is_none() {
+            self.locked = Some(lock(&self.path)?);
+            // Another run may have created the directory meanwhile, and ended.
+            check_checkpoints(&self.path)?;
+        }
+        let marker = self.path.join(MARKER);
+        let mut mark = || -> Result<()> {
+            if !fs::exists(&marker)? {
+                atomic_file::write(&marker, |file| Ok(writeln!(file, "llm-rs train writes into this directory.")?))?;
+                self.marked = true;
+            }
+            Ok(())
+        };
+        mark().map_err(|error| unwritable(&self.path, &error))
     }
 
     /// Opens the directory for writing: creates it if necessary, removes unfinished files of killed runs, saves the settings, the
@@ -73,7 +116,7 @@ impl OutDirectory {
     ///
     /// The log continues after step `newest`, the step of the checkpoint that the run resumes from, with `progress`.
     pub fn open(
-        self,
+        mut self,
         config: &Config,
         files: &ModelFiles,
         identity: Identity,
@@ -81,7 +124,9 @@ impl OutDirectory {
         progress: &Progress,
         events: bool,
     ) -> Result<(Log, CheckpointWriter)> {
-        let locked = self.locked.map_or_else(|| lock(&self.path), Ok)?;
+        self.mark()?;
+        self.marked = false;
+        let locked = self.locked.take().context("the directory is locked")?;
         prepare(&self.path, config)?;
         let tokenizer = files.tokenizer.tokenizer.as_ref().filter(|_| files.tokenizer.is_stated);
         if let Some(tokenizer) = tokenizer {
@@ -110,17 +155,118 @@ impl OutDirectory {
 /// Removes unfinished files of killed runs and saves the settings: the first changes of the directory.
 fn prepare(path: &Path, config: &Config) -> Result<()> {
     let result = remove_temporary_files(path).and_then(|_| config.save(path));
-    result.map_err(|error| {
-        let (path, expected) = (path.display(), "expected a directory that this process can change");
-        anyhow!(
-            "{path}: {expected}, found an error: {error:#}; change its permissions or contents, or choose another --out"
-        )
-    })
+    result.map_err(|error| unwritable(path, &error))
+}
+
+/// Returns the error for a directory that cannot be changed.
+fn unwritable(path: &Path, error: &anyhow::Error) -> anyhow::Error {
+    let (path, expected) = (path.display(), "expected a directory that this process can change");
+    anyhow!(
+        "{path}: {expected}, found an error: {error:#}; change its permissions or contents, or choose another --out"
+    )
+}
+
+impl Drop for OutDirectory {
+    /// Removes the mark if the run has failed before it wrote anything, and a directory that was created for it.
+    fn drop(&mut self) {
+        let is_empty = || fs::names(&self.path).is_ok_and(|names| names.iter().all(|name| name == MARKER));
+        if (self.marked || self.is_new && self.locked.is_some()) && is_empty() {
+            // The error that ends the run is reported.
+            let _ = remove_file(&self.path.join(MARKER));
+            if self.is_new {
+                let _ = fs::remove_dir(&self.path);
+            }
+        }
+    }
+}
+
+/// Checks that a directory has no checkpoint, which a run that is not resumed would replace.
+fn check_checkpoints(path: &Path) -> Result<()> {
+    let newest = done_steps(path)?.pop();
+    ensure!(
+        newest.is_none(),
+        "--out: {} has a checkpoint of step {}; add --resume to continue that run, or use another --out",
+        path.display(),
+        newest.unwrap_or_default()
+    );
+    Ok(())
+}
+
+/// Checks that a directory that is not that of a run has no files that a run overwrites. Others are left alone, such as the output of
+/// a batch system.
+fn check_names(path: &Path, exists: bool) -> Result<()> {
+    let names =
+        if exists { fs::names(path).with_context(|| format!("cannot list {}", path.display()))? } else { vec![] };
+    if is_run(path, &names) {
+        return Ok(());
+    }
+    let mut foreign: Vec<&str> = names.iter().map(String::as_str).filter(|name| is_written(name)).collect();
+    foreign.sort_unstable();
+    let more = foreign.len().saturating_sub(MAX_NAMES);
+    foreign.truncate(MAX_NAMES);
+    ensure!(
+        foreign.is_empty(),
+        "--out {}: expected an empty directory or that of a run, found {}{}, which would be overwritten; choose another --out, such \
+         as {}",
+        path.display(),
+        foreign.join(", "),
+        if more > 0 { format!(" and {more} more") } else { String::new() },
+        path.join("run").display()
+    );
+    Ok(())
+}
+
+/// Returns whether a run writes or deletes files of this name in its directory.
+fn is_written(name: &str) -> bool {
+    let numbered = |start, end| {
+        let number = name.strip_prefix(start).and_then(|rest: &str| rest.strip_suffix(end));
+        number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+    };
+    let fixed = [log::SAMPLES, Config::FILE, CONSOLE_FILE, plots::FIGURE, plots::REPORT, MARKER, stored::IDENTITY];
+    log::NAMES.contains(&name)
+        || fixed.contains(&name)
+        || ["tokenizer.json", "tokenizer.model"].contains(&name)
+        || is_checkpoint_file(name)
+        || numbered("rank-", ".log")
+        || numbered("flight-recorder-", ".txt")
+}
+
+/// Creates a directory with the name of a model and the next number. Of several processes, each gets another number.
+fn create_numbered(model: &str) -> Result<PathBuf> {
+    fs::create_dir_all(Path::new(RUNS))?;
+    let number = |name: &String| name.strip_prefix(model)?.strip_prefix('-')?.parse::<u32>().ok().map(u64::from);
+    let mut next = fs::names(Path::new(RUNS))?.iter().filter_map(number).max().unwrap_or(0);
+    loop {
+        next += 1;
+        let path = Path::new(RUNS).join(format!("{model}-{next}"));
+        match fs::create_dir(&path) {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            created => {
+                created?;
+                atomic_file::sync_directory(Path::new(RUNS))?;
+                return Ok(path);
+            }
+        }
+    }
+}
+
+/// Returns the name of a run's model for the name of its directory.
+pub fn model_name(config: &Config) -> String {
+    let name = match &config.model {
+        Some(model) => Path::new(model).file_name().unwrap_or_default().to_string_lossy(),
+        None if config.train.is_none() => "small".into(),
+        None => "custom".into(),
+    };
+    let name = name.strip_suffix(".bin").unwrap_or(&name);
+    let plain = |c: char| if c.is_ascii_alphanumeric() || ".-_".contains(c) { c } else { '-' };
+    let name: String = name.chars().map(plain).take(64).collect();
+    let name = name.trim_matches(['-', '.']);
+    if name.is_empty() { "model".to_owned() } else { name.to_owned() }
 }
 
 /// Returns whether the run has written event files for TensorBoard.
 fn has_events(directory: &Path) -> bool {
-    system::fs::names(directory).is_ok_and(|names| names.iter().any(|name| name.contains(MARKER)))
+    fs::names(directory).is_ok_and(|names| names.iter().any(|name| name.contains(tensorboard::MARKER)))
 }
 
 /// Locks a directory, which is created if necessary. Waits for a process that is ending, and says so.

@@ -32,7 +32,7 @@ pub fn flags(args: &Options) -> Options {
 pub fn join(args: &Options, min_ranks: usize) -> Result<Option<Part>> {
     let world = launcher::from_environment(multi_rank::launcher_flags(&args.launch))?;
     let sizes = WorldSizes { min_ranks, micro_batches: micro_batches(args)? };
-    let directory = args.out.as_deref().context("--min-ranks: expected --out, found none; add it")?;
+    let directory = args.out().context("--min-ranks: expected --out, found none; add it")?;
     let Some(Count::Some(steps)) = args.steps else {
         bail!(
             "--min-ranks: expected a number of --steps, found none; add it, because an epoch may have another number with fewer ranks"

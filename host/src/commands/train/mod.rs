@@ -18,8 +18,10 @@ use crate::gpu_info::{GpuErrors, GpuInfo};
 use crate::hints::Invocation;
 use crate::plots;
 use crate::signals::Stop;
-use crate::train::{Diverged, HardwareChecks, MuonSettings, OptimizerSettings, Outcome, Run, Settings};
-use crate::values::Count;
+use crate::train::{
+    Diverged, HardwareChecks, MuonSettings, OptimizerSettings, Outcome, Run, Settings, flight_recorder_name,
+};
+use crate::values::{Count, Resume};
 use anyhow::{Context, Result, bail, ensure};
 use checkpoint::config::Config;
 use checkpoint::resume::{Checkpoint, FoundCheckpoint};
@@ -36,6 +38,8 @@ use engine::open::{Device, Opened, Precision};
 use engine::plan::Plan;
 use engine::trace::BitFlip;
 use interchange::{ModelSource, config};
+use metrics::report::Summary;
+use metrics::run::RunLog;
 use model::fit::{self, RunLimits};
 use model::schedule::Schedule;
 use model::{Decoder, Descriptor, Fp8Options, Fp8Settings, Optimizer, PlanOptions, Zero};
@@ -125,17 +129,22 @@ fn train(
     let shard = multi_rank::shard(ranks, start.shard_size(args, ranks, &mut elastic_notes))?;
     let (gpu, mut opened) = start.open(args, ranks)?;
     // Rank 0 owns the output directory and reads the checkpoint that the run resumes from.
-    let out = args.out.as_deref().filter(|_| ranks.is_first());
+    ensure!(
+        args.resume != Resume::Required || args.out().is_some(),
+        "--resume: expected the --out of a run, found --out none; name its directory"
+    );
+    let out = args.out().filter(|_| ranks.is_first());
     let mut out = out.map(|path| OutDirectory::inspect(path, args)).transpose()?;
     let FoundCheckpoint { checkpoint, mut notes } =
         out.as_mut().map(|out| std::mem::take(&mut out.found)).unwrap_or_default();
     notes.extend(elastic_notes);
     let resumed = checkpoint.as_ref().map(|checkpoint| (checkpoint.descriptor(), checkpoint.final_fraction()));
     let resumed = ranks.broadcast(resumed)?;
-    let Resolved { config, descriptor, weights, data, hellaswag, tokenizer, note: without_data } =
+    let Resolved { mut config, descriptor, weights, data, hellaswag, tokenizer, note: without_data } =
         Resolved::new(args, &opened, resumed, ranks.rank(), ranks.world_size())?;
     let (train, val) = data.map_or((None, None), |(train, val)| (Some(train), val));
-    let mut console = multi_rank::console(ranks, args, config.steps)?;
+    let out = claim(out, ranks, args, &mut config)?;
+    let mut console = multi_rank::console(ranks, args, &config)?;
     let gpu_info = (config.gpu_info_every > 0).then(|| gpu_info(opened.device, gpu));
     let setup = Setup {
         config: &config,
@@ -195,7 +204,7 @@ fn train(
 
 /// Fails if a run would write into the Hugging Face directory of its model, whose tokenizer it could replace.
 fn check_out(args: &Options) -> Result<()> {
-    let (Some(model), Some(out)) = (&args.model, &args.out) else { return Ok(()) };
+    let (Some(model), Some(out)) = (&args.model, args.out()) else { return Ok(()) };
     let is_hugging_face = Path::new(model).join(config::FILE).is_file();
     let canonical = |path: &Path| path.canonicalize().ok();
     ensure!(
@@ -211,6 +220,30 @@ fn excess_val_batches(args: &Options, config: &Config, val: Option<&Loader>) -> 
     let (Some(Count::Some(wanted)), Some(val)) = (args.val_batches, val) else { return None };
     let note = evaluate::excess_batches(wanted, val.batches_per_epoch());
     note.filter(|_| config.val_every > 0)
+}
+
+/// Marks the output directory on rank 0, and creates one if `--out` is absent. All ranks write into that of rank 0.
+fn claim(
+    out: Option<OutDirectory>,
+    ranks: &mut Ranks,
+    args: &Options,
+    config: &mut Config,
+) -> Result<Option<OutDirectory>> {
+    if args.dry_run {
+        return Ok(out);
+    }
+    let mut out = match out {
+        None if ranks.is_first() && !args.saves_nothing() => {
+            Some(OutDirectory::create(&directory::model_name(config))?)
+        }
+        out => out,
+    };
+    out.as_mut().map(OutDirectory::mark).transpose()?;
+    let path = ranks.broadcast(out.as_ref().map(|out| out.path.clone()))?;
+    if args.out.is_none() {
+        config.out = path;
+    }
+    Ok(out)
 }
 
 /// Returns the identity of the run, after checking that the ranks agree on it. `gpu` is this rank's.
@@ -242,7 +275,7 @@ impl PlannedRun {
         stop: impl FnOnce(Option<PathBuf>) -> Result<Stop>,
     ) -> Result<()> {
         self.allocate(ranks, engine)?;
-        let Self { config, model, console, mut train, mut notes, .. } = self;
+        let Self { mut config, model, console, mut train, mut notes, out, .. } = self;
         let newest = ranks.broadcast(self.checkpoint.as_ref().map(|checkpoint| checkpoint.step))?;
         // Any rank may be rank 0 after the next restart.
         if let Some(step) = newest.filter(|_| args.min_ranks.is_some() && !ranks.is_first()) {
@@ -268,7 +301,7 @@ impl PlannedRun {
             notes.push("the FP8 scales start anew, because the recipe or the size of gradients has changed".to_owned());
         }
         report_start(&console, &notes, state.step, config.steps)?;
-        let (log, mut checkpoints) = match self.out {
+        let (log, mut checkpoints) = match out {
             Some(out) => {
                 let progress = &state.progress;
                 let files = ModelFiles { tokenizer: &self.tokenizer, companions };
@@ -283,10 +316,9 @@ impl PlannedRun {
             drop(thread::spawn("checkpoint", None, || ()).context("cannot start the checkpoint thread")?.join());
         }
         if let Some(out) = &config.out {
-            ranks.set_flight_recorder_file(out.join(format!("flight-recorder-{}.txt", ranks.rank())));
+            ranks.set_flight_recorder_file(out.join(flight_recorder_name(ranks.rank())));
         }
         let written_by_this_rank = config.out.clone().filter(|_| ranks.is_first());
-        let directory = written_by_this_rank.clone();
         let printed = args.json && ranks.is_first();
         let mut run = Run {
             settings: &settings,
@@ -304,13 +336,17 @@ impl PlannedRun {
             stop: stop(written_by_this_rank)?,
         };
         let outcome = run.train();
-        // The curves of a failed run may show why it failed.
-        let drawn = draw(directory.as_deref());
+        // The curves of a failed run may show why it failed. The directory may have been moved.
+        let directory = run.checkpoints.as_ref().map(CheckpointWriter::directory).filter(|_| run.ranks.is_first());
+        let logged = directory.and_then(read_log);
+        let drawn = draw(directory, logged.as_ref());
+        config.out = directory.map(Path::to_owned).or(config.out.take());
         let outcome = outcome?;
         if let Err(error) = &drawn {
             run.console.line(&format!("warning: no plots: {error:#}"))?;
         }
-        report_end(&run.console, &outcome, &config, time::now() - started, drawn.is_ok_and(|drawn| drawn))?;
+        let train_loss = logged.and_then(|log| Summary::new(&log.ok()?).train_loss);
+        report_end(&run.console, &outcome, &config, time::now() - started, train_loss, drawn.is_ok_and(|drawn| drawn))?;
         if outcome.stopped.is_some() {
             return Err(run.stop.stopped().into());
         }
@@ -390,15 +426,31 @@ fn report_start(console: &Console, notes: &[String], step: usize, steps: usize) 
     if step > 0 { console.line(&format!("resumed after {step} of {steps} steps\n")) } else { Ok(()) }
 }
 
-/// Draws the log of a run into its directory. Returns false if there is nothing to draw.
-fn draw(directory: Option<&Path>) -> Result<bool> {
-    let has_log = |directory: &&Path| directory.join("main.jsonl").metadata().is_ok_and(|file| file.len() > 0);
-    let Some(directory) = directory.filter(has_log) else { return Ok(false) };
-    plots::write_into(directory).map(|()| true)
+/// Returns the log of a run, unless it is empty.
+fn read_log(directory: &Path) -> Option<Result<RunLog>> {
+    let has_log = directory.join("main.jsonl").metadata().is_ok_and(|file| file.len() > 0);
+    has_log.then(|| RunLog::read(directory))
 }
 
-fn report_end(console: &Console, outcome: &Outcome, config: &Config, wall: Duration, drawn: bool) -> Result<()> {
-    console.result(&summary(outcome, console.last_train_loss(), config, wall))?;
+/// Draws the log of a run into its directory. Returns false if there is nothing to draw.
+fn draw(directory: Option<&Path>, log: Option<&Result<RunLog>>) -> Result<bool> {
+    match directory.zip(log) {
+        Some((directory, Ok(run))) => plots::write_into(directory, run).map(|()| true),
+        Some((_, Err(error))) => bail!("{error:#}"),
+        None => Ok(false),
+    }
+}
+
+/// `train_loss` is that of the log, which includes the steps before this process resumed the run.
+fn report_end(
+    console: &Console,
+    outcome: &Outcome,
+    config: &Config,
+    wall: Duration,
+    train_loss: Option<f64>,
+    drawn: bool,
+) -> Result<()> {
+    console.result(&summary(outcome, train_loss.or_else(|| console.train_loss()), config, wall))?;
     if let Some(out) = config.out.as_deref().filter(|_| drawn) {
         console.line(&format!("plots: {0}/{1}, {0}/{2}", out.display(), plots::FIGURE, plots::REPORT))?;
     }
@@ -411,9 +463,9 @@ fn report_end(console: &Console, outcome: &Outcome, config: &Config, wall: Durat
 /// Returns the last lines of a run that was asked to stop.
 fn stopped(step: usize, config: &Config) -> String {
     let stopped = format!("stopped after {step} of {} steps", config.steps);
-    match config.out {
-        Some(_) => format!("{stopped}\n\nnext: {}", Invocation::current().resuming()),
-        None => format!("{stopped}; nothing is kept without --out"),
+    match &config.out {
+        Some(out) => format!("{stopped}\n\nnext: {}", Invocation::current().resuming(out)),
+        None => format!("{stopped}; nothing is kept with --out none"),
     }
 }
 
@@ -535,11 +587,14 @@ fn optimizer(config: &Config) -> OptimizerSettings {
 /// Suggests a command to run after a finished run.
 fn next_command(config: &Config, outcome: &Outcome) -> String {
     let invocation = Invocation::current();
-    match &outcome.model_file {
-        Some(file) => {
+    match (&outcome.model_file, &config.out) {
+        (Some(file), _) => {
             invocation.command(["sample", "--model", &file.to_string_lossy(), "--prompt", "Once upon a time"])
         }
-        None if config.train.is_some() => invocation.repeated(&[], &["--out", "run"]),
-        None => invocation.command(["data", "tinyshakespeare"]),
+        (None, Some(out)) => invocation.command(["plot", &out.to_string_lossy()]),
+        (None, None) if config.train.is_some() => {
+            invocation.repeated(&["--out", "-o", "none", "--out=none", "-onone"], &[])
+        }
+        (None, None) => invocation.command(["data", "tinyshakespeare"]),
     }
 }

@@ -25,7 +25,7 @@ use std::time::Duration;
 use tokenizer::{Identity as TokenizerIdentity, Tokenizer};
 
 /// File in the output directory for the output of rank 0 after its standard output was closed.
-const CONSOLE_FILE: &str = "console.log";
+pub const CONSOLE_FILE: &str = "console.log";
 
 /// Meets the other ranks of the run. Returns them, and the local rank of this process.
 pub fn connect(launch: &Launch) -> Result<(Ranks, usize)> {
@@ -125,8 +125,8 @@ pub fn check_tokenizer(ranks: &mut Ranks, tokenizer: Option<&Tokenizer>, zero_st
 }
 
 /// Returns the console of this rank: rank 0 prints to standard output, the other ranks to files in the output directory.
-pub fn console(ranks: &Ranks, args: &Options, steps: usize) -> Result<Console> {
-    let out = args.out.as_deref().filter(|_| !args.dry_run);
+pub fn console(ranks: &Ranks, args: &Options, config: &Config) -> Result<Console> {
+    let (out, steps) = (config.out.as_deref().filter(|_| !args.dry_run), config.steps);
     if ranks.is_first() {
         let mut console = Console::with_verbosity(steps, out.map(|out| out.join(CONSOLE_FILE)), args.verbosity());
         console.log_every(args.log_every);

@@ -11,7 +11,7 @@ use distributed::rendezvous::Endpoint;
 use engine::ops::MuonCoefficients;
 use model::schedule::Kind;
 use model::{MasterWeights, Moments, Optimizer, Recompute};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 const DATA: &str = "Data";
 const MODEL: &str = "Model";
@@ -246,25 +246,26 @@ pub struct Options {
     #[arg(long, value_name = "N", default_value = "0", value_parser = interval, help_heading = EVALUATION)]
     pub fp8_stats: usize,
 
-    /// Directory for main.log, main.jsonl, config.toml and checkpoints [default: nothing is saved]
+    /// Directory for main.log, main.jsonl, config.toml and checkpoints. It must be new, empty or that of a run. none: nothing is
+    /// saved [default: runs/MODEL-N with the next number N]
     #[arg(short, long, value_name = "DIR", help_heading = OUTPUT)]
     pub out: Option<PathBuf>,
 
     /// Write a checkpoint every N steps and at the end; 0: only after a signal to stop [default: at the end]
-    #[arg(short = 'n', long, value_name = "N", value_parser = interval, requires = "out", help_heading = OUTPUT)]
+    #[arg(short = 'n', long, value_name = "N", value_parser = interval, help_heading = OUTPUT)]
     pub checkpoint_every: Option<usize>,
 
     /// Write a checkpoint when the last one is M minutes old; the newest two of these are kept until the run ends. 0: never
     /// [default: 15, with --checkpoint-every 0: 0]
-    #[arg(long, value_name = "M", value_parser = non_negative, requires = "out", help_heading = OUTPUT)]
+    #[arg(long, value_name = "M", value_parser = non_negative, help_heading = OUTPUT)]
     pub checkpoint_minutes: Option<f32>,
 
     /// Keep only the newest N checkpoints; 0: keep all. Also -nk
-    #[arg(long, value_name = "N", default_value = "0", value_parser = whole_number, requires = "out", help_heading = OUTPUT)]
+    #[arg(long, value_name = "N", default_value = "0", value_parser = whole_number, help_heading = OUTPUT)]
     pub keep: usize,
 
     /// With --keep, also keep the checkpoint of every N-th step; 0: none. Also -nm
-    #[arg(long, value_name = "N", default_value = "0", value_parser = whole_number, requires = "out", help_heading = OUTPUT)]
+    #[arg(long, value_name = "N", default_value = "0", value_parser = whole_number, help_heading = OUTPUT)]
     pub major_every: usize,
 
     /// Resume from the newest complete checkpoint in --out, which must exist. Other settings must be unchanged. auto, or 1 as in
@@ -277,7 +278,7 @@ pub struct Options {
     pub force_resume: bool,
 
     /// Also write event files for TensorBoard into --out. A resumed run continues to write them
-    #[arg(long, requires = "out", help_heading = OUTPUT)]
+    #[arg(long, help_heading = OUTPUT)]
     pub tensorboard: bool,
 
     /// Read flags from a TOML file of `flag = value` lines, such as DIR/config.toml of an earlier run. Flags on the command
@@ -343,6 +344,19 @@ pub struct Options {
 }
 
 impl Options {
+    /// Value of `--out` with which a run saves nothing.
+    const NO_OUT: &str = "none";
+
+    /// Returns the directory that `--out` names.
+    pub fn out(&self) -> Option<&Path> {
+        self.out.as_deref().filter(|_| !self.saves_nothing())
+    }
+
+    /// Returns whether the run has no directory.
+    pub fn saves_nothing(&self) -> bool {
+        self.out.as_deref().is_some_and(|out| out == Path::new(Self::NO_OUT))
+    }
+
     /// Returns what the run prints.
     pub const fn verbosity(&self) -> Verbosity {
         match (self.quiet, self.json) {

@@ -14,6 +14,7 @@ use engine::tensor::DType;
 use interchange::ModelSource;
 use model::schedule::Kind;
 use model::{Descriptor, MasterWeights, Moments, Optimizer, fit};
+use std::path::Path;
 use tokenizer::Tokenizer;
 use tokenizer::stored::{Found, Search};
 
@@ -131,7 +132,7 @@ impl Resolved {
         let batch = Batch::new(options, &defaults, descriptor, ranks)?;
         let model = options.model.as_ref().map_or_else(|| "the model".to_owned(), |name| format!("--model {name}"));
         datasets.check_vocab(&model, descriptor.vocab)?;
-        let resumed_from = options.out.as_deref().filter(|_| resumed.is_some());
+        let resumed_from = options.out().filter(|_| resumed.is_some());
         let search = Search {
             named: named.as_ref(),
             model: weights.as_ref().map(ModelSource::directory).or(resumed_from),
@@ -300,7 +301,7 @@ fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, o
         tokenizer: options.tokenizer.clone(),
         shuffle: options.shuffle,
         overfit_one_batch: options.overfit_one_batch,
-        out: options.out.clone(),
+        out: options.out().map(Path::to_owned),
         model: None,
         layers: None,
         heads: None,
@@ -363,7 +364,8 @@ fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, o
 
 /// Returns the minutes between checkpoints that no number of steps requests.
 fn checkpoint_minutes(options: &Options) -> f32 {
-    let default = if options.out.is_some() && options.checkpoint_every != Some(0) { CHECKPOINT_MINUTES } else { 0.0 };
+    let default =
+        if !options.saves_nothing() && options.checkpoint_every != Some(0) { CHECKPOINT_MINUTES } else { 0.0 };
     options.checkpoint_minutes.unwrap_or(default)
 }
 

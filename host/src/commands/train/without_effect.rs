@@ -22,6 +22,7 @@ pub fn notes(options: &Options, config: &Config, opened: &Opened, ranks: usize) 
     let warmup = format!("the run ends after {} steps, during the warmup", config.steps);
     let ends = format!("the run ends after {} steps", config.steps);
     let short = format!("{ends}, and the first z-score is that of step {}", WINDOW + 1);
+    let (unsaved, out_none) = (options.saves_nothing(), "--out is none");
     let unevaluated = "--val-every is 0";
     let f32 = opened.precision == Precision::Fp32;
     let frozen = [config.embedding_lr, config.head_lr, config.muon_lr].iter().all(|lr| lr.unwrap_or(config.lr) == 0.0);
@@ -59,6 +60,10 @@ pub fn notes(options: &Options, config: &Config, opened: &Opened, ranks: usize) 
         ("--master-weights", config.master_weights == MasterWeights::None && f32, "parameters are f32"),
         ("--skip-loss-z", config.skip_loss_z > 0.0 && config.steps <= WINDOW, &short),
         ("--skip-norm-z", config.skip_norm_z > 0.0 && config.steps <= WINDOW, &short),
+        ("--tensorboard", unsaved && options.tensorboard, out_none),
+        ("--checkpoint-every", unsaved && options.checkpoint_every.is_some_and(|n| n > 0), out_none),
+        ("--checkpoint-minutes", unsaved && config.checkpoint_minutes > 0.0, out_none),
+        ("--keep", unsaved && config.keep > 0, out_none),
         (
             "--major-every",
             config.major_every > 0 && config.keep == 0 && config.checkpoint_minutes == 0.0,
