@@ -37,7 +37,7 @@ impl Fixture {
 
     /// Asserts that a command with `file` as its last argument fails, and leaves the file unchanged.
     #[track_caller]
-    fn refused(&self, args: &[&str], file: &Path, part: &str) {
+    fn refused(args: &[&str], file: &Path, part: &str) {
         let before = fs::read(file).unwrap();
         fail(&[args, &[text(file)]].concat(), &[&format!("cannot write {}", file.display()), part]);
         assert!(fs::read(file).unwrap() == before, "{args:?} {}", file.display());
@@ -59,12 +59,12 @@ impl Fixture {
             [&self.val, &self.model, &self.notes, &self.run.join("config.toml")].into_iter().enumerate()
         {
             fs::copy(original, &foreign).unwrap();
-            self.refused(args, &foreign, "found another file; choose another name, or remove it");
+            Fixture::refused(args, &foreign, "found another file; choose another name, or remove it");
             if i == 0 {
                 symlink(original, &link).unwrap();
-                self.refused(args, &link, "found another file");
+                Fixture::refused(args, &link, "found another file");
                 fs::hard_link(original, &hard).unwrap();
-                self.refused(args, &hard, "found another file");
+                Fixture::refused(args, &hard, "found another file");
             }
             fs::remove_file(&foreign).unwrap();
         }
@@ -96,13 +96,13 @@ fn eval_replaces_only_results() {
     fixture.replaces_only_its_own(&with("--json"), "json");
     fixture.replaces_only_its_own(&with("--logits"), "safetensors");
     for input in [&fixture.val, &fixture.model] {
-        fixture.refused(&with("--json"), input, "found another file");
-        fixture.refused(&with("--logits"), input, "found another file");
+        Fixture::refused(&with("--json"), input, "found another file");
+        Fixture::refused(&with("--logits"), input, "found another file");
     }
     // The results of another command are another kind.
     let measured = fixture.at("measured.json");
     fs::write(&measured, r#"{"bench": "gemm", "version": "1", "machine": "x", "rows": []}"#).unwrap();
-    fixture.refused(&with("--json"), &measured, "results of eval to replace, found another file");
+    Fixture::refused(&with("--json"), &measured, "results of eval to replace, found another file");
     let both = fixture.at("both");
     let twice = [&with("--logits")[..], &[text(&both), "--json", text(&both)]].concat();
     fail(&twice, &["expected different files, found it twice"]);
@@ -151,7 +151,7 @@ fn export_replaces_only_exports_of_its_format() {
         ("llmc", text(&bin), &other.join("model_00000001.bin"), "found the checkpoint of step 1"),
         ("llmc", text(&bin), &checkpoint, "found the checkpoint of step 1"),
     ] {
-        fixture.refused(&["export", "--format", format, "--overwrite", from], out, part);
+        Fixture::refused(&["export", "--format", format, "--overwrite", from], out, part);
     }
     let in_place = ["export", "--format", "hf", "--dtype", "bf16", "--overwrite", text(&hf), text(&hf)];
     fail(&in_place, &["expected another file than the input"]);
@@ -172,7 +172,7 @@ fn plots_tables_and_pages_replace_only_their_kind() {
     // A picture that another program has made.
     let picture = fixture.at("picture.png");
     fs::write(&picture, b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\x01\0\0\0\x01\x08\0\0\0\0\x3a\x7e\x9b\x55").unwrap();
-    fixture.refused(&["plot", run, "-o"], &picture, "found another file");
+    Fixture::refused(&["plot", run, "-o"], &picture, "found another file");
     let page = fixture.at("page.html");
     fail(&["plot", run, "-o", text(&page), "--html", text(&page)], &["expected different files, found it twice"]);
 

@@ -718,7 +718,7 @@ fn log_probabilities_are_those_of_the_harness() {
         let top: Vec<f64> = top.as_object().unwrap().values().map(|value| value.as_f64().unwrap()).collect();
         let sum: f64 = top.iter().map(|logprob| logprob.exp()).sum();
         // The tokens of a greedy text are the most likely ones.
-        assert_eq!(top.iter().copied().fold(f64::NEG_INFINITY, f64::max), chosen.as_f64().unwrap());
+        assert!(top.iter().all(|logprob| *logprob <= chosen.as_f64().unwrap()), "{chosen} {top:?}");
         assert!((3..=4).contains(&top.len()) && sum > 0.01 && sum < 1.0 + 1e-4, "{top:?}");
     }
     // The same text as a prompt, alone and in a batch.

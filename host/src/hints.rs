@@ -103,7 +103,7 @@ fn unused_directory(pattern: &str) -> PathBuf {
         1 => Path::new("data").join(&name),
         _ => Path::new("data").join(format!("{name}-{number}")),
     };
-    (1..).map(numbered).find(|path| !path.exists()).unwrap_or_default()
+    (1..1000).map(numbered).find(|path| !path.exists()).unwrap_or_default()
 }
 
 /// Quotes an argument for a POSIX shell.

@@ -3,7 +3,6 @@
 
 use anyhow::{Context, Result, ensure};
 use interchange::safetensors_file::SafetensorsFile;
-use serde::de::IgnoredAny;
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{BufReader, ErrorKind, Read};
@@ -98,7 +97,7 @@ impl Mark {
             }
             Self::Contains(text) => start()?.windows(text.len()).any(|found| found == text.as_bytes()),
             Self::Keys(keys) => {
-                let object: serde_json::Result<HashMap<String, IgnoredAny>> =
+                let object: serde_json::Result<HashMap<String, serde_json::Value>> =
                     serde_json::from_reader(BufReader::new(File::open(path)?));
                 object.is_ok_and(|object| keys.iter().all(|key| object.contains_key(*key)))
             }

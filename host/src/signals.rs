@@ -175,13 +175,13 @@ mod tests {
 
     #[test]
     fn only_a_second_request_of_a_user_ends_the_process() {
+        use Response::{Exit, Nothing, Stop};
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);
         let responses = |signals: &[(i32, u64)]| {
             let mut requests = Requests::default();
             signals.iter().map(|&(signal, ms)| requests.next(signal, at(ms))).collect::<Vec<_>>()
         };
-        use Response::{Exit, Nothing, Stop};
         assert_eq!(responses(&[(SIGTERM, 0), (SIGTERM, 300)]), [Stop, Exit]);
         assert_eq!(responses(&[(SIGINT, 0), (SIGTERM, 10)]), [Stop, Exit]);
         // A launcher forwards the signal that the batch system also sent to this process.

@@ -213,7 +213,7 @@ fn encode((width, height): (usize, usize), pixels: &[[u8; 3]]) -> io::Result<Vec
     // 8 bits, RGB, and the only methods of compression, filtering and interlacing.
     header.extend([8, 2, 0, 0, 0]);
     chunk(b"IHDR", &header);
-    chunk(b"tEXt", MARK[4..].as_bytes());
+    chunk(b"tEXt", &MARK.as_bytes()[4..]);
     let mut data = ZlibEncoder::new(Vec::new(), Compression::default());
     for row in pixels.chunks_exact(width) {
         // The row is stored without a filter: most pixels have the color of the one before.

@@ -167,7 +167,7 @@ mod tests {
             let mut drawing = Drawing::default();
             drawing.curve(points, Stroke::solid(Color::Run(8), 1.0));
             let mut svg = String::new();
-            write_elements(&mut svg, &drawing, &mut 0);
+            write_elements(&mut svg, &drawing, "0", &mut 0);
             svg
         };
         let curve = svg(&[(0.0, 1.0), (1.0, 2.0), (2.0, f64::NAN), (3.0, 4.0)]);

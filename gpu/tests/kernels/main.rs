@@ -2,6 +2,7 @@
 //!
 //! The name of a file selects its tests: `cargo test --release -p gpu layernorm::`.
 
+#[macro_use]
 mod common;
 
 mod adamw;

@@ -105,7 +105,7 @@ impl Setup<'_> {
             kind => {
                 let (kind, last) = (format!("{kind:?}").to_lowercase(), lr * config.final_fraction);
                 let constant =
-                    if last == *lr && last > 0.0 { ", so that it does not decay: see --final-fraction" } else { "" };
+                    if last >= *lr && last > 0.0 { ", so that it does not decay: see --final-fraction" } else { "" };
                 format!("{kind}{warmdown}, peak {lr:.2e}, warmup {warmup} steps, final {last:.2e}{constant}")
             }
         };
@@ -129,7 +129,7 @@ impl Setup<'_> {
         };
         let mut rows = Vec::new();
         if self.val.is_some() || self.train.is_none() && config.val.is_some() {
-            let available = self.val.map_or(usize::MAX, |val| val.batches_per_epoch());
+            let available = self.val.map_or(usize::MAX, Loader::batches_per_epoch);
             let batches = config.val_batches.min(available);
             rows.push(("validation", row(config.val_every, format!("{batches} batches"))));
         }

@@ -110,7 +110,7 @@ mod tests {
         assert!(message.contains("multiplied by 1.2"), "{message}");
         let plain = Descriptor { qk_norm: modern.qk_norm.map(|norm| QkNorm { gain: 1.0, ..norm }), ..modern };
         for model in [plain, Descriptor { softcap: None, ..plain }, Descriptor { tied: true, ..plain }] {
-            assert!(std::ptr::eq(Architecture::of(&model).unwrap(), &NANOCHAT));
+            assert!(std::ptr::eq(Architecture::of(&model).unwrap(), &raw const NANOCHAT));
             assert_eq!(descriptor(Keys(&keys(&model))).unwrap(), model);
         }
         let message = Architecture::of(&Descriptor { embedding_norm: false, ..plain }).unwrap_err().to_string();

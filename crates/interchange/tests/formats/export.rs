@@ -69,8 +69,11 @@ fn other_types_are_widened_or_rounded_to_nearest() {
                 Dtype::F16 => half::f16::from_f32(*value).to_f32(),
                 _ => *value,
             };
-            let wanted =
-                common::Tensor { values: tensor.values.iter().map(rounded).collect(), dtype: to, ..tensor.clone() };
+            let wanted = crate::common::Tensor {
+                values: tensor.values.iter().map(rounded).collect(),
+                dtype: to,
+                ..tensor.clone()
+            };
             assert_eq!(view.data(), wanted.bytes(), "{name}");
         }
         let config = json(&out.path().join("config.json"));

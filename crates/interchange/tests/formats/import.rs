@@ -75,7 +75,7 @@ fn types_may_differ_between_tensors_and_names_may_lack_the_prefix() {
     untied["tie_word_embeddings"] = false.into();
     fs::write(directory.path().join("config.json"), untied.to_string()).unwrap();
     let source = open(directory.path()).unwrap();
-    assert_eq!((source.dtype(), source.descriptor()), (DType::F32, common::descriptor()));
+    assert_eq!((source.dtype(), source.descriptor()), (DType::F32, crate::common::descriptor()));
     assert_loaded(directory.path(), &mixed, &mut Cpu::new(), PlanOptions::inference(1, 8));
 }
 
@@ -121,9 +121,9 @@ fn numbers_above_the_largest_of_bf16_are_errors_when_they_are_rounded() {
 fn a_part_of_a_tensor_that_is_not_finite_is_named() {
     for name in ["self_attn.k_proj.weight", "self_attn.v_proj.bias", "mlp.gate_proj.weight"] {
         let name = format!("model.layers.0.{name}");
-        let (config, mut damaged) = common::qwen2();
+        let (config, mut damaged) = crate::common::qwen2();
         damaged.get_mut(&name).unwrap().values[3] = f32::NAN;
-        let directory = common::directory_of(&config, &damaged);
+        let directory = crate::common::directory_of(&config, &damaged);
         let source = open(directory.path()).unwrap();
         let mut cpu = Cpu::new();
         let (model, plan) = Decoder::plan(source.descriptor(), PlanOptions::inference(1, 8), &mut cpu);

@@ -171,7 +171,6 @@ pub fn shared_bytes<R>(layout: impl FnOnce(&mut cuda_std::shared::Layout) -> R) 
 ///
 /// The syntax is `kernels of "bias.rs", "column_sum.rs"; for both types: column_sums; once: other;`. It lists files or
 /// directories in `gpu/src`, then tests that are generic over the storage type, then other tests.
-#[macro_export]
 macro_rules! tests {
     (
         kernels of $($file:literal),*;

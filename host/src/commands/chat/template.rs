@@ -3,7 +3,7 @@
 //! A template is a program of the model's author. [`ChatTemplate::render`] runs it in a process with limits ([`renderer`]).
 
 use super::{date, renderer};
-use anyhow::{Context, Result};
+use anyhow::Result;
 use interchange::{ModelSource, companions};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, Error, ErrorKind, context};
@@ -70,10 +70,10 @@ impl ChatTemplate {
     fn find(directory: &Path) -> Result<Option<Self>> {
         let config = companions::tokenizer_config(directory)?;
         let template = companions::chat_template(directory, &config)?;
-        Ok(template.map(|(path, source)| Self::new(path, source, &config)))
+        Ok(template.map(|(path, source)| Self::new(&path, source, &config)))
     }
 
-    fn new(path: PathBuf, source: String, config: &Value) -> Self {
+    fn new(path: &Path, source: String, config: &Value) -> Self {
         let token = |name: &str| match &config[name] {
             Value::Object(token) => token.get("content").and_then(Value::as_str).unwrap_or_default().to_owned(),
             token => token.as_str().unwrap_or_default().to_owned(),
@@ -163,7 +163,7 @@ mod tests {
 
     fn render(source: &str, config: &Value, messages: &[(&str, &str)]) -> Result<String, TemplateError> {
         let messages: Vec<Message> = messages.iter().map(|(role, content)| Message::new(role, content)).collect();
-        ChatTemplate::new(PathBuf::from("chat.jinja"), source.to_owned(), config).render_here(&messages)
+        ChatTemplate::new(Path::new("chat.jinja"), source.to_owned(), config).render_here(&messages)
     }
 
     #[test]

@@ -97,7 +97,7 @@ fn bytes_of(tokenizer: &Tokenizer, before: &[u32], token: u32) -> Vec<u8> {
 fn name_of(bytes: &[u8]) -> String {
     match str::from_utf8(bytes) {
         Ok(text) => text.to_owned(),
-        Err(_) => format!("bytes:{}", bytes.iter().map(|byte| format!("\\x{byte:02x}")).collect::<String>()),
+        Err(_) => format!("bytes:{}", bytes.escape_ascii()),
     }
 }
 

@@ -14,7 +14,7 @@ const MOST_TEXTS: usize = 64;
 const MOST_STOPS: usize = 16;
 const LONGEST_STOP: usize = 1024;
 /// Most tokens at a place whose log probabilities a request may ask for, as in vLLM.
-const MOST_LOGPROBS: usize = 20;
+const MAX_LOGPROBS: usize = 20;
 /// Tokens of a completion unless the request says otherwise, as in OpenAI's API.
 const DEFAULT_TOKENS: usize = 16;
 /// Fields that would change the result in a way that the server does not implement. Null and `false` have no effect.
@@ -256,7 +256,7 @@ impl Body {
             None | Some(Value::Null | Value::Bool(false)) => return Ok(None),
             Some(value) => value,
         };
-        let top = value.as_u64().and_then(|top| usize::try_from(top).ok()).filter(|top| *top <= MOST_LOGPROBS);
+        let top = value.as_u64().and_then(|top| usize::try_from(top).ok()).filter(|top| *top <= MAX_LOGPROBS);
         check("logprobs", top.is_some(), "a whole number from 0 to 20", value)?;
         check("logprobs", !stream, "a request without stream", "one with stream; leave out one of the two")?;
         Ok(top)

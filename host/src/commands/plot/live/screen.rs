@@ -120,7 +120,7 @@ impl Terminal {
         Ok((size.ws_col.into(), size.ws_row.into()))
     }
 
-    pub fn show(&self, screen: &Screen) -> Result<()> {
+    pub fn show(screen: &Screen) -> Result<()> {
         print(&screen.sequences())
     }
 
