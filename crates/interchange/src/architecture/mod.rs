@@ -9,7 +9,7 @@ pub use llama::{LLAMA, QWEN2, QWEN3};
 pub use nanochat::NANOCHAT;
 
 use crate::keys::Keys;
-use anyhow::{Result, bail};
+use anyhow::{Context, Result};
 use engine::ops::RotaryPairs;
 use model::descriptor::{Init, Positions, QkNorm, Rotary};
 use model::{Descriptor, Param};
@@ -155,18 +155,21 @@ impl TensorNames {
 impl Architecture {
     /// Returns the architecture that represents a model.
     pub fn of(descriptor: &Descriptor) -> Result<&'static Self> {
+        Self::find(descriptor).with_context(|| {
+            format!(
+                "the model: expected the operations of GPT-2, Llama, Qwen2, Qwen3 or nanochat, found {}",
+                unknown(descriptor)
+            )
+        })
+    }
+
+    fn find(descriptor: &Descriptor) -> Option<&'static Self> {
         let represents = |architecture: &&Self| {
             let keys = (architecture.keys)(descriptor);
             let again = (architecture.descriptor)(Keys(&keys));
             again.is_ok_and(|again| same_model(&again, descriptor))
         };
-        match ARCHITECTURES.iter().copied().find(represents) {
-            Some(architecture) => Ok(architecture),
-            None => bail!(
-                "the model: expected the operations of GPT-2, Llama, Qwen2, Qwen3 or nanochat, found {}",
-                unknown(descriptor)
-            ),
-        }
+        ARCHITECTURES.iter().copied().find(represents)
     }
 
     /// Returns the name of a tensor in a safetensors file of the class.
@@ -215,8 +218,8 @@ impl Architecture {
 /// Returns why transformers cannot represent a model.
 fn unknown(descriptor: &Descriptor) -> String {
     let plain = descriptor.qk_norm.map(|norm| QkNorm { gain: 1.0, ..norm });
-    match (descriptor.qk_norm, Architecture::of(&Descriptor { qk_norm: plain, ..*descriptor })) {
-        (Some(QkNorm { gain, .. }), Ok(architecture)) if (gain - 1.0).abs() > 0.0 => format!(
+    match (descriptor.qk_norm, Architecture::find(&Descriptor { qk_norm: plain, ..*descriptor })) {
+        (Some(QkNorm { gain, .. }), Some(architecture)) => format!(
             "normalized queries and keys that are multiplied by {gain}; {} of transformers has no such factor",
             architecture.class
         ),
