@@ -1,6 +1,6 @@
 //! The program with Llama, Qwen and nanochat's shape, small and on a CPU: training, resuming, export to transformers and to llm.c.
 
-use crate::common::{fail, succeed, text};
+use crate::common::{fail, overridden, succeed, text};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -30,7 +30,7 @@ fn train(model: &[&str], out: &Path, steps: &str, more: &[&str]) -> String {
     let batch = ["--batch", "2", "--seq", "16", "--device", "cpu", "--val-every", "0", "--sample-every", "0"];
     let run =
         ["--steps", steps, "--checkpoint-every", "2", "--out", text(out), "--schedule", "constant", "--lr", "0.01"];
-    succeed(&[&["train"], model, &batch, &run, more].concat())
+    succeed(&[&["train"], &overridden(&[model, &batch, &run].concat(), more)[..]].concat())
 }
 
 fn model_file(run: &Path, step: usize) -> PathBuf {
@@ -175,7 +175,7 @@ fn impossible_shapes_are_errors() {
     let llama = ["--model", "llama3:1b"];
     let free = ["--layers", "2", "--heads", "2", "--channels", "64"];
     let llama_with = |more: &[&'static str]| [&llama[..], more].concat();
-    let free_with = |more: &[&'static str]| [&free[..], more].concat();
+    let free_with = |more: &[&'static str]| overridden(&free, more);
     let divisor = "heads: expected a divisor of the";
     for (args, parts) in [
         (

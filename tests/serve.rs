@@ -1,7 +1,7 @@
 //! `serve` as clients use it: the page, completions in OpenAI's format, and clients that misbehave.
 
 use crate::common::runs::signal;
-use crate::common::{fail, succeed, text};
+use crate::common::{fail, overridden, succeed, text};
 use serde_json::{Value, json};
 use std::fs;
 use std::io::{BufRead, BufReader, Lines, Read, Write};
@@ -18,7 +18,7 @@ use ureq::Agent;
 fn train(out: &Path, steps: &str, more: &[&str]) {
     let model = ["--layers", "1", "--channels", "32", "--heads", "2", "--seq", "64", "--batch", "2", "--steps", steps];
     let run = ["--lr", "0.01", "--warmup", "0", "--val-every", "2", "--sample-every", "3", "--out", text(out)];
-    succeed(&[&["train", "--device", "cpu"], &model[..], &run, more].concat());
+    succeed(&[&["train", "--device", "cpu"], &overridden(&[&model[..], &run].concat(), more)[..]].concat());
 }
 
 /// A running server, which ends with the test.

@@ -42,7 +42,9 @@ fn a_run_that_starts_without_standard_output_prints_into_a_file() {
 
     let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
     command.current_dir(world.dir.path());
-    command.args("train --device cpu --layers 1 --heads 1 --channels 16 --batch 2 --seq 16 --steps 2".split(' '));
+    command.args(
+        "train --device cpu --layers 1 --heads 1 --channels 16 --batch 2 --seq 16 --steps 2 --out none".split(' '),
+    );
     let output = redirected(&command, ">&-");
     let err = String::from_utf8_lossy(&output.stderr);
     let expected = "error: standard output: expected an open file or pipe, found a closed one (Bad file descriptor";

@@ -14,6 +14,12 @@ pub fn llm_rs(args: &[&str]) -> Output {
     command.current_dir(env!("CARGO_TARGET_TMPDIR")).args(args).env("HF_ENDPOINT", NO_SERVER).output().unwrap()
 }
 
+/// Returns flags with values, without those that `more` repeats, followed by `more`.
+pub fn overridden<'a>(flags: &[&'a str], more: &[&'a str]) -> Vec<&'a str> {
+    let kept = flags.chunks(2).filter(|pair| !more.contains(&pair[0]));
+    kept.flatten().chain(more).copied().collect()
+}
+
 /// Returns what the program prints.
 pub fn succeed(args: &[&str]) -> String {
     let output = llm_rs(args);
