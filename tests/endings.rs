@@ -186,7 +186,7 @@ fn a_run_without_a_directory_says_that_nothing_is_kept() {
     let rest: Vec<_> =
         arguments[out + 2..].chunks(2).filter(|pair| pair[0] != "--checkpoint-every" && pair[0] != "--keep").collect();
     command = without_out;
-    command.args(rest.concat()).args(["--out", "none"]);
+    command.args(rest.concat()).args(["--out", "none", "--log-every", "1"]);
     for (flag, start) in [(None, "step    5/"), (Some("--json"), "{\"step\":4,")] {
         let mut child = piped(command.args(flag));
         let mut printed = BufReader::new(child.stdout.take().unwrap()).lines();

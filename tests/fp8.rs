@@ -30,7 +30,13 @@ const TINY: &[&str] = &[
 /// Trains with flags that replace those in `TINY`.
 fn llm_rs(args: &[&str]) -> Output {
     let kept: Vec<&[&str]> = TINY.chunks(2).filter(|flag| !args.contains(&flag[0])).collect();
-    Command::new(env!("CARGO_BIN_EXE_llm-rs")).arg("train").args(kept.concat()).args(args).output().unwrap()
+    Command::new(env!("CARGO_BIN_EXE_llm-rs"))
+        .current_dir(env!("CARGO_TARGET_TMPDIR"))
+        .arg("train")
+        .args(kept.concat())
+        .args(args)
+        .output()
+        .unwrap()
 }
 
 fn train(args: &[&str]) -> String {

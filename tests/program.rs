@@ -61,6 +61,7 @@ fn a_run_writes_logs_and_a_model_for_evaluation_sampling_and_training() {
     assert_eq!(
         entries(&out),
         [
+            ".llm-rs-run",
             "DONE_00000004",
             "DONE_00000006",
             "config.toml",
@@ -526,7 +527,7 @@ fn train_help_starts_with_the_data_and_ends_with_examples() {
     let printed = succeed(&["train", "--help"]);
     let headings: Vec<&str> =
         printed.lines().filter(|line| !line.starts_with([' ', 'U']) && line.ends_with(':')).collect();
-    assert_eq!((headings[0], headings[1]), ("Data and output:", "Model:"), "{printed}");
+    assert_eq!((headings[0], headings[1]), ("Data:", "Model:"), "{printed}");
     assert_eq!(headings[headings.len() - 2..], ["General:", "Examples:"], "{printed}");
     assert!(
         !headings.contains(&"Options:") && printed.contains("gpt2-medium") && printed.contains("--help"),
@@ -571,7 +572,7 @@ fn a_named_model_is_planned_without_data_at_its_own_size() {
     assert!(printed.contains("sequences of 32"), "{printed}");
     // Data are opened, and their vocabulary is checked.
     let printed = succeed(&with(&plan, &["gpt2", "--train", text(&train), "--seq", "16", "--tokenizer", "bytes"]));
-    assert!(row(&printed, "model").contains("256 tokens") && printed.contains("next: "), "{printed}");
+    assert!(row(&printed, "model").ends_with("vocabulary 256") && printed.contains("next: "), "{printed}");
     let run = ["train", "--device", "cpu", "--model", "gpt2", "--train", "/nowhere/*.bin"];
     fail(&run, &["--train: no file matches '/nowhere/*.bin'"]);
 }

@@ -3,6 +3,7 @@
 use crate::common::runs::{Results, World, entries, lines, receiving_hangup, signal, wait_until};
 use checkpoint::resume::find_newest;
 use checkpoint::sidecar::Sidecar;
+use data::tokens;
 use rng::XorShift;
 use std::ffi::OsStr;
 use std::fs;
@@ -341,7 +342,7 @@ fn stop_evaluation(mut command: Command, log: &Path, logged: usize) -> String {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
     wait_until("the evaluation begins", || catches(&child, 15) && lines(log) == logged);
     sleep(Duration::from_millis(300));
-    assert_eq!(child.try_wait().unwrap(), None, "the evaluation takes hours");
+    assert_eq!(child.try_wait().unwrap(), None, "the evaluation takes a minute");
     let began = Instant::now();
     signal(&child, "TERM");
     let output = child.wait_with_output().unwrap();
@@ -352,12 +353,14 @@ fn stop_evaluation(mut command: Command, log: &Path, logged: usize) -> String {
     out
 }
 
-/// Batches of a validation, or tokens of a sample, that would take hours.
+/// Tokens of a sample that would take hours, and more batches than the data of a validation have.
 const HOURS: &str = "100000000";
 
 #[test]
 fn a_signal_ends_a_validation_and_the_resumed_run_repeats_it() {
     let world = World::new();
+    let long: Vec<u16> = (0..4_000_000).map(|i| (i % 97) as u16).collect();
+    tokens::write(&world.path("val_0.bin"), &long, tokens::Width::U16).unwrap();
     let keep = ["--keep", "0"];
     world.succeed("reference", &keep);
     let stop = |out: &str, more: &[&str], logged| {
@@ -421,7 +424,7 @@ fn a_second_signal_ends_the_run_immediately_and_removes_temporary_files() {
         signal(&child, second);
         assert_eq!(child.wait().unwrap().code(), Some(code));
         assert!(began.elapsed() < Duration::from_secs(5));
-        assert_eq!(entries(&world.path(second)), ["config.toml", "main.jsonl", "main.log"]);
+        assert_eq!(entries(&world.path(second)), [".llm-rs-run", "config.toml", "main.jsonl", "main.log"]);
     }
 }
 
@@ -478,8 +481,10 @@ fn a_directory_that_cannot_be_used_is_named() {
                     File exists (os error 17); change its permissions, or choose another --out";
     world.fail("file", &[], &[expected]);
 
-    let name = [OsStr::new("--out"), OsStr::from_bytes(b"run\xff")];
-    let output = world.command("unused", &[]).args(name).output().unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
+    let name = OsStr::from_bytes(b"run\xff");
+    let output =
+        command.current_dir(world.dir.path()).args(["train", "--device", "cpu", "--out"]).arg(name).output().unwrap();
     let err = String::from_utf8_lossy(&output.stderr);
     let expected = "expected a path in UTF-8, found other bytes; rename the directory";
     assert!(output.status.code() == Some(1) && err.contains(expected), "{err}");
@@ -525,7 +530,8 @@ fn a_failed_checkpoint_is_reported_and_the_run_and_older_checkpoints_survive() {
             printed.contains(&format!("warning: no checkpoint of step {step}, there is none yet: cannot write run/"))
         );
     }
-    assert_eq!(entries(&world.path("run")), ["config.toml", "main.jsonl", "main.log", "plots.svg", "report.html"]);
+    let kept = [".llm-rs-run", "config.toml", "main.jsonl", "main.log", "plots.svg", "report.html"];
+    assert_eq!(entries(&world.path("run")), kept);
 
     let mut child = world.start("run", &["--checkpoint-every", "10"]);
     wait_until("there is a checkpoint", || world.path("run").join("DONE_00000010").exists());

@@ -546,7 +546,8 @@ fn every_model_of_a_run_is_sampled_exported_and_served() {
         // The suggested command names the model file.
         let next = printed.lines().find_map(|line| line.strip_prefix("next: ")).unwrap();
         let words = shlex::split(next).unwrap();
-        let words: Vec<&str> = words[1..].iter().map(String::as_str).collect();
+        // It may begin with `cargo run`.
+        let words: Vec<&str> = words.iter().map(String::as_str).skip_while(|word| *word != "sample").collect();
         let file = *words.iter().find(|word| word.ends_with(".safetensors")).unwrap();
         let sampled = succeed(&[&words[..], &["--device", "cpu", "-g", "5", "--temperature", "0"]].concat());
         let prompt = words[words.iter().position(|word| *word == "--prompt").unwrap() + 1];
@@ -557,7 +558,8 @@ fn every_model_of_a_run_is_sampled_exported_and_served() {
         if name != "modern:d12" {
             succeed(&["export", "--format", "hf", file, text(&exported)]);
         }
-        succeed(&["train", "--device", "cpu", "--model", file, "--seq", "64", "--batch", "1", "--steps", "1"]);
+        let tuning = ["--seq", "64", "--batch", "1", "--steps", "1", "--out", "none"];
+        succeed(&[&["train", "--device", "cpu", "--model", file], &tuning[..]].concat());
 
         fs::write(run.join("chat_template.jinja"), "{% for m in messages %}{{ m.content }}{% endfor %}").unwrap();
         for path in [&run, Path::new(file)] {

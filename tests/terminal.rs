@@ -142,7 +142,7 @@ fn the_live_plot_obeys_keys_and_restores_the_terminal() {
         let is_dot = |c: char| ('\u{2801}'..='\u{28ff}').contains(&c);
         assert!(shown.starts_with("\x1b[?1049h") && shown.contains(is_dot), "{shown}");
         assert!(
-            after.contains("step 50 | train 5.97") && after.contains(" echo ") && after.contains(" icanon"),
+            after.contains("step 50 | train 5.25") && after.contains(" echo ") && after.contains(" icanon"),
             "{after}"
         );
     }

@@ -147,8 +147,9 @@ mod tests {
     use std::collections::BTreeSet;
 
     /// Flags that control one process and are not settings of the run.
-    const ACTIONS: [&str; 18] = [
+    const ACTIONS: [&str; 19] = [
         "json",
+        "log-every",
         "quiet",
         "tensorboard",
         "config",

@@ -35,37 +35,32 @@ impl Invocation {
         arguments.into_iter().fold(self.program.clone(), |command, argument| command + " " + &quote(argument))
     }
 
-    /// Returns this command with `--resume`, whatever it said about resuming, and with the directory `out` unless it names it.
+    /// Returns this command with `--resume` and the directory `out`, whatever it said about both.
     pub fn resuming(&self, out: &Path) -> String {
         let is_value = |text: &str| crate::values::resume(text).is_ok();
-        let mut kept = Vec::new();
+        let out = out.to_string_lossy();
+        let (mut kept, mut is_named) = (Vec::new(), false);
         let mut arguments = self.arguments.iter().map(String::as_str).peekable();
         while let Some(argument) = arguments.next() {
+            let attached = argument.strip_prefix("--out=").or_else(|| argument.strip_prefix("-o"));
+            let attached =
+                attached.map(|value| value.strip_prefix('=').unwrap_or(value)).filter(|value| !value.is_empty());
             if argument == "--resume" || argument == "-y" {
                 arguments.next_if(|value| is_value(value));
+            } else if argument == "--out" || argument == "-o" {
+                is_named = arguments.next() == Some(&*out);
+                kept.extend(is_named.then_some([argument, &*out]).into_iter().flatten());
+            } else if let Some(value) = attached {
+                is_named = value == out;
+                kept.extend(is_named.then_some(argument));
             } else if !argument.starts_with("--resume=") && !argument.strip_prefix("-y").is_some_and(is_value) {
                 kept.push(argument);
             }
         }
-        let out = out.to_string_lossy();
-        if self.out() != Some(&*out) {
+        if !is_named {
             kept.extend(["--out", &*out]);
         }
         self.command(kept.into_iter().chain(["--resume"]))
-    }
-
-    /// Returns the last value of `--out` on the command line.
-    fn out(&self) -> Option<&str> {
-        let mut arguments = self.arguments.iter().map(String::as_str);
-        let mut out = None;
-        while let Some(argument) = arguments.next() {
-            if argument == "--out" || argument == "-o" {
-                out = arguments.next();
-            } else if let Some(value) = argument.strip_prefix("--out=").or_else(|| argument.strip_prefix("-o")) {
-                out = Some(value.strip_prefix('=').unwrap_or(value));
-            }
-        }
-        out
     }
 
     /// Returns this command without the flags `removed`, and with the arguments `added` at its end.
@@ -82,7 +77,8 @@ pub fn tokenize(pattern: &str) -> Option<String> {
     if found.files.iter().any(|file| file.extension().is_some_and(|extension| extension == "bin")) {
         return None;
     }
-    let field = documents::text_field(found.files.first()?)?;
+    // A pipe or a device may have nothing to read.
+    let field = documents::text_field(found.files.first().filter(|file| file.is_file())?)?;
     let mut command = vec!["data", "text", pattern];
     if field != "text" {
         command.extend(["--field", &field]);
@@ -137,18 +133,20 @@ mod tests {
 
     #[test]
     fn a_command_that_resumes_names_the_directory_of_the_run() {
-        for (flags, added) in [
-            (" --out run", ""),
-            (" -o run", ""),
-            (" --out=run", ""),
-            (" -orun", ""),
-            (" -o a -o=run", ""),
-            (" --out run --out a", " --out run"),
-            (" --lr 1", " --out run"),
-            (" --config c.toml", " --out run"),
+        for (flags, resumed) in [
+            ("--out run", "--out run"),
+            ("-o run", "-o run"),
+            ("--out=run", "--out=run"),
+            ("-orun", "-orun"),
+            ("-o=run", "-o=run"),
+            // The directory was moved.
+            ("--out a --lr 1", "--lr 1 --out run"),
+            ("-oa", "--out run"),
+            ("--lr 1", "--lr 1 --out run"),
+            ("--config c.toml", "--config c.toml --out run"),
         ] {
-            let typed = Invocation::new("llm-rs", false, arguments(&format!("train{flags}")));
-            assert_eq!(typed.resuming(Path::new("run")), format!("llm-rs train{flags}{added} --resume"));
+            let typed = Invocation::new("llm-rs", false, arguments(&format!("train {flags}")));
+            assert_eq!(typed.resuming(Path::new("run")), format!("llm-rs train {resumed} --resume"));
         }
     }
 

@@ -55,7 +55,7 @@ pub fn run(read: &dyn Fn() -> Result<Vec<RunLog>>, options: &Options) -> Result<
     let mut interval = INTERVAL;
     loop {
         let curves = curves(&runs, options.x, &view)?;
-        Terminal::show(&draw(terminal.size()?, &runs, &curves, options.x, &view))?;
+        draw(terminal.size()?, &runs, &curves, options.x, &view).show()?;
         let Some(bytes) = terminal.bytes(interval)? else { break };
         if bytes.is_empty() {
             let started = Instant::now();
