@@ -158,7 +158,7 @@ impl Console {
     }
 
     /// Prints a line for every `every`-th step, for the first and the last, and before each evaluation. By default, a run prints about
-    /// [`LINES`] steps. A progress bar and the files of other ranks show every step.
+    /// a hundred steps. A progress bar and the files of other ranks show every step.
     pub fn log_every(&mut self, every: Option<usize>) {
         if !matches!(&*self.output.borrow(), Output::File(_) | Output::Discard) {
             self.log_every = every.unwrap_or_else(|| self.steps.div_ceil(LINES).max(1));
