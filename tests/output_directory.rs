@@ -106,10 +106,10 @@ fn runs_of_versions_without_the_marker_are_recognized() {
 fn a_run_that_fails_before_it_writes_leaves_no_directory() {
     let world = World::new();
     let huge = ["--model", "gpt3:c12288"];
-    world.fail("run", &huge, &["memory"]);
+    world.fail("run", &huge, &["the model does not fit"]);
     assert!(!world.path("run").exists());
     fs::create_dir(world.path("empty")).unwrap();
-    world.fail("empty", &huge, &["memory"]);
+    world.fail("empty", &huge, &["the model does not fit"]);
     assert!(entries(&world.path("empty")).is_empty());
     let output = without_out(&world, &["--steps", "2", "--model", "gpt3:c12288"]).output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", printed(&output));

@@ -528,7 +528,7 @@ fn train_help_starts_with_the_data_and_ends_with_examples() {
     let headings: Vec<&str> =
         printed.lines().filter(|line| !line.starts_with([' ', 'U']) && line.ends_with(':')).collect();
     assert_eq!((headings[0], headings[1]), ("Data:", "Model:"), "{printed}");
-    assert_eq!(headings[headings.len() - 2..], ["General:", "Examples:"], "{printed}");
+    assert_eq!(headings[headings.len() - 2..], ["Detection of faulty hardware:", "Examples:"], "{printed}");
     assert!(
         !headings.contains(&"Options:") && printed.contains("gpt2-medium") && printed.contains("--help"),
         "{printed}"

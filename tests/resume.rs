@@ -489,6 +489,8 @@ fn a_directory_that_cannot_be_used_is_named() {
     let expected = "expected a path in UTF-8, found other bytes; rename the directory";
     assert!(output.status.code() == Some(1) && err.contains(expected), "{err}");
     fs::create_dir_all(world.path("run/config.toml")).unwrap();
+    // Otherwise the directory is not that of a run.
+    fs::write(world.path("run/.llm-rs-run"), "").unwrap();
     let expected = "error: run: expected a directory that this process can change, found an error: cannot write run/config.toml: Is a \
                     directory (os error 21); change its permissions or contents, or choose another --out";
     world.fail("run", &[], &[expected]);

@@ -136,9 +136,9 @@ mod tests {
         for (flags, resumed) in [
             ("--out run", "--out run"),
             ("-o run", "-o run"),
-            ("--out=run", "--out=run"),
+            ("--out=run", "'--out=run'"),
             ("-orun", "-orun"),
-            ("-o=run", "-o=run"),
+            ("-o=run", "'-o=run'"),
             // The directory was moved.
             ("--out a --lr 1", "--lr 1 --out run"),
             ("-oa", "--out run"),
