@@ -313,7 +313,7 @@ const UNREADABLE: [(DecoderChange, &str); 24] = [
     ),
     (
         |c, _| c["model_type"] = "qwen2_moe".into(),
-        "model_type: expected gpt2 or llama or qwen2 or qwen3, found qwen2_moe",
+        "model_type: expected gpt2 or llama or qwen2 or qwen3 or nanochat, found qwen2_moe",
     ),
     (|c, _| c["model_type"] = "mixtral".into(), "found mixtral; llm-rs has no other architecture"),
     (|c, _| c["use_sliding_window"] = true.into(), "use_sliding_window: expected false, found true"),
@@ -380,7 +380,8 @@ fn errors_for_other_paths_say_what_is_expected() {
     assert!(error(dir.path()).contains("found only pytorch_model.bin; load it with transformers"));
     fs::write(path("model.safetensors"), "").unwrap();
     assert!(error(dir.path()).contains("model.safetensors: not a safetensors file"));
-    assert!(error(&path("model.safetensors")).contains("pass the directory"));
+    // The file stands for its directory.
+    assert!(error(&path("model.safetensors")).contains("model.safetensors: not a safetensors file"));
     fs::write(path("model.gguf"), "").unwrap();
     assert!(error(&path("model.gguf")).contains("found a GGUF file, which llm-rs only writes"));
     assert!(error(&path("missing.bin")).contains("cannot open model file"));
