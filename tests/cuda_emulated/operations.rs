@@ -52,6 +52,7 @@ fn fp8_operations_match_cpu_engine_without_kernels_for_sm_90a() {
 }
 
 #[test]
+#[ignore = "slow: scripts/nightly runs it"]
 fn matmuls_match_cpu_engine_in_every_tile_configuration() {
     for config in 0..MAX_CANDIDATE_CONFIGS {
         let matmul = MatmulBackend::Rust;
@@ -62,6 +63,7 @@ fn matmuls_match_cpu_engine_in_every_tile_configuration() {
 
 /// Symmetric outputs have two tile configurations, others six.
 #[test]
+#[ignore = "slow: scripts/nightly runs it"]
 fn orthogonalization_matches_cpu_engine_in_every_tile_configuration() {
     for config in 0..6 {
         let matmul = MatmulBackend::Rust;
@@ -71,6 +73,7 @@ fn orthogonalization_matches_cpu_engine_in_every_tile_configuration() {
 }
 
 #[test]
+#[ignore = "slow: scripts/nightly runs it"]
 fn f32_operations_match_cpu_engine() {
     assert_operations_match(Precision::Fp32, false);
 }

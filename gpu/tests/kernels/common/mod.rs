@@ -169,12 +169,14 @@ pub fn shared_bytes<R>(layout: impl FnOnce(&mut cuda_std::shared::Layout) -> R) 
 
 /// Declares the tests of a file, plus one which checks that together they launch every entry point of their kernels.
 ///
-/// The syntax is `kernels of "bias.rs", "column_sum.rs"; for both types: column_sums; once: other;`. It lists files or
-/// directories in `gpu/src`, then tests that are generic over the storage type, then other tests.
+/// The syntax is `kernels of "bias.rs", "column_sum.rs"; for both types: column_sums; slow in f32: large; once: other;`. It lists files
+/// or directories in `gpu/src`, then tests that are generic over the storage type, then such tests of which only `scripts/nightly` runs
+/// the instance for f32, then other tests.
 macro_rules! tests {
     (
         kernels of $($file:literal),*;
         $(for both types: $($both:ident),* $(,)?;)?
+        $(slow in f32: $($slow:ident),* $(,)?;)?
         $(once: $($single:ident),* $(,)?;)?
     ) => {
         mod in_bf16 {
@@ -182,11 +184,18 @@ macro_rules! tests {
                 static DONE: std::sync::Once = std::sync::Once::new();
                 $crate::common::entries::once(&DONE, super::$both::<cuda_std::bf16>);
             })*)?
+            $($(#[test] pub fn $slow() {
+                static DONE: std::sync::Once = std::sync::Once::new();
+                $crate::common::entries::once(&DONE, super::$slow::<cuda_std::bf16>);
+            })*)?
         }
         mod in_f32 {
             $($(#[test] pub fn $both() {
                 static DONE: std::sync::Once = std::sync::Once::new();
                 $crate::common::entries::once(&DONE, super::$both::<f32>);
+            })*)?
+            $($(#[test] #[ignore = "slow: scripts/nightly runs it"] fn $slow() {
+                super::$slow::<f32>();
             })*)?
         }
         mod once {
@@ -198,6 +207,7 @@ macro_rules! tests {
         mod together {
             #[test] fn every_entry_point_is_launched() {
                 $($(super::in_bf16::$both(); super::in_f32::$both();)*)?
+                $($(super::in_bf16::$slow();)*)?
                 $($(super::once::$single();)*)?
                 $crate::common::entries::assert_launched(&[$($file),*]);
             }
