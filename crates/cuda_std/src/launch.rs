@@ -55,9 +55,12 @@ macro_rules! emulated_body {
     };
 }
 
-/// The bytes of a kernel argument.
+/// The bytes of a kernel argument, and its type.
 #[derive(Clone)]
-pub struct Argument(Box<[Line]>);
+pub struct Argument {
+    lines: Box<[Line]>,
+    r#type: TypeId,
+}
 
 /// Part of an argument, with the alignment of a [`TensorMap`](crate::hopper::TensorMap).
 #[derive(Clone, Copy)]
@@ -80,21 +83,82 @@ impl Argument {
         unsafe {
             std::ptr::copy_nonoverlapping((&raw const value).cast::<u8>(), lines.as_mut_ptr().cast(), size_of::<T>());
         };
-        Self(lines)
+        Self { lines, r#type: TypeId::of::<T>() }
+    }
+
+    /// Returns the value.
+    ///
+    /// # Panics
+    /// Panics if it has another type.
+    #[doc(hidden)]
+    #[inline]
+    pub fn value<T: Copy + 'static>(&self) -> T {
+        assert!(self.r#type == TypeId::of::<T>());
+        // SAFETY: the lines hold a value of this type, and have at least its alignment.
+        unsafe { self.lines.as_ptr().cast::<T>().read() }
     }
 }
 
-/// Returns the entry point of the instance with the type `key`, which is also given by name.
+/// An instance of a generic kernel: its type as a key, its entry point, and the function that runs it for an emulated thread.
+///
+/// The table of a kernel contains all instances, so the crate of the kernel compiles each of them once, and crates that launch it do
+/// not.
 #[doc(hidden)]
-pub fn entry_of(kernel: &str, (key, name): (TypeId, &str), entries: &[(TypeId, &'static str)]) -> &'static str {
-    let Some((_, entry)) = entries.iter().find(|(instance, _)| *instance == key) else {
-        let have: Vec<_> = entries.iter().map(|(_, entry)| *entry).collect();
+pub struct Instance {
+    pub key: TypeId,
+    pub entry: &'static str,
+    pub emulated: Option<fn(&[Argument])>,
+}
+
+/// Returns the function of an [`Instance`], which reads the arguments of a launch.
+#[doc(hidden)]
+#[cfg(feature = "emulator")]
+#[macro_export]
+macro_rules! emulated_instance {
+    ($function:expr) => {
+        ::core::option::Option::Some($function)
+    };
+}
+
+/// Discards the function of an instance.
+#[doc(hidden)]
+#[cfg(not(feature = "emulator"))]
+#[macro_export]
+macro_rules! emulated_instance {
+    ($($function:tt)*) => {
+        ::core::option::Option::None
+    };
+}
+
+/// Keeps the functions that emulate a kernel.
+#[doc(hidden)]
+#[cfg(feature = "emulator")]
+#[macro_export]
+macro_rules! emulated_items {
+    ($($items:item)*) => {
+        $($items)*
+    };
+}
+
+/// Discards the functions that emulate a kernel, so that the host compiler does not see them.
+#[doc(hidden)]
+#[cfg(not(feature = "emulator"))]
+#[macro_export]
+macro_rules! emulated_items {
+    ($($items:tt)*) => {};
+}
+
+/// Returns the instance with the type `key`, which is also given by name.
+#[doc(hidden)]
+pub fn instance_of(kernel: &str, (key, name): (TypeId, &str), instances: &'static [Instance]) -> &'static Instance {
+    let Some(instance) = instances.iter().find(|instance| instance.key == key) else {
+        let have: Vec<_> = instances.iter().map(|instance| instance.entry).collect();
         panic!(
             "kernel {kernel}: expected one of the instances {}, found {name}; add it to instances(…) in #[kernel]",
             have.join(", ")
         )
     };
-    entry
+    instance
 }
 
 impl Launch {
@@ -102,6 +166,16 @@ impl Launch {
     #[inline(never)]
     pub fn new(name: &'static str, block: [u32; 3], arguments: Vec<Argument>, body: Option<Body>) -> Self {
         Self { name, block, arguments, shared_bytes: 0, body }
+    }
+
+    #[doc(hidden)]
+    #[inline(never)]
+    pub fn of_instance(instance: &'static Instance, block: [u32; 3], arguments: Vec<Argument>) -> Self {
+        let body = instance.emulated.map(|emulated| {
+            let arguments = arguments.clone();
+            Arc::new(move || emulated(&arguments)) as Body
+        });
+        Self::new(instance.entry, block, arguments, body)
     }
 
     /// Returns the name of the entry point in the PTX.
@@ -133,7 +207,7 @@ impl Launch {
 
     /// Calls `f` with the addresses of the arguments, in the format of `cuLaunchKernel`.
     pub fn with_arguments<R>(&self, f: impl FnOnce(&mut [*mut std::ffi::c_void]) -> R) -> R {
-        let mut addresses: Vec<_> = self.arguments.iter().map(|a| a.0.as_ptr().cast_mut().cast()).collect();
+        let mut addresses: Vec<_> = self.arguments.iter().map(|a| a.lines.as_ptr().cast_mut().cast()).collect();
         f(&mut addresses)
     }
 

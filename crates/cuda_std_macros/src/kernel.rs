@@ -350,20 +350,50 @@ fn host_launch(function: &ItemFn, options: &Options, threads: [u32; 3], argument
             }}
         },
     );
-    let entry = if options.instances.is_empty() {
-        name.unraw().to_string().to_token_stream()
-    } else {
+    let erased = options.checked.is_none();
+    let instance = {
         let types = signature.generics.type_params().map(|p| &p.ident);
         let entries = options.instances.iter().map(|i| format_ident!("{name}_{}", i.suffix).to_string());
         let instances = options.instances.iter().map(|i| &i.arguments);
+        let emulated = instances.clone().map(|arguments| {
+            if erased {
+                quote!(::cuda_std::emulated_instance!(emulated::#arguments))
+            } else {
+                quote!(::core::option::Option::None)
+            }
+        });
+        let items = erased.then(|| {
+            let indices = 0..arguments.len();
+            let parameters = immutable(inputs);
+            let types = parameters.iter().map(|input| match input {
+                FnArg::Typed(typed) => typed.ty.to_token_stream(),
+                FnArg::Receiver(receiver) => receiver.to_token_stream(),
+            });
+            quote! {
+                ::cuda_std::emulated_items! {
+                    #lints
+                    fn body #generics (#inputs) #predicate #block
+                    fn emulated #generics (arguments: &[::cuda_std::launch::Argument]) #predicate {
+                        body #turbofish (#(arguments[#indices].value::<#types>()),*)
+                    }
+                }
+            }
+        });
         quote! {{
             struct Key #generics (::core::marker::PhantomData<(#(#types,)*)>) #predicate;
+            #items
             // One table for all instances: in the function of each, it would take most of the build time of a device crate.
-            static ENTRIES: &[(::core::any::TypeId, &str)] = &[#((::core::any::TypeId::of::<Key #instances>(), #entries)),*];
+            static INSTANCES: &[::cuda_std::launch::Instance] = &[#(::cuda_std::launch::Instance {
+                key: ::core::any::TypeId::of::<Key #instances>(),
+                entry: #entries,
+                emulated: #emulated,
+            }),*];
             let key = (::core::any::TypeId::of::<Key #turbofish>(), ::core::any::type_name::<Key #turbofish>());
-            ::cuda_std::launch::entry_of(stringify!(#name), key, ENTRIES)
+            ::cuda_std::launch::instance_of(stringify!(#name), key, INSTANCES)
         }}
     };
+    let generic = !options.instances.is_empty();
+    let entry = if generic { quote!(#instance.entry) } else { name.unraw().to_string().to_token_stream() };
     let body = quote! {
         ::cuda_std::emulated_body! {{
             #lints
@@ -399,18 +429,18 @@ fn host_launch(function: &ItemFn, options: &Options, threads: [u32; 3], argument
     }
     let shared = options.shared.as_ref().map(|_| quote!(.with_shared_bytes(#shared_bytes)));
     let parameters = immutable(inputs);
+    let values = quote!(vec![#(::cuda_std::launch::Argument::new(#arguments)),*]);
+    let launch = if generic {
+        quote!(::cuda_std::launch::Launch::of_instance(#instance, [#(#threads),*], #values))
+    } else {
+        quote!(::cuda_std::launch::Launch::new(#entry, [#(#threads),*], #values, #body))
+    };
     quote! {
         #[cfg(not(target_arch = "nvptx64"))]
         #(#attributes)*
         #lints
         #vis fn #name #generics (#parameters) -> ::cuda_std::launch::Launch #predicate {
-            ::cuda_std::launch::Launch::new(
-                #entry,
-                [#(#threads),*],
-                vec![#(::cuda_std::launch::Argument::new(#arguments)),*],
-                #body,
-            )
-            #shared
+            #launch #shared
         }
     }
 }

@@ -24,9 +24,7 @@ fn decode(png: &[u8]) -> Vec<Vec<[u8; 3]>> {
         chunks.push((&rest[4..8], &rest[8..8 + length]));
         rest = &rest[12 + length..];
     }
-    let [(b"IHDR", header), (b"tEXt", text), (b"IDAT", data), (b"IEND", [])] = chunks[..] else {
-        panic!("{chunks:?}")
-    };
+    let [(b"IHDR", header), (b"tEXt", text), (b"IDAT", data), (b"IEND", [])] = chunks[..] else { panic!("{chunks:?}") };
     assert!(text.starts_with(b"Software\0"), "{text:?}");
     assert_eq!(header[8..], [8, 2, 0, 0, 0]);
     let [width, height] = [0, 4].map(|at| u32::from_be_bytes(header[at..at + 4].try_into().unwrap()) as usize);
