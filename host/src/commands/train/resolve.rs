@@ -84,7 +84,7 @@ const FOR_FILES: Defaults = Defaults {
 const FOR_CORPUS: Defaults = Defaults {
     b: 8,
     t: 64,
-    steps: Count::Some(1500),
+    steps: Count::Some(1100),
     lr: 4e-3,
     warmup: 100,
     final_fraction: 0.1,
