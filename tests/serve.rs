@@ -704,7 +704,7 @@ fn hostile_chat_templates_fail_alone() {
 fn log_probabilities_are_those_of_the_harness() {
     let (_dir, run) = trained();
     let server = Server::start(&run, &["--slots", "3"]);
-    // What lm-evaluation-harness sends for local-completions.
+    // The request that lm-evaluation-harness sends for local-completions.
     let score = |prompt: Value| {
         let body = json!({ "model": "run", "prompt": prompt, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": true });
         server.complete(&body)["choices"].as_array().unwrap().clone()

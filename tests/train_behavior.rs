@@ -1,4 +1,4 @@
-//! What a run prints, its default schedule, limits of its settings, and its end if it diverges.
+//! Tests of the output of a run, its default schedule, the limits of its settings, and divergence.
 
 use crate::common::runs::{World, entries};
 use crate::common::{llm_rs, succeed, text};

@@ -17,7 +17,7 @@ const SEARCHED: u64 = 1 << 16;
 pub struct Kind {
     /// The name in messages.
     pub name: &'static str,
-    /// What its files have in common.
+    /// The properties that all its files share.
     pub mark: Mark,
 }
 

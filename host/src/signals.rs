@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use system::process::print_error_within;
 use system::thread;
 
-/// Signals whose repetition ends the process immediately.
+/// Signals that end the process immediately if they are repeated.
 const STOPS: [i32; 4] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM];
 
 /// Signals that batch systems send before they end a process. The kernel repeats SIGXCPU every second, so a repetition does nothing.

@@ -1,4 +1,4 @@
-//! The elements of a figure, in units of which a PNG file has several pixels. [`svg`](crate::svg) and [`png`](mod@crate::png) write
+//! The elements of a figure. A PNG file has several pixels for each unit. [`svg`](crate::svg) and [`png`](mod@crate::png) write
 //! them to files.
 
 /// A position: right and down from the upper left corner.
@@ -125,7 +125,7 @@ pub enum Element {
         /// The text.
         content: String,
     },
-    /// A line whose ends are flat.
+    /// A line with flat ends.
     Line {
         /// Beginning.
         from: Point,
@@ -159,7 +159,7 @@ pub enum Element {
         /// Color.
         color: Color,
     },
-    /// Elements of which only the part within a rectangle is visible.
+    /// Elements that are clipped to a rectangle.
     Clipped {
         /// Upper left corner.
         at: Point,
@@ -203,7 +203,7 @@ impl Drawing {
         self.elements.push(Element::Rectangle { at, size, color });
     }
 
-    /// Adds elements of which only the part within a rectangle is visible.
+    /// Adds elements that are clipped to a rectangle.
     pub fn clipped(&mut self, at: Point, size: (f64, f64), content: Self) {
         self.elements.push(Element::Clipped { at, size, content });
     }

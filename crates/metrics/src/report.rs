@@ -97,7 +97,7 @@ pub fn duration(seconds: f64) -> String {
 /// A text near the beginning of every page.
 pub const MARK: &str = " - llm.rs</title>";
 
-/// Width of the figure that phones show, whose panels are below each other.
+/// Width of the figure for phones, with one panel below the other.
 const NARROW: f64 = 380.0;
 
 /// Returns the page of runs with their settings as text, if these are known. It has a figure for wide screens and one for phones.

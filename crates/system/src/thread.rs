@@ -101,7 +101,7 @@ fn check_addresses(stack_bytes: usize) -> IoResult<()> {
     Err(Error::new(ErrorKind::OutOfMemory, text))
 }
 
-/// Most threads that [`check_variables`] accepts, unless the machine has more processors.
+/// The maximum number of threads that [`check_variables`] accepts, unless the machine has more processors.
 const MAX_THREADS: usize = 256;
 
 /// Checks the environment variables with the number of threads that compute. More threads than processors only slow down each other, and

@@ -145,7 +145,7 @@ pub fn run(args: &Serve) -> Result<()> {
         token,
         timeout: Duration::from_secs(args.timeout as u64),
         events: [run_state, status_state],
-        pages: Arc::new(Semaphore::new(http::MOST_PAGES)),
+        pages: Arc::new(Semaphore::new(http::MAX_PAGES)),
         responses: AtomicU64::new(0),
     });
     // The engine stays on the thread that opens it.

@@ -13,7 +13,7 @@ use std::process::{Command, Stdio};
 /// The first argument of the process. It is not a command of users.
 const COMMAND: &str = "render-chat-template";
 
-/// Most processor time and address space of the process.
+/// The maximum processor time and address space of the process.
 const MAX_SECONDS: u64 = 2;
 const MAX_BYTES: u64 = 1 << 30;
 

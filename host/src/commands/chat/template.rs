@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// Most work of a template: an instruction costs 1, and so do 64 bytes of text. Templates in use need a few thousand for a message.
+/// The maximum work of a template: an instruction costs 1, and so do 64 bytes of text. Templates in use need a few thousand for a message.
 const MAX_FUEL: u64 = 5_000_000;
 
 /// A message of a conversation.

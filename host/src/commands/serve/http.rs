@@ -39,7 +39,7 @@ const MOST_DISCARDED_BYTES: usize = 64 << 20;
 /// Most connections at a time. More wait until one is closed.
 const MOST_CONNECTIONS: usize = 512;
 /// Most pages that follow a run at a time.
-pub const MOST_PAGES: usize = 64;
+pub const MAX_PAGES: usize = 64;
 /// Largest head of a request in bytes.
 const MOST_HEAD_BYTES: usize = 64 << 10;
 /// Time for the head of a request, which is also the longest idle time of a connection, and for the body.
@@ -388,7 +388,7 @@ struct Follower {
 /// Sends the state of the run, the model and the machine whenever it changes.
 async fn events(State(server): State<Shared>) -> Result<Response, ApiError> {
     let permit = Arc::clone(&server.pages).try_acquire_owned();
-    let permit = permit.map_err(|_| ApiError::busy(&format!("{MOST_PAGES} pages are open, which is the limit")))?;
+    let permit = permit.map_err(|_| ApiError::busy(&format!("{MAX_PAGES} pages are open, which is the limit")))?;
     let mut events = server.events.clone();
     events.iter_mut().for_each(watch::Receiver::mark_changed);
     let follower = Follower { events, heartbeat: interval(HEARTBEAT), _permit: permit };

@@ -56,7 +56,7 @@ pub fn logprobs(
         };
         let mut alternatives = Map::new();
         for (id, logprob) in top {
-            // Of tokens with the same text, the most likely one counts.
+            // If several tokens have the same text, the most likely one counts.
             alternatives.entry(name_of(&bytes_of(tokenizer, &text[..i], id))).or_insert(json!(logprob));
         }
         alternatives.entry(name.clone()).or_insert(json!(logprob));

@@ -13,7 +13,7 @@ const MOST_TEXTS: usize = 64;
 /// Most stop strings of a request, and their longest length in bytes.
 const MOST_STOPS: usize = 16;
 const LONGEST_STOP: usize = 1024;
-/// Most tokens at a place whose log probabilities a request may ask for, as in vLLM.
+/// The maximum number of log probabilities for each token of a response, as in vLLM.
 const MAX_LOGPROBS: usize = 20;
 /// Tokens of a completion unless the request says otherwise, as in OpenAI's API.
 const DEFAULT_TOKENS: usize = 16;
