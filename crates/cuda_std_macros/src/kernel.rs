@@ -331,6 +331,58 @@ fn device_entry(
     })
 }
 
+/// Returns an expression for the `Instance` of a generic kernel, with the table of all instances.
+///
+/// The launches of a checked kernel have bodies of their own.
+fn instance_lookup(function: &ItemFn, options: &Options, arguments: &[Ident]) -> TokenStream {
+    let (signature, block, lints) = (&function.sig, &function.block, lints());
+    let (name, inputs) = (&signature.ident, &signature.inputs);
+    let (generics, turbofish, predicate) = {
+        let (generics, types, predicate) = signature.generics.split_for_impl();
+        (generics, types.as_turbofish().to_token_stream(), predicate)
+    };
+    let erased = options.checked.is_none();
+    let types = signature.generics.type_params().map(|p| &p.ident);
+    let entries = options.instances.iter().map(|i| format_ident!("{name}_{}", i.suffix).to_string());
+    let instances = options.instances.iter().map(|i| &i.arguments);
+    let emulated = instances.clone().map(|arguments| {
+        if erased {
+            quote!(::cuda_std::emulated_instance!(emulated::#arguments))
+        } else {
+            quote!(::core::option::Option::None)
+        }
+    });
+    let items = erased.then(|| {
+        let indices = 0..arguments.len();
+        let parameters = immutable(inputs);
+        let types = parameters.iter().map(|input| match input {
+            FnArg::Typed(typed) => typed.ty.to_token_stream(),
+            FnArg::Receiver(receiver) => receiver.to_token_stream(),
+        });
+        quote! {
+            ::cuda_std::emulated_items! {
+                #lints
+                fn body #generics (#inputs) #predicate #block
+                fn emulated #generics (arguments: &[::cuda_std::launch::Argument]) #predicate {
+                    body #turbofish (#(arguments[#indices].value::<#types>()),*)
+                }
+            }
+        }
+    });
+    quote! {{
+        struct Key #generics (::core::marker::PhantomData<(#(#types,)*)>) #predicate;
+        #items
+        // One table for all instances: in the function of each, it would take most of the build time of a device crate.
+        static INSTANCES: &[::cuda_std::launch::Instance] = &[#(::cuda_std::launch::Instance {
+            key: ::core::any::TypeId::of::<Key #instances>(),
+            entry: #entries,
+            emulated: #emulated,
+        }),*];
+        let key = (::core::any::TypeId::of::<Key #turbofish>(), ::core::any::type_name::<Key #turbofish>());
+        ::cuda_std::launch::instance_of(stringify!(#name), key, INSTANCES)
+    }}
+}
+
 /// Returns the host function, which has the same name, generics and parameters and returns a `Launch`.
 fn host_launch(function: &ItemFn, options: &Options, threads: [u32; 3], arguments: &[Ident]) -> TokenStream {
     let (attributes, vis, signature, block) = (&function.attrs, &function.vis, &function.sig, &function.block);
@@ -350,48 +402,7 @@ fn host_launch(function: &ItemFn, options: &Options, threads: [u32; 3], argument
             }}
         },
     );
-    let erased = options.checked.is_none();
-    let instance = {
-        let types = signature.generics.type_params().map(|p| &p.ident);
-        let entries = options.instances.iter().map(|i| format_ident!("{name}_{}", i.suffix).to_string());
-        let instances = options.instances.iter().map(|i| &i.arguments);
-        let emulated = instances.clone().map(|arguments| {
-            if erased {
-                quote!(::cuda_std::emulated_instance!(emulated::#arguments))
-            } else {
-                quote!(::core::option::Option::None)
-            }
-        });
-        let items = erased.then(|| {
-            let indices = 0..arguments.len();
-            let parameters = immutable(inputs);
-            let types = parameters.iter().map(|input| match input {
-                FnArg::Typed(typed) => typed.ty.to_token_stream(),
-                FnArg::Receiver(receiver) => receiver.to_token_stream(),
-            });
-            quote! {
-                ::cuda_std::emulated_items! {
-                    #lints
-                    fn body #generics (#inputs) #predicate #block
-                    fn emulated #generics (arguments: &[::cuda_std::launch::Argument]) #predicate {
-                        body #turbofish (#(arguments[#indices].value::<#types>()),*)
-                    }
-                }
-            }
-        });
-        quote! {{
-            struct Key #generics (::core::marker::PhantomData<(#(#types,)*)>) #predicate;
-            #items
-            // One table for all instances: in the function of each, it would take most of the build time of a device crate.
-            static INSTANCES: &[::cuda_std::launch::Instance] = &[#(::cuda_std::launch::Instance {
-                key: ::core::any::TypeId::of::<Key #instances>(),
-                entry: #entries,
-                emulated: #emulated,
-            }),*];
-            let key = (::core::any::TypeId::of::<Key #turbofish>(), ::core::any::type_name::<Key #turbofish>());
-            ::cuda_std::launch::instance_of(stringify!(#name), key, INSTANCES)
-        }}
-    };
+    let instance = instance_lookup(function, options, arguments);
     let generic = !options.instances.is_empty();
     let entry = if generic { quote!(#instance.entry) } else { name.unraw().to_string().to_token_stream() };
     let body = quote! {
