@@ -46,6 +46,9 @@ pub fn run(memory: &mut Memory, launch: &Launch, grid: impl Into<Grid>, shared_b
 pub fn for_all<S: Strategy>(cases: u32, strategy: S, test: impl Fn(S::Value)) {
     let mut runner = TestRunner::new_with_rng(Config::default(), TestRng::deterministic_rng(RngAlgorithm::ChaCha));
     for _ in 0..cases {
+        // The generator of each case, as in `TestRunner::run`.
+        let generator = runner.new_rng();
+        runner = TestRunner::new_with_rng(Config::default(), generator);
         let mut tree = strategy.new_tree(&mut runner).unwrap();
         let fails = |value| catch_unwind(AssertUnwindSafe(|| test(value))).is_err();
         if !fails(tree.current()) {
