@@ -286,7 +286,7 @@ fn a_run_resumes_from_the_checkpoint_before_a_damaged_one() {
 #[test]
 fn a_resumed_stopped_run_matches_an_uninterrupted_run() {
     let world = World::new();
-    let long = ["--steps", "600", "--checkpoint-every", "600", "--keep", "1", "--val-every", "1"];
+    let long = ["--steps", "1000", "--checkpoint-every", "1000", "--keep", "1", "--val-every", "1"];
     world.succeed("reference", &long);
     let resume = [&long[..], &["-y", "auto"]].concat();
     let log = world.path("run").join("main.log");
@@ -304,13 +304,14 @@ fn a_resumed_stopped_run_matches_an_uninterrupted_run() {
         assert!(err.contains(&format!("SIG{name}: stopping after this step")), "{err}");
         let (_, stopped) = out.rsplit_once("\nstopped after ").unwrap();
         let step: usize = stopped.split(' ').next().unwrap().parse().unwrap();
-        assert!((5..600).contains(&step) && stopped.contains("--resume"), "{stopped}");
+        assert!((5..1000).contains(&step) && stopped.contains("--resume"), "{stopped}");
         assert!(out.contains(&format!("checkpoint of step {step}: run/model_{step:08}.bin")), "{out}");
         let trained = fs::read_to_string(&log).unwrap().lines().filter(|line| line.contains("trl:")).count();
         assert_eq!(trained, step);
     }
     world.succeed("run", &resume);
-    Results::read(&world.path("run"), 600).assert_equals(&Results::read(&world.path("reference"), 600), "after stops");
+    Results::read(&world.path("run"), 1000)
+        .assert_equals(&Results::read(&world.path("reference"), 1000), "after stops");
 }
 
 /// The kernel sends SIGXCPU after the limit, and again after each further second.
