@@ -189,9 +189,11 @@ pub fn shared_bytes<R>(layout: impl FnOnce(&mut cuda_std::shared::Layout) -> R) 
 
 /// Declares the tests of a file, plus one which checks that together they launch every entry point of their kernels.
 ///
-/// The syntax is `kernels of "bias.rs", "column_sum.rs"; for both types: column_sums; slow in f32: large; once: other;`. It lists files
-/// or directories in `gpu/src`, then tests that are generic over the storage type, then such tests of which only `scripts/nightly` runs
-/// the instance for f32, then other tests.
+/// The syntax is `kernels of "bias.rs", "column_sum.rs"; for both types: column_sums; slow in f32: large; once: other;`:
+/// * files or directories in `gpu/src`,
+/// * tests that are generic over the storage type,
+/// * generic tests that are slow in f32: `scripts/nightly` runs their f32 instances,
+/// * other tests.
 macro_rules! tests {
     (
         kernels of $($file:literal),*;
