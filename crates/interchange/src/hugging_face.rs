@@ -163,6 +163,11 @@ impl HuggingFaceModel {
         &self.directory
     }
 
+    /// Returns whether a file of the directory contains tensors of the model.
+    pub fn has_file(&self, path: &Path) -> bool {
+        self.files.iter().any(|file| file.path().file_name() == path.file_name())
+    }
+
     /// Returns the configuration.
     pub fn config(&self) -> &ModelConfig {
         &self.config

@@ -6,6 +6,7 @@ use crate::config::{self, ModelConfig};
 use crate::element::{CHUNK, Element};
 use crate::hugging_face::HuggingFaceModel;
 use anyhow::{Context, Result, bail, ensure};
+use checkpoint::directory;
 use checkpoint::model_file::ModelFile;
 use checkpoint::resume::newest_model_file;
 use checkpoint::tensors;
@@ -50,6 +51,18 @@ impl ModelSource {
             !has_extension("gguf") || !path.exists(),
             "{name}: expected a model file (.bin) or a Hugging Face directory, found a GGUF file, which llm-rs only writes"
         );
+        // A file of a Hugging Face directory stands for the directory.
+        let is_checkpoint = path.file_name().is_some_and(|name| directory::is_checkpoint_file(&name.to_string_lossy()));
+        let parent = atomic_file::parent(path);
+        if has_extension("safetensors") && !is_checkpoint && path.exists() && parent.join(config::FILE).exists() {
+            let model = HuggingFaceModel::open(parent)?;
+            ensure!(
+                model.has_file(path),
+                "{name}: expected a file of the model in {}, found a file that it does not use; pass the directory",
+                parent.display()
+            );
+            return Ok(Self(Kind::HuggingFace(Box::new(model))));
+        }
         Ok(Self(Kind::LlmC(Box::new(ModelFile::open(path)?))))
     }
 

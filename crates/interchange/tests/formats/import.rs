@@ -380,7 +380,6 @@ fn errors_for_other_paths_say_what_is_expected() {
     assert!(error(dir.path()).contains("found only pytorch_model.bin; load it with transformers"));
     fs::write(path("model.safetensors"), "").unwrap();
     assert!(error(dir.path()).contains("model.safetensors: not a safetensors file"));
-    // The file stands for its directory.
     assert!(error(&path("model.safetensors")).contains("model.safetensors: not a safetensors file"));
     fs::write(path("model.gguf"), "").unwrap();
     assert!(error(&path("model.gguf")).contains("found a GGUF file, which llm-rs only writes"));
@@ -411,6 +410,17 @@ fn the_links_of_a_hugging_face_cache_are_followed() {
     // An incomplete download has links without a file.
     fs::remove_file(blobs.join("1")).unwrap();
     assert!(error(&snapshot).contains("expected model.safetensors or model.safetensors.index.json, found neither"));
+}
+
+#[test]
+fn a_file_of_a_directory_stands_for_it() {
+    let tensors = tensors(Dtype::BF16);
+    let directory = directory(&tensors);
+    let file = directory.path().join("model.safetensors");
+    assert_loaded(&file, &tensors, &mut Cpu::new(), PlanOptions::inference(1, 8));
+    let other = directory.path().join("other.safetensors");
+    fs::copy(&file, &other).unwrap();
+    assert!(error(&other).contains("found a file that it does not use; pass the directory"));
 }
 
 #[test]
