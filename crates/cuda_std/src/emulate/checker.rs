@@ -11,8 +11,9 @@ use super::LANES;
 use super::memory::{Buffer, Memory};
 use super::region::Region;
 use super::report::{Fault, Line, Site};
-use super::shadow::{Access, CELL, Shadow};
+use super::shadow::{Access, CELL, Cell, Overflow, Shadow};
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::convert::Infallible;
 
 /// Kind of a memory access.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -520,34 +521,34 @@ impl Checker {
             Location::Shared(_) => &mut self.shared,
             Location::Buffer(buffer, _) => &mut self.buffers[buffer].shadow,
         };
-        let offset = location.offset();
-        for i in offset / CELL..(offset + request.bytes) / CELL {
-            let cell = *shadow.cell(i);
-            let conflict = |kind| Conflict { cell: location.with_offset(i * CELL), kind };
+        let range = (location.offset(), request.bytes);
+        let found = shadow.update(range, !kind.reads(), |i, cell, overflow| {
+            let conflict = |with, kind| Err((with, Conflict { cell: location.with_offset(i * CELL), kind }));
             if cell.write.is(Access::PENDING) {
-                return Err(self.conflict(request, cell.write, &conflict(ConflictKind::AsyncCopy)));
+                return conflict(cell.write, ConflictKind::AsyncCopy);
             }
             let both_atomic = kind == Kind::Atomic && cell.write.is(Access::ATOMIC);
             if !both_atomic && !order.happens_before(cell.write, thread) {
-                return Err(self.conflict(request, cell.write, &conflict(ConflictKind::Write)));
+                return conflict(cell.write, ConflictKind::Write);
             }
             if matches!(kind, Kind::AsyncRead | Kind::BulkWrite) && !order.is_proxy_fenced(cell.write) {
-                return Err(self.conflict(request, cell.write, &conflict(ConflictKind::UnfencedWrite)));
+                return conflict(cell.write, ConflictKind::UnfencedWrite);
             }
             let ordered = cell.reads.map(|read| order.happens_before(read, thread));
             if kind.reads() {
-                shadow.read(i, access, ordered);
-                continue;
+                overflow.read(i, cell, access, ordered);
+                return Ok(());
             }
             let read = ordered.iter().position(|ordered| !ordered).map(|read| cell.reads[read]);
             let in_overflow =
-                || shadow.overflow(i, cell).iter().find(|read| !order.happens_before(**read, thread)).copied();
+                || overflow.of(i, cell).iter().find(|read| !order.happens_before(**read, thread)).copied();
             if let Some(read) = read.or_else(in_overflow) {
-                return Err(self.conflict(request, read, &conflict(ConflictKind::Read)));
+                return conflict(read, ConflictKind::Read);
             }
-            shadow.wrote(i, access);
-        }
-        Ok(())
+            overflow.wrote(i, cell, access);
+            Ok(())
+        });
+        found.map_err(|(with, conflict)| self.conflict(request, with, &conflict))
     }
 
     /// Returns the finding for `request`, which conflicts with the earlier access `with`.
@@ -588,21 +589,22 @@ impl Checker {
         let offset = location.offset();
         let access = self.order.access(thread, 0, 0);
         let shadow = self.shadow(location);
-        for i in offset / CELL..(offset + bytes) / CELL {
-            let cell = shadow.cell(i);
-            let site = cell.write.site;
-            cell.write = access;
-            cell.write.site = site;
-        }
+        let completed = |_, cell: &mut Cell, _: &mut Overflow| {
+            cell.write = access.from(cell.write.site);
+            Ok::<(), Infallible>(())
+        };
+        let Ok(()) = shadow.update((offset, bytes), false, completed);
         shadow.set_written(offset, bytes);
     }
 
     /// Records that a TMA load to these bytes of shared memory has completed. The write keeps the time of its issue.
     pub fn bulk_copy_completed(&mut self, address: usize, bytes: usize) {
         let Some(Location::Shared(offset)) = self.locate(address) else { return };
-        for i in offset / CELL..(offset + bytes) / CELL {
-            self.shared.cell(i).write.complete();
-        }
+        let completed = |_, cell: &mut Cell, _: &mut Overflow| {
+            cell.write.complete();
+            Ok::<(), Infallible>(())
+        };
+        let Ok(()) = self.shared.update((offset, bytes), false, completed);
         self.shared.set_written(offset, bytes);
     }
 }

@@ -33,6 +33,11 @@ impl Access {
         Self { block, clock, thread: thread as u16 | flags, site }
     }
 
+    /// Returns the access from another line of the source.
+    pub fn from(self, site: u16) -> Self {
+        Self { site, ..self }
+    }
+
     pub fn is_none(self) -> bool {
         self.thread == u16::MAX
     }
@@ -89,15 +94,25 @@ impl Cell {
 
 /// Bytes in a cell: the size of the smallest element. Accesses with an odd address or size are not checked for races.
 pub const CELL: usize = 2;
+/// Cells in a group: those of the largest access of a thread. Most groups have one history, which is then stored once.
+const GROUP: usize = 16 / CELL;
+/// Groups in a page.
+const GROUPS: usize = u64::BITS as usize;
 /// Cells in a page.
-const PAGE: usize = 512;
+const PAGE: usize = GROUP * GROUPS;
 
 /// Cells of a range of memory, allocated on the first access.
 #[derive(Default)]
 struct Page {
     cells: Box<[Cell]>,
+    /// One bit per group: whether its first cell stands for all of its cells.
+    uniform: u64,
     touched: bool,
 }
+
+/// Further reads since the last write of cells that have had more than two unordered readers: one per warp.
+#[derive(Default)]
+pub struct Overflow(HashMap<usize, Vec<Access>, BuildHasherDefault<CellHasher>>);
 
 /// Shadow of a range of memory.
 pub struct Shadow {
@@ -106,8 +121,7 @@ pub struct Shadow {
     touched: Vec<usize>,
     /// One bit per byte: whether it was ever written.
     written: Vec<u64>,
-    /// Further reads since the last write of cells that have had more than two unordered readers: one per warp.
-    overflow: HashMap<usize, Vec<Access>, BuildHasherDefault<CellHasher>>,
+    overflow: Overflow,
 }
 
 /// Multiplicative hasher for cell indices.
@@ -130,21 +144,56 @@ impl Hasher for CellHasher {
     }
 }
 
+impl Overflow {
+    /// Records a read of cell `i`. `ordered` tells for each of the cell's reads whether it happens before this one.
+    #[inline]
+    pub fn read(&mut self, i: usize, cell: &mut Cell, access: Access, ordered: [bool; 2]) {
+        if let Some(evicted) = cell.read(access, ordered) {
+            cell.reads[1].thread |= Access::OVERFLOWED;
+            let reads = self.0.entry(i).or_default();
+            reads.retain(|read| read.block == evicted.block && read.warp() != evicted.warp());
+            reads.push(evicted);
+        }
+    }
+
+    /// Records a write to cell `i` and clears the reads before it.
+    #[inline]
+    pub fn wrote(&mut self, i: usize, cell: &mut Cell, access: Access) {
+        if cell.reads[1].is(Access::OVERFLOWED) {
+            self.0.remove(&i);
+        }
+        *cell = Cell { write: access, reads: [Access::NONE; 2] };
+    }
+
+    /// Returns the reads of cell `i` that did not fit into the cell.
+    #[inline]
+    pub fn of(&self, i: usize, cell: &Cell) -> &[Access] {
+        if cell.reads[1].is(Access::OVERFLOWED) { self.0.get(&i).map_or(&[], Vec::as_slice) } else { &[] }
+    }
+
+    /// Copies the reads of the first cell of a group, `i`, to its other cells.
+    #[cold]
+    fn split(&mut self, i: usize) {
+        for other in i + 1..i + GROUP {
+            let reads = self.0[&i].clone();
+            self.0.insert(other, reads);
+        }
+    }
+}
+
 impl Shadow {
     /// Creates the shadow of `bytes` bytes of uninitialized memory.
     pub fn new(bytes: usize) -> Self {
         let pages = (0..bytes.div_ceil(CELL * PAGE)).map(|_| Page::default()).collect();
-        Self { pages, touched: Vec::new(), written: vec![0; bytes.div_ceil(64)], overflow: HashMap::default() }
+        Self { pages, touched: Vec::new(), written: vec![0; bytes.div_ceil(64)], overflow: Overflow::default() }
     }
 
     /// Clears the access history. Initialized bytes stay initialized.
     pub fn forget_accesses(&mut self) {
         for page in self.touched.drain(..) {
-            let Page { cells, touched } = &mut self.pages[page];
-            cells.fill(Cell::EMPTY);
-            *touched = false;
+            self.pages[page].touched = false;
         }
-        self.overflow.clear();
+        self.overflow.0.clear();
     }
 
     /// Marks all bytes as uninitialized.
@@ -152,47 +201,51 @@ impl Shadow {
         self.written.fill(0);
     }
 
-    /// Returns cell `i`, which covers the bytes from `CELL * i`.
+    /// Applies `f` to the cells of `bytes` bytes from `offset` until it fails: one access to all of them. It gets the index of a cell,
+    /// which covers the bytes from `CELL` times the index, and runs once for neighbors that have the same history. `replaces` tells
+    /// that the history of a cell afterwards does not depend on the one before.
     #[inline]
-    pub fn cell(&mut self, i: usize) -> &mut Cell {
-        let page = &mut self.pages[i / PAGE];
-        if !page.touched {
-            page.touched = true;
-            self.touched.push(i / PAGE);
-            if page.cells.is_empty() {
-                page.cells = vec![Cell::EMPTY; PAGE].into_boxed_slice();
+    pub fn update<E>(
+        &mut self,
+        (offset, bytes): (usize, usize),
+        replaces: bool,
+        mut f: impl FnMut(usize, &mut Cell, &mut Overflow) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let (mut i, end) = (offset / CELL, (offset + bytes) / CELL);
+        while i < end {
+            let group = i / GROUP * GROUP;
+            let stop = end.min(group + GROUP);
+            let is_whole = stop - i == GROUP;
+            let Self { pages, touched, overflow, .. } = self;
+            let page = &mut pages[i / PAGE];
+            if !page.touched {
+                page.touch();
+                touched.push(i / PAGE);
             }
+            let bit = 1 << (group % PAGE / GROUP);
+            let cells: &mut [Cell; GROUP] =
+                (&mut page.cells[group % PAGE..][..GROUP]).try_into().expect("a page has whole groups");
+            if page.uniform & bit != 0 {
+                if is_whole {
+                    f(i, &mut cells[0], overflow)?;
+                    i = stop;
+                    continue;
+                }
+                page.uniform &= !bit;
+                *cells = [cells[0]; GROUP];
+                if cells[0].reads[1].is(Access::OVERFLOWED) {
+                    overflow.split(group);
+                }
+            }
+            for (cell, i) in cells[i - group..stop - group].iter_mut().zip(i..) {
+                f(i, cell, overflow)?;
+            }
+            if is_whole && replaces {
+                page.uniform |= bit;
+            }
+            i = stop;
         }
-        &mut page.cells[i % PAGE]
-    }
-
-    /// Records a write to cell `i` and clears the reads before it.
-    #[inline]
-    pub fn wrote(&mut self, i: usize, access: Access) {
-        let cell = self.cell(i);
-        let overflowed = cell.reads[1].is(Access::OVERFLOWED);
-        *cell = Cell { write: access, reads: [Access::NONE; 2] };
-        if overflowed {
-            self.overflow.remove(&i);
-        }
-    }
-
-    /// Records a read of cell `i`. `ordered` tells for each of the cell's reads whether it happens before this one.
-    #[inline]
-    pub fn read(&mut self, i: usize, access: Access, ordered: [bool; 2]) {
-        let cell = self.cell(i);
-        if let Some(evicted) = cell.read(access, ordered) {
-            cell.reads[1].thread |= Access::OVERFLOWED;
-            let overflow = self.overflow.entry(i).or_default();
-            overflow.retain(|read| read.block == evicted.block && read.warp() != evicted.warp());
-            overflow.push(evicted);
-        }
-    }
-
-    /// Returns the reads of cell `i` that did not fit into the cell.
-    #[inline]
-    pub fn overflow(&self, i: usize, cell: Cell) -> &[Access] {
-        if cell.reads[1].is(Access::OVERFLOWED) { self.overflow.get(&i).map_or(&[], Vec::as_slice) } else { &[] }
+        Ok(())
     }
 
     /// Marks a range of bytes as initialized.
@@ -216,6 +269,20 @@ impl Shadow {
             missing == 0
         });
         first
+    }
+}
+
+impl Page {
+    /// Makes all cells empty.
+    #[cold]
+    fn touch(&mut self) {
+        if self.cells.is_empty() {
+            self.cells = vec![Cell::EMPTY; PAGE].into_boxed_slice();
+        } else {
+            self.cells.iter_mut().step_by(GROUP).for_each(|cell| *cell = Cell::EMPTY);
+        }
+        self.uniform = u64::MAX;
+        self.touched = true;
     }
 }
 
