@@ -1,6 +1,6 @@
 //! The `sm_90a` GEMM kernels with FP8 operands, compared with an f64 reference.
 
-use crate::common::{Tolerance, assert_close, entries, for_all, matrix_rows, noise, rounded, wide};
+use crate::common::{Tolerance, assert_close, entries, for_all, matrix_rows, noise, product, rounded, wide};
 use bytemuck::Pod;
 use cuda_std::emulate::Memory;
 use cuda_std::fp8::Fp8Format;
@@ -198,12 +198,10 @@ fn gelu_slope(x: f64) -> f64 {
 fn reference(case: Case, inputs: &Inputs, stored: &[f64]) -> Outputs {
     let GemmShape { m, n, k } = case.shape;
     let scale = f64::from(inputs.scales[0]) * f64::from(inputs.scales[1]);
-    let sum = |i: usize, j: usize| {
-        let (a, b) = (&inputs.a[i * k..][..k], &inputs.b[j * k..][..k]);
-        let bias = if case.has_bias() { inputs.bias[j] } else { 0.0 };
-        scale * a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>() + bias
-    };
-    let sums: Vec<f64> = (0..m * n).map(|i| sum(i / n, i % n)).collect();
+    let mut sums = product([m, n, k], |i, l| inputs.a[i * k + l], |l, j| inputs.b[j * k + l]);
+    for (at, sum) in sums.iter_mut().enumerate() {
+        *sum = scale * *sum + if case.has_bias() { inputs.bias[at % n] } else { 0.0 };
+    }
     let with_aux = |f: fn(f64, f64) -> f64| sums.iter().zip(&inputs.aux).map(|(&sum, &aux)| f(sum, aux)).collect();
     let out: Vec<f64> = match case.gemm.epilogue {
         Fp8Epilogue::Plain | Fp8Epilogue::Bias => sums.clone(),
@@ -299,7 +297,7 @@ fn shapes_around_a_tile_match_reference() {
 /// pipeline continues from tile to tile.
 fn any_grid_size_matches_reference() {
     for blocks in [1, 4, 17] {
-        check_all(264, 392, 400, blocks, |gemm| {
+        check_all(264, 392, 144, blocks, |gemm| {
             use Fp8Epilogue::{AccumulateF32, BiasResidual, GeluBackward};
             matches!(gemm.epilogue, BiasResidual | GeluBackward | AccumulateF32) && gemm.a == Fp8Format::E4m3
         });
@@ -366,7 +364,7 @@ fn non_finite_elements_do_not_spread() {
 fn split_k_matches_reference() {
     for gemm in gemms() {
         for tile in TileShape::ALL {
-            for (m, n, k, split_k, blocks) in [(136, 200, 4000, 7, 7), (264, 200, 1040, 5, 3)] {
+            for (m, n, k, split_k, blocks) in [(136, 200, 2576, 7, 7), (264, 200, 1040, 5, 3)] {
                 let case = Case { gemm, shape: GemmShape { m, n, k }, config: TileConfig { tile, split_k }, blocks };
                 if gemm.supports(case.shape, case.config) && (gemm.a == Fp8Format::E4m3 || blocks == 3) {
                     check(case);

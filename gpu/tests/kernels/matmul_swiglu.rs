@@ -1,7 +1,7 @@
 //! The `sm_90a` GEMM kernels with a SwiGLU epilogue compared with an f64 reference.
 
 use crate::common::{
-    Tolerance, assert_close, entries, for_all, integers, matrix_rows, multiples_of_8, noise, rounded, wide,
+    Tolerance, assert_close, entries, for_all, integers, matrix_rows, multiples_of_8, noise, product, rounded, wide,
 };
 use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
@@ -154,8 +154,7 @@ fn reference(case: Case, inputs: &Inputs, stored: &[f64]) -> Outputs {
     let Case { op, m, f, k, .. } = case;
     let columns = case.shape().n;
     let b = |l: usize, j: usize| if op == FORWARD { inputs.b[j * k + l] } else { inputs.b[l * f + j] };
-    let sum = |i: usize, j: usize| (0..k).map(|l| inputs.a[i * k + l] * b(l, j)).sum::<f64>();
-    let sums: Vec<f64> = (0..m * columns).map(|i| sum(i / columns, i % columns)).collect();
+    let sums = product([m, columns, k], |i, l| inputs.a[i * k + l], b);
     if op == FORWARD {
         return Outputs { out: activations(case, stored), second: sums };
     }

@@ -180,6 +180,19 @@ pub fn assert_same(what: &str, got: &[f64], want: &[f64]) {
     }
 }
 
+/// Returns the product of an m x k and a k x n matrix.
+pub fn product([m, n, k]: [usize; 3], a: impl Fn(usize, usize) -> f64, b: impl Fn(usize, usize) -> f64) -> Vec<f64> {
+    let b: Vec<f64> = (0..k * n).map(|at| b(at / n, at % n)).collect();
+    let mut product = vec![0.0; m * n];
+    for (i, row) in product.chunks_exact_mut(n).enumerate() {
+        for (l, b) in b.chunks_exact(n).enumerate() {
+            let a = a(i, l);
+            row.iter_mut().zip(b).for_each(|(sum, b)| *sum += a * b);
+        }
+    }
+    product
+}
+
 /// Returns the size of the shared memory that a layout function allocates, in bytes.
 pub fn shared_bytes<R>(layout: impl FnOnce(&mut cuda_std::shared::Layout) -> R) -> usize {
     let mut total = cuda_std::shared::Layout::new();
