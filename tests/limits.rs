@@ -111,11 +111,11 @@ fn checkpoints_need_no_further_memory() {
     let world = World::new();
     for first in [false, true] {
         let out = if first { "before" } else { "after" };
-        let every = if first { "3000" } else { "300" };
-        let settings = ["--steps", "3000", "--checkpoint-every", every, "--val-every", "0", "--keep", "2"];
+        let every = if first { "800" } else { "100" };
+        let settings = ["--steps", "800", "--checkpoint-every", every, "--val-every", "0", "--keep", "2"];
         let mut child = world.command(out, &settings).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let log = world.path(out).join("main.log");
-        wait_until("the run has logged some steps", || lines(&log) > 300);
+        wait_until("the run has logged some steps", || lines(&log) > 100);
         let status = fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
         let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
         let kilobytes: u64 = size.trim().trim_end_matches(" kB").parse().unwrap();
@@ -126,7 +126,7 @@ fn checkpoints_need_no_further_memory() {
         let err = String::from_utf8_lossy(&output.stderr);
         // There may be too little memory for the plots.
         assert!(matches!(output.status.code(), Some(0 | 1)) && !err.contains("found a panic"), "{err}");
-        assert!(world.path(out).join("DONE_00003000").exists(), "{err}");
+        assert!(world.path(out).join("DONE_00000800").exists(), "{err}");
     }
 }
 
