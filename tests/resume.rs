@@ -555,7 +555,7 @@ fn a_failed_checkpoint_is_reported_and_the_run_and_older_checkpoints_survive() {
 #[test]
 fn a_temporarily_missing_directory_loses_only_the_checkpoints_of_that_time() {
     let world = World::new();
-    let long = ["--steps", "1500", "--checkpoint-every", "10", "--keep", "1"];
+    let long = ["--steps", "600", "--checkpoint-every", "10", "--keep", "1"];
     world.succeed("reference", &long);
     let mut child = world.command("run", &long);
     let child = child.stdout(Stdio::piped()).spawn().unwrap();
@@ -570,8 +570,8 @@ fn a_temporarily_missing_directory_loses_only_the_checkpoints_of_that_time() {
     // It continued in the moved directory, and in the original path at the end.
     assert!(printed.contains("warning: run was moved to ") && printed.contains("/away during the run"), "{printed}");
     world.succeed("run", &[&long[..], &["--resume"]].concat());
-    Results::read(&run, 1500)
-        .assert_equals(&Results::read(&world.path("reference"), 1500), "after the directory came back");
+    Results::read(&run, 600)
+        .assert_equals(&Results::read(&world.path("reference"), 600), "after the directory came back");
 }
 
 /// Runs a script in which `full` is a file system of 2.8 MB and `train` runs the program with its settings. Returns `None` if

@@ -35,6 +35,8 @@ impl World {
     pub fn command(&self, out: &str, more: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
         command.current_dir(self.dir.path()).args(["train", "--device", "cpu", "--out", out]);
+        // In a model of this size, more threads only wait for each other.
+        command.env("RAYON_NUM_THREADS", "1");
         let settings = [
             ("--train", "train_*.bin"),
             ("--val", "val_*.bin"),

@@ -95,7 +95,7 @@ fn ranks_end_soon_after_the_link_between_hosts_is_cut() {
     command.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
     let errors = world.path("errors");
     let mut job = command.stderr(fs::File::create(&errors).unwrap()).process_group(0).spawn().unwrap();
-    world.wait_for("out", 50);
+    world.wait_for("out", 20);
     let ranks = [0, 1].map(|rank| Path::new("/proc").join(world.process("out", rank)));
     fs::write(world.path("cut"), "").unwrap();
     wait_until("the link is cut", || world.path("is_cut").exists());
@@ -193,7 +193,7 @@ fn slurm_starts_restarts_and_stops_runs() {
     assert!(log("reference").contains("2 ranks, connected by TCP"), "{}", log("reference"));
 
     let interrupted = sbatch("interrupted", &[]);
-    world.wait_for("interrupted", 50);
+    world.wait_for("interrupted", 20);
     world.signal("interrupted", 1, "KILL");
     slurm.wait_for_end(&world, &interrupted);
     let text = log("interrupted");
@@ -202,7 +202,7 @@ fn slurm_starts_restarts_and_stops_runs() {
 
     // As before a time limit (`#SBATCH --signal`).
     let stopped = sbatch("stopped", &["--steps", "1000000", "--keep", "1"]);
-    world.wait_for("stopped", 50);
+    world.wait_for("stopped", 20);
     let scancel = slurm.command(&world, "scancel").args(["--signal=TERM", &stopped]).status().unwrap();
     assert!(scancel.success());
     slurm.wait_for_end(&world, &stopped);
@@ -218,13 +218,13 @@ fn slurm_continues_without_a_lost_rank() {
     let world = World::new();
     std::os::unix::fs::symlink(script(""), world.path("scripts")).unwrap();
     let job = slurm.sbatch(&world, &["--no-kill", "--ntasks-per-node", "3"], "out", &ELASTIC);
-    world.wait_for("out", 50);
+    world.wait_for("out", 20);
     world.remove_with_supervisor("out", 2);
     slurm.wait_for_end(&world, &job);
     let text = fs::read_to_string(world.path("out.txt")).unwrap();
     assert!(text.contains("note: 2 of 3 ranks take part: ranks 0, 1; rank 2 is missing; "), "{text}");
     let steps = resumed_after(&text);
-    assert!(steps.len() == 1 && steps[0] >= 50, "{steps:?}: {text}");
+    assert!(steps.len() == 1 && steps[0] >= 20, "{steps:?}: {text}");
     resume(&world, "out", steps[0], 2, "reference", &[]);
     assert_same_files(&world, "out", "reference", 1);
 }

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 pub const ELASTIC: [&str; 6] = ["--total-batch", "384", "--min-ranks", "2", "--rendezvous-timeout", "4"];
 
 /// The step of the log line and of the checkpoint at which runs end.
-const LAST: usize = 400;
+const LAST: usize = 160;
 
 /// The ranks of a run, each under a supervisor of its own.
 struct Ranks<'a> {
@@ -115,11 +115,11 @@ fn a_run_without_one_of_its_ranks_has_the_bits_of_a_run_of_that_size() {
         ("sharded", 0, &["--zero-stage", "2", "--shard-size", "2", "--rendezvous", &file]),
     ] {
         let mut ranks = Ranks::start(&world, out, &[0, 1, 2, 3], more);
-        world.wait_for(out, 100);
+        world.wait_for(out, 40);
         ranks.remove(removed);
         let text = ranks.complete();
         let steps = resumed_after(&text);
-        assert!(steps.len() == 1 && steps[0] >= 100, "{steps:?}: {text}");
+        assert!(steps.len() == 1 && steps[0] >= 40, "{steps:?}: {text}");
         let remaining: Vec<_> = (0..4).filter(|&rank| rank != removed).map(|rank| rank.to_string()).collect();
         let expected = format!(
             "note: 3 of 4 ranks take part: ranks {}, now numbered from 0 to 2; rank {removed} is missing; others join at the next \
@@ -146,14 +146,14 @@ fn a_run_without_one_of_its_ranks_has_the_bits_of_a_run_of_that_size() {
 fn a_spare_rank_waits_and_replaces_the_next_lost_one() {
     let world = World::new();
     let mut ranks = Ranks::start(&world, "out", &[0, 1, 2, 3], &["--total-batch", "256"]);
-    world.wait_for("out", 50);
+    world.wait_for("out", 20);
     ranks.remove(1);
     wait_for_text(&world.path("out/run.lock"), r#""ranks":[0,2],"spare":[3]"#);
-    world.wait_for("out", 150);
+    world.wait_for("out", 60);
     ranks.remove(0);
     let text = ranks.complete();
     let steps = resumed_after(&text);
-    assert!(steps.last().is_some_and(|&step| step >= 150), "{steps:?}: {text}");
+    assert!(steps.last().is_some_and(|&step| step >= 60), "{steps:?}: {text}");
     assert!(
         text.contains("note: 2 of 4 ranks take part: ranks 2, 3, now numbered from 0 to 1; ranks 0, 1 are missing; "),
         "{text}"
@@ -166,18 +166,18 @@ fn a_spare_rank_waits_and_replaces_the_next_lost_one() {
 fn a_new_rank_joins_at_the_next_restart() {
     let world = World::new();
     let mut ranks = Ranks::start(&world, "out", &[0, 1, 2, 3], &[]);
-    world.wait_for("out", 50);
+    world.wait_for("out", 20);
     ranks.remove(3);
     wait_for_text(&world.path("out/run.lock"), r#""ranks":[0,1,2]"#);
     // The same command again. The run in progress is not interrupted.
     ranks.start_rank(3);
-    world.wait_for("out", 150);
+    world.wait_for("out", 60);
     assert!(fs::read_to_string(world.path("out/run.lock")).unwrap().contains(r#""ranks":[0,1,2]"#));
     ranks.kill(1);
     let text = ranks.complete();
     let steps = resumed_after(&text);
     let grown = *steps.last().unwrap();
-    assert!(grown >= 150 && text.contains("note: the world size was 3, is 4: "), "{steps:?}: {text}");
+    assert!(grown >= 60 && text.contains("note: the world size was 3, is 4: "), "{steps:?}: {text}");
     resume(&world, "out", grown, 4, "reference", &[]);
     assert_same_files(&world, "out", "reference", 1);
     // A rank that comes after the end has nothing to do, and changes nothing.
@@ -195,7 +195,7 @@ fn a_rank_that_waits_for_a_run_says_so() {
     let world = World::new();
     let more = ["--steps", "1000000", "--keep", "1"];
     let mut ranks = Ranks::start(&world, "out", &[0, 1, 2], &more);
-    world.wait_for("out", 50);
+    world.wait_for("out", 20);
     ranks.start_rank(3);
     thread::sleep(Duration::from_secs(8));
     let all = ranks.supervisors.iter().flatten().map(|child| format!("-{}", child.id()));
@@ -214,7 +214,7 @@ fn a_rank_that_waits_for_a_run_says_so() {
 fn too_few_ranks_end_the_run() {
     let world = World::new();
     let mut ranks = Ranks::start(&world, "out", &[0, 1, 2], &["--min-ranks", "3"]);
-    world.wait_for("out", 50);
+    world.wait_for("out", 20);
     ranks.remove(1);
     let outputs = ranks.outputs();
     let texts: Vec<_> = outputs.iter().flatten().map(output_text).collect();
@@ -225,7 +225,7 @@ fn too_few_ranks_end_the_run() {
     // The run can still be continued.
     let mut ranks = Ranks::start(&world, "out", &[0, 2], &["--min-ranks", "2"]);
     let steps = resumed_after(&ranks.complete());
-    assert!(steps.len() == 1 && steps[0] >= 50, "{steps:?}");
+    assert!(steps.len() == 1 && steps[0] >= 20, "{steps:?}");
 }
 
 /// A rank that was stopped for a while is replaced. It changes nothing when it runs again, and waits for its part.
@@ -233,7 +233,7 @@ fn too_few_ranks_end_the_run() {
 fn a_rank_that_comes_back_late_changes_nothing() {
     let world = World::new();
     let mut ranks = Ranks::start(&world, "out", &[0, 1, 2, 3], &["--zero-stage", "1"]);
-    world.wait_for("out", 50);
+    world.wait_for("out", 20);
     let stopped = world.process("out", 2);
     let signal = |name: &str| Command::new("kill").args(["-s", name, &stopped]).status().unwrap();
     signal("STOP");
@@ -241,7 +241,7 @@ fn a_rank_that_comes_back_late_changes_nothing() {
     signal("CONT");
     let text = ranks.complete();
     let steps = resumed_after(&text);
-    assert!(steps.len() == 1 && steps[0] >= 50, "{steps:?}: {text}");
+    assert!(steps.len() == 1 && steps[0] >= 20, "{steps:?}: {text}");
     assert!(text.contains("note: rank 2: the run in out has completed all its steps; "), "{text}");
     resume(&world, "out", steps[0], 3, "reference", &["--zero-stage", "1"]);
     assert_same_files(&world, "out", "reference", 3);
@@ -258,7 +258,7 @@ fn without_min_ranks_a_missing_rank_ends_the_run() {
         command.args(["--rank", rank, "--world-size", "2"]).spawn().unwrap()
     };
     let [first, mut removed] = ["0", "1"].map(start);
-    world.wait_for("out", 50);
+    world.wait_for("out", 20);
     removed.kill().unwrap();
     world.signal("out", 1, "KILL");
     removed.wait().unwrap();
@@ -333,7 +333,7 @@ fn several_gpus_continues_without_a_lost_rank() {
     let world = World::new();
     let more = [&LONG[..], &ELASTIC[..]].concat();
     let run = world.script("several_gpus", &["--restarts", "3", "4"], "out", &more).spawn().unwrap();
-    world.wait_for("out", 50);
+    world.wait_for("out", 20);
     world.remove_with_supervisor("out", 3);
     let output = run.wait_with_output().unwrap();
     let (printed, errors) = output_text(&output);
@@ -361,7 +361,7 @@ fn mpirun_continues_without_a_lost_rank() {
     command.args(World::arguments("out", &[&LONG[..], &ELASTIC[..]].concat()));
     command.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
     let run = command.spawn().unwrap();
-    world.wait_for("out", 50);
+    world.wait_for("out", 20);
     world.remove_with_supervisor("out", 0);
     let output = run.wait_with_output().unwrap();
     let (printed, errors) = output_text(&output);

@@ -74,9 +74,9 @@ fn a_run_resumes_after_lost_ranks() {
     let reference = run(&["2"], "reference").wait_with_output().unwrap();
     assert!(reference.status.success(), "{:?}", output_text(&reference));
     let interrupted = run(&["--restarts", "2", "2"], "interrupted");
-    world.wait_for("interrupted", 50);
+    world.wait_for("interrupted", 20);
     world.signal("interrupted", 1, "KILL");
-    world.wait_for("interrupted", 200);
+    world.wait_for("interrupted", 80);
     world.signal("interrupted", 1, "STOP");
     let output = interrupted.wait_with_output().unwrap();
     let (printed, errors) = output_text(&output);
@@ -107,7 +107,7 @@ fn a_run_of_mpirun_resumes_after_a_lost_rank() {
     let reference = run("0", "reference").wait_with_output().unwrap();
     assert!(reference.status.success(), "{:?}", output_text(&reference));
     let interrupted = run("1", "interrupted");
-    world.wait_for("interrupted", 50);
+    world.wait_for("interrupted", 20);
     world.signal("interrupted", 0, "KILL");
     let output = interrupted.wait_with_output().unwrap();
     assert!(output.status.success(), "{:?}", output_text(&output));
@@ -140,7 +140,7 @@ fn a_slurm_job_on_two_hosts_resumes_after_a_lost_rank() {
         output_text(&reference)
     );
     let interrupted = by_file("interrupted", "8");
-    world.wait_for("interrupted", 50);
+    world.wait_for("interrupted", 20);
     world.signal("interrupted", 3, "KILL");
     let output = interrupted.wait_with_output().unwrap();
     let (printed, errors) = output_text(&output);
