@@ -630,6 +630,7 @@ fn a_full_disk_is_reported_before_writing_and_the_run_resumes_when_there_is_spac
 }
 
 #[test]
+#[ignore = "slow: scripts/nightly runs it"]
 fn log_lines_wait_for_disk_space() {
     let world = World::new();
     let more = ["--steps", "1500", "--checkpoint-every", "1500"];

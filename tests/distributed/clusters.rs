@@ -80,6 +80,7 @@ fn mpirun_connects_two_hosts() {
 }
 
 #[test]
+#[ignore = "slow: scripts/nightly runs it"]
 fn ranks_end_soon_after_the_link_between_hosts_is_cut() {
     if !has_two_hosts() {
         return;
@@ -213,6 +214,7 @@ fn slurm_starts_restarts_and_stops_runs() {
 
 /// The supervisor of the lost rank is killed too, as if its GPU or its host had failed. SLURM keeps the other processes.
 #[test]
+#[ignore = "slow: scripts/nightly runs it"]
 fn slurm_continues_without_a_lost_rank() {
     let Some(slurm) = Slurm::start() else { return };
     let world = World::new();

@@ -133,6 +133,7 @@ fn number(value: &Value, key: &str) -> f64 {
 }
 
 #[test]
+#[ignore = "slow: scripts/nightly runs it"]
 fn scaling_prints_one_table_and_respects_its_time_limit() {
     if Command::new("python3").arg("--version").output().is_err() {
         println!("skipped: python3 is not available");

@@ -46,8 +46,8 @@ fn ranks_read_the_same_tokens_in_the_same_step_over_shards_and_epochs() {
     assert!(shuffled.iter().zip(&one).filter(|(a, b)| (*a - *b).abs() > 2e-3 * *b).count() > 40);
 
     // Resume within the first and within the second shard, with the same and with other world sizes.
-    for step in [20, 40] {
-        for (from, to) in [("2", 2), ("one", 1), ("2", 4), ("4", 1), ("one", 2)] {
+    for (step, pairs) in [(20, &[("2", 2), ("one", 1), ("2", 4)][..]), (40, &[("4", 1), ("one", 2)])] {
+        for &(from, to) in pairs {
             let out = format!("{step}_{from}_{to}");
             copy_checkpoint(&world, from, step, &out);
             train(&world, to, &out, &["--resume"]);

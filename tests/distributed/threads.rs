@@ -543,6 +543,7 @@ fn hybrid_sharding_matches_one_rank() {
 }
 
 #[test]
+#[ignore = "slow: scripts/nightly runs it"]
 fn muon_with_hybrid_sharding_matches_one_rank() {
     let base = Threads { muon: true, ..SHARDED };
     let single = Threads { b: 12, accum: 2, ..base }.run();
@@ -737,6 +738,7 @@ fn sharded_runs_are_deterministic() {
 }
 
 #[test]
+#[ignore = "slow: scripts/nightly runs it"]
 fn kernels_round_shards_like_whole_tensors() {
     for (engine, muon) in [
         (EngineKind::Emulated, false),

@@ -20,12 +20,13 @@ tests! {
     kernels of "attention_wgmma";
     once: one_position_matches_reference, partial_tile_matches_reference, full_tile_matches_reference,
         several_tiles_match_reference, idle_blocks_match_reference, one_block_matches_reference,
-        only_head_sizes_64_and_128_are_supported, outputs_are_convex_combinations_of_values, attention_is_causal,
-        heads_are_independent, gradients_of_keys_and_values_sum_correctly, zero_inputs_match_reference,
-        equal_scores_average_values, dominant_key_takes_all_attention, large_scores_match_reference,
-        non_finite_head_does_not_spread, non_finite_query_head_reaches_only_its_group,
-        grouped_queries_match_reference, groups_share_keys_and_values, results_are_the_same_for_every_grid,
-        non_finite_position_spreads_only_within_its_tile, quantized_output_has_the_bits_of_separate_quantization;
+        only_head_sizes_64_and_128_are_supported, outputs_are_convex_combinations_of_values, heads_are_independent,
+        gradients_of_keys_and_values_sum_correctly, zero_inputs_match_reference, equal_scores_average_values,
+        dominant_key_takes_all_attention, large_scores_match_reference, grouped_queries_match_reference,
+        groups_share_keys_and_values, non_finite_position_spreads_only_within_its_tile,
+        quantized_output_has_the_bits_of_separate_quantization;
+    slow: non_finite_head_does_not_spread, non_finite_query_head_reaches_only_its_group,
+        results_are_the_same_for_every_grid, attention_is_causal;
 }
 
 /// Fewer blocks than work tiles for most shapes, so that a block computes several tiles.

@@ -202,17 +202,19 @@ pub fn shared_bytes<R>(layout: impl FnOnce(&mut cuda_std::shared::Layout) -> R) 
 
 /// Declares the tests of a file, plus one which checks that together they launch every entry point of their kernels.
 ///
-/// The syntax is `kernels of "bias.rs", "column_sum.rs"; for both types: column_sums; slow in f32: large; once: other;`:
+/// The syntax is `kernels of "bias.rs", "column_sum.rs"; for both types: column_sums; slow in f32: large; once: other; slow: huge;`:
 /// * files or directories in `gpu/src`,
 /// * tests that are generic over the storage type,
 /// * generic tests that are slow in f32: `scripts/nightly` runs their f32 instances,
-/// * other tests.
+/// * other tests,
+/// * other tests that are slow: `scripts/nightly` runs them.
 macro_rules! tests {
     (
         kernels of $($file:literal),*;
         $(for both types: $($both:ident),* $(,)?;)?
         $(slow in f32: $($slow:ident),* $(,)?;)?
         $(once: $($single:ident),* $(,)?;)?
+        $(slow: $($long:ident),* $(,)?;)?
     ) => {
         mod in_bf16 {
             $($(#[test] pub fn $both() {
@@ -237,6 +239,9 @@ macro_rules! tests {
             $($(#[test] pub fn $single() {
                 static DONE: std::sync::Once = std::sync::Once::new();
                 $crate::common::entries::once(&DONE, super::$single);
+            })*)?
+            $($(#[test] #[ignore = "slow: scripts/nightly runs it"] fn $long() {
+                super::$long();
             })*)?
         }
         mod together {
