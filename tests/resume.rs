@@ -1,6 +1,6 @@
 //! Resuming: killed and stopped runs, full disks, and damaged checkpoints.
 
-use crate::common::runs::{Results, World, entries, lines, receiving_hangup, signal, wait_until};
+use crate::common::runs::{Results, World, entries, lines, receiving_signals, signal, wait_until};
 use checkpoint::resume::find_newest;
 use checkpoint::sidecar::Sidecar;
 use data::tokens;
@@ -293,7 +293,7 @@ fn a_resumed_stopped_run_matches_an_uninterrupted_run() {
     let signals =
         [("TERM", 143), ("INT", 130), ("HUP", 129), ("QUIT", 143), ("USR1", 143), ("USR2", 143), ("XCPU", 143)];
     for (name, code) in signals {
-        let mut child = receiving_hangup(&world.command("run", &resume));
+        let mut child = receiving_signals(&world.command("run", &resume));
         let child = child.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let before = lines(&log);
         wait_until("the run has logged some steps", || lines(&log) > before + 10);

@@ -89,14 +89,16 @@ impl World {
 
     pub fn start(&self, out: &str, more: &[&str]) -> Child {
         let null = Stdio::null;
-        receiving_hangup(&self.command(out, more)).stdout(null()).stderr(null()).spawn().unwrap()
+        receiving_signals(&self.command(out, more)).stdout(null()).stderr(null()).spawn().unwrap()
     }
 }
 
-/// Returns `command` with the default action for SIGHUP. `nohup` and daemons ignore it for all processes that they start.
-pub fn receiving_hangup(command: &Command) -> Command {
+/// Returns `command` with the default actions for signals. `nohup` and daemons ignore SIGHUP for all processes that they start,
+/// and a shell SIGINT and SIGQUIT for its background jobs.
+pub fn receiving_signals(command: &Command) -> Command {
     let mut env = Command::new("env");
-    env.arg("--default-signal=HUP").arg(command.get_program()).args(command.get_args());
+    env.arg("--default-signal=HUP,INT,QUIT").arg(command.get_program()).args(command.get_args());
+    env.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
     if let Some(directory) = command.get_current_dir() {
         env.current_dir(directory);
     }
