@@ -1,16 +1,16 @@
 //! Expansion of `#[kernel]`.
 
-use proc_macro2::{Group, Span, TokenStream, TokenTree};
+use proc_macro2::{Span, TokenStream, TokenTree};
 use quote::{ToTokens, format_ident, quote};
 use syn::ext::IdentExt;
 use syn::parse::{Parse, ParseStream};
 use syn::punctuated::Punctuated;
 use syn::{
-    AngleBracketedGenericArguments, Attribute, Error, Expr, FnArg, GenericParam, Ident, ItemFn, LitInt, LitStr, Meta,
-    Pat, Signature, Token, Type,
+    Attribute, Error, Expr, FnArg, GenericParam, Ident, ItemFn, LitInt, LitStr, Meta, Pat, Signature, Token, Type,
 };
 
 use crate::checked::{Parameter, signature};
+use crate::instances::{Alternatives, Instance, Selector, parameter, parse_axes, parse_instances, substitute};
 
 /// Set by `CudaBuilder::allow_unchecked` when it compiles a device crate. Its flags change then, too, so that cargo expands again.
 const UNCHECKED_VARIABLE: &str = "CUDA_BUILDER_UNCHECKED";
@@ -22,7 +22,10 @@ struct Options {
     blocks_per_sm: Option<u32>,
     arch: Option<String>,
     requires: Option<String>,
+    axes: Vec<(Ident, Alternatives)>,
     instances: Vec<Instance>,
+    /// The constants by which the host selects an instance at run time.
+    select: Vec<Selector>,
     /// The function that defines the layout of shared memory.
     shared: Option<Expr>,
     /// The signature of a checked kernel.
@@ -77,33 +80,6 @@ impl Threads {
     }
 }
 
-/// One entry of `instances(…)`: `name = <arguments>` or `name = <arguments>(blocks_per_sm = N)`.
-struct Instance {
-    suffix: Ident,
-    arguments: AngleBracketedGenericArguments,
-    blocks_per_sm: Option<u32>,
-}
-
-impl Parse for Instance {
-    fn parse(input: ParseStream) -> syn::Result<Self> {
-        let suffix = input.parse()?;
-        input.parse::<Token![=]>()?;
-        let arguments = input.parse()?;
-        let mut blocks_per_sm = None;
-        if input.peek(syn::token::Paren) {
-            let content;
-            syn::parenthesized!(content in input);
-            let key: Ident = content.parse()?;
-            if key != "blocks_per_sm" {
-                return Err(Error::new(key.span(), format!("instance option: expected blocks_per_sm, found `{key}`")));
-            }
-            content.parse::<Token![=]>()?;
-            blocks_per_sm = Some(content.parse::<LitInt>()?.base10_parse()?);
-        }
-        Ok(Self { suffix, arguments, blocks_per_sm })
-    }
-}
-
 impl Parse for Options {
     fn parse(input: ParseStream) -> syn::Result<Self> {
         let mut options = Self::default();
@@ -117,11 +93,17 @@ impl Parse for Options {
                 ));
             }
             seen.push(key.clone());
-            if key == "instances" {
+            if key == "instances" || key == "axes" || key == "select" {
                 let content;
                 syn::parenthesized!(content in input);
-                options.instances =
-                    Punctuated::<Instance, Token![,]>::parse_terminated(&content)?.into_iter().collect();
+                if key == "axes" {
+                    options.axes = parse_axes(&content)?;
+                } else if key == "instances" {
+                    options.instances = parse_instances(&content, &options.axes)?;
+                } else {
+                    options.select =
+                        Punctuated::<Selector, Token![,]>::parse_terminated(&content)?.into_iter().collect();
+                }
             } else if key == "checked" {
                 options.checked = Some(0);
             } else {
@@ -137,7 +119,7 @@ impl Parse for Options {
                 } else if key == "blocks_per_sm" {
                     options.blocks_per_sm = Some(input.parse::<LitInt>()?.base10_parse()?);
                 } else {
-                    let known = "threads, blocks_per_sm, shared, checked, requires, arch or instances";
+                    let known = "threads, blocks_per_sm, shared, checked, requires, arch, axes, instances or select";
                     return Err(Error::new(key.span(), format!("kernel option: expected {known}, found `{key}`")));
                 }
             }
@@ -183,9 +165,7 @@ pub fn expand(attribute: &TokenStream, item: TokenStream) -> syn::Result<TokenSt
     let arch = Some(arch.cloned().chain([attributes(&function, &["cfg"])]).collect::<TokenStream>());
 
     let entries = if generic {
-        let entry = |i: &Instance| {
-            device_entry(&function, &options, arch.as_ref(), threads, &format_ident!("{name}_{}", i.suffix), Some(i))
-        };
+        let entry = |i: &Instance| device_entry(&function, &options, arch.as_ref(), threads, &i.entry(name), Some(i));
         options.instances.iter().map(entry).collect::<syn::Result<Vec<_>>>()?
     } else {
         vec![device_entry(&function, &options, arch.as_ref(), threads, &signature.ident, None)?]
@@ -201,10 +181,20 @@ pub fn expand(attribute: &TokenStream, item: TokenStream) -> syn::Result<TokenSt
         }
     });
     let host = host_launch(&function, &options, threads, &arguments);
+    let shared = generic.then(|| shared_items(&function, &options, &arguments));
+    let select = if options.select.is_empty() {
+        None
+    } else if generic && options.checked.is_none() {
+        Some(select_items(&function, &options, threads, &arguments)?)
+    } else {
+        return Err(Error::new(name.span(), "select(…) requires a generic kernel that is not checked: remove it"));
+    };
     Ok(quote! {
         #arch #generic_body
         #(#entries)*
         #arch #host
+        #shared
+        #select
     })
 }
 
@@ -269,7 +259,6 @@ fn device_entry(
     entry: &Ident,
     instance: Option<&Instance>,
 ) -> syn::Result<TokenStream> {
-    let arguments = instance.map(|i| &i.arguments);
     let blocks_per_sm = instance.and_then(|i| i.blocks_per_sm).or(options.blocks_per_sm);
     let signature = &function.sig;
     let names = argument_names(function)?;
@@ -285,16 +274,16 @@ fn device_entry(
             const _: () = ::cuda_std::assert_checked();
         )
     });
-    let (parameters, views) = match arguments {
-        Some(arguments) => {
-            let bindings = bindings(function, arguments)?;
+    let (parameters, views) = match instance {
+        Some(instance) => {
+            let bindings = instance.bindings(&signature.generics)?;
             (substitute(parameters, &bindings), substitute(views, &bindings))
         }
         None => (parameters, views),
     };
-    let body = match arguments {
-        Some(arguments) => {
-            let name = &signature.ident;
+    let body = match instance {
+        Some(instance) => {
+            let (name, arguments) = (&signature.ident, instance.generics());
             quote!(#name::#arguments(#(#names),*))
         }
         None => function.block.to_token_stream(),
@@ -331,21 +320,44 @@ fn device_entry(
     })
 }
 
-/// Returns an expression for the `Instance` of a generic kernel, with the table of all instances.
+/// Returns the conditions of the items that exist on the host only.
+fn on_host(function: &ItemFn) -> TokenStream {
+    let conditions = attributes(function, &["cfg"]);
+    quote!(#[cfg(not(target_arch = "nvptx64"))] #conditions)
+}
+
+/// The names of the items that all host functions of a generic kernel share.
+struct Shared {
+    /// The type that stands for the generic arguments of an instance.
+    key: Ident,
+    /// The function that returns the table of all instances.
+    instances: Ident,
+}
+
+impl Shared {
+    fn new(kernel: &Ident) -> Self {
+        let kernel = kernel.unraw();
+        Self { key: format_ident!("__{kernel}_key"), instances: format_ident!("__{kernel}_instances") }
+    }
+}
+
+/// Returns the items of [`Shared`].
 ///
-/// The launches of a checked kernel have bodies of their own.
-fn instance_lookup(function: &ItemFn, options: &Options, arguments: &[Ident]) -> TokenStream {
-    let (signature, block, lints) = (&function.sig, &function.block, lints());
-    let (name, inputs) = (&signature.ident, &signature.inputs);
+/// One table has all instances: in the function of each, it would take most of the build time of a device crate. The launches of a
+/// checked kernel have bodies of their own.
+fn shared_items(function: &ItemFn, options: &Options, arguments: &[Ident]) -> TokenStream {
+    let Shared { key, instances: table } = Shared::new(&function.sig.ident);
+    let (signature, block, lints, on_host) = (&function.sig, &function.block, lints(), on_host(function));
+    let inputs = &signature.inputs;
     let (generics, turbofish, predicate) = {
         let (generics, types, predicate) = signature.generics.split_for_impl();
         (generics, types.as_turbofish().to_token_stream(), predicate)
     };
     let erased = options.checked.is_none();
     let types = signature.generics.type_params().map(|p| &p.ident);
-    let entries = options.instances.iter().map(|i| format_ident!("{name}_{}", i.suffix).to_string());
-    let instances = options.instances.iter().map(|i| &i.arguments);
-    let emulated = instances.clone().map(|arguments| {
+    let entries = options.instances.iter().map(|i| i.entry(&signature.ident).to_string());
+    let instances: Vec<_> = options.instances.iter().map(Instance::generics).collect();
+    let emulated = instances.iter().map(|arguments| {
         if erased {
             quote!(::cuda_std::emulated_instance!(emulated::#arguments))
         } else {
@@ -369,18 +381,89 @@ fn instance_lookup(function: &ItemFn, options: &Options, arguments: &[Ident]) ->
             }
         }
     });
-    quote! {{
-        struct Key #generics (::core::marker::PhantomData<(#(#types,)*)>) #predicate;
-        #items
-        // One table for all instances: in the function of each, it would take most of the build time of a device crate.
-        static INSTANCES: &[::cuda_std::launch::Instance] = &[#(::cuda_std::launch::Instance {
-            key: ::core::any::TypeId::of::<Key #instances>(),
-            entry: #entries,
-            emulated: #emulated,
-        }),*];
-        let key = (::core::any::TypeId::of::<Key #turbofish>(), ::core::any::type_name::<Key #turbofish>());
-        ::cuda_std::launch::instance_of(stringify!(#name), key, INSTANCES)
-    }}
+    quote! {
+        #on_host
+        #[allow(non_camel_case_types)]
+        struct #key #generics (::core::marker::PhantomData<(#(#types,)*)>) #predicate;
+        #on_host
+        #[allow(non_snake_case)]
+        fn #table() -> &'static [::cuda_std::launch::Instance] {
+            #items
+            static INSTANCES: &[::cuda_std::launch::Instance] = &[#(::cuda_std::launch::Instance {
+                key: ::core::any::TypeId::of::<#key #instances>(),
+                entry: #entries,
+                emulated: #emulated,
+            }),*];
+            INSTANCES
+        }
+    }
+}
+
+/// Returns the functions that find an instance by the values of `select(…)`: `NAME_select`, which returns its launch, and
+/// `NAME_exists`. Generic parameters that no value depends on remain parameters of both.
+fn select_items(
+    function: &ItemFn,
+    options: &Options,
+    threads: [u32; 3],
+    arguments: &[Ident],
+) -> syn::Result<TokenStream> {
+    let Signature { ident: name, inputs, generics, .. } = &function.sig;
+    let Shared { instances: table, .. } = Shared::new(name);
+    let mut kept = generics.clone();
+    let is_kept = |p: &GenericParam| {
+        parameter(p).is_ok_and(|name| !options.select.iter().any(|selector| selector.depends_on(&name)))
+    };
+    kept.params = generics.params.iter().filter(|p| is_kept(p)).cloned().collect();
+    if let Some(p) = kept.const_params().next() {
+        return Err(Error::new_spanned(
+            p,
+            "select: expected all constants of the kernel; add this one as `NAME: TYPE`",
+        ));
+    }
+    let kept_types: Vec<_> = kept.type_params().map(|p| p.ident.clone()).collect();
+    let (types, values): (Vec<_>, Vec<_>) =
+        options.select.iter().map(|selector| (&selector.of, &selector.value)).unzip();
+    let keys = options.instances.iter().map(|instance| {
+        let bindings = instance.bindings(generics)?;
+        let values = values.iter().map(|value| substitute(value.to_token_stream(), &bindings));
+        let kept = kept_types.iter().map(|name| substitute(name.to_token_stream(), &bindings));
+        Ok(quote!((::core::any::TypeId::of::<(#(#kept,)*)>(), (#(#values,)*))))
+    });
+    let keys = keys.collect::<syn::Result<Vec<_>>>()?;
+    let (find, select, exists) =
+        (format_ident!("__{}_find", name.unraw()), format_ident!("{name}_select"), format_ident!("{name}_exists"));
+    let (kept_generics, turbofish, predicate) = {
+        let (kept_generics, types, predicate) = kept.split_for_impl();
+        (kept_generics, types.as_turbofish().to_token_stream(), predicate)
+    };
+    let (vis, lints, parameters, on_host) = (&function.vis, lints(), immutable(inputs), on_host(function));
+    let select_documentation =
+        format!("Returns the launch of the instance of [`{name}`] with the values `key`, or `None` if there is none.");
+    let exists_documentation = format!("Returns true if [`{name}`] has an instance with the values `key`.");
+    Ok(quote! {
+        #on_host
+        #[allow(non_snake_case)]
+        fn #find #kept_generics (key: (#(#types,)*)) -> ::core::option::Option<&'static ::cuda_std::launch::Instance> #predicate {
+            static KEYS: &[(::core::any::TypeId, (#(#types,)*))] = &[#(#keys),*];
+            let key = (::core::any::TypeId::of::<(#(#kept_types,)*)>(), key);
+            let index = KEYS.iter().position(|other| *other == key)?;
+            ::core::option::Option::Some(&#table()[index])
+        }
+        #on_host
+        #[doc = #select_documentation]
+        #lints
+        #vis fn #select #kept_generics (key: (#(#types,)*), #parameters) -> ::core::option::Option<::cuda_std::launch::Launch>
+        #predicate {
+            let values = vec![#(::cuda_std::launch::Argument::new(#arguments)),*];
+            #find #turbofish (key).map(|instance| ::cuda_std::launch::Launch::of_instance(instance, [#(#threads),*], values))
+        }
+        #on_host
+        #[doc = #exists_documentation]
+        #[allow(dead_code)]
+        #vis fn #exists #kept_generics (key: (#(#types,)*)) -> bool #predicate {
+            #find #turbofish (key).is_some()
+        }
+    })
 }
 
 /// Returns the host function, which has the same name, generics and parameters and returns a `Launch`.
@@ -402,8 +485,14 @@ fn host_launch(function: &ItemFn, options: &Options, threads: [u32; 3], argument
             }}
         },
     );
-    let instance = instance_lookup(function, options, arguments);
     let generic = !options.instances.is_empty();
+    let instance = {
+        let Shared { key, instances } = Shared::new(name);
+        quote! {{
+            let key = (::core::any::TypeId::of::<#key #turbofish>(), ::core::any::type_name::<#key #turbofish>());
+            ::cuda_std::launch::instance_of(stringify!(#name), key, #instances())
+        }}
+    };
     let entry = if generic { quote!(#instance.entry) } else { name.unraw().to_string().to_token_stream() };
     let body = quote! {
         ::cuda_std::emulated_body! {{
@@ -498,40 +587,6 @@ fn argument_names(function: &ItemFn) -> syn::Result<Vec<Ident>> {
     function.sig.inputs.iter().map(name).collect()
 }
 
-/// Returns the tokens that replace each generic parameter in one instance.
-fn bindings(function: &ItemFn, arguments: &AngleBracketedGenericArguments) -> syn::Result<Vec<(Ident, TokenStream)>> {
-    let parameters = function.sig.generics.params.iter().map(|p| match p {
-        GenericParam::Type(t) => Ok(t.ident.clone()),
-        GenericParam::Const(c) => Ok(c.ident.clone()),
-        GenericParam::Lifetime(l) => Err(Error::new_spanned(l, "a kernel must not have lifetime parameters")),
-    });
-    let parameters = parameters.collect::<syn::Result<Vec<_>>>()?;
-    if parameters.len() != arguments.args.len() {
-        return Err(Error::new_spanned(
-            arguments,
-            format!("instance: expected {} generic arguments, found {}", parameters.len(), arguments.args.len()),
-        ));
-    }
-    Ok(parameters.into_iter().zip(arguments.args.iter().map(ToTokens::to_token_stream)).collect())
-}
-
-/// Replaces identifiers by the tokens bound to them.
-fn substitute(tokens: TokenStream, bindings: &[(Ident, TokenStream)]) -> TokenStream {
-    tokens
-        .into_iter()
-        .flat_map(|token| match token {
-            TokenTree::Ident(ident) => match bindings.iter().find(|(name, _)| *name == ident) {
-                Some((_, replacement)) => replacement.clone(),
-                None => ident.into_token_stream(),
-            },
-            TokenTree::Group(group) => {
-                Group::new(group.delimiter(), substitute(group.stream(), bindings)).into_token_stream()
-            }
-            other => other.into_token_stream(),
-        })
-        .collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -588,6 +643,28 @@ mod tests {
             );
             assert!(!text.contains("fn scalar") && text.contains(":: cuda_std :: check_scalar"), "{text}");
         }
+    }
+
+    #[test]
+    fn instances_are_products_of_alternatives() {
+        let text = expanded(
+            &quote!(
+                threads = 32,
+                axes(tile = [_ = Small, large = <Large>(blocks_per_sm = 2)]),
+                instances([bf16 = bf16, f32 = f32] * tile, half = <f16, Small>),
+                select(L::SIZE: u32)
+            ),
+            quote!(
+                fn f<T: Element, L: Tile>(y: GlobalMut<T>) {}
+            ),
+        );
+        for entry in ["f_bf16 maxntid=32", "f_bf16_large maxntid=32 minctasm=2", "f_f32 ", "f_f32_large ", "f_half "] {
+            assert!(text.contains(&format!("// @launch {entry}")), "{entry}: {text}");
+        }
+        assert!(text.contains("f :: < f32 , Large > (y)"), "{text}");
+        // The element type remains a parameter: no value of `select` depends on it.
+        assert!(text.contains("fn f_select < T : Element > (key : (u32 ,) , y : GlobalMut < T >)"), "{text}");
+        assert!(text.contains("(:: core :: any :: TypeId :: of :: < (f32 ,) > () , (Large :: SIZE ,))"), "{text}");
     }
 
     #[test]
@@ -695,5 +772,10 @@ mod tests {
         };
         assert!(error(quote!(threads = 32, threads = 64)).contains("expected `threads` once"));
         assert!(error(quote!(threads = N)).starts_with("block size: expected a number"));
+        assert!(
+            error(quote!(threads = 32, instances(a = <f32> * tile)))
+                .starts_with("instances: expected an axis, found `tile`")
+        );
+        assert!(error(quote!(threads = 32, select(N: u32))).starts_with("select(…) requires a generic kernel"));
     }
 }

@@ -2,6 +2,7 @@
 #![warn(missing_docs)]
 
 mod checked;
+mod instances;
 mod kernel;
 
 use proc_macro::TokenStream;
@@ -31,6 +32,13 @@ use proc_macro::TokenStream;
 /// * `threads = N`, `threads = (X, Y)` or `threads = (X, Y, Z)`: the block size (`.maxntid`), at most 1024 threads.
 /// * `blocks_per_sm = N`: the number of blocks that must fit on an SM (`.minnctapersm`), which limits registers. An
 ///   instance can have its own: `instances(bf16 = <bf16>(blocks_per_sm = 2))`.
+/// * `instances(…)`: entries `name = <arguments>`, or products of factors, which have one instance for each choice of one alternative
+///   from every factor: `instances([bf16 = bf16, f32 = f32] * [small = Tile64, large = Tile128])` has four, of which the first is
+///   `NAME_bf16_small = <bf16, Tile64>`. The name `_` adds nothing to the entry point's name.
+/// * `axes(name = […], …)`: names a list of alternatives, for use as a factor of several products. Stands before `instances`.
+/// * `select(VALUE: TYPE, …)`: also generates `NAME_select((values,), parameters…)`, which returns the launch of the instance with these
+///   values at run time, or `None`, and `NAME_exists((values,))`. A value is a constant expression of generic parameters, such as
+///   `N: u32` or `T::SHAPE: TileShape`. Type parameters in no value remain parameters of both functions.
 /// * `shared = FUNCTION`: the function that defines the layout of the block's shared memory, such as `fn shared(layout: &mut Layout) ->
 ///   SharedArray<f32>`. The kernel calls it for the views, and the launch for the size.
 /// * `checked`: a launch that needs no `unsafe`. Parameters are scalars, `GlobalSlice`s and `GlobalSliceMut`s, which are named by these

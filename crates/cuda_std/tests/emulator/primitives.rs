@@ -411,6 +411,25 @@ fn missing_instance_panics_with_the_list_of_instances() {
 }
 
 #[test]
+fn instances_are_selected_by_their_values_at_run_time() {
+    #[kernel(threads = 32, instances([bf16 = bf16, f32 = f32] * [n4 = 4, n8 = 8]), select(N: usize))]
+    fn filled<T: Element, const N: usize>(out: GlobalMut<T>) {
+        if (thread::thread_idx_x() as usize) < N {
+            out.set(thread::thread_idx_x() as usize, T::from_f32(N as f32));
+        }
+    }
+    let (mut values, mut rounded) = ([0.0f32; 8], [bf16::default(); 8]);
+    let launch = filled_select::<f32>((4,), GlobalMut::new(values.as_mut_ptr())).expect("an instance");
+    assert_eq!(launch.name(), "filled_f32_n4");
+    emulate(&launch, [1, 1, 1], 0);
+    assert_eq!(values, [4.0, 4.0, 4.0, 4.0, 0.0, 0.0, 0.0, 0.0]);
+    emulate(&filled_select::<bf16>((8,), GlobalMut::new(rounded.as_mut_ptr())).expect("an instance"), [1, 1, 1], 0);
+    assert_eq!(rounded.map(|x| x.to_f32()), [8.0; 8]);
+    assert!(filled_exists::<f32>((8,)) && !filled_exists::<f32>((2,)));
+    assert!(filled_select::<f32>((2,), GlobalMut::null()).is_none());
+}
+
+#[test]
 fn launch_arguments_are_passed_as_bytes() {
     #[kernel(threads = 32)]
     fn mixed(out: GlobalMut<f32>, n: u32, scale: f32, count: u64) {
