@@ -21,6 +21,7 @@
 )]
 #![cfg_attr(target_arch = "nvptx64", no_std, feature(abi_gpu_kernel, asm_experimental_arch))]
 
+pub mod activation;
 pub mod adamw;
 pub mod attention;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_feature = "wgmma"))]
@@ -33,7 +34,6 @@ pub mod decode;
 pub mod digest;
 pub mod encoder;
 mod float4;
-pub mod gelu;
 pub mod global_norm;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod launch;
@@ -45,10 +45,8 @@ pub mod noise;
 pub mod norm_rows;
 pub mod quantize;
 pub mod quantize_activation;
-pub mod relu_squared;
 pub mod remainder;
 pub mod rmsnorm;
 pub mod rotary;
 pub mod softcap;
-pub mod swiglu;
 pub mod weights;

@@ -6,77 +6,12 @@
 //! A block computes a tile of the activation's output. A function of I inputs moves 2 I + 1 bytes per element of its output, or
 //! 2 I + 2 for both layouts, in [`quantize_activation`], and 2 + 4 I in [`quantize_activation_gradient`].
 
-use crate::gelu;
+use crate::activation::{Activation, ActivationFunction, Gelu, ReluSquared, SwiGlu};
 use crate::quantize::{
     ColumnSums, ROW_WORDS, TILE, amax_of, maxima, place, quantized, store_block_amax, store_transposed, tile_and_maxima,
 };
-use crate::relu_squared;
-use crate::swiglu;
 use cuda_std::shared::Layout;
 use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, Packet, SharedArray, bf16, kernel, math, thread};
-
-/// An activation function of one or two numbers.
-pub trait ActivationFunction: 'static {
-    /// Number of inputs. The preactivation of a function of two has rows of all first inputs, then all second inputs.
-    const INPUTS: usize;
-
-    /// Returns the output. The second of one input is 0.
-    fn output(inputs: [f32; 2]) -> f32;
-
-    /// Returns the gradients of the inputs, given that of the output.
-    fn gradients(dout: f32, inputs: [f32; 2]) -> [f32; 2];
-}
-
-/// The function [`gelu::gelu`].
-pub struct Gelu;
-
-impl ActivationFunction for Gelu {
-    const INPUTS: usize = 1;
-
-    #[inline(always)]
-    fn output([x, _]: [f32; 2]) -> f32 {
-        gelu::gelu(x)
-    }
-
-    #[inline(always)]
-    fn gradients(dout: f32, [x, _]: [f32; 2]) -> [f32; 2] {
-        [dout * gelu::slope(x), 0.0]
-    }
-}
-
-/// The function [`relu_squared::relu_squared`].
-pub struct ReluSquared;
-
-impl ActivationFunction for ReluSquared {
-    const INPUTS: usize = 1;
-
-    #[inline(always)]
-    fn output([x, _]: [f32; 2]) -> f32 {
-        relu_squared::relu_squared(x)
-    }
-
-    #[inline(always)]
-    fn gradients(dout: f32, [x, _]: [f32; 2]) -> [f32; 2] {
-        [dout * relu_squared::slope(x), 0.0]
-    }
-}
-
-/// The function [`swiglu::swiglu`] of up and gate.
-pub struct SwiGlu;
-
-impl ActivationFunction for SwiGlu {
-    const INPUTS: usize = 2;
-
-    #[inline(always)]
-    fn output([up, gate]: [f32; 2]) -> f32 {
-        swiglu::swiglu(up, gate)
-    }
-
-    #[inline(always)]
-    fn gradients(dout: f32, [up, gate]: [f32; 2]) -> [f32; 2] {
-        swiglu::swiglu_gradients(dout, up, gate)
-    }
-}
 
 /// Packets of each tensor that a thread loads before it computes.
 const BATCH: usize = 4;
@@ -136,11 +71,14 @@ impl TilePart {
 /// `amax` becomes the maximum of itself and the largest magnitude of the activation in bf16, unless it is null. `rows` and
 /// `columns` are multiples of 16. Grid: [`transpose_grid`](crate::quantize::transpose_grid) of out. Shared memory:
 /// [`tile_and_maxima`].
-#[kernel(threads = 256, instances(
-    gelu = <Gelu, true, false>, gelu_transposed = <Gelu, false, true>, gelu_both = <Gelu, true, true>,
-    relu_squared = <ReluSquared, true, false>, relu_squared_transposed = <ReluSquared, false, true>,
-    relu_squared_both = <ReluSquared, true, true>,
-    swiglu = <SwiGlu, true, false>, swiglu_transposed = <SwiGlu, false, true>, swiglu_both = <SwiGlu, true, true>))]
+#[kernel(
+    threads = 256,
+    instances(
+        [gelu = Gelu, relu_squared = ReluSquared, swiglu = SwiGlu]
+            * [_ = <true, false>, transposed = <false, true>, both = <true, true>]
+    ),
+    select(A::ACTIVATION: Activation, OUT: bool, TRANSPOSED: bool)
+)]
 pub fn quantize_activation<A: ActivationFunction, const OUT: bool, const TRANSPOSED: bool>(
     out: GlobalMut<E4m3>,
     transposed: GlobalMut<E4m3>,
@@ -162,7 +100,7 @@ pub fn quantize_activation<A: ActivationFunction, const OUT: bool, const TRANSPO
         }
         for i in 0..BATCH {
             let [x, y] = inputs[i];
-            let activated = Packet::from_fn(|j| A::output([x.get(j), y.get(j)]));
+            let activated = Packet::from_fn(|j| A::value([x.get(j), y.get(j)]));
             largest = largest.max(amax_of(activated));
             let words = quantized::<E4m3>(activated, factor);
             if TRANSPOSED {
@@ -196,13 +134,15 @@ pub fn tiles_and_maxima(layout: &mut Layout) -> ([SharedArray<u32>; 2], SharedAr
 /// `amax` becomes the maximum of itself and the largest magnitude of the gradient in bf16, unless it is null. With `SUMS`, the
 /// kernel also computes `partials` as [`quantize_transpose`](crate::quantize::quantize_transpose) does. `rows` and `columns` are
 /// multiples of 16. Grid: [`transpose_grid`](crate::quantize::transpose_grid) of dout. Shared memory: [`tiles_and_maxima`].
-#[kernel(threads = 256, instances(
-    gelu_e4m3 = <Gelu, E4m3, false>, gelu_e4m3_sums = <Gelu, E4m3, true>,
-    gelu_e5m2 = <Gelu, E5m2, false>, gelu_e5m2_sums = <Gelu, E5m2, true>,
-    relu_squared_e4m3 = <ReluSquared, E4m3, false>, relu_squared_e4m3_sums = <ReluSquared, E4m3, true>,
-    relu_squared_e5m2 = <ReluSquared, E5m2, false>, relu_squared_e5m2_sums = <ReluSquared, E5m2, true>,
-    swiglu_e4m3 = <SwiGlu, E4m3, false>, swiglu_e4m3_sums = <SwiGlu, E4m3, true>,
-    swiglu_e5m2 = <SwiGlu, E5m2, false>, swiglu_e5m2_sums = <SwiGlu, E5m2, true>))]
+#[kernel(
+    threads = 256,
+    instances(
+        [gelu = Gelu, relu_squared = ReluSquared, swiglu = SwiGlu]
+            * [e4m3 = E4m3, e5m2 = E5m2]
+            * [_ = false, sums = true]
+    ),
+    select(A::ACTIVATION: Activation, SUMS: bool)
+)]
 pub fn quantize_activation_gradient<A: ActivationFunction, T: Fp8, const SUMS: bool>(
     out: GlobalMut<T>,
     transposed: GlobalMut<T>,

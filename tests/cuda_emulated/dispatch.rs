@@ -81,7 +81,7 @@ fn matmuls_use_the_selected_backend() {
                 .run(MatmulForward { out, inp, weight, bias: None, epilogue: Epilogue::None, shape, fp8: None })
                 .unwrap_err()
         );
-        let found = ["kernel matmul_wgmma", "GEMM", "no kernel computes"].map(|part| text.contains(part));
+        let found = ["kernel matmul_", "GEMM", "no kernel computes"].map(|part| text.contains(part));
         found.iter().position(|found| *found).unwrap_or_else(|| panic!("{text}"))
     };
     let (rust_kernel, cublaslt, none) = (0, 1, 2);
@@ -132,14 +132,14 @@ fn gelu_is_recomputed_by_the_kernel_that_computed_it() {
     };
     let (auto, rust, cublaslt) = (MatmulBackend::Auto, MatmulBackend::Rust, MatmulBackend::Cublaslt);
     for (matmul, hopper, precision, fusion, expected) in [
-        (auto, true, Precision::Bf16, GeluFusion::Both, "kernel matmul_wgmma_ab_gelu_backward_and_gelu_"),
-        (rust, true, Precision::Bf16, GeluFusion::Both, "kernel matmul_wgmma_ab_gelu_backward_and_gelu_"),
-        (rust, true, Precision::Bf16, GeluFusion::Forward, "kernel gelu_forward_bf16"),
-        (rust, true, Precision::Bf16, GeluFusion::None, "kernel gelu_forward_bf16"),
+        (auto, true, Precision::Bf16, GeluFusion::Both, "kernel matmul_ab_gelu_backward_and_value_"),
+        (rust, true, Precision::Bf16, GeluFusion::Both, "kernel matmul_ab_gelu_backward_and_value_"),
+        (rust, true, Precision::Bf16, GeluFusion::Forward, "kernel activation_forward_gelu_bf16"),
+        (rust, true, Precision::Bf16, GeluFusion::None, "kernel activation_forward_gelu_bf16"),
         (cublaslt, true, Precision::Bf16, GeluFusion::Both, "GEMM 5x32x8 NT bf16 bias+gelu"),
-        (cublaslt, true, Precision::Bf16, GeluFusion::None, "kernel gelu_forward_bf16"),
+        (cublaslt, true, Precision::Bf16, GeluFusion::None, "kernel activation_forward_gelu_bf16"),
         (auto, false, Precision::Bf16, GeluFusion::Both, "GEMM 5x32x8 NT bf16 bias+gelu"),
-        (auto, false, Precision::Fp32, GeluFusion::None, "kernel gelu_forward_f32"),
+        (auto, false, Precision::Fp32, GeluFusion::None, "kernel activation_forward_gelu_f32"),
     ] {
         let found = first_error(matmul, hopper, precision, fusion);
         assert!(found.starts_with(expected), "{matmul:?} {hopper} {fusion:?}: {found}, expected {expected}");
@@ -188,19 +188,20 @@ fn activations_are_fused_where_a_kernel_computes_the_gemm() {
     let (relu, swiglu) = (Activation::ReluSquared, Activation::SwiGlu);
     let (bf16, fp32) = (Precision::Bf16, Precision::Fp32);
     let fused_relu = [
-        "kernel matmul_wgmma_abt_relu_squared_",
-        "kernel matmul_wgmma_ab_relu_squared_backward_1",
-        "kernel matmul_wgmma_ab_relu_squared_backward_and_relu_squared_",
+        "kernel matmul_abt_relu_squared_",
+        "kernel matmul_ab_relu_squared_backward_t",
+        "kernel matmul_ab_relu_squared_backward_and_value_",
     ];
     let fused_swiglu = [
-        "kernel matmul_swiglu_forward_",
-        "kernel matmul_swiglu_backward_tile_",
-        "kernel matmul_swiglu_backward_activation_",
+        "kernel matmul_abt_swiglu_",
+        "kernel matmul_ab_swiglu_backward_t",
+        "kernel matmul_ab_swiglu_backward_and_value_",
     ];
     // Without fusion, the weight gradient of a SwiGLU's layer comes before the gradient of its input.
     let unfused_relu = ["GEMM 5x32x8 NT bf16", "kernel relu_squared_backward_bf16", "kernel relu_squared_forward_bf16"];
-    let unfused_swiglu = ["GEMM 5x64x8 NT bf16", "GEMM 8x32x5 TN bf16 accumulate", "kernel swiglu_forward_bf16"];
-    let f32_swiglu = ["GEMM 5x64x8 NT f32", "GEMM 8x32x5 TN f32 accumulate", "kernel swiglu_forward_f32"];
+    let unfused_swiglu =
+        ["GEMM 5x64x8 NT bf16", "GEMM 8x32x5 TN bf16 residual", "kernel activation_forward_swiglu_bf16"];
+    let f32_swiglu = ["GEMM 5x64x8 NT f32", "GEMM 8x32x5 TN f32 residual", "kernel activation_forward_swiglu_f32"];
     for (matmul, hopper, precision, activation, expected) in [
         (auto, true, bf16, relu, fused_relu),
         (rust, true, bf16, relu, fused_relu),

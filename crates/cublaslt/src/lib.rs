@@ -20,4 +20,4 @@ pub use handle::{Handle, Workspace, find};
 pub use matmul::{Batch, Element, Epilogue, Fp8, Operands, Problem, Scale};
 pub use plans::Matmuls;
 pub use result::{Error, Result};
-pub use tuning::{Choice, FINALISTS, Finalists, MARGIN, SCREENING_RUNS, Timing, fastest, race};
+pub use tuning::{FINALISTS, Finalists, MARGIN, SCREENING_RUNS, Timing, fastest, race};

@@ -2,11 +2,10 @@
 
 use crate::result::{Error, Result};
 use crate::sys;
-use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// The storage type of a matmul's matrices. Sums are computed in f32.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Element {
     /// 16-bit floats with 8 exponent bits.
     Bf16,
@@ -19,7 +18,7 @@ pub enum Element {
 }
 
 /// The types of A and B in FP8, and how their products are accumulated.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Fp8 {
     /// Whether A is E5M2, not E4M3.
     pub a_e5m2: bool,
@@ -49,9 +48,7 @@ impl Element {
 }
 
 /// The operation that is fused into a matmul before the result is stored. GELU is the tanh approximation.
-///
-/// Serialized variant names are part of checkpoints.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Epilogue {
     /// D = A · B (+ C)
     None,
@@ -61,66 +58,30 @@ pub enum Epilogue {
     GeluAuxBias,
     /// D = A · B ⊙ gelu'(aux (m, n))
     DGelu,
-    /// The same as `DGelu`, with a second output gelu (m, n) = gelu(aux). cuBLASLt has no such epilogue; kernels of this
-    /// project compute it.
-    DGeluAndGelu,
-    /// bias (n) = sums of op(B) over k; overwritten.
-    BiasGradB,
-    /// aux (m, n) = A · B; D = max(aux, 0)². cuBLASLt has neither this epilogue nor those below.
-    ReluSquaredAux,
-    /// D = A · B ⊙ 2 max(aux (m, n), 0)
-    DReluSquared,
-    /// The same as `DReluSquared`, with a second output max(aux, 0)².
-    DReluSquaredAndReluSquared,
-    /// aux (m, n) = A · B; D (m / 2, n) = swiglu(aux)
-    SwiGluAux,
-    /// D (2 m, n) = the gradient of aux (2 m, n), where A · B is that of swiglu(aux)
-    DSwiGlu,
-    /// The same as `DSwiGlu`, with a second output swiglu(aux).
-    DSwiGluAndSwiGlu,
-    /// The same as `GeluAuxBias`, with D in FP8.
-    GeluAuxBiasFp8,
-    /// The same as `DGelu`, with D in FP8.
-    DGeluFp8,
 }
 
 impl Epilogue {
-    /// Returns cuBLASLt's value, or `None` if cuBLASLt has no such epilogue.
-    pub(crate) fn raw(self) -> Option<u32> {
-        Some(match self {
-            Self::DGeluAndGelu
-            | Self::ReluSquaredAux
-            | Self::DReluSquared
-            | Self::DReluSquaredAndReluSquared
-            | Self::SwiGluAux
-            | Self::DSwiGlu
-            | Self::DSwiGluAndSwiGlu
-            | Self::GeluAuxBiasFp8
-            | Self::DGeluFp8 => return None,
+    /// Returns cuBLASLt's value.
+    pub(crate) fn raw(self) -> u32 {
+        match self {
             Self::None => sys::EPILOGUE_DEFAULT,
             Self::Bias => sys::EPILOGUE_BIAS,
             Self::GeluAuxBias => sys::EPILOGUE_GELU_AUX_BIAS,
             Self::DGelu => sys::EPILOGUE_DGELU,
-            Self::BiasGradB => sys::EPILOGUE_BGRADB,
-        })
+        }
     }
 
     pub(crate) fn uses_bias(self) -> bool {
-        matches!(self, Self::Bias | Self::GeluAuxBias | Self::BiasGradB)
+        matches!(self, Self::Bias | Self::GeluAuxBias)
     }
 
     pub(crate) fn uses_aux(self) -> bool {
-        matches!(self, Self::GeluAuxBias | Self::DGelu | Self::DGeluAndGelu)
-    }
-
-    fn writes_gelu(self) -> bool {
-        self == Self::DGeluAndGelu
+        matches!(self, Self::GeluAuxBias | Self::DGelu)
     }
 }
 
 /// The matmul D (m, n) = op(A) (m, k) · op(B) (k, n). Matrices are column-major and contiguous.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(from = "StoredProblem", into = "StoredProblem")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[expect(clippy::struct_excessive_bools, reason = "the properties of a matmul are independent")]
 pub struct Problem {
     /// Rows of op(A) and D.
@@ -144,53 +105,6 @@ pub struct Problem {
     /// Whether the operands are batches of matrices. The number of matrices is not part of the problem: each number uses
     /// the same algorithm, so that the result for a matrix does not depend on the rest of its batch.
     pub batched: bool,
-}
-
-/// The serialized form of a [`Problem`] in checkpoints and in the cache of algorithms.
-#[derive(Serialize, Deserialize)]
-#[expect(clippy::struct_excessive_bools, reason = "the properties of a matmul are independent")]
-struct StoredProblem {
-    m: usize,
-    n: usize,
-    k: usize,
-    transpose_a: bool,
-    transpose_b: bool,
-    element: Element,
-    epilogue: Epilogue,
-    accumulate: bool,
-    /// Always 1, for batched problems too. Ignored, and written for programs of earlier versions, which require it.
-    #[serde(default)]
-    batch: usize,
-    #[serde(default)]
-    output: Option<Element>,
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    batched: bool,
-}
-
-impl From<StoredProblem> for Problem {
-    fn from(stored: StoredProblem) -> Self {
-        let StoredProblem {
-            m,
-            n,
-            k,
-            transpose_a,
-            transpose_b,
-            element,
-            epilogue,
-            accumulate,
-            output,
-            batched,
-            batch: _,
-        } = stored;
-        Self { m, n, k, transpose_a, transpose_b, element, epilogue, accumulate, output, batched }
-    }
-}
-
-impl From<Problem> for StoredProblem {
-    fn from(problem: Problem) -> Self {
-        let Problem { m, n, k, transpose_a, transpose_b, element, epilogue, accumulate, output, batched } = problem;
-        Self { m, n, k, transpose_a, transpose_b, element, epilogue, accumulate, batch: 1, output, batched }
-    }
 }
 
 impl Problem {
@@ -238,12 +152,10 @@ pub struct Operands {
     pub d: u64,
     /// The address of C, stored as D, for a matmul that accumulates. `None` if C is D.
     pub c: Option<u64>,
-    /// The bias or its gradient, for epilogues that use it.
+    /// The bias, for epilogues that use it.
     pub bias: Option<u64>,
     /// The GELU input (m, n) with leading dimension m, for epilogues that use it.
     pub aux: Option<u64>,
-    /// The GELU output (m, n) with leading dimension m, for [`Epilogue::DGeluAndGelu`].
-    pub gelu: Option<u64>,
     /// The factors of a matmul that accumulates. `None` if both are 1.
     pub scale: Option<Scale>,
     /// The matrices of a batched matmul.
@@ -277,7 +189,6 @@ impl Operands {
             ("D", Some(self.d)),
             ("bias", self.bias),
             ("aux", self.aux),
-            ("gelu", self.gelu),
         ];
         for (name, address) in named {
             if let Some(address) = address
@@ -289,7 +200,6 @@ impl Operands {
         for (what, uses, given) in [
             ("bias", problem.epilogue.uses_bias(), self.bias.is_some()),
             ("aux", problem.epilogue.uses_aux(), self.aux.is_some()),
-            ("gelu", problem.epilogue.writes_gelu(), self.gelu.is_some()),
         ] {
             if uses != given {
                 let (expected, found) = if uses { ("an address", "none") } else { ("none", "an address") };
@@ -368,18 +278,8 @@ mod tests {
         batched: false,
     };
     const OPERANDS: Operands = Operands { a: 0x1000, b: 0x2010, d: 0x3020, bias: Some(0x4040), ..NULL };
-    const NULL: Operands = Operands {
-        a: 0,
-        b: 0,
-        d: 0,
-        c: None,
-        bias: None,
-        aux: None,
-        gelu: None,
-        scale: None,
-        batch: None,
-        fp8_scales: None,
-    };
+    const NULL: Operands =
+        Operands { a: 0, b: 0, d: 0, c: None, bias: None, aux: None, scale: None, batch: None, fp8_scales: None };
 
     fn validation_error(problem: Problem, operands: Operands) -> String {
         operands.validate(&problem).unwrap_err().to_string()
@@ -404,12 +304,6 @@ mod tests {
         let aux = Operands { bias: None, aux: Some(0x5000), ..OPERANDS };
         aux.validate(&gelu).unwrap();
         assert!(validation_error(Problem { m: 2300, ..gelu }, aux).contains("multiple of 8"));
-        let both = Problem { epilogue: Epilogue::DGeluAndGelu, ..FORWARD };
-        assert!(validation_error(both, aux).ends_with("gelu: expected an address for this epilogue, found none"));
-        let with_gelu = Operands { gelu: Some(0x6000), ..aux };
-        with_gelu.validate(&both).unwrap();
-        assert!(validation_error(gelu, with_gelu).contains("gelu: expected none"));
-        assert!(validation_error(both, Operands { gelu: Some(0x6008), ..aux }).ends_with("16, found 0x6008"));
         let residual = Operands { c: Some(0x5000), ..OPERANDS };
         residual.validate(&Problem { accumulate: true, ..FORWARD }).unwrap();
         assert!(validation_error(FORWARD, residual).contains("C: expected none for a matmul that does not accumulate"));
@@ -447,18 +341,5 @@ mod tests {
         assert_eq!(text, "2304x256 = 2304x768 A^T · 768x256 B, Bf16, epilogue Bias, accumulated");
         let text = Problem { accumulate: true, output: Some(Element::F32), ..FORWARD }.to_string();
         assert!(text.ends_with("epilogue Bias, accumulated in F32"), "{text}");
-    }
-
-    #[test]
-    fn serialized_form_stays_compatible_with_earlier_versions() {
-        let text = r#"{"m":2304,"n":256,"k":768,"transpose_a":true,"transpose_b":false,"element":"Bf16","epilogue":"Bias","accumulate":false,"batch":1,"output":null}"#;
-        assert_eq!(serde_json::to_string(&FORWARD).unwrap(), text);
-        for stored in [text, &text.replace(r#","output":null"#, ""), &text.replace(r#""batch":1,"#, "")] {
-            assert_eq!(serde_json::from_str::<Problem>(stored).unwrap(), FORWARD, "{stored}");
-        }
-        let batched = Problem { batched: true, ..FORWARD };
-        let stored = serde_json::to_string(&batched).unwrap();
-        assert_eq!(stored, text.replace('}', ",\"batched\":true}"));
-        assert_eq!(serde_json::from_str::<Problem>(&stored).unwrap(), batched);
     }
 }

@@ -223,7 +223,7 @@ fn describe(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<(O
     let op = |transposed| if transposed { sys::OP_T } else { sys::OP_N };
     desc.set(sys::DESC_TRANSA, op(transpose_a))?;
     desc.set(sys::DESC_TRANSB, op(transpose_b))?;
-    let raw = epilogue.raw().ok_or_else(|| Error::NoAlgorithm { problem: problem.to_string() })?;
+    let raw = epilogue.raw();
     desc.set(sys::DESC_EPILOGUE, raw)?;
     if let Element::Fp8(fp8) = element {
         desc.set(sys::DESC_FAST_ACCUM, i8::from(fp8.fast_accumulation))?;
@@ -284,7 +284,7 @@ fn prefer(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<Owne
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Epilogue::{Bias, BiasGradB, DGelu, GeluAuxBias, None as Plain};
+    use crate::Epilogue::{Bias, DGelu, GeluAuxBias, None as Plain};
     use crate::Fp8;
     use crate::{Epilogue, handle};
 
@@ -303,7 +303,7 @@ mod tests {
         };
         let fp8 = Element::Fp8(Fp8 { a_e5m2: false, b_e5m2: true, fast_accumulation: true });
         for element in [Element::Bf16, Element::F32, Element::Tf32, fp8] {
-            for epilogue in [Plain, Bias, GeluAuxBias, DGelu, BiasGradB] {
+            for epilogue in [Plain, Bias, GeluAuxBias, DGelu] {
                 for (transpose_a, transpose_b) in [(true, false), (false, true)] {
                     if transpose_b && element == fp8 {
                         continue;
@@ -328,7 +328,6 @@ mod tests {
                         c: None,
                         bias: address_if(epilogue.uses_bias()),
                         aux: address_if(epilogue.uses_aux()),
-                        gelu: None,
                         scale: None,
                         batch: problem.batched.then_some(Batch {
                             count: 5,

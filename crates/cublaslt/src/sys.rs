@@ -58,7 +58,6 @@ pub const EPILOGUE_DEFAULT: u32 = 1;
 pub const EPILOGUE_BIAS: u32 = 4;
 pub const EPILOGUE_GELU_AUX_BIAS: u32 = 32 | 128 | 4;
 pub const EPILOGUE_DGELU: u32 = 64 | 128;
-pub const EPILOGUE_BGRADB: u32 = 512;
 
 /// An algorithm. Its content is opaque and valid for one version of cuBLASLt.
 #[repr(C)]

@@ -2,11 +2,10 @@
 //! slower.
 
 use crate::matmul::{Operands, Problem};
-use crate::plans::{Key, Matmuls, Plan, candidates};
+use crate::plans::{Matmuls, Plan, candidates};
 use crate::result::{Error, Result};
 use crate::sys::MatmulAlgo;
 use cuda_driver::{Stopwatch, Stream};
-use serde::{Deserialize, Serialize};
 
 /// The number of algorithms that the heuristic is asked for. It orders them by expected time.
 const CANDIDATES: usize = 24;
@@ -20,17 +19,6 @@ const ROUNDS: usize = 7;
 const TURN: f32 = 1.0;
 /// A candidate replaces another only if its time is below this fraction of the other's. A smaller difference is noise.
 pub const MARGIN: f32 = 0.995;
-
-/// The algorithm selected for a matmul. Valid for one GPU model and one version of cuBLASLt.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Choice {
-    /// The matmul.
-    pub problem: Problem,
-    /// The alignments of the operands, as returned by [`Operands::alignments`].
-    pub alignments: [u32; 5],
-    /// The algorithm.
-    pub algo: MatmulAlgo,
-}
 
 /// The result of tuning a matmul.
 #[derive(Clone, Copy, Debug)]
@@ -94,14 +82,7 @@ pub fn fastest(times: &[f32]) -> Option<usize> {
 }
 
 impl Matmuls {
-    /// Uses these algorithms from now on, if this version of cuBLASLt supports them.
-    pub fn adopt(&mut self, choices: &[Choice]) {
-        for choice in choices {
-            self.select((choice.problem, choice.alignments), choice.algo);
-        }
-    }
-
-    /// Returns the algorithm selected for a problem by [`tune`](Self::tune) or [`adopt`](Self::adopt).
+    /// Returns the algorithm selected for a problem by [`tune`](Self::tune) or [`select`](Self::select).
     pub fn algorithm(&self, problem: &Problem, alignments: [u32; 5]) -> Option<MatmulAlgo> {
         self.chosen.get(&(*problem, alignments)).copied()
     }
@@ -164,7 +145,8 @@ impl Matmuls {
         Stopwatch::new(stream)?.time(stream, runs, run)
     }
 
-    fn select(&mut self, key: Key, algo: MatmulAlgo) {
+    /// Uses an algorithm for a problem with operands of these alignments from now on, if this version of cuBLASLt supports it.
+    pub fn select(&mut self, key: (Problem, [u32; 5]), algo: MatmulAlgo) {
         self.chosen.insert(key, algo);
         self.plans.retain(|(other, _), _| *other != key);
     }

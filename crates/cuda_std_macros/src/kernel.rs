@@ -6,7 +6,8 @@ use syn::ext::IdentExt;
 use syn::parse::{Parse, ParseStream};
 use syn::punctuated::Punctuated;
 use syn::{
-    Attribute, Error, Expr, FnArg, GenericParam, Ident, ItemFn, LitInt, LitStr, Meta, Pat, Signature, Token, Type,
+    Attribute, Error, Expr, FnArg, GenericArgument, GenericParam, Ident, ItemFn, LitInt, LitStr, Meta, Pat, Signature,
+    Token, Type,
 };
 
 use crate::checked::{Parameter, signature};
@@ -425,7 +426,16 @@ fn select_items(
         options.select.iter().map(|selector| (&selector.of, &selector.value)).unzip();
     let keys = options.instances.iter().map(|instance| {
         let bindings = instance.bindings(generics)?;
-        let values = values.iter().map(|value| substitute(value.to_token_stream(), &bindings));
+        // A type before `::` in an expression needs angle brackets.
+        let qualified: Vec<_> = bindings
+            .iter()
+            .zip(&instance.arguments)
+            .map(|((name, argument), kind)| match kind {
+                GenericArgument::Type(_) => (name.clone(), quote!(<#argument>)),
+                _ => (name.clone(), argument.clone()),
+            })
+            .collect();
+        let values = values.iter().map(|value| substitute(value.to_token_stream(), &qualified));
         let kept = kept_types.iter().map(|name| substitute(name.to_token_stream(), &bindings));
         Ok(quote!((::core::any::TypeId::of::<(#(#kept,)*)>(), (#(#values,)*))))
     });
@@ -664,7 +674,7 @@ mod tests {
         assert!(text.contains("f :: < f32 , Large > (y)"), "{text}");
         // The element type remains a parameter: no value of `select` depends on it.
         assert!(text.contains("fn f_select < T : Element > (key : (u32 ,) , y : GlobalMut < T >)"), "{text}");
-        assert!(text.contains("(:: core :: any :: TypeId :: of :: < (f32 ,) > () , (Large :: SIZE ,))"), "{text}");
+        assert!(text.contains("(:: core :: any :: TypeId :: of :: < (f32 ,) > () , (< Large > :: SIZE ,))"), "{text}");
     }
 
     #[test]

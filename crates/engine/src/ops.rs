@@ -279,28 +279,7 @@ pub struct MatmulShape {
     pub oc: usize,
 }
 
-/// An activation function between two linear layers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Activation {
-    /// gelu(x), in its tanh approximation
-    Gelu,
-    /// up · silu(gate), where x is (rows, 2 F) with up in the first F columns and gate in the others (Shazeer, 2020,
-    /// arXiv:2002.05202)
-    SwiGlu,
-    /// max(x, 0)² (So et al., 2021, arXiv:2109.08668)
-    ReluSquared,
-}
-
-impl Activation {
-    /// Returns the number of input columns for each output column.
-    pub const fn inputs(self) -> usize {
-        match self {
-            Self::Gelu | Self::ReluSquared => 1,
-            Self::SwiGlu => 2,
-        }
-    }
-}
+pub use gpu::activation::Activation;
 
 /// Determines how a linear layer's sums become its output. The tensors are (rows, OC) float and distinct from `out`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -346,7 +325,7 @@ pub struct MatmulBackward {
     pub dbias: Option<Tensor>,
     /// (rows, OC) float
     pub dout: Tensor,
-    /// (rows, C) float. Its contents are lost with [`Activation::SwiGlu`].
+    /// (rows, C) float. Its contents are lost with a gated activation.
     pub inp: Tensor,
     /// (OC, C) float
     pub weight: Tensor,

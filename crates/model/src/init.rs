@@ -1,6 +1,7 @@
 //! Initial weights, bit-identical to PyTorch's from the same seed.
 
 use super::descriptor::Init;
+use super::params::Kind;
 use super::{Decoder, Descriptor, Param};
 use anyhow::Result;
 use engine::Engine;
@@ -61,7 +62,7 @@ pub fn generate(
     })?;
     let vectors = descriptor.params().filter(|param| !param.is_matrix());
     for param in vectors {
-        let value = if param.is_norm_weight() { 1.0 } else { 0.0 };
+        let value = if param.kind() == Kind::NormWeight { 1.0 } else { 0.0 };
         for layer in 0..if param.layered() { descriptor.layers } else { 1 } {
             write(param, layer, &vec![value; param.len(descriptor)])?;
         }
@@ -93,13 +94,13 @@ fn matrices(descriptor: &Descriptor) -> impl Iterator<Item = (Param, usize, usiz
     // Each of the 2 L projections adds to the variance of the residual stream.
     let residual = STD * (1.0 / (2.0 * d.layers as f32).sqrt());
     let fan_in = 1.0 / (d.channels as f32).sqrt();
-    let std = move |param| match (d.init, param) {
-        (Init::Gpt2, Param::Attprojw | Param::Fcprojw) => residual,
+    let std = move |param: Param| match (d.init, param.kind()) {
+        (Init::Gpt2, Kind::LinearToResidual) => residual,
         (Init::Gpt2 | Init::Normal, _) => STD,
-        (Init::DepthScaled, Param::Wte) => WTE_STD,
-        (Init::DepthScaled, Param::LmHead) => HEAD_STD,
-        (Init::DepthScaled, Param::Attprojw | Param::Fcprojw) => 0.0,
-        (Init::DepthScaled, Param::Fcw) => FC_FACTOR * fan_in,
+        (Init::DepthScaled, Kind::TokenEmbedding) => WTE_STD,
+        (Init::DepthScaled, Kind::Head) => HEAD_STD,
+        (Init::DepthScaled, Kind::LinearToResidual) => 0.0,
+        (Init::DepthScaled, Kind::LinearToMlp) => FC_FACTOR * fan_in,
         (Init::DepthScaled, _) => fan_in,
     };
     let drawn = move |param: Param, layer| {

@@ -8,7 +8,7 @@ use super::params::{Param, Params, Unit};
 use super::sharding::{Store, Zero};
 use super::storage::{MasterWeights, Moments};
 use super::update::Optimizer;
-use engine::ops::{Activation, Master};
+use engine::ops::Master;
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, Engine, Result, Workload};
@@ -213,8 +213,9 @@ impl Activations {
         let fc = add("fc", &[kept, b, t, d.fc_channels()], dtype);
         let keeps_activated = recompute < Recompute::Activation && !in_fp8(Param::Fcprojw);
         let kept_activated = if keeps_activated { kept } else { 1 };
-        // A forward pass in FP8 uses this memory only for evaluation, the backward pass only for SwiGLU.
-        let shares_activated = training && in_fp8(Param::Fcprojw) && d.activation != Activation::SwiGlu;
+        // A forward pass in FP8 uses this memory only for evaluation, the backward pass only if the activation
+        // is gated.
+        let shares_activated = training && in_fp8(Param::Fcprojw) && !d.activation.is_gated();
         let activated = (!shares_activated).then(|| add("activated", &[kept_activated, b, t, d.mlp_channels], dtype));
         let residual3 = add("residual3", &[kept_residuals, b, t, c], dtype);
         let losses = add("losses", &[b, t], f32);

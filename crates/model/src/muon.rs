@@ -51,19 +51,14 @@ impl Matrix {
     }
 }
 
-/// Returns the matrices of a layer. Queries, keys and values are matrices of their own, as are up and gate of SwiGLU.
+/// Returns the matrices of a layer. Queries, keys and values are matrices of their own, as are up and gate of a gated activation.
 pub(super) fn matrices(layout: &Params, layer: usize) -> Vec<Matrix> {
     let d = layout.descriptor();
     let mut matrices = Vec::new();
-    for param in Param::LAYER_MATRICES {
-        let (all_rows, cols) = param.shape(d);
-        let parts = match param {
-            Param::Qkvw => [d.heads, d.kv_heads, d.kv_heads].map(|heads| heads * d.head_size).to_vec(),
-            Param::Fcw => vec![d.mlp_channels; d.activation.inputs()],
-            _ => vec![all_rows],
-        };
+    for param in Param::linear() {
+        let (_, cols) = param.shape(d);
         let mut start = layout.range(param, layer).start;
-        for rows in parts {
+        for rows in param.matrices(d) {
             matrices.push(Matrix { rows, cols, elements: start..start + rows * cols });
             start += rows * cols;
         }

@@ -11,127 +11,149 @@ use gpu::noise;
 use std::fmt;
 use std::ops::Range;
 
-/// A parameter tensor of a decoder, by llm.c's name where it has one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[expect(missing_docs, reason = "the names are llm.c's; `shape` states their sizes")]
-pub enum Param {
-    Wte,
-    Wpe,
-    /// The head, if it is not `Wte`.
-    LmHead,
-    Ln1w,
-    Ln1b,
-    /// Rows of queries, keys and values.
-    Qkvw,
-    Qkvb,
-    /// Weight of the norm of queries.
-    QNormw,
-    /// Weight of the norm of keys.
-    KNormw,
-    Attprojw,
-    Attprojb,
-    Ln2w,
-    Ln2b,
-    /// With SwiGLU: rows of up, then of gate.
-    Fcw,
-    Fcb,
-    Fcprojw,
-    Fcprojb,
-    Lnfw,
-    Lnfb,
+/// What a parameter is. Initialization, weight decay, the optimizer, FP8 and the layout follow from it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// One row for each token of the padded vocabulary.
+    TokenEmbedding,
+    /// One row for each position.
+    PositionEmbedding,
+    /// The head: one row for each token of the padded vocabulary.
+    Head,
+    /// The weight (OC, C) of a layer's linear layer. FP8 multiplies it, and Muon updates it.
+    Linear,
+    /// The weight of the first linear layer of an MLP.
+    LinearToMlp,
+    /// The weight of a linear layer that adds to the residual stream.
+    LinearToResidual,
+    /// A bias, initially 0.
+    Bias,
+    /// The weight of a norm, initially 1.
+    NormWeight,
 }
 
-use Param::{
-    Attprojb, Attprojw, Fcb, Fcprojb, Fcprojw, Fcw, KNormw, LmHead, Ln1b, Ln1w, Ln2b, Ln2w, Lnfb, Lnfw, QNormw, Qkvb,
-    Qkvw, Wpe, Wte,
-};
+/// Declares the parameters in the order of llm.c's files: the variant, the name in files, what it is, whether a model has it, and
+/// for one layer (rows, columns) of a matrix or (1, length) of a vector.
+macro_rules! params {
+    ($d:ident; $($(#[$doc:meta])* $param:ident = $name:literal, $kind:ident, $is_in:expr, $shape:expr;)*) => {
+        /// A parameter tensor of a decoder, by llm.c's name where it has one.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[expect(missing_docs, reason = "the names are llm.c's; the table states their sizes")]
+        pub enum Param {
+            $($(#[$doc])* $param,)*
+        }
+
+        impl Param {
+            /// All tensors in the order of llm.c's files.
+            pub const ALL: [Self; [$(Self::$param),*].len()] = [$(Self::$param),*];
+
+            /// Returns llm.c's name.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$param => $name,)*
+                }
+            }
+
+            /// Returns what the parameter is.
+            pub const fn kind(self) -> Kind {
+                match self {
+                    $(Self::$param => Kind::$kind,)*
+                }
+            }
+
+            /// Reports whether the model has this tensor.
+            pub fn is_in(self, $d: &Descriptor) -> bool {
+                match self {
+                    $(Self::$param => $is_in,)*
+                }
+            }
+
+            /// Returns (rows, columns) of a matrix or (1, length) of a vector, for one layer.
+            pub const fn shape(self, $d: &Descriptor) -> (usize, usize) {
+                match self {
+                    $(Self::$param => $shape,)*
+                }
+            }
+        }
+    };
+}
+
+params! { d;
+    Wte = "wte", TokenEmbedding, true, (d.padded_vocab(), d.channels);
+    Wpe = "wpe", PositionEmbedding, d.positions == Positions::Learned, (d.max_seq_len, d.channels);
+    /// The head, if it is not `Wte`.
+    LmHead = "lm_head", Head, !d.tied, (d.padded_vocab(), d.channels);
+    Ln1w = "ln1w", NormWeight, d.norm.has_weights(), (1, d.channels);
+    Ln1b = "ln1b", Bias, d.norm == Norm::LayerNorm, (1, d.channels);
+    /// Rows of queries, keys and values.
+    Qkvw = "qkvw", Linear, true, (d.qkv_channels(), d.channels);
+    Qkvb = "qkvb", Bias, d.biases != Biases::None, (1, d.qkv_channels());
+    /// Weight of the norm of queries.
+    QNormw = "qnormw", NormWeight, d.qk_norm.is_some_and(|norm| norm.weights), (1, d.head_size);
+    /// Weight of the norm of keys.
+    KNormw = "knormw", NormWeight, d.qk_norm.is_some_and(|norm| norm.weights), (1, d.head_size);
+    Attprojw = "attprojw", LinearToResidual, true, (d.channels, d.attention_channels());
+    Attprojb = "attprojb", Bias, d.biases == Biases::All, (1, d.channels);
+    Ln2w = "ln2w", NormWeight, d.norm.has_weights(), (1, d.channels);
+    Ln2b = "ln2b", Bias, d.norm == Norm::LayerNorm, (1, d.channels);
+    /// With a gated activation: rows of up, then of gate.
+    Fcw = "fcw", LinearToMlp, true, (d.fc_channels(), d.channels);
+    Fcb = "fcb", Bias, d.biases == Biases::All, (1, d.fc_channels());
+    Fcprojw = "fcprojw", LinearToResidual, true, (d.channels, d.mlp_channels);
+    Fcprojb = "fcprojb", Bias, d.biases == Biases::All, (1, d.channels);
+    Lnfw = "lnfw", NormWeight, d.norm.has_weights(), (1, d.channels);
+    Lnfb = "lnfb", Bias, d.norm == Norm::LayerNorm, (1, d.channels);
+}
+
+/// The contiguous part of the parameter block that holds a parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Part {
+    Embeddings,
+    LayerMatrices,
+    LayerVectors,
+    LastNorm,
+}
+
+impl Kind {
+    /// Reports whether the parameter is the weight of a layer's linear layer.
+    pub const fn is_linear(self) -> bool {
+        matches!(self, Self::Linear | Self::LinearToMlp | Self::LinearToResidual)
+    }
+
+    /// Reports whether the tensor has two dimensions. Weight decay applies to matrices.
+    const fn is_matrix(self) -> bool {
+        !matches!(self, Self::Bias | Self::NormWeight)
+    }
+}
 
 impl Param {
-    /// All tensors in the order of llm.c's files.
-    pub const ALL: [Self; 19] = [
-        Wte, Wpe, LmHead, Ln1w, Ln1b, Qkvw, Qkvb, QNormw, KNormw, Attprojw, Attprojb, Ln2w, Ln2b, Fcw, Fcb, Fcprojw,
-        Fcprojb, Lnfw, Lnfb,
-    ];
-
-    const EMBEDDINGS: [Self; 3] = [Wte, Wpe, LmHead];
-    pub(super) const LAYER_MATRICES: [Self; 4] = [Qkvw, Attprojw, Fcw, Fcprojw];
-    const LAYER_VECTORS: [Self; 10] = [Ln1w, Ln1b, Qkvb, QNormw, KNormw, Attprojb, Ln2w, Ln2b, Fcb, Fcprojb];
-    const LAST_NORM: [Self; 2] = [Lnfw, Lnfb];
-
-    /// Reports whether the model has this tensor.
-    pub fn is_in(self, d: &Descriptor) -> bool {
-        match self {
-            Wte | Qkvw | Attprojw | Fcw | Fcprojw => true,
-            Wpe => d.positions == Positions::Learned,
-            LmHead => !d.tied,
-            Ln1w | Ln2w | Lnfw => d.norm.has_weights(),
-            Ln1b | Ln2b | Lnfb => d.norm == Norm::LayerNorm,
-            Qkvb => d.biases != Biases::None,
-            QNormw | KNormw => d.qk_norm.is_some_and(|norm| norm.weights),
-            Attprojb | Fcb | Fcprojb => d.biases == Biases::All,
+    const fn part(self) -> Part {
+        match (self, self.kind()) {
+            (Self::Lnfw | Self::Lnfb, _) => Part::LastNorm,
+            (_, Kind::TokenEmbedding | Kind::PositionEmbedding | Kind::Head) => Part::Embeddings,
+            (_, Kind::Linear | Kind::LinearToMlp | Kind::LinearToResidual) => Part::LayerMatrices,
+            (_, Kind::Bias | Kind::NormWeight) => Part::LayerVectors,
         }
+    }
+
+    /// Returns the weights of a layer's linear layers.
+    pub fn linear() -> impl Iterator<Item = Self> + Clone {
+        Self::ALL.into_iter().filter(|param| param.kind().is_linear())
     }
 
     /// Reports whether the tensor has one row for each token of the padded vocabulary.
     pub const fn has_vocab_rows(self) -> bool {
-        matches!(self, Wte | LmHead)
-    }
-
-    /// Returns llm.c's name.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Wte => "wte",
-            Wpe => "wpe",
-            LmHead => "lm_head",
-            QNormw => "qnormw",
-            KNormw => "knormw",
-            Ln1w => "ln1w",
-            Ln1b => "ln1b",
-            Qkvw => "qkvw",
-            Qkvb => "qkvb",
-            Attprojw => "attprojw",
-            Attprojb => "attprojb",
-            Ln2w => "ln2w",
-            Ln2b => "ln2b",
-            Fcw => "fcw",
-            Fcb => "fcb",
-            Fcprojw => "fcprojw",
-            Fcprojb => "fcprojb",
-            Lnfw => "lnfw",
-            Lnfb => "lnfb",
-        }
+        matches!(self.kind(), Kind::TokenEmbedding | Kind::Head)
     }
 
     /// Reports whether every layer has such a tensor.
     pub const fn layered(self) -> bool {
-        !matches!(self, Wte | Wpe | LmHead | Lnfw | Lnfb)
-    }
-
-    /// Returns (rows, columns) of a matrix or (1, length) of a vector, for one layer.
-    pub const fn shape(self, d: &Descriptor) -> (usize, usize) {
-        let c = d.channels;
-        match self {
-            Wte | LmHead => (d.padded_vocab(), c),
-            Wpe => (d.max_seq_len, c),
-            Qkvw => (d.qkv_channels(), c),
-            Attprojw => (c, d.attention_channels()),
-            Fcw => (d.fc_channels(), c),
-            Fcprojw => (c, d.mlp_channels),
-            Qkvb => (1, d.qkv_channels()),
-            QNormw | KNormw => (1, d.head_size),
-            Fcb => (1, d.fc_channels()),
-            Ln1w | Ln1b | Attprojb | Ln2w | Ln2b | Fcprojb | Lnfw | Lnfb => (1, c),
-        }
+        matches!(self.part(), Part::LayerMatrices | Part::LayerVectors)
     }
 
     /// Reports whether the tensor has two dimensions. A matrix may have one row.
     pub const fn is_matrix(self) -> bool {
-        matches!(self, Wte | Wpe | LmHead | Qkvw | Attprojw | Fcw | Fcprojw)
-    }
-
-    /// Reports whether the tensor is the weight of a norm, which is initially 1.
-    pub const fn is_norm_weight(self) -> bool {
-        matches!(self, Ln1w | Ln2w | Lnfw | QNormw | KNormw)
+        self.kind().is_matrix()
     }
 
     /// Returns the number of elements, for one layer.
@@ -139,14 +161,24 @@ impl Param {
         let (rows, cols) = self.shape(d);
         rows * cols
     }
+
+    /// Returns the rows of the matrices of which a linear layer's weight consists: queries, keys and values, or up and gate.
+    pub fn matrices(self, d: &Descriptor) -> Vec<usize> {
+        match self {
+            Self::Qkvw => [d.heads, d.kv_heads, d.kv_heads].map(|heads| heads * d.head_size).to_vec(),
+            _ if self.kind() == Kind::LinearToMlp => vec![d.mlp_channels; d.activation.inputs()],
+            _ => vec![self.shape(d).0],
+        }
+    }
 }
 
 /// Parameters begin at multiples of this many elements, because vector loads and cuBLASLt require aligned rows.
 const ALIGNMENT: usize = 64;
 
-/// Returns the elements that the tensors of a block take, without those that the model lacks.
-fn block_elements(descriptor: &Descriptor, block: &[Param]) -> usize {
-    let present = block.iter().filter(|param| param.is_in(descriptor));
+/// Returns the elements that the tensors of a part take before `end`, without those that the model lacks.
+fn part_elements(descriptor: &Descriptor, part: Part, end: Option<Param>) -> usize {
+    let before = Param::ALL.into_iter().take_while(|param| Some(*param) != end);
+    let present = before.filter(|param| param.part() == part && param.is_in(descriptor));
     present.map(|param| param.len(descriptor).next_multiple_of(ALIGNMENT)).sum()
 }
 
@@ -252,10 +284,10 @@ impl Params {
 
     /// Returns the layout for ranks that shard each unit.
     pub fn sharded(descriptor: Descriptor, shard: Shard) -> Self {
-        let embeddings = block_elements(&descriptor, &Param::EMBEDDINGS);
-        let layer_matrices = block_elements(&descriptor, &Param::LAYER_MATRICES);
-        let layer_elements = layer_matrices + block_elements(&descriptor, &Param::LAYER_VECTORS);
-        let last_norm = block_elements(&descriptor, &Param::LAST_NORM);
+        let elements_of = |part| part_elements(&descriptor, part, None);
+        let [embeddings, layer_matrices] = [Part::Embeddings, Part::LayerMatrices].map(elements_of);
+        let layer_elements = layer_matrices + elements_of(Part::LayerVectors);
+        let last_norm = elements_of(Part::LastNorm);
         let padded = |n: usize| n.div_ceil(shard.ranks).next_multiple_of(ALIGNMENT) * shard.ranks;
         let (layers_at, stride) = (padded(embeddings), padded(layer_elements));
         let elements = layers_at + (descriptor.layers - 1) * stride + padded(layer_elements + last_norm);
@@ -279,20 +311,20 @@ impl Params {
 
     /// Returns the range of `param`, which the model has, in `layer` (0 for tensors that are not layered).
     pub fn range(&self, param: Param, layer: usize) -> Range<usize> {
-        let (block, block_at): (&[Param], usize) = match param {
-            Wte | Wpe | LmHead => (&Param::EMBEDDINGS, 0),
-            Lnfw | Lnfb => (&Param::LAST_NORM, self.last_norm_at()),
-            Qkvw | Attprojw | Fcw | Fcprojw => (&Param::LAYER_MATRICES, self.layers_at + layer * self.stride),
-            _ => (&Param::LAYER_VECTORS, self.layers_at + layer * self.stride + self.layer_matrices),
+        let part_at = match param.part() {
+            Part::Embeddings => 0,
+            Part::LastNorm => self.last_norm_at(),
+            Part::LayerMatrices => self.layers_at + layer * self.stride,
+            Part::LayerVectors => self.layers_at + layer * self.stride + self.layer_matrices,
         };
-        let before = block.iter().position(|p| *p == param).unwrap_or(0);
-        let start = block_at + block_elements(&self.descriptor, &block[..before]);
+        let start = part_at + part_elements(&self.descriptor, param.part(), Some(param));
         start..start + param.len(&self.descriptor)
     }
 
     /// Returns the start of lm_head, which follows the other embeddings, or `None` if the model has no head of its own.
     pub fn head(&self) -> Option<usize> {
-        LmHead.is_in(&self.descriptor).then(|| self.range(LmHead, 0).start)
+        let head = Param::LmHead;
+        head.is_in(&self.descriptor).then(|| self.range(head, 0).start)
     }
 
     fn last_norm_at(&self) -> usize {
@@ -306,10 +338,10 @@ impl Params {
 
     /// Returns the unit that contains a tensor.
     pub fn unit_of(&self, param: Param, layer: usize) -> Unit {
-        match param {
-            Wte | Wpe | LmHead => Unit::Embeddings,
-            Lnfw | Lnfb => Unit::Layer(self.descriptor.layers - 1),
-            _ => Unit::Layer(layer),
+        match param.part() {
+            Part::Embeddings => Unit::Embeddings,
+            Part::LastNorm => Unit::Layer(self.descriptor.layers - 1),
+            Part::LayerMatrices | Part::LayerVectors => Unit::Layer(layer),
         }
     }
 

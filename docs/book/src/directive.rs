@@ -124,7 +124,7 @@ mod tests {
     fn wrong_directives_are_errors_with_a_line() {
         for (directive, expected) in [
             ("{{#code gpu/src/nothing.rs}}", "gpu/src/nothing.rs: expected a text file"),
-            ("{{#code gpu/src/gelu.rs nothing}}", "expected an item nothing"),
+            ("{{#code gpu/src/activation/gelu.rs nothing}}", "expected an item nothing"),
             ("{{#kernels nothing}}", "expected a family"),
             ("{{#report gelu_naive}}", "expected a kernel with a planted fault"),
             ("{{#profile gelu_fast}}", "expected entry point gelu_fast"),

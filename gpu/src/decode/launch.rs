@@ -1,6 +1,7 @@
 //! Host side: selects the kernel instances of text generation, with their grids and shared memory.
 
 use super::{attention, matvec};
+use crate::activation::Activation;
 use crate::launch::KernelLaunch;
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut};
@@ -24,7 +25,7 @@ pub enum Norm<T> {
 /// The operands of [`matvec()`].
 #[derive(Clone, Copy)]
 pub struct MatvecOperands<T> {
-    /// (R, OC), or (R, OC / 2) with SwiGLU
+    /// (R, OC), or (R, OC / 2) with a gated activation
     pub out: GlobalMut<T>,
     /// (R, C)
     pub inp: Global<T>,
@@ -47,8 +48,8 @@ pub struct MatvecSize {
     pub channels: usize,
     /// OC
     pub outputs: usize,
-    /// A code of [`super::matvec`].
-    pub activation: u32,
+    /// The activation after the layer.
+    pub activation: Option<Activation>,
     /// Number of SMs.
     pub sm_count: usize,
 }
@@ -72,7 +73,7 @@ pub fn matvec<T: Element>(operands: MatvecOperands<T>, size: MatvecSize) -> Opti
     let normed = !matches!(operands.norm, Norm::None);
     let most = if normed { MOST_NORMED_ROWS } else { MOST_ROWS };
     let supported = 0 < size.rows && size.rows <= most && size.channels.is_multiple_of(T::PACKET) && size.channels > 0;
-    let even = size.activation != matvec::SWIGLU || size.outputs.is_multiple_of(2);
+    let even = size.outputs.is_multiple_of(size.activation.map_or(1, Activation::inputs));
     if !supported || !even || size.outputs == 0 {
         return None;
     }
@@ -89,7 +90,7 @@ pub fn matvec<T: Element>(operands: MatvecOperands<T>, size: MatvecSize) -> Opti
         channels,
         outputs,
         split: size.split::<T>(columns),
-        activation: size.activation,
+        activation: size.activation.map_or(0, Activation::code),
         eps,
     };
     macro_rules! instance {

@@ -8,12 +8,10 @@
 //! the statistics, which they do not depend on. Normalized values and the inputs of an activation are rounded to T, as kernels
 //! of their own would store them.
 //!
-//! C is a multiple of the packet. With SwiGLU, weight has rows of up, then of gate (OC = 2 F), and out is (R, F): sums 2 f
+//! C is a multiple of the packet. With a gated activation, weight has rows of up, then of gate (OC = 2 F), and out is (R, F): sums 2 f
 //! and 2 f + 1 belong to up and gate of column f, so that one warp has both.
 
-use crate::gelu::gelu;
-use crate::relu_squared::relu_squared;
-use crate::swiglu::swiglu;
+use crate::activation::{is_gated, value_of};
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, kernel, math, thread, warp};
 
@@ -28,15 +26,6 @@ pub const PLAIN: u32 = 0;
 pub const LAYERNORM: u32 = 1;
 /// RMSNorm. The weight may be null.
 pub const RMSNORM: u32 = 2;
-
-/// Codes of the activation.
-pub const NO_ACTIVATION: u32 = 0;
-/// GELU
-pub const GELU: u32 = 1;
-/// ReLU²
-pub const RELU_SQUARED: u32 = 2;
-/// SwiGLU
-pub const SWIGLU: u32 = 3;
 
 /// Eps of LayerNorm.
 const LAYERNORM_EPS: f32 = 1e-5;
@@ -53,7 +42,7 @@ pub struct Sizes {
     pub outputs: u32,
     /// Warps that share the channels of their columns: 1, 2, 4 or 8.
     pub split: u32,
-    /// One of the activation codes.
+    /// [`Activation::code`](crate::activation::Activation::code), or 0 without one.
     pub activation: u32,
     /// Eps of RMSNorm.
     pub eps: f32,
@@ -145,7 +134,7 @@ impl<T: Element, const ROWS: usize, const NORM: u32> Input<T, ROWS, NORM> {
     }
 }
 
-/// Computes out (R, OC), or (R, OC / 2) with SwiGLU. bias and residual (R, OC) may be null; an activation excludes a residual.
+/// Computes out (R, OC), or (R, OC / 2) with a gated activation. bias and residual (R, OC) may be null; an activation excludes a residual.
 ///
 /// ROWS · COLUMNS is at most 32, and COLUMNS is even. Grid: [`Sizes::grid`]. Shared memory: [`shared`].
 #[kernel(threads = 256, instances(
@@ -169,14 +158,14 @@ pub fn matvec<T: Element, const ROWS: usize, const COLUMNS: usize, const UNROLL:
 ) {
     let scratch = shared(&mut Layout::new());
     let (lane, warp) = (warp::lane() as usize, warp::index() as usize);
-    let (split, swiglu_layer) = (sizes.split as usize, sizes.activation == SWIGLU);
+    let (split, gated) = (sizes.split as usize, is_gated(sizes.activation));
     let (channels, outputs) = (sizes.channels as usize, sizes.outputs as usize);
     let (group, part) = (warp / split.max(1), warp % split.max(1));
     let first = (thread::block_idx_x() as usize * (WARPS / split.max(1)) + group) * COLUMNS;
     // The row of weight of a sum. Sums past the last repeat it and are not stored.
     let weight_row = |sum: usize| {
         let sum = sum.min(outputs - 1);
-        if swiglu_layer { sum / 2 + sum % 2 * (outputs / 2) } else { sum }
+        if gated { sum / 2 + sum % 2 * (outputs / 2) } else { sum }
     };
     let mut rows = [Global::null(); COLUMNS];
     for n in 0..COLUMNS {
@@ -252,18 +241,13 @@ pub fn matvec<T: Element, const ROWS: usize, const COLUMNS: usize, const UNROLL:
     if !stored {
         return;
     }
-    match sizes.activation {
-        NO_ACTIVATION => {
-            let at = row * outputs + sum;
-            let added = if residual.is_null() { 0.0 } else { residual.at(at).to_f32() };
-            out.set(at, T::from_f32(value + added));
-        }
-        GELU => out.set(row * outputs + sum, T::from_f32(gelu(rounded))),
-        RELU_SQUARED => out.set(row * outputs + sum, T::from_f32(relu_squared(rounded))),
-        _ => {
-            if sum % 2 == 0 {
-                out.set(row * (outputs / 2) + sum / 2, T::from_f32(swiglu(rounded, gate)));
-            }
-        }
+    if sizes.activation == 0 {
+        let at = row * outputs + sum;
+        let added = if residual.is_null() { 0.0 } else { residual.at(at).to_f32() };
+        out.set(at, T::from_f32(value + added));
+    } else if !gated {
+        out.set(row * outputs + sum, T::from_f32(value_of(sizes.activation, [rounded, 0.0])));
+    } else if sum % 2 == 0 {
+        out.set(row * (outputs / 2) + sum / 2, T::from_f32(value_of(sizes.activation, [rounded, gate])));
     }
 }

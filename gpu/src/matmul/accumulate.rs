@@ -1,8 +1,8 @@
 //! Accumulation into an output in global memory by ordinary loads and stores.
 
-use super::epilogue::EpilogueStore;
+use super::epilogue::{EpilogueOperands, EpilogueStore};
 use super::mainloop::ConsumerAccumulators;
-use super::shared::WARPGROUP;
+use super::shared::{SharedStorage, WARPGROUP};
 use super::tile::{Tile, WorkTile};
 use core::marker::PhantomData;
 use cuda_std::{GlobalMut, bf16, element, thread};
@@ -29,19 +29,12 @@ impl AccumulateInto for f32 {
     }
 }
 
-/// Adds accumulators to an f32 output (M, N).
+/// Adds accumulators to an f32 output (M, N), the sums of its operands.
 pub struct AccumulateF32<T> {
     out: GlobalMut<f32>,
     m: u32,
     n: u32,
     tile: PhantomData<T>,
-}
-
-impl<T> AccumulateF32<T> {
-    #[inline(always)]
-    pub fn new(out: GlobalMut<f32>, m: u32, n: u32) -> Self {
-        Self { out, m, n, tile: PhantomData }
-    }
 }
 
 impl<T: Tile> AccumulateF32<T> {
@@ -65,6 +58,11 @@ impl<T: Tile> AccumulateF32<T> {
 }
 
 impl<T: Tile> EpilogueStore<T> for AccumulateF32<T> {
+    #[inline(always)]
+    fn new(_: SharedStorage, EpilogueOperands { sums, m, n, .. }: EpilogueOperands, _: u32) -> Self {
+        Self { out: sums, m, n, tile: PhantomData }
+    }
+
     #[inline(always)]
     fn prefetch(&self, _: WorkTile) {}
 

@@ -7,7 +7,7 @@
 //! with odd j columns 128..256. Each tile that shares the same columns writes its own row of the result.
 
 use super::shared::SharedStorage;
-use super::tile::{Scheduler, Tile};
+use super::tile::{Scheduler, Tile, TileShape};
 use cuda_std::element::unpack_pair;
 use cuda_std::hopper::PipelineState;
 use cuda_std::{GlobalMut, warp};
@@ -28,9 +28,10 @@ pub struct ColumnSums {
 }
 
 /// Returns the rows of partial column sums for each slice of K.
-pub const fn partial_rows<T: Tile>(n: u32) -> u32 {
-    let tiles = n.div_ceil(T::TILE_N);
-    if T::TILE_M > SUMMED_COLUMNS { tiles.div_ceil(2) } else { tiles }
+pub const fn partial_rows(tile: TileShape, n: u32) -> u32 {
+    let [tile_m, tile_n] = tile.dims();
+    let tiles = n.div_ceil(tile_n);
+    if tile_m > SUMMED_COLUMNS { tiles.div_ceil(2) } else { tiles }
 }
 
 /// Sums columns of a over all of this block's work tiles. `summing_warp` is 0 or 1.
@@ -75,7 +76,7 @@ pub fn sum_columns<T: Tile>(shared: SharedStorage, scheduler: impl Scheduler, ou
             state.advance();
             at += 4;
         }
-        let partial_row = scheduler.slice(work_tile.index) * partial_rows::<T>(n) + share;
+        let partial_row = scheduler.slice(work_tile.index) * partial_rows(T::SHAPE, n) + share;
         let row = work_tile.row + first;
         for j in 0..4 {
             for i in 0..4 {

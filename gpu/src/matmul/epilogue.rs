@@ -8,213 +8,112 @@
 //! elements below the diagonal from those above it. So elements (i, j) and (j, i) have the same bits, however the
 //! tensor cores sum. Subtiles below the diagonal are not stored.
 
-use super::mainloop::ConsumerAccumulators;
+use super::buffers::{Buffering, SubtileBuffers};
+use super::gemm::{Bias, GemmEpilogue, Pass, Residual};
+use super::mainloop::{ConsumerAccumulators, Operands};
 use super::shared::{SharedStorage, WARPGROUP, is_warpgroup_leader};
 use super::tile::{EPILOGUE_TILE, Tile, WorkTile};
-use crate::{gelu, relu_squared};
+use crate::activation::ActivationFunction;
 use core::marker::PhantomData;
 use cuda_std::element::{pack_pair, unpack_pair};
-use cuda_std::hopper::{self, MBarrier, SwizzledTile, TensorMap, tma};
-use cuda_std::{Global, bf16, math, thread, warp};
+use cuda_std::hopper::{self, SwizzledTile, TensorMap, tma};
+use cuda_std::{Global, GlobalMut, bf16, math, thread, warp};
 
 /// The elementwise part of an epilogue: out (M, N) and second (M, N) from the accumulators plus bias (N), and aux (M,
-/// N).
-pub trait Epilogue: 'static {
+/// N). aux is the residual, or the preactivation of a backward pass. second is the preactivation of a forward pass, or the
+/// activation that a backward pass recomputes.
+pub trait Elementwise: 'static {
+    /// The description.
+    const EPILOGUE: GemmEpilogue;
+
     /// True if the epilogue adds a bias.
-    const BIAS: bool = false;
+    const BIAS: bool = matches!(Self::EPILOGUE.bias, Some(Bias::Add));
     /// True if the epilogue reads aux.
-    const AUX: bool = false;
+    const AUX: bool = Self::EPILOGUE.residual.is_some()
+        || matches!(Self::EPILOGUE.activation, Some((_, Pass::Backward | Pass::BackwardAndValue)));
     /// True if the epilogue writes a second output.
-    const SECOND: bool = false;
-    /// True if the outputs and aux are batches of matrices, with tensor maps of three dimensions.
-    const BATCHED: bool = false;
-    /// True if the output is symmetric, and its subtiles below the diagonal are copies of those above it.
-    const SYMMETRIC: bool = false;
+    const SECOND: bool = matches!(Self::EPILOGUE.activation, Some((_, Pass::Forward | Pass::BackwardAndValue)));
 
-    /// True if a subtile has a second buffer, for the second output or for the mirrored subtile.
-    const TWO_BUFFERS: bool = Self::SECOND || Self::SYMMETRIC;
-
-    /// Computes two adjacent elements of out, and of second if there is one, packed as bf16 pairs.
-    #[inline(always)]
-    fn apply([even, odd]: [f32; 2], _aux: [f32; 2]) -> [u32; 2] {
-        [pack_pair(even, odd), 0]
-    }
-
-    /// Computes [`apply`](Self::apply), with the factors of an epilogue that has some.
-    #[inline(always)]
-    fn apply_scaled(acc: [f32; 2], aux: [f32; 2], _scale: Scale) -> [u32; 2] {
-        Self::apply(acc, aux)
-    }
+    /// Computes two adjacent elements of out before their rounding, and of second if there is one, packed as a bf16 pair.
+    fn values(acc: [f32; 2], aux: [f32; 2], factors: Factors) -> ([f32; 2], u32);
 }
 
-/// The factors of an epilogue: alpha of a · b, beta of aux.
+/// The factors of [`Residual::Scaled`].
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Scale {
+pub struct Factors {
     /// Factor of a · b.
     pub alpha: f32,
-    /// Factor of aux.
+    /// Factor of the residual.
     pub beta: f32,
 }
 
-impl Scale {
-    /// The factors of an epilogue that has none.
-    pub const ONE: Self = Self { alpha: 1.0, beta: 1.0 };
+/// out = a · b, plus a bias if `BIAS`, plus a residual if `RESIDUAL`. The residual may be out.
+pub struct Linear<const BIAS: bool, const RESIDUAL: bool>;
+
+impl<const BIAS: bool, const RESIDUAL: bool> Elementwise for Linear<BIAS, RESIDUAL> {
+    const EPILOGUE: GemmEpilogue = GemmEpilogue {
+        bias: if BIAS { Some(Bias::Add) } else { None },
+        residual: if RESIDUAL { Some(Residual::Add) } else { None },
+        ..GemmEpilogue::NONE
+    };
 
     #[inline(always)]
-    fn apply(self, acc: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
-        let sum = |acc, aux| math::fma(self.alpha, acc, self.beta * aux);
-        [pack_pair(sum(acc[0], aux[0]), sum(acc[1], aux[1])), 0]
+    fn values(acc: [f32; 2], aux: [f32; 2], _: Factors) -> ([f32; 2], u32) {
+        (if RESIDUAL { [aux[0] + acc[0], aux[1] + acc[1]] } else { acc }, 0)
     }
 }
 
-/// out = a · b
-pub struct Plain;
-/// out = a · b + bias
-pub struct Bias;
-/// out = aux + a · b + bias
-pub struct BiasResidual;
-/// second = a · b + bias, out = gelu(second).
-///
-/// GELU reads second after its rounding to bf16, so that out can be recomputed from second bit for bit.
-pub struct BiasGelu;
-/// out = a · b ⊙ gelu'(aux)
-pub struct GeluBackward;
-/// out = a · b ⊙ gelu'(aux), second = gelu(aux)
-pub struct GeluBackwardAndGelu;
-/// second = a · b, out = max(second, 0)².
-///
-/// ReLU² reads second after its rounding to bf16, as GELU does.
-pub struct ReluSquared;
-/// out = a · b ⊙ 2 max(aux, 0)
-pub struct ReluSquaredBackward;
-/// out = a · b ⊙ 2 max(aux, 0), second = max(aux, 0)²
-pub struct ReluSquaredBackwardAndReluSquared;
-/// out = aux + a · b. aux may be out.
-pub struct Accumulate;
-/// out = beta · aux + alpha · a · b, for each matrix of a batch
+/// out = beta · residual + alpha · a · b
 pub struct Scaled;
-/// out = a · b, which is symmetric, for each matrix of a batch
-pub struct Symmetric;
-/// out = beta · aux + alpha · a · b, where aux and a · b are symmetric, for each matrix of a batch
-pub struct SymmetricScaled;
 
-impl Epilogue for Plain {}
-
-impl Epilogue for Bias {
-    const BIAS: bool = true;
-}
-
-impl Epilogue for BiasGelu {
-    const BIAS: bool = true;
-    const SECOND: bool = true;
+impl Elementwise for Scaled {
+    const EPILOGUE: GemmEpilogue = GemmEpilogue { residual: Some(Residual::Scaled), ..GemmEpilogue::NONE };
 
     #[inline(always)]
-    fn apply([even, odd]: [f32; 2], _: [f32; 2]) -> [u32; 2] {
-        let rounded = pack_pair(even, odd);
-        let [even, odd] = unpack_pair(rounded);
-        [pack_pair(gelu::gelu(even), gelu::gelu(odd)), rounded]
+    fn values(acc: [f32; 2], aux: [f32; 2], Factors { alpha, beta }: Factors) -> ([f32; 2], u32) {
+        let sum = |acc, aux| math::fma(alpha, acc, beta * aux);
+        ([sum(acc[0], aux[0]), sum(acc[1], aux[1])], 0)
     }
 }
 
-impl Epilogue for Accumulate {
-    const AUX: bool = true;
+/// second = a · b, plus a bias if `BIAS`; out = activation(second).
+///
+/// The function reads second after its rounding to bf16, so that out can be recomputed from second bit for bit.
+pub struct Forward<A, const BIAS: bool>(PhantomData<A>);
+
+impl<A: ActivationFunction, const BIAS: bool> Elementwise for Forward<A, BIAS> {
+    const EPILOGUE: GemmEpilogue = Linear::<BIAS, false>::EPILOGUE.with(A::ACTIVATION, Pass::Forward);
 
     #[inline(always)]
-    fn apply(acc: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
-        [pack_pair(aux[0] + acc[0], aux[1] + acc[1]), 0]
-    }
-}
-
-impl Epilogue for BiasResidual {
-    const BIAS: bool = true;
-    const AUX: bool = true;
-
-    #[inline(always)]
-    fn apply(acc: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
-        Accumulate::apply(acc, aux)
-    }
-}
-
-impl Epilogue for GeluBackward {
-    const AUX: bool = true;
-
-    #[inline(always)]
-    fn apply(acc: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
-        [pack_pair(acc[0] * gelu::slope(aux[0]), acc[1] * gelu::slope(aux[1])), 0]
-    }
-}
-
-impl Epilogue for GeluBackwardAndGelu {
-    const AUX: bool = true;
-    const SECOND: bool = true;
-
-    #[inline(always)]
-    fn apply(acc: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
-        let [even, even_slope] = gelu::gelu_and_slope(aux[0]);
-        let [odd, odd_slope] = gelu::gelu_and_slope(aux[1]);
-        [pack_pair(acc[0] * even_slope, acc[1] * odd_slope), pack_pair(even, odd)]
-    }
-}
-
-impl Epilogue for ReluSquared {
-    const SECOND: bool = true;
-
-    #[inline(always)]
-    fn apply([even, odd]: [f32; 2], _: [f32; 2]) -> [u32; 2] {
+    fn values([even, odd]: [f32; 2], _: [f32; 2], _: Factors) -> ([f32; 2], u32) {
         let stored = pack_pair(even, odd);
-        let x = unpack_pair(stored);
-        [pack_pair(relu_squared::relu_squared(x[0]), relu_squared::relu_squared(x[1])), stored]
+        (unpack_pair(stored).map(|x| A::value([x, 0.0])), stored)
     }
 }
 
-impl Epilogue for ReluSquaredBackward {
-    const AUX: bool = true;
+/// out = a · b ⊙ activation'(aux); if `VALUE`, second = activation(aux).
+pub struct Backward<A, const VALUE: bool>(PhantomData<A>);
+
+impl<A: ActivationFunction, const VALUE: bool> Elementwise for Backward<A, VALUE> {
+    const EPILOGUE: GemmEpilogue =
+        GemmEpilogue::NONE.with(A::ACTIVATION, if VALUE { Pass::BackwardAndValue } else { Pass::Backward });
 
     #[inline(always)]
-    fn apply(acc: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
-        [pack_pair(acc[0] * relu_squared::slope(aux[0]), acc[1] * relu_squared::slope(aux[1])), 0]
-    }
-}
-
-impl Epilogue for ReluSquaredBackwardAndReluSquared {
-    const AUX: bool = true;
-    const SECOND: bool = true;
-
-    #[inline(always)]
-    fn apply(acc: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
-        let [out, _] = ReluSquaredBackward::apply(acc, aux);
-        [out, pack_pair(relu_squared::relu_squared(aux[0]), relu_squared::relu_squared(aux[1]))]
-    }
-}
-
-impl Epilogue for Scaled {
-    const AUX: bool = true;
-    const BATCHED: bool = true;
-
-    #[inline(always)]
-    fn apply_scaled(acc: [f32; 2], aux: [f32; 2], scale: Scale) -> [u32; 2] {
-        scale.apply(acc, aux)
-    }
-}
-
-impl Epilogue for Symmetric {
-    const BATCHED: bool = true;
-    const SYMMETRIC: bool = true;
-}
-
-impl Epilogue for SymmetricScaled {
-    const AUX: bool = true;
-    const BATCHED: bool = true;
-    const SYMMETRIC: bool = true;
-
-    #[inline(always)]
-    fn apply_scaled(acc: [f32; 2], aux: [f32; 2], scale: Scale) -> [u32; 2] {
-        scale.apply(acc, aux)
+    fn values(acc: [f32; 2], aux: [f32; 2], _: Factors) -> ([f32; 2], u32) {
+        if VALUE {
+            let ([even_gradient, _], even) = A::gradients_and_value(acc[0], [aux[0], 0.0]);
+            let ([odd_gradient, _], odd) = A::gradients_and_value(acc[1], [aux[1], 0.0]);
+            ([even_gradient, odd_gradient], pack_pair(even, odd))
+        } else {
+            ([A::gradients(acc[0], [aux[0], 0.0])[0], A::gradients(acc[1], [aux[1], 0.0])[0]], 0)
+        }
     }
 }
 
 /// Moves a consumer's accumulators to global memory.
 pub trait EpilogueStore<T: Tile> {
+    /// Creates the epilogue of a consumer.
+    fn new(shared: SharedStorage, operands: EpilogueOperands, consumer: u32) -> Self;
     /// Starts the loads that the epilogue of `tile` needs, before the mainloop.
     fn prefetch(&self, tile: WorkTile);
     /// Applies the epilogue to the accumulators of `tile` and stores the result.
@@ -223,59 +122,49 @@ pub trait EpilogueStore<T: Tile> {
     fn finish(&self);
 }
 
-/// Buffers of a subtile: one for out, which is also that of aux, and one for second or the mirrored subtile.
-const fn buffers_per_subtile<E: Epilogue>() -> u32 {
-    1 + E::TWO_BUFFERS as u32
-}
-
-/// Subtiles of a consumer's rows of a tile.
-const fn subtiles<T: Tile>() -> u32 {
-    T::CONSUMER_M / EPILOGUE_TILE * (T::TILE_N / EPILOGUE_TILE)
-}
-
-/// Subtiles that have buffers at a time.
-///
-/// If possible, this number divides the number of subtiles of a tile: each subtile then has the same slot in every
-/// tile.
-const fn slots<E: Epilogue, T: Tile>() -> u32 {
-    let fit = T::EPILOGUE_BUFFERS / buffers_per_subtile::<E>();
-    let most = if fit < subtiles::<T>() { fit } else { subtiles::<T>() };
-    let whole = subtiles::<T>().is_multiple_of(most);
-    // One slot would make each subtile wait for the stores of the one before.
-    if most > 2 && !whole && subtiles::<T>().is_multiple_of(most - 1) { most - 1 } else { most }
-}
-
-/// The tensors of an epilogue. Tensors that it does not use may be arbitrary.
+/// The operands of an epilogue. Those that it does not use may be arbitrary.
 #[derive(Clone, Copy)]
 pub struct EpilogueOperands {
     pub out: Global<TensorMap>,
     pub aux: Global<TensorMap>,
     pub second: Global<TensorMap>,
     pub bias: Global<bf16>,
+    /// Partial sums, or an f32 output.
+    pub sums: GlobalMut<f32>,
+    /// Rows of the output.
+    pub m: u32,
     /// Columns of the output.
     pub n: u32,
-    pub scale: Scale,
+    pub factors: Factors,
+    /// The scale of an FP8 output, and the address of its largest magnitude.
+    pub scale_out: Global<f32>,
+    pub amax: GlobalMut<u32>,
+}
+
+/// The buffers of [`TmaEpilogue`]: one for out, which is also that of aux, and one for second or the mirrored subtile.
+pub struct Buffers<L, E>(PhantomData<(L, E)>);
+
+impl<L: Operands, E: Elementwise> Buffering for Buffers<L, E> {
+    const AUX: bool = E::AUX;
+    const TWO_BUFFERS: bool = E::SECOND || L::SYMMETRIC;
+    const BATCHED: bool = L::BATCHED;
 }
 
 /// Applies the epilogue `E` and stores through shared memory by TMA.
-pub struct TmaEpilogue<E, T> {
-    shared: SharedStorage,
-    pub(super) operands: EpilogueOperands,
-    consumer: u32,
-    /// Tiles stored so far.
-    pub(super) stored_tiles: u32,
-    kind: PhantomData<(E, T)>,
+pub struct TmaEpilogue<L, E, T> {
+    buffers: SubtileBuffers<Buffers<L, E>, T>,
+    operands: EpilogueOperands,
 }
 
-impl<E: Epilogue, T: Tile> EpilogueStore<T> for TmaEpilogue<E, T> {
+impl<L: Operands, E: Elementwise, T: Tile> EpilogueStore<T> for TmaEpilogue<L, E, T> {
+    #[inline(always)]
+    fn new(shared: SharedStorage, operands: EpilogueOperands, consumer: u32) -> Self {
+        Self { buffers: SubtileBuffers::new(shared, operands.aux, consumer), operands }
+    }
+
     #[inline(always)]
     fn prefetch(&self, tile: WorkTile) {
-        if E::AUX && is_warpgroup_leader() {
-            tma::wait_stores_read();
-            for subtile in 0..slots::<E, T>() {
-                self.load_aux(subtile, tile);
-            }
-        }
+        self.buffers.prefetch(tile);
     }
 
     #[inline(always)]
@@ -291,73 +180,16 @@ impl<E: Epilogue, T: Tile> EpilogueStore<T> for TmaEpilogue<E, T> {
         if T::TILE_N > 256 {
             self.store_columns::<4>(d, tile);
         }
-        self.stored_tiles += 1;
+        self.buffers.stored_tiles += 1;
     }
 
     #[inline(always)]
     fn finish(&self) {
-        if is_warpgroup_leader() {
-            tma::wait_stores();
-        }
+        self.buffers.finish();
     }
 }
 
-/// Returns the slot of a subtile, and how many subtiles used that slot before. Each of the `tiles` tiles before had
-/// `subtiles` subtiles, which use `slots` slots in turn.
-#[inline(always)]
-pub fn slot(subtile: u32, tiles: u32, subtiles: u32, slots: u32) -> (u32, u32) {
-    if subtiles.is_multiple_of(slots) {
-        (subtile % slots, tiles * (subtiles / slots) + subtile / slots)
-    } else {
-        let before = tiles * subtiles + subtile;
-        (before % slots, before / slots)
-    }
-}
-
-impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
-    #[inline(always)]
-    pub fn new(shared: SharedStorage, operands: EpilogueOperands, consumer: u32) -> Self {
-        Self { shared, operands, consumer, stored_tiles: 0, kind: PhantomData }
-    }
-
-    /// Synchronizes the warps of this consumer.
-    #[inline(always)]
-    pub(super) fn sync(&self) {
-        thread::sync_named(1 + self.consumer, WARPGROUP);
-    }
-
-    /// Returns the slot of a subtile of the current tile, and how many subtiles used that slot before.
-    #[inline(always)]
-    pub(super) fn slot(&self, subtile: u32) -> (u32, u32) {
-        slot(subtile, self.stored_tiles, subtiles::<T>(), slots::<E, T>())
-    }
-
-    /// Returns the first buffer of a slot.
-    #[inline(always)]
-    pub(super) fn buffer(&self, slot: u32) -> SwizzledTile<64> {
-        let buffer = self.consumer * T::EPILOGUE_BUFFERS + slot * buffers_per_subtile::<E>();
-        self.shared.pool.rows::<64>(T::PIPELINE_ROWS + buffer * EPILOGUE_TILE)
-    }
-
-    /// Returns the barrier of the load of aux into a slot.
-    #[inline(always)]
-    pub(super) fn aux_full(&self, slot: u32) -> MBarrier {
-        self.shared.aux_full.at(self.consumer * T::EPILOGUE_BUFFERS + slot)
-    }
-
-    #[inline(always)]
-    fn load_aux(&self, subtile: u32, WorkTile { matrix, row, column, .. }: WorkTile) {
-        let ((slot, _), halves) = (self.slot(subtile), T::CONSUMER_M / EPILOGUE_TILE);
-        let full = self.aux_full(slot);
-        full.arrive_expect_tx(SwizzledTile::<64>::BYTES);
-        let (x, y) = (column + subtile / halves * EPILOGUE_TILE, row + subtile % halves * EPILOGUE_TILE);
-        if E::BATCHED {
-            self.buffer(slot).load_3d(self.operands.aux, x, y, matrix, full);
-        } else {
-            self.buffer(slot).load(self.operands.aux, x, y, full);
-        }
-    }
-
+impl<L: Operands, E: Elementwise, T: Tile> TmaEpilogue<L, E, T> {
     /// Stores the subtiles of columns 64 `BLOCK` .. 64 `BLOCK` + 64 of the tile.
     #[inline(always)]
     fn store_columns<const BLOCK: u32>(&self, d: &ConsumerAccumulators<T::Accumulator>, tile: WorkTile) {
@@ -385,21 +217,12 @@ impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
         tile: WorkTile,
     ) {
         let subtile = BLOCK * (T::CONSUMER_M / EPILOGUE_TILE) + HALF;
-        let (slot, uses) = self.slot(subtile);
         // out overwrites aux: each warp overwrites only elements that it has read itself.
-        let out = self.buffer(slot);
-        let second = if E::TWO_BUFFERS { out.offset_tiles(1) } else { out };
-        if E::AUX {
-            self.aux_full(slot).wait(uses % 2);
-        } else {
-            if is_warpgroup_leader() {
-                wait_for_free_slot::<E, T>();
-            }
-            self.sync();
-        }
+        let out = self.buffers.acquire(subtile);
+        let second = if Buffers::<L, E>::TWO_BUFFERS { out.offset_tiles(1) } else { out };
         // The first column and row of the subtile.
         let (column, row) = (|| tile.column + BLOCK * EPILOGUE_TILE, || tile.row + HALF * EPILOGUE_TILE);
-        if E::SYMMETRIC && column() < row() {
+        if L::SYMMETRIC && column() < row() {
             self.skip_subtile(subtile, tile);
             return;
         }
@@ -410,8 +233,8 @@ impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
         for quarter in 0..4 {
             // With two buffers there are only two slots. The next load of aux waits for the store of the previous
             // subtile, so it is issued in the middle of this one.
-            if E::TWO_BUFFERS && quarter == 2 {
-                self.load_next_aux::<0>(subtile, tile);
+            if Buffers::<L, E>::TWO_BUFFERS && quarter == 2 {
+                self.buffers.load_next_aux::<0>(subtile, tile);
             }
             let mut x = [0.0; 8];
             for i in 0..8 {
@@ -423,29 +246,30 @@ impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
             let aux = if E::AUX { out.load_a_fragment(first_row, quarter as u32) } else { [0; 4] };
             let (mut words, mut second_words) = ([0; 4], [0; 4]);
             for i in 0..4 {
-                [words[i], second_words[i]] =
-                    E::apply_scaled([x[2 * i], x[2 * i + 1]], unpack_pair(aux[i]), self.operands.scale);
+                let acc = [x[2 * i], x[2 * i + 1]];
+                let (values, second) = E::values(acc, unpack_pair(aux[i]), self.operands.factors);
+                (words[i], second_words[i]) = (pack_pair(values[0], values[1]), second);
             }
             let at = quarter as u32 * 2 + lane_column;
             out.store_matrices(lane_row, at, words);
             if E::SECOND {
                 second.store_matrices(lane_row, at, second_words);
             }
-            if E::SYMMETRIC {
+            if L::SYMMETRIC {
                 // Transposed, matrices 0 and 1 are columns 0..8 and 8..16 of rows 0..8.
                 let lane_row = quarter as u32 * 16 + warp::lane() / 16 * 8 + warp::lane() % 8;
                 second.store_transposed_matrices(lane_row, (first_row + warp::lane() % 16) / 8, words);
             }
         }
-        if E::SYMMETRIC && column() == row() {
-            self.sync();
+        if L::SYMMETRIC && column() == row() {
+            self.buffers.sync();
             copy_upper_triangle(out, second, first_row);
         }
         hopper::fence_async_proxy();
-        self.sync();
+        self.buffers.sync();
         if is_warpgroup_leader() {
             let (x, y) = (column(), row());
-            if E::BATCHED {
+            if L::BATCHED {
                 out.store_3d(self.operands.out, x, y, tile.matrix);
             } else {
                 out.store(self.operands.out, x, y);
@@ -453,13 +277,13 @@ impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
             if E::SECOND {
                 second.store(self.operands.second, x, y);
             }
-            if E::SYMMETRIC && x != y {
+            if L::SYMMETRIC && x != y {
                 second.store_3d(self.operands.out, y, x, tile.matrix);
             }
             tma::commit_stores();
         }
-        if !E::TWO_BUFFERS {
-            self.load_next_aux::<1>(subtile, tile);
+        if !Buffers::<L, E>::TWO_BUFFERS {
+            self.buffers.load_next_aux::<1>(subtile, tile);
         }
     }
 
@@ -468,22 +292,12 @@ impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
     fn skip_subtile(&self, subtile: u32, tile: WorkTile) {
         if E::AUX {
             // All warps have seen the phase of this aux buffer before its next phase can begin.
-            self.sync();
-            self.load_next_aux::<0>(subtile, tile);
+            self.buffers.sync();
+            self.buffers.load_next_aux::<0>(subtile, tile);
         }
         if is_warpgroup_leader() {
-            // An empty group: `wait_for_free_slot` counts one for each subtile.
+            // An empty group: `SubtileBuffers` counts one for each subtile.
             tma::commit_stores();
-        }
-    }
-
-    /// Starts the next load of aux into the slot of the subtile before `subtile`. All stores but the `PENDING` newest
-    /// must have read their buffers before.
-    #[inline(always)]
-    pub(super) fn load_next_aux<const PENDING: u32>(&self, subtile: u32, tile: WorkTile) {
-        if E::AUX && subtile > 0 && subtile - 1 + slots::<E, T>() < subtiles::<T>() && is_warpgroup_leader() {
-            tma::wait_stores_read_all_but::<PENDING>();
-            self.load_aux(subtile - 1 + slots::<E, T>(), tile);
         }
     }
 }
@@ -504,15 +318,5 @@ fn copy_upper_triangle(tile: SwizzledTile<64>, transposed: SwizzledTile<64>, fir
             words[i as usize] = words[i as usize] & !mask | mirrored[i as usize] & mask;
         }
         tile.store_matrices(first_row + lane % 16, quarter * 2 + lane / 16, words);
-    }
-}
-
-/// Waits until the TMA stores have read the buffers of the next slot.
-#[inline(always)]
-pub(super) fn wait_for_free_slot<E: Epilogue, T: Tile>() {
-    match slots::<E, T>() {
-        2 => tma::wait_stores_read_all_but::<1>(),
-        3 => tma::wait_stores_read_all_but::<2>(),
-        _ => tma::wait_stores_read_all_but::<3>(),
     }
 }

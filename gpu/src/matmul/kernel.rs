@@ -12,212 +12,271 @@
 use super::accumulate::AccumulateF32;
 use super::column_sums::{ColumnSums, SUMMING_WARPS, sum_columns};
 use super::epilogue::{
-    Accumulate, Bias, BiasGelu, BiasResidual, Epilogue, EpilogueOperands, EpilogueStore, GeluBackward,
-    GeluBackwardAndGelu, Plain, ReluSquared, ReluSquaredBackward, ReluSquaredBackwardAndReluSquared, Scale,
-    TmaEpilogue,
+    Backward, Elementwise, EpilogueOperands, EpilogueStore, Factors, Forward, Linear, Scaled, TmaEpilogue,
 };
-use super::mainloop::{AB, ABt, AtB, OperandLayout, load_stage, multiply, multiply_promoted};
+use super::gated::GatedEpilogue;
+use super::gemm::{Batching, Bias, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass};
+use super::mainloop::{
+    AB, ABt, ABtPair, AtB, ConsumerAccumulators, Fp8ABt, Operands, Strided, Symmetric, load_stage, multiply,
+    multiply_promoted,
+};
+use super::quantized::QuantizedEpilogue;
 use super::shared::{SharedStorage, WARPGROUP};
 use super::split_k::StorePartials;
 use super::tile::{
-    CONSUMERS, Cooperative128x256, Cooperative128x320, Cooperative256x128, Cooperative256x192, MAX_EPILOGUE_BUFFERS,
-    Pingpong128x128, Pingpong128x192, Scheduler, Tile, TileScheduler, WorkTile,
+    CONSUMERS, Cooperative128x128, Cooperative128x192, Cooperative128x256, Cooperative128x320, Cooperative256x128,
+    Cooperative256x192, MAX_EPILOGUE_BUFFERS, Pingpong128x128, Pingpong128x192, Scheduler, Tile, TileShape, WorkTile,
 };
+use crate::activation::{ActivationFunction, Gelu, ReluSquared, SwiGlu};
+use core::marker::PhantomData;
+use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::hopper::{self, MBarrier, PipelineState, TensorMap};
 use cuda_std::shared::Layout;
-use cuda_std::{Global, GlobalMut, bf16, kernel, thread, warp};
+use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, bf16, kernel, thread, warp};
 
-/// out (M, N) = epilogue(a · b) in bf16.
+/// What a kernel does with the accumulators of a tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stored {
+    /// It applies an epilogue and stores the output.
+    Output(GemmEpilogue),
+    /// It stores them as partial sums over a slice of K. If `column_sums`, it also stores partial column sums of a.
+    Partials { column_sums: bool },
+}
+
+/// An epilogue as the type parameter of a kernel.
+pub trait Epilogue: 'static {
+    /// What the kernel stores.
+    const STORED: Stored;
+    /// Whether the tensor maps of out, aux and second are used.
+    const MAPS: [bool; 3];
+    /// The code for operands `L` and tiles `T`.
+    type Store<L: Operands, T: Tile>: EpilogueStore<T>;
+
+    /// True if K may consist of several slices.
+    const SPLIT: bool = matches!(Self::STORED, Stored::Partials { .. });
+    /// True if the kernel also computes column sums of a.
+    const COLUMN_SUMS: bool = matches!(
+        Self::STORED,
+        Stored::Partials { column_sums: true } | Stored::Output(GemmEpilogue { bias: Some(Bias::Gradient), .. })
+    );
+}
+
+/// The epilogue `E`, with bf16 outputs.
+pub struct Tma<E>(PhantomData<E>);
+
+impl<E: Elementwise> Epilogue for Tma<E> {
+    const STORED: Stored = Stored::Output(E::EPILOGUE);
+    const MAPS: [bool; 3] = [true, E::AUX, E::SECOND];
+    type Store<L: Operands, T: Tile> = TmaEpilogue<L, E, T>;
+}
+
+/// The epilogue `Linear<false, true>`, and column sums of a.
+pub struct ResidualAndColumnSums;
+
+impl Epilogue for ResidualAndColumnSums {
+    const STORED: Stored = Stored::Output(GemmEpilogue::BIAS_GRADIENT);
+    const MAPS: [bool; 3] = [true, false, false];
+    type Store<L: Operands, T: Tile> = TmaEpilogue<L, Linear<false, true>, T>;
+}
+
+/// The epilogue `E`, with out in the FP8 type `O`.
+pub struct Quantized<E, O>(PhantomData<(E, O)>);
+
+impl<E: Elementwise, O: Fp8> Epilogue for Quantized<E, O> {
+    const STORED: Stored = Stored::Output(GemmEpilogue { output: GemmOutput::Fp8, ..E::EPILOGUE });
+    const MAPS: [bool; 3] = [true, E::AUX, E::SECOND];
+    type Store<L: Operands, T: Tile> = QuantizedEpilogue<E, O, T>;
+}
+
+/// The gated function `A`, or its gradient if `BACKWARD`, and then also its value if `VALUE`.
+pub struct Gated<A, const BACKWARD: bool, const VALUE: bool>(PhantomData<A>);
+
+impl<A: ActivationFunction, const BACKWARD: bool, const VALUE: bool> Epilogue for Gated<A, BACKWARD, VALUE> {
+    const STORED: Stored = Stored::Output(GemmEpilogue::NONE.with(
+        A::ACTIVATION,
+        match (BACKWARD, VALUE) {
+            (false, _) => Pass::Forward,
+            (true, false) => Pass::Backward,
+            (true, true) => Pass::BackwardAndValue,
+        },
+    ));
+    const MAPS: [bool; 3] = [true, BACKWARD, !BACKWARD || VALUE];
+    type Store<L: Operands, T: Tile> = GatedEpilogue<A, T, BACKWARD, VALUE>;
+}
+
+/// Adds to an f32 output.
+pub struct ToF32;
+
+impl Epilogue for ToF32 {
+    const STORED: Stored = Stored::Output(GemmEpilogue { output: GemmOutput::F32, ..GemmEpilogue::RESIDUAL });
+    const MAPS: [bool; 3] = [false; 3];
+    type Store<L: Operands, T: Tile> = AccumulateF32<T>;
+}
+
+/// Stores partial sums, and partial column sums of a if `COLUMN_SUMS`.
+pub struct Partials<const COLUMN_SUMS: bool>;
+
+impl<const COLUMN_SUMS: bool> Epilogue for Partials<COLUMN_SUMS> {
+    const STORED: Stored = Stored::Partials { column_sums: COLUMN_SUMS };
+    const MAPS: [bool; 3] = [false; 3];
+    type Store<L: Operands, T: Tile> = StorePartials<T>;
+}
+
+/// out (M, N) = epilogue(a · b), or partial sums of it.
 ///
-/// The epilogue may read `aux` (M, N) and `bias` (N), and may write `second` (M, N). Maps that it does not use may be
-/// arbitrary. `launch::maps` describes the tensor maps. Rows of all matrices are multiples of 8 elements.
+/// Operands that the instance does not use may be arbitrary. [`launch::maps`](super::launch::maps) describes the tensor maps.
+/// Rows of all matrices are multiples of 16 bytes. With operands `ABtPair`, `n` is the number of columns of up.
+/// * `bias` (N) is added to the sums. `scale_a`, `scale_b` and `scale_out` are the factors that restore FP8 tensors.
+/// * `amax` = max(`amax`, largest magnitude of an FP8 out before it is divided by its scale) as f32 bits.
+/// * `sums`: an f32 out, or partial sums of `parts` slices of K for [`matmul_split_k_reduce`](super::matmul_split_k_reduce):
+///   `parts` · tiles · `TILE_M` · `TILE_N` elements.
+/// * `column_sums` (slices · `partial_rows`, M) receives partial column sums of a.
+/// * `alpha` and `beta` are the factors of [`Residual::Scaled`](super::gemm::Residual::Scaled).
+/// * `parts` is the number of slices of K, or of matrices of a batch.
 ///
 /// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(
-    abt_128x128 = <ABt, Plain, Pingpong128x128>,
-    abt_128x192 = <ABt, Plain, Pingpong128x192>,
-    abt_256x128 = <ABt, Plain, Cooperative256x128>,
-    abt_256x192 = <ABt, Plain, Cooperative256x192>,
-    abt_128x256 = <ABt, Plain, Cooperative128x256>,
-    abt_128x320 = <ABt, Plain, Cooperative128x320>,
-    abt_bias_128x128 = <ABt, Bias, Pingpong128x128>,
-    abt_bias_128x192 = <ABt, Bias, Pingpong128x192>,
-    abt_bias_256x128 = <ABt, Bias, Cooperative256x128>,
-    abt_bias_256x192 = <ABt, Bias, Cooperative256x192>,
-    abt_bias_128x256 = <ABt, Bias, Cooperative128x256>,
-    abt_bias_128x320 = <ABt, Bias, Cooperative128x320>,
-    abt_bias_residual_128x128 = <ABt, BiasResidual, Pingpong128x128>,
-    abt_bias_residual_128x192 = <ABt, BiasResidual, Pingpong128x192>,
-    abt_bias_residual_256x128 = <ABt, BiasResidual, Cooperative256x128>,
-    abt_bias_residual_256x192 = <ABt, BiasResidual, Cooperative256x192>,
-    abt_bias_residual_128x256 = <ABt, BiasResidual, Cooperative128x256>,
-    abt_bias_residual_128x320 = <ABt, BiasResidual, Cooperative128x320>,
-    abt_residual_128x128 = <ABt, Accumulate, Pingpong128x128>,
-    abt_residual_128x192 = <ABt, Accumulate, Pingpong128x192>,
-    abt_residual_256x128 = <ABt, Accumulate, Cooperative256x128>,
-    abt_residual_256x192 = <ABt, Accumulate, Cooperative256x192>,
-    abt_residual_128x256 = <ABt, Accumulate, Cooperative128x256>,
-    abt_residual_128x320 = <ABt, Accumulate, Cooperative128x320>,
-    abt_bias_gelu_128x128 = <ABt, BiasGelu, Pingpong128x128>,
-    abt_bias_gelu_128x192 = <ABt, BiasGelu, Pingpong128x192>,
-    abt_relu_squared_128x128 = <ABt, ReluSquared, Pingpong128x128>,
-    abt_relu_squared_128x192 = <ABt, ReluSquared, Pingpong128x192>,
-    ab_128x128 = <AB, Plain, Pingpong128x128>,
-    ab_128x192 = <AB, Plain, Pingpong128x192>,
-    ab_256x128 = <AB, Plain, Cooperative256x128>,
-    ab_256x192 = <AB, Plain, Cooperative256x192>,
-    ab_128x256 = <AB, Plain, Cooperative128x256>,
-    ab_128x320 = <AB, Plain, Cooperative128x320>,
-    ab_gelu_backward_128x128 = <AB, GeluBackward, Pingpong128x128>,
-    ab_gelu_backward_128x192 = <AB, GeluBackward, Pingpong128x192>,
-    ab_gelu_backward_and_gelu_128x128 = <AB, GeluBackwardAndGelu, Pingpong128x128>,
-    ab_gelu_backward_and_gelu_128x192 = <AB, GeluBackwardAndGelu, Pingpong128x192>,
-    ab_relu_squared_backward_128x128 = <AB, ReluSquaredBackward, Pingpong128x128>,
-    ab_relu_squared_backward_128x192 = <AB, ReluSquaredBackward, Pingpong128x192>,
-    ab_relu_squared_backward_256x128 = <AB, ReluSquaredBackward, Cooperative256x128>,
-    ab_relu_squared_backward_256x192 = <AB, ReluSquaredBackward, Cooperative256x192>,
-    ab_relu_squared_backward_128x256 = <AB, ReluSquaredBackward, Cooperative128x256>,
-    ab_relu_squared_backward_128x320 = <AB, ReluSquaredBackward, Cooperative128x320>,
-    ab_relu_squared_backward_and_relu_squared_128x128 = <AB, ReluSquaredBackwardAndReluSquared, Pingpong128x128>,
-    ab_relu_squared_backward_and_relu_squared_128x192 = <AB, ReluSquaredBackwardAndReluSquared, Pingpong128x192>,
-    atb_accumulate_128x128 = <AtB, Accumulate, Pingpong128x128>,
-    atb_accumulate_128x192 = <AtB, Accumulate, Pingpong128x192>,
-    atb_accumulate_256x128 = <AtB, Accumulate, Cooperative256x128>,
-    atb_accumulate_256x192 = <AtB, Accumulate, Cooperative256x192>,
-    atb_accumulate_128x256 = <AtB, Accumulate, Cooperative128x256>,
-    atb_accumulate_128x320 = <AtB, Accumulate, Cooperative128x320>))]
-pub fn matmul_wgmma<L: OperandLayout, E: Epilogue, T: Tile>(
+#[kernel(
+    threads = 384,
+    blocks_per_sm = 1,
+    requires = "wgmma",
+    axes(
+        pingpong = [t128x128 = Pingpong128x128, t128x192 = Pingpong128x192],
+        cooperative = [
+            t256x128 = Cooperative256x128, t256x192 = Cooperative256x192,
+            t128x256 = Cooperative128x256, t128x320 = Cooperative128x320
+        ],
+        exact_tile = [t128x128 = Cooperative128x128, t128x192 = Cooperative128x192],
+        linear = [
+            _ = Tma<Linear<false, false>>, bias = Tma<Linear<true, false>>,
+            residual = Tma<Linear<false, true>>, bias_residual = Tma<Linear<true, true>>
+        ],
+        gradient = [_ = Tma<Linear<false, false>>, residual = Tma<Linear<false, true>>],
+        weight_gradient = [to_f32 = ToF32, partials = Partials<false>],
+        forward = [bias_gelu = Tma<Forward<Gelu, true>>, relu_squared = Tma<Forward<ReluSquared, false>>],
+        backward = [
+            gelu_backward = Tma<Backward<Gelu, false>>, gelu_backward_and_value = Tma<Backward<Gelu, true>>,
+            relu_squared_backward = Tma<Backward<ReluSquared, false>>,
+            relu_squared_backward_and_value = Tma<Backward<ReluSquared, true>>,
+            swiglu_backward = Gated<SwiGlu, true, false>, swiglu_backward_and_value = Gated<SwiGlu, true, true>
+        ],
+        gated = [swiglu = Gated<SwiGlu, false, true>],
+        fp8_forward = [bias_gelu = Tma<Forward<Gelu, true>>, bias_gelu_to_fp8 = Quantized<Forward<Gelu, true>, E4m3>],
+        e4m3_backward = [
+            gelu_backward = Tma<Backward<Gelu, false>>, gelu_backward_to_fp8 = Quantized<Backward<Gelu, false>, E4m3>
+        ],
+        e5m2_backward = [
+            gelu_backward = Tma<Backward<Gelu, false>>, gelu_backward_to_fp8 = Quantized<Backward<Gelu, false>, E5m2>
+        ],
+        e4m3 = [e4m3 = Fp8ABt<E4m3, false>],
+        e4m3_exact = [e4m3_exact = Fp8ABt<E4m3, true>],
+        e5m2 = [e5m2 = Fp8ABt<E5m2, false>],
+        e5m2_exact = [e5m2_exact = Fp8ABt<E5m2, true>]
+    ),
+    instances(
+        abt = ABt * linear * pingpong,
+        abt = ABt * linear * cooperative,
+        abt = ABt * forward * pingpong,
+        abt = ABtPair * gated * pingpong,
+        ab = AB * [_ = Tma<Linear<false, false>>] * pingpong,
+        ab = AB * [_ = Tma<Linear<false, false>>] * cooperative,
+        ab = AB * backward * pingpong,
+        ab = AB * [relu_squared_backward = Tma<Backward<ReluSquared, false>>] * cooperative,
+        atb = AtB * [residual = Tma<Linear<false, true>>, column_sums = ResidualAndColumnSums] * pingpong,
+        atb = AtB * [residual = Tma<Linear<false, true>>, column_sums = ResidualAndColumnSums] * cooperative,
+        atb = AtB * weight_gradient * pingpong,
+        atb = AtB * weight_gradient * cooperative,
+        atb = AtB * [partials_column_sums = Partials<true>] * pingpong,
+        atb = AtB * [partials_column_sums = Partials<true>] * cooperative,
+        batched_ab = Strided<AB> * [scaled = Tma<Scaled>] * pingpong,
+        batched_ab = Strided<AB> * [scaled = Tma<Scaled>] * cooperative,
+        symmetric_abt = Symmetric<ABt> * [_ = Tma<Linear<false, false>>, scaled = Tma<Scaled>] * pingpong,
+        symmetric_atb = Symmetric<AtB> * [_ = Tma<Linear<false, false>>] * pingpong,
+        e4m3 * linear * pingpong,
+        e4m3 * linear * cooperative,
+        e4m3 * weight_gradient * pingpong,
+        e4m3 * weight_gradient * cooperative,
+        e4m3 * fp8_forward * pingpong,
+        e4m3 * e4m3_backward * pingpong,
+        e5m2 * gradient * pingpong,
+        e5m2 * gradient * cooperative,
+        e5m2 * weight_gradient * pingpong,
+        e5m2 * weight_gradient * cooperative,
+        e5m2 * e5m2_backward * pingpong,
+        e4m3_exact * linear * exact_tile,
+        e4m3_exact * weight_gradient * exact_tile,
+        e4m3_exact * fp8_forward * exact_tile,
+        e4m3_exact * e4m3_backward * exact_tile,
+        e5m2_exact * gradient * exact_tile,
+        e5m2_exact * weight_gradient * exact_tile,
+        e5m2_exact * e5m2_backward * exact_tile
+    ),
+    select(
+        L::LAYOUT: GemmLayout,
+        L::PRECISION: GemmPrecision,
+        L::BATCHING: Batching,
+        E::STORED: Stored,
+        T::SHAPE: TileShape
+    )
+)]
+pub fn matmul<L: Operands, E: Epilogue, T: Tile>(
     a: Global<TensorMap>,
     b: Global<TensorMap>,
     out: Global<TensorMap>,
     aux: Global<TensorMap>,
     second: Global<TensorMap>,
     bias: Global<bf16>,
+    scale_a: Global<f32>,
+    scale_b: Global<f32>,
+    scale_out: Global<f32>,
+    amax: GlobalMut<u32>,
+    sums: GlobalMut<f32>,
+    column_sums: GlobalMut<f32>,
+    alpha: f32,
+    beta: f32,
     m: u32,
     n: u32,
     k: u32,
+    parts: u32,
 ) {
     if thread::thread_idx_x() == 0 {
-        out.prefetch();
-        if E::AUX {
+        if E::MAPS[0] {
+            out.prefetch();
+        }
+        if E::MAPS[1] {
             aux.prefetch();
         }
-        if E::SECOND {
+        if E::MAPS[2] {
             second.prefetch();
         }
     }
-    let scheduler = TileScheduler::new([T::TILE_M, T::TILE_N], m, n, k, 1);
-    let operands = EpilogueOperands { out, aux, second, bias, n, scale: Scale::ONE };
-    let epilogue = |shared, consumer| TmaEpilogue::<E, T>::new(shared, operands, consumer);
-    run_persistent::<L, T, _, false>(a, b, scheduler, NO_COLUMN_SUMS, epilogue);
+    let tile_n = if L::B_PAIR { T::TILE_N / 2 } else { T::TILE_N };
+    let parts = if E::SPLIT || L::BATCHED { parts } else { 1 };
+    let scheduler = L::Scheduler::new([T::TILE_M, tile_n, L::TILE_K], [m, n, k], parts);
+    let factors = Factors { alpha, beta };
+    let operands = EpilogueOperands { out, aux, second, bias, sums, m, n, factors, scale_out, amax };
+    run_persistent::<L, E, T>(
+        [a, b],
+        [scale_a, scale_b],
+        scheduler,
+        operands,
+        ColumnSums { partials: column_sums, m, n },
+    );
 }
-
-/// out (M, N) f32 += a (K, M)ᵀ · b (K, N). `m` and `n` are multiples of 8.
-///
-/// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(
-    tile_128x128 = <Pingpong128x128>,
-    tile_128x192 = <Pingpong128x192>,
-    tile_256x128 = <Cooperative256x128>,
-    tile_256x192 = <Cooperative256x192>,
-    tile_128x256 = <Cooperative128x256>,
-    tile_128x320 = <Cooperative128x320>))]
-pub fn matmul_accumulate_f32<T: Tile>(
-    a: Global<TensorMap>,
-    b: Global<TensorMap>,
-    out: GlobalMut<f32>,
-    m: u32,
-    n: u32,
-    k: u32,
-) {
-    let scheduler = TileScheduler::new([T::TILE_M, T::TILE_N], m, n, k, 1);
-    let epilogue = |_, _| AccumulateF32::<T>::new(out, m, n);
-    run_persistent::<AtB, T, _, false>(a, b, scheduler, NO_COLUMN_SUMS, epilogue);
-}
-
-/// out (M, N) += a (K, M)ᵀ · b (K, N) in bf16, and partial column sums of a in `column_sums`
-/// (`partial_rows`, M) f32. `m` and `n` are multiples of 8.
-///
-/// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(
-    tile_128x128 = <Pingpong128x128>,
-    tile_128x192 = <Pingpong128x192>,
-    tile_256x128 = <Cooperative256x128>,
-    tile_256x192 = <Cooperative256x192>,
-    tile_128x256 = <Cooperative128x256>,
-    tile_128x320 = <Cooperative128x320>))]
-pub fn matmul_accumulate_column_sums<T: Tile>(
-    a: Global<TensorMap>,
-    b: Global<TensorMap>,
-    out: Global<TensorMap>,
-    column_sums: GlobalMut<f32>,
-    m: u32,
-    n: u32,
-    k: u32,
-) {
-    if thread::thread_idx_x() == 0 {
-        out.prefetch();
-    }
-    let scheduler = TileScheduler::new([T::TILE_M, T::TILE_N], m, n, k, 1);
-    let bias = Global::null();
-    let operands = EpilogueOperands { out, aux: out, second: out, bias, n, scale: Scale::ONE };
-    let epilogue = |shared, consumer| TmaEpilogue::<Accumulate, T>::new(shared, operands, consumer);
-    run_persistent::<AtB, T, _, true>(a, b, scheduler, ColumnSums { partials: column_sums, m, n }, epilogue);
-}
-
-/// Partial sums of a (K, M)ᵀ · b (K, N) over `split_k` slices of K, for
-/// [`matmul_split_k_reduce`](super::matmul_split_k_reduce). `m` and `n` are multiples of 8.
-///
-/// `partials` has `split_k` · tiles · `TILE_M` · `TILE_N` elements. With `COLUMN_SUMS`, also writes partial column sums
-/// of a to `column_sums` (`split_k` · `partial_rows`, M).
-///
-/// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(
-    tile_128x128 = <Pingpong128x128, false>,
-    tile_128x192 = <Pingpong128x192, false>,
-    tile_256x128 = <Cooperative256x128, false>,
-    tile_256x192 = <Cooperative256x192, false>,
-    tile_128x256 = <Cooperative128x256, false>,
-    tile_128x320 = <Cooperative128x320, false>,
-    column_sums_128x128 = <Pingpong128x128, true>,
-    column_sums_128x192 = <Pingpong128x192, true>,
-    column_sums_256x128 = <Cooperative256x128, true>,
-    column_sums_256x192 = <Cooperative256x192, true>,
-    column_sums_128x256 = <Cooperative128x256, true>,
-    column_sums_128x320 = <Cooperative128x320, true>))]
-pub fn matmul_split_k<T: Tile, const COLUMN_SUMS: bool>(
-    a: Global<TensorMap>,
-    b: Global<TensorMap>,
-    partials: GlobalMut<f32>,
-    column_sums: GlobalMut<f32>,
-    m: u32,
-    n: u32,
-    k: u32,
-    split_k: u32,
-) {
-    let scheduler = TileScheduler::new([T::TILE_M, T::TILE_N], m, n, k, split_k);
-    let epilogue = |_, consumer| StorePartials::<T>::new(partials, consumer);
-    run_persistent::<AtB, T, _, COLUMN_SUMS>(a, b, scheduler, ColumnSums { partials: column_sums, m, n }, epilogue);
-}
-
-pub const NO_COLUMN_SUMS: ColumnSums = ColumnSums { partials: GlobalMut::null(), m: 0, n: 0 };
 
 /// Initializes the barriers, assigns roles to the warpgroups, and computes all work tiles of this block.
-///
-/// `epilogue` creates a consumer's epilogue. `column_sums` is used with `COLUMN_SUMS` only.
 #[inline(always)]
-pub fn run_persistent<L: OperandLayout, T: Tile, E: EpilogueStore<T>, const COLUMN_SUMS: bool>(
-    a: Global<TensorMap>,
-    b: Global<TensorMap>,
-    scheduler: impl Scheduler,
+fn run_persistent<L: Operands, E: Epilogue, T: Tile>(
+    [a, b]: [Global<TensorMap>; 2],
+    [scale_a, scale_b]: [Global<f32>; 2],
+    scheduler: L::Scheduler,
+    operands: EpilogueOperands,
     column_sums: ColumnSums,
-    epilogue: impl FnOnce(SharedStorage, u32) -> E,
 ) {
     let shared = SharedStorage::new(&mut Layout::new());
     if thread::thread_idx_x() == 0 {
         a.prefetch();
         b.prefetch();
-        init_barriers::<T, COLUMN_SUMS>(shared);
+        init_barriers::<E, T>(shared);
     }
     thread::sync_threads();
 
@@ -225,7 +284,7 @@ pub fn run_persistent<L: OperandLayout, T: Tile, E: EpilogueStore<T>, const COLU
     // The block starts with 168 registers per thread. The producer gives registers to the consumers. The total stays
     // 384 · 168 = 128 · 24 + 256 · 240 = 128 · 40 + 256 · 232 = 128 · 56 + 256 · 224.
     if role == 0 {
-        if COLUMN_SUMS {
+        if E::COLUMN_SUMS {
             hopper::decrease_registers::<56>();
         } else if L::A_M_MAJOR {
             hopper::decrease_registers::<40>();
@@ -236,11 +295,11 @@ pub fn run_persistent<L: OperandLayout, T: Tile, E: EpilogueStore<T>, const COLU
             produce::<L, T>(shared, a, b, scheduler);
         }
         let warp = warp::shuffle(warp::index(), 0);
-        if COLUMN_SUMS && (1..=SUMMING_WARPS).contains(&warp) {
+        if E::COLUMN_SUMS && (1..=SUMMING_WARPS).contains(&warp) {
             sum_columns::<T>(shared, scheduler, column_sums, warp - 1);
         }
     } else {
-        if COLUMN_SUMS {
+        if E::COLUMN_SUMS {
             hopper::increase_registers::<224>();
         } else if L::A_M_MAJOR {
             hopper::increase_registers::<232>();
@@ -248,22 +307,23 @@ pub fn run_persistent<L: OperandLayout, T: Tile, E: EpilogueStore<T>, const COLU
             hopper::increase_registers::<240>();
         }
         let consumer = role - 1;
-        let mut epilogue = epilogue(shared, consumer);
+        let mut epilogue = E::Store::<L, T>::new(shared, operands, consumer);
+        let scale = if L::SCALED { scale_a.at(0) * scale_b.at(0) } else { 1.0 };
         if T::COOPERATIVE {
-            consume_cooperative::<L, T, _>(shared, scheduler, consumer, &mut epilogue);
+            consume_cooperative::<L, T, _>(shared, scheduler, consumer, scale, &mut epilogue);
         } else {
-            consume_pingpong::<L, T, _>(shared, scheduler, consumer, &mut epilogue);
+            consume_pingpong::<L, T, _>(shared, scheduler, consumer, scale, &mut epilogue);
         }
         epilogue.finish();
     }
 }
 
 #[inline(always)]
-fn init_barriers<T: Tile, const COLUMN_SUMS: bool>(shared: SharedStorage) {
+fn init_barriers<E: Epilogue, T: Tile>(shared: SharedStorage) {
     for stage in 0..T::STAGES {
         shared.full.at(stage).init(1);
         let consumers = if T::COOPERATIVE { CONSUMERS } else { 1 };
-        shared.empty.at(stage).init(consumers + if COLUMN_SUMS { SUMMING_WARPS } else { 0 });
+        shared.empty.at(stage).init(consumers + if E::COLUMN_SUMS { SUMMING_WARPS } else { 0 });
     }
     for consumer in 0..CONSUMERS {
         shared.order_barrier.at(consumer).init(1);
@@ -277,7 +337,7 @@ fn init_barriers<T: Tile, const COLUMN_SUMS: bool>(shared: SharedStorage) {
 
 /// Loads the operands of all work tiles of this block.
 #[inline(always)]
-fn produce<L: OperandLayout, T: Tile>(
+fn produce<L: Operands, T: Tile>(
     shared: SharedStorage,
     a: Global<TensorMap>,
     b: Global<TensorMap>,
@@ -298,12 +358,30 @@ fn produce<L: OperandLayout, T: Tile>(
     }
 }
 
+/// Multiplies accumulators by the scale of their operands, if those have one.
+#[inline(always)]
+fn scaled<L: Operands, T: Tile>(
+    mut d: ConsumerAccumulators<T::Accumulator>,
+    scale: f32,
+) -> ConsumerAccumulators<T::Accumulator> {
+    if L::SCALED {
+        for i in 0..T::Accumulator::COLUMNS as usize / 2 {
+            d.upper[i] *= scale;
+            if T::CONSUMER_M > 64 {
+                d.lower[i] *= scale;
+            }
+        }
+    }
+    d
+}
+
 /// Computes this consumer's half of all work tiles.
 #[inline(always)]
-fn consume_cooperative<L: OperandLayout, T: Tile, E: EpilogueStore<T>>(
+fn consume_cooperative<L: Operands, T: Tile, E: EpilogueStore<T>>(
     shared: SharedStorage,
     scheduler: impl Scheduler,
     consumer: u32,
+    scale: f32,
     epilogue: &mut E,
 ) {
     let mut state = PipelineState::consumer(T::STAGES);
@@ -317,17 +395,18 @@ fn consume_cooperative<L: OperandLayout, T: Tile, E: EpilogueStore<T>>(
         } else {
             multiply::<L, T>(shared, consumer, tile.steps, &mut state, shared.order_barrier.at(0))
         };
-        epilogue.store(&d, tile);
+        epilogue.store(&scaled::<L, T>(d, scale), tile);
         i += 1;
     }
 }
 
 /// Computes every other work tile, from that with the consumer's own index on.
 #[inline(always)]
-fn consume_pingpong<L: OperandLayout, T: Tile, E: EpilogueStore<T>>(
+fn consume_pingpong<L: Operands, T: Tile, E: EpilogueStore<T>>(
     shared: SharedStorage,
     scheduler: impl Scheduler,
     consumer: u32,
+    scale: f32,
     epilogue: &mut E,
 ) {
     let mut state = PipelineState::consumer(T::STAGES);
@@ -342,7 +421,7 @@ fn consume_pingpong<L: OperandLayout, T: Tile, E: EpilogueStore<T>>(
         epilogue.prefetch(tile);
         shared.order_barrier.at(consumer).wait(parity);
         let d = multiply::<L, T>(shared, consumer, tile.steps, &mut state, shared.order_barrier.at(1 - consumer));
-        epilogue.store(&d, tile);
+        epilogue.store(&scaled::<L, T>(d, scale), tile);
         state.skip(scheduler.steps(i + 1));
         parity ^= 1;
         i += CONSUMERS;

@@ -1,29 +1,43 @@
 //! The mainloop: the producer's loads into the pipeline, and a consumer's multiplication of the stages.
 
+use super::gemm::{Batching, GemmLayout, GemmPrecision};
 use super::shared::{SharedStorage, is_warpgroup_leader};
-use super::tile::{TILE_K, Tile, WorkTile};
+use super::tile::{BatchScheduler, Scheduler, SymmetricScheduler, TILE_K, TILE_K_FP8, Tile, TileScheduler, WorkTile};
 use core::marker::PhantomData;
-use cuda_std::Global;
 use cuda_std::hopper::wgmma::{Accumulators, KMajorOperand};
 use cuda_std::hopper::{MBarrier, PipelineState, SwizzledTile, TensorMap, wgmma};
+use cuda_std::{E4m3, Fp8, Global};
 
 /// Rows of a TMA load of a (M, K).
 pub const A_BOX_ROWS: u32 = 128;
 
-/// The row-major storage of the operands of a (M, K) · b (K, N).
-pub trait OperandLayout: 'static {
-    /// True if a is stored as (K, M), false if as (M, K).
-    const A_M_MAJOR: bool;
-    /// True if b is stored as (K, N), false if as (N, K).
-    const B_N_MAJOR: bool;
-    /// True if b consists of two matrices (N, K). A tile then computes the same columns of both products.
+/// The operands of a GEMM: their layout, their type, and whether they are batches of matrices.
+pub trait Operands: 'static {
+    /// The layout.
+    const LAYOUT: GemmLayout;
+    /// The type of the operands.
+    const PRECISION: GemmPrecision = GemmPrecision::Bf16;
+    /// The kind of batch.
+    const BATCHING: Batching = Batching::One;
+    /// True if b consists of two matrices (N, K), up and gate. A tile then computes the same columns of both products.
     const B_PAIR: bool = false;
-    /// True if a and b are batches of matrices, with tensor maps of three dimensions.
-    const BATCHED: bool = false;
-    /// Columns of K in a pipeline stage.
-    const TILE_K: u32 = TILE_K;
+    /// Assigns the tiles of the output, or of the outputs of a batch, to thread blocks.
+    type Scheduler: Scheduler;
+
+    /// True if a is stored as (K, M), false if as (M, K).
+    const A_M_MAJOR: bool = matches!(Self::LAYOUT, GemmLayout::Tn);
+    /// True if b is stored as (K, N), false if as (N, K).
+    const B_N_MAJOR: bool = !matches!(Self::LAYOUT, GemmLayout::Nt);
+    /// True if tensor maps have a third dimension for the matrices of a batch.
+    const BATCHED: bool = !matches!(Self::BATCHING, Batching::One);
+    /// True if the outputs are symmetric, and subtiles below the diagonal are copies of those above it.
+    const SYMMETRIC: bool = matches!(Self::BATCHING, Batching::Symmetric);
+    /// True if the operands have scales.
+    const SCALED: bool = matches!(Self::PRECISION, GemmPrecision::Fp8 { .. });
     /// True if the sums of each stage are added to f32 registers. The consumers must have 64 rows each.
-    const PROMOTED: bool = false;
+    const PROMOTED: bool = matches!(Self::PRECISION, GemmPrecision::Fp8 { exact: true, .. });
+    /// Columns of K in a pipeline stage.
+    const TILE_K: u32 = if Self::SCALED { TILE_K_FP8 } else { TILE_K };
 
     /// Issues D = A · B + (D if `accumulate`) with K-major operands.
     #[inline(always)]
@@ -37,43 +51,65 @@ pub trait OperandLayout: 'static {
 pub struct AB;
 /// a (M, K) · b (N, K)ᵀ
 pub struct ABt;
-/// a (M, K) · b (2, N, K)ᵀ
+/// a (M, K) · b (2, N / 2, K)ᵀ: the columns of up, then those of gate
 pub struct ABtPair;
 /// a (K, M)ᵀ · b (K, N)
 pub struct AtB;
-/// The layout `L` of each matrix of a batch.
-pub struct Batched<L>(PhantomData<L>);
+/// The operands `L` of each matrix of a batch.
+pub struct Strided<L>(PhantomData<L>);
+/// The operands `L` of each matrix of a batch in which b is a, so the outputs are symmetric.
+pub struct Symmetric<L>(PhantomData<L>);
+/// a (M, K) · b (N, K)ᵀ with FP8 operands, a of type `A` and b in E4M3.
+pub struct Fp8ABt<A, const EXACT: bool>(PhantomData<A>);
 
-impl OperandLayout for AB {
-    const A_M_MAJOR: bool = false;
-    const B_N_MAJOR: bool = true;
+impl Operands for AB {
+    const LAYOUT: GemmLayout = GemmLayout::Nn;
+    type Scheduler = TileScheduler;
 }
 
-impl OperandLayout for ABt {
-    const A_M_MAJOR: bool = false;
-    const B_N_MAJOR: bool = false;
+impl Operands for ABt {
+    const LAYOUT: GemmLayout = GemmLayout::Nt;
+    type Scheduler = TileScheduler;
 }
 
-impl OperandLayout for ABtPair {
-    const A_M_MAJOR: bool = false;
-    const B_N_MAJOR: bool = false;
+impl Operands for ABtPair {
+    const LAYOUT: GemmLayout = GemmLayout::Nt;
     const B_PAIR: bool = true;
+    type Scheduler = TileScheduler;
 }
 
-impl OperandLayout for AtB {
-    const A_M_MAJOR: bool = true;
-    const B_N_MAJOR: bool = true;
+impl Operands for AtB {
+    const LAYOUT: GemmLayout = GemmLayout::Tn;
+    type Scheduler = TileScheduler;
 }
 
-impl<L: OperandLayout> OperandLayout for Batched<L> {
-    const A_M_MAJOR: bool = L::A_M_MAJOR;
-    const B_N_MAJOR: bool = L::B_N_MAJOR;
-    const BATCHED: bool = true;
+impl<L: Operands> Operands for Strided<L> {
+    const LAYOUT: GemmLayout = L::LAYOUT;
+    const BATCHING: Batching = Batching::Strided;
+    type Scheduler = BatchScheduler;
+}
+
+impl<L: Operands> Operands for Symmetric<L> {
+    const LAYOUT: GemmLayout = L::LAYOUT;
+    const BATCHING: Batching = Batching::Symmetric;
+    type Scheduler = SymmetricScheduler;
+}
+
+impl<A: Fp8, const EXACT: bool> Operands for Fp8ABt<A, EXACT> {
+    const LAYOUT: GemmLayout = GemmLayout::Nt;
+    const PRECISION: GemmPrecision = GemmPrecision::Fp8 { a: A::FORMAT, exact: EXACT };
+    type Scheduler = TileScheduler;
+
+    #[inline(always)]
+    #[track_caller]
+    fn mma_k_major<D: Accumulators>(d: &mut D, a: KMajorOperand, b: KMajorOperand, accumulate: bool) {
+        d.mma_fp8::<A, E4m3>(a, b, accumulate);
+    }
 }
 
 /// Starts the load of a box at column `x` and row `y`, of matrix `matrix` if `L` is batched.
 #[inline(always)]
-fn load_box<L: OperandLayout, const R: usize>(
+fn load_box<L: Operands, const R: usize>(
     to: SwizzledTile<R>,
     map: Global<TensorMap>,
     [x, y, matrix]: [u32; 3],
@@ -88,7 +124,7 @@ fn load_box<L: OperandLayout, const R: usize>(
 
 /// Starts the loads of step `step` of K into a stage.
 #[inline(always)]
-pub fn load_stage<L: OperandLayout, T: Tile>(
+pub fn load_stage<L: Operands, T: Tile>(
     shared: SharedStorage,
     stage: u32,
     a: Global<TensorMap>,
@@ -121,9 +157,9 @@ pub fn load_stage<L: OperandLayout, T: Tile>(
             b_rows.load_3d(b, k, column, matrix, full);
         }
     } else {
-        for i in 0..T::TILE_N / T::B_BOX_ROWS {
-            let b_rows = shared.pool.rows::<64>(first_row + T::TILE_M + i * T::B_BOX_ROWS);
-            load_box::<L, 64>(b_rows, b, [k, column + i * T::B_BOX_ROWS, matrix], full);
+        for i in 0..T::TILE_N / T::SHAPE.b_box_rows() {
+            let b_rows = shared.pool.rows::<64>(first_row + T::TILE_M + i * T::SHAPE.b_box_rows());
+            load_box::<L, 64>(b_rows, b, [k, column + i * T::SHAPE.b_box_rows(), matrix], full);
         }
     }
 }
@@ -141,7 +177,7 @@ pub struct ConsumerAccumulators<A> {
 /// A ping-pong consumer arrives at `other_consumer` as soon as its last stage is full: the other consumer may then
 /// wait for the stages that follow.
 #[inline(always)]
-pub fn multiply<L: OperandLayout, T: Tile>(
+pub fn multiply<L: Operands, T: Tile>(
     shared: SharedStorage,
     consumer: u32,
     steps: u32,
@@ -190,7 +226,7 @@ pub fn multiply<L: OperandLayout, T: Tile>(
 /// Tensor cores accumulate FP8 products with fewer bits than f32 has. Here they add only 128 products at a time. The
 /// wgmma instructions of one consumer overlap with the additions of the other.
 #[inline(always)]
-pub fn multiply_promoted<L: OperandLayout, T: Tile>(
+pub fn multiply_promoted<L: Operands, T: Tile>(
     shared: SharedStorage,
     consumer: u32,
     steps: u32,
@@ -227,7 +263,7 @@ pub fn multiply_promoted<L: OperandLayout, T: Tile>(
 
 /// Starts the wgmma instructions for bytes 32 `k` .. 32 `k` + 32 of the rows of the stage that begins at row `first_row`.
 #[inline(always)]
-fn start_wgmma<L: OperandLayout, T: Tile>(
+fn start_wgmma<L: Operands, T: Tile>(
     d: &mut ConsumerAccumulators<T::Accumulator>,
     shared: SharedStorage,
     consumer: u32,

@@ -11,39 +11,46 @@
 //! On an H200, tiles of 128 x 192 reach 803 to 805 TFLOP/s at M = N = K = 8192. cuBLASLt reaches 805 to 807 in the same
 //! run.
 //!
+//! There is one kernel, [`matmul()`]. Its instances are products of operands, epilogues and tiles; each states in its types what
+//! it computes, in the terms of a [`Gemm`](gemm::Gemm).
+//!
 //! Modules, each of which uses only those before it:
+//! * `gemm`: the description of a GEMM
 //! * `tile`: tile shapes, and the scheduler that assigns tiles to thread blocks
 //! * `shared`: the layout of shared memory
-//! * `mainloop`: loads of operands, and the multiplication
-//! * `epilogue`: bias, residual, GELU and ReLU², and the stores through shared memory
+//! * `mainloop`: the types of operands, their loads, and the multiplication
+//! * `buffers`: buffers of epilogues in shared memory
+//! * `epilogue`: bias, residual and activation functions, and the stores through shared memory
+//! * `quantized`: epilogues with an FP8 out
+//! * `gated`: epilogues with a gated activation function, whose tiles pair columns of up and gate
 //! * `accumulate`: accumulation into an output in global memory without shared memory
 //! * `split_k`: partial sums over slices of K, and the kernel that reduces them
 //! * `column_sums`: the gradient of a bias, computed beside the gradient of its weight
-//! * `kernel`: the warp-specialized kernels and their entry points
-//! * `batched`: kernels for batches of matrices, and for symmetric outputs
-//! * `swiglu`: kernels with a SwiGLU epilogue. Their tiles pair columns of up and gate.
-//! * `fp8`, `fp8_epilogue`: kernels with FP8 operands, and their epilogues with an FP8 out
-//! * `launch`, `fp8_launch` (host): the kernels and tensor maps for a GEMM
+//! * `kernel`: the warp-specialized kernel and the table of its instances
+//! * `launch` (host): the kernels and tensor maps for a GEMM
+//!
+//! Tensor cores of Hopper accumulate FP8 products with about 14 bits ([`cuda_std::hopper::wgmma`]). There are two modes:
+//! * fast: tensor cores accumulate over all of K.
+//! * exact: tensor cores accumulate over 128 columns of K, and their sums are added in f32. This takes a second set of
+//!   accumulators, so a consumer has 64 rows and tiles have 128 x 128 or 128 x 192 elements.
+//!
+//! FP8 wgmma takes K-major operands only, so a GEMM whose operands are stored otherwise needs transposed copies. The scales are
+//! f32 in device memory, so that a CUDA graph need not change when they do.
 
 mod accumulate;
-mod batched;
+mod buffers;
 mod column_sums;
 mod epilogue;
-mod fp8;
-mod fp8_epilogue;
-#[cfg(not(target_arch = "nvptx64"))]
-pub mod fp8_launch;
+mod gated;
+pub mod gemm;
 mod kernel;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod launch;
 mod mainloop;
+mod quantized;
 mod shared;
 mod split_k;
-mod swiglu;
 mod tile;
 
-pub use batched::{matmul_batched, matmul_symmetric};
-pub use fp8::{matmul_fp8, matmul_fp8_accumulate_f32, matmul_fp8_split_k, matmul_fp8_to_fp8};
-pub use kernel::{matmul_accumulate_column_sums, matmul_accumulate_f32, matmul_split_k, matmul_wgmma};
+pub use kernel::matmul;
 pub use split_k::matmul_split_k_reduce;
-pub use swiglu::{matmul_swiglu_backward, matmul_swiglu_forward};

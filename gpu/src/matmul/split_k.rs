@@ -6,10 +6,10 @@
 //! packets of four accumulators: the first packet of threads 0 to 127, then the second packet of threads 0 to 127, ….
 
 use super::accumulate::AccumulateInto;
-use super::epilogue::EpilogueStore;
+use super::epilogue::{EpilogueOperands, EpilogueStore};
 use super::mainloop::ConsumerAccumulators;
-use super::shared::WARPGROUP;
-use super::tile::{CONSUMERS, TILE_K, Tile, TileScheduler, WorkTile};
+use super::shared::{SharedStorage, WARPGROUP};
+use super::tile::{CONSUMERS, Scheduler, TILE_K, Tile, TileScheduler, WorkTile};
 use core::marker::PhantomData;
 use cuda_std::{Global, GlobalMut, Packet, kernel, thread};
 
@@ -18,13 +18,6 @@ pub struct StorePartials<T> {
     partials: GlobalMut<f32>,
     consumer: u32,
     tile: PhantomData<T>,
-}
-
-impl<T> StorePartials<T> {
-    #[inline(always)]
-    pub fn new(partials: GlobalMut<f32>, consumer: u32) -> Self {
-        Self { partials, consumer, tile: PhantomData }
-    }
 }
 
 /// Returns the packets of a thread for 64 rows of a tile.
@@ -40,6 +33,11 @@ fn partials_offset(tile_n: u32, index: u32, packet: u32) -> usize {
 }
 
 impl<T: Tile> EpilogueStore<T> for StorePartials<T> {
+    #[inline(always)]
+    fn new(_: SharedStorage, operands: EpilogueOperands, consumer: u32) -> Self {
+        Self { partials: operands.sums, consumer, tile: PhantomData }
+    }
+
     #[inline(always)]
     fn prefetch(&self, _: WorkTile) {}
 
@@ -69,7 +67,7 @@ pub fn reduce_grid([tile_m, tile_n]: [u32; 2], tiles: usize) -> [u32; 3] {
     [packets(tile_n) / PACKETS_PER_BLOCK, tiles as u32 * (tile_m / 64), 1]
 }
 
-/// Adds the partial sums of [`matmul_split_k`](super::matmul_split_k) over `split_k` slices of K, in tiles of
+/// Adds the partial sums of [`matmul`](super::matmul()) over `split_k` slices of K, in tiles of
 /// `tile_m` x `tile_n`, to out (M, N).
 ///
 /// A block reduces four packets of each thread for 64 rows of a tile. Grid: (packets / 4, tiles · `tile_m` / 64).
@@ -83,7 +81,7 @@ pub fn matmul_split_k_reduce<O: AccumulateInto>(
     n: u32,
     split_k: u32,
 ) {
-    let scheduler = TileScheduler::new([tile_m, tile_n], m, n, TILE_K, 1);
+    let scheduler = TileScheduler::new([tile_m, tile_n, TILE_K], [m, n, TILE_K], 1);
     let row_blocks = tile_m / 64;
     let (count, index) = (scheduler.tiles() * row_blocks, thread::block_idx_y());
     let (row, column) = scheduler.tile(index / row_blocks);

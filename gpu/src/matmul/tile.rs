@@ -18,28 +18,69 @@ pub const EPILOGUE_TILE: u32 = 64;
 /// The largest number of epilogue buffers of a consumer.
 pub const MAX_EPILOGUE_BUFFERS: u32 = 4;
 
-/// An output tile of TILE_M x TILE_N, and how the two consumers compute it.
+/// Rows and columns of an output tile. Large tiles load less per FLOP, small tiles leave fewer SMs idle at the end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum TileShape {
+    /// 128 x 128
+    T128x128,
+    /// 128 x 192
+    T128x192,
+    /// 256 x 128
+    T256x128,
+    /// 256 x 192
+    T256x192,
+    /// 128 x 256
+    T128x256,
+    /// 128 x 320, which divides N = 1280, 1600 and 2560 without a remainder.
+    T128x320,
+}
+
+impl TileShape {
+    /// All tile shapes.
+    pub const ALL: [Self; 6] =
+        [Self::T128x128, Self::T128x192, Self::T256x128, Self::T256x192, Self::T128x256, Self::T128x320];
+
+    /// Returns the rows and columns of a tile.
+    pub const fn dims(self) -> [u32; 2] {
+        match self {
+            Self::T128x128 => [128, 128],
+            Self::T128x192 => [128, 192],
+            Self::T256x128 => [256, 128],
+            Self::T256x192 => [256, 192],
+            Self::T128x256 => [128, 256],
+            Self::T128x320 => [128, 320],
+        }
+    }
+
+    /// Returns the rows of a TMA load of b (N, K). TMA allows at most 256.
+    pub const fn b_box_rows(self) -> u32 {
+        let [_, columns] = self.dims();
+        if columns > 256 { columns / 2 } else { columns }
+    }
+}
+
+/// How the two consumers compute an output tile.
 pub trait Tile: 'static {
     /// A thread's accumulators for 64 rows of the tile.
     type Accumulator: Accumulators + 'static;
+    /// Rows and columns of the tile.
+    const SHAPE: TileShape;
     /// True if both consumers compute half of each tile's rows, false if each consumer computes every other tile.
     const COOPERATIVE: bool;
-    /// Rows of the tile.
-    const TILE_M: u32;
 
+    /// Rows of the tile.
+    const TILE_M: u32 = Self::SHAPE.dims()[0];
     /// Columns of the tile.
     const TILE_N: u32 = Self::Accumulator::COLUMNS;
     /// Rows that a consumer computes: 64 or 128.
     const CONSUMER_M: u32 = if Self::COOPERATIVE { Self::TILE_M / CONSUMERS } else { Self::TILE_M };
-    /// Rows of a TMA load of b (N, K). TMA allows at most 256.
-    const B_BOX_ROWS: u32 = if Self::TILE_N > 256 { Self::TILE_N / 2 } else { Self::TILE_N };
     /// Rows of shared memory in a pipeline stage: TILE_M for a, then TILE_N for b.
     const STAGE_ROWS: u32 = Self::TILE_M + Self::TILE_N;
-    /// Epilogue buffers of each consumer.
-    const EPILOGUE_BUFFERS: u32 = match (Self::COOPERATIVE, Self::TILE_N) {
-        (false, _) => MAX_EPILOGUE_BUFFERS,
-        (true, 192 | 320) => 3,
-        (true, _) => 2,
+    /// Epilogue buffers of each consumer. There is room for all of them beside two sets of accumulators.
+    const EPILOGUE_BUFFERS: u32 = match (Self::COOPERATIVE, Self::SHAPE) {
+        (false, _) | (true, TileShape::T128x128 | TileShape::T128x192) => MAX_EPILOGUE_BUFFERS,
+        (true, TileShape::T256x192 | TileShape::T128x320) => 3,
+        (true, TileShape::T256x128 | TileShape::T128x256) => 2,
     };
     /// Pipeline stages: as many as fit beside the epilogue buffers.
     const STAGES: u32 = (POOL_ROWS as u32 - CONSUMERS * Self::EPILOGUE_BUFFERS * EPILOGUE_TILE) / Self::STAGE_ROWS;
@@ -47,71 +88,37 @@ pub trait Tile: 'static {
     const PIPELINE_ROWS: u32 = Self::STAGES * Self::STAGE_ROWS;
 }
 
-/// A ping-pong tile of 128 x 128.
-pub struct Pingpong128x128;
-/// A ping-pong tile of 128 x 192.
-pub struct Pingpong128x192;
-/// A cooperative tile of 256 x 128.
-pub struct Cooperative256x128;
-/// A cooperative tile of 256 x 192.
-pub struct Cooperative256x192;
-/// A cooperative tile of 128 x 256.
-pub struct Cooperative128x256;
-/// A cooperative tile of 128 x 320, which divides N = 1280, 1600 and 2560 without a remainder.
-pub struct Cooperative128x320;
-/// A cooperative tile of 128 x 128, with registers for two sets of accumulators.
-pub struct Cooperative128x128;
-/// A cooperative tile of 128 x 192, with registers for two sets of accumulators.
-pub struct Cooperative128x192;
+/// Declares tiles: their accumulators, shape, and whether the consumers cooperate.
+macro_rules! tiles {
+    ($($(#[$doc:meta])* $name:ident = [f32; $accumulators:literal], $shape:ident, $cooperative:literal;)*) => {$(
+        $(#[$doc])*
+        pub struct $name;
 
-impl Tile for Pingpong128x128 {
-    type Accumulator = [f32; 64];
-    const COOPERATIVE: bool = false;
-    const TILE_M: u32 = 128;
+        impl Tile for $name {
+            type Accumulator = [f32; $accumulators];
+            const SHAPE: TileShape = TileShape::$shape;
+            const COOPERATIVE: bool = $cooperative;
+        }
+    )*};
 }
 
-impl Tile for Pingpong128x192 {
-    type Accumulator = [f32; 96];
-    const COOPERATIVE: bool = false;
-    const TILE_M: u32 = 128;
-}
-
-impl Tile for Cooperative256x128 {
-    type Accumulator = [f32; 64];
-    const COOPERATIVE: bool = true;
-    const TILE_M: u32 = 256;
-}
-
-impl Tile for Cooperative256x192 {
-    type Accumulator = [f32; 96];
-    const COOPERATIVE: bool = true;
-    const TILE_M: u32 = 256;
-}
-
-impl Tile for Cooperative128x256 {
-    type Accumulator = [f32; 128];
-    const COOPERATIVE: bool = true;
-    const TILE_M: u32 = 128;
-}
-
-impl Tile for Cooperative128x320 {
-    type Accumulator = [f32; 160];
-    const COOPERATIVE: bool = true;
-    const TILE_M: u32 = 128;
-}
-
-impl Tile for Cooperative128x128 {
-    type Accumulator = [f32; 64];
-    const COOPERATIVE: bool = true;
-    const TILE_M: u32 = 128;
-    const EPILOGUE_BUFFERS: u32 = MAX_EPILOGUE_BUFFERS;
-}
-
-impl Tile for Cooperative128x192 {
-    type Accumulator = [f32; 96];
-    const COOPERATIVE: bool = true;
-    const TILE_M: u32 = 128;
-    const EPILOGUE_BUFFERS: u32 = MAX_EPILOGUE_BUFFERS;
+tiles! {
+    /// A ping-pong tile of 128 x 128.
+    Pingpong128x128 = [f32; 64], T128x128, false;
+    /// A ping-pong tile of 128 x 192.
+    Pingpong128x192 = [f32; 96], T128x192, false;
+    /// A cooperative tile of 256 x 128.
+    Cooperative256x128 = [f32; 64], T256x128, true;
+    /// A cooperative tile of 256 x 192.
+    Cooperative256x192 = [f32; 96], T256x192, true;
+    /// A cooperative tile of 128 x 256.
+    Cooperative128x256 = [f32; 128], T128x256, true;
+    /// A cooperative tile of 128 x 320.
+    Cooperative128x320 = [f32; 160], T128x320, true;
+    /// A cooperative tile of 128 x 128, with registers for two sets of accumulators.
+    Cooperative128x128 = [f32; 64], T128x128, true;
+    /// A cooperative tile of 128 x 192, with registers for two sets of accumulators.
+    Cooperative128x192 = [f32; 96], T128x192, true;
 }
 
 /// Rows of a group of tiles. Concurrent blocks work on one group, so that its operands stay in L2.
@@ -158,6 +165,9 @@ fn index(i: u32) -> u32 {
 
 /// Assigns work tiles to persistent thread blocks.
 pub trait Scheduler: Copy {
+    /// Creates the scheduler of outputs (m, n) in tiles of `tile_m` x `tile_n`, for pipeline stages of `tile_k` columns of K.
+    /// `parts` is the number of slices of K, none of which may be empty, or the number of matrices of a batch.
+    fn new(tile: [u32; 3], shape: [u32; 3], parts: u32) -> Self;
     /// Returns true if this block has an `i`-th work tile.
     fn has(self, i: u32) -> bool;
     /// Returns the steps of this block's `i`-th work tile, or an arbitrary number if there is no such tile.
@@ -169,21 +179,6 @@ pub trait Scheduler: Copy {
 }
 
 impl TileScheduler {
-    /// Creates the scheduler of an (m, n) output in tiles of `tile_m` x `tile_n` and `split_k` slices of K, for bf16
-    /// operands. No slice may be empty.
-    #[inline(always)]
-    pub fn new(tile: [u32; 2], m: u32, n: u32, k: u32, split_k: u32) -> Self {
-        Self::with_tile_k(tile, m, n, k, split_k, TILE_K)
-    }
-
-    /// Creates a scheduler like [`new`](Self::new), for pipeline stages of `tile_k` columns of K.
-    #[inline(always)]
-    pub fn with_tile_k([tile_m, tile_n]: [u32; 2], m: u32, n: u32, k: u32, split_k: u32, tile_k: u32) -> Self {
-        let (tiles_m, tiles_n) = (m.div_ceil(tile_m), n.div_ceil(tile_n));
-        let k_steps = k.div_ceil(tile_k);
-        Self { tile_m, tile_n, tiles_m, tiles_n, split_k, k_steps, slice_steps: k_steps.div_ceil(split_k) }
-    }
-
     /// Returns the number of output tiles.
     #[inline(always)]
     pub fn tiles(self) -> u32 {
@@ -203,6 +198,13 @@ impl TileScheduler {
 }
 
 impl Scheduler for TileScheduler {
+    #[inline(always)]
+    fn new([tile_m, tile_n, tile_k]: [u32; 3], [m, n, k]: [u32; 3], split_k: u32) -> Self {
+        let (tiles_m, tiles_n) = (m.div_ceil(tile_m), n.div_ceil(tile_n));
+        let k_steps = k.div_ceil(tile_k);
+        Self { tile_m, tile_n, tiles_m, tiles_n, split_k, k_steps, slice_steps: k_steps.div_ceil(split_k) }
+    }
+
     #[inline(always)]
     fn has(self, i: u32) -> bool {
         index(i) < self.tiles() * self.split_k
@@ -235,15 +237,12 @@ pub struct BatchScheduler {
     count: u32,
 }
 
-impl BatchScheduler {
-    /// Creates the scheduler of `count` outputs (m, n) in tiles of `tile_m` x `tile_n`.
-    #[inline(always)]
-    pub fn new(tile: [u32; 2], m: u32, n: u32, k: u32, count: u32) -> Self {
-        Self { tiles: TileScheduler::new(tile, m, n, k, 1), count }
-    }
-}
-
 impl Scheduler for BatchScheduler {
+    #[inline(always)]
+    fn new(tile: [u32; 3], shape: [u32; 3], count: u32) -> Self {
+        Self { tiles: TileScheduler::new(tile, shape, 1), count }
+    }
+
     #[inline(always)]
     fn has(self, i: u32) -> bool {
         index(i) < self.tiles.tiles() * self.count
@@ -283,10 +282,17 @@ pub struct SymmetricScheduler {
 }
 
 impl SymmetricScheduler {
-    /// Creates the scheduler of `count` outputs (n, n) in tiles of `tile_m` x `tile_n`.
+    /// Returns the index of the first assigned tile of the row of tiles that starts at `row`: the one on the diagonal.
     #[inline(always)]
-    pub fn new([tile_m, tile_n]: [u32; 2], n: u32, k: u32, count: u32) -> Self {
-        let (tiles_n, k_steps) = (n.div_ceil(tile_n), k.div_ceil(TILE_K));
+    fn first_tile(self, row: u32) -> u32 {
+        row / self.tile_n
+    }
+}
+
+impl Scheduler for SymmetricScheduler {
+    #[inline(always)]
+    fn new([tile_m, tile_n, tile_k]: [u32; 3], [_, n, k]: [u32; 3], count: u32) -> Self {
+        let (tiles_n, k_steps) = (n.div_ceil(tile_n), k.div_ceil(tile_k));
         let mut scheduler = Self { tile_m, tile_n, tiles_n, tiles: 0, count, k_steps };
         let mut row = 0;
         while row < n {
@@ -296,14 +302,6 @@ impl SymmetricScheduler {
         scheduler
     }
 
-    /// Returns the index of the first assigned tile of the row of tiles that starts at `row`: the one on the diagonal.
-    #[inline(always)]
-    fn first_tile(self, row: u32) -> u32 {
-        row / self.tile_n
-    }
-}
-
-impl Scheduler for SymmetricScheduler {
     #[inline(always)]
     fn has(self, i: u32) -> bool {
         index(i) < self.tiles * self.count

@@ -2,10 +2,11 @@
 //! tokens.
 
 use crate::common::{
-    Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide,
+    Tolerance, activation, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide,
 };
 use cuda_std::emulate::Memory;
 use cuda_std::{Global, GlobalMut};
+use gpu::activation::Activation;
 use gpu::decode::attention::{self, HALF_SPLIT, INTERLEAVED, NO_ROTATION};
 use gpu::decode::launch::{self, AttentionOperands, MatvecOperands, MatvecSize, Norm};
 use gpu::decode::{WORDS, embed, matvec, sample};
@@ -60,7 +61,7 @@ struct Layer {
     /// Code, weight and bias of the norm.
     norm: (u32, Option<Vec<f64>>, Vec<f64>),
     eps: f32,
-    activation: u32,
+    activation: Option<Activation>,
     rows: usize,
     channels: usize,
     outputs: usize,
@@ -77,19 +78,19 @@ impl Layer {
             residual: Some(values(rows * outputs, seed + 3)),
             norm: (matvec::PLAIN, None, Vec::new()),
             eps: 0.0,
-            activation: matvec::NO_ACTIVATION,
+            activation: None,
             rows,
             channels,
             outputs,
         }
     }
 
-    fn with_activation(self, activation: u32) -> Self {
-        Self { activation, residual: None, ..self }
+    fn with_activation(self, activation: Activation) -> Self {
+        Self { activation: Some(activation), residual: None, ..self }
     }
 
     fn columns(&self) -> usize {
-        self.outputs / if self.activation == matvec::SWIGLU { 2 } else { 1 }
+        self.outputs / self.activation.map_or(1, Activation::inputs)
     }
 
     /// Runs the kernel as a GPU with `sm_count` SMs would.
@@ -147,20 +148,13 @@ impl Layer {
                     terms.sum::<f64>() + self.bias.as_ref().map_or(0.0, |bias| bias[o])
                 })
                 .collect();
-            let round = |x: f64| f64::from(T::nearest(x as f32));
-            let gelu = |x: f64| 0.5 * x * (1.0 + (0.797_884_560_802_865_4 * (x + 0.044715 * x.powi(3))).tanh());
             match self.activation {
-                matvec::NO_ACTIVATION => out.extend(sums.iter().enumerate().map(|(o, sum)| {
+                None => out.extend(sums.iter().enumerate().map(|(o, sum)| {
                     sum + self.residual.as_ref().map_or(0.0, |residual| residual[r * self.outputs + o])
                 })),
-                matvec::GELU => out.extend(sums.iter().map(|&x| gelu(round(x)))),
-                matvec::RELU_SQUARED => out.extend(sums.iter().map(|&x| round(x).max(0.0).powi(2))),
-                _ => {
-                    let (up, gate) = sums.split_at(self.outputs / 2);
-                    out.extend(up.iter().zip(gate).map(|(&up, &gate)| {
-                        let gate = round(gate);
-                        round(up) * gate / (1.0 + (-gate).exp())
-                    }));
+                Some(activation) => {
+                    let rounded: Vec<_> = sums.iter().map(|&x| f64::from(T::nearest(x as f32))).collect();
+                    out.extend(activation::forward(activation, &rounded, self.columns()));
                 }
             }
         }
@@ -170,7 +164,8 @@ impl Layer {
     fn check<T: Tolerance>(&self, sm_count: usize) {
         let (want, scale) = self.reference::<T>();
         // Two values near `scale` are multiplied by SwiGLU and ReLU².
-        let scale = if self.activation >= matvec::RELU_SQUARED { scale * scale } else { scale };
+        let squared = matches!(self.activation, Some(Activation::ReluSquared | Activation::SwiGlu));
+        let scale = if squared { scale * scale } else { scale };
         assert_close("out", &self.run::<T>(sm_count), &want, T::ROUNDING, scale / 2.0);
     }
 }
@@ -214,9 +209,9 @@ fn matmuls_of_integers_are_exact<T: Tolerance>() {
 fn matmuls_match_f64_reference<T: Tolerance>() {
     for rows in [1, 2, 3, 7, 16] {
         for (packets, outputs) in [(1, 2), (33, 40), (96, 22)] {
-            for activation in [matvec::NO_ACTIVATION, matvec::GELU, matvec::RELU_SQUARED, matvec::SWIGLU] {
-                let layer = Layer::new::<T>(rows, packets * T::PACKET, outputs, 5, false);
-                let layer = if activation == 0 { layer } else { layer.with_activation(activation) };
+            let layer = Layer::new::<T>(rows, packets * T::PACKET, outputs, 5, false);
+            let activated = Activation::ALL.iter().map(|&activation| layer.clone().with_activation(activation));
+            for layer in activated.chain([layer.clone()]) {
                 layer.check::<T>(3);
                 Layer { bias: None, ..layer }.check::<T>(3);
             }
@@ -242,7 +237,7 @@ fn normed_matmuls_match_f64_reference<T: Tolerance>() {
             for layer in norms::<T>(&layer) {
                 layer.check::<T>(sm_count);
             }
-            let swiglu = layer.with_activation(matvec::SWIGLU);
+            let swiglu = layer.with_activation(Activation::SwiGlu);
             for layer in norms::<T>(&swiglu) {
                 layer.check::<T>(sm_count);
             }
@@ -268,12 +263,12 @@ fn unsupported_matmuls_have_no_kernel<T: Tolerance>() {
         launch::matvec(operands, MatvecSize { rows, channels, outputs, activation, sm_count: 1 })
     };
     let packet = T::PACKET;
-    assert!(kernel(16, packet, 3, 0, Norm::None).is_some() && kernel(17, packet, 3, 0, Norm::None).is_none());
-    assert!(kernel(0, packet, 3, 0, Norm::None).is_none() && kernel(1, packet + 1, 3, 0, Norm::None).is_none());
-    assert!(kernel(1, packet, 3, matvec::SWIGLU, Norm::None).is_none());
-    assert!(kernel(2, packet, 3, 0, Norm::RmsNorm(null(), 1.0)).is_some());
-    assert!(kernel(3, packet, 3, 0, Norm::RmsNorm(null(), 1.0)).is_none());
-    assert!(kernel(3, packet, 3, 0, Norm::LayerNorm(null(), null())).is_none());
+    assert!(kernel(16, packet, 3, None, Norm::None).is_some() && kernel(17, packet, 3, None, Norm::None).is_none());
+    assert!(kernel(0, packet, 3, None, Norm::None).is_none() && kernel(1, packet + 1, 3, None, Norm::None).is_none());
+    assert!(kernel(1, packet, 3, Some(Activation::SwiGlu), Norm::None).is_none());
+    assert!(kernel(2, packet, 3, None, Norm::RmsNorm(null(), 1.0)).is_some());
+    assert!(kernel(3, packet, 3, None, Norm::RmsNorm(null(), 1.0)).is_none());
+    assert!(kernel(3, packet, 3, None, Norm::LayerNorm(null(), null())).is_none());
 }
 
 /// Attention of slots at `positions`.

@@ -19,7 +19,7 @@ mod layernorm;
 mod matmul;
 mod matmul_batched;
 mod matmul_fp8;
-mod matmul_swiglu;
+mod matmul_gated;
 mod muon;
 mod mutations;
 mod quantize;

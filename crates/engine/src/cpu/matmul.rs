@@ -4,8 +4,7 @@ use super::gemm::{Into, Matrix, Parallelism, multiply};
 use super::quantize;
 use crate::Result;
 use crate::ops::{
-    Activation, ActivationInput, Epilogue, Fp8Backward, Fp8Format, MatmulBackward, MatmulForward, MatmulShape,
-    Quantize, Scaling,
+    ActivationInput, Epilogue, Fp8Backward, Fp8Format, MatmulBackward, MatmulForward, MatmulShape, Quantize, Scaling,
 };
 use crate::tensor::Tensor;
 use rayon::prelude::*;
@@ -122,9 +121,9 @@ pub(super) fn backward(arena: &mut Arena, op: &MatmulBackward) -> Result<()> {
     };
     // Quantization sums the gradient of the output in FP8.
     let dbias = dbias.filter(|_| fp8.is_none());
-    let swiglu = activation.is_some_and(|input| input.activation == Activation::SwiGlu);
+    let gated = inputs == 2;
     // An input that has been quantized may share memory with other operands.
-    let inp_len = if fp8.is_some_and(|fp8| fp8.inp_is_quantized) && !swiglu { 0 } else { rows * c };
+    let inp_len = if fp8.is_some_and(|fp8| fp8.inp_is_quantized) && !gated { 0 } else { rows * c };
     let inp = if inp_len == 0 { ABSENT } else { inp };
     if let Some(ActivationInput { activation, recompute: Some(_), .. }) = activation {
         // `preactivation` holds the unrounded sums, so only the activation is recomputed.
@@ -171,16 +170,11 @@ pub(super) fn backward(arena: &mut Arena, op: &MatmulBackward) -> Result<()> {
     };
     multiply(dweight, Into::Add, weight_gradient_scale, a, b, ALL);
     add_column_sums(dbias, dout, oc);
-    let dinp_of_matmul = if swiglu { &mut *inp } else { &mut *dinp };
+    let dinp_of_matmul = if gated { &mut *inp } else { &mut *dinp };
     let [a, b] = input_gradient;
     multiply(dinp_of_matmul, Into::Overwrite, scale, a, b, ALL);
-    match activation.map(|input| input.activation) {
-        Some(Activation::Gelu) => activation::backward_in_place(activation::gelu_derivative, dinp, preactivation),
-        Some(Activation::ReluSquared) => {
-            activation::backward_in_place(activation::relu_squared_derivative, dinp, preactivation);
-        }
-        Some(Activation::SwiGlu) => activation::swiglu_backward(dinp, inp, preactivation, c),
-        None => {}
+    if let Some(input) = activation {
+        activation::backward(input.activation, dinp, inp, preactivation, c);
     }
     fp8.and_then(|fp8| fp8.dinp).map_or(Ok(()), |next| quantize::quantize(arena, next))
 }

@@ -5,12 +5,12 @@ use super::{Cuda, Float, shared_bytes};
 use crate::ops::{Activation, Fp8Format, Quantize};
 use crate::tensor::Tensor;
 use crate::{Result, Workload};
-use anyhow::ensure;
-use cuda_std::{E4m3, E5m2, Fp8, GlobalMut};
+use anyhow::{Context, ensure};
+use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut};
+use gpu::activation::{activation_backward_select, activation_forward_select, grid};
 use gpu::launch::KernelLaunch;
 use gpu::quantize::{tile_and_maxima, transpose_grid};
-use gpu::quantize_activation::{self, quantize_activation, quantize_activation_gradient, tiles_and_maxima};
-use gpu::{gelu, relu_squared, swiglu};
+use gpu::quantize_activation::{quantize_activation_gradient_select, quantize_activation_select, tiles_and_maxima};
 
 /// Checks that the kernels support the channels of the MLP.
 pub(super) fn check<T: Float>(workload: &Workload) -> Result<()> {
@@ -33,21 +33,21 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    /// Returns the elements of the output.
-    const fn elements(self) -> usize {
-        self.rows * self.columns
-    }
-
-    /// Checks that rows consist of whole packets.
-    fn check<T: Float>(self, activation: Activation) -> Result<()> {
+    /// Returns the elements of the output, and the columns by which a kernel finds up and gate.
+    fn elements<T: Float>(self, activation: Activation) -> Result<(usize, u32)> {
         ensure!(
             self.columns.is_multiple_of(T::PACKET),
             "{activation:?}: expected a multiple of {} columns, found {}",
             T::PACKET,
             self.columns
         );
-        Ok(())
+        Ok((self.rows * self.columns, self.columns as u32))
     }
+}
+
+/// The error for an activation without kernels.
+fn no_kernel(activation: Activation) -> String {
+    format!("{activation:?}: no kernel has this activation")
 }
 
 /// Returns the kernel of out (rows, columns) = activation(preactivation).
@@ -58,21 +58,12 @@ pub(super) fn forward_kernel<T: Float>(
     preactivation: Tensor,
     shape: Shape,
 ) -> Result<KernelLaunch> {
-    let n = shape.elements();
+    let (n, columns) = shape.elements::<T>(activation)?;
     let inp = cuda.input("preactivation", preactivation, n * activation.inputs())?;
     let out = cuda.output("out", out, n)?;
-    let (launch, grid) = match activation {
-        Activation::Gelu => (gelu::gelu_forward::<T>(out, inp, n as u64), gelu::grid::<T>(n)),
-        Activation::ReluSquared => {
-            shape.check::<T>(activation)?;
-            (relu_squared::relu_squared_forward::<T>(out, inp, n as u64), relu_squared::grid::<T>(n))
-        }
-        Activation::SwiGlu => {
-            shape.check::<T>(activation)?;
-            (swiglu::swiglu_forward::<T>(out, inp, n as u64, shape.columns as u32), swiglu::grid::<T>(n))
-        }
-    };
-    Ok(KernelLaunch { launch, grid: [grid, 1, 1], shared_bytes: 0 })
+    let launch = activation_forward_select::<T>((activation,), out, inp, n as u64, columns);
+    let launch = launch.with_context(|| no_kernel(activation))?;
+    Ok(KernelLaunch { launch, grid: [grid::<T>(n), 1, 1], shared_bytes: 0 })
 }
 
 /// Computes out (rows, columns) = activation(preactivation).
@@ -99,22 +90,13 @@ pub(super) fn backward_kernel<T: Float>(
     preactivation: Tensor,
     shape: Shape,
 ) -> Result<KernelLaunch> {
-    let n = shape.elements();
+    let (n, columns) = shape.elements::<T>(activation)?;
     let inp = cuda.input("preactivation", preactivation, n * activation.inputs())?;
     let dinp = cuda.output("dinp", dinp, n * activation.inputs())?;
-    let (launch, grid) = match activation {
-        Activation::Gelu => (gelu::gelu_backward::<T>(dinp, inp, n as u64), gelu::grid::<T>(n)),
-        Activation::ReluSquared => {
-            shape.check::<T>(activation)?;
-            (relu_squared::relu_squared_backward::<T>(dinp, inp, n as u64), relu_squared::grid::<T>(n))
-        }
-        Activation::SwiGlu => {
-            shape.check::<T>(activation)?;
-            let dout = cuda.input("dout", dout, n)?;
-            (swiglu::swiglu_backward::<T>(dinp, dout, inp, n as u64, shape.columns as u32), swiglu::grid::<T>(n))
-        }
-    };
-    Ok(KernelLaunch { launch, grid: [grid, 1, 1], shared_bytes: 0 })
+    let dout = if activation.is_gated() { cuda.input("dout", dout, n)? } else { Global::null() };
+    let launch = activation_backward_select::<T>((activation,), dinp, dout, inp, n as u64, columns);
+    let launch = launch.with_context(|| no_kernel(activation))?;
+    Ok(KernelLaunch { launch, grid: [grid::<T>(n), 1, 1], shared_bytes: 0 })
 }
 
 /// Runs [`backward_kernel`].
@@ -128,21 +110,6 @@ pub(super) fn backward<T: Float>(
 ) -> Result<()> {
     let kernel = backward_kernel(cuda, activation, dinp, dout, preactivation, shape)?;
     cuda.launch(&kernel.launch, kernel.grid, kernel.shared_bytes)
-}
-
-/// Evaluates `$call` with the type of an activation's function as `$function`.
-macro_rules! with_function {
-    (type $type:ident, $function:ident => $call:expr) => {{
-        type $function = quantize_activation::$type;
-        $call
-    }};
-    ($activation:expr, $function:ident => $call:expr) => {
-        match $activation {
-            Activation::Gelu => with_function!(type Gelu, $function => $call),
-            Activation::ReluSquared => with_function!(type ReluSquared, $function => $call),
-            Activation::SwiGlu => with_function!(type SwiGlu, $function => $call),
-        }
-    };
 }
 
 /// Quantizes activation(preactivation): in the kernel that computes it, or else after it has been written to `op.inp`.
@@ -163,11 +130,9 @@ pub(super) fn quantize_forward<T: Float>(
     let address =
         |name, tensor: Option<Tensor>| tensor.map_or(Ok(GlobalMut::null()), |tensor| cuda.fp8::<E4m3>(name, tensor, n));
     let (out, transposed) = (address("out", op.out)?, address("transposed", op.transposed)?);
-    let launch = with_function!(activation, F => match (op.out, op.transposed) {
-        (Some(_), Some(_)) => quantize_activation::<F, true, true>(out, transposed, amax, inp, scale, r, c),
-        (None, Some(_)) => quantize_activation::<F, false, true>(out, transposed, amax, inp, scale, r, c),
-        (_, None) => quantize_activation::<F, true, false>(out, transposed, amax, inp, scale, r, c),
-    });
+    let key = (activation, op.out.is_some() || op.transposed.is_none(), op.transposed.is_some());
+    let launch = quantize_activation_select(key, out, transposed, amax, inp, scale, r, c);
+    let launch = launch.with_context(|| no_kernel(activation))?;
     cuda.launch(&launch, transpose_grid(rows, columns), shared_bytes(tile_and_maxima))
 }
 
@@ -209,12 +174,10 @@ fn gradient_kernel<T: Float, F: Fp8>(
     let dout = cuda.input("dout", dout, n / inputs)?;
     let (out, transposed) = (cuda.fp8::<F>("out", out, n)?, cuda.fp8::<F>("transposed", transposed, n)?);
     let (r, c) = (rows as u32, columns as u32);
-    let launch = with_function!(activation, A => if let Some(sums) = cuda.partial_sums(op)? {
-        quantize_activation_gradient::<A, F, true>(out, transposed, amax, sums, dout, inp, scale, r, c)
-    } else {
-        let none = GlobalMut::null();
-        quantize_activation_gradient::<A, F, false>(out, transposed, amax, none, dout, inp, scale, r, c)
-    });
+    let sums = cuda.partial_sums(op)?;
+    let (key, partials) = ((activation, sums.is_some()), sums.unwrap_or(GlobalMut::null()));
+    let launch = quantize_activation_gradient_select::<F>(key, out, transposed, amax, partials, dout, inp, scale, r, c);
+    let launch = launch.with_context(|| no_kernel(activation))?;
     let (grid, shared_bytes) = (transpose_grid(rows, columns), shared_bytes(tiles_and_maxima));
     Ok(Some(KernelLaunch { launch, grid, shared_bytes }))
 }

@@ -10,7 +10,7 @@ use crate::tensor::Tensor;
 use anyhow::{Context, ensure};
 use cuda_std::{Global, GlobalMut};
 use gpu::decode::launch::{self, AttentionOperands, MatvecOperands, MatvecSize, Norm};
-use gpu::decode::{attention as kernels, embed as embeddings, matvec, sample as sampling};
+use gpu::decode::{attention as kernels, embed as embeddings, sample as sampling};
 use gpu::launch::KernelLaunch;
 
 fn null<E>() -> Global<E> {
@@ -31,16 +31,6 @@ pub(super) fn embed<T: Float>(cuda: &mut Cuda<T>, op: DecodeEmbed) -> Result<()>
     cuda.launch(&launch, embeddings::grid::<T>(c, b), 0)
 }
 
-/// Returns the code of an activation.
-fn code(epilogue: Epilogue) -> u32 {
-    match epilogue {
-        Epilogue::None | Epilogue::Residual(_) => matvec::NO_ACTIVATION,
-        Epilogue::Activation(Activation::Gelu, _) => matvec::GELU,
-        Epilogue::Activation(Activation::ReluSquared, _) => matvec::RELU_SQUARED,
-        Epilogue::Activation(Activation::SwiGlu, _) => matvec::SWIGLU,
-    }
-}
-
 /// Returns the kernel of a linear layer of few rows that reads `inp` (rows, C), before its norm.
 fn matvec_kernel<T: Float>(
     cuda: &Cuda<T>,
@@ -52,11 +42,12 @@ fn matvec_kernel<T: Float>(
     if rows > launch::MOST_ROWS {
         return Ok(None);
     }
-    let (residual, inputs) = match epilogue {
-        Epilogue::None => (None, 1),
-        Epilogue::Residual(residual) => (Some(residual), 1),
-        Epilogue::Activation(activation, _) => (None, activation.inputs()),
+    let (residual, activation) = match epilogue {
+        Epilogue::None => (None, None),
+        Epilogue::Residual(residual) => (Some(residual), None),
+        Epilogue::Activation(activation, _) => (None, Some(activation)),
     };
+    let inputs = activation.map_or(1, Activation::inputs);
     let operands = MatvecOperands {
         out: cuda.output("out", out, rows * (oc / inputs))?,
         inp: cuda.input("inp", inp, rows * c)?,
@@ -66,7 +57,7 @@ fn matvec_kernel<T: Float>(
         norm,
     };
     let sm_count = cuda.executor.sm_count();
-    let size = MatvecSize { rows, channels: c, outputs: oc, activation: code(epilogue), sm_count };
+    let size = MatvecSize { rows, channels: c, outputs: oc, activation, sm_count };
     Ok(launch::matvec(operands, size))
 }
 

@@ -431,8 +431,7 @@ impl GemmTimer for Device {
     }
 
     fn set_library_algorithm(&mut self, (gemm, alignments): &GemmKey, algo: MatmulAlgo) {
-        let problem = translation::problem(gemm);
-        self.cublaslt.adopt(&[cublaslt::Choice { problem, alignments: *alignments, algo }]);
+        self.cublaslt.select((translation::problem(gemm), *alignments), algo);
     }
 }
 

@@ -56,7 +56,7 @@ impl Cache {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::gemm::{Gemm, GemmEpilogue, GemmLayout, GemmPrecision, KernelConfig};
+    use crate::gemm::{Batching, Gemm, GemmEpilogue, GemmLayout, GemmPrecision, KernelConfig};
     use cublaslt::sys::MatmulAlgo;
 
     fn choice(n: usize, algo: u64) -> Choice {
@@ -66,8 +66,8 @@ mod tests {
             k: 16,
             layout: GemmLayout::Nt,
             precision: GemmPrecision::Bf16,
-            epilogue: GemmEpilogue::Bias,
-            f32_output: false,
+            batching: Batching::One,
+            epilogue: GemmEpilogue::BIAS,
         };
         Choice {
             gemm,

@@ -5,7 +5,7 @@ use super::executor::{EmulatedGpu, Executor};
 use super::gemm_cache::Cache;
 use super::wgmma::{Scratch, WgmmaGemm};
 use crate::Result;
-use crate::gemm::{Algorithms, Choice, Gemm, GemmCall, GemmKey, GemmPrecision, KernelConfig};
+use crate::gemm::{Algorithms, Choice, Gemm, GemmCall, GemmKey, KernelConfig, is_in_library, library_part, validate};
 use anyhow::Context;
 use gpu::launch::KernelLaunch;
 use std::collections::{HashMap, HashSet};
@@ -64,7 +64,7 @@ impl GemmDispatch {
         executor.invalidate_graphs();
         self.choices.extend(choices.iter().map(|choice| (choice.key(), *choice)));
         let Some(timer) = executor.gemm_timer() else { return };
-        for choice in choices.iter().filter(|choice| choice.gemm.is_in_library()) {
+        for choice in choices.iter().filter(|choice| is_in_library(&choice.gemm)) {
             timer.set_library_algorithm(&library_key(&choice.key()), choice.algo);
         }
         // A choice for the library part itself takes precedence over one derived from a larger GEMM.
@@ -100,7 +100,7 @@ impl GemmDispatch {
 
     /// Reports whether cuBLASLt may compute the library part of a GEMM.
     pub(super) fn may_use_library(&self, call: &GemmCall) -> bool {
-        call.gemm.is_in_library() && !self.refused.contains(&call.key())
+        is_in_library(&call.gemm) && !self.refused.contains(&call.key())
     }
 
     /// Remembers that cuBLASLt has refused a GEMM, and returns true, if that is the error and a kernel can compute the GEMM.
@@ -154,7 +154,7 @@ impl GemmDispatch {
             collect(call, collected);
             return Ok(());
         }
-        call.gemm.validate(&call.operands)?;
+        validate(&call.gemm, &call.operands)?;
         if let Some((gemm, config)) = self.kernel_for(&call, executor.sm_count())? {
             let kernels = gemm.launches(config, self.scratch, executor)?;
             // SAFETY: the caller's promise.
@@ -183,7 +183,7 @@ impl GemmDispatch {
 /// Returns the error of a GEMM. If cuBLASLt does not support it in FP8, the error says what to do.
 pub(super) fn unsupported(gemm: &Gemm, error: anyhow::Error) -> anyhow::Error {
     let refused = error.downcast_ref::<cublaslt::Error>().is_some_and(cublaslt::Error::is_unsupported);
-    if refused && matches!(gemm.precision, GemmPrecision::Fp8 { .. }) {
+    if refused && gemm.is_fp8() {
         error.context(format!(
             "--precision fp8: GEMM {gemm}: expected an algorithm of cuBLASLt for this GPU, found none; use --precision bf16"
         ))
@@ -214,12 +214,12 @@ fn collect(call: GemmCall, collected: &mut Vec<GemmCall>) {
 
 /// Returns the key of the library part of a GEMM.
 pub(super) fn library_key(&(gemm, alignments): &GemmKey) -> GemmKey {
-    let part = gemm.library_part();
+    let part = library_part(&gemm);
     let [b, a, out, bias, preactivation] = alignments;
     // If the part writes the preactivation instead of the output, it is tuned before this GEMM and has a separate choice.
-    let keeps_preactivation = part.epilogue.uses_preactivation();
+    let keeps_preactivation = part.epilogue.activation.is_some();
     let out = if !keeps_preactivation && gemm.epilogue.writes_preactivation() { preactivation } else { out };
-    let bias = if part.epilogue.uses_bias() { bias } else { 0 };
+    let bias = if part.epilogue.bias.is_some() { bias } else { 0 };
     (part, [b, a, out, bias, if keeps_preactivation { preactivation } else { 0 }])
 }
 
@@ -228,13 +228,13 @@ mod tests {
     use super::super::arena::Arena;
     use super::super::emulated::{Emulated, Times};
     use super::*;
-    use crate::gemm::{GemmEpilogue, GemmLayout, GemmOperands};
+    use crate::gemm::{Batching, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision, Pass};
     use crate::plan::{Group, Plan};
     use crate::tensor::{DType, Tensor};
     use cublaslt::sys::MatmulAlgo;
     use cuda_std::fp8::Fp8Format;
     use cuda_std::{Element, GlobalMut, bf16};
-    use gpu::swiglu;
+    use gpu::activation::{Activation, SwiGlu, activation_backward, activation_forward, grid};
 
     const ROWS: usize = 130;
     const F: usize = 104;
@@ -297,8 +297,8 @@ mod tests {
         fn forward_kernel(&self) -> KernelLaunch {
             let (out, inp) =
                 (GlobalMut::new(self.pointer("activation")), GlobalMut::new(self.pointer("preactivation")));
-            let launch = swiglu::swiglu_forward::<bf16>(out, inp.reader(), (ROWS * F) as u64, F as u32);
-            KernelLaunch { launch, grid: [swiglu::grid::<bf16>(ROWS * F), 1, 1], shared_bytes: 0 }
+            let launch = activation_forward::<SwiGlu, bf16>(out, inp.reader(), (ROWS * F) as u64, F as u32);
+            KernelLaunch { launch, grid: [grid::<bf16>(ROWS * F), 1, 1], shared_bytes: 0 }
         }
 
         fn forward(&self) -> GemmCall {
@@ -308,8 +308,8 @@ mod tests {
                 k: C,
                 layout: GemmLayout::Nt,
                 precision: GemmPrecision::Bf16,
-                epilogue: GemmEpilogue::SwiGlu,
-                f32_output: false,
+                batching: Batching::One,
+                epilogue: GemmEpilogue::NONE.with(Activation::SwiGlu, Pass::Forward),
             };
             let operands = GemmOperands {
                 a: self.address("inp"),
@@ -324,7 +324,7 @@ mod tests {
         /// Returns the GEMM of dinp, which recomputes the activation.
         fn backward(&self) -> GemmCall {
             let forward = self.forward();
-            let epilogue = GemmEpilogue::SwiGluBackwardRecompute;
+            let epilogue = GemmEpilogue::NONE.with(Activation::SwiGlu, Pass::BackwardAndValue);
             let gemm = Gemm { n: F, layout: GemmLayout::Nn, epilogue, ..forward.gemm };
             let operands = GemmOperands {
                 a: self.address("dout"),
@@ -335,14 +335,14 @@ mod tests {
                 ..forward.operands
             };
             let global = |name| GlobalMut::new(self.pointer(name));
-            let launch = swiglu::swiglu_backward::<bf16>(
+            let launch = activation_backward::<SwiGlu, bf16>(
                 global("dinp"),
                 global("sums").reader(),
                 global("preactivation").reader(),
                 (ROWS * F) as u64,
                 F as u32,
             );
-            let after = KernelLaunch { launch, grid: [swiglu::grid::<bf16>(ROWS * F), 1, 1], shared_bytes: 0 };
+            let after = KernelLaunch { launch, grid: [grid::<bf16>(ROWS * F), 1, 1], shared_bytes: 0 };
             GemmCall { gemm, operands, fallback: vec![self.forward_kernel()], after: vec![after] }
         }
 
@@ -426,7 +426,7 @@ mod tests {
     /// A GEMM that competes with a plain GEMM and kernels around it is timed after that plain GEMM.
     #[test]
     fn parts_are_tuned_before_the_gemm_that_uses_them() {
-        use GemmEpilogue::{SwiGlu, SwiGluBackward, SwiGluBackwardRecompute};
+        let with = |pass| GemmEpilogue::NONE.with(Activation::SwiGlu, pass);
         let mut mlp = Mlp::new(gpu(MatmulBackend::Auto));
         let mut dispatch = tuned(&mut mlp, &[]);
         dispatch.begin_tuning();
@@ -437,10 +437,16 @@ mod tests {
         let epilogues: Vec<_> = collected.iter().map(|call| call.gemm.epilogue).collect();
         assert_eq!(
             epilogues,
-            [GemmEpilogue::None, SwiGlu, GemmEpilogue::None, SwiGluBackward, SwiGluBackwardRecompute]
+            [
+                GemmEpilogue::NONE,
+                with(Pass::Forward),
+                GemmEpilogue::NONE,
+                with(Pass::Backward),
+                with(Pass::BackwardAndValue)
+            ]
         );
         for call in &collected {
-            call.gemm.validate(&call.operands).unwrap();
+            validate(&call.gemm, &call.operands).unwrap();
         }
     }
 
@@ -529,10 +535,10 @@ mod tests {
         assert_eq!(names(&[]), None);
         assert_eq!(names(&[(&part, false), (&plain, false)]), None);
         let found = names(&[(&part, true), (&plain, true)]).unwrap();
-        assert!(found.len() == 2 && found[0] == "swiglu_forward_bf16", "{found:?}");
-        assert!(found[1].starts_with("matmul_swiglu_backward_tile"), "{found:?}");
+        assert!(found.len() == 2 && found[0] == "activation_forward_swiglu_bf16", "{found:?}");
+        assert!(found[1].starts_with("matmul_ab_swiglu_backward_t"), "{found:?}");
         let found = names(&[(&part, false), (&plain, true)]).unwrap();
-        assert!(found.len() == 3 && found[0] == "swiglu_forward_bf16", "{found:?}");
-        assert!(found[1].starts_with("matmul_wgmma_ab_1") && found[2] == "swiglu_backward_bf16", "{found:?}");
+        assert!(found.len() == 3 && found[0] == "activation_forward_swiglu_bf16", "{found:?}");
+        assert!(found[1].starts_with("matmul_ab_t") && found[2] == "activation_backward_swiglu_bf16", "{found:?}");
     }
 }

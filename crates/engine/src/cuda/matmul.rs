@@ -3,7 +3,10 @@
 use super::executor::EmulatedGpu;
 use super::wgmma::Scratch;
 use super::{Cuda, Float, MatmulBackend, activation, bias, matmul_fp8};
-use crate::gemm::{GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision};
+use crate::gemm::{
+    Batching, Bias, GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmOutput, GemmPrecision,
+    Pass, Residual,
+};
 use crate::ops::{
     Activation, ActivationForward, ActivationInput, Epilogue, MatmulBackward, MatmulForward, MatmulShape,
 };
@@ -32,6 +35,11 @@ impl<T: Float> Cuda<T> {
         }
     }
 
+    /// Returns a GEMM of M, N and K in the engine's precision.
+    pub(super) fn gemm(&self, [m, n, k]: [usize; 3], layout: GemmLayout, epilogue: GemmEpilogue) -> Gemm {
+        Gemm { m, n, k, layout, precision: self.gemm_precision(), batching: Batching::One, epilogue }
+    }
+
     pub(super) fn run_gemm(&mut self, call: GemmCall) -> Result<()> {
         if call.gemm.m == 0 || call.gemm.n == 0 {
             return Ok(());
@@ -56,20 +64,19 @@ impl<T: Float> Cuda<T> {
     /// Returns the GEMM of a forward pass.
     pub(super) fn forward_gemm(&self, op: &MatmulForward) -> Result<GemmCall> {
         let MatmulForward { out, inp, weight, bias, epilogue, shape: MatmulShape { rows, c, oc }, .. } = *op;
+        let mut fused = GemmEpilogue { bias: bias.map(|_| Bias::Add), ..GemmEpilogue::NONE };
         let (residual, preactivation) = match epilogue {
             Epilogue::None => (None, None),
-            Epilogue::Residual(residual) => (Some(residual), None),
-            Epilogue::Activation(_, preactivation) => (None, Some(preactivation)),
+            Epilogue::Residual(residual) => {
+                fused.residual = Some(Residual::Add);
+                (Some(residual), None)
+            }
+            Epilogue::Activation(activation, preactivation) => {
+                fused = fused.with(activation, Pass::Forward);
+                (None, Some(preactivation))
+            }
         };
-        let epilogue = match (bias, epilogue) {
-            (Some(_), Epilogue::None) => GemmEpilogue::Bias,
-            (Some(_), Epilogue::Residual(_)) => GemmEpilogue::BiasResidual,
-            (Some(_), Epilogue::Activation(..)) => GemmEpilogue::BiasGelu,
-            (None, Epilogue::Residual(_)) => GemmEpilogue::Residual,
-            (None, _) => GemmEpilogue::None,
-        };
-        let precision = self.gemm_precision();
-        let gemm = Gemm { m: rows, n: oc, k: c, layout: GemmLayout::Nt, precision, epilogue, f32_output: false };
+        let gemm = self.gemm([rows, oc, c], GemmLayout::Nt, fused);
         let operands = GemmOperands {
             a: self.operand("inp", inp, rows * c)?,
             b: self.operand("weight", weight, oc * c)?,
@@ -82,9 +89,10 @@ impl<T: Float> Cuda<T> {
         Ok(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })
     }
 
-    /// Returns the GEMM of a forward pass that applies ReLU² or SwiGLU in its epilogue, if there is a wgmma kernel for it.
+    /// Returns the GEMM of a forward pass that applies an activation that cuBLASLt lacks in its epilogue, if there is a wgmma
+    /// kernel for it.
     ///
-    /// cuBLASLt lacks these epilogues: without the kernel, an activation kernel runs after the GEMM. Both apply the activation
+    /// Without the kernel, an activation kernel runs after the GEMM. Both apply the activation
     /// to rounded sums, so both give the bits of recomputing it.
     fn fused_forward(
         &self,
@@ -92,14 +100,10 @@ impl<T: Float> Cuda<T> {
         activation: Activation,
         preactivation: Tensor,
     ) -> Result<Option<GemmCall>> {
-        let epilogue = match activation {
-            Activation::Gelu => return Ok(None),
-            Activation::ReluSquared => GemmEpilogue::ReluSquared,
-            Activation::SwiGlu => GemmEpilogue::SwiGlu,
-        };
-        if op.bias.is_some() {
+        if op.bias.is_some() || activation == Activation::Gelu {
             return Ok(None);
         }
+        let epilogue = GemmEpilogue::NONE.with(activation, Pass::Forward);
         let shape = activation::Shape { rows: op.shape.rows, columns: op.shape.oc / activation.inputs() };
         let unfused = self.forward_gemm(&MatmulForward { out: preactivation, epilogue: Epilogue::None, ..*op })?;
         let operands = GemmOperands {
@@ -112,18 +116,16 @@ impl<T: Float> Cuda<T> {
         Ok(self.gemms.may_use_kernel(&call).then_some(call))
     }
 
-    /// Returns the GEMM of dinp that applies the derivative of ReLU² or SwiGLU in its epilogue, if there is a wgmma kernel for
-    /// it. Without the kernel, an activation kernel runs after the GEMM.
+    /// Returns the GEMM of dinp that applies the derivative of an activation that cuBLASLt lacks in its epilogue, if there is a
+    /// wgmma kernel for it. Without the kernel, an activation kernel runs after the GEMM.
     fn fused_backward(&self, op: &MatmulBackward, input: ActivationInput) -> Result<Option<GemmCall>> {
         let MatmulBackward { dinp, dout, inp, weight, shape: MatmulShape { rows, c, oc }, .. } = *op;
         let ActivationInput { activation, preactivation, .. } = input;
-        let (epilogue, sums) = match activation {
-            Activation::Gelu => return Ok(None),
-            Activation::ReluSquared => (GemmEpilogue::ReluSquaredBackward, None),
-            Activation::SwiGlu => (GemmEpilogue::SwiGluBackward, Some(inp)),
-        };
-        let precision = self.gemm_precision();
-        let gemm = Gemm { m: rows, n: c, k: oc, layout: GemmLayout::Nn, precision, epilogue, f32_output: false };
+        if activation == Activation::Gelu {
+            return Ok(None);
+        }
+        let sums = activation.is_gated().then_some(inp);
+        let gemm = self.gemm([rows, c, oc], GemmLayout::Nn, GemmEpilogue::NONE.with(activation, Pass::Backward));
         let inputs = rows * c * activation.inputs();
         let operands = GemmOperands {
             a: self.operand("dout", dout, rows * oc)?,
@@ -141,8 +143,8 @@ impl<T: Float> Cuda<T> {
 
     /// Returns the GEMM that also recomputes the activation `inp`, for which `kernel` is the fallback.
     fn with_recompute(&self, call: &GemmCall, inp: Tensor, kernel: KernelLaunch) -> Result<GemmCall> {
-        let epilogue = call.gemm.epilogue.with_recompute().context("this GEMM reads no activation")?;
-        let gemm = Gemm { epilogue, ..call.gemm };
+        let (function, _) = call.gemm.epilogue.activation.context("this GEMM reads no activation")?;
+        let gemm = Gemm { epilogue: call.gemm.epilogue.with(function, Pass::BackwardAndValue), ..call.gemm };
         let activation = Some(self.operand("inp", inp, gemm.m * gemm.n)?);
         let operands = GemmOperands { activation, ..call.operands };
         Ok(GemmCall { gemm, operands, fallback: vec![kernel], after: call.after.clone() })
@@ -176,7 +178,7 @@ impl<T: Float> Cuda<T> {
     ) -> Result<Option<KernelLaunch>> {
         let shape = activation::Shape { rows: dinp.gemm.m, columns: dinp.gemm.n };
         let kernel = activation::forward_kernel(self, input.activation, inp, input.preactivation, shape)?;
-        let fused = dinp.gemm.epilogue == GemmEpilogue::GeluBackward;
+        let fused = dinp.gemm.epilogue.activation.is_some();
         if fused && self.gemms.is_collecting() {
             // No backend is chosen yet for the forward GEMM nor for this one, so the autotuner must see both variants.
             self.run_gemm(dinp.clone())?;
@@ -228,7 +230,7 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Res
         return backward_fused(cuda, op, input, call, bias_kernels);
     }
     match op.activation {
-        Some(input) if input.activation == Activation::SwiGlu => backward_swiglu(cuda, op, input, bias_kernels),
+        Some(input) if input.activation.is_gated() => backward_gated(cuda, op, input, bias_kernels),
         _ => {
             backward_input(cuda, op)?;
             backward_weight(cuda, op, bias_kernels)
@@ -264,15 +266,15 @@ fn backward_fused<T: Float>(
     if let Some(kernel) = forward {
         cuda.launch(&kernel.launch, kernel.grid, kernel.shared_bytes)?;
     }
-    // The weight gradient reads `inp`. Then the sums of a SwiGLU's GEMM replace it.
+    // The weight gradient reads `inp`. Then the sums of a gated activation's GEMM replace it.
     backward_weight(cuda, op, bias_kernels)?;
     cuda.run_gemm(call)
 }
 
-/// Computes the gradients of a layer. Its input `inp` is the output of a SwiGLU.
+/// Computes the gradients of a layer. Its input `inp` is the output of a gated activation.
 ///
 /// The gradient of `inp` replaces `inp` after the weight gradient has read it.
-fn backward_swiglu<T: Float>(
+fn backward_gated<T: Float>(
     cuda: &mut Cuda<T>,
     op: &MatmulBackward,
     input: ActivationInput,
@@ -281,7 +283,7 @@ fn backward_swiglu<T: Float>(
     let ActivationInput { activation, preactivation, recompute } = input;
     let shape = activation::Shape { rows: op.shape.rows, columns: op.shape.c };
     if recompute.is_some() {
-        // GEMM epilogues apply SwiGLU to rounded sums, so this kernel gives the bits of the forward pass.
+        // GEMM epilogues apply the activation to rounded sums, so this kernel gives the bits of the forward pass.
         activation::forward(cuda, activation, op.inp, preactivation, shape)?;
     }
     backward_weight(cuda, op, bias_kernels)?;
@@ -296,15 +298,9 @@ fn backward_input<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Result<(
         let fuses = cuda.gelu_fusion == GeluFusion::Both && c.is_multiple_of(GELU_COLUMNS);
         fuses && input.activation == Activation::Gelu
     });
-    let gemm = Gemm {
-        m: rows,
-        n: c,
-        k: oc,
-        layout: GemmLayout::Nn,
-        precision: cuda.gemm_precision(),
-        epilogue: if fused.is_some() { GemmEpilogue::GeluBackward } else { GemmEpilogue::None },
-        f32_output: false,
-    };
+    let epilogue =
+        GemmEpilogue { activation: fused.map(|input| (input.activation, Pass::Backward)), ..GemmEpilogue::NONE };
+    let gemm = cuda.gemm([rows, c, oc], GemmLayout::Nn, epilogue);
     let operands = GemmOperands {
         a: cuda.operand("dout", dout, rows * oc)?,
         b: cuda.operand("weight", weight, oc * c)?,
@@ -334,15 +330,12 @@ fn backward_input<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Result<(
 fn backward_weight<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, bias_kernels: Vec<KernelLaunch>) -> Result<()> {
     let MatmulBackward { dweight, dbias, dout, inp, shape: MatmulShape { rows, c, oc }, .. } = *op;
     let f32_output = dweight.dtype != T::DTYPE;
-    let gemm = Gemm {
-        m: oc,
-        n: c,
-        k: rows,
-        layout: GemmLayout::Tn,
-        precision: cuda.gemm_precision(),
-        epilogue: if dbias.is_some() { GemmEpilogue::AccumulateBiasGrad } else { GemmEpilogue::Accumulate },
-        f32_output,
+    let epilogue = GemmEpilogue {
+        bias: dbias.map(|_| Bias::Gradient),
+        output: if f32_output { GemmOutput::F32 } else { GemmOutput::Storage },
+        ..GemmEpilogue::RESIDUAL
     };
+    let gemm = cuda.gemm([oc, c, rows], GemmLayout::Tn, epilogue);
     let operands = GemmOperands {
         a: cuda.operand("dout", dout, rows * oc)?,
         b: cuda.operand("inp", inp, rows * c)?,

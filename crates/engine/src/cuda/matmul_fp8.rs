@@ -2,7 +2,9 @@
 
 use super::quantize::{quantize, transpose_quantized};
 use super::{Cuda, Float, Fp8Bits, activation, bias};
-use crate::gemm::{GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision};
+use crate::gemm::{
+    GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmOutput, GemmPrecision, Pass,
+};
 use crate::ops::{
     Activation, ActivationInput, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, MatmulBackward,
     MatmulForward, MatmulShape, Quantize, Scaling,
@@ -32,6 +34,7 @@ impl<T: Float> Cuda<T> {
             fp8_output: Some([scale_address?.addr() as u64, amax?.addr() as u64]),
             ..operands
         };
+        let gemm = Gemm { epilogue: GemmEpilogue { output: GemmOutput::Fp8, ..gemm.epilogue }, ..gemm };
         let call = GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() };
         if !self.gemms.may_use_kernel(&call) {
             return Ok(false);
@@ -77,18 +80,16 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
         ..operands
     };
     let gemm = Gemm { precision: forward_precision(fp8.accumulation), ..gemm };
-    if let Some(bias) =
-        op.bias.filter(|_| gemm.epilogue == GemmEpilogue::BiasResidual && !cuda.executor.emulation().hopper)
-    {
+    if let Some(bias) = op.bias.filter(|_| gemm.epilogue.residual.is_some() && !cuda.executor.emulation().hopper) {
         // cuBLASLt lacks bias and residual together for some shapes, and no kernel computes the GEMM.
-        let gemm = Gemm { epilogue: GemmEpilogue::Residual, ..gemm };
+        let gemm = Gemm { epilogue: GemmEpilogue::RESIDUAL, ..gemm };
         let operands = GemmOperands { bias: None, ..operands };
         cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })?;
         return bias::add(cuda, out, bias, [rows, oc]);
     }
-    if gemm.epilogue == GemmEpilogue::BiasGelu
+    if gemm.epilogue.activation.is_some()
         && let Some(next) = fp8.out
-        && cuda.run_quantizing(Gemm { epilogue: GemmEpilogue::BiasGeluFp8, ..gemm }, operands, &next)?
+        && cuda.run_quantizing(gemm, operands, &next)?
     {
         return Ok(());
     }
@@ -148,7 +149,7 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &
         }
     }
     weight_gradient(cuda, op, fp8)?;
-    // Only quantization reads `inp`, so the sums of SwiGLU's gradient may replace it.
+    // Only quantization reads `inp`, so the sums of a gated activation's gradient may replace it.
     input_gradient(cuda, op, fp8)
 }
 
@@ -156,15 +157,8 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &
 fn weight_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Backward) -> Result<()> {
     let MatmulShape { rows, c, oc } = op.shape;
     let out = cuda.operand("dweight", op.dweight, oc * c)?;
-    let gemm = Gemm {
-        m: oc,
-        n: c,
-        k: rows,
-        layout: GemmLayout::Nt,
-        precision: backward_precision(fp8),
-        epilogue: GemmEpilogue::Residual,
-        f32_output: false,
-    };
+    let precision = backward_precision(fp8);
+    let gemm = Gemm { precision, ..cuda.gemm([oc, c, rows], GemmLayout::Nt, GemmEpilogue::RESIDUAL) };
     let operands = GemmOperands {
         a: cuda.fp8_address("dout in FP8, transposed", fp8.dout[1], rows * oc)?,
         b: cuda.fp8_address("inp in FP8, transposed", fp8.inp_transposed, rows * c)?,
@@ -180,22 +174,16 @@ fn weight_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8B
 fn input_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Backward) -> Result<()> {
     let MatmulBackward { dinp, inp, activation, shape: MatmulShape { rows, c, oc }, .. } = *op;
     let dact = match activation {
-        Some(input) if input.activation == Activation::SwiGlu => inp,
+        Some(input) if input.activation.is_gated() => inp,
         _ => dinp,
     };
     let fused = activation.filter(|input| {
         let fuses = cuda.gemms.uses_kernels() && cuda.gelu_fusion == GeluFusion::Both && c.is_multiple_of(GELU_COLUMNS);
         fuses && input.activation == Activation::Gelu
     });
-    let gemm = Gemm {
-        m: rows,
-        n: c,
-        k: oc,
-        layout: GemmLayout::Nt,
-        precision: backward_precision(fp8),
-        epilogue: if fused.is_some() { GemmEpilogue::GeluBackward } else { GemmEpilogue::None },
-        f32_output: false,
-    };
+    let epilogue =
+        GemmEpilogue { activation: fused.map(|input| (input.activation, Pass::Backward)), ..GemmEpilogue::NONE };
+    let gemm = Gemm { precision: backward_precision(fp8), ..cuda.gemm([rows, c, oc], GemmLayout::Nt, epilogue) };
     let operands = GemmOperands {
         a: cuda.fp8_address("dout in FP8", fp8.dout[0], rows * oc)?,
         b: cuda.fp8_address("weight in FP8, transposed", fp8.weight_transposed, oc * c)?,
@@ -208,7 +196,7 @@ fn input_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Ba
     if let Some(ActivationInput { activation, preactivation, .. }) = fused {
         if let Some(next) = fp8.dinp
             && next.format == fp8.format
-            && cuda.run_quantizing(Gemm { epilogue: GemmEpilogue::GeluBackwardFp8, ..gemm }, operands, &next)?
+            && cuda.run_quantizing(gemm, operands, &next)?
         {
             return Ok(());
         }

@@ -17,7 +17,6 @@ mod digest;
 mod emulated;
 mod encoder;
 mod executor;
-pub mod fp8;
 mod functions;
 mod gemm_cache;
 mod gemm_dispatch;
@@ -36,7 +35,6 @@ mod rmsnorm;
 mod rotary;
 mod tensor_maps;
 mod wgmma;
-mod wgmma_fp8;
 
 pub use cuda_std::launch::HAS_EMULATOR;
 pub use executor::EmulatedGpu;

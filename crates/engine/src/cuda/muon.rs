@@ -2,7 +2,7 @@
 
 use super::{Cuda, Float, shared_bytes};
 use crate::Result;
-use crate::gemm::{Batch, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, Scale};
+use crate::gemm::{Batch, Batching, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, Residual, Scale};
 use crate::ops::{Master, MuonApply, MuonMomentum, Orthogonalize};
 use crate::tensor::{DType, Tensor};
 use anyhow::{bail, ensure};
@@ -167,26 +167,27 @@ fn step<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize, [a, b, c]: [f32; 3], fr
     let count = op.matrices.len();
 
     let layout = if rows <= cols { GemmLayout::Nt } else { GemmLayout::Tn };
-    run(cuda, [side, side, rows.max(cols)], layout, GemmEpilogue::Symmetric, count, [x, x, gram], None)?;
+    run(cuda, [side, side, rows.max(cols)], layout, Batching::Symmetric, count, [x, x, gram], None)?;
     let scale = Some((gram, Scale { alpha: c, beta: b }));
     let operands = [gram, gram, polynomial];
-    run(cuda, [side; 3], GemmLayout::Nt, GemmEpilogue::SymmetricResidual, count, operands, scale)?;
+    run(cuda, [side; 3], GemmLayout::Nt, Batching::Symmetric, count, operands, scale)?;
     let (left, right) = if rows <= cols { (polynomial, x) } else { (x, polynomial) };
     let scale = Some((x, Scale { alpha: 1.0, beta: a }));
-    run(cuda, [rows, cols, side], GemmLayout::Nn, GemmEpilogue::BatchedResidual, count, [left, right, out], scale)
+    run(cuda, [rows, cols, side], GemmLayout::Nn, Batching::Strided, count, [left, right, out], scale)
 }
 
-/// Runs a GEMM on a batch of `count` matrices a, b and out, with the residual and the factors of the epilogue.
+/// Runs a GEMM on a batch of `count` matrices a, b and out, with a residual and its factors, if given.
 fn run<T: Float>(
     cuda: &mut Cuda<T>,
     [m, n, k]: [usize; 3],
     layout: GemmLayout,
-    epilogue: GemmEpilogue,
+    batching: Batching,
     count: usize,
     [a, b, out]: [Operand; 3],
     scale: Option<(Operand, Scale)>,
 ) -> Result<()> {
-    let gemm = Gemm { m, n, k, layout, precision: cuda.gemm_precision(), epilogue, f32_output: false };
+    let epilogue = GemmEpilogue { residual: scale.map(|_| Residual::Scaled), ..GemmEpilogue::NONE };
+    let gemm = Gemm { batching, ..cuda.gemm([m, n, k], layout, epilogue) };
     let operands = GemmOperands {
         a: a.address,
         b: b.address,

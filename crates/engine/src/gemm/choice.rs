@@ -1,7 +1,11 @@
 //! The algorithms that the autotuner chose, as checkpoints and the cache store them.
 
-use super::{Alignments, Gemm, GemmKey, cublaslt as translation};
+use super::{
+    Alignments, Batching, Bias, Gemm, GemmEpilogue, GemmKey, GemmLayout, GemmOutput, GemmPrecision, Pass, Residual,
+};
+use crate::ops::Activation;
 use cublaslt::sys::MatmulAlgo;
+use cuda_std::fp8::Fp8Format;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -60,22 +64,137 @@ impl Choice {
     }
 }
 
-/// The stored form: cuBLASLt's problem, as in every checkpoint since version 0.1.
+/// The stored form, in cuBLASLt's column-major terms as in every checkpoint since version 0.1: A is our b, B our a, m our n.
 #[derive(Serialize, Deserialize)]
 struct Stored {
-    #[serde(flatten)]
-    library: cublaslt::Choice,
+    problem: StoredProblem,
+    alignments: Alignments,
+    algo: MatmulAlgo,
     #[serde(flatten)]
     kernel: Option<KernelConfig>,
     #[serde(default)]
     kernel_wins: bool,
 }
 
+#[derive(Serialize, Deserialize)]
+struct StoredProblem {
+    m: usize,
+    n: usize,
+    k: usize,
+    transpose_a: bool,
+    transpose_b: bool,
+    element: StoredElement,
+    epilogue: String,
+    accumulate: bool,
+    /// Always 1, for batches too. Ignored, and written for programs of earlier versions, which require it.
+    #[serde(default)]
+    batch: usize,
+    #[serde(default)]
+    output: Option<StoredElement>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    batched: bool,
+}
+
+#[derive(Clone, Copy, Serialize, Deserialize)]
+enum StoredElement {
+    Bf16,
+    F32,
+    Tf32,
+    Fp8 { a_e5m2: bool, b_e5m2: bool, fast_accumulation: bool },
+}
+
+/// Returns the name of bias, activation and FP8 output, such as `GeluAuxBias`, `DGeluAndGelu` or `DGeluFp8`.
+fn stored_name(GemmEpilogue { bias, activation, output, .. }: GemmEpilogue) -> String {
+    let name = match (bias, activation) {
+        (None, None) => "None".to_owned(),
+        (Some(Bias::Add), None) => "Bias".to_owned(),
+        (Some(Bias::Gradient), _) => "BiasGradB".to_owned(),
+        (bias, Some((activation, Pass::Forward))) => {
+            format!("{activation:?}Aux{}", if bias.is_some() { "Bias" } else { "" })
+        }
+        (_, Some((activation, Pass::Backward))) => format!("D{activation:?}"),
+        (_, Some((activation, Pass::BackwardAndValue))) => format!("D{activation:?}And{activation:?}"),
+    };
+    name + if output == GemmOutput::Fp8 { "Fp8" } else { "" }
+}
+
+/// Returns the epilogue with a name, without its residual.
+fn named(name: &str) -> Option<GemmEpilogue> {
+    let passes = [Pass::Forward, Pass::Backward, Pass::BackwardAndValue];
+    let of_function = |&activation: &Activation| passes.map(|pass| Some((activation, pass)));
+    let activations = [None].into_iter().chain(Activation::ALL.iter().flat_map(of_function));
+    activations
+        .flat_map(|activation| [None, Some(Bias::Add), Some(Bias::Gradient)].map(|bias| (bias, activation)))
+        .flat_map(|part| [GemmOutput::Storage, GemmOutput::Fp8].map(|output| (part, output)))
+        .map(|((bias, activation), output)| GemmEpilogue { bias, activation, output, residual: None })
+        .find(|epilogue| stored_name(*epilogue) == name)
+}
+
+impl From<&Gemm> for StoredProblem {
+    fn from(gemm: &Gemm) -> Self {
+        let (transpose_a, transpose_b) = super::cublaslt::transposed(gemm);
+        let element = match gemm.precision {
+            GemmPrecision::Bf16 => StoredElement::Bf16,
+            GemmPrecision::F32 => StoredElement::F32,
+            GemmPrecision::Tf32 => StoredElement::Tf32,
+            GemmPrecision::Fp8 { a, exact } => {
+                StoredElement::Fp8 { a_e5m2: false, b_e5m2: a == Fp8Format::E5m2, fast_accumulation: !exact }
+            }
+        };
+        let Gemm { m, n, k, epilogue, batching, .. } = *gemm;
+        Self {
+            m: n,
+            n: m,
+            k,
+            transpose_a,
+            transpose_b,
+            element,
+            epilogue: stored_name(epilogue),
+            accumulate: epilogue.residual.is_some(),
+            batch: 1,
+            output: (epilogue.output == GemmOutput::F32).then_some(StoredElement::F32),
+            batched: batching != Batching::One,
+        }
+    }
+}
+
+impl StoredProblem {
+    /// Returns the GEMM, or `None` for one that no operation of the model computes.
+    fn gemm(&self) -> Option<Gemm> {
+        let layout = match (self.transpose_a, self.transpose_b) {
+            (true, false) => GemmLayout::Nt,
+            (false, false) => GemmLayout::Nn,
+            (false, true) => GemmLayout::Tn,
+            (true, true) => return None,
+        };
+        let precision = match self.element {
+            StoredElement::Bf16 => GemmPrecision::Bf16,
+            StoredElement::F32 => GemmPrecision::F32,
+            StoredElement::Tf32 => GemmPrecision::Tf32,
+            StoredElement::Fp8 { a_e5m2: true, .. } => return None,
+            StoredElement::Fp8 { b_e5m2, fast_accumulation, .. } => {
+                let a = if b_e5m2 { Fp8Format::E5m2 } else { Fp8Format::E4m3 };
+                GemmPrecision::Fp8 { a, exact: !fast_accumulation }
+            }
+        };
+        let batching = match (self.batched, layout) {
+            (false, _) => Batching::One,
+            (true, GemmLayout::Nn) => Batching::Strided,
+            (true, _) => Batching::Symmetric,
+        };
+        let residual = if self.batched { Residual::Scaled } else { Residual::Add };
+        let mut epilogue = GemmEpilogue { residual: self.accumulate.then_some(residual), ..named(&self.epilogue)? };
+        if self.output.is_some() {
+            epilogue.output = GemmOutput::F32;
+        }
+        Some(Gemm { m: self.n, n: self.m, k: self.k, layout, precision, batching, epilogue })
+    }
+}
+
 impl From<Choice> for Stored {
     fn from(choice: Choice) -> Self {
         let Choice { gemm, alignments, algo, kernel, kernel_wins } = choice;
-        let problem = translation::stored_problem(&gemm);
-        Self { library: cublaslt::Choice { problem, alignments, algo }, kernel, kernel_wins }
+        Self { problem: (&gemm).into(), alignments, algo, kernel, kernel_wins }
     }
 }
 
@@ -83,8 +202,8 @@ impl TryFrom<Stored> for Choice {
     type Error = String;
 
     fn try_from(stored: Stored) -> Result<Self, String> {
-        let Stored { library: cublaslt::Choice { problem, alignments, algo }, kernel, kernel_wins } = stored;
-        let gemm = translation::gemm(&problem).ok_or_else(|| format!("unknown GEMM {problem:?}"))?;
+        let Stored { problem, alignments, algo, kernel, kernel_wins } = stored;
+        let gemm = problem.gemm().ok_or_else(|| format!("unknown GEMM with epilogue {}", problem.epilogue))?;
         Ok(Self { gemm, alignments, algo, kernel, kernel_wins })
     }
 }
@@ -139,7 +258,6 @@ pub struct Tuning {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::gemm::{GemmEpilogue, GemmLayout, GemmPrecision};
 
     const GEMM: Gemm = Gemm {
         m: 32,
@@ -147,8 +265,8 @@ mod tests {
         k: 16,
         layout: GemmLayout::Nn,
         precision: GemmPrecision::Bf16,
-        epilogue: GemmEpilogue::GeluBackwardRecompute,
-        f32_output: false,
+        batching: Batching::One,
+        epilogue: GemmEpilogue::NONE.with(Activation::Gelu, Pass::BackwardAndValue),
     };
 
     #[test]
@@ -180,5 +298,53 @@ mod tests {
         let without_kernel = text.replace(r#","rows":256,"kernel":192,"splits":5,"kernel_wins":true"#, "");
         let choice: Choice = serde_json::from_str(&without_kernel).unwrap();
         assert_eq!((choice.kernel, choice.kernel_wins), (None, false));
+    }
+    /// Every name that a checkpoint of version 0.1 may contain.
+    #[test]
+    fn names_of_epilogues_survive() {
+        for name in [
+            "None",
+            "Bias",
+            "GeluAuxBias",
+            "DGelu",
+            "DGeluAndGelu",
+            "BiasGradB",
+            "ReluSquaredAux",
+            "DReluSquared",
+            "DReluSquaredAndReluSquared",
+            "SwiGluAux",
+            "DSwiGlu",
+            "DSwiGluAndSwiGlu",
+            "GeluAuxBiasFp8",
+            "DGeluFp8",
+        ] {
+            assert_eq!(named(name).map(stored_name).as_deref(), Some(name));
+        }
+        assert_eq!(named("DTanh"), None);
+    }
+
+    #[test]
+    fn every_gemm_survives() {
+        let fp8 = |a, exact| GemmPrecision::Fp8 { a, exact };
+        let scaled = GemmEpilogue { residual: Some(Residual::Scaled), ..GemmEpilogue::NONE };
+        let f32_output = GemmEpilogue { output: GemmOutput::F32, ..GemmEpilogue::RESIDUAL };
+        let (one, nt) = (Batching::One, GemmLayout::Nt);
+        for (layout, precision, batching, epilogue) in [
+            (nt, GemmPrecision::Bf16, one, GemmEpilogue { residual: Some(Residual::Add), ..GemmEpilogue::BIAS }),
+            (nt, fp8(Fp8Format::E4m3, true), one, GemmEpilogue::BIAS.with(Activation::Gelu, Pass::Forward)),
+            (nt, fp8(Fp8Format::E5m2, false), one, GemmEpilogue::RESIDUAL),
+            (GemmLayout::Nn, GemmPrecision::F32, one, GemmEpilogue::NONE),
+            (GemmLayout::Nn, GemmPrecision::Bf16, Batching::Strided, scaled),
+            (nt, GemmPrecision::Bf16, Batching::Symmetric, scaled),
+            (GemmLayout::Tn, GemmPrecision::Bf16, Batching::Symmetric, GemmEpilogue::NONE),
+            (GemmLayout::Tn, GemmPrecision::Tf32, one, GemmEpilogue::BIAS_GRADIENT),
+            (GemmLayout::Tn, GemmPrecision::Bf16, one, f32_output),
+        ] {
+            let gemm = Gemm { m: 3, n: 16, k: 5, layout, precision, batching, epilogue };
+            let choice =
+                Choice { gemm, alignments: [16; 5], algo: MatmulAlgo([1; 8]), kernel: None, kernel_wins: false };
+            let text = serde_json::to_string(&choice).unwrap();
+            assert_eq!(serde_json::from_str::<Choice>(&text).unwrap(), choice, "{text}");
+        }
     }
 }

@@ -3,19 +3,17 @@
 //! Inputs are widened to f32 (and rounded to 10 bits of mantissa for TF32). Sums and epilogues are in f32. Outputs are rounded
 //! to nearest.
 
-use super::{Gemm, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision, Scale};
+use super::{Bias, Gemm, GemmLayout, GemmOperands, GemmOutput, GemmPrecision, Pass, Scale, library_part};
 use crate::Result;
 use crate::cpu::gemm::{Into, Matrix, Parallelism, multiply};
-use anyhow::{Context, bail};
+use anyhow::{Context, ensure};
 use bytemuck::Pod;
 use cuda_std::emulate::Memory;
 use cuda_std::fp8::Fp8Format;
 use cuda_std::{E4m3, E5m2, GlobalMut, bf16};
+use gpu::activation::{ActivationFunction, Gelu};
 
-const SCALE: f32 = 0.797_884_6; // sqrt(2 / pi)
-const CUBIC: f32 = 0.044_715;
-
-/// Runs a GEMM that is its own [library part](Gemm::library_part), for each matrix of its batch. Fails if an operand does not lie
+/// Runs a GEMM that is its own [library part](library_part), for each matrix of its batch. Fails if an operand does not lie
 /// in one buffer or if what it reads was never written.
 pub fn run(gemm: &Gemm, operands: &GemmOperands, memory: &mut Memory) -> Result<()> {
     let Some(batch) = operands.batch else { return run_one(gemm, operands, memory) };
@@ -31,7 +29,9 @@ pub fn run(gemm: &Gemm, operands: &GemmOperands, memory: &mut Memory) -> Result<
 
 fn run_one(gemm: &Gemm, operands: &GemmOperands, memory: &mut Memory) -> Result<()> {
     match gemm.precision {
-        GemmPrecision::Bf16 if gemm.f32_output => typed::<bf16, bf16, bf16, f32>(gemm, operands, memory),
+        GemmPrecision::Bf16 if gemm.epilogue.output == GemmOutput::F32 => {
+            typed::<bf16, bf16, bf16, f32>(gemm, operands, memory)
+        }
         GemmPrecision::Bf16 => typed::<bf16, bf16, bf16, bf16>(gemm, operands, memory),
         GemmPrecision::F32 | GemmPrecision::Tf32 => typed::<f32, f32, f32, f32>(gemm, operands, memory),
         GemmPrecision::Fp8 { a: Fp8Format::E4m3, .. } => typed::<E4m3, E4m3, bf16, bf16>(gemm, operands, memory),
@@ -71,13 +71,14 @@ fn typed<A: Stored, B: Stored, T: Stored, Out: Stored>(
     operands: &GemmOperands,
     memory: &mut Memory,
 ) -> Result<()> {
+    ensure!(library_part(gemm) == *gemm, "expected the library part of a GEMM, found {gemm}");
     let Gemm { m, n, k, epilogue, .. } = *gemm;
     let mut matrices = Matrices { memory };
     let (bias, preactivation) = (operands.bias.unwrap_or_default(), operands.preactivation.unwrap_or_default());
     let mut a = matrices.read::<A>("a", operands.a, m * k)?;
     let mut b = matrices.read::<B>("b", operands.b, k * n)?;
     let mut out = vec![0.0; m * n];
-    if epilogue.accumulates() {
+    if epilogue.residual.is_some() {
         out = matrices.read::<Out>("residual", operands.residual.unwrap_or(operands.out), m * n)?;
     }
     let Scale { mut alpha, beta } = operands.scale.unwrap_or(Scale { alpha: 1.0, beta: 1.0 });
@@ -95,39 +96,23 @@ fn typed<A: Stored, B: Stored, T: Stored, Out: Stored>(
         }
     }
     multiply_add(gemm, alpha, &a, &b, &mut out);
-    if matches!(epilogue, GemmEpilogue::Bias | GemmEpilogue::BiasResidual | GemmEpilogue::BiasGelu) {
+    if epilogue.bias == Some(Bias::Add) {
         let bias = matrices.read::<T>("bias", bias, n)?;
         out.iter_mut().enumerate().for_each(|(i, x)| *x += bias[i % n]);
     }
-    match epilogue {
-        GemmEpilogue::BiasGelu => {
+    // cuBLASLt's only activation.
+    match epilogue.activation {
+        Some((_, Pass::Forward)) => {
             matrices.write::<T>("preactivation", preactivation, &out)?;
             for x in &mut out {
-                *x = gelu(*x);
+                *x = Gelu::reference_value([*x, 0.0]);
             }
         }
-        GemmEpilogue::GeluBackward => {
+        Some(_) => {
             let preactivation = matrices.read::<T>("preactivation", preactivation, m * n)?;
-            out.iter_mut().zip(preactivation).for_each(|(x, preactivation)| *x *= gelu_derivative(preactivation));
+            out.iter_mut().zip(preactivation).for_each(|(x, at)| *x = Gelu::reference_gradients(*x, [at, 0.0])[0]);
         }
-        GemmEpilogue::None
-        | GemmEpilogue::Bias
-        | GemmEpilogue::Residual
-        | GemmEpilogue::BiasResidual
-        | GemmEpilogue::Accumulate
-        | GemmEpilogue::BatchedResidual
-        | GemmEpilogue::Symmetric
-        | GemmEpilogue::SymmetricResidual => {}
-        GemmEpilogue::GeluBackwardRecompute
-        | GemmEpilogue::ReluSquared
-        | GemmEpilogue::ReluSquaredBackward
-        | GemmEpilogue::ReluSquaredBackwardRecompute
-        | GemmEpilogue::SwiGlu
-        | GemmEpilogue::SwiGluBackward
-        | GemmEpilogue::SwiGluBackwardRecompute
-        | GemmEpilogue::AccumulateBiasGrad
-        | GemmEpilogue::BiasGeluFp8
-        | GemmEpilogue::GeluBackwardFp8 => bail!("expected the library part of a GEMM, found {gemm}"),
+        None => {}
     }
     matrices.write::<Out>("out", operands.out, &out)
 }
@@ -144,13 +129,4 @@ fn multiply_add(gemm: &Gemm, alpha: f32, a: &[f32], b: &[f32], out: &mut [f32]) 
 fn round_to_tf32(x: f32) -> f32 {
     const DROPPED: u32 = 13;
     if x.is_finite() { f32::from_bits((x.to_bits() + (1 << (DROPPED - 1))) & !((1 << DROPPED) - 1)) } else { x }
-}
-
-fn gelu(x: f32) -> f32 {
-    0.5 * x * (1.0 + (SCALE * (x + CUBIC * x * x * x)).tanh())
-}
-
-fn gelu_derivative(x: f32) -> f32 {
-    let tanh = (SCALE * (x + CUBIC * x * x * x)).tanh();
-    0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * SCALE * (1.0 + 3.0 * CUBIC * x * x)
 }

@@ -1,6 +1,6 @@
 //! Free shapes: a known shape with other sizes.
 
-use super::{Activation, Descriptor, DescriptorError};
+use super::{Descriptor, DescriptorError};
 
 /// Sizes that replace those of a known shape.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -40,10 +40,10 @@ impl Descriptor {
             None => new_channels / new_heads,
         };
         let default_kv_heads = if self.kv_heads == self.heads { new_heads } else { self.kv_heads };
-        let default_mlp_channels = match (channels, self.activation) {
-            (None, _) => self.mlp_channels,
-            (Some(c), Activation::SwiGlu) => c.saturating_mul(8).div_ceil(3).next_multiple_of(256),
-            (Some(c), Activation::Gelu | Activation::ReluSquared) => c.saturating_mul(4),
+        let default_mlp_channels = match channels {
+            None => self.mlp_channels,
+            Some(c) if self.activation.is_gated() => c.saturating_mul(8).div_ceil(3).next_multiple_of(256),
+            Some(c) => c.saturating_mul(4),
         };
         Self {
             layers: layers.unwrap_or(self.layers),

@@ -425,14 +425,9 @@ fn linear_workload(shape: MatmulShape) -> Workload {
     workload(1, shape.rows, shape.c.max(shape.oc / 4), 1, shape.oc.max(shape.c), 0)
 }
 
-/// Returns the name of an activation in the name of a case, and those of its forward and backward kernels.
-const fn activation_names(activation: Activation) -> [&'static str; 3] {
-    match activation {
-        Activation::Gelu => ["gelu", "gelu_forward", "gelu_backward"],
-        Activation::SwiGlu => ["swiglu", "swiglu_forward", "swiglu_backward"],
-        Activation::ReluSquared => ["relu²", "relu_squared_forward", "relu_squared_backward"],
-    }
-}
+/// The kernels of an activation's passes, if no GEMM computes them.
+const ACTIVATION_FORWARD: Part = Part::Kernel("activation_forward");
+const ACTIVATION_BACKWARD: Part = Part::Kernel("activation_backward");
 
 /// The epilogue of a forward matmul, without its tensors.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -467,7 +462,7 @@ fn matmul_forward(shape: MatmulShape, bias: bool, kind: EpilogueKind) -> Case {
         }
         EpilogueKind::Activation(activation) => {
             operands.push(output("preactivation", rows * oc, Tolerance::REDUCTION));
-            (format!(" {}", activation_names(activation)[0]), oc + out)
+            (format!(" {}", activation.name().to_lowercase()), oc + out)
         }
     };
     let work = Work { floats: rows * c + oc * c + rows * columns, bytes: 0, flops: 2 * rows * c * oc };
@@ -489,9 +484,9 @@ fn matmul_forward(shape: MatmulShape, bias: bool, kind: EpilogueKind) -> Case {
         })
     });
     let mut parts = vec![(Part::Gemm, Work { floats: 0, ..work })];
-    if let EpilogueKind::Activation(activation) = kind {
+    if let EpilogueKind::Activation(_) = kind {
         let pass = Work { floats: rows * (oc + out), ..Work::default() };
-        parts.push((Part::Kernel(activation_names(activation)[1]), pass));
+        parts.push((ACTIVATION_FORWARD, pass));
     }
     Case { parts, ..case }
 }
@@ -515,9 +510,9 @@ fn matmul_backward(shape: MatmulShape, bias: bool, activation: Option<Activation
     if let Some(activation) = activation {
         operands.push(input("preactivation", rows * c * inputs, UNIT));
         floats += rows * c * inputs;
-        let [of_case, _, kernel] = activation_names(activation);
+        let of_case = activation.name().to_lowercase();
         name = format!("{name} {of_case}");
-        parts.push((Part::Kernel(kernel), Work { floats: rows * c * (1 + 2 * inputs), ..Work::default() }));
+        parts.push((ACTIVATION_BACKWARD, Work { floats: rows * c * (1 + 2 * inputs), ..Work::default() }));
     }
     let work = Work { floats, bytes: 0, flops: 4 * rows * c * oc };
     let case = case("matmul_backward", name, linear_workload(shape), operands, work, move |e, x| {
@@ -574,7 +569,7 @@ fn matmul_backward_recompute(shape: MatmulShape, bias: bool, activation: Activat
     case.shape += " again";
     case.work.floats += rows * c;
     let pass = Work { floats: rows * (c + sums), ..Work::default() };
-    case.parts.push((Part::Kernel(activation_names(activation)[1]), pass));
+    case.parts.push((ACTIVATION_FORWARD, pass));
     let forward = move |e: &mut dyn Engine, x: &[Tensor]| {
         e.run(MatmulForward {
             out: x[10],

@@ -5,7 +5,8 @@ use crate::registry::{Family, Kernel};
 use crate::session::{Input, Session, Tolerance, blocks};
 use anyhow::Result;
 use bytemuck::Pod;
-use cuda_std::{Element, GlobalMut, bf16};
+use cuda_std::{Element, Global, GlobalMut, bf16};
+use gpu::activation::{self, Gelu};
 use kernels_gpu::gelu;
 
 pub const FAMILY: Family = Family {
@@ -36,12 +37,13 @@ pub const FAMILY: Family = Family {
         Kernel::new(
             4,
             "gelu_production",
-            "gpu/src/gelu.rs",
+            "gpu/src/activation/gelu.rs",
             "One exponential instead of tanh, and loads that bypass L1.",
             |s| {
                 let Problem { out, inp, n } = forward::<bf16>(s)?;
-                let grid = [gpu::gelu::grid::<bf16>(n), 1, 1];
-                s.launch(gpu::gelu::gelu_forward::<bf16>(out, inp.view, n as u64), grid, 0);
+                let grid = [activation::grid::<bf16>(n), 1, 1];
+                let launch = activation::activation_forward::<Gelu, bf16>(out, inp.view, n as u64, n as u32);
+                s.launch(launch, grid, 0);
                 Ok(())
             },
         ),
@@ -56,12 +58,20 @@ pub const FAMILY: Family = Family {
                 Ok(())
             },
         ),
-        Kernel::new(6, "gelu_backward_production", "gpu/src/gelu.rs", "Packets, and one exponential.", |s| {
-            let Problem { out, inp, n } = backward(s)?;
-            let grid = [gpu::gelu::grid::<bf16>(n), 1, 1];
-            s.launch(gpu::gelu::gelu_backward::<bf16>(out, inp.view, n as u64), grid, 0);
-            Ok(())
-        }),
+        Kernel::new(
+            6,
+            "gelu_backward_production",
+            "gpu/src/activation/gelu.rs",
+            "Packets, and one exponential.",
+            |s| {
+                let Problem { out, inp, n } = backward(s)?;
+                let grid = [activation::grid::<bf16>(n), 1, 1];
+                let none = Global::null();
+                let launch = activation::activation_backward::<Gelu, bf16>(out, none, inp.view, n as u64, n as u32);
+                s.launch(launch, grid, 0);
+                Ok(())
+            },
+        ),
     ],
 };
 

@@ -4,12 +4,10 @@ use super::file;
 use crate::registry::{Family, Kernel};
 use crate::session::{Gemm, Session, Tolerance, blocks, shared_bytes};
 use anyhow::Result;
-use cuda_std::hopper::TensorMap;
 use cuda_std::{Global, GlobalMut, bf16};
 use gpu::launch::Extents;
-use gpu::matmul::launch::{
-    Batch, GemmOp, GemmShape, KernelOperands, Map, Scale, TileConfig, TileShape, launches, maps,
-};
+use gpu::matmul::gemm::{Batching, Gemm as Description, GemmEpilogue, GemmLayout, GemmPrecision};
+use gpu::matmul::launch::{Batch, KernelOperands, Map, TileConfig, TileShape, launches, maps};
 use kernels_gpu::gemm;
 
 /// Launches a kernel with one block for each `$rows` x `$columns` elements of out.
@@ -213,24 +211,14 @@ fn problem(s: &mut Session) -> Result<Problem> {
 /// Launches the kernel of training with a tile shape.
 fn production(s: &mut Session, tile: TileShape) -> Result<()> {
     let Problem { out, a, b, mnk: [m, n, k] } = problem(s)?;
-    let shape = GemmShape { m, n, k };
-    let maps = maps(GemmOp::AB, shape, Batch::ONE, tile);
-    let mut encode = |tensor, Map { extents, tile }| s.tensor_map(tensor, extents, tile);
+    let (layout, precision) = (GemmLayout::Nn, GemmPrecision::Bf16);
+    let gemm = Description { m, n, k, layout, precision, batching: Batching::One, epilogue: GemmEpilogue::NONE };
+    let maps = maps(&gemm, Batch::ONE, tile);
+    let mut encode = |tensor, Map { extents, tile, .. }| s.tensor_map(tensor, extents, tile);
     let (a, b, out_map) = (encode(a, maps.a)?, encode(b, maps.b)?, encode(out.reader(), maps.out)?);
-    let operands = KernelOperands {
-        a,
-        b,
-        out: out_map,
-        aux: Global::<TensorMap>::null(),
-        second: Global::<TensorMap>::null(),
-        bias: GlobalMut::null(),
-        out_address: out.pointer().addr() as u64,
-        scratch: GlobalMut::null(),
-        scratch_len: 0,
-        scale: Scale::ONE,
-        count: 1,
-    };
+    let out_address = out.pointer().addr() as u64;
+    let operands = KernelOperands { a, b, out: out_map, out_address, ..KernelOperands::NONE };
     let config = TileConfig { tile, split_k: 1 };
-    s.launch_all(launches(GemmOp::AB, shape, config, operands, s.sm_count()));
+    s.launch_all(launches(&gemm, config, operands, s.sm_count()));
     Ok(())
 }

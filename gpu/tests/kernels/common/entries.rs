@@ -1,12 +1,19 @@
 //! Checks that the tests launch every PTX entry point of the kernels that they cover.
 
 use cuda_std::launch::Launch;
-use proc_macro2::{TokenStream, TokenTree};
+use instances::{parse_axes, parse_instances};
+use proc_macro2::{Ident, TokenStream, TokenTree};
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 use std::sync::{Mutex, Once};
+use syn::parse::{ParseStream, Parser};
 use syn::{Item, Meta};
+
+/// The parser of the macro itself.
+#[path = "../../../../crates/cuda_std_macros/src/instances.rs"]
+#[allow(dead_code, reason = "the tests need the names of instances only")]
+mod instances;
 
 static LAUNCHED: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
 
@@ -23,8 +30,9 @@ pub fn once(done: &Once, test: impl FnOnce()) {
     });
 }
 
-/// Fails unless the tests launched every entry point of the kernels in these files or directories of `gpu/src`.
-pub fn assert_launched(sources: &[&str]) {
+/// Fails unless the tests launched every entry point of the kernels in these files or directories of `gpu/src` whose name is
+/// `covered`.
+pub fn assert_launched(sources: &[&str], covered: impl Fn(&str) -> bool) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut entries = BTreeSet::new();
     for source in sources {
@@ -33,7 +41,7 @@ pub fn assert_launched(sources: &[&str]) {
         assert!(entries.len() > before, "no kernel in {source}");
     }
     let launched = LAUNCHED.lock().unwrap();
-    let missing: Vec<_> = entries.iter().filter(|entry| !launched.contains(entry.as_str())).collect();
+    let missing: Vec<_> = entries.iter().filter(|entry| covered(entry) && !launched.contains(entry.as_str())).collect();
     assert!(missing.is_empty(), "no test launches {missing:?}");
 }
 
@@ -52,31 +60,26 @@ fn collect(path: &Path, entries: &mut BTreeSet<String>) {
             if let Meta::List(list) = &attribute.meta
                 && list.path.is_ident("kernel")
             {
-                let kernel = function.sig.ident.to_string();
-                match instances(&list.tokens) {
-                    suffixes if suffixes.is_empty() => _ = entries.insert(kernel),
-                    suffixes => entries.extend(suffixes.iter().map(|suffix| format!("{kernel}_{suffix}"))),
-                }
+                entries.extend(names(&function.sig.ident, &list.tokens));
             }
         }
     }
 }
 
-/// Returns the names in `instances(name = <…>, …)`.
-fn instances(options: &TokenStream) -> Vec<String> {
+/// Returns the names of the entry points of a kernel with these options.
+fn names(kernel: &Ident, options: &TokenStream) -> Vec<String> {
     let tokens: Vec<_> = options.clone().into_iter().collect();
-    let list = tokens.windows(2).find_map(|pair| match pair {
-        [TokenTree::Ident(key), TokenTree::Group(list)] if key == "instances" => Some(list.stream()),
-        _ => None,
-    });
-    let tokens: Vec<_> = list.unwrap_or_default().into_iter().collect();
-    let name = |three: &[TokenTree]| match three {
-        [TokenTree::Ident(name), TokenTree::Punct(equals), TokenTree::Punct(open)]
-            if equals.as_char() == '=' && open.as_char() == '<' =>
-        {
-            Some(name.to_string())
-        }
-        _ => None,
+    let list = |name| {
+        let list = tokens.windows(2).find_map(|pair| match pair {
+            [TokenTree::Ident(key), TokenTree::Group(list)] if key == name => Some(list.stream()),
+            _ => None,
+        });
+        list.unwrap_or_default()
     };
-    tokens.windows(3).filter_map(name).collect()
+    let axes = parse_axes.parse2(list("axes")).unwrap();
+    let instances = (|input: ParseStream<'_>| parse_instances(input, &axes)).parse2(list("instances")).unwrap();
+    if instances.is_empty() {
+        return vec![kernel.to_string()];
+    }
+    instances.iter().map(|instance| instance.entry(kernel).to_string()).collect()
 }

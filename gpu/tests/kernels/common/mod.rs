@@ -1,7 +1,9 @@
 //! Helpers of the kernel tests: checked launches, reproducible data, and comparison with f64 references.
 
+pub mod activation;
 pub mod attention;
 pub mod entries;
+pub mod gemm;
 pub mod norm;
 pub mod quantized;
 
@@ -203,14 +205,14 @@ pub fn shared_bytes<R>(layout: impl FnOnce(&mut cuda_std::shared::Layout) -> R) 
 /// Declares the tests of a file, plus one which checks that together they launch every entry point of their kernels.
 ///
 /// The syntax is `kernels of "bias.rs", "column_sum.rs"; for both types: column_sums; slow in f32: large; once: other; slow: huge;`:
-/// * files or directories in `gpu/src`,
+/// * files or directories in `gpu/src`; `where |entry| …` selects some of their entry points by name,
 /// * tests that are generic over the storage type,
 /// * generic tests that are slow in f32: `scripts/nightly` runs their f32 instances,
 /// * other tests,
 /// * other tests that are slow: `scripts/nightly` runs them.
 macro_rules! tests {
     (
-        kernels of $($file:literal),*;
+        kernels of $($file:literal),* $(where $covered:expr)?;
         $(for both types: $($both:ident),* $(,)?;)?
         $(slow in f32: $($slow:ident),* $(,)?;)?
         $(once: $($single:ident),* $(,)?;)?
@@ -249,7 +251,8 @@ macro_rules! tests {
                 $($(super::in_bf16::$both(); super::in_f32::$both();)*)?
                 $($(super::in_bf16::$slow();)*)?
                 $($(super::once::$single();)*)?
-                $crate::common::entries::assert_launched(&[$($file),*]);
+                let covered: [fn(&str) -> bool; _] = [$($covered,)? |_| true];
+                $crate::common::entries::assert_launched(&[$($file),*], covered[0]);
             }
         }
     };

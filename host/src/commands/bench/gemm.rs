@@ -4,13 +4,13 @@ use super::table::{Cell, Column, Json, Table};
 use crate::commands::resources::Hardware;
 use crate::values::count;
 use anyhow::ensure;
-use engine::gemm::{GemmEpilogue, Timing};
+use engine::gemm::{Pass, Timing};
 use engine::ops::{
-    Activation, ActivationForward, ActivationInput, AttentionShape, Epilogue, MatmulBackward, MatmulForward,
-    MatmulShape,
+    Activation, ActivationForward, ActivationInput, AttentionShape, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format,
+    Fp8Forward, Fp8Scale, MatmulBackward, MatmulForward, MatmulShape, Scaling,
 };
 use engine::plan::{Group, Plan};
-use engine::tensor::Tensor;
+use engine::tensor::{DType, Tensor};
 use engine::{Engine, Result, Workload};
 use model::Descriptor;
 use system::progress::{self, Unit};
@@ -32,13 +32,13 @@ pub struct Gemm {
     #[arg(long, value_name = "N", value_parser = count)]
     square: Option<usize>,
 
-    /// Time GEMMs in FP8 instead: the shapes that --shape lists, --square, or those of the model
+    /// Time linear layers of these rows, output channels and input channels instead of a model's (repeatable)
+    #[arg(long, value_name = "ROWS,OUT,IN", value_parser = shape)]
+    shape: Vec<MatmulShape>,
+
+    /// Multiply in FP8, with fast and with exact accumulation
     #[arg(long)]
     fp8: bool,
-
-    /// With --fp8: rows of the input, and output and input channels of a linear layer (repeatable)
-    #[arg(long, value_name = "ROWS,OUT,IN", value_parser = shape, requires = "fp8")]
-    shape: Vec<MatmulShape>,
 
     #[command(flatten)]
     hardware: Hardware,
@@ -79,25 +79,30 @@ struct Layer {
 /// Runs the command.
 pub fn run(options: &Gemm) -> Result<()> {
     let descriptor = options.model.parse::<Descriptor>()?;
-    if options.fp8 {
-        let shapes = layers(options, &descriptor).into_iter().filter(|layer| layer.bias || options.square.is_some());
-        let shapes =
-            if options.shape.is_empty() { shapes.map(|layer| layer.shape).collect() } else { options.shape.clone() };
-        return super::gemm_fp8::run(&shapes, &options.hardware, &options.json);
-    }
     let mut engine = options.hardware.open_quietly()?;
     let mut table = Table::new("gemm", COLUMNS, &*engine, &options.json);
     table.print_heading()?;
+    let modes = if options.fp8 { &[Some(Fp8Accumulation::Fast), Some(Fp8Accumulation::Exact)][..] } else { &[None] };
+    modes.iter().try_for_each(|fp8| time_layers(&mut *engine, &layers(options, &descriptor), *fp8, &mut table))?;
+    table.finish_rows()
+}
+
+/// Times layers, with FP8 operands if `fp8` is given, and prints their rows and sums.
+fn time_layers(
+    engine: &mut dyn Engine,
+    layers: &[Layer],
+    fp8: Option<Fp8Accumulation>,
+    table: &mut Table,
+) -> Result<()> {
     let us = |milliseconds: f32| 1e3 * f64::from(milliseconds);
     let (mut first, mut best, mut fastest) = (0.0, 0.0, 0.0);
-    let layers = layers(options, &descriptor);
     let progress = progress::start("timing layers", Unit::Count, layers.len() as u64);
-    for layer in layers {
-        let timings = tune(&mut *engine, layer)?;
+    for &layer in layers {
+        let timings = tune(engine, layer, fp8)?;
         progress.add(1);
         for timing in timings {
             table.row(&row(&timing))?;
-            if timing.gemm.epilogue == GemmEpilogue::GeluBackwardRecompute {
+            if matches!(timing.gemm.epilogue.activation, Some((_, Pass::BackwardAndValue))) {
                 // The same GEMM as the previous one, with recomputation.
                 continue;
             }
@@ -117,12 +122,14 @@ pub fn run(options: &Gemm) -> Result<()> {
         table.row(&[name.into(), Cell::Empty, first, best, Cell::Empty, fastest, Cell::Empty, Cell::Empty])
     };
     sum("sum", [Some(first), Some(best), None])?;
-    sum("sum, each by the faster backend", [None, None, Some(fastest)])?;
-    table.finish_rows()
+    sum("sum, each by the faster backend", [None, None, Some(fastest)])
 }
 
 fn layers(options: &Gemm, descriptor: &Descriptor) -> Vec<Layer> {
     let (c, vp, rows) = (descriptor.channels, descriptor.padded_vocab(), options.batch * options.seq);
+    if !options.shape.is_empty() {
+        return options.shape.iter().map(|&shape| Layer { shape, bias: false, gelu: false }).collect();
+    }
     if let Some(n) = options.square {
         return vec![Layer { shape: MatmulShape { rows: n, c: n, oc: n }, bias: false, gelu: false }];
     }
@@ -147,8 +154,41 @@ fn row(timing: &Timing) -> [Cell; 8] {
     ]
 }
 
+/// Plans the FP8 operands of a linear layer and its gradients. The gradient of its output is in E5M2, quantized before.
+fn fp8_operands(plan: &mut Plan, shape: MatmulShape, accumulation: Fp8Accumulation) -> (Fp8Forward, Fp8Backward) {
+    let MatmulShape { rows, c, oc } = shape;
+    let mut add = |name: &str, len: usize, dtype| plan.add(Group::Activations, name, &[len], dtype);
+    let mut matrix = |name: &str, len| add(name, len, DType::Fp8);
+    let (inp, inp_transposed) = (matrix("inp8", rows * c), matrix("inp8_t", rows * c));
+    let (weight, weight_transposed) = (matrix("weight8", oc * c), matrix("weight8_t", oc * c));
+    let dout = [matrix("dout8", rows * oc), matrix("dout8_t", rows * oc)];
+    let mut scale = |name: &str| add(name, 1, DType::F32);
+    let (inp_scale, weight_scale) = (scale("inp_scale"), scale("weight_scale"));
+    let dout_scale = Fp8Scale { scale: scale("dout_scale"), amax: scale("dout_amax"), counts: None };
+    let forward = Fp8Forward { inp, inp_scale, out: None, weight, weight_scale, accumulation };
+    let backward = Fp8Backward {
+        dout,
+        dout_is_quantized: true,
+        dout_scale,
+        scaling: Scaling::Given,
+        format: Fp8Format::E5m2,
+        inp_transposed,
+        inp_is_quantized: true,
+        inp_scale: Fp8Scale { scale: inp_scale, ..dout_scale },
+        weight_transposed,
+        weight_scale,
+        accumulation,
+        dinp: None,
+    };
+    (forward, backward)
+}
+
 /// Times the GEMMs of one linear layer, forward and backward.
-fn tune(engine: &mut dyn Engine, Layer { shape, bias, gelu }: Layer) -> Result<Vec<Timing>> {
+fn tune(
+    engine: &mut dyn Engine,
+    Layer { shape, bias, gelu }: Layer,
+    fp8: Option<Fp8Accumulation>,
+) -> Result<Vec<Timing>> {
     let MatmulShape { rows, c, oc } = shape;
     let mut plan = Plan::new();
     let dtype = engine.dtype();
@@ -157,6 +197,7 @@ fn tune(engine: &mut dyn Engine, Layer { shape, bias, gelu }: Layer) -> Result<V
     let (out, dout, pre_gelu) = (add("out", rows * oc), add("dout", rows * oc), add("pre_gelu", rows * oc));
     let (weight, dweight) = (add("weight", oc * c), add("dweight", oc * c));
     let (biases, dbias) = (add("bias", c.max(oc)), add("dbias", oc));
+    let operands = fp8.map(|accumulation| fp8_operands(&mut plan, shape, accumulation));
     let workload = Workload {
         attention: AttentionShape { b: 1, t: rows, heads: 1, kv_heads: 1, head_size: c.min(oc) },
         channels: c.min(oc),
@@ -179,7 +220,15 @@ fn tune(engine: &mut dyn Engine, Layer { shape, bias, gelu }: Layer) -> Result<V
             _ => Epilogue::None,
         };
         let bias = |tensor: Tensor| bias.then_some(tensor);
-        engine.run(MatmulForward { out, inp, weight, bias: bias(biases), epilogue, shape, fp8: None })?;
+        engine.run(MatmulForward {
+            out,
+            inp,
+            weight,
+            bias: bias(biases),
+            epilogue,
+            shape,
+            fp8: operands.map(|(forward, _)| forward),
+        })?;
         // The previous layer recomputes the input from as many channels as this layer's output has.
         let previous = MatmulShape { rows, c: oc, oc: c };
         let forward = ActivationForward { inp: out, weight: dweight, bias: bias(biases), shape: previous };
@@ -188,13 +237,14 @@ fn tune(engine: &mut dyn Engine, Layer { shape, bias, gelu }: Layer) -> Result<V
         engine.run(MatmulBackward {
             dinp,
             dweight,
-            dbias: bias(dbias),
+            // A quantized gradient has been summed when it was quantized.
+            dbias: bias(dbias).filter(|_| fp8.is_none()),
             dout,
             inp,
             weight,
             activation,
             shape,
-            fp8: None,
+            fp8: operands.map(|(_, backward)| backward),
         })
     })?;
     Ok(tuning.timings)

@@ -3,7 +3,6 @@
 mod attention;
 mod collectives;
 mod gemm;
-mod gemm_fp8;
 mod generate;
 mod kernels;
 mod step;

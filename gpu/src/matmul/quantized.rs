@@ -3,66 +3,48 @@
 //! Results are rounded to bf16 first, so out has the bits that the kernels of [`quantize`](crate::quantize) would compute from
 //! an out in bf16.
 //!
-//! Buffers, loads of aux and the second output are those of [`TmaEpilogue`]. A subtile of out has rows of 64 bytes. It has
+//! Buffers, loads of aux and the second output are those of [`TmaEpilogue`](super::epilogue::TmaEpilogue). A subtile of out has rows of 64 bytes. It has
 //! its own buffer: aux has elements of another size, so out cannot overwrite it.
 
-use super::epilogue::{
-    BiasGelu, Epilogue, EpilogueOperands, EpilogueStore, GeluBackward, TmaEpilogue, wait_for_free_slot,
-};
+use super::buffers::{Buffering, SubtileBuffers};
+use super::epilogue::{Elementwise, EpilogueOperands, EpilogueStore};
 use super::mainloop::ConsumerAccumulators;
 use super::shared::{SharedStorage, WARPGROUP, is_warpgroup_leader};
 use super::tile::{EPILOGUE_TILE, Tile, WorkTile};
-use crate::gelu;
 use crate::quantize::{magnitude, scaled, store_amax};
 use core::marker::PhantomData;
 use cuda_std::element::{pack_pair, unpack_pair};
 use cuda_std::hopper::{self, NarrowTile, SwizzledTile, tma};
-use cuda_std::{Fp8, Global, GlobalMut, math, thread, warp};
-
-/// An epilogue that computes elements of out before they are rounded.
-pub trait QuantizedEpilogue: Epilogue {
-    /// Computes two adjacent elements of out, and of second if there is one, packed as a bf16 pair.
-    fn values(acc: [f32; 2], aux: [f32; 2]) -> ([f32; 2], u32);
-}
-
-impl QuantizedEpilogue for BiasGelu {
-    #[inline(always)]
-    fn values([even, odd]: [f32; 2], _: [f32; 2]) -> ([f32; 2], u32) {
-        let rounded = pack_pair(even, odd);
-        (unpack_pair(rounded).map(gelu::gelu), rounded)
-    }
-}
-
-impl QuantizedEpilogue for GeluBackward {
-    #[inline(always)]
-    fn values(acc: [f32; 2], aux: [f32; 2]) -> ([f32; 2], u32) {
-        ([acc[0] * gelu::slope(aux[0]), acc[1] * gelu::slope(aux[1])], 0)
-    }
-}
+use cuda_std::{Fp8, math, thread, warp};
 
 /// The buffers of the epilogue `E` with an out in FP8.
 struct Buffers<E>(PhantomData<E>);
 
-impl<E: QuantizedEpilogue> Epilogue for Buffers<E> {
-    const BIAS: bool = E::BIAS;
+impl<E: Elementwise> Buffering for Buffers<E> {
     const AUX: bool = E::AUX;
-    const SECOND: bool = E::SECOND;
     const TWO_BUFFERS: bool = E::SECOND || E::AUX;
+    const BATCHED: bool = false;
 }
 
 /// Applies the epilogue `E` and stores its result / scale in the FP8 type `O` through shared memory by TMA.
-pub struct TmaFp8Epilogue<E, O, T> {
-    buffers: TmaEpilogue<Buffers<E>, T>,
+pub struct QuantizedEpilogue<E, O, T> {
+    buffers: SubtileBuffers<Buffers<E>, T>,
+    operands: EpilogueOperands,
     /// 1 / scale.
     factor: f32,
     /// Bits of the largest magnitude of this thread's results, which is a NaN if any result is one.
     largest: u32,
-    /// Receives the largest magnitude of all results.
-    amax: GlobalMut<u32>,
     element: PhantomData<O>,
 }
 
-impl<E: QuantizedEpilogue, O: Fp8, T: Tile> EpilogueStore<T> for TmaFp8Epilogue<E, O, T> {
+impl<E: Elementwise, O: Fp8, T: Tile> EpilogueStore<T> for QuantizedEpilogue<E, O, T> {
+    #[inline(always)]
+    fn new(shared: SharedStorage, operands: EpilogueOperands, consumer: u32) -> Self {
+        let buffers = SubtileBuffers::new(shared, operands.aux, consumer);
+        let factor = math::div_rn(1.0, operands.scale_out.at(0));
+        Self { buffers, operands, factor, largest: 0, element: PhantomData }
+    }
+
     #[inline(always)]
     fn prefetch(&self, tile: WorkTile) {
         self.buffers.prefetch(tile);
@@ -82,23 +64,11 @@ impl<E: QuantizedEpilogue, O: Fp8, T: Tile> EpilogueStore<T> for TmaFp8Epilogue<
     #[inline(always)]
     fn finish(&self) {
         self.buffers.finish();
-        store_amax(self.amax, self.largest);
+        store_amax(self.operands.amax, self.largest);
     }
 }
 
-impl<E: QuantizedEpilogue, O: Fp8, T: Tile> TmaFp8Epilogue<E, O, T> {
-    #[inline(always)]
-    pub fn new(
-        shared: SharedStorage,
-        operands: EpilogueOperands,
-        consumer: u32,
-        scale: Global<f32>,
-        amax: GlobalMut<u32>,
-    ) -> Self {
-        let buffers = TmaEpilogue::new(shared, operands, consumer);
-        Self { buffers, factor: math::div_rn(1.0, scale.at(0)), largest: 0, amax, element: PhantomData }
-    }
-
+impl<E: Elementwise, O: Fp8, T: Tile> QuantizedEpilogue<E, O, T> {
     /// Returns the buffer of out, and the buffer of second if there is one, of the slot that begins at `first`.
     #[inline(always)]
     fn output_buffers(first: SwizzledTile<64>) -> (NarrowTile<64>, SwizzledTile<64>) {
@@ -119,17 +89,8 @@ impl<E: QuantizedEpilogue, O: Fp8, T: Tile> TmaFp8Epilogue<E, O, T> {
     fn store_subtile<const BLOCK: u32, const HALF: u32>(&mut self, d: &T::Accumulator, tile: WorkTile) {
         assert!(!(E::AUX && E::SECOND), "a slot has two buffers");
         let subtile = BLOCK * (T::CONSUMER_M / EPILOGUE_TILE) + HALF;
-        let (slot, uses) = self.buffers.slot(subtile);
-        let first = self.buffers.buffer(slot);
+        let first = self.buffers.acquire(subtile);
         let (out, second) = Self::output_buffers(first);
-        if E::AUX {
-            self.buffers.aux_full(slot).wait(uses % 2);
-        } else {
-            if is_warpgroup_leader() {
-                wait_for_free_slot::<Buffers<E>, T>();
-            }
-            self.buffers.sync();
-        }
         let (column, row) = (tile.column + BLOCK * EPILOGUE_TILE, tile.row + HALF * EPILOGUE_TILE);
         let first_row = thread::thread_idx_x() % WARPGROUP / 32 * 16;
         for quarter in 0..4 {
@@ -152,7 +113,7 @@ impl<E: QuantizedEpilogue, O: Fp8, T: Tile> TmaFp8Epilogue<E, O, T> {
             let aux = if E::AUX { first.load_a_fragment(first_row, quarter as u32) } else { [0; 4] };
             let (mut pairs, mut second_words) = ([0; 4], [0; 4]);
             for i in 0..4 {
-                let (values, second) = E::values([x[2 * i], x[2 * i + 1]], unpack_pair(aux[i]));
+                let (values, second) = E::values([x[2 * i], x[2 * i + 1]], unpack_pair(aux[i]), self.operands.factors);
                 second_words[i] = second;
                 let [even, odd] = unpack_pair(pack_pair(values[0], values[1]));
                 self.largest = self.largest.max(magnitude(even)).max(magnitude(odd));
@@ -168,9 +129,9 @@ impl<E: QuantizedEpilogue, O: Fp8, T: Tile> TmaFp8Epilogue<E, O, T> {
         hopper::fence_async_proxy();
         self.buffers.sync();
         if is_warpgroup_leader() {
-            out.store(self.buffers.operands.out, column, row);
+            out.store(self.operands.out, column, row);
             if E::SECOND {
-                second.store(self.buffers.operands.second, column, row);
+                second.store(self.operands.second, column, row);
             }
             tma::commit_stores();
         }
@@ -181,7 +142,7 @@ impl<E: QuantizedEpilogue, O: Fp8, T: Tile> TmaFp8Epilogue<E, O, T> {
     /// Quantization needs the registers that the bias of 64 columns would occupy.
     #[inline(always)]
     fn add_bias(&self, x: &mut [f32; 8], first: u32) {
-        let (bias, n) = (self.buffers.operands.bias, self.buffers.operands.n);
+        let (bias, n) = (self.operands.bias, self.operands.n);
         for j in 0..2 {
             let at = first + j * 8;
             let pair = if at < n { bias.pair(at as usize) } else { [0.0; 2] };

@@ -1,4 +1,4 @@
-//! GEMMs with a SwiGLU epilogue, which pairs column j of up with column j of gate.
+//! Epilogues with a gated activation function, which pair column j of up with column j of gate.
 //!
 //! The preactivation (M, 2, F) holds up and gate of each row, and so does its gradient. The activation is (M, F).
 //! * Forward: half of a tile's columns are columns of up, the other half the same columns of gate.
@@ -8,16 +8,16 @@
 //! 96 columns of up, which subtiles of 64 columns do not divide. Each subtile has a slot: a buffer for up and one for
 //! gate. Two more buffers, used alternately, are for the activation.
 
-use super::epilogue::{EpilogueStore, slot};
-use super::kernel::{NO_COLUMN_SUMS, run_persistent};
-use super::mainloop::{AB, ABtPair, ConsumerAccumulators};
+use super::buffers::slot;
+use super::epilogue::{EpilogueOperands, EpilogueStore};
+use super::mainloop::ConsumerAccumulators;
 use super::shared::{SharedStorage, WARPGROUP, is_warpgroup_leader};
-use super::tile::{EPILOGUE_TILE, Pingpong128x128, Pingpong128x192, Tile, TileScheduler, WorkTile};
-use crate::swiglu;
+use super::tile::{EPILOGUE_TILE, Tile, WorkTile};
+use crate::activation::ActivationFunction;
 use core::marker::PhantomData;
 use cuda_std::element::{pack_pair, unpack_pair};
-use cuda_std::hopper::{self, NarrowTile, TensorMap, tma};
-use cuda_std::{Global, kernel, thread, warp};
+use cuda_std::hopper::{self, NarrowTile, tma};
+use cuda_std::{thread, warp};
 
 /// Rows of a subtile.
 const ROWS: usize = 64;
@@ -28,53 +28,56 @@ const BUFFERS: u32 = 8;
 /// Columns of a fragment.
 const FRAGMENT_COLUMNS: u32 = 16;
 
-/// The tensors of an epilogue. Those that it does not use may be arbitrary.
-#[derive(Clone, Copy)]
-pub struct SwiGluOperands {
-    /// (M, 2, F): written by the forward epilogue, read by the backward epilogue.
-    pub preactivation: Global<TensorMap>,
-    /// (M, 2, F): written by the backward epilogue.
-    pub gradient: Global<TensorMap>,
-    /// (M, F): written if `ACTIVATION`.
-    pub activation: Global<TensorMap>,
-}
-
 /// Applies the forward epilogue or, if `BACKWARD`, the backward epilogue, and stores through shared memory by TMA.
-pub struct SwiGluEpilogue<T, const BACKWARD: bool, const ACTIVATION: bool> {
+///
+/// Forward, out is the activation (M, F) and second the preactivation (M, 2, F). Backward, aux is the preactivation, out its
+/// gradient and, if `VALUE`, second the activation.
+pub struct GatedEpilogue<A, T, const BACKWARD: bool, const VALUE: bool> {
     shared: SharedStorage,
-    operands: SwiGluOperands,
+    operands: EpilogueOperands,
     consumer: u32,
     /// Tiles stored so far.
     stored_tiles: u32,
-    tile: PhantomData<T>,
+    kind: PhantomData<(A, T)>,
 }
 
-/// Returns the packed pairs of up, gate and their activation. SwiGLU reads up and gate after their rounding to bf16, so
+/// Returns the packed pairs of up, gate and their activation. The function reads up and gate after their rounding to bf16, so
 /// that the activation can be recomputed from them bit for bit.
 #[inline(always)]
-fn forward(up: [f32; 2], gate: [f32; 2]) -> [u32; 3] {
+fn forward<A: ActivationFunction>(up: [f32; 2], gate: [f32; 2]) -> [u32; 3] {
     let (up, gate) = (pack_pair(up[0], up[1]), pack_pair(gate[0], gate[1]));
-    [up, gate, activation(up, gate)]
+    [up, gate, activation::<A>(up, gate)]
 }
 
 #[inline(always)]
-fn activation(up: u32, gate: u32) -> u32 {
+fn activation<A: ActivationFunction>(up: u32, gate: u32) -> u32 {
     let (up, gate) = (unpack_pair(up), unpack_pair(gate));
-    pack_pair(swiglu::swiglu(up[0], gate[0]), swiglu::swiglu(up[1], gate[1]))
+    pack_pair(A::value([up[0], gate[0]]), A::value([up[1], gate[1]]))
 }
 
 /// Returns the packed pairs of the gradients of up and gate, and of their activation.
 #[inline(always)]
-fn backward(gradient: [f32; 2], up: u32, gate: u32) -> [u32; 3] {
+fn backward<A: ActivationFunction>(gradient: [f32; 2], up: u32, gate: u32) -> [u32; 3] {
     let (ups, gates) = (unpack_pair(up), unpack_pair(gate));
-    let even = swiglu::swiglu_gradients(gradient[0], ups[0], gates[0]);
-    let odd = swiglu::swiglu_gradients(gradient[1], ups[1], gates[1]);
-    [pack_pair(even[0], odd[0]), pack_pair(even[1], odd[1]), activation(up, gate)]
+    let even = A::gradients(gradient[0], [ups[0], gates[0]]);
+    let odd = A::gradients(gradient[1], [ups[1], gates[1]]);
+    [pack_pair(even[0], odd[0]), pack_pair(even[1], odd[1]), activation::<A>(up, gate)]
 }
 
-impl<T: Tile, const BACKWARD: bool, const ACTIVATION: bool> EpilogueStore<T>
-    for SwiGluEpilogue<T, BACKWARD, ACTIVATION>
+impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool> EpilogueStore<T>
+    for GatedEpilogue<A, T, BACKWARD, VALUE>
 {
+    #[inline(always)]
+    fn new(shared: SharedStorage, operands: EpilogueOperands, consumer: u32) -> Self {
+        const {
+            assert!(!T::COOPERATIVE && 2 * T::EPILOGUE_BUFFERS == BUFFERS);
+            // Each subtile then has the same buffer for its activation in every tile.
+            assert!(Self::SUBTILES.is_multiple_of(2));
+            assert!(2 * Self::SLOTS <= if Self::STORES_VALUE { Self::VALUE_BUFFER } else { BUFFERS });
+        }
+        Self { shared, operands, consumer, stored_tiles: 0, kind: PhantomData }
+    }
+
     #[inline(always)]
     fn prefetch(&self, tile: WorkTile) {
         if BACKWARD && is_warpgroup_leader() {
@@ -115,31 +118,22 @@ impl<T: Tile, const BACKWARD: bool, const ACTIVATION: bool> EpilogueStore<T>
     }
 }
 
-impl<T: Tile, const BACKWARD: bool, const ACTIVATION: bool> SwiGluEpilogue<T, BACKWARD, ACTIVATION> {
+impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool> GatedEpilogue<A, T, BACKWARD, VALUE> {
+    /// True if the activation is stored.
+    const STORES_VALUE: bool = !BACKWARD || VALUE;
     /// Blocks of [`COLUMNS`] columns of F in a tile: 2, 3, 4 or 6.
     const BLOCKS: u32 = if BACKWARD { T::TILE_N } else { T::TILE_N / 2 } / COLUMNS;
     /// Blocks of 64 rows of a consumer.
     const HALVES: u32 = T::CONSUMER_M / EPILOGUE_TILE;
     const SUBTILES: u32 = Self::BLOCKS * Self::HALVES;
     /// Subtiles that have buffers for up and gate at a time. The loads of the backward epilogue use all of them.
-    const SLOTS: u32 = match (BACKWARD, ACTIVATION) {
+    const SLOTS: u32 = match (BACKWARD, VALUE) {
         (false, _) => 2,
         (true, true) => 3,
         (true, false) => 4,
     };
     /// First of the two buffers for the activation.
-    const ACTIVATION_BUFFER: u32 = BUFFERS - 2;
-
-    #[inline(always)]
-    pub fn new(shared: SharedStorage, operands: SwiGluOperands, consumer: u32) -> Self {
-        const {
-            assert!(!T::COOPERATIVE && 2 * T::EPILOGUE_BUFFERS == BUFFERS);
-            // Each subtile then has the same buffer for its activation in every tile.
-            assert!(Self::SUBTILES.is_multiple_of(2));
-            assert!(2 * Self::SLOTS <= if ACTIVATION { Self::ACTIVATION_BUFFER } else { BUFFERS });
-        }
-        Self { shared, operands, consumer, stored_tiles: 0, tile: PhantomData }
-    }
+    const VALUE_BUFFER: u32 = BUFFERS - 2;
 
     /// Returns the slot of a subtile of the current tile, and how many subtiles used that slot before.
     #[inline(always)]
@@ -161,8 +155,8 @@ impl<T: Tile, const BACKWARD: bool, const ACTIVATION: bool> SwiGluEpilogue<T, BA
         full.arrive_expect_tx(2 * NarrowTile::<ROWS>::BYTES);
         let (x, y) = (column + subtile / Self::HALVES * COLUMNS, row + subtile % Self::HALVES * EPILOGUE_TILE);
         let up = self.buffer(2 * slot);
-        up.load_interleaved(self.operands.preactivation, x, 0, y, full);
-        up.offset_tiles(1).load_interleaved(self.operands.preactivation, x, 1, y, full);
+        up.load_interleaved(self.operands.aux, x, 0, y, full);
+        up.offset_tiles(1).load_interleaved(self.operands.aux, x, 1, y, full);
     }
 
     #[inline(always)]
@@ -178,7 +172,7 @@ impl<T: Tile, const BACKWARD: bool, const ACTIVATION: bool> SwiGluEpilogue<T, BA
         let subtile = BLOCK * Self::HALVES + HALF;
         let (slot, uses) = self.slot(subtile);
         let up = self.buffer(2 * slot);
-        let (gate, out) = (up.offset_tiles(1), self.buffer(Self::ACTIVATION_BUFFER + subtile % 2));
+        let (gate, out) = (up.offset_tiles(1), self.buffer(Self::VALUE_BUFFER + subtile % 2));
         if BACKWARD {
             self.shared.aux_full.at(self.consumer * T::EPILOGUE_BUFFERS + slot).wait(uses % 2);
         }
@@ -199,18 +193,19 @@ impl<T: Tile, const BACKWARD: bool, const ACTIVATION: bool> SwiGluEpilogue<T, BA
                 let (old_ups, old_gates) =
                     (up.load_a_fragment(first_row, fragment), gate.load_a_fragment(first_row, fragment));
                 for i in 0..4 {
-                    [ups[i], gates[i], outs[i]] = backward(pair(i), old_ups[i], old_gates[i]);
+                    [ups[i], gates[i], outs[i]] = backward::<A>(pair(i), old_ups[i], old_gates[i]);
                 }
             } else {
                 let first_gate = at + (T::TILE_N / 4) as usize;
                 for i in 0..4 {
-                    [ups[i], gates[i], outs[i]] = forward(pair(i), [d[first_gate + 2 * i], d[first_gate + 2 * i + 1]]);
+                    [ups[i], gates[i], outs[i]] =
+                        forward::<A>(pair(i), [d[first_gate + 2 * i], d[first_gate + 2 * i + 1]]);
                 }
             }
             let chunk = 2 * fragment + lane_chunk;
             up.store_matrices(lane_row, chunk, ups);
             gate.store_matrices(lane_row, chunk, gates);
-            if ACTIVATION {
+            if Self::STORES_VALUE {
                 out.store_matrices(lane_row, chunk, outs);
             }
         }
@@ -222,11 +217,11 @@ impl<T: Tile, const BACKWARD: bool, const ACTIVATION: bool> SwiGluEpilogue<T, BA
         thread::sync_named(1 + self.consumer, WARPGROUP);
         if is_warpgroup_leader() {
             let (x, y) = (tile.column + BLOCK * COLUMNS, tile.row + HALF * EPILOGUE_TILE);
-            let SwiGluOperands { preactivation, gradient, activation } = self.operands;
-            let pairs = if BACKWARD { gradient } else { preactivation };
+            let EpilogueOperands { out: first, second, .. } = self.operands;
+            let (pairs, activation) = if BACKWARD { (first, second) } else { (second, first) };
             up.store_interleaved(pairs, x, 0, y);
             gate.store_interleaved(pairs, x, 1, y);
-            if ACTIVATION {
+            if Self::STORES_VALUE {
                 out.store(activation, x, y);
             }
             tma::commit_stores();
@@ -235,62 +230,4 @@ impl<T: Tile, const BACKWARD: bool, const ACTIVATION: bool> SwiGluEpilogue<T, BA
             }
         }
     }
-}
-
-/// preactivation (M, 2, F) = a (M, K) · b (2, F, K)ᵀ, out (M, F) = up · silu(gate), where up and gate are the two
-/// matrices of the preactivation. `f` and `k` are multiples of 8.
-///
-/// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(
-    tile_128x128 = <Pingpong128x128>,
-    tile_128x192 = <Pingpong128x192>))]
-pub fn matmul_swiglu_forward<T: Tile>(
-    a: Global<TensorMap>,
-    b: Global<TensorMap>,
-    out: Global<TensorMap>,
-    preactivation: Global<TensorMap>,
-    m: u32,
-    f: u32,
-    k: u32,
-) {
-    if thread::thread_idx_x() == 0 {
-        out.prefetch();
-        preactivation.prefetch();
-    }
-    let scheduler = TileScheduler::new([T::TILE_M, T::TILE_N / 2], m, f, k, 1);
-    let operands = SwiGluOperands { preactivation, gradient: preactivation, activation: out };
-    let epilogue = |shared, consumer| SwiGluEpilogue::<T, false, true>::new(shared, operands, consumer);
-    run_persistent::<ABtPair, T, _, false>(a, b, scheduler, NO_COLUMN_SUMS, epilogue);
-}
-
-/// out (M, 2, F) = the gradient of preactivation (M, 2, F), where that of up · silu(gate) is a (M, K) · b (K, F). With
-/// `ACTIVATION`, also activation (M, F) = up · silu(gate). `f` and `k` are multiples of 8.
-///
-/// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(
-    tile_128x128 = <Pingpong128x128, false>,
-    tile_128x192 = <Pingpong128x192, false>,
-    activation_128x128 = <Pingpong128x128, true>,
-    activation_128x192 = <Pingpong128x192, true>))]
-pub fn matmul_swiglu_backward<T: Tile, const ACTIVATION: bool>(
-    a: Global<TensorMap>,
-    b: Global<TensorMap>,
-    out: Global<TensorMap>,
-    preactivation: Global<TensorMap>,
-    activation: Global<TensorMap>,
-    m: u32,
-    f: u32,
-    k: u32,
-) {
-    if thread::thread_idx_x() == 0 {
-        out.prefetch();
-        preactivation.prefetch();
-        if ACTIVATION {
-            activation.prefetch();
-        }
-    }
-    let scheduler = TileScheduler::new([T::TILE_M, T::TILE_N], m, f, k, 1);
-    let operands = SwiGluOperands { preactivation, gradient: out, activation };
-    let epilogue = |shared, consumer| SwiGluEpilogue::<T, true, ACTIVATION>::new(shared, operands, consumer);
-    run_persistent::<AB, T, _, false>(a, b, scheduler, NO_COLUMN_SUMS, epilogue);
 }

@@ -1,0 +1,229 @@
+//! The description of a GEMM, which callers, kernels and other backends share.
+//!
+//! A GEMM is a layout, a precision, a kind of batch, and an epilogue that is composed from parts. The types of a kernel
+//! instance state what they compute in the same terms, so the instance for a GEMM is found, not listed.
+
+use crate::activation::Activation;
+#[cfg(not(target_arch = "nvptx64"))]
+use core::fmt;
+use cuda_std::fp8::Fp8Format;
+
+/// Storage type of the matrices; sums are f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GemmPrecision {
+    /// bf16 on tensor cores.
+    Bf16,
+    /// f32 without tensor cores.
+    F32,
+    /// f32 in memory, rounded to 10 bits of mantissa on tensor cores.
+    Tf32,
+    /// FP8 operands with a scale each, on tensor cores; all other matrices are bf16. The layout is [`GemmLayout::Nt`].
+    Fp8 {
+        /// The format of a; b is E4M3.
+        a: Fp8Format,
+        /// Whether sums over 128 columns of K are added in f32.
+        exact: bool,
+    },
+}
+
+/// Determines which operand is transposed in memory. Every matrix is row-major without gaps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GemmLayout {
+    /// out (M, N) = a (M, K) · b (N, K)ᵀ, the forward pass of a linear layer
+    Nt,
+    /// out (M, N) = a (M, K) · b (K, N), the gradient of a linear layer's input
+    Nn,
+    /// out (M, N) = a (K, M)ᵀ · b (K, N), the gradient of a linear layer's weight
+    Tn,
+}
+
+/// Determines how many GEMMs an operation consists of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Batching {
+    /// One.
+    One,
+    /// A batch of GEMMs of one shape, whose matrices lie at equal distances.
+    Strided,
+    /// A batch of GEMMs of one shape in which b is a, multiplied by its transpose. So every output is symmetric; kernels
+    /// compute only its tiles on and above the diagonal.
+    Symmetric,
+    /// A list of GEMMs whose numbers of rows are in device memory: group g has the next `rows[g]` rows of a and out, and
+    /// matrix g of b. M is the sum of all rows. No backend computes it yet.
+    Grouped,
+}
+
+/// The part of a bias in an epilogue. It has N elements; its gradient M.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Bias {
+    /// The bias is added to each row of the sums.
+    Add,
+    /// The GEMM of a weight gradient adds the column sums of a (K, M) to the gradient of the bias.
+    Gradient,
+}
+
+/// What the sums are added to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Residual {
+    /// out = residual (M, N) + sum. The residual may be out itself, as in a gradient that accumulates.
+    Add,
+    /// out = beta · residual + alpha · sum
+    Scaled,
+}
+
+/// What an epilogue does with an activation function. Its argument, the preactivation, has the rounding of storage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Pass {
+    /// preactivation (M, N) = sum; out = activation(preactivation), (M, N), or (M, N / 2) if the function is gated
+    Forward,
+    /// out = the gradient of preactivation, where sum is that of activation(preactivation). Both are (M, N), or (M, 2 N) if
+    /// the function is gated.
+    Backward,
+    /// The output of `Backward`; activation (M, N) = activation(preactivation).
+    BackwardAndValue,
+}
+
+/// The type of the output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GemmOutput {
+    /// The storage type of the matrices other than FP8 operands.
+    Storage,
+    /// f32.
+    F32,
+    /// FP8 in the format of a: the output in storage precision, divided by its scale.
+    Fp8,
+}
+
+/// Determines how the sums become the output: bias, then residual or activation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct GemmEpilogue {
+    /// Whether a bias takes part.
+    pub bias: Option<Bias>,
+    /// What the sums are added to.
+    pub residual: Option<Residual>,
+    /// The activation function.
+    pub activation: Option<(Activation, Pass)>,
+    /// The type of the output.
+    pub output: GemmOutput,
+}
+
+impl GemmEpilogue {
+    /// out = sum
+    pub const NONE: Self = Self { bias: None, residual: None, activation: None, output: GemmOutput::Storage };
+    /// out = residual + sum
+    pub const RESIDUAL: Self = Self { residual: Some(Residual::Add), ..Self::NONE };
+    /// out = sum + bias
+    pub const BIAS: Self = Self { bias: Some(Bias::Add), ..Self::NONE };
+    /// out = residual + sum, and the gradient of a bias.
+    pub const BIAS_GRADIENT: Self = Self { bias: Some(Bias::Gradient), ..Self::RESIDUAL };
+
+    /// Returns the epilogue with an activation function.
+    pub const fn with(self, activation: Activation, pass: Pass) -> Self {
+        Self { activation: Some((activation, pass)), ..self }
+    }
+
+    /// Returns true if the epilogue writes a preactivation.
+    pub const fn writes_preactivation(self) -> bool {
+        matches!(self.activation, Some((_, Pass::Forward)))
+    }
+
+    /// Returns true if the output has other columns than the sums.
+    pub const fn is_gated(self) -> bool {
+        matches!(self.activation, Some((activation, _)) if activation.is_gated())
+    }
+}
+
+/// A GEMM without its addresses: what a backend needs to choose an algorithm.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Gemm {
+    /// Rows of the sums.
+    pub m: usize,
+    /// Columns of the sums.
+    pub n: usize,
+    /// Terms of a sum.
+    pub k: usize,
+    /// Which operand is transposed.
+    pub layout: GemmLayout,
+    /// Storage type.
+    pub precision: GemmPrecision,
+    /// The number of GEMMs.
+    pub batching: Batching,
+    /// Determines how the sums become the output.
+    pub epilogue: GemmEpilogue,
+}
+
+impl Gemm {
+    /// Returns true if the operands are FP8.
+    pub const fn is_fp8(&self) -> bool {
+        matches!(self.precision, GemmPrecision::Fp8 { .. })
+    }
+
+    /// Returns the rows and columns of the output.
+    pub const fn output_shape(&self) -> [usize; 2] {
+        let columns = match self.epilogue.activation {
+            Some((activation, Pass::Forward)) => self.n / activation.inputs(),
+            Some((activation, _)) => self.n * activation.inputs(),
+            None => self.n,
+        };
+        [self.m, columns]
+    }
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl fmt::Display for GemmEpilogue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut parts = Vec::new();
+        if self.bias == Some(Bias::Add) {
+            parts.push("bias".to_owned());
+        }
+        if self.residual.is_some() {
+            parts.push("residual".to_owned());
+        }
+        if self.bias == Some(Bias::Gradient) {
+            parts.push("bias-gradient".to_owned());
+        }
+        if let Some((activation, pass)) = self.activation {
+            let name = activation.name().to_lowercase();
+            match pass {
+                Pass::Forward => parts.push(name),
+                Pass::Backward => parts.push(format!("{name}-backward")),
+                Pass::BackwardAndValue => parts.extend([format!("{name}-backward"), name]),
+            }
+        }
+        let output = match self.output {
+            GemmOutput::Storage => None,
+            GemmOutput::F32 => Some("f32-out"),
+            GemmOutput::Fp8 => Some("fp8-out"),
+        };
+        let parts = Some(parts.join("+")).filter(|parts| !parts.is_empty());
+        f.write_str(&parts.as_deref().into_iter().chain(output).collect::<Vec<_>>().join(" "))
+    }
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl fmt::Display for Gemm {
+    /// Formats as `65536x2304x768 NT bf16 bias`: M x N x K, layout, storage type, batch and epilogue.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let layout = match self.layout {
+            GemmLayout::Nt => "NT",
+            GemmLayout::Nn => "NN",
+            GemmLayout::Tn => "TN",
+        };
+        let precision = match self.precision {
+            GemmPrecision::Bf16 => "bf16",
+            GemmPrecision::F32 => "f32",
+            GemmPrecision::Tf32 => "tf32",
+            GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: false } => "e4m3",
+            GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: true } => "e4m3 exact",
+            GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact: false } => "e5m2",
+            GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact: true } => "e5m2 exact",
+        };
+        let batch = match self.batching {
+            Batching::One => "",
+            Batching::Strided => " batched",
+            Batching::Symmetric => " batched symmetric",
+            Batching::Grouped => " grouped",
+        };
+        write!(f, "{}x{}x{} {layout} {precision}{batch}", self.m, self.n, self.k)?;
+        if self.epilogue == GemmEpilogue::NONE { Ok(()) } else { write!(f, " {}", self.epilogue) }
+    }
+}
