@@ -134,12 +134,12 @@ fn gelu_is_recomputed_by_the_kernel_that_computed_it() {
     for (matmul, hopper, precision, fusion, expected) in [
         (auto, true, Precision::Bf16, GeluFusion::Both, "kernel matmul_ab_gelu_backward_and_value_"),
         (rust, true, Precision::Bf16, GeluFusion::Both, "kernel matmul_ab_gelu_backward_and_value_"),
-        (rust, true, Precision::Bf16, GeluFusion::Forward, "kernel activation_forward_gelu_bf16"),
-        (rust, true, Precision::Bf16, GeluFusion::None, "kernel activation_forward_gelu_bf16"),
+        (rust, true, Precision::Bf16, GeluFusion::Forward, "kernel activation_forward_bf16_gelu"),
+        (rust, true, Precision::Bf16, GeluFusion::None, "kernel activation_forward_bf16_gelu"),
         (cublaslt, true, Precision::Bf16, GeluFusion::Both, "GEMM 5x32x8 NT bf16 bias+gelu"),
-        (cublaslt, true, Precision::Bf16, GeluFusion::None, "kernel activation_forward_gelu_bf16"),
+        (cublaslt, true, Precision::Bf16, GeluFusion::None, "kernel activation_forward_bf16_gelu"),
         (auto, false, Precision::Bf16, GeluFusion::Both, "GEMM 5x32x8 NT bf16 bias+gelu"),
-        (auto, false, Precision::Fp32, GeluFusion::None, "kernel activation_forward_gelu_f32"),
+        (auto, false, Precision::Fp32, GeluFusion::None, "kernel activation_forward_f32_gelu"),
     ] {
         let found = first_error(matmul, hopper, precision, fusion);
         assert!(found.starts_with(expected), "{matmul:?} {hopper} {fusion:?}: {found}, expected {expected}");
@@ -200,8 +200,8 @@ fn activations_are_fused_where_a_kernel_computes_the_gemm() {
     // Without fusion, the weight gradient of a SwiGLU's layer comes before the gradient of its input.
     let unfused_relu = ["GEMM 5x32x8 NT bf16", "kernel relu_squared_backward_bf16", "kernel relu_squared_forward_bf16"];
     let unfused_swiglu =
-        ["GEMM 5x64x8 NT bf16", "GEMM 8x32x5 TN bf16 residual", "kernel activation_forward_swiglu_bf16"];
-    let f32_swiglu = ["GEMM 5x64x8 NT f32", "GEMM 8x32x5 TN f32 residual", "kernel activation_forward_swiglu_f32"];
+        ["GEMM 5x64x8 NT bf16", "GEMM 8x32x5 TN bf16 residual", "kernel activation_forward_bf16_swiglu"];
+    let f32_swiglu = ["GEMM 5x64x8 NT f32", "GEMM 8x32x5 TN f32 residual", "kernel activation_forward_f32_swiglu"];
     for (matmul, hopper, precision, activation, expected) in [
         (auto, true, bf16, relu, fused_relu),
         (rust, true, bf16, relu, fused_relu),

@@ -146,7 +146,7 @@ pub const fn grid<T: Element>(n: usize) -> u32 {
 ///
 /// `n` is rows * F, `columns` is F. The packet of gate begins F elements after that of up.
 #[inline(always)]
-fn packets<A: ActivationFunction, T: Element>(n: u64, columns: u32) -> Option<[usize; 2]> {
+fn packets<T: Element, A: ActivationFunction>(n: u64, columns: u32) -> Option<[usize; 2]> {
     let i = thread::index_1d() * T::PACKET;
     if i >= n as usize {
         return None;
@@ -166,11 +166,11 @@ fn packets<A: ActivationFunction, T: Element>(n: u64, columns: u32) -> Option<[u
 #[kernel(
     threads = 512,
     axes(element = [bf16 = cuda_std::bf16, f32 = f32]),
-    instances([gelu = Gelu, relu_squared = ReluSquared, swiglu = SwiGlu] * element),
+    instances(element * [gelu = Gelu, relu_squared = ReluSquared, swiglu = SwiGlu]),
     select(A::ACTIVATION: Activation)
 )]
-pub fn activation_forward<A: ActivationFunction, T: Element>(out: GlobalMut<T>, inp: Global<T>, n: u64, columns: u32) {
-    let Some([i, at]) = packets::<A, T>(n, columns) else { return };
+pub fn activation_forward<T: Element, A: ActivationFunction>(out: GlobalMut<T>, inp: Global<T>, n: u64, columns: u32) {
+    let Some([i, at]) = packets::<T, A>(n, columns) else { return };
     let x = inp.packet_streaming(at);
     if A::INPUTS == 1 {
         out.set_packet(i, Packet::from_fn(|k| A::value([x.get(k), 0.0])));
@@ -188,17 +188,17 @@ pub fn activation_forward<A: ActivationFunction, T: Element>(out: GlobalMut<T>, 
 #[kernel(
     threads = 512,
     axes(element = [bf16 = cuda_std::bf16, f32 = f32]),
-    instances([gelu = Gelu, relu_squared = ReluSquared, swiglu = SwiGlu] * element),
+    instances(element * [gelu = Gelu, relu_squared = ReluSquared, swiglu = SwiGlu]),
     select(A::ACTIVATION: Activation)
 )]
-pub fn activation_backward<A: ActivationFunction, T: Element>(
+pub fn activation_backward<T: Element, A: ActivationFunction>(
     dinp: GlobalMut<T>,
     dout: Global<T>,
     inp: Global<T>,
     n: u64,
     columns: u32,
 ) {
-    let Some([i, at]) = packets::<A, T>(n, columns) else { return };
+    let Some([i, at]) = packets::<T, A>(n, columns) else { return };
     if A::INPUTS == 1 {
         let (x, dout) = (inp.packet_streaming(i), dinp.packet(i));
         dinp.set_packet(i, Packet::from_fn(|k| A::gradients(dout.get(k), [x.get(k), 0.0])[0]));

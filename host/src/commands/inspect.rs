@@ -25,13 +25,13 @@ mod tests {
     /// Passes with an explanatory error if the program has no machine code or the tools are missing.
     #[test]
     fn sass_of_an_embedded_kernel_names_the_kernel() {
-        let options = Inspect { sass: true, kernel: Some("activation_forward_gelu_f32".into()), ..Inspect::default() };
+        let options = Inspect { sass: true, kernel: Some("activation_forward_f32_gelu".into()), ..Inspect::default() };
         let mut out = Vec::new();
         let tool = |name: &str| find_cuda_tool(name, Some(workspace()));
         let shown =
             EMBEDDED.modules().and_then(|modules| kernel_inspect::inspect(&options, &codes(modules), &tool, &mut out));
         match shown {
-            Ok(()) => assert!(String::from_utf8(out).unwrap().contains("activation_forward_gelu_f32")),
+            Ok(()) => assert!(String::from_utf8(out).unwrap().contains("activation_forward_f32_gelu")),
             Err(error) => assert!(error.to_string().contains("scripts/setup"), "{error:#}"),
         }
     }

@@ -297,7 +297,7 @@ mod tests {
         fn forward_kernel(&self) -> KernelLaunch {
             let (out, inp) =
                 (GlobalMut::new(self.pointer("activation")), GlobalMut::new(self.pointer("preactivation")));
-            let launch = activation_forward::<SwiGlu, bf16>(out, inp.reader(), (ROWS * F) as u64, F as u32);
+            let launch = activation_forward::<bf16, SwiGlu>(out, inp.reader(), (ROWS * F) as u64, F as u32);
             KernelLaunch { launch, grid: [grid::<bf16>(ROWS * F), 1, 1], shared_bytes: 0 }
         }
 
@@ -335,7 +335,7 @@ mod tests {
                 ..forward.operands
             };
             let global = |name| GlobalMut::new(self.pointer(name));
-            let launch = activation_backward::<SwiGlu, bf16>(
+            let launch = activation_backward::<bf16, SwiGlu>(
                 global("dinp"),
                 global("sums").reader(),
                 global("preactivation").reader(),
@@ -535,10 +535,10 @@ mod tests {
         assert_eq!(names(&[]), None);
         assert_eq!(names(&[(&part, false), (&plain, false)]), None);
         let found = names(&[(&part, true), (&plain, true)]).unwrap();
-        assert!(found.len() == 2 && found[0] == "activation_forward_swiglu_bf16", "{found:?}");
+        assert!(found.len() == 2 && found[0] == "activation_forward_bf16_swiglu", "{found:?}");
         assert!(found[1].starts_with("matmul_ab_swiglu_backward_t"), "{found:?}");
         let found = names(&[(&part, false), (&plain, true)]).unwrap();
-        assert!(found.len() == 3 && found[0] == "activation_forward_swiglu_bf16", "{found:?}");
-        assert!(found[1].starts_with("matmul_ab_t") && found[2] == "activation_backward_swiglu_bf16", "{found:?}");
+        assert!(found.len() == 3 && found[0] == "activation_forward_bf16_swiglu", "{found:?}");
+        assert!(found[1].starts_with("matmul_ab_t") && found[2] == "activation_backward_bf16_swiglu", "{found:?}");
     }
 }

@@ -352,7 +352,7 @@ mod tests {
     fn parts_of_activation_gemms_store_the_sums_where_the_kernels_read_them() {
         let with = |activation, pass| GemmEpilogue::NONE.with(activation, pass);
         let (relu, swiglu) = (Activation::ReluSquared, Activation::SwiGlu);
-        let launch = gpu::activation::activation_forward::<gpu::activation::Gelu, f32>(
+        let launch = gpu::activation::activation_forward::<f32, gpu::activation::Gelu>(
             cuda_std::GlobalMut::from_address(16),
             cuda_std::Global::from_address(16),
             4,

@@ -42,7 +42,7 @@ pub const FAMILY: Family = Family {
             |s| {
                 let Problem { out, inp, n } = forward::<bf16>(s)?;
                 let grid = [activation::grid::<bf16>(n), 1, 1];
-                let launch = activation::activation_forward::<Gelu, bf16>(out, inp.view, n as u64, n as u32);
+                let launch = activation::activation_forward::<bf16, Gelu>(out, inp.view, n as u64, n as u32);
                 s.launch(launch, grid, 0);
                 Ok(())
             },
@@ -67,7 +67,7 @@ pub const FAMILY: Family = Family {
                 let Problem { out, inp, n } = backward(s)?;
                 let grid = [activation::grid::<bf16>(n), 1, 1];
                 let none = Global::null();
-                let launch = activation::activation_backward::<Gelu, bf16>(out, none, inp.view, n as u64, n as u32);
+                let launch = activation::activation_backward::<bf16, Gelu>(out, none, inp.view, n as u64, n as u32);
                 s.launch(launch, grid, 0);
                 Ok(())
             },
