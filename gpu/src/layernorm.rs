@@ -25,11 +25,13 @@ use cuda_std::{E4m3, Element, Fp8, Global, GlobalMut, Packet, async_copy, bf16, 
 
 const EPSILON: f32 = 1e-5;
 
+#[cfg(not(target_arch = "nvptx64"))]
 impl Shape {
     /// Returns whether [`layernorm_backward`] has an instance that computes the column sums of dinp. It has one if the
     /// registers hold a third sum per column.
-    pub const fn sums_columns(self) -> bool {
-        matches!(self, Self::Half1 | Self::Block1 | Self::Block4)
+    pub fn sums_columns<T: Element>(self) -> bool {
+        let (packets, warps, rows) = self.arguments();
+        layernorm_backward_exists::<T>((packets, warps, rows, true))
     }
 
     /// Returns the number of f32 elements of `partials` for [`layernorm_backward`].
@@ -37,28 +39,6 @@ impl Shape {
         self.backward_grid(rows, sm_count) as usize * sums_per_column(column_sums) * channels
     }
 }
-
-/// Calls the instance of [`layernorm_backward`] for a [`Shape`] and a flag that requests column sums:
-/// `layernorm::dispatch_backward!(shape, column_sums, <bf16>(…))`. The flag is ignored for shapes without column sums
-/// ([`Shape::sums_columns`]).
-#[macro_export]
-macro_rules! layernorm_dispatch_backward {
-    ($shape:expr, $column_sums:expr, <$element:ty>($($argument:expr),* $(,)?)) => {{
-        use $crate::layernorm::layernorm_backward;
-        use $crate::norm_rows::Shape;
-        match ($shape, $column_sums) {
-            (Shape::Warp2, _) => layernorm_backward::<$element, 2, 1, 1, false>($($argument),*),
-            (Shape::Half1, false) => layernorm_backward::<$element, 1, 4, 2, false>($($argument),*),
-            (Shape::Half1, true) => layernorm_backward::<$element, 1, 4, 2, true>($($argument),*),
-            (Shape::Block1, false) => layernorm_backward::<$element, 1, 8, 2, false>($($argument),*),
-            (Shape::Block1, true) => layernorm_backward::<$element, 1, 8, 2, true>($($argument),*),
-            (Shape::Block4, false) => layernorm_backward::<$element, 4, 8, 1, false>($($argument),*),
-            (Shape::Block4, true) => layernorm_backward::<$element, 4, 8, 1, true>($($argument),*),
-            (Shape::Block8, _) => layernorm_backward::<$element, 8, 8, 1, false>($($argument),*),
-        }
-    }};
-}
-pub use layernorm_dispatch_backward as dispatch_backward;
 
 /// Returns the number of sums per column that [`layernorm_backward`] computes.
 const fn sums_per_column(column_sums: bool) -> usize {
@@ -142,11 +122,12 @@ struct Inputs<T> {
 /// Computes normed (rows, C), mean (rows) and rstd (rows) from inp (rows, C), weight (C) and bias (C).
 ///
 /// Grid: [`Shape::forward_grid`]. Shared memory: [`Shape::forward_shared_bytes`].
-#[kernel(threads = 256, instances(
-    bf16_2 = <cuda_std::bf16, 2, 1, 1>, bf16_1x4 = <cuda_std::bf16, 1, 4, 2>, bf16_1x8 = <cuda_std::bf16, 1, 8, 2>,
-    bf16_4x8 = <cuda_std::bf16, 4, 8, 1>, bf16_8x8 = <cuda_std::bf16, 8, 8, 1>, f32_2 = <f32, 2, 1, 1>,
-    f32_1x4 = <f32, 1, 4, 2>, f32_1x8 = <f32, 1, 8, 2>, f32_4x8 = <f32, 4, 8, 1>, f32_8x8 = <f32, 8, 8, 1>,
-))]
+#[kernel(
+    threads = 256,
+    axes(shape = [p2 = <2, 1, 1>, p1x4 = <1, 4, 2>, p1x8 = <1, 8, 2>, p4x8 = <4, 8, 1>, p8x8 = <8, 8, 1>]),
+    instances([bf16 = bf16, f32 = f32] * shape),
+    select(PACKETS: usize, WARPS: usize, ROWS: usize)
+)]
 pub fn layernorm_forward<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize>(
     normed: GlobalMut<T>,
     mean: GlobalMut<f32>,
@@ -165,10 +146,12 @@ pub fn layernorm_forward<T: Element, const PACKETS: usize, const WARPS: usize, c
 /// those of [`quantize`](crate::quantize::quantize) for an output in bf16, as are those of `amax` (1), which may be null.
 ///
 /// Grid: [`Shape::forward_fp8_grid`]. Shared memory: [`Shape::forward_fp8_shared_bytes`].
-#[kernel(threads = 256, instances(
-    e4m3_2 = <E4m3, 2, 1, 1>, e4m3_1x4 = <E4m3, 1, 4, 2>, e4m3_1x8 = <E4m3, 1, 8, 2>, e4m3_4x8 = <E4m3, 4, 8, 1>,
-    e4m3_8x8 = <E4m3, 8, 8, 1>,
-))]
+#[kernel(
+    threads = 256,
+    axes(shape = [p2 = <2, 1, 1>, p1x4 = <1, 4, 2>, p1x8 = <1, 8, 2>, p4x8 = <4, 8, 1>, p8x8 = <8, 8, 1>]),
+    instances([e4m3 = E4m3] * shape),
+    select(PACKETS: usize, WARPS: usize, ROWS: usize)
+)]
 pub fn layernorm_forward_fp8<F: Fp8, const PACKETS: usize, const WARPS: usize, const ROWS: usize>(
     normed: GlobalMut<F>,
     mean: GlobalMut<f32>,
@@ -246,18 +229,16 @@ fn normalize_rows<T: Element, O: RowOutput<T>, const PACKETS: usize, const WARPS
 /// columns of the updated dinp to `partials` ([`Shape::backward_partials`] elements, which may be uninitialized).
 /// [`layernorm_backward_reduce`] must follow. Grid: [`Shape::backward_grid`]. Shared memory:
 /// [`Shape::backward_shared_bytes`].
-#[kernel(threads = 256, instances(
-    bf16_2 = <cuda_std::bf16, 2, 1, 1, false>,
-    bf16_1x4 = <cuda_std::bf16, 1, 4, 2, false>, bf16_1x4_sums = <cuda_std::bf16, 1, 4, 2, true>,
-    bf16_1x8 = <cuda_std::bf16, 1, 8, 2, false>, bf16_1x8_sums = <cuda_std::bf16, 1, 8, 2, true>,
-    bf16_4x8 = <cuda_std::bf16, 4, 8, 1, false>, bf16_4x8_sums = <cuda_std::bf16, 4, 8, 1, true>,
-    bf16_8x8 = <cuda_std::bf16, 8, 8, 1, false>,
-    f32_2 = <f32, 2, 1, 1, false>,
-    f32_1x4 = <f32, 1, 4, 2, false>, f32_1x4_sums = <f32, 1, 4, 2, true>,
-    f32_1x8 = <f32, 1, 8, 2, false>, f32_1x8_sums = <f32, 1, 8, 2, true>,
-    f32_4x8 = <f32, 4, 8, 1, false>, f32_4x8_sums = <f32, 4, 8, 1, true>,
-    f32_8x8 = <f32, 8, 8, 1, false>,
-))]
+#[kernel(
+    threads = 256,
+    axes(
+        element = [bf16 = bf16, f32 = f32],
+        shape = [p2 = <2, 1, 1>, p1x4 = <1, 4, 2>, p1x8 = <1, 8, 2>, p4x8 = <4, 8, 1>, p8x8 = <8, 8, 1>],
+        summing_shape = [p1x4 = <1, 4, 2>, p1x8 = <1, 8, 2>, p4x8 = <4, 8, 1>]
+    ),
+    instances(element * shape * [_ = false], element * summing_shape * [sums = true]),
+    select(PACKETS: usize, WARPS: usize, ROWS: usize, COLUMN_SUMS: bool)
+)]
 pub fn layernorm_backward<
     T: Element,
     const PACKETS: usize,

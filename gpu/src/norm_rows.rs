@@ -2,8 +2,7 @@
 //! shared memory of the pipelines that read rows, and the first stage of the column sums.
 //!
 //! C is a multiple of the packet. Each row is read once and kept on chip until its last use, as PACKETS packets per lane
-//! of WARPS warps, so C is at most PACKETS * WARPS * 32 * `T::PACKET`. [`Shape`] lists the instantiated combinations,
-//! which cover up to 16384 channels in bf16 and 8192 in f32.
+//! of WARPS warps, so C is at most PACKETS * WARPS * 32 * `T::PACKET`. [`Shape::ALL`] lists the combinations, which cover up to 16384 channels in bf16 and 8192 in f32.
 //!
 //! * WARPS is 1 (eight rows per block, no barrier), 4 (two groups of warps, each with its own named barrier), or 8 (one
 //!   group).
@@ -29,57 +28,44 @@ pub(crate) const THREADS: u32 = 256;
 const BLOCK_WARPS: usize = (THREADS / warp::LANES) as usize;
 const LANES: usize = warp::LANES as usize;
 
-/// How the kernels distribute a row over threads: the generic arguments of their instances.
+/// How the kernels distribute a row over threads: the generic arguments PACKETS, WARPS and ROWS of their instances.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Shape {
-    /// PACKETS = 2, WARPS = 1, ROWS = 1
-    Warp2,
-    /// PACKETS = 1, WARPS = 4, ROWS = 2
-    Half1,
-    /// PACKETS = 1, WARPS = 8, ROWS = 2
-    Block1,
-    /// PACKETS = 4, WARPS = 8, ROWS = 1
-    Block4,
-    /// PACKETS = 8, WARPS = 8, ROWS = 1
-    Block8,
-}
+pub struct Shape(usize, usize, usize);
 
 impl Shape {
+    /// All shapes, from the smallest to the largest.
+    pub const ALL: [Self; 5] = [Self(2, 1, 1), Self(1, 4, 2), Self(1, 8, 2), Self(4, 8, 1), Self(8, 8, 1)];
+
     /// Returns the smallest shape that holds rows of `channels`, or `None` if `channels` is too large or not a multiple
     /// of the packet.
-    pub const fn of<T: Element>(channels: usize) -> Option<Self> {
-        let packets = channels / T::PACKET;
-        if !channels.is_multiple_of(T::PACKET) {
-            return None;
-        }
-        match packets.div_ceil(LANES) {
-            1..=2 => Some(Self::Warp2),
-            3..=4 => Some(Self::Half1),
-            5..=8 => Some(Self::Block1),
-            9..=32 => Some(Self::Block4),
-            33..=64 => Some(Self::Block8),
-            _ => None,
-        }
+    pub fn of<T: Element>(channels: usize) -> Option<Self> {
+        let fits = |shape: &Self| (1..=shape.packets_of_a_row()).contains(&channels.div_ceil(T::PACKET));
+        Self::ALL.into_iter().find(fits).filter(|_| channels.is_multiple_of(T::PACKET))
+    }
+
+    /// Returns PACKETS, WARPS and ROWS.
+    pub const fn arguments(self) -> (usize, usize, usize) {
+        (self.0, self.1, self.2)
+    }
+
+    /// Returns the packets of a row that a group of WARPS warps holds.
+    const fn packets_of_a_row(self) -> usize {
+        self.0 * self.1 * LANES
     }
 
     /// Returns the largest number of channels that a shape holds.
     pub const fn max_channels<T: Element>() -> usize {
-        64 * LANES * T::PACKET
+        Self::ALL[4].packets_of_a_row() * T::PACKET
     }
 
     /// Returns the number of rows that a block processes at a time.
     const fn rows_per_block(self) -> usize {
-        match self {
-            Self::Warp2 => BLOCK_WARPS,
-            Self::Half1 => 4,
-            Self::Block1 => 2,
-            Self::Block4 | Self::Block8 => 1,
-        }
+        BLOCK_WARPS / self.1 * self.2
     }
 
     /// Returns whether PACKETS is 1.
     const fn is_of_one_packet(self) -> bool {
-        matches!(self, Self::Half1 | Self::Block1)
+        self.0 == 1
     }
 
     /// Returns the grid size of a forward kernel.
@@ -122,45 +108,23 @@ impl Shape {
 
     /// Returns the grid size of a backward kernel, which is persistent: at most the resident blocks of `sm_count` SMs.
     pub const fn backward_grid(self, rows: usize, sm_count: usize) -> u32 {
-        let resident = match self {
-            Self::Warp2 => 3 * sm_count,
-            Self::Half1 | Self::Block1 => 2 * sm_count,
-            Self::Block4 | Self::Block8 => sm_count,
+        let blocks_per_sm = match self.arguments() {
+            (2, _, _) => 3,
+            (1, _, _) => 2,
+            _ => 1,
         };
+        let resident = blocks_per_sm * sm_count;
         let useful = rows.div_ceil(self.rows_per_block());
         if resident < useful { resident as u32 } else { useful as u32 }
     }
 
     /// Returns the shared memory of a backward kernel in bytes.
     pub fn backward_shared_bytes<T: Element>(self) -> usize {
-        let (packets, rows) = match self {
-            Self::Half1 | Self::Block1 => (1, 2),
-            Self::Warp2 => (2, 1),
-            Self::Block4 => (4, 1),
-            Self::Block8 => (8, 1),
-        };
         let mut layout = Layout::new();
-        backward_shared::<T>(&mut layout, packets, rows);
+        backward_shared::<T>(&mut layout, self.0, self.2);
         layout.bytes()
     }
 }
-
-/// Calls the instance of a kernel for a [`Shape`]: `dispatch!(shape, layernorm_forward::<bf16>(…))`. The first generic argument
-/// is a storage type. Generic arguments after PACKETS, WARPS and ROWS follow it: `dispatch!(shape, rmsnorm_backward::<bf16,
-/// true>(…))`.
-#[macro_export]
-macro_rules! norm_rows_dispatch {
-    ($shape:expr, $kernel:ident::<$element:ty $(, $more:tt)*>($($argument:expr),* $(,)?)) => {
-        match $shape {
-            $crate::norm_rows::Shape::Warp2 => $kernel::<$element, 2, 1, 1 $(, $more)*>($($argument),*),
-            $crate::norm_rows::Shape::Half1 => $kernel::<$element, 1, 4, 2 $(, $more)*>($($argument),*),
-            $crate::norm_rows::Shape::Block1 => $kernel::<$element, 1, 8, 2 $(, $more)*>($($argument),*),
-            $crate::norm_rows::Shape::Block4 => $kernel::<$element, 4, 8, 1 $(, $more)*>($($argument),*),
-            $crate::norm_rows::Shape::Block8 => $kernel::<$element, 8, 8, 1 $(, $more)*>($($argument),*),
-        }
-    };
-}
-pub use norm_rows_dispatch as dispatch;
 
 /// Lays out the scratch of [`RowPart::sums`] for `values` values per thread.
 pub(crate) fn scratch(layout: &mut Layout, values: usize) -> SharedArray<f32> {

@@ -88,11 +88,12 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
 ///
 /// [`Shape::forward_grid`]: crate::norm_rows::Shape::forward_grid
 /// [`Shape::forward_shared_bytes`]: crate::norm_rows::Shape::forward_shared_bytes
-#[kernel(threads = 256, instances(
-    bf16_2 = <cuda_std::bf16, 2, 1, 1>, bf16_1x4 = <cuda_std::bf16, 1, 4, 2>, bf16_1x8 = <cuda_std::bf16, 1, 8, 2>,
-    bf16_4x8 = <cuda_std::bf16, 4, 8, 1>, bf16_8x8 = <cuda_std::bf16, 8, 8, 1>, f32_2 = <f32, 2, 1, 1>,
-    f32_1x4 = <f32, 1, 4, 2>, f32_1x8 = <f32, 1, 8, 2>, f32_4x8 = <f32, 4, 8, 1>, f32_8x8 = <f32, 8, 8, 1>,
-))]
+#[kernel(
+    threads = 256,
+    axes(shape = [p2 = <2, 1, 1>, p1x4 = <1, 4, 2>, p1x8 = <1, 8, 2>, p4x8 = <4, 8, 1>, p8x8 = <8, 8, 1>]),
+    instances([bf16 = bf16, f32 = f32] * shape),
+    select(PACKETS: usize, WARPS: usize, ROWS: usize)
+)]
 pub fn rmsnorm_forward<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize>(
     out: GlobalMut<T>,
     rstd: GlobalMut<f32>,
@@ -113,10 +114,12 @@ pub fn rmsnorm_forward<T: Element, const PACKETS: usize, const WARPS: usize, con
 ///
 /// [`Shape::forward_fp8_grid`]: crate::norm_rows::Shape::forward_fp8_grid
 /// [`Shape::forward_fp8_shared_bytes`]: crate::norm_rows::Shape::forward_fp8_shared_bytes
-#[kernel(threads = 256, instances(
-    e4m3_2 = <E4m3, 2, 1, 1>, e4m3_1x4 = <E4m3, 1, 4, 2>, e4m3_1x8 = <E4m3, 1, 8, 2>, e4m3_4x8 = <E4m3, 4, 8, 1>,
-    e4m3_8x8 = <E4m3, 8, 8, 1>,
-))]
+#[kernel(
+    threads = 256,
+    axes(shape = [p2 = <2, 1, 1>, p1x4 = <1, 4, 2>, p1x8 = <1, 8, 2>, p4x8 = <4, 8, 1>, p8x8 = <8, 8, 1>]),
+    instances([e4m3 = E4m3] * shape),
+    select(PACKETS: usize, WARPS: usize, ROWS: usize)
+)]
 pub fn rmsnorm_forward_fp8<F: Fp8, const PACKETS: usize, const WARPS: usize, const ROWS: usize>(
     out: GlobalMut<F>,
     rstd: GlobalMut<f32>,
@@ -194,18 +197,12 @@ fn normalize_rows<T: Element, O: RowOutput<T>, const PACKETS: usize, const WARPS
 ///
 /// [`Shape::backward_grid`]: crate::norm_rows::Shape::backward_grid
 /// [`Shape::backward_shared_bytes`]: crate::norm_rows::Shape::backward_shared_bytes
-#[kernel(threads = 256, instances(
-    bf16_2 = <cuda_std::bf16, 2, 1, 1, true>, bf16_2_plain = <cuda_std::bf16, 2, 1, 1, false>,
-    bf16_1x4 = <cuda_std::bf16, 1, 4, 2, true>, bf16_1x4_plain = <cuda_std::bf16, 1, 4, 2, false>,
-    bf16_1x8 = <cuda_std::bf16, 1, 8, 2, true>, bf16_1x8_plain = <cuda_std::bf16, 1, 8, 2, false>,
-    bf16_4x8 = <cuda_std::bf16, 4, 8, 1, true>, bf16_4x8_plain = <cuda_std::bf16, 4, 8, 1, false>,
-    bf16_8x8 = <cuda_std::bf16, 8, 8, 1, true>, bf16_8x8_plain = <cuda_std::bf16, 8, 8, 1, false>,
-    f32_2 = <f32, 2, 1, 1, true>, f32_2_plain = <f32, 2, 1, 1, false>,
-    f32_1x4 = <f32, 1, 4, 2, true>, f32_1x4_plain = <f32, 1, 4, 2, false>,
-    f32_1x8 = <f32, 1, 8, 2, true>, f32_1x8_plain = <f32, 1, 8, 2, false>,
-    f32_4x8 = <f32, 4, 8, 1, true>, f32_4x8_plain = <f32, 4, 8, 1, false>,
-    f32_8x8 = <f32, 8, 8, 1, true>, f32_8x8_plain = <f32, 8, 8, 1, false>,
-))]
+#[kernel(
+    threads = 256,
+    axes(shape = [p2 = <2, 1, 1>, p1x4 = <1, 4, 2>, p1x8 = <1, 8, 2>, p4x8 = <4, 8, 1>, p8x8 = <8, 8, 1>]),
+    instances([bf16 = bf16, f32 = f32] * shape * [_ = true, plain = false]),
+    select(PACKETS: usize, WARPS: usize, ROWS: usize, WEIGHTS: bool)
+)]
 pub fn rmsnorm_backward<
     T: Element,
     const PACKETS: usize,

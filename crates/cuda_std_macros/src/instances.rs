@@ -156,13 +156,21 @@ fn parse_alternatives(input: ParseStream) -> syn::Result<Alternatives> {
     Ok(Punctuated::<Instance, Token![,]>::parse_terminated(&content)?.into_iter().collect())
 }
 
-/// An entry of `select(…)`: a constant of an instance, by which the host selects it at run time.
-pub struct Selector {
+/// The contents of `select(…)`: constants by which the host selects an instance at run time, and constants of the selected instance
+/// that the host reads.
+#[derive(Default)]
+pub struct Selection {
+    pub keys: Vec<Constant>,
+    pub values: Vec<Constant>,
+}
+
+/// A constant expression of generic parameters.
+pub struct Constant {
     pub value: Expr,
     pub of: Type,
 }
 
-impl Parse for Selector {
+impl Parse for Constant {
     fn parse(input: ParseStream) -> syn::Result<Self> {
         let value = input.parse()?;
         input.parse::<Token![:]>()?;
@@ -170,10 +178,36 @@ impl Parse for Selector {
     }
 }
 
-impl Selector {
+impl Parse for Selection {
+    fn parse(input: ParseStream) -> syn::Result<Self> {
+        let (mut selection, mut is_value) = (Self::default(), false);
+        while !input.is_empty() {
+            let constants = if is_value { &mut selection.values } else { &mut selection.keys };
+            constants.push(input.parse()?);
+            if input.peek(Token![=>]) && !is_value {
+                input.parse::<Token![=>]>()?;
+                is_value = true;
+            } else if !input.is_empty() {
+                input.parse::<Token![,]>()?;
+            }
+        }
+        Ok(selection)
+    }
+}
+
+impl Constant {
     /// Returns whether the value depends on a generic parameter.
     pub fn depends_on(&self, parameter: &Ident) -> bool {
         contains(self.value.to_token_stream(), parameter)
+    }
+
+    /// Returns the value in one instance.
+    pub fn of(&self, instance: &Instance, bindings: &[(Ident, TokenStream)]) -> TokenStream {
+        let is_type = |name: &Ident| {
+            let bound = bindings.iter().position(|(other, _)| other == name);
+            bound.is_some_and(|i| matches!(instance.arguments[i], GenericArgument::Type(_)))
+        };
+        substitute(qualified(self.value.to_token_stream(), &is_type), bindings)
     }
 }
 
@@ -183,6 +217,27 @@ fn contains(tokens: TokenStream, name: &Ident) -> bool {
         TokenTree::Group(group) => contains(group.stream(), name),
         _ => false,
     })
+}
+
+/// Puts types before `::` in angle brackets, which an expression needs if the type has generic arguments.
+fn qualified(tokens: TokenStream, is_type: &impl Fn(&Ident) -> bool) -> TokenStream {
+    let mut tokens = tokens.into_iter().peekable();
+    let mut result = TokenStream::new();
+    while let Some(token) = tokens.next() {
+        match token {
+            TokenTree::Ident(ident)
+                if is_type(&ident)
+                    && matches!(tokens.peek(), Some(TokenTree::Punct(next)) if next.as_char() == ':') =>
+            {
+                result.extend(quote::quote!(<#ident>));
+            }
+            TokenTree::Group(group) => {
+                result.extend([Group::new(group.delimiter(), qualified(group.stream(), is_type))].map(TokenTree::from));
+            }
+            other => result.extend([other]),
+        }
+    }
+    result
 }
 
 /// Replaces identifiers by the tokens bound to them.

@@ -6,12 +6,11 @@ use syn::ext::IdentExt;
 use syn::parse::{Parse, ParseStream};
 use syn::punctuated::Punctuated;
 use syn::{
-    Attribute, Error, Expr, FnArg, GenericArgument, GenericParam, Ident, ItemFn, LitInt, LitStr, Meta, Pat, Signature,
-    Token, Type,
+    Attribute, Error, Expr, FnArg, GenericParam, Ident, ItemFn, LitInt, LitStr, Meta, Pat, Signature, Token, Type,
 };
 
 use crate::checked::{Parameter, signature};
-use crate::instances::{Alternatives, Instance, Selector, parameter, parse_axes, parse_instances, substitute};
+use crate::instances::{Alternatives, Instance, Selection, parameter, parse_axes, parse_instances, substitute};
 
 /// Set by `CudaBuilder::allow_unchecked` when it compiles a device crate. Its flags change then, too, so that cargo expands again.
 const UNCHECKED_VARIABLE: &str = "CUDA_BUILDER_UNCHECKED";
@@ -26,7 +25,7 @@ struct Options {
     axes: Vec<(Ident, Alternatives)>,
     instances: Vec<Instance>,
     /// The constants by which the host selects an instance at run time.
-    select: Vec<Selector>,
+    select: Selection,
     /// The function that defines the layout of shared memory.
     shared: Option<Expr>,
     /// The signature of a checked kernel.
@@ -102,8 +101,7 @@ impl Parse for Options {
                 } else if key == "instances" {
                     options.instances = parse_instances(&content, &options.axes)?;
                 } else {
-                    options.select =
-                        Punctuated::<Selector, Token![,]>::parse_terminated(&content)?.into_iter().collect();
+                    options.select = content.parse()?;
                 }
             } else if key == "checked" {
                 options.checked = Some(0);
@@ -183,7 +181,7 @@ pub fn expand(attribute: &TokenStream, item: TokenStream) -> syn::Result<TokenSt
     });
     let host = host_launch(&function, &options, threads, &arguments);
     let shared = generic.then(|| shared_items(&function, &options, &arguments));
-    let select = if options.select.is_empty() {
+    let select = if options.select.keys.is_empty() {
         None
     } else if generic && options.checked.is_none() {
         Some(select_items(&function, &options, threads, &arguments)?)
@@ -400,8 +398,9 @@ fn shared_items(function: &ItemFn, options: &Options, arguments: &[Ident]) -> To
     }
 }
 
-/// Returns the functions that find an instance by the values of `select(…)`: `NAME_select`, which returns its launch, and
-/// `NAME_exists`. Generic parameters that no value depends on remain parameters of both.
+/// Returns the functions that find an instance by the keys of `select(…)`: `NAME_select`, which returns its launch, `NAME_exists`,
+/// and, if `select` has values, `NAME_values`. Generic parameters that no key depends on remain parameters of these functions, unless
+/// they are constants.
 fn select_items(
     function: &ItemFn,
     options: &Options,
@@ -410,69 +409,76 @@ fn select_items(
 ) -> syn::Result<TokenStream> {
     let Signature { ident: name, inputs, generics, .. } = &function.sig;
     let Shared { instances: table, .. } = Shared::new(name);
+    let Selection { keys, values } = &options.select;
     let mut kept = generics.clone();
     let is_kept = |p: &GenericParam| {
-        parameter(p).is_ok_and(|name| !options.select.iter().any(|selector| selector.depends_on(&name)))
+        let selected = |name| keys.iter().any(|key| key.depends_on(&name));
+        matches!(p, GenericParam::Type(_)) && !parameter(p).is_ok_and(selected)
     };
     kept.params = generics.params.iter().filter(|p| is_kept(p)).cloned().collect();
-    if let Some(p) = kept.const_params().next() {
-        return Err(Error::new_spanned(
-            p,
-            "select: expected all constants of the kernel; add this one as `NAME: TYPE`",
-        ));
-    }
     let kept_types: Vec<_> = kept.type_params().map(|p| p.ident.clone()).collect();
-    let (types, values): (Vec<_>, Vec<_>) =
-        options.select.iter().map(|selector| (&selector.of, &selector.value)).unzip();
-    let keys = options.instances.iter().map(|instance| {
+    let key_types: Vec<_> = keys.iter().map(|key| &key.of).collect();
+    let value_types: Vec<_> = values.iter().map(|value| &value.of).collect();
+    let rows = options.instances.iter().map(|instance| {
         let bindings = instance.bindings(generics)?;
-        // A type before `::` in an expression needs angle brackets.
-        let qualified: Vec<_> = bindings
-            .iter()
-            .zip(&instance.arguments)
-            .map(|((name, argument), kind)| match kind {
-                GenericArgument::Type(_) => (name.clone(), quote!(<#argument>)),
-                _ => (name.clone(), argument.clone()),
-            })
-            .collect();
-        let values = values.iter().map(|value| substitute(value.to_token_stream(), &qualified));
+        let [keys, values] = [keys, values].map(|constants| {
+            let of_instance = constants.iter().map(|constant| constant.of(instance, &bindings));
+            of_instance.collect::<Vec<_>>()
+        });
         let kept = kept_types.iter().map(|name| substitute(name.to_token_stream(), &bindings));
-        Ok(quote!((::core::any::TypeId::of::<(#(#kept,)*)>(), (#(#values,)*))))
+        Ok(quote!((::core::any::TypeId::of::<(#(#kept,)*)>(), (#(#keys,)*), (#(#values,)*))))
     });
-    let keys = keys.collect::<syn::Result<Vec<_>>>()?;
-    let (find, select, exists) =
-        (format_ident!("__{}_find", name.unraw()), format_ident!("{name}_select"), format_ident!("{name}_exists"));
+    let rows = rows.collect::<syn::Result<Vec<_>>>()?;
+    let [select, exists, values_of] = ["select", "exists", "values"].map(|suffix| format_ident!("{name}_{suffix}"));
+    let find = format_ident!("__{}_find", name.unraw());
     let (kept_generics, turbofish, predicate) = {
         let (kept_generics, types, predicate) = kept.split_for_impl();
         (kept_generics, types.as_turbofish().to_token_stream(), predicate)
     };
     let (vis, lints, parameters, on_host) = (&function.vis, lints(), immutable(inputs), on_host(function));
-    let select_documentation =
-        format!("Returns the launch of the instance of [`{name}`] with the values `key`, or `None` if there is none.");
-    let exists_documentation = format!("Returns true if [`{name}`] has an instance with the values `key`.");
+    let documentation =
+        |what: &str| format!("Returns {what} of [`{name}`] with these keys, or `None` if there is none.");
+    let (of_launch, of_values) =
+        (documentation("the launch of the instance"), documentation("the values of the instance"));
+    let of_exists = format!("Returns true if [`{name}`] has an instance with these keys.");
+    let values_of = (!values.is_empty()).then(|| {
+        quote! {
+            #on_host
+            #[doc = #of_values]
+            #vis fn #values_of #kept_generics (instance_keys: (#(#key_types,)*)) -> ::core::option::Option<(#(#value_types,)*)>
+            #predicate {
+                #find #turbofish (instance_keys).map(|(_, values)| values)
+            }
+        }
+    });
     Ok(quote! {
         #on_host
-        #[allow(non_snake_case)]
-        fn #find #kept_generics (key: (#(#types,)*)) -> ::core::option::Option<&'static ::cuda_std::launch::Instance> #predicate {
-            static KEYS: &[(::core::any::TypeId, (#(#types,)*))] = &[#(#keys),*];
-            let key = (::core::any::TypeId::of::<(#(#kept_types,)*)>(), key);
-            let index = KEYS.iter().position(|other| *other == key)?;
-            ::core::option::Option::Some(&#table()[index])
+        #[allow(non_snake_case, clippy::type_complexity)]
+        fn #find #kept_generics (instance_keys: (#(#key_types,)*))
+            -> ::core::option::Option<(&'static ::cuda_std::launch::Instance, (#(#value_types,)*))>
+        #predicate {
+            static ROWS: &[(::core::any::TypeId, (#(#key_types,)*), (#(#value_types,)*))] = &[#(#rows),*];
+            let of = ::core::any::TypeId::of::<(#(#kept_types,)*)>();
+            let index = ROWS.iter().position(|row| row.0 == of && row.1 == instance_keys)?;
+            ::core::option::Option::Some((&#table()[index], ROWS[index].2))
         }
         #on_host
-        #[doc = #select_documentation]
+        #[doc = #of_launch]
         #lints
-        #vis fn #select #kept_generics (key: (#(#types,)*), #parameters) -> ::core::option::Option<::cuda_std::launch::Launch>
+        #vis fn #select #kept_generics (instance_keys: (#(#key_types,)*), #parameters)
+            -> ::core::option::Option<::cuda_std::launch::Launch>
         #predicate {
             let values = vec![#(::cuda_std::launch::Argument::new(#arguments)),*];
-            #find #turbofish (key).map(|instance| ::cuda_std::launch::Launch::of_instance(instance, [#(#threads),*], values))
+            #find #turbofish (instance_keys)
+                .map(|(instance, _)| ::cuda_std::launch::Launch::of_instance(instance, [#(#threads),*], values))
         }
         #on_host
-        #[doc = #exists_documentation]
+        #[doc = #of_exists]
         #[allow(dead_code)]
-        #vis fn #exists #kept_generics (key: (#(#types,)*)) -> bool #predicate {
-            #find #turbofish (key).is_some()
+        #vis fn #exists #kept_generics (instance_keys: (#(#key_types,)*)) -> bool #predicate {
+            #find #turbofish (instance_keys).is_some()
         }
+        #values_of
     })
 }
 
@@ -662,7 +668,7 @@ mod tests {
                 threads = 32,
                 axes(tile = [_ = Small, large = <Large>(blocks_per_sm = 2)]),
                 instances([bf16 = bf16, f32 = f32] * tile, half = <f16, Small>),
-                select(L::SIZE: u32)
+                select(L::SIZE: u32 => bytes::<T, L>: fn() -> usize)
             ),
             quote!(
                 fn f<T: Element, L: Tile>(y: GlobalMut<T>) {}
@@ -672,9 +678,12 @@ mod tests {
             assert!(text.contains(&format!("// @launch {entry}")), "{entry}: {text}");
         }
         assert!(text.contains("f :: < f32 , Large > (y)"), "{text}");
-        // The element type remains a parameter: no value of `select` depends on it.
-        assert!(text.contains("fn f_select < T : Element > (key : (u32 ,) , y : GlobalMut < T >)"), "{text}");
-        assert!(text.contains("(:: core :: any :: TypeId :: of :: < (f32 ,) > () , (< Large > :: SIZE ,))"), "{text}");
+        // The element type remains a parameter: no key depends on it.
+        assert!(text.contains("fn f_select < T : Element > (instance_keys : (u32 ,) , y : GlobalMut < T >)"), "{text}");
+        assert!(
+            text.contains(":: of :: < (f32 ,) > () , (< Large > :: SIZE ,) , (bytes :: < f32 , Large > ,))"),
+            "{text}"
+        );
     }
 
     #[test]

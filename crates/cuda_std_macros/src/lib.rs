@@ -36,9 +36,10 @@ use proc_macro::TokenStream;
 ///   from every factor: `instances([bf16 = bf16, f32 = f32] * [small = Tile64, large = Tile128])` has four, of which the first is
 ///   `NAME_bf16_small = <bf16, Tile64>`. The name `_` adds nothing to the entry point's name.
 /// * `axes(name = […], …)`: names a list of alternatives, for use as a factor of several products. Stands before `instances`.
-/// * `select(VALUE: TYPE, …)`: also generates `NAME_select((values,), parameters…)`, which returns the launch of the instance with these
-///   values at run time, or `None`, and `NAME_exists((values,))`. A value is a constant expression of generic parameters, such as
-///   `N: u32` or `T::SHAPE: TileShape`. Type parameters in no value remain parameters of both functions.
+/// * `select(KEY: TYPE, … => VALUE: TYPE, …)`: also generates `NAME_select((keys,), parameters…)`, which returns the launch of the
+///   instance with these keys at run time, or `None`, `NAME_exists((keys,))`, and `NAME_values((keys,))`, which returns the values of
+///   that instance. Keys and values are constant expressions of generic parameters, such as `N: u32`, `T::SHAPE: TileShape` or
+///   `shared_bytes::<N>: fn() -> usize`. Type parameters in no key remain parameters of these functions.
 /// * `shared = FUNCTION`: the function that defines the layout of the block's shared memory, such as `fn shared(layout: &mut Layout) ->
 ///   SharedArray<f32>`. The kernel calls it for the views, and the launch for the size.
 /// * `checked`: a launch that needs no `unsafe`. Parameters are scalars, `GlobalSlice`s and `GlobalSliceMut`s, which are named by these

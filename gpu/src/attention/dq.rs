@@ -51,7 +51,9 @@ pub(super) fn dq_shared_bytes<T: TensorCore, const HS: usize, const ROWS: usize,
 /// Computes the Q part of dqkv (B,T,NH+2KV,HS) from dout (B,T,NH,HS), qkv (B,T,NH+2KV,HS), lse and d (B,NH,T).
 ///
 /// Grid: (tiles of ROWS queries, NH, B).
-#[kernel(threads = 128, instances(
+#[kernel(
+    threads = 128,
+    instances(
     bf16_64 = <bf16, 64, 64, 64>(blocks_per_sm = 3),
     bf16_80 = <bf16, 80, 64, 64>(blocks_per_sm = 2),
     bf16_96 = <bf16, 96, 64, 64>(blocks_per_sm = 2),
@@ -60,7 +62,9 @@ pub(super) fn dq_shared_bytes<T: TensorCore, const HS: usize, const ROWS: usize,
     f32_80 = <f32, 80, 64, 32>(blocks_per_sm = 2),
     f32_96 = <f32, 96, 64, 16>(blocks_per_sm = 2),
     f32_128 = <f32, 128, 64, 16>(blocks_per_sm = 2),
-))]
+),
+    select(HS: usize => ROWS: usize, dq_shared_bytes::<T, HS, ROWS, KEYS>: fn() -> usize)
+)]
 pub fn attention_backward_dq<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>(
     dqkv: GlobalMut<T>,
     dout: Global<T>,

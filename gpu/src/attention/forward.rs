@@ -49,7 +49,9 @@ pub(super) fn forward_shared_bytes<T: TensorCore, const HS: usize, const ROWS: u
 ///
 /// Also writes lse (B,NH,T), the natural log-sum-exp of each query's scaled scores. Grid: (tiles of ROWS queries, NH,
 /// B).
-#[kernel(threads = 128, instances(
+#[kernel(
+    threads = 128,
+    instances(
     bf16_64 = <bf16, 64, 128, 64>(blocks_per_sm = 2),
     bf16_80 = <bf16, 80, 64, 32>(blocks_per_sm = 3),
     bf16_96 = <bf16, 96, 64, 64>(blocks_per_sm = 3),
@@ -58,7 +60,9 @@ pub(super) fn forward_shared_bytes<T: TensorCore, const HS: usize, const ROWS: u
     f32_80 = <f32, 80, 64, 32>(blocks_per_sm = 2),
     f32_96 = <f32, 96, 64, 32>(blocks_per_sm = 2),
     f32_128 = <f32, 128, 64, 32>(blocks_per_sm = 2),
-))]
+),
+    select(HS: usize => ROWS: usize, forward_shared_bytes::<T, HS, ROWS, KEYS>: fn() -> usize)
+)]
 pub fn attention_forward<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>(
     out: GlobalMut<T>,
     lse: GlobalMut<f32>,

@@ -1,10 +1,10 @@
 //! Host side: selects the kernel instance for a storage type and head size, with its grid and shared memory.
 
-use super::dkdv::dkdv_shared_bytes;
+use super::attention_backward_dot;
+use super::dkdv::{attention_backward_dkdv_select, attention_backward_dkdv_values};
 use super::dot::DOT_ROWS;
-use super::dq::dq_shared_bytes;
-use super::forward::forward_shared_bytes;
-use super::{attention_backward_dkdv, attention_backward_dot, attention_backward_dq, attention_forward};
+use super::dq::{attention_backward_dq_select, attention_backward_dq_values};
+use super::forward::{attention_forward_select, attention_forward_values};
 use crate::launch::KernelLaunch;
 use cuda_std::mma::TensorCore;
 use cuda_std::{Global, GlobalMut};
@@ -39,32 +39,6 @@ impl Shape {
     }
 }
 
-/// Selects the instance of `$kernel` for `T` and the head size of the shape, or `None` for other head sizes.
-///
-/// The table maps each head size to the tile sizes of bf16, then of f32: (rows that the block owns, rows of a tile that
-/// it iterates over). They must match the instances in the `#[kernel]` attribute. A block owns rows of one of `$heads`
-/// heads.
-macro_rules! instance {
-    ($kernel:ident $arguments:tt, $shared_bytes:ident, $shape:expr, $heads:expr;
-     $($hs:literal => ($rows:literal, $columns:literal), ($rows_f32:literal, $columns_f32:literal);)*) => {
-        match (size_of::<T>(), $shape.hs) {
-            $(
-                (2, $hs) => Some(KernelLaunch {
-                    launch: $kernel::<T, $hs, $rows, $columns> $arguments,
-                    grid: $shape.grid($rows, $heads),
-                    shared_bytes: $shared_bytes::<T, $hs, $rows, $columns>(),
-                }),
-                (4, $hs) => Some(KernelLaunch {
-                    launch: $kernel::<T, $hs, $rows_f32, $columns_f32> $arguments,
-                    grid: $shape.grid($rows_f32, $heads),
-                    shared_bytes: $shared_bytes::<T, $hs, $rows_f32, $columns_f32>(),
-                }),
-            )*
-            _ => None,
-        }
-    };
-}
-
 /// Returns the forward kernel, which computes out (B,T,NH,HS) and lse (B,NH,T) from qkv (B,T,NH+2KV,HS).
 ///
 /// `None` if the head size is not one of [`HEAD_SIZES`].
@@ -75,13 +49,12 @@ pub fn forward<T: TensorCore>(
     shape: Shape,
 ) -> Option<KernelLaunch> {
     let (t, kv, group) = (shape.t as u32, shape.kv as u32, shape.group() as u32);
-    instance! {
-        attention_forward(out, lse, qkv, t, kv, group), forward_shared_bytes, shape, shape.nh;
-        64 => (128, 64), (64, 32);
-        80 => (64, 32), (64, 32);
-        96 => (64, 64), (64, 32);
-        128 => (64, 32), (64, 32);
-    }
+    let (rows, shared_bytes) = attention_forward_values::<T>((shape.hs,))?;
+    Some(KernelLaunch {
+        launch: attention_forward_select::<T>((shape.hs,), out, lse, qkv, t, kv, group)?,
+        grid: shape.grid(rows, shape.nh),
+        shared_bytes: shared_bytes(),
+    })
 }
 
 /// Returns the kernel that computes d (B,NH,T) = rowsum(dout ∘ out) from dout and out (B,T,NH,HS).
@@ -109,19 +82,17 @@ pub fn backward<T: TensorCore>(
     let (t, kv, group) = (shape.t as u32, shape.kv as u32, shape.group() as u32);
     let dot = backward_dot(d, dout, out, shape);
     let d = d.reader();
-    let dkdv = instance! {
-        attention_backward_dkdv(dqkv, dout, qkv, lse, d, t, kv, group), dkdv_shared_bytes, shape, shape.kv;
-        64 => (64, 32), (64, 32);
-        80 => (64, 64), (64, 32);
-        96 => (64, 64), (64, 16);
-        128 => (64, 32), (64, 16);
-    }?;
-    let dq = instance! {
-        attention_backward_dq(dqkv, dout, qkv, lse, d, t, kv, group), dq_shared_bytes, shape, shape.nh;
-        64 => (64, 64), (64, 32);
-        80 => (64, 64), (64, 32);
-        96 => (64, 64), (64, 16);
-        128 => (64, 32), (64, 16);
-    }?;
+    let (rows, shared_bytes) = attention_backward_dkdv_values::<T>((shape.hs,))?;
+    let dkdv = KernelLaunch {
+        launch: attention_backward_dkdv_select::<T>((shape.hs,), dqkv, dout, qkv, lse, d, t, kv, group)?,
+        grid: shape.grid(rows, shape.kv),
+        shared_bytes: shared_bytes(),
+    };
+    let (rows, shared_bytes) = attention_backward_dq_values::<T>((shape.hs,))?;
+    let dq = KernelLaunch {
+        launch: attention_backward_dq_select::<T>((shape.hs,), dqkv, dout, qkv, lse, d, t, kv, group)?,
+        grid: shape.grid(rows, shape.nh),
+        shared_bytes: shared_bytes(),
+    };
     Some([dot, dkdv, dq])
 }

@@ -92,7 +92,13 @@ pub fn forward_shared_bytes<H: Head>() -> usize {
 /// `qkv` maps (B, T, (NH + 2 KV) HS) with box [`super::BOX`].
 ///
 /// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(hs_64 = <Head64>, hs_128 = <Head128>))]
+#[kernel(
+    threads = 384,
+    blocks_per_sm = 1,
+    requires = "wgmma",
+    instances(hs_64 = Head64, hs_128 = Head128),
+    select(H::HS: u32 => forward_shared_bytes::<H>: fn() -> usize)
+)]
 pub fn attention_forward_wgmma<H: Head>(
     out: GlobalMut<bf16>,
     lse: GlobalMut<f32>,
@@ -110,7 +116,13 @@ pub fn attention_forward_wgmma<H: Head>(
 /// bits are those of [`quantize`](crate::quantize::quantize) for `out`, as are those of `amax` (1), which may be null.
 ///
 /// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(hs_64 = <Head64>, hs_128 = <Head128>))]
+#[kernel(
+    threads = 384,
+    blocks_per_sm = 1,
+    requires = "wgmma",
+    instances(hs_64 = Head64, hs_128 = Head128),
+    select(H::HS: u32)
+)]
 pub fn attention_forward_fp8_wgmma<H: Head>(
     out: GlobalMut<bf16>,
     fp8: GlobalMut<E4m3>,

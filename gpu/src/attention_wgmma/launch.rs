@@ -2,9 +2,12 @@
 
 use super::dkdv::{attention_backward_dkdv_wgmma_hs_64, dkdv_shared_bytes};
 use super::dq::{attention_backward_dq_wgmma_hs_64, dq_shared_bytes};
-use super::forward::{attention_forward_fp8_wgmma, attention_forward_wgmma, forward_shared_bytes};
+use super::forward::{
+    attention_forward_fp8_wgmma_select, attention_forward_wgmma_exists, attention_forward_wgmma_select,
+    attention_forward_wgmma_values,
+};
 use super::fused::{PANEL_ELEMENTS, attention_backward_convert_dq, attention_backward_fused_wgmma, fused_shared_bytes};
-use super::{CONSUMERS, Head64, Head128, TILE};
+use super::{CONSUMERS, TILE};
 use crate::attention::launch::{Shape, backward_dot};
 use crate::launch::KernelLaunch;
 use crate::quantize::QuantizedOperands;
@@ -14,29 +17,24 @@ use cuda_std::{E4m3, Global, GlobalMut, bf16};
 
 /// Returns true if the kernels support this head size.
 pub fn supports(head_size: usize) -> bool {
-    matches!(head_size, 64 | 128)
-}
-
-/// Evaluates `$call` with `$head` as the [`Head`] of a head size.
-macro_rules! with_head {
-    ($head_size:expr, $head:ident => $call:expr) => {
-        match $head_size {
-            64 => {
-                type $head = Head64;
-                $call
-            }
-            128 => {
-                type $head = Head128;
-                $call
-            }
-            hs => panic!("attention_wgmma: expected head size 64 or 128, found {hs}"),
-        }
-    };
+    attention_forward_wgmma_exists((head_size as u32,))
 }
 
 /// Returns the kernels' arguments B, T, KV and group.
 fn sizes(shape: Shape) -> (u32, u32, u32, u32) {
     (shape.b as u32, shape.t as u32, shape.kv as u32, shape.group() as u32)
+}
+
+/// Returns a forward kernel.
+///
+/// # Panics
+/// Panics if there is no kernel for the head size.
+fn forward_kernel(launch: Option<Launch>, shape: Shape, sm_count: usize) -> KernelLaunch {
+    let values = attention_forward_wgmma_values((shape.hs as u32,));
+    let (Some(launch), Some((shared_bytes,))) = (launch, values) else {
+        panic!("attention_wgmma: expected head size 64 or 128, found {}", shape.hs)
+    };
+    persistent(launch, shared_bytes(), sm_count)
 }
 
 /// Launches one block per SM.
@@ -57,9 +55,8 @@ pub fn forward(
     sm_count: usize,
 ) -> KernelLaunch {
     let (b, t, kv, group) = sizes(shape);
-    with_head!(shape.hs, H => {
-        persistent(attention_forward_wgmma::<H>(out, lse, qkv, b, t, kv, group), forward_shared_bytes::<H>(), sm_count)
-    })
+    let launch = attention_forward_wgmma_select((shape.hs as u32,), out, lse, qkv, b, t, kv, group);
+    forward_kernel(launch, shape, sm_count)
 }
 
 /// Returns the launch of [`forward`] that also quantizes out.
@@ -76,10 +73,9 @@ pub fn forward_fp8(
 ) -> KernelLaunch {
     let (b, t, kv, group) = sizes(shape);
     let QuantizedOperands { out: fp8, amax, scale } = quantized;
-    with_head!(shape.hs, H => {
-        let launch = attention_forward_fp8_wgmma::<H>(out, fp8, amax, scale, lse, qkv, b, t, kv, group);
-        persistent(launch, forward_shared_bytes::<H>(), sm_count)
-    })
+    let head_size = shape.hs as u32;
+    let launch = attention_forward_fp8_wgmma_select((head_size,), out, fp8, amax, scale, lse, qkv, b, t, kv, group);
+    forward_kernel(launch, shape, sm_count)
 }
 
 /// The operands of the backward pass.

@@ -236,10 +236,11 @@ impl<const GROUP: usize> Softmax<GROUP> {
 ///
 /// A partial result holds the weighted values, the maximum score and the sum of weights. [`decode_attention_combine`] must follow.
 /// Without rotation, table is null; weights of the norm may be null. Grid: [`Sizes::grid`]. Shared memory: [`shared`].
-#[kernel(threads = 128, instances(
-    bf16_1 = <cuda_std::bf16, 1>, bf16_2 = <cuda_std::bf16, 2>, bf16_4 = <cuda_std::bf16, 4>, bf16_8 = <cuda_std::bf16, 8>,
-    f32_1 = <f32, 1>, f32_2 = <f32, 2>, f32_4 = <f32, 4>, f32_8 = <f32, 8>,
-))]
+#[kernel(
+    threads = 128,
+    instances([bf16 = cuda_std::bf16, f32 = f32] * [g1 = 1, g2 = 2, g4 = 4, g8 = 8]),
+    select(GROUP: usize)
+)]
 pub fn decode_attention<T: Element, const GROUP: usize>(
     out: GlobalMut<T>,
     partials: GlobalMut<f32>,

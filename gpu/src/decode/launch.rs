@@ -79,13 +79,15 @@ pub fn matvec<T: Element>(operands: MatvecOperands<T>, size: MatvecSize) -> Opti
     }
     let MatvecOperands { out, inp, weight, bias, residual, norm } = operands;
     let null = Global::null();
-    let (norm_weight, norm_bias, eps) = match norm {
-        Norm::None => (null, null, 0.0),
-        Norm::LayerNorm(weight, bias) => (weight, bias, 0.0),
-        Norm::RmsNorm(weight, eps) => (weight, null, eps),
+    let (kind, norm_weight, norm_bias, eps) = match norm {
+        Norm::None => (matvec::PLAIN, null, null, 0.0),
+        Norm::LayerNorm(weight, bias) => (matvec::LAYERNORM, weight, bias, 0.0),
+        Norm::RmsNorm(weight, eps) => (matvec::RMSNORM, weight, null, eps),
     };
     let [rows, channels, outputs] = [size.rows, size.channels, size.outputs].map(|size| size as u32);
-    let sizes = |columns| matvec::Sizes {
+    let key = (size.rows.next_power_of_two(), kind);
+    let (columns,) = matvec::matvec_values::<T>(key)?;
+    let sizes = matvec::Sizes {
         rows,
         channels,
         outputs,
@@ -93,36 +95,10 @@ pub fn matvec<T: Element>(operands: MatvecOperands<T>, size: MatvecSize) -> Opti
         activation: size.activation.map_or(0, Activation::code),
         eps,
     };
-    macro_rules! instance {
-        ($rows:literal, $columns:literal, $unroll:literal, $norm:literal) => {{
-            let sizes = sizes($columns);
-            let launch = matvec::matvec::<T, $rows, $columns, $unroll, $norm>(
-                out,
-                inp,
-                weight,
-                bias,
-                residual,
-                norm_weight,
-                norm_bias,
-                sizes,
-            );
-            (launch, sizes.grid($columns))
-        }};
-    }
-    let (launch, grid) = match (size.rows, norm) {
-        (1, Norm::None) => instance!(1, 2, 4, 0),
-        (1, Norm::LayerNorm(..)) => instance!(1, 2, 4, 1),
-        (1, Norm::RmsNorm(..)) => instance!(1, 2, 4, 2),
-        (_, Norm::LayerNorm(..)) => instance!(2, 2, 4, 1),
-        (_, Norm::RmsNorm(..)) => instance!(2, 2, 4, 2),
-        (2, _) => instance!(2, 2, 4, 0),
-        (3..=4, _) => instance!(4, 4, 2, 0),
-        (5..=8, _) => instance!(8, 4, 2, 0),
-        _ => instance!(16, 2, 2, 0),
-    };
+    let launch = matvec::matvec_select::<T>(key, out, inp, weight, bias, residual, norm_weight, norm_bias, sizes)?;
     let mut layout = Layout::new();
     matvec::shared(&mut layout);
-    Some(KernelLaunch { launch, grid: [grid, 1, 1], shared_bytes: layout.bytes() })
+    Some(KernelLaunch { launch, grid: [sizes.grid(columns), 1, 1], shared_bytes: layout.bytes() })
 }
 
 /// The operands of [`attention()`].
@@ -158,22 +134,24 @@ pub fn attention<T: Element>(
         return None;
     }
     let AttentionOperands { out, partials, keys, values, qkv, slots: state, table, q_weight, k_weight } = operands;
-    macro_rules! instance {
-        ($group:literal) => {{
-            let mut layout = Layout::new();
-            attention::shared(&mut layout, $group, sizes.head_size as usize);
-            let launch = attention::decode_attention::<T, $group>(
-                out, partials, keys, values, qkv, state, table, q_weight, k_weight, sizes,
-            );
-            KernelLaunch { launch, grid: sizes.grid($group, slots), shared_bytes: layout.bytes() }
-        }};
-    }
-    let mut kernels = vec![match sizes.heads / sizes.kv_heads {
-        1 => instance!(1),
-        2 => instance!(2),
-        3..=4 => instance!(4),
-        _ => instance!(8),
-    }];
+    let group = (sizes.heads / sizes.kv_heads).clamp(1, 8).next_power_of_two() as usize;
+    let mut layout = Layout::new();
+    attention::shared(&mut layout, group, sizes.head_size as usize);
+    let launch = attention::decode_attention_select::<T>(
+        (group,),
+        out,
+        partials,
+        keys,
+        values,
+        qkv,
+        state,
+        table,
+        q_weight,
+        k_weight,
+        sizes,
+    )?;
+    let (grid, shared_bytes) = (sizes.grid(group, slots), layout.bytes());
+    let mut kernels = vec![KernelLaunch { launch, grid, shared_bytes }];
     if sizes.splits > 1 {
         let launch = attention::decode_attention_combine::<T>(out, partials.reader(), state, sizes);
         kernels.push(KernelLaunch { launch, grid: sizes.combine_grid(slots), shared_bytes: 0 });

@@ -137,15 +137,20 @@ impl<T: Element, const ROWS: usize, const NORM: u32> Input<T, ROWS, NORM> {
 /// Computes out (R, OC), or (R, OC / 2) with a gated activation. bias and residual (R, OC) may be null; an activation excludes a residual.
 ///
 /// ROWS · COLUMNS is at most 32, and COLUMNS is even. Grid: [`Sizes::grid`]. Shared memory: [`shared`].
-#[kernel(threads = 256, instances(
-    bf16_1 = <cuda_std::bf16, 1, 2, 4, 0>, bf16_1_layernorm = <cuda_std::bf16, 1, 2, 4, 1>,
-    bf16_1_rmsnorm = <cuda_std::bf16, 1, 2, 4, 2>, bf16_2 = <cuda_std::bf16, 2, 2, 4, 0>,
-    bf16_2_layernorm = <cuda_std::bf16, 2, 2, 4, 1>, bf16_2_rmsnorm = <cuda_std::bf16, 2, 2, 4, 2>,
-    bf16_4 = <cuda_std::bf16, 4, 4, 2, 0>, bf16_8 = <cuda_std::bf16, 8, 4, 2, 0>, bf16_16 = <cuda_std::bf16, 16, 2, 2, 0>,
-    f32_1 = <f32, 1, 2, 4, 0>, f32_1_layernorm = <f32, 1, 2, 4, 1>, f32_1_rmsnorm = <f32, 1, 2, 4, 2>,
-    f32_2 = <f32, 2, 2, 4, 0>, f32_2_layernorm = <f32, 2, 2, 4, 1>, f32_2_rmsnorm = <f32, 2, 2, 4, 2>,
-    f32_4 = <f32, 4, 4, 2, 0>, f32_8 = <f32, 8, 4, 2, 0>, f32_16 = <f32, 16, 2, 2, 0>(blocks_per_sm = 1),
-))]
+#[kernel(
+    threads = 256,
+    axes(
+        element = [bf16 = cuda_std::bf16, f32 = f32],
+        norm = [_ = 0, layernorm = 1, rmsnorm = 2]
+    ),
+    instances(
+        element * [r1 = <1, 2, 4>, r2 = <2, 2, 4>] * norm,
+        element * [r4 = <4, 4, 2, 0>, r8 = <8, 4, 2, 0>],
+        bf16_r16 = <cuda_std::bf16, 16, 2, 2, 0>,
+        f32_r16 = <f32, 16, 2, 2, 0>(blocks_per_sm = 1)
+    ),
+    select(ROWS: usize, NORM: u32 => COLUMNS: usize)
+)]
 pub fn matvec<T: Element, const ROWS: usize, const COLUMNS: usize, const UNROLL: usize, const NORM: u32>(
     out: GlobalMut<T>,
     inp: Global<T>,

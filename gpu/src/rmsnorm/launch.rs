@@ -1,9 +1,9 @@
 //! Host side: selects the kernel instance for a storage type and a number of channels, with its grid and shared memory.
 
-use super::{rmsnorm_backward, rmsnorm_backward_reduce, rmsnorm_forward, rmsnorm_forward_fp8};
+use super::{rmsnorm_backward_reduce, rmsnorm_backward_select, rmsnorm_forward_fp8_select, rmsnorm_forward_select};
 use crate::column_sum;
 use crate::launch::KernelLaunch;
-use crate::norm_rows::{Shape, dispatch};
+use crate::norm_rows::Shape;
 use crate::quantize::QuantizedOperands;
 use cuda_std::shared::Layout;
 use cuda_std::{E4m3, Element, Global, GlobalMut, bf16};
@@ -40,7 +40,7 @@ pub fn forward<T: Element>(operands: ForwardOperands<T>, size: Size) -> Option<K
     let ForwardOperands { out, rstd, inp, weight, eps } = operands;
     let weight = weight.unwrap_or(Global::null());
     Some(KernelLaunch {
-        launch: dispatch!(shape, rmsnorm_forward::<T>(out, rstd, inp, weight, eps, rows, channels)),
+        launch: rmsnorm_forward_select::<T>(shape.arguments(), out, rstd, inp, weight, eps, rows, channels)?,
         grid: [shape.forward_grid(size.rows, size.sm_count), 1, 1],
         shared_bytes: shape.forward_shared_bytes::<T>(),
     })
@@ -67,7 +67,18 @@ pub fn forward_fp8(operands: Fp8ForwardOperands, size: Size) -> Option<KernelLau
     let Fp8ForwardOperands { quantized: QuantizedOperands { out, amax, scale }, rstd, inp, weight, eps } = operands;
     let weight = weight.unwrap_or(Global::null());
     Some(KernelLaunch {
-        launch: dispatch!(shape, rmsnorm_forward_fp8::<E4m3>(out, rstd, amax, scale, inp, weight, eps, rows, channels)),
+        launch: rmsnorm_forward_fp8_select::<E4m3>(
+            shape.arguments(),
+            out,
+            rstd,
+            amax,
+            scale,
+            inp,
+            weight,
+            eps,
+            rows,
+            channels,
+        )?,
         grid: [shape.forward_fp8_grid(size.rows, size.sm_count), 1, 1],
         shared_bytes: shape.forward_fp8_shared_bytes(),
     })
@@ -110,19 +121,20 @@ pub fn backward<T: Element>(operands: BackwardOperands<T>, size: Size) -> Option
     let (shape, rows, channels) = (Shape::of::<T>(size.channels)?, size.rows as u32, size.channels as u32);
     let blocks = shape.backward_grid(size.rows, size.sm_count);
     let BackwardOperands { dinp, dout, inp, rstd, weight } = operands;
-    let first =
-        |launch| KernelLaunch { launch, grid: [blocks, 1, 1], shared_bytes: shape.backward_shared_bytes::<T>() };
-    let Some(Weight { weight, dweight, partials }) = weight else {
-        let (partials, weight) = (GlobalMut::null(), Global::null());
-        return Some(vec![first(dispatch!(
-            shape,
-            rmsnorm_backward::<T, false>(dinp, partials, dout, inp, weight, rstd, rows, channels)
-        ))]);
+    let weights = weight.map(|Weight { weight, partials, .. }| (weight, partials));
+    let (of_weight, partials) = weights.unwrap_or((Global::null(), GlobalMut::null()));
+    let (packets, warps, group_rows) = shape.arguments();
+    let key = (packets, warps, group_rows, weight.is_some());
+    let first = KernelLaunch {
+        launch: rmsnorm_backward_select::<T>(key, dinp, partials, dout, inp, of_weight, rstd, rows, channels)?,
+        grid: [blocks, 1, 1],
+        shared_bytes: shape.backward_shared_bytes::<T>(),
     };
+    let Some(Weight { dweight, partials, .. }) = weight else { return Some(vec![first]) };
     let mut layout = Layout::new();
     column_sum::shared(&mut layout);
     Some(vec![
-        first(dispatch!(shape, rmsnorm_backward::<T, true>(dinp, partials, dout, inp, weight, rstd, rows, channels))),
+        first,
         KernelLaunch {
             launch: rmsnorm_backward_reduce::<T>(dweight, partials.reader(), blocks, channels),
             grid: [column_sum::grid(size.channels), 1, 1],

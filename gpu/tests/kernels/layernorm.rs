@@ -8,9 +8,10 @@ use cuda_std::emulate::Memory;
 use cuda_std::{E4m3, Element, GlobalMut, bf16};
 use gpu::column_sum;
 use gpu::layernorm::{
-    dispatch_backward, layernorm_backward_reduce, layernorm_forward, layernorm_forward_fp8, reduce_grid,
+    layernorm_backward_reduce, layernorm_backward_select, layernorm_forward_fp8_select, layernorm_forward_select,
+    reduce_grid,
 };
-use gpu::norm_rows::{Shape, dispatch};
+use gpu::norm_rows::Shape;
 use proptest::prop_oneof;
 
 tests! {
@@ -51,7 +52,8 @@ fn normalize<T: Tolerance>(x: &[T], weight: &[T], bias: &[T]) -> Forward {
     let normed = memory.output::<T>("normed", x.len());
     let (mean, rstd) = (memory.output::<f32>("mean", rows), memory.output::<f32>("rstd", rows));
     let (n, c) = (rows as u32, channels as u32);
-    let launch = dispatch!(shape, layernorm_forward::<T>(normed, mean, rstd, inp, weight, bias, n, c));
+    let launch = layernorm_forward_select::<T>(shape.arguments(), normed, mean, rstd, inp, weight, bias, n, c)
+        .expect("an instance");
     // One SM, so that each block processes several rows.
     run(&mut memory, &launch, shape.forward_grid(rows, 1), shape.forward_shared_bytes::<T>());
     Forward { normed: read(&memory, normed), mean: read(&memory, mean), rstd: read(&memory, rstd) }
@@ -74,8 +76,20 @@ fn check_quantized(n: usize, channels: usize, scale: f32, bad: Option<f32>) {
         let (mean, rstd) = (memory.output::<f32>("mean", n), memory.output::<f32>("rstd", n));
         let amax = amax_before.map_or(GlobalMut::null(), |before| memory.buffer("amax", &[before.to_bits()]));
         let (r, c) = (n as u32, channels as u32);
-        let launch =
-            dispatch!(shape, layernorm_forward_fp8::<E4m3>(normed, mean, rstd, amax, scale_, inp, weight, bias, r, c));
+        let launch = layernorm_forward_fp8_select::<E4m3>(
+            shape.arguments(),
+            normed,
+            mean,
+            rstd,
+            amax,
+            scale_,
+            inp,
+            weight,
+            bias,
+            r,
+            c,
+        )
+        .expect("an instance");
         run(&mut memory, &launch, shape.forward_fp8_grid(n, 1), shape.forward_fp8_shared_bytes());
         quantized::check(&memory, normed, &want.normed, scale, amax_before.map(|before| (amax, before)));
         assert_same("mean", &read(&memory, mean), &want.mean);
@@ -247,7 +261,10 @@ impl<T: Tolerance> Backward<T> {
         let partials = shape.backward_partials(rows, channels, sm_count, summed);
         let partials = memory.output::<f32>("partials", partials);
         let (n, c) = (rows as u32, channels as u32);
-        let launch = dispatch_backward!(shape, summed, <T>(dinp, partials, dout, inp, weight, mean, rstd, n, c));
+        let (packets, warps, group_rows) = shape.arguments();
+        let key = (packets, warps, group_rows, summed);
+        let launch = layernorm_backward_select::<T>(key, dinp, partials, dout, inp, weight, mean, rstd, n, c)
+            .expect("an instance");
         run(&mut memory, &launch, grid, shape.backward_shared_bytes::<T>());
         let none = GlobalMut::new(std::ptr::null_mut());
         let launch = layernorm_backward_reduce(dweight, dbias, column_sums.unwrap_or(none), partials.reader(), grid, c);
@@ -295,7 +312,7 @@ fn backward_matches_f64_reference<T: Tolerance>() {
         let case = Backward::<T>::new(n, channels, 0);
         let (got, want) = (case.run(1 + n % 2), case.reference());
         check_gradients::<T>(&got, &want);
-        if Shape::of::<T>(channels).is_some_and(Shape::sums_columns) {
+        if Shape::of::<T>(channels).is_some_and(Shape::sums_columns::<T>) {
             let case = case.with_column_sums(9);
             let (with_sums, want) = (case.run(1 + n % 2), case.reference());
             check_gradients::<T>(&with_sums, &want);
@@ -357,7 +374,7 @@ fn column_sums_of_integers_are_exact<T: Tolerance>() {
 fn nan_gradients_stay_in_their_row_and_column<T: Tolerance>() {
     for channels in [80, 1024, 1600, 4096] {
         let mut case = Backward::<T>::new(5, channels, 0);
-        let summed = Shape::of::<T>(channels).is_some_and(Shape::sums_columns);
+        let summed = Shape::of::<T>(channels).is_some_and(Shape::sums_columns::<T>);
         case = if summed { case.with_column_sums(9) } else { case };
         let mut want = case.run(1);
         case.dout[2 * channels + 9] = T::from_f32(f32::NAN);

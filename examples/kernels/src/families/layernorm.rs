@@ -6,8 +6,8 @@ use crate::session::{Session, Tolerance, blocks};
 use crate::values::Values;
 use anyhow::{Context, Result};
 use cuda_std::{Global, GlobalMut, bf16};
-use gpu::layernorm::layernorm_forward;
-use gpu::norm_rows::{self, Shape};
+use gpu::layernorm::layernorm_forward_select;
+use gpu::norm_rows::Shape;
 use kernels_gpu::layernorm;
 
 /// Launches a kernel of this family with `$rows` rows for each block.
@@ -69,10 +69,10 @@ pub const FAMILY: Family = Family {
             |s| {
                 let Problem { out, mean, rstd, inp, weight, bias, rows, channels } = problem(s)?;
                 let shape = Shape::of::<bf16>(channels).context("no instance for these channels")?;
-                let launch = norm_rows::dispatch!(
-                    shape,
-                    layernorm_forward::<bf16>(out, mean, rstd, inp, weight, bias, rows as u32, channels as u32)
-                );
+                let (r, c) = (rows as u32, channels as u32);
+                let launch =
+                    layernorm_forward_select::<bf16>(shape.arguments(), out, mean, rstd, inp, weight, bias, r, c);
+                let launch = launch.context("no instance for these channels")?;
                 let grid = [shape.forward_grid(rows, s.sm_count()), 1, 1];
                 s.launch(launch, grid, shape.forward_shared_bytes::<bf16>());
                 Ok(())

@@ -205,11 +205,11 @@ fn production(s: &mut Session) -> Result<()> {
     let grid = shape.backward_grid(rows, s.sm_count());
     let partials = s.output("partials", shape.backward_partials(rows, channels, s.sm_count(), false))?;
     let (rows, c) = (rows as u32, channels as u32);
-    let launch = gpu::layernorm::dispatch_backward!(
-        shape,
-        false,
-        <bf16>(dinp, partials, dout, inp, weight, mean, rstd, rows, c)
-    );
+    let (packets, warps, group_rows) = shape.arguments();
+    let key = (packets, warps, group_rows, false);
+    let launch =
+        gpu::layernorm::layernorm_backward_select::<bf16>(key, dinp, partials, dout, inp, weight, mean, rstd, rows, c);
+    let launch = launch.context("no instance for these channels")?;
     s.launch(launch, [grid, 1, 1], shape.backward_shared_bytes::<bf16>());
     let none = GlobalMut::null();
     let launch = gpu::layernorm::layernorm_backward_reduce::<bf16>(dweight, dbias, none, partials.reader(), grid, c);
