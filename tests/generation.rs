@@ -46,6 +46,7 @@ fn models() -> Vec<(&'static str, Descriptor)> {
         ("qwen3", qwen3),
         ("modern", modern),
         ("interleaved", interleaved),
+        ("geglu", Descriptor { activation: Activation::GeGlu, ..llama }),
     ]
     .map(|(name, descriptor)| (name, descriptor.checked().unwrap()))
     .to_vec()

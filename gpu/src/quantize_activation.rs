@@ -6,7 +6,7 @@
 //! A block computes a tile of the activation's output. A function of I inputs moves 2 I + 1 bytes per element of its output, or
 //! 2 I + 2 for both layouts, in [`quantize_activation`], and 2 + 4 I in [`quantize_activation_gradient`].
 
-use crate::activation::{Activation, ActivationFunction, Gelu, ReluSquared, SwiGlu};
+use crate::activation::{Activation, ActivationFunction, GeGlu, Gelu, ReluSquared, SwiGlu};
 use crate::quantize::{
     ColumnSums, ROW_WORDS, TILE, amax_of, maxima, place, quantized, store_block_amax, store_transposed, tile_and_maxima,
 };
@@ -74,7 +74,7 @@ impl TilePart {
 #[kernel(
     threads = 256,
     instances(
-        [gelu = Gelu, relu_squared = ReluSquared, swiglu = SwiGlu]
+        [gelu = Gelu, relu_squared = ReluSquared, swiglu = SwiGlu, geglu = GeGlu]
             * [_ = <true, false>, transposed = <false, true>, both = <true, true>]
     ),
     select(A::ACTIVATION: Activation, OUT: bool, TRANSPOSED: bool)
@@ -137,7 +137,7 @@ pub fn tiles_and_maxima(layout: &mut Layout) -> ([SharedArray<u32>; 2], SharedAr
 #[kernel(
     threads = 256,
     instances(
-        [gelu = Gelu, relu_squared = ReluSquared, swiglu = SwiGlu]
+        [gelu = Gelu, relu_squared = ReluSquared, swiglu = SwiGlu, geglu = GeGlu]
             * [e4m3 = E4m3, e5m2 = E5m2]
             * [_ = false, sums = true]
     ),

@@ -16,7 +16,7 @@ use anyhow::{Context, Result, bail, ensure};
 use atomic_file::write_directory;
 use checkpoint::model_file;
 use checkpoint::tensors::{FileShape, Order, Slot};
-use engine::ops::RotaryPairs;
+use engine::ops::{Activation, RotaryPairs};
 use engine::tensor::DType;
 use model::descriptor::{Positions, Rotary};
 use model::{Param, Params};
@@ -158,6 +158,12 @@ pub fn gguf(
             architecture.model_type
         )
     })?;
+    ensure!(
+        descriptor.activation != Activation::GeGlu,
+        "{}: expected SwiGLU, which llama.cpp computes for every {}, found GEGLU; export with --format hf",
+        source.path().display(),
+        architecture.model_type
+    );
     let (vocabulary, written) = gguf_vocabulary(source, named)?;
     let name = out.file_stem().map(|stem| stem.to_string_lossy()).unwrap_or_default();
     let all: Vec<_> = architecture.all_tensors(&descriptor).collect();

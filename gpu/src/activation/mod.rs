@@ -9,10 +9,12 @@
 //!
 //! Memory traffic of the kernels in elements per element of out: 2 forward and 3 backward, 3 and 5 for a gated function.
 
+mod geglu;
 mod gelu;
 mod relu_squared;
 mod swiglu;
 
+pub use geglu::GeGlu;
 pub use gelu::Gelu;
 pub use relu_squared::ReluSquared;
 pub use swiglu::SwiGlu;
@@ -126,6 +128,8 @@ functions! {
     ReluSquared = "relu-squared", "ReLU²";
     /// up · silu(gate) (Shazeer, 2020, arXiv:2002.05202)
     SwiGlu = "swi-glu", "SwiGLU";
+    /// up · gelu(gate) (Shazeer, 2020, arXiv:2002.05202)
+    GeGlu = "ge-glu", "GEGLU";
 }
 
 impl Activation {
@@ -166,7 +170,7 @@ fn packets<T: Element, A: ActivationFunction>(n: u64, columns: u32) -> Option<[u
 #[kernel(
     threads = 512,
     axes(element = [bf16 = cuda_std::bf16, f32 = f32]),
-    instances(element * [gelu = Gelu, relu_squared = ReluSquared, swiglu = SwiGlu]),
+    instances(element * [gelu = Gelu, relu_squared = ReluSquared, swiglu = SwiGlu, geglu = GeGlu]),
     select(A::ACTIVATION: Activation)
 )]
 pub fn activation_forward<T: Element, A: ActivationFunction>(out: GlobalMut<T>, inp: Global<T>, n: u64, columns: u32) {
@@ -188,7 +192,7 @@ pub fn activation_forward<T: Element, A: ActivationFunction>(out: GlobalMut<T>, 
 #[kernel(
     threads = 512,
     axes(element = [bf16 = cuda_std::bf16, f32 = f32]),
-    instances(element * [gelu = Gelu, relu_squared = ReluSquared, swiglu = SwiGlu]),
+    instances(element * [gelu = Gelu, relu_squared = ReluSquared, swiglu = SwiGlu, geglu = GeGlu]),
     select(A::ACTIVATION: Activation)
 )]
 pub fn activation_backward<T: Element, A: ActivationFunction>(

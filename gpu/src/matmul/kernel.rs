@@ -27,7 +27,7 @@ use super::tile::{
     CONSUMERS, Cooperative128x128, Cooperative128x192, Cooperative128x256, Cooperative128x320, Cooperative256x128,
     Cooperative256x192, MAX_EPILOGUE_BUFFERS, Pingpong128x128, Pingpong128x192, Scheduler, Tile, TileShape, WorkTile,
 };
-use crate::activation::{ActivationFunction, Gelu, ReluSquared, SwiGlu};
+use crate::activation::{ActivationFunction, GeGlu, Gelu, ReluSquared, SwiGlu};
 use core::marker::PhantomData;
 use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::hopper::{self, MBarrier, PipelineState, TensorMap};
@@ -157,9 +157,10 @@ impl<const COLUMN_SUMS: bool> Epilogue for Partials<COLUMN_SUMS> {
             gelu_backward = Tma<Backward<Gelu, false>>, gelu_backward_and_value = Tma<Backward<Gelu, true>>,
             relu_squared_backward = Tma<Backward<ReluSquared, false>>,
             relu_squared_backward_and_value = Tma<Backward<ReluSquared, true>>,
-            swiglu_backward = Gated<SwiGlu, true, false>, swiglu_backward_and_value = Gated<SwiGlu, true, true>
+            swiglu_backward = Gated<SwiGlu, true, false>, swiglu_backward_and_value = Gated<SwiGlu, true, true>,
+            geglu_backward = Gated<GeGlu, true, false>, geglu_backward_and_value = Gated<GeGlu, true, true>
         ],
-        gated = [swiglu = Gated<SwiGlu, false, true>],
+        gated = [swiglu = Gated<SwiGlu, false, true>, geglu = Gated<GeGlu, false, true>],
         fp8_forward = [bias_gelu = Tma<Forward<Gelu, true>>, bias_gelu_to_fp8 = Quantized<Forward<Gelu, true>, E4m3>],
         e4m3_backward = [
             gelu_backward = Tma<Backward<Gelu, false>>, gelu_backward_to_fp8 = Quantized<Backward<Gelu, false>, E4m3>

@@ -164,7 +164,7 @@ impl Layer {
     fn check<T: Tolerance>(&self, sm_count: usize) {
         let (want, scale) = self.reference::<T>();
         // Two values near `scale` are multiplied by SwiGLU and ReLU².
-        let squared = matches!(self.activation, Some(Activation::ReluSquared | Activation::SwiGlu));
+        let squared = matches!(self.activation, Some(Activation::ReluSquared | Activation::SwiGlu | Activation::GeGlu));
         let scale = if squared { scale * scale } else { scale };
         assert_close("out", &self.run::<T>(sm_count), &want, T::ROUNDING, scale / 2.0);
     }
@@ -237,9 +237,10 @@ fn normed_matmuls_match_f64_reference<T: Tolerance>() {
             for layer in norms::<T>(&layer) {
                 layer.check::<T>(sm_count);
             }
-            let swiglu = layer.with_activation(Activation::SwiGlu);
-            for layer in norms::<T>(&swiglu) {
-                layer.check::<T>(sm_count);
+            for activation in [Activation::SwiGlu, Activation::GeGlu] {
+                for layer in norms::<T>(&layer.clone().with_activation(activation)) {
+                    layer.check::<T>(sm_count);
+                }
             }
         }
     }

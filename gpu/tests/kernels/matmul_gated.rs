@@ -6,13 +6,13 @@ use crate::common::gemm::{
 };
 use crate::common::{Tolerance, assert_close, for_all, rounded, wide};
 use cuda_std::bf16;
-use gpu::activation::Activation::SwiGlu;
+use gpu::activation::Activation::{GeGlu, SwiGlu};
 use gpu::matmul::gemm::GemmLayout::{Nn, Nt};
 use gpu::matmul::gemm::{Batching, Gemm, GemmEpilogue, GemmPrecision, Pass};
 use gpu::matmul::launch::TileShape;
 
 tests! {
-    kernels of "matmul/kernel.rs" where |entry| entry.contains("swiglu");
+    kernels of "matmul/kernel.rs" where |entry| entry.contains("glu");
     once: shapes_around_a_tile_match_reference, any_grid_size_matches_reference, long_k_matches_reference,
         several_tile_groups_match_reference, random_shapes_match_reference, rows_of_a_are_independent,
         non_finite_elements_do_not_spread, swiglu_is_accurate_over_its_whole_range,
@@ -25,7 +25,7 @@ const RECOMPUTE: Gemm = in_bf16(Nn, GemmEpilogue::NONE.with(SwiGlu, Pass::Backwa
 fn gemms() -> Vec<Gemm> {
     let mut gemms = all(GemmPrecision::Bf16, Batching::One);
     gemms.retain(|gemm| gemm.epilogue.is_gated());
-    assert_eq!(gemms.len(), 3);
+    assert_eq!(gemms.len(), 2 * 3, "three passes of two functions");
     gemms
 }
 
@@ -100,6 +100,8 @@ fn swiglu_is_accurate_over_its_whole_range() {
 
 fn fused_activations_have_the_bits_of_separate_kernels() {
     check_bits_of_fused_activations([FORWARD, RECOMPUTE]);
+    let with = |gemm: Gemm, pass| Gemm { epilogue: GemmEpilogue::NONE.with(GeGlu, pass), ..gemm };
+    check_bits_of_fused_activations([with(FORWARD, Pass::Forward), with(RECOMPUTE, Pass::BackwardAndValue)]);
 }
 
 fn only_pingpong_tiles_are_supported() {

@@ -37,6 +37,9 @@ pub const IGNORED: &[&str] = &[
     "rotary_emb.inv_freq",
 ];
 
+/// The values of `hidden_act`. All of these models have a gated MLP.
+const HIDDEN_ACT: [&str; 4] = ["silu", "swish", "gelu_pytorch_tanh", "gelu_new"];
+
 /// Llama.
 pub static LLAMA: Architecture = Architecture {
     model_type: "llama",
@@ -46,7 +49,7 @@ pub static LLAMA: Architecture = Architecture {
     ignored: IGNORED,
     tensors: TENSORS,
     settings: &[
-        Setting { key: "hidden_act", accepted: &["silu", "swish"] },
+        Setting { key: "hidden_act", accepted: &HIDDEN_ACT },
         Setting { key: "attention_bias", accepted: &["false"] },
         Setting { key: "mlp_bias", accepted: &["false"] },
         // Changes how the GEMMs are split, but not their formula.
@@ -68,7 +71,7 @@ pub static QWEN2: Architecture = Architecture {
     model_type: "qwen2",
     class: "Qwen2ForCausalLM",
     settings: &[
-        Setting { key: "hidden_act", accepted: &["silu", "swish"] },
+        Setting { key: "hidden_act", accepted: &HIDDEN_ACT },
         Setting { key: "use_sliding_window", accepted: &["false"] },
         Setting { key: "is_encoder_decoder", accepted: &["false"] },
         Setting { key: "quantization_config", accepted: &["null"] },
@@ -84,7 +87,7 @@ pub static QWEN3: Architecture = Architecture {
     model_type: "qwen3",
     class: "Qwen3ForCausalLM",
     settings: &[
-        Setting { key: "hidden_act", accepted: &["silu", "swish"] },
+        Setting { key: "hidden_act", accepted: &HIDDEN_ACT },
         Setting { key: "attention_bias", accepted: &["false"] },
         Setting { key: "use_sliding_window", accepted: &["false"] },
         Setting { key: "is_encoder_decoder", accepted: &["false"] },
@@ -131,7 +134,10 @@ pub fn descriptor(keys: Keys, biases: Biases, qk_norm: Option<QkNorm>, head_size
         norm: Norm::RmsNorm { eps: keys.float("rms_norm_eps", EPS)?, weights: true },
         positions: Positions::Rotary(rotary(keys)?),
         qk_norm,
-        activation: Activation::SwiGlu,
+        activation: match keys.get("hidden_act").as_str() {
+            Some("gelu_pytorch_tanh" | "gelu_new") => Activation::GeGlu,
+            _ => Activation::SwiGlu,
+        },
         biases,
         tied: keys.flag("tie_word_embeddings", false)?,
         embedding_norm: false,
@@ -265,7 +271,8 @@ pub fn keys(d: &Descriptor, own: Value) -> Map<String, Value> {
     insert("intermediate_size", d.mlp_channels.into());
     insert("max_position_embeddings", d.max_seq_len.into());
     insert("vocab_size", d.vocab.into());
-    insert("hidden_act", "silu".into());
+    let geglu = d.activation == Activation::GeGlu;
+    insert("hidden_act", if geglu { "gelu_pytorch_tanh" } else { "silu" }.into());
     insert("attention_dropout", 0.0.into());
     insert("tie_word_embeddings", d.tied.into());
     if let Some(eps) = d.norm.eps() {
@@ -332,6 +339,19 @@ mod tests {
             "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}}"#,
         );
         assert_eq!(llama(&new).unwrap(), expected);
+    }
+
+    #[test]
+    fn the_gate_of_the_mlp_survives_an_export() {
+        for (name, activation, exported) in [
+            ("silu", Activation::SwiGlu, "silu"),
+            ("swish", Activation::SwiGlu, "silu"),
+            ("gelu_pytorch_tanh", Activation::GeGlu, "gelu_pytorch_tanh"),
+            ("gelu_new", Activation::GeGlu, "gelu_pytorch_tanh"),
+        ] {
+            let found = llama(&with(&format!(r#"{{"hidden_act": "{name}"}}"#))).unwrap();
+            assert_eq!((found.activation, &(LLAMA.keys)(&found)["hidden_act"]), (activation, &json!(exported)));
+        }
     }
 
     #[test]

@@ -329,7 +329,10 @@ const UNREADABLE: [(DecoderChange, &str); 24] = [
         |c, _| c["rope_scaling"] = json!({"type": "mrope", "mrope_section": [2, 1, 1]}),
         "rope_scaling: mrope_section: expected none, found [2,1,1]",
     ),
-    (|c, _| c["hidden_act"] = "gelu".into(), "hidden_act: expected silu or swish, found gelu"),
+    (
+        |c, _| c["hidden_act"] = "gelu".into(),
+        "hidden_act: expected silu or swish or gelu_pytorch_tanh or gelu_new, found gelu",
+    ),
     (|c, _| c["quantization_config"] = json!({"bits": 4}), "quantization_config: expected null"),
     (
         |_, t| renamed(t, "model.norm.weight", "model.final_norm.weight"),

@@ -24,7 +24,7 @@ fn descriptor() -> Descriptor {
 }
 
 /// Returns models with the norms and activations of GPT-2, Llama and nanochat.
-fn families() -> [Descriptor; 3] {
+fn families() -> [Descriptor; 4] {
     let gpt2 = descriptor();
     let norm = model::descriptor::Norm::RmsNorm { eps: 1e-5, weights: true };
     let llama = Descriptor {
@@ -33,7 +33,8 @@ fn families() -> [Descriptor; 3] {
         biases: model::descriptor::Biases::None,
         ..gpt2
     };
-    [gpt2, llama, Descriptor { activation: engine::ops::Activation::ReluSquared, ..llama }]
+    let with = |activation| Descriptor { activation, ..llama };
+    [gpt2, llama, with(engine::ops::Activation::ReluSquared), with(engine::ops::Activation::GeGlu)]
 }
 
 /// Returns an emulated GPU with FP8 and without kernels for its tensor cores: the library computes all GEMMs.

@@ -52,7 +52,7 @@ pub fn edge_cases() -> Vec<Case> {
     // SwiGLU and ReLU². Their rows are not a multiple of the packets of a block.
     for (rows, c, oc) in [(1, 64, 16), (37, 80, 240), (130, 208, 80)] {
         let shape = MatmulShape { rows, c, oc };
-        for activation in [Activation::SwiGlu, Activation::ReluSquared] {
+        for activation in [Activation::SwiGlu, Activation::ReluSquared, Activation::GeGlu] {
             let kind = EpilogueKind::Activation(activation);
             cases.extend([true, false].map(|bias| matmul_forward(shape, bias, kind)));
             cases.extend([true, false].map(|bias| matmul_backward(shape, bias, Some(activation))));
@@ -550,11 +550,11 @@ fn matmul_backward_recompute(shape: MatmulShape, bias: bool, activation: Activat
     let mut case = matmul_backward(shape, bias, Some(activation));
     // dweight is a GEMM with the recomputed, rounded inp.
     case.operands[1].checked = Some(match activation {
-        Activation::ReluSquared | Activation::SwiGlu => Tolerance::SQUARED_CHAIN,
+        Activation::ReluSquared | Activation::SwiGlu | Activation::GeGlu => Tolerance::SQUARED_CHAIN,
         Activation::Gelu => Tolerance::CHAIN,
     });
     case.operands[4] = output("inp", rows * c, Tolerance::CHAIN);
-    if activation == Activation::SwiGlu {
+    if activation.is_gated() {
         case.operands[4].checked = None;
     }
     case.operands[6] = output("preactivation", rows * sums, Tolerance::REDUCTION);

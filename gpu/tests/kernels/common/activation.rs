@@ -26,6 +26,10 @@ pub fn value_and_slopes(activation: Activation, [x, gate]: [f64; 2]) -> (f64, [f
             let slope = if gate > 40.0 { 1.0 } else { e * (1.0 + e + gate) / (1.0 + e).powi(2) };
             (x * silu, [silu, x * slope])
         }
+        Activation::GeGlu => {
+            let (gelu, [slope, _]) = value_and_slopes(Activation::Gelu, [gate, 0.0]);
+            (x * gelu, [gelu, x * slope])
+        }
     }
 }
 

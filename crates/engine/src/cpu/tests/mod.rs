@@ -103,8 +103,9 @@ fn activate(activation: Activation, x: &[f64], columns: usize) -> Vec<f64> {
     match activation {
         Activation::Gelu => x.iter().map(|&x| gelu(x)).collect(),
         Activation::ReluSquared => x.iter().map(|x| x.max(0.0).powi(2)).collect(),
-        Activation::SwiGlu => {
-            let row = |x: &[f64]| (0..columns).map(|i| x[i] * silu(x[columns + i])).collect::<Vec<_>>();
+        Activation::SwiGlu | Activation::GeGlu => {
+            let gate = if activation == Activation::SwiGlu { silu } else { gelu };
+            let row = |x: &[f64]| (0..columns).map(|i| x[i] * gate(x[columns + i])).collect::<Vec<_>>();
             x.chunks(2 * columns).flat_map(row).collect()
         }
     }
@@ -135,13 +136,12 @@ proptest! {
         c in 1usize..50,
         half_oc in 1usize..70,
         bias: bool,
-        epilogue in 0usize..5,
+        epilogue in 0..2 + Activation::ALL.len(),
         recompute: bool,
     ) {
         let mut bench = Bench::new();
         let oc = 2 * half_oc;
-        let activation = [None, None, Some(Activation::Gelu), Some(Activation::SwiGlu), Some(Activation::ReluSquared)];
-        let activation = activation[epilogue];
+        let activation = epilogue.checked_sub(2).map(|i| Activation::ALL[i]);
         let inputs = activation.map_or(1, Activation::inputs);
         let (inp, weight) = (bench.normal(rows * c), bench.normal(oc * c));
         let (dinp, dweight) = (bench.normal(rows * c * inputs), bench.normal(oc * c));
@@ -188,7 +188,7 @@ proptest! {
             Some((activation, pre)) if recompute => activate(activation, &bench.before(pre), c),
             _ => x,
         };
-        if activation != Some(Activation::SwiGlu) {
+        if !activation.is_some_and(Activation::is_gated) {
             bench.assert("inp", inp, &x);
         }
         let mut expected = matmul_reference(rows, c, oc, |i, l| d[i * oc + l], |l, j| w[l * c + j]);
