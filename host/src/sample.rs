@@ -22,7 +22,8 @@ const PADDING: usize = 64;
 
 /// Generates `tokens` tokens after `prompt`, which holds at least one token, and passes each of them to `each`.
 ///
-/// `hooks` gathers the parameters of each layer, and may end the text between two tokens. If the text exceeds the planned length, the model reads the end of it.
+/// `hooks` gathers the parameters of each layer, and may end the text between two tokens. Of a text that is longer than the longest
+/// sequence of the plan, the model reads the end.
 pub fn generate(
     model: &Decoder,
     engine: &mut dyn Engine,
@@ -34,7 +35,7 @@ pub fn generate(
 ) -> Result<()> {
     ensure!(!prompt.is_empty(), "prompt: expected at least one token, found none; pass a non-empty --prompt");
     let (v, vp) = (model.descriptor.vocab, model.descriptor.padded_vocab());
-    let window = model.losses.len.min(model.descriptor.max_seq_len);
+    let window = model.longest_sequence();
     let mut rng = Mt19937::new(sampling.seed);
     let mut text = prompt.to_vec();
     for _ in 0..tokens {
@@ -135,35 +136,47 @@ mod tests {
         }
     }
 
+    /// Returns `n` tokens of an untrained model that is planned for `b` sequences of `t` tokens.
+    fn text(descriptor: Descriptor, [b, t]: [usize; 2], n: usize, logit_rows: usize) -> Vec<u32> {
+        let mut engine = Cpu::new();
+        let options = PlanOptions { logit_rows, ..PlanOptions::inference(b, t) };
+        let (model, plan) = Decoder::plan(descriptor, options, &mut engine);
+        engine.allocate(&plan).unwrap();
+        init::generate(&descriptor, 42, |p, l, values| {
+            // Makes the distribution far from uniform.
+            let values: Vec<f32> = values.iter().map(|v| v * 20.0).collect();
+            engine.write(model.layout.of(model.params, p, l), &values)
+        })
+        .unwrap();
+        let mut out = Vec::new();
+        let sampling = Sampling { top_k: 0, temperature: 1.0, seed: 7 };
+        generate(&model, &mut engine, &mut Unsharded, &[1, 2, 3], n, sampling, |token| {
+            out.push(token);
+            Ok(())
+        })
+        .unwrap();
+        out
+    }
+
     #[test]
     fn padding_batch_size_and_chunk_size_do_not_change_the_text() {
         let descriptor = Descriptor::gpt2(2, 2, 16, 160, 50).unwrap();
-        let text = |b, t, n, logit_rows| {
-            let mut engine = Cpu::new();
-            let options = PlanOptions { logit_rows, ..PlanOptions::inference(b, t) };
-            let (model, plan) = Decoder::plan(descriptor, options, &mut engine);
-            engine.allocate(&plan).unwrap();
-            init::generate(&descriptor, 42, |p, l, values| {
-                // Makes the distribution far from uniform.
-                let values: Vec<f32> = values.iter().map(|v| v * 20.0).collect();
-                engine.write(model.layout.of(model.params, p, l), &values)
-            })
-            .unwrap();
-            let mut out = Vec::new();
-            let sampling = Sampling { top_k: 0, temperature: 1.0, seed: 7 };
-            generate(&model, &mut engine, &mut Unsharded, &[1, 2, 3], n, sampling, |token| {
-                out.push(token);
-                Ok(())
-            })
-            .unwrap();
-            out
-        };
-        let one = text(1, 100, 80, 100);
-        assert_eq!(one, text(4, 160, 80, 200));
+        let one = text(descriptor, [1, 100], 80, 100);
+        assert_eq!(one, text(descriptor, [4, 160], 80, 200));
         // Fewer rows of logits than the padding of a sequence.
-        assert_eq!(one, text(1, 100, 80, 10));
+        assert_eq!(one, text(descriptor, [1, 100], 80, 10));
         assert!(one.iter().any(|t| *t != one[0]));
         // The text exceeds the planned length.
-        assert_eq!(text(1, 16, 40, 100).len(), 40);
+        assert_eq!(text(descriptor, [1, 16], 40, 100).len(), 40);
+    }
+
+    /// The table of rotary positions has the length of a sequence, not that of a batch.
+    #[test]
+    fn texts_of_rotary_models_may_exceed_the_sequences_of_the_batch() {
+        let descriptor: Descriptor = "modern:d2".parse().unwrap();
+        let descriptor = Descriptor { vocab: 50, ..descriptor };
+        let one = text(descriptor, [1, 16], 40, 16);
+        assert_eq!(one, text(descriptor, [4, 16], 40, 16));
+        assert_eq!(one.len(), 40);
     }
 }

@@ -163,6 +163,13 @@ impl Layer {
 }
 
 impl Decoder {
+    /// Returns the length of the longest sequence that a forward pass accepts: learned positions and the activations of a batch permit one
+    /// longer than T, rotary positions have a table of T rows.
+    pub fn longest_sequence(&self) -> usize {
+        let rows = self.rotary_table.map_or(self.losses.len, |table| table.len / self.descriptor.head_size);
+        rows.min(self.descriptor.max_seq_len)
+    }
+
     pub(super) fn param(&self, param: Param, layer: usize) -> Tensor {
         self.param_store().tensor(param, layer)
     }
