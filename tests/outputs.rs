@@ -5,6 +5,7 @@ use data::tokens;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use tempfile::TempDir;
 
 const NOTES: &str = "notes that exist nowhere else\n";
@@ -155,6 +156,28 @@ fn export_replaces_only_exports_of_its_format() {
     }
     let in_place = ["export", "--format", "hf", "--dtype", "bf16", "--overwrite", text(&hf), text(&hf)];
     fail(&in_place, &["expected another file than the input"]);
+}
+
+/// The model may be an export itself, and its path may be relative to a directory above the run.
+#[test]
+fn export_does_not_replace_the_model_from_which_a_run_started() {
+    let fixture = Fixture::new();
+    let (hf, file, tuned) = (fixture.at("hf"), fixture.at("file.bin"), fixture.at("runs/tuned"));
+    succeed(&["export", "--format", "hf", text(&fixture.run), text(&hf)]);
+    fs::copy(&fixture.model, &file).unwrap();
+    for (format, model, out) in [("hf", "hf", &hf), ("hf", "hf/model.safetensors", &hf), ("llmc", "file.bin", &file)] {
+        let train = ["train", "--device", "cpu", "--steps", "1", "--batch", "1", "--seq", "8", "--sample-every", "0"];
+        let run = ["--val-every", "0", "--model", model, "--out", "runs/tuned"];
+        let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
+        let output = command.current_dir(fixture.dir.path()).args([&train[..], &run].concat()).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let weights = if out.is_dir() { out.join("model.safetensors") } else { out.clone() };
+        let before = fs::read(&weights).unwrap();
+        let export = ["export", "--format", format, "--overwrite", text(&tuned), text(out)];
+        fail(&export, &["expected another place than the model ", "from which the run started, found the same"]);
+        assert!(fs::read(&weights).unwrap() == before, "{model}");
+        fs::remove_dir_all(&tuned).unwrap();
+    }
 }
 
 #[test]

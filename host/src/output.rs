@@ -60,11 +60,16 @@ pub fn check_existing(path: &Path, kind: Kind) -> Result<()> {
     Ok(())
 }
 
+/// Returns whether both paths name the same existing file or directory.
+pub fn is_same(one: &Path, other: &Path) -> bool {
+    let id = |path: &Path| fs::metadata(path).ok().map(|metadata| (metadata.dev(), metadata.ino()));
+    id(one).is_some() && id(one) == id(other)
+}
+
 /// Fails if the output `path` is the input `input` of the command, perhaps by another name.
 pub fn check_input(path: &Path, input: &Path) -> Result<()> {
-    let id = |path: &Path| fs::metadata(path).ok().map(|metadata| (metadata.dev(), metadata.ino()));
     ensure!(
-        id(path).is_none() || id(path) != id(input),
+        !is_same(path, input),
         "cannot write {}: expected another file than the input {}, found the same; choose another name",
         path.display(),
         input.display()

@@ -228,4 +228,12 @@ impl Config {
             bounded_file::open_of_run(&directory.join(Self::FILE)).and_then(|mut file| file.read_exact(&mut start));
         read.is_ok() && start == *Self::HEADER.as_bytes()
     }
+
+    /// Returns a setting of the run in a directory. `None` if it is not set, or if no run has saved its settings there.
+    pub fn saved(directory: &Path, key: &str) -> Option<toml::Value> {
+        let path = directory.join(Self::FILE);
+        let text =
+            bounded_file::read_to_string(&path, bounded_file::SETTINGS).ok().filter(|_| Self::is_saved(directory))?;
+        toml::from_str::<toml::Table>(&text).ok()?.remove(key)
+    }
 }

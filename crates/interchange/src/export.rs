@@ -29,8 +29,11 @@ use system::progress::{self, Progress, Unit};
 /// Names of the files that contain the vocabulary of a tokenizer.
 const VOCABULARY_FILES: [&str; 3] = ["tokenizer.json", "vocab.json", "tokenizer.model"];
 
+/// The file that marks a directory as an export. The other files do not tell which program wrote them.
+pub const MARKER: &str = ".llm-rs-export";
+
 /// Names of all files that an export may write to a directory, besides those of the tokenizer.
-const DIRECTORY_FILES: [&str; 3] = [config::FILE, GENERATION, WEIGHTS];
+const DIRECTORY_FILES: [&str; 4] = [config::FILE, GENERATION, WEIGHTS, MARKER];
 
 /// The tokenizer of an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,6 +77,7 @@ pub fn hugging_face(
     }
     write_directory(out, |directory| {
         let write = |name: &str, bytes: &[u8]| fs::write(directory.join(name), bytes);
+        write(MARKER, b"llm-rs export has written this directory, and may replace it.\n")?;
         write(config::FILE, &pretty(&config.exported(dtype))?)?;
         write(GENERATION, &generation_config(source, &config, named.is_none())?)?;
         let mut file = BufWriter::new(File::create(directory.join(WEIGHTS))?);
@@ -233,11 +237,14 @@ fn check_directory(out: &Path, overwrite: bool) -> Result<()> {
     let first = fs::read_dir(out).with_context(cannot)?.next().transpose().with_context(cannot)?;
     let Some(first) = first else { return Ok(()) };
     ensure!(
-        overwrite,
-        "{name}: expected a new or empty directory, found {}; add --overwrite to replace it",
+        out.join(MARKER).is_file(),
+        "{name}: expected a new or empty directory, or an export with {MARKER}, found {} without it: files of another program, or an \
+         export of an earlier version; choose another directory, or remove this one",
         first.file_name().display()
     );
-    companions::check_only(out, |file| DIRECTORY_FILES.contains(&file) || companions::is_tokenizer_file(file))
+    companions::check_only(out, |file| DIRECTORY_FILES.contains(&file) || companions::is_tokenizer_file(file))?;
+    ensure!(overwrite, "{name}: expected a new or empty directory, found an export; add --overwrite to replace it");
+    Ok(())
 }
 
 /// Checks that the file `out` does not exist or may be replaced.

@@ -4,12 +4,14 @@ use crate::hints::Invocation;
 use crate::output::{self, Kind, Mark};
 use crate::terminal;
 use anyhow::{Result, bail};
+use checkpoint::config::Config;
 use checkpoint::directory::{done_steps, model_name};
 use checkpoint::model_file;
 use engine::open::Precision;
 use engine::tensor::DType;
 use interchange::export::{self, WrittenTokenizer};
 use interchange::{ModelSource, tokenizer};
+use model::Descriptor;
 use std::fs;
 use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
@@ -116,11 +118,19 @@ pub fn run(args: &Export) -> Result<()> {
 }
 
 impl Export {
-    /// Fails if the output is the model itself, or an existing file that is no export of this format.
+    /// Fails if the output is the model itself, that from which the run started, or an existing file that is no export of this format.
     fn check_output(&self, source: &ModelSource) -> Result<()> {
         let (out, directory) = (self.out.as_path(), source.companions());
         for input in [source.path(), source.directory()].into_iter().chain(directory.as_deref()) {
             output::check_input(out, input)?;
+        }
+        if let Some(model) = models_of_run(source.directory()).into_iter().find(|model| output::is_same(out, model)) {
+            bail!(
+                "cannot write {}: expected another place than the model {} from which the run started, found the same; choose another \
+                 name",
+                out.display(),
+                model.display()
+            );
         }
         let (name, mark) = match self.format {
             Format::Hf => return Ok(()),
@@ -143,6 +153,19 @@ impl Export {
         }
         Ok(())
     }
+}
+
+/// Returns the paths that the model may have from which a run started. Its path may be relative to a directory above the run.
+fn models_of_run(run: &Path) -> Vec<PathBuf> {
+    let model = Config::saved(run, "model").and_then(|model| model.as_str().map(str::to_owned));
+    let Some(model) = model.filter(|model| model.parse::<Descriptor>().is_err()) else { return Vec::new() };
+    let absolute = run.canonicalize().unwrap_or_default();
+    let paths = [Path::new("")].into_iter().chain(absolute.ancestors()).map(|directory| directory.join(&model));
+    // A file may stand for the directory of a model.
+    paths
+        .flat_map(|path| [path.is_file().then(|| atomic_file::parent(&path).to_owned()), Some(path)])
+        .flatten()
+        .collect()
 }
 
 fn describe(tokenizer: WrittenTokenizer) -> String {

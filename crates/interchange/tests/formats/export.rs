@@ -120,6 +120,7 @@ fn model_file(vocab: usize) -> (TempDir, ModelSource) {
 #[test]
 fn directories_of_trained_models_are_complete() {
     let complete = [
+        ".llm-rs-export",
         "config.json",
         "generation_config.json",
         "merges.txt",
@@ -346,6 +347,17 @@ fn existing_files_are_replaced_only_on_request() {
     let message = error(directory_of("model", true));
     assert!(message.contains("expected only files of an export, found notes.txt"), "{message}");
     assert_eq!(contents(&at("model")).len(), before.len() + 1);
+    // The names of the files do not tell which program wrote them.
+    let before = contents(source_directory.path());
+    for overwrite in [false, true] {
+        let result = export::hugging_face(&source, None, source_directory.path(), DType::F32, overwrite);
+        let message = error(result);
+        assert!(
+            message.contains("or an export with .llm-rs-export, found ") && !message.contains("--overwrite"),
+            "{message}"
+        );
+    }
+    assert_eq!(contents(source_directory.path()), before);
     fs::write(at("file"), "mine").unwrap();
     assert!(error(directory_of("file", true)).contains("expected a directory or a new name, found a file"));
 
