@@ -153,6 +153,8 @@ fn export_replaces_only_exports_of_its_format() {
         ("llmc", text(&bin), &checkpoint, "found the checkpoint of step 1"),
     ] {
         Fixture::refused(&["export", "--format", format, "--overwrite", from], out, part);
+        // The error does not advise --overwrite, which would not help.
+        Fixture::refused(&["export", "--format", format, from], out, part);
     }
     let in_place = ["export", "--format", "hf", "--dtype", "bf16", "--overwrite", text(&hf), text(&hf)];
     fail(&in_place, &["expected another file than the input"]);

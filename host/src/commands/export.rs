@@ -137,9 +137,8 @@ impl Export {
             Format::Gguf => ("a GGUF file", Mark::Start(&[b"GGUF"])),
             Format::Llmc => ("a model file of llm.c", Mark::Start(&MODEL_FILES)),
         };
-        if self.overwrite {
-            output::check_existing(out, Kind { name, mark })?;
-        }
+        // Without --overwrite, too: the advice to add it must be right.
+        output::check_existing(out, Kind { name, mark })?;
         // A link may have another name.
         let Ok(target) = out.canonicalize() else { return Ok(()) };
         let in_run = |step: &usize| target.file_name().is_some_and(|name| name == model_name(*step).as_str());
