@@ -241,6 +241,22 @@ fn completions_equal_those_of_sample() {
     assert_eq!(format!("u:to be;a:{}\n", message["content"].as_str().unwrap()), expected);
 }
 
+/// As in `sample`, and in other servers.
+#[test]
+fn special_tokens_in_a_prompt_become_their_ids() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("run");
+    train(&run, "1", &["--tokenizer", "gpt2", "--val-every", "0", "--sample-every", "0"]);
+    let server = Server::start(&run, &[]);
+    let prompt = "a<|endoftext|>b";
+    let response =
+        server.complete(&json!({ "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": true }));
+    // A token begins the document of the prompt.
+    assert_eq!(response["usage"]["prompt_tokens"], 4);
+    let text = response["choices"][0]["text"].as_str().unwrap();
+    assert_eq!(format!("{prompt}{text}\n"), sample(&run, prompt, &["-g", "8", "--temperature", "0", "--ignore-end"]));
+}
+
 #[test]
 fn the_page_follows_the_run_and_the_newest_checkpoint() {
     let (_dir, run) = trained();

@@ -585,13 +585,13 @@ impl Model {
         Ok((requests, prompt_tokens))
     }
 
-    /// Returns the tokens of a prompt. A text begins a document.
+    /// Returns the tokens of a prompt. A text begins a document, and special tokens in it become their ids, as in `sample`.
     fn tokens(&self, prompt: &Prompt) -> Result<Vec<u32>, ApiError> {
         let invalid = |error: anyhow::Error| ApiError::invalid(Some("prompt"), format!("{error:#}"));
         let tokens = match prompt {
             Prompt::Text(text) => {
                 let mut tokens = vec![self.tokenizer.document()];
-                tokens.extend(self.tokenizer.encode(text).map_err(invalid)?);
+                tokens.extend(self.tokenizer.encode_with_special(text).map_err(invalid)?);
                 tokens
             }
             Prompt::Tokens(tokens) => tokens.clone(),
