@@ -371,6 +371,14 @@ fn a_signal_ends_a_validation_and_the_resumed_run_repeats_it() {
     // Before the first step there is nothing to save.
     let out = stop("first", &[], 0);
     assert!(out.contains("stopped after 0 of 40 steps") && !world.path("first/DONE_00000000").exists(), "{out}");
+    // The command that is printed then starts the run anew.
+    let (_, next) = out.split_once("\nnext: ").unwrap();
+    let words = shlex::split(&next.trim().replace(HOURS, "3")).unwrap();
+    let words = words.iter().skip_while(|word| *word != "train");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
+    let output = command.current_dir(world.dir.path()).args(words).output().unwrap();
+    assert!(output.status.success(), "{next}: {}", String::from_utf8_lossy(&output.stderr));
+    assert!(world.path("first/DONE_00000040").exists());
 
     world.succeed("run", &keep);
     for name in entries(&world.path("run")) {

@@ -35,8 +35,8 @@ impl Invocation {
         arguments.into_iter().fold(self.program.clone(), |command, argument| command + " " + &quote(argument))
     }
 
-    /// Returns this command with `--resume` and the directory `out`, whatever it said about both.
-    pub fn resuming(&self, out: &Path) -> String {
+    /// Returns this command with `--resume` and the directory `out`, whatever it said about both. Without a checkpoint it starts anew.
+    pub fn resuming(&self, out: &Path, has_checkpoint: bool) -> String {
         let is_value = |text: &str| crate::values::resume(text).is_ok();
         let out = out.to_string_lossy();
         let (mut kept, mut is_named) = (Vec::new(), false);
@@ -60,7 +60,8 @@ impl Invocation {
         if !is_named {
             kept.extend(["--out", &*out]);
         }
-        self.command(kept.into_iter().chain(["--resume"]))
+        kept.extend(if has_checkpoint { &["--resume"][..] } else { &["--resume", "auto"] });
+        self.command(kept)
     }
 
     /// Returns this command without the flags `removed`, and with the arguments `added` at its end.
@@ -127,7 +128,7 @@ mod tests {
     fn every_spelling_of_resume_is_replaced() {
         for flags in ["", " --resume", " --resume=auto", " --resume auto", " -y 1", " -y1", " -y", " --resume=0"] {
             let typed = Invocation::new("llm-rs", false, arguments(&format!("train{flags} --out run -x 7")));
-            assert_eq!(typed.resuming(Path::new("run")), "llm-rs train --out run -x 7 --resume", "{flags}");
+            assert_eq!(typed.resuming(Path::new("run"), true), "llm-rs train --out run -x 7 --resume", "{flags}");
         }
     }
 
@@ -146,7 +147,8 @@ mod tests {
             ("--config c.toml", "--config c.toml --out run"),
         ] {
             let typed = Invocation::new("llm-rs", false, arguments(&format!("train {flags}")));
-            assert_eq!(typed.resuming(Path::new("run")), format!("llm-rs train {resumed} --resume"));
+            assert_eq!(typed.resuming(Path::new("run"), true), format!("llm-rs train {resumed} --resume"));
+            assert_eq!(typed.resuming(Path::new("run"), false), format!("llm-rs train {resumed} --resume auto"));
         }
     }
 

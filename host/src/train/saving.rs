@@ -143,7 +143,7 @@ impl Run<'_> {
         let Some(checkpoints) = &self.checkpoints else {
             return Some("nothing is kept with --out none".to_owned());
         };
-        let command = Invocation::current().resuming(checkpoints.directory());
+        let command = Invocation::current().resuming(checkpoints.directory(), true);
         Some(match checkpoints.newest() {
             Some(step) => format!("the newest checkpoint is of step {step}; continue with {command}"),
             None => "there is no checkpoint yet".to_owned(),

@@ -455,16 +455,16 @@ fn report_end(
         console.line(&format!("plots: {0}/{1}, {0}/{2}", out.display(), plots::FIGURE, plots::REPORT))?;
     }
     match outcome.stopped {
-        Some(step) => console.line(&format!("\n{}", stopped(step, config))),
+        Some(step) => console.line(&format!("\n{}", stopped(step, config, outcome.model_file.is_some()))),
         None => console.line(&format!("\nnext: {}", next_command(config, outcome))),
     }
 }
 
 /// Returns the last lines of a run that was asked to stop.
-fn stopped(step: usize, config: &Config) -> String {
+fn stopped(step: usize, config: &Config, has_checkpoint: bool) -> String {
     let stopped = format!("stopped after {step} of {} steps", config.steps);
     match &config.out {
-        Some(out) => format!("{stopped}\n\nnext: {}", Invocation::current().resuming(out)),
+        Some(out) => format!("{stopped}\n\nnext: {}", Invocation::current().resuming(out, has_checkpoint)),
         None => format!("{stopped}; nothing is kept with --out none"),
     }
 }
