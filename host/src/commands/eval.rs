@@ -11,6 +11,7 @@ use crate::output::{self, Kind, Mark};
 use crate::terminal;
 use crate::values::count;
 use anyhow::{Context, Result};
+use checkpoint::config::Config;
 use data::{Geometry, Loader, MultipleChoice, Prefetch};
 use engine::{BatchLayout, Engine};
 use interchange::ModelSource;
@@ -56,7 +57,7 @@ pub struct Eval {
     #[arg(short, long, value_name = "B", default_value = "4", value_parser = count)]
     batch: usize,
 
-    /// Tokens in a sequence [default: 1024, or the model's maximum if that is smaller]
+    /// Tokens in a sequence [default: for --val and a run, those of the run; else 1024, or the model's maximum if that is smaller]
     #[arg(short = 't', long, value_name = "T", value_parser = count)]
     seq: Option<usize>,
 
@@ -138,32 +139,32 @@ pub fn run(args: &Eval) -> Result<()> {
     output::check_distinct(json, args.logits.as_deref())?;
     let file = ModelSource::open(args.model.get())?;
     let descriptor = file.descriptor();
-    let layout = args.layout(descriptor)?;
+    let [of_text, planned] = args.layouts(&file)?;
     let tokenizer = args.tokenizer(&file)?;
-    let Inputs { loader, hellaswag, mmlu } = args.inputs(descriptor, layout, tokenizer.as_ref())?;
+    let Inputs { loader, hellaswag, mmlu } = args.inputs(descriptor, [of_text, planned], tokenizer.as_ref())?;
     let mut engine = args.hardware.open_quietly()?;
     let engine = &mut *engine;
-    let model = load(file, layout.b, layout.t, engine)?;
+    let model = load(file, planned.b, planned.t, engine)?;
     let mut results = Results {
         model: args.model.get().display().to_string(),
         version: env!("CARGO_PKG_VERSION"),
         machine: engine.describe(),
         precision: engine.dtype().name(),
-        batch: [layout.b, layout.t],
+        batch: [of_text.b, of_text.t],
         validation: None,
         hellaswag: None,
         mmlu: None,
     };
     if let Some(loader) = loader {
         let validation = args.validate(&model, engine, loader, tokenizer.as_ref())?;
-        args.print(&validation.describe())?;
+        args.print(&validation.describe(of_text))?;
         results.validation = Some(validation);
     }
     let sets = [("HellaSwag", hellaswag, &mut results.hellaswag), ("MMLU", mmlu, &mut results.mmlu)];
     for (name, set, result) in sets {
         let Some(set) = set else { continue };
         let all = set.share(0, 1);
-        let score = multiple_choice::score(&model, engine, &mut Unsharded, layout, &set, all, 0)?;
+        let score = multiple_choice::score(&model, engine, &mut Unsharded, planned, &set, all, 0)?;
         args.print(&format!("{name}: {score}"))?;
         *result = Some(SetScore::new(&set, score));
     }
@@ -175,10 +176,18 @@ pub fn run(args: &Eval) -> Result<()> {
 }
 
 impl Eval {
-    fn layout(&self, descriptor: Descriptor) -> Result<BatchLayout> {
-        let t = self.seq.unwrap_or(descriptor.max_seq_len.min(1024));
-        fit::check_batch(&descriptor, self.batch, t).with_context(|| self.model.get().display().to_string())?;
-        Ok(BatchLayout { b: self.batch, t })
+    /// Returns the shape of the batches of text, and the largest shape of all batches: multiple-choice questions may be longer than the
+    /// sequences of the run.
+    fn layouts(&self, model: &ModelSource) -> Result<[BatchLayout; 2]> {
+        let descriptor = model.descriptor();
+        let default = self.seq.unwrap_or(descriptor.max_seq_len.min(1024));
+        let of_run = || usize::try_from(Config::saved(model.directory(), "seq")?.as_integer()?).ok();
+        let of_text = self.val.as_ref().and(self.seq.or_else(of_run)).unwrap_or(default);
+        let has_sets = self.hellaswag.is_some() || self.mmlu.is_some();
+        let longest = if has_sets { of_text.max(default) } else { of_text };
+        let named = || self.model.get().display().to_string();
+        fit::check_batch(&descriptor, self.batch, longest).with_context(named)?;
+        Ok([of_text, longest].map(|t| BatchLayout { b: self.batch, t }))
     }
 
     /// Finds the tokenizer. An unknown one is reported, because only bits per byte and the evaluation sets need it.
@@ -199,7 +208,7 @@ impl Eval {
     fn inputs(
         &self,
         descriptor: Descriptor,
-        BatchLayout { b, t }: BatchLayout,
+        [BatchLayout { b, t }, planned]: [BatchLayout; 2],
         tokenizer: Option<&Tokenizer>,
     ) -> Result<Inputs> {
         let loader = |val: &String| Loader::new(open_tokens(val)?, Geometry::single(b, t), descriptor.vocab, None);
@@ -207,7 +216,7 @@ impl Eval {
             let set =
                 path.map(|path| MultipleChoice::open_first(path, examples)?.with_tokenizer(tokenizer)).transpose()?;
             if let Some(set) = &set {
-                set.check(descriptor.vocab, t)?;
+                set.check(descriptor.vocab, planned.t)?;
             }
             anyhow::Ok(set)
         };
@@ -271,7 +280,7 @@ impl Validation {
         }
     }
 
-    fn describe(&self) -> String {
+    fn describe(&self, BatchLayout { b, t }: BatchLayout) -> String {
         let Self { loss, perplexity, tokens, .. } = self;
         let bits = match self.bits_per_byte {
             Some(bits) => format!("{bits:.4} bits per byte"),
@@ -279,7 +288,7 @@ impl Validation {
             None => "no bits per byte: the vocabulary has no tokenizer".to_owned(),
         };
         let bytes = self.bytes.map(|bytes| format!(", {bytes} bytes")).unwrap_or_default();
-        format!("val loss {loss:.6} | perplexity {perplexity:.2} | {bits} | {tokens} tokens{bytes}")
+        format!("val loss {loss:.6} | perplexity {perplexity:.2} | {bits} | {tokens} tokens{bytes}, batches of {b} x {t}")
     }
 }
 
