@@ -191,6 +191,13 @@ fn tokenized_text_can_be_trained_on() {
     fail(&extensions, &["expected input files with extension .tex, found none; skipped files with other extensions: "]);
     let printed = succeed(&["data", "text", text(&play), "--out", text(&split), "--separator", "<|x|>"]);
     assert!(printed.contains("expected '<|x|>' in each text file, found 1 without it"), "{printed}");
+    // Special tokens that are not encoded as such are counted.
+    fs::write(&play, "one<|endoftext|>two<|endoftext|>").unwrap();
+    for (flags, noted) in [(&[][..], true), (&["--allow-special"], false), (&["--separator", "<|endoftext|>"], false)] {
+        let output = llm_rs(&with(&["data", "text", text(&play), "--out", text(&split), "--overwrite"], flags));
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && err.contains("became ordinary text: 2; ") == noted, "{flags:?}: {err}");
+    }
     let smaller = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/tiny.bin");
     let args = ["train", "--device", "cpu", "--train", text(&train), "--model", text(&smaller), "-b", "2", "-t", "7"];
     fail(&args, &["gpt2 with 50257", "at most 97", "--model", "tiny.bin"]);

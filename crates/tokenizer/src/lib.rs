@@ -372,6 +372,11 @@ impl Tokenizer {
         Ok(ids)
     }
 
+    /// Returns the number of special tokens that [`encode_with_special`](Self::encode_with_special) finds in a text.
+    pub fn count_special(&self, text: &str) -> usize {
+        self.0.special.count(text)
+    }
+
     fn encode_plain(&self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
         match &self.0.encoding {
             Encoding::Bytes => ids.extend(text.bytes().map(u32::from)),

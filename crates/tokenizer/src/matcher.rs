@@ -45,6 +45,11 @@ impl Matcher {
         self.tokens.iter().any(|token| contains(&token.text))
     }
 
+    /// Returns the number of tokens in a text.
+    pub fn count(&self, text: &str) -> usize {
+        if self.tokens.is_empty() { 0 } else { self.automaton.find_iter(text).count() }
+    }
+
     /// Passes the parts of a text to `put`, in order.
     pub fn split(&self, text: &str, mut put: impl FnMut(Part) -> Result<()>) -> Result<()> {
         let mut begin = 0;
@@ -80,7 +85,7 @@ mod tests {
             })
             .unwrap();
         assert_eq!(parts, ["x", "8", "7", "y"]);
-        assert_eq!(matcher.tokens().len(), 3);
+        assert_eq!((matcher.tokens().len(), matcher.count("x<a><b><a>y")), (3, 2));
         assert_eq!((matcher.bytes(7), matcher.bytes(10)), (Some(&b"<a>"[..]), None));
         assert_eq!((matcher.contains('>', '<'), matcher.contains('a', 'b')), (true, false));
     }

@@ -59,6 +59,8 @@ pub struct Counts {
     pub bytes: usize,
     /// Cuts at which the encoding may differ from that of the whole document.
     pub forced_cuts: usize,
+    /// Special tokens in the text that were encoded as ordinary text.
+    pub plain_special: usize,
 }
 
 /// Sends batches of chunks.

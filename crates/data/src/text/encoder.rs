@@ -18,6 +18,8 @@ pub struct Encoded {
     pub ids: Vec<u32>,
     /// The positions at which documents begin. The ids before the first continue a document.
     pub starts: Vec<usize>,
+    /// Number of special tokens in the text that were encoded as ordinary text.
+    plain_special: usize,
 }
 
 /// Turns documents into tokens. A token precedes each document.
@@ -58,34 +60,40 @@ impl<'a> Encoder<'a> {
             let (written, read) = (join(writer), join(reader));
             // If the writer or the encoder failed, the reader only reports that they stopped.
             written?;
-            encoded?;
-            read
+            let plain_special = encoded?;
+            read.map(|(result, counts)| (result, Counts { plain_special, ..counts }))
         })
     }
 
-    /// Encodes batches of chunks and passes them on in order.
-    fn encode_all(&self, batches: Receiver<Vec<Chunk>>, send: &SyncSender<Vec<Encoded>>) -> Result<()> {
+    /// Encodes batches of chunks and passes them on in order. Returns the number of special tokens that became ordinary text.
+    fn encode_all(&self, batches: Receiver<Vec<Chunk>>, send: &SyncSender<Vec<Encoded>>) -> Result<usize> {
+        let mut plain_special = 0;
         for batch in batches {
-            let encoded = batch.into_par_iter().map(|chunk| self.encode(&chunk)).collect::<Result<_>>()?;
+            let encoded = batch.into_par_iter().map(|chunk| self.encode(&chunk)).collect::<Result<Vec<_>>>()?;
+            plain_special += encoded.iter().map(|encoded| encoded.plain_special).sum::<usize>();
             if send.send(encoded).is_err() {
                 // The writer failed and reports the reason.
                 break;
             }
         }
-        Ok(())
+        Ok(plain_special)
     }
 
     /// Returns the tokens of a chunk.
     fn encode(&self, chunk: &Chunk) -> Result<Encoded> {
         let tokenizer = self.tokenizer;
-        let mut encoded = Encoded { ids: Vec::with_capacity(chunk.text.len() / 3), starts: Vec::new() };
+        let mut encoded = Encoded { ids: Vec::with_capacity(chunk.text.len() / 3), ..Encoded::default() };
         for (begins, text) in chunk.parts() {
             if begins {
                 encoded.starts.push(encoded.ids.len());
                 encoded.ids.push(tokenizer.document());
             }
-            let ids = if self.allow_special { tokenizer.encode_with_special(text) } else { tokenizer.encode(text) }?;
-            encoded.ids.extend(ids);
+            encoded.ids.extend(if self.allow_special {
+                tokenizer.encode_with_special(text)?
+            } else {
+                encoded.plain_special += tokenizer.count_special(text);
+                tokenizer.encode(text)?
+            });
         }
         // Parts of a tokenizer.json may not be consistent with each other.
         let highest = encoded.ids.iter().max();

@@ -51,6 +51,8 @@ pub struct Summary {
     pub without_separator: usize,
     /// Cuts in long documents at which the tokens may differ from those of the whole document.
     pub forced_cuts: usize,
+    /// Special tokens in the text that were encoded as ordinary text.
+    pub plain_special: usize,
     /// The training split.
     pub train: Split,
     /// The validation split.
@@ -107,8 +109,8 @@ pub(crate) fn write_shards(
     let width = Width::of_vocab(encoder.tokenizer.vocab());
     let mut splits = Splits::new(replacement.directory(), width, layout)?;
     let (mut summary, counts) = encoder.run(read, |encoded| splits.push(encoded))?;
-    let Counts { documents, empty, bytes, forced_cuts } = counts;
-    summary.forced_cuts = forced_cuts;
+    let Counts { documents, empty, bytes, forced_cuts, plain_special } = counts;
+    (summary.forced_cuts, summary.plain_special) = (forced_cuts, plain_special);
     let skipped = summary.skipped.total();
     summary.input = Input { documents, empty_documents: empty, bytes, skipped, ..summary.input };
     let files = summary.input.files + skipped;

@@ -108,7 +108,9 @@ fn special_tokens_in_the_text_are_ordinary_text_unless_allowed() {
         fs::write(&file, text).unwrap();
         let tokens = |allow_special: bool| {
             let out = dir.path().join(format!("{name}-{allow_special}"));
-            run(std::slice::from_ref(&file), &out, &Options { allow_special, ..options(0.0, 1000) }).unwrap();
+            let options = Options { allow_special, ..options(0.0, 1000) };
+            let summary = run(std::slice::from_ref(&file), &out, &options).unwrap();
+            assert_eq!(summary.plain_special, usize::from(!allow_special), "{name}");
             train_tokens(&out)
         };
         assert_eq!((tokens(false), tokens(true)), (ordinary.clone(), special.clone()), "{name}");

@@ -97,6 +97,13 @@ pub fn run(args: &Text) -> Result<()> {
     }
     let written = text::write(&found, &args.out, &options)?;
     print_summary(&args.out, ShardNames::TEXT, &written)?;
+    if written.plain_special > 0 {
+        terminal::note(&format!(
+            "note: special tokens in the text that became ordinary text: {}; for text that you trust, --allow-special encodes them as \
+             special tokens",
+            written.plain_special
+        ))?;
+    }
     if let Some(separator) = args.separator.as_ref().filter(|_| written.without_separator > 0) {
         let files = written.without_separator;
         writeln!(stdout(), "warning: --separator: expected '{separator}' in each text file, found {files} without it")?;
