@@ -128,13 +128,17 @@ fn a_run_is_evaluated_with_the_sequences_of_its_training() {
     let fixture = Fixture::new();
     let [run, train] = ["short", "train.bin"].map(|name| fixture.directory.path().join(name));
     let shape = ["--model", "d6", "--layers", "1", "--heads", "2", "--channels", "8", "--batch", "2", "--seq", "7"];
-    let flags = ["train", "--device", "cpu", "--train", text(&train), "--val", &fixture.val, "--steps", "1", "--lr", "0"];
+    let flags =
+        ["train", "--device", "cpu", "--train", text(&train), "--val", &fixture.val, "--steps", "1", "--lr", "0"];
     let printed = succeed(&[&flags[..], &shape, &["--sample-every", "0", "--out", text(&run)]].concat());
     let loss = printed.lines().find_map(|line| Some(line.split_once("val loss ")?.1)).unwrap();
     let eval = ["eval", "--device", "cpu", text(&run), "--val", &fixture.val, "--batch", "2"];
     let printed = succeed(&[&eval[..], &["--hellaswag", &fixture.hellaswag]].concat());
     let line = printed.lines().next().unwrap();
-    assert!(line.starts_with(&format!("val loss {loss} ")) && line.ends_with(" bytes, batches of 2 x 7"), "{loss}: {printed}");
+    assert!(
+        line.starts_with(&format!("val loss {loss} ")) && line.ends_with(" bytes, batches of 2 x 7"),
+        "{loss}: {printed}"
+    );
     let results: Value = serde_json::from_str(&succeed(&[&eval[..], &["--json"]].concat())).unwrap();
     assert_eq!(results["batch"], serde_json::json!([2, 7]));
     assert!(succeed(&[&eval[..], &["--seq", "3"]].concat()).ends_with("batches of 2 x 3\n"));
@@ -197,7 +201,10 @@ fn bits_per_byte_are_left_out_without_a_tokenizer_or_text() {
     let marks = fixture.directory.path().join("marks.bin");
     tokens::write(&marks, &[50256u16; 15], tokens::Width::U16).unwrap();
     let printed = succeed(&[&fixture.all()[..9], &["--val", text(&marks)]].concat());
-    assert!(printed.contains(" | no bits per byte: all tokens are special | 14 tokens, 0 bytes, batches of 2 x 7\n"), "{printed}");
+    assert!(
+        printed.contains(" | no bits per byte: all tokens are special | 14 tokens, 0 bytes, batches of 2 x 7\n"),
+        "{printed}"
+    );
     let json = succeed(&[&fixture.all()[..9], &["--val", text(&marks), "--json"]].concat());
     let json: Value = serde_json::from_str(&json).unwrap();
     assert_eq!((&json["validation"]["bits_per_byte"], integer(&json["validation"]["bytes"])), (&Value::Null, 0));
@@ -208,7 +215,10 @@ fn bits_per_byte_are_left_out_without_a_tokenizer_or_text() {
     tokens::write(&low, &[1u16; 15], tokens::Width::U16).unwrap();
     let printed =
         succeed(&["eval", "--device", "cpu", "--model", text(&tiny), "--val", text(&low), "-b", "2", "-t", "7"]);
-    assert!(printed.ends_with(" | no bits per byte: the vocabulary has no tokenizer | 14 tokens, batches of 2 x 7\n"), "{printed}");
+    assert!(
+        printed.ends_with(" | no bits per byte: the vocabulary has no tokenizer | 14 tokens, batches of 2 x 7\n"),
+        "{printed}"
+    );
 }
 
 /// Before this check, `eval` printed garbage and exited with 0.

@@ -288,7 +288,9 @@ impl Validation {
             None => "no bits per byte: the vocabulary has no tokenizer".to_owned(),
         };
         let bytes = self.bytes.map(|bytes| format!(", {bytes} bytes")).unwrap_or_default();
-        format!("val loss {loss:.6} | perplexity {perplexity:.2} | {bits} | {tokens} tokens{bytes}, batches of {b} x {t}")
+        format!(
+            "val loss {loss:.6} | perplexity {perplexity:.2} | {bits} | {tokens} tokens{bytes}, batches of {b} x {t}"
+        )
     }
 }
 
