@@ -249,8 +249,7 @@ fn special_tokens_in_a_prompt_become_their_ids() {
     train(&run, "1", &["--tokenizer", "gpt2", "--val-every", "0", "--sample-every", "0"]);
     let server = Server::start(&run, &[]);
     let prompt = "a<|endoftext|>b";
-    let response =
-        server.complete(&json!({ "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": true }));
+    let response = server.complete(&json!({ "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": true }));
     // A token begins the document of the prompt.
     assert_eq!(response["usage"]["prompt_tokens"], 4);
     let text = response["choices"][0]["text"].as_str().unwrap();
