@@ -108,10 +108,11 @@ fn the_command_after_data_text_works_as_printed() {
     {
         fs::write(&play, LINE.repeat(lines)).unwrap();
         let program = env!("CARGO_BIN_EXE_llm-rs");
-        let data = format!("{program} data text play.txt --out 'out {i}' --tokenizer bytes {flags}");
+        let data = format!("{program} data text play.txt --out 'out [{i}]' --tokenizer bytes {flags}");
         let printed = succeeds(dir.path(), &data);
         let next = printed.lines().find_map(|line| line.strip_prefix("next: ")).unwrap();
         assert!(!next.contains("d12"), "{next}");
+        assert_eq!(next.contains("--val-every"), next.contains("--val "), "{next}");
         let short = next.replace("--steps 100", "--steps 2");
         assert_ne!(short, next, "{next}");
         let trained = succeeds(dir.path(), &format!("{short} --device cpu"));

@@ -18,6 +18,7 @@ pub mod loader;
 mod local_files;
 pub mod mmlu;
 pub mod multiple_choice;
+mod pattern;
 pub mod prefetch;
 mod python_random;
 pub mod text;

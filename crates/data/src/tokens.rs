@@ -4,6 +4,7 @@
 //! as u16 with magic 20240520 and version 1, or as u32 with magic 20240801 and version 7 (llm.c's format for Llama 3).
 
 use crate::header::{self, Format, HEADER_BYTES};
+use crate::pattern;
 use anyhow::{Context, Error, Result, anyhow, ensure};
 use std::fmt;
 use std::fs::File;
@@ -292,10 +293,7 @@ impl fmt::Display for Tokens {
 
 /// Returns the files that match a glob pattern, sorted by name.
 pub fn find(pattern: &str) -> Result<Vec<PathBuf>> {
-    let paths = glob::glob(pattern).with_context(|| format!("'{pattern}': not a glob pattern"))?;
-    let paths = paths
-        .map(|path| path.with_context(|| format!("cannot read a path that matches '{pattern}'")))
-        .collect::<Result<Vec<_>>>()?;
+    let paths = pattern::paths(pattern)?;
     ensure!(
         !paths.is_empty(),
         "no file matches '{pattern}': expected token files (.bin); create them with the `data` command"

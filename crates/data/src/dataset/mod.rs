@@ -9,6 +9,7 @@ mod replacement;
 pub use names::ShardNames;
 pub use replacement::{Replacement, Replaces};
 
+use crate::pattern;
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -108,9 +109,8 @@ impl Dataset {
 ///
 /// Fails if the replacement of such a data set was interrupted, because its shards may be partly old.
 pub fn read_for_shards(pattern: &str) -> Result<Vec<(PathBuf, Dataset)>> {
-    let paths = glob::glob(pattern).with_context(|| format!("'{pattern}': not a glob pattern"))?;
     let mut found = BTreeMap::new();
-    for path in paths.filter_map(Result::ok) {
+    for path in pattern::paths(pattern)? {
         let directory = path.parent().unwrap_or(Path::new("")).to_owned();
         if is_part(&path) && !found.contains_key(&directory) {
             let dataset = read_for_shard(&path)?;

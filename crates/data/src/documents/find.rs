@@ -2,6 +2,7 @@
 
 use super::STDIN;
 use super::source::without_compression;
+use crate::pattern::{self, WILDCARDS};
 use anyhow::{Context, Result, bail, ensure};
 use std::collections::{BTreeMap, HashSet};
 use std::ffi::OsStr;
@@ -140,12 +141,10 @@ pub fn find(paths: &[PathBuf], extensions: &[String], out: Option<&Path>) -> Res
 
 /// Returns the paths that match a glob pattern, or the path itself if it exists.
 fn expand(path: &Path) -> Result<Vec<PathBuf>> {
-    let Some(pattern) = path.to_str().filter(|text| !path.exists() && text.contains(['*', '?', '['])) else {
+    let Some(pattern) = path.to_str().filter(|text| text.contains(WILDCARDS)) else {
         return Ok(vec![path.to_owned()]);
     };
-    let matches = glob::glob(pattern).with_context(|| format!("'{pattern}': not a glob pattern"))?;
-    let matches: Vec<PathBuf> =
-        matches.collect::<Result<_, _>>().with_context(|| format!("cannot list '{pattern}'"))?;
+    let matches = pattern::paths(pattern)?;
     if matches.is_empty() {
         bail!("no file matches '{pattern}': expected input files; check the pattern");
     }

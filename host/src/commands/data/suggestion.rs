@@ -93,7 +93,8 @@ pub fn settings(machine: Machine, amounts: Amounts) -> Option<Vec<String>> {
             };
             let seq = most.min(seq);
             let batch = batch.min(most / seq);
-            let steps = format!("--steps {MIN_STEPS} --lr 1e-3 --warmup 10 --val-every 50 --sample-every 50");
+            let validation = if amounts.has_validation() { " --val-every 50" } else { "" };
+            let steps = format!("--steps {MIN_STEPS} --lr 1e-3 --warmup 10{validation} --sample-every 50");
             words(format!("{shape} --batch {batch} --seq {seq} {steps}"))
         }
         Machine::Gpu(free) => {
@@ -155,6 +156,7 @@ mod tests {
                 let after = suggested.split(&format!("{flag} ")).nth(1)?;
                 after.split(' ').next()?.parse::<usize>().ok()
             };
+            assert_eq!(suggested.contains("--val-every"), val >= MIN_VALIDATION, "{suggested}");
             (number("--batch"), number("--seq"))
         };
         assert_eq!(cpu(1_000_000, 10_000, 100_000_000), (Some(8), Some(64)));
