@@ -334,12 +334,20 @@ fn chat_templates_and_end_tokens_of_a_model_survive_fine_tuning() {
     // The export of the model itself, with the sorted keys of config.json.
     succeed(&["export", "--format", "hf", text(&hf), text(&copy)]);
     let batch = ["--batch", "2", "--seq", "64", "--steps", "2"];
-    succeed(&strs(&fixture.train("data", "data", "tuned", &[&["--model", text(&hf)], &batch[..]].concat())));
+    let printed =
+        succeed(&strs(&fixture.train("data", "data", "tuned", &[&["--model", text(&hf)], &batch[..]].concat())));
+    // The commands that are printed next fit the model: the tokenizer of a model is that of data to fine-tune it.
+    assert!(printed.contains(" chat --model ") && !printed.contains(" sample --model "), "{printed}");
+    let (play, retokenized) = (fixture.at("play.txt"), fixture.at("retokenized"));
+    let data = ["data", "text", text(&play), "--out", text(&retokenized), "--tokenizer", text(&hf)];
+    let next = succeed(&data);
+    assert!(next.contains(&format!(" --model {} --batch ", hf.display())), "{next}");
     fs::remove_dir_all(&hf).unwrap();
     assert_chat_model(&copy, &copy);
     succeed(&["train", "--config", text(&tuned.join("config.toml")), "--resume", "--device", "cpu"]);
     let out = fixture.at("out");
-    succeed(&["export", "--format", "hf", text(&tuned), text(&out)]);
+    let printed = succeed(&["export", "--format", "hf", text(&tuned), text(&out)]);
+    assert!(printed.contains(&format!(" chat --model {}\n", out.display())), "{printed}");
     assert_chat_model(&out, &copy);
     let gguf = fixture.at("chat.gguf");
     succeed(&["export", "--format", "gguf", text(&tuned), text(&gguf)]);

@@ -1,6 +1,6 @@
 //! `export`: writes a model in a format of another program.
 
-use crate::hints::Invocation;
+use super::generation::trial_command;
 use crate::output::{self, Kind, Mark};
 use crate::terminal;
 use anyhow::{Result, bail};
@@ -111,8 +111,7 @@ pub fn run(args: &Export) -> Result<()> {
     if let Format::Hf | Format::Llmc = args.format
         && !terminal::is_quiet()
     {
-        let command = ["sample", "--model", &out.to_string_lossy(), "--prompt", "Once upon a time"];
-        writeln!(lines, "\nnext: {}", Invocation::current().command(command))?;
+        writeln!(lines, "\nnext: {}", trial_command(out))?;
     }
     Ok(())
 }

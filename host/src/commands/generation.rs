@@ -1,12 +1,15 @@
 //! Flags and functions that the commands which generate text share.
 
+use super::chat::template::ChatTemplate;
 use super::resources::Hardware;
+use crate::hints::Invocation;
 use crate::values::{non_negative, positive, probability, seed, whole_number};
 use anyhow::{Context, Result, ensure};
 use engine::Engine;
 use engine::ops::SlotSampling;
 use interchange::ModelSource;
 use model::Generator;
+use std::path::Path;
 use tokenizer::Tokenizer;
 
 const SAMPLING: &str = "Choice of tokens";
@@ -28,6 +31,16 @@ const END_FILES: [&str; 2] = ["generation_config.json", "config.json"];
 
 /// Most rows that the kernels for few sequences take. For more, GEMMs are timed and the fastest is chosen.
 const FEW_SEQUENCES: usize = gpu::decode::launch::MOST_ROWS;
+
+/// Returns the command that tries a model: `chat` if it has a chat template, else `sample`.
+pub fn trial_command(model: &Path) -> String {
+    let directory = if model.is_dir() { model } else { atomic_file::parent(model) };
+    let has_template = ChatTemplate::in_directory(directory).is_ok_and(|template| template.is_some());
+    let (command, prompt) =
+        if has_template { ("chat", &[][..]) } else { ("sample", &["--prompt", "Once upon a time"][..]) };
+    let path = model.to_string_lossy();
+    Invocation::current().command([command, "--model", &path].into_iter().chain(prompt.iter().copied()))
+}
 
 /// How tokens are chosen.
 #[derive(Clone, Copy, Debug, clap::Args)]

@@ -49,9 +49,8 @@ pub fn run(args: &Fineweb) -> Result<()> {
         remote.iter().map(|remote| downloaded(remote, &out, "FILE|DIR")).collect::<Result<_>>()?
     };
     let names = sample.names();
-    let vocab = tokenizer.vocab();
     let options = Options { names, shard_tokens: args.shard_tokens, tokenizer, program: program() };
     let written = fineweb::write(&files, &out, &options)?;
     print_summary(&out, names, &written)?;
-    print_next(&out, names, Amounts::new(&written, args.shard_tokens, vocab))
+    print_next(&out, names, &Amounts::new(&written, args.shard_tokens, &options.tokenizer))
 }

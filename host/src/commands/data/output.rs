@@ -56,8 +56,8 @@ pub fn print_summary(directory: &Path, names: ShardNames, written: &Summary) -> 
     Ok(())
 }
 
-/// Suggests to train on the data set, with settings that fit this machine.
-pub fn print_next(directory: &Path, names: ShardNames, amounts: Amounts) -> Result<()> {
+/// Suggests to train on the data set, with settings that fit this machine. With the tokenizer of a model, suggests to fine-tune it.
+pub fn print_next(directory: &Path, names: ShardNames, amounts: &Amounts) -> Result<()> {
     if terminal::is_quiet() {
         return Ok(());
     }

@@ -116,5 +116,5 @@ pub fn run(args: &Text) -> Result<()> {
             written.val.tokens
         )?;
     }
-    print_next(&args.out, ShardNames::TEXT, Amounts::new(&written, args.shard_tokens, options.tokenizer.vocab()))
+    print_next(&args.out, ShardNames::TEXT, &Amounts::new(&written, args.shard_tokens, &options.tokenizer))
 }

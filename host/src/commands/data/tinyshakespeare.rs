@@ -30,5 +30,5 @@ pub fn run(args: &Tinyshakespeare) -> Result<()> {
     let text = local_or_downloaded(args.from.as_deref(), || Ok(tinyshakespeare::remote()), &args.out)?;
     let written = tinyshakespeare::write(&text, &args.out, &tokenizer, &program())?;
     print_summary(&args.out, NAMES, &written)?;
-    print_next(&args.out, NAMES, Amounts::new(&written, usize::MAX, tokenizer.vocab()))
+    print_next(&args.out, NAMES, &Amounts::new(&written, usize::MAX, &tokenizer))
 }

@@ -35,5 +35,5 @@ pub fn run(args: &Tinystories) -> Result<()> {
     let from = local_or_downloaded(args.from.as_deref(), remote, &args.out)?;
     let written = tinystories::write(&from, &args.out, &tokenizer, &program())?;
     print_summary(&args.out, NAMES, &written)?;
-    print_next(&args.out, NAMES, Amounts::new(&written, usize::MAX, tokenizer.vocab()))
+    print_next(&args.out, NAMES, &Amounts::new(&written, usize::MAX, &tokenizer))
 }

@@ -11,6 +11,7 @@ mod without_effect;
 pub use options::{GENERAL, Launch, Options};
 pub use resolve::{DEFAULT_SEQ, UNKNOWN_STEPS};
 
+use super::generation::trial_command;
 use super::report::{Setup, planned, summary, zero_stages};
 use crate::console::Console;
 use crate::evaluate;
@@ -588,9 +589,7 @@ fn optimizer(config: &Config) -> OptimizerSettings {
 fn next_command(config: &Config, outcome: &Outcome) -> String {
     let invocation = Invocation::current();
     match (&outcome.model_file, &config.out) {
-        (Some(file), _) => {
-            invocation.command(["sample", "--model", &file.to_string_lossy(), "--prompt", "Once upon a time"])
-        }
+        (Some(file), _) => trial_command(file),
         (None, Some(out)) => invocation.command(["plot", &out.to_string_lossy()]),
         (None, None) if config.train.is_some() => {
             invocation.repeated(&["--out", "-o", "none", "--out=none", "-onone"], &[])
