@@ -134,6 +134,34 @@ fn conversations_continue_until_the_input_ends() {
     assert!(!with_input(&args, &"to be\n".repeat(5)).is_empty());
 }
 
+/// The model reads 32 tokens. Its template contains only the user's messages, so that the number of tokens is known.
+#[test]
+fn conversations_fill_the_context() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("run");
+    train(&run);
+    let template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}";
+    fs::write(run.join("chat_template.jinja"), template).unwrap();
+    let chat = |lengths: &[usize], context: &str| {
+        let args = ["chat", "--device", "cpu", "--model", text(&run), "-g", "100", "--temperature", "0", "--context"];
+        let lines: String = lengths.iter().map(|&length| "x".repeat(length) + "\n").collect();
+        with_bytes(&[&args[..], &[context]].concat(), lines.as_bytes())
+    };
+    // A quarter of the context is left for an answer.
+    let (_, err) = chat(&[12, 12], "32");
+    assert!(!err.contains("forgotten") && err.matches("the context of 32 tokens is full").count() == 2, "{err}");
+    let (_, err) = chat(&[12, 13], "32");
+    assert!(err.contains("exceed 32 tokens; the oldest 2 messages are forgotten\n"), "{err}");
+    // A single message may fill it, and has an answer of one token then.
+    let (answer, err) = chat(&[32], "32");
+    assert!(answer.len() > 1 && !err.contains("error: "), "{answer:?} {err}");
+    let (_, err) = chat(&[33], "32");
+    assert!(err.contains("error: message: expected at most 32 tokens with its template, found 33; "), "{err}");
+    assert!(!err.contains("--context"), "{err}");
+    let (_, err) = chat(&[32], "33");
+    assert!(err.contains("note: --context 33: the longest sequence of the model has 32 tokens, "), "{err}");
+}
+
 #[test]
 fn lines_that_are_no_messages_are_errors() {
     let dir = tempfile::tempdir().unwrap();

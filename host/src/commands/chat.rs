@@ -4,9 +4,10 @@ mod date;
 pub mod renderer;
 pub mod template;
 
-use super::generation::{Loaded, SamplingFlags, check_prompt, end_tokens, load, tokenizer_of};
+use super::generation::{Loaded, SamplingFlags, check_prompt, context, end_tokens, load, tokenizer_of};
 use super::resources::{Hardware, ModelPath};
-use crate::generate::{Request, TextStream, generate};
+use crate::generate::{Finish, Request, TextStream, generate};
+use crate::terminal;
 use crate::values::count;
 use anyhow::{Context, Result, bail, ensure};
 use interchange::ModelSource;
@@ -14,8 +15,8 @@ use std::io::{BufRead, IsTerminal, Read, Write, stderr, stdin, stdout};
 use template::{ChatTemplate, Message, TemplateError};
 use tokenizer::Tokenizer;
 
-/// Longest context unless --context says otherwise.
-const DEFAULT_CONTEXT: usize = 8192;
+/// Tokens for an answer, for which the oldest messages are forgotten. Of a short context, at most a quarter.
+const MIN_ANSWER: usize = 64;
 
 /// Longest line of a conversation in bytes, with its end.
 const MAX_LINE: u64 = 1 << 20;
@@ -74,7 +75,8 @@ pub fn run(args: &Chat) -> Result<()> {
     if let Some(Err(error @ TemplateError::Unusable(_))) = template.as_ref().map(|template| template.render(&[])) {
         return Err(error.into());
     }
-    let capacity = descriptor.max_seq_len.min(args.context.unwrap_or(DEFAULT_CONTEXT));
+    let (capacity, note) = context(&source, args.context);
+    note.map_or(Ok(()), |note| terminal::note(&note))?;
     let loaded = load(source, &args.hardware, 1, capacity)?;
     let mode = match template {
         Some(template) => {
@@ -167,9 +169,16 @@ impl Conversation<'_> {
             }
         };
         check_prompt(&prompt, self.vocab)?;
+        let capacity = self.loaded.generator.capacity();
+        let room = match self.mode {
+            // A text that exceeds the context continues from its newest half.
+            Mode::Text(_) => usize::MAX,
+            // The last token needs no place in the cache.
+            Mode::Messages { .. } => capacity + 1 - prompt.len(),
+        };
         let request = Request {
             prompt,
-            tokens: self.args.tokens,
+            tokens: self.args.tokens.min(room),
             // Every answer has random numbers of its own.
             seed: self.args.sampling.seed.wrapping_add(self.turns),
             sampling: self.args.sampling.sampling(),
@@ -186,13 +195,16 @@ impl Conversation<'_> {
             Ok(())
         };
         let Loaded { generator, engine, run_ahead } = &mut self.loaded;
-        generate(generator, &mut **engine, &[request], *run_ahead, &mut |_, token| {
+        let finishes = generate(generator, &mut **engine, &[request], *run_ahead, &mut |_, token| {
             tokens.push(token);
             print(&mut text, stream.push(token))?;
             Ok(!stream.stopped())
         })?;
         print(&mut text, stream.finish())?;
         writeln!(stdout())?;
+        if room < self.args.tokens && finishes == [Finish::Length] {
+            writeln!(stderr(), "note: the answer ends because the context of {capacity} tokens is full")?;
+        }
         match &mut self.mode {
             Mode::Text(whole) => whole.extend(tokens),
             Mode::Messages { messages, .. } => messages.push(Message::new("assistant", &text)),
@@ -200,32 +212,32 @@ impl Conversation<'_> {
         Ok(())
     }
 
-    /// Returns the tokens of the conversation. If they and an answer exceed the context, the oldest messages are removed. If the last
-    /// message alone does, it is removed and the result is `None`.
+    /// Returns the tokens of the conversation. If they and the shortest answer exceed the context, the oldest messages are removed. If the
+    /// last message alone exceeds it, it is removed and the result is `None`.
     fn rendered(&mut self) -> Result<Option<Vec<u32>>> {
         let capacity = self.loaded.generator.capacity();
-        // Room for an answer, but no more than half of the context.
-        let most = capacity - self.args.tokens.min(capacity / 2);
+        let most = capacity - self.args.tokens.min(MIN_ANSWER).min(capacity / 4);
         let Mode::Messages { template, system, messages } = &mut self.mode else { return Ok(None) };
         let mut removed = 0;
         loop {
             let system = system.as_deref().map(|text| Message::new("system", text));
             let all: Vec<&Message> = system.iter().chain(&*messages).collect();
             let prompt = self.tokenizer.encode_with_special(&template.render(&all)?)?;
-            if prompt.len() <= most {
+            let is_single = messages.len() <= 1;
+            if prompt.len() <= if is_single { capacity } else { most } {
                 if removed > 0 {
                     writeln!(
                         stderr(),
-                        "note: the conversation exceeds {capacity} tokens; the oldest {removed} messages are forgotten"
+                        "note: the conversation and an answer exceed {capacity} tokens; the oldest {removed} messages are forgotten"
                     )?;
                 }
                 return Ok(Some(prompt));
             }
-            if messages.len() <= 1 {
+            if is_single {
                 messages.pop();
                 writeln!(
                     stderr(),
-                    "error: message: expected at most {most} tokens with its template, found {}; shorten it",
+                    "error: message: expected at most {capacity} tokens with its template, found {}; shorten it",
                     prompt.len()
                 )?;
                 return Ok(None);

@@ -29,6 +29,9 @@ const END_TOKENS: [&str; 8] = [
 /// Files of a Hugging Face directory that state the tokens which end a text.
 const END_FILES: [&str; 2] = ["generation_config.json", "config.json"];
 
+/// Longest context unless --context says otherwise.
+const DEFAULT_CONTEXT: usize = 8192;
+
 /// Most rows that the kernels for few sequences take. For more, GEMMs are timed and the fastest is chosen.
 const FEW_SEQUENCES: usize = gpu::decode::launch::MOST_ROWS;
 
@@ -92,6 +95,15 @@ pub struct Loaded {
     pub engine: Box<dyn Engine>,
     /// Whether steps should be queued before the tokens of previous ones are known.
     pub run_ahead: bool,
+}
+
+/// Returns the number of tokens that a model reads with this `--context`, and a note if it cannot read as many.
+pub fn context(source: &ModelSource, wanted: Option<usize>) -> (usize, Option<String>) {
+    let longest = source.descriptor().max_seq_len;
+    let note = wanted.filter(|&wanted| wanted > longest).map(|wanted| {
+        format!("note: --context {wanted}: the longest sequence of the model has {longest} tokens, which is the context")
+    });
+    (longest.min(wanted.unwrap_or(DEFAULT_CONTEXT)), note)
 }
 
 /// Returns the tokenizer of a model, or an error that names the flag `--tokenizer`.

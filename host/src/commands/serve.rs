@@ -10,8 +10,10 @@ mod queue;
 mod stall;
 mod worker;
 
+use super::generation::context;
 use super::resources::Hardware;
 use crate::gpu_info::GpuInfo;
+use crate::terminal;
 use crate::values::count;
 use anyhow::{Context, Result, bail, ensure};
 use checkpoint::config::Config;
@@ -109,11 +111,14 @@ pub fn run(args: &Serve) -> Result<()> {
         slots: args.slots.unwrap_or(if on_gpu { GPU_SLOTS } else { CPU_SLOTS }),
         hardware: args.hardware.clone(),
     };
-    if run.is_none() {
-        // The error of a wrong path should not wait for the first request.
-        worker::open(&settings)?;
+    let opened = worker::open(&settings);
+    let status = Arc::new(Mutex::new(Status::new(&settings, &opened)));
+    match opened {
+        Ok((source, _)) => context(&source, args.context).1.map_or(Ok(()), |note| terminal::note(&note))?,
+        // The error of a wrong path should not wait for the first request. A run may have no checkpoint yet.
+        Err(error) if run.is_none() => return Err(error),
+        Err(_) => {}
     }
-    let status = Arc::new(Mutex::new(Status::new(&settings)));
     // Those of the server, and one each for the run, the model and signals. The server panics if one of its threads cannot start.
     system::thread::check(THREADS + RENDERERS + 3)?;
     let mut builder = runtime::Builder::new_multi_thread();

@@ -6,7 +6,7 @@ use super::logprobs::{Scored, logprobs};
 use super::openai::{Completion, Prompt, Truncate, Usage};
 use super::queue::{Event, Job, Queue};
 use crate::commands::chat::template::ChatTemplate;
-use crate::commands::generation::{Loaded, end_tokens, load, tokenizer_of};
+use crate::commands::generation::{Loaded, context, end_tokens, load, tokenizer_of};
 use crate::commands::resources::Hardware;
 use crate::generate::{Finish, Request, Scheduler, TextStream};
 use anyhow::{Context, Result};
@@ -21,8 +21,6 @@ use std::time::{Duration, Instant};
 use tokenizer::Tokenizer;
 use tokio::sync::mpsc::error::TrySendError;
 
-/// Longest context unless `--context` says otherwise.
-const DEFAULT_CONTEXT: usize = 8192;
 /// Time between two searches for a newer checkpoint.
 const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 /// Time for which requests in progress may postpone a newer checkpoint. After it, no request begins that would end after them.
@@ -50,7 +48,7 @@ pub struct Settings {
 impl Settings {
     /// Returns the most tokens of a prompt and its text.
     fn capacity(&self, source: &ModelSource) -> usize {
-        source.descriptor().max_seq_len.min(self.context.unwrap_or(DEFAULT_CONTEXT))
+        context(source, self.context).0
     }
 }
 
@@ -75,14 +73,12 @@ pub struct Status {
 
 impl Status {
     /// Returns the status before a model is loaded.
-    pub fn new(settings: &Settings) -> Self {
-        let opened = open(settings);
-        let error = opened.as_ref().err().map(|error| format!("{error:#}"));
-        let source = opened.ok().map(|(source, _)| source);
+    pub fn new(settings: &Settings, opened: &Result<(ModelSource, Tokenizer)>) -> Self {
+        let source = opened.as_ref().ok().map(|(source, _)| source);
         Self {
-            chat: source.as_ref().map(has_template),
-            context: source.map(|source| settings.capacity(&source)),
-            error,
+            chat: source.map(has_template),
+            context: source.map(|source| settings.capacity(source)),
+            error: opened.as_ref().err().map(|error| format!("{error:#}")),
             slots: settings.slots,
             ..Self::default()
         }
