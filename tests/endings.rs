@@ -260,6 +260,18 @@ fn resuming_needs_a_checkpoint_unless_it_is_automatic() {
     command.current_dir(world.dir.path()).args(["train", "--config", "ru/config.toml", "--resume"]);
     let output = command.output().unwrap();
     assert!(text(&output.stdout).contains("resumed after 6 of 6 steps"), "{}", text(&output.stderr));
+    // From another directory, the error says where the paths of the settings begin.
+    let [run, elsewhere] = ["ru", "elsewhere"].map(|name| world.path(name));
+    fs::create_dir(&elsewhere).unwrap();
+    let (run, config) = (run.to_str().unwrap(), run.join("config.toml"));
+    for flags in [&["--resume"][..], &["--resume", "--out", run]] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
+        command.current_dir(&elsewhere).args(["train", "--config"]).arg(&config).args(flags);
+        let error = line_of(&command.output().unwrap(), "error: ");
+        let origin = world.dir.path().canonicalize().unwrap();
+        let hint = format!("; the paths in the file of --config are relative to {}: run the command", origin.display());
+        assert!(error.contains(&hint), "{error}");
+    }
 }
 
 /// `nohup` and daemons start processes with SIGHUP ignored.

@@ -192,7 +192,16 @@ fn invalid_models_are_one_error_line() {
     );
     fail(&["train", "--model", "d13", "--train", text(&tokens)], "--model: unknown model 'd13'");
     fail(&["bench", "step", "--model", text(dir.path()), "--device", "cpu"], empty);
+    // A directory above the one of the model, and a file beside the weights.
+    let Trained { dir: above, run, .. } = trained();
+    fail(&["sample", text(above.path())], &format!("found neither; pass one of those in it: {}", run.display()));
+    for file in ["config.toml", "run_00000004.json"] {
+        let advice = format!("found another file of a model; pass the directory {}", run.display());
+        fail(&["sample", text(&run.join(file))], &advice);
+    }
     fs::write(at("config.json"), r#"{"model_type": "opt"}"#).unwrap();
+    let advice = format!("--model: {}/config.json: expected a model file", dir.path().display());
+    fail(&["train", "--model", text(&at("config.json")), "--train", text(&tokens)], &advice);
     fail(
         &["sample", "--model", text(dir.path())],
         "config.json: model_type: expected gpt2 or llama or qwen2 or qwen3 or nanochat, found opt",

@@ -15,6 +15,7 @@ use engine::ops::RotaryPairs;
 use engine::tensor::{DType, Tensor};
 use model::descriptor::Positions;
 use model::{Decoder, Descriptor, Param, WeightStore};
+use std::fs;
 use std::path::{Path, PathBuf};
 use system::progress::{self, Unit};
 use tokenizer::stored::{Found, Search};
@@ -28,6 +29,28 @@ pub struct ModelSource(Kind);
 enum Kind {
     LlmC(Box<ModelFile>),
     HuggingFace(Box<HuggingFaceModel>),
+}
+
+/// Extensions of the files beside the weights of a model.
+const OTHER_FILES: [&str; 5] = ["jinja", "json", "model", "toml", "txt"];
+
+/// Most models that an error names.
+const MAX_NAMED: usize = 5;
+
+/// Returns whether a directory is that of a model or of a run with a checkpoint.
+fn is_model(directory: &Path) -> bool {
+    directory.join(config::FILE).is_file() || directory::done_steps(directory).is_ok_and(|steps| !steps.is_empty())
+}
+
+/// Returns the end of an error that names the models in a directory, if there are any.
+fn models_in(directory: &Path) -> String {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.path());
+    let mut models: Vec<String> = entries.filter(|path| is_model(path)).map(|path| path.display().to_string()).collect();
+    models.sort();
+    let more = models.len().saturating_sub(MAX_NAMED);
+    models.truncate(MAX_NAMED);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    if models.is_empty() { String::new() } else { format!("; pass one of those in it: {}{more}", models.join(", ")) }
 }
 
 impl ModelSource {
@@ -51,9 +74,14 @@ impl ModelSource {
             !has_extension("gguf") || !path.exists(),
             "{name}: expected a model file (.bin) or a Hugging Face directory, found a GGUF file, which llm-rs only writes"
         );
+        let parent = atomic_file::parent(path);
+        ensure!(
+            !OTHER_FILES.iter().any(|extension| has_extension(extension)) || !path.is_file() || !is_model(parent),
+            "{name}: expected a model file (.bin or .safetensors) or a directory, found another file of a model; pass the directory {}",
+            parent.display()
+        );
         // A file of a Hugging Face directory stands for the directory.
         let is_checkpoint = path.file_name().is_some_and(|name| directory::is_checkpoint_file(&name.to_string_lossy()));
-        let parent = atomic_file::parent(path);
         if has_extension("safetensors") && !is_checkpoint && path.exists() && parent.join(config::FILE).exists() {
             let model = HuggingFaceModel::open(parent)?;
             ensure!(
@@ -77,7 +105,11 @@ impl ModelSource {
                 path.display(),
                 config::FILE,
                 // The directory of a model in the cache of Hugging Face.
-                if path.join("snapshots").is_dir() { "; pass one of the directories in snapshots/" } else { "" }
+                if path.join("snapshots").is_dir() {
+                    "; pass one of the directories in snapshots/".to_owned()
+                } else {
+                    models_in(path)
+                }
             ),
         }
     }

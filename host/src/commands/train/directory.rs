@@ -63,15 +63,21 @@ impl OutDirectory {
             path.display()
         );
         let exists = fs::exists(path).with_context(|| format!("cannot read {}", path.display()))?;
+        ensure!(
+            !exists || fs::is_dir(path),
+            "--out {}: expected a directory or a new name, found a file; choose another --out",
+            path.display()
+        );
         let locked = exists.then(|| lock(path)).transpose()?;
         let resumes = options.resume != Resume::No;
         let found = if resumes { resume::find_newest(path)? } else { FoundCheckpoint::default() };
         ensure!(
             options.resume != Resume::Required || found.checkpoint.is_some(),
             "--resume: expected a checkpoint in {}, found {}; check --out, or start a new run if there is none with \
-             --resume=auto",
+             --resume=auto{}",
             path.display(),
-            if locked.is_some() { "none" } else { "no such directory" }
+            if locked.is_some() { "none" } else { "no such directory" },
+            options.relative_paths()
         );
         if !resumes {
             check_checkpoints(path)?;

@@ -6,11 +6,13 @@ use crate::values::{
     Count, Resume, count, count_or_all, fraction, fraction_f32, interval, level, momentum, non_negative, resume, seed,
     switch, whole_number, zero_stage,
 };
+use checkpoint::config::Config;
 use clap::ArgAction;
 use distributed::rendezvous::Endpoint;
 use engine::ops::MuonCoefficients;
 use model::schedule::Kind;
 use model::{MasterWeights, Moments, Optimizer, Recompute};
+use std::env;
 use std::path::{Path, PathBuf};
 
 const DATA: &str = "Data";
@@ -350,6 +352,22 @@ impl Options {
     /// Returns the directory that `--out` names.
     pub fn out(&self) -> Option<&Path> {
         self.out.as_deref().filter(|_| !self.saves_nothing())
+    }
+
+    /// Returns the end of an error for a path that does not exist. The paths in the settings of a run may be relative to another directory
+    /// than the current one.
+    pub fn relative_paths(&self) -> String {
+        let origin = || {
+            let config = self.config.as_ref()?.canonicalize().ok()?;
+            let run = config.parent()?;
+            let out = PathBuf::from(Config::saved(run, "out")?.as_str()?);
+            let origin = run.ancestors().nth(out.components().count())?;
+            let is_elsewhere = out.is_relative() && run.ends_with(&out) && origin != env::current_dir().ok()?;
+            is_elsewhere.then(|| origin.display().to_string())
+        };
+        origin().map_or_else(String::new, |origin| {
+            format!("; the paths in the file of --config are relative to {origin}: run the command in that directory")
+        })
     }
 
     /// Returns whether the run has no directory.

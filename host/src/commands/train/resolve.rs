@@ -6,7 +6,7 @@ use crate::corpus;
 use crate::datasets::Datasets;
 use crate::train::MuonSettings;
 use crate::values::Count;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use checkpoint::config::Config;
 use data::{Geometry, Loader, MultipleChoice, Tokens, check, tokens};
 use engine::open::Opened;
@@ -381,7 +381,10 @@ fn open_tokens(
         let (train, val) = corpus::tokens(&tokenizer.context("the built-in corpus")?)?;
         return Ok((vec![train], Some(vec![val])));
     };
-    let train = datasets.tokens(train).context("--train")?;
-    let val = options.val.as_deref().map(|val| datasets.tokens(val)).transpose().context("--val")?;
-    Ok((train, val))
+    let tokens = |flag: &str, pattern: &str| {
+        let found = datasets.tokens(pattern);
+        found.map_err(|error| anyhow!("{flag}: {error:#}{}", options.relative_paths()))
+    };
+    let train = tokens("--train", train)?;
+    Ok((train, options.val.as_deref().map(|val| tokens("--val", val)).transpose()?))
 }
