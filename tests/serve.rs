@@ -721,6 +721,22 @@ fn hostile_chat_templates_fail_alone() {
     assert_eq!(server.post("/v1/chat/completions", &chat).0, 200);
 }
 
+/// What a request would find, the start reports.
+#[test]
+fn the_start_warns_of_a_broken_template_and_a_context_that_is_too_long() {
+    let (_dir, run) = trained();
+    fs::write(run.join("chat_template.jinja"), "{% for %}").unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
+    command.args(["serve", text(&run), "--device", "cpu", "--port", "0", "--context", "65"]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    BufReader::new(child.stdout.take().unwrap()).lines().next().unwrap().unwrap();
+    child.kill().unwrap();
+    let output = child.wait_with_output().unwrap();
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert!(err.contains("warning: ") && err.contains("chat_template.jinja: expected a valid chat template"), "{err}");
+    assert!(err.contains("note: --context 65: the longest sequence of the model has 64 tokens"), "{err}");
+}
+
 #[test]
 fn log_probabilities_are_those_of_the_harness() {
     let (_dir, run) = trained();

@@ -12,7 +12,7 @@ use crate::values::count;
 use anyhow::{Context, Result, bail, ensure};
 use interchange::ModelSource;
 use std::io::{BufRead, IsTerminal, Read, Write, stderr, stdin, stdout};
-use template::{ChatTemplate, Message, TemplateError};
+use template::{ChatTemplate, Message};
 use tokenizer::Tokenizer;
 
 /// Tokens for an answer, for which the oldest messages are forgotten. Of a short context, at most a quarter.
@@ -71,10 +71,8 @@ pub fn run(args: &Chat) -> Result<()> {
             source.directory().display()
         );
     }
-    // A template that cannot be used is an error before the first message. It may reject a conversation without messages.
-    if let Some(Err(error @ TemplateError::Unusable(_))) = template.as_ref().map(|template| template.render(&[])) {
-        return Err(error.into());
-    }
+    // A template that cannot be used is an error before the first message.
+    template.as_ref().map_or(Ok(()), ChatTemplate::check)?;
     let (capacity, note) = context(&source, args.context);
     note.map_or(Ok(()), |note| terminal::note(&note))?;
     let loaded = load(source, &args.hardware, 1, capacity)?;

@@ -10,6 +10,7 @@ mod queue;
 mod stall;
 mod worker;
 
+use super::chat::template::ChatTemplate;
 use super::generation::context;
 use super::resources::Hardware;
 use crate::gpu_info::GpuInfo;
@@ -23,7 +24,7 @@ use http::Server;
 use queue::Queue;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
-use std::io::{Write, stdout};
+use std::io::{Write, stderr, stdout};
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
@@ -119,6 +120,11 @@ pub fn run(args: &Serve) -> Result<()> {
         Err(error) if run.is_none() => return Err(error),
         Err(_) => {}
     }
+    let directory = if args.path.is_dir() { args.path.clone() } else { atomic_file::parent(&args.path).to_owned() };
+    let template = ChatTemplate::in_directory(&directory);
+    if let Err(error) = template.and_then(|template| Ok(template.as_ref().map_or(Ok(()), ChatTemplate::check)?)) {
+        writeln!(stderr(), "warning: {error:#}; until it is valid, chats are answered with this error")?;
+    }
     // Those of the server, and one each for the run, the model and signals. The server panics if one of its threads cannot start.
     system::thread::check(THREADS + RENDERERS + 3)?;
     let mut builder = runtime::Builder::new_multi_thread();
@@ -145,7 +151,7 @@ pub fn run(args: &Serve) -> Result<()> {
     let server = Arc::new(Server {
         queue: Arc::clone(&queue),
         status: Arc::clone(&status),
-        directory: if args.path.is_dir() { args.path.clone() } else { atomic_file::parent(&args.path).to_owned() },
+        directory,
         model: name,
         token,
         timeout: Duration::from_secs(args.timeout as u64),

@@ -88,6 +88,14 @@ impl ChatTemplate {
         rendered.unwrap_or_else(|error| Err(TemplateError::Unusable(format!("{}: {error:#}", self.path))))
     }
 
+    /// Fails if the template is not valid. It may reject a conversation without messages.
+    pub fn check(&self) -> Result<(), TemplateError> {
+        match self.render(&[]) {
+            Err(error @ TemplateError::Unusable(_)) => Err(error),
+            Ok(_) | Err(TemplateError::Rejected(_)) => Ok(()),
+        }
+    }
+
     /// Does the work of [`render`](Self::render) in this process, without limits of memory, stack and time.
     pub(super) fn render_here(&self, messages: &[Message]) -> Result<String, TemplateError> {
         let invalid = |error: Error| {
