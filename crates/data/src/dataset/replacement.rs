@@ -24,11 +24,13 @@ pub enum Replaces {
     Everything,
 }
 
-/// A data set that is being written. Dropping it removes the unfinished files.
+/// A data set that is being written. Dropping it removes the unfinished files, and the directories that were created for them.
 #[derive(Debug)]
 pub struct Replacement {
     out: PathBuf,
     staging: PathBuf,
+    /// The directories that were created for this data set, the innermost first.
+    created: Vec<PathBuf>,
     /// Whether `COMPLETE` may exist. The new files must then be kept until they have replaced the old ones.
     is_complete: bool,
     /// Holds the lock of the directory.
@@ -39,6 +41,8 @@ impl Replacement {
     /// Starts to write a data set into `out`. Fails if `out` contains shards or a tokenizer that it may not replace: a directory
     /// holds one data set.
     pub fn begin(out: &Path, replaces: Replaces) -> Result<Self> {
+        let is_new = |path: &&Path| !path.as_os_str().is_empty() && !path.exists();
+        let created = out.ancestors().take_while(is_new).map(Path::to_owned).collect();
         atomic_file::create_directory(out)?;
         let lock = File::open(out).with_context(|| format!("cannot open {}", out.display()))?;
         // File systems without locks report other errors.
@@ -62,7 +66,7 @@ impl Replacement {
             Dataset::read(out)?;
         }
         atomic_file::create_directory(&staging)?;
-        Ok(Self { out: out.to_owned(), staging, is_complete: false, _lock: lock })
+        Ok(Self { out: out.to_owned(), staging, created, is_complete: false, _lock: lock })
     }
 
     /// Returns the directory for the new shards. Directories in it are temporary.
@@ -109,6 +113,8 @@ impl Drop for Replacement {
         if !self.is_complete {
             // After an error, which is reported; the next run tries again.
             let _ = fs::remove_dir_all(&self.staging);
+            // Only empty directories are removed.
+            let _ = self.created.iter().try_for_each(fs::remove_dir);
         }
     }
 }

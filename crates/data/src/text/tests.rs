@@ -164,6 +164,11 @@ fn a_failed_overwrite_keeps_the_old_data_set() {
     fails(&dir.path().join("none"), "none");
     let empty = dir.path().join("empty.txt");
     fs::write(&empty, "").unwrap();
+    // Without an old data set, no directory is left.
+    for name in ["new", "new/a/b"] {
+        run(std::slice::from_ref(&empty), &dir.path().join(name), &overwrite).unwrap_err();
+        assert!(!dir.path().join("new").exists(), "{name}");
+    }
     let message = format!("{:#}", run(&[empty], &out, &overwrite).unwrap_err());
     assert!(message.contains("found none") && message.contains("empty files: 1"), "{message}");
     assert_eq!(snapshot(&out), before);
