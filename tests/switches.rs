@@ -541,6 +541,10 @@ fn the_saved_config_reproduces_a_run() {
         |text: &str| text.lines().filter(|line| !line.starts_with("out = ")).collect::<Vec<_>>().join("\n");
     let copy = fs::read_to_string(again.join("config.toml")).unwrap();
     assert_eq!(without_out(&copy), without_out(&first.text("config.toml")));
+    // The settings of a longer run do not have the end of this one.
+    let longer = train(&["--config", config.to_str().unwrap(), "-x", "6"]);
+    assert!(longer.file("DONE_00000006").exists() && !longer.file("DONE_00000004").exists(), "{}", longer.printed);
+    assert_eq!(longer.row("samples"), Some("at the end, 7 tokens"));
 }
 
 #[test]

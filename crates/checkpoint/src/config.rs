@@ -107,12 +107,12 @@ pub struct Config {
     pub hellaswag: Option<PathBuf>,
     /// Number of HellaSwag examples to evaluate. If absent, all.
     pub hellaswag_examples: Option<usize>,
-    /// Interval of text generation.
-    pub sample_every: usize,
+    /// Interval of text generation. If absent, only at the end.
+    pub sample_every: Option<usize>,
     /// Tokens per generated text.
     pub sample_length: usize,
-    /// Interval of checkpoints.
-    pub checkpoint_every: usize,
+    /// Interval of checkpoints. If absent, only at the end.
+    pub checkpoint_every: Option<usize>,
     /// Minutes after which a checkpoint is written if there was none meanwhile; 0 disables it. Files of earlier versions lack it.
     #[serde(default, serialize_with = "shortest")]
     pub checkpoint_minutes: f32,

@@ -123,30 +123,30 @@ impl Setup<'_> {
 
     fn evaluation(&self) -> Vec<(&'static str, String)> {
         let config = self.config;
-        let row = |every: usize, what: String| match every {
-            0 => interval(every, config.steps),
+        let row = |every: Option<usize>, what: String| match every {
+            Some(0) => interval(every, config.steps),
             _ => format!("{}, {what}", interval(every, config.steps)),
         };
         let mut rows = Vec::new();
         if self.val.is_some() || self.train.is_none() && config.val.is_some() {
             let available = self.val.map_or(usize::MAX, Loader::batches_per_epoch);
             let batches = config.val_batches.min(available);
-            rows.push(("validation", row(config.val_every, format!("{batches} batches"))));
+            rows.push(("validation", row(Some(config.val_every), format!("{batches} batches"))));
         }
         if let Some(set) = self.hellaswag {
             let examples = format!("{}, {} examples", set.name(), set.examples().len());
-            rows.push(("HellaSwag", row(config.val_every, examples)));
+            rows.push(("HellaSwag", row(Some(config.val_every), examples)));
         }
         rows.push(("samples", row(config.sample_every, format!("{} tokens", config.sample_length))));
         rows
     }
 }
 
-fn interval(every: usize, steps: usize) -> String {
+fn interval(every: Option<usize>, steps: usize) -> String {
     match every {
-        0 => "never".to_owned(),
-        n if n >= steps => "at the end".to_owned(),
-        n => format!("every {n} steps"),
+        Some(0) => "never".to_owned(),
+        Some(n) if n < steps => format!("every {n} steps"),
+        _ => "at the end".to_owned(),
     }
 }
 
@@ -336,6 +336,7 @@ mod tests {
 
     #[test]
     fn intervals_are_described_in_words() {
-        assert_eq!([interval(0, 10), interval(10, 10), interval(3, 10)], ["never", "at the end", "every 3 steps"]);
+        let intervals = [Some(0), None, Some(10), Some(3)].map(|every| interval(every, 10));
+        assert_eq!(intervals, ["never", "at the end", "at the end", "every 3 steps"]);
     }
 }

@@ -165,7 +165,7 @@ fn train(
     // The GPU, if this process computes on it.
     let gpu = (opened.device == Device::Cuda && !opened.plans_only).then_some(gpu);
     let identity = identify(ranks, engine, &config, (train.as_ref(), val.as_ref()), &tokenizer, gpu)?;
-    notes.extend(tokenizer.note.clone().filter(|_| config.sample_every > 0));
+    notes.extend(tokenizer.note.clone().filter(|_| config.sample_every != Some(0)));
     if let Some(checkpoint) = &checkpoint {
         notes.extend(checkpoint.check_settings(&identity, descriptor, args.force_resume)?);
     }
@@ -310,7 +310,7 @@ impl PlannedRun {
             }
             None => (None, writer_of_other_rank(ranks, &model, &config, self.identity, newest)),
         };
-        let writes = config.checkpoint_every > 0 || config.checkpoint_minutes > 0.0;
+        let writes = config.checkpoint_every != Some(0) || config.checkpoint_minutes > 0.0;
         if let Some(checkpoints) = checkpoints.as_mut().filter(|_| writes) {
             checkpoints.prepare(&model, engine, &state)?;
             // The writer uses this thread again, even if the process has reached a limit by then.
@@ -528,9 +528,9 @@ fn settings(config: &Config, ranks: usize, gpu: Option<usize>) -> Result<Setting
         limits: config.limits(),
         val_every: every(config.val_every),
         val_batches: config.val_batches,
-        sample_every: every(config.sample_every),
+        sample_every: every(config.sample_every.unwrap_or(config.steps)),
         sample_tokens: config.sample_length,
-        checkpoint_every: every(config.checkpoint_every),
+        checkpoint_every: every(config.checkpoint_every.unwrap_or(config.steps)),
         fp8_stats_every: config.fp8_stats.and_then(every),
         checkpoint_after: (config.checkpoint_minutes > 0.0)
             .then(|| Duration::try_from_secs_f64(60.0 * f64::from(config.checkpoint_minutes)).unwrap_or(Duration::MAX)),

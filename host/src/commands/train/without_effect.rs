@@ -69,7 +69,7 @@ pub fn notes(options: &Options, config: &Config, opened: &Opened, ranks: usize) 
             config.major_every > 0 && config.keep == 0 && config.checkpoint_minutes == 0.0,
             "--keep is 0, so that all checkpoints are kept",
         ),
-        ("--sample-length", config.sample_every == 0 && options.sample_length.is_some(), "--sample-every is 0"),
+        ("--sample-length", config.sample_every == Some(0) && options.sample_length.is_some(), "--sample-every is 0"),
     ]
     .into_iter()
     .filter(|(_, without_effect, _)| *without_effect)
