@@ -269,7 +269,7 @@ fn every_command_reads_shards_of_32_bit_ids() {
     let more = ["train", "-e", text(&file), "-i", text(&shard), "-b", "1", "-t", "8", "-x", "1", "--device", "cpu"];
     succeed(&[&more[..], &["--sample-every", "0", "-v", "0"]].concat());
     fail(&["train", "-e", "llama3.2_1B_bf16.bin", "--device", "cpu"], &["llama3.2_1B_bf16.bin", "No such file"]);
-    assert!(succeed(&["data", "check", text(&shard)]).contains("5 documents in 1 files"));
+    assert!(succeed(&["data", "check", text(&shard)]).contains("5 documents in 1 file\n"));
     assert!(succeed(&["data", "show", text(&shard), "--at", "40", "--count", "2"]).contains("128000"));
     // Evaluation sets have 16-bit ids of GPT-2, which are below this vocabulary.
     let sets = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/");

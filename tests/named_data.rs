@@ -113,7 +113,7 @@ fn check_prints_a_table_and_each_problem() {
 
     let wide = dir.path().join("wide.bin");
     tokens::write(&wide, &[128_000u32, 128_255, 5], Width::U32).unwrap();
-    assert!(succeed(&["data", "check", text(&wide)]).contains("1 documents in 1 files"));
+    assert!(succeed(&["data", "check", text(&wide)]).contains("1 document in 1 file\n"));
     tokens::write(&wide, &[128_000u32, 128_256], Width::U32).unwrap();
     reports(&[text(&wide)], &["token 128256 at position 1: expected ids below 128256"], 1);
 }
@@ -169,7 +169,9 @@ fn shards_inside_of_long_documents_pass_the_check_and_damaged_ones_do_not() {
 
 /// Asserts that `data check` prints these problems in this number of files, and no others.
 fn reports(args: &[&str], problems: &[&str], files: usize) {
-    let error = format!("expected valid token files, found {} problems in {files} files", problems.len());
+    let s = |n: usize| if n == 1 { "" } else { "s" };
+    let found = problems.len();
+    let error = format!("expected valid token files, found {found} problem{} in {files} file{}", s(found), s(files));
     let printed = fail(&[&["data", "check"], args].concat(), &[&error]);
     let found: Vec<&str> = printed.lines().filter(|line| line.starts_with("problem: ")).collect();
     assert_eq!(found.len(), problems.len(), "{printed}");

@@ -61,6 +61,12 @@ pub fn is_quiet() -> bool {
     QUIET.load(Ordering::Relaxed)
 }
 
+/// Returns a number with its noun, whose plural ends in s.
+pub fn counted(number: usize, noun: &str) -> String {
+    let plural = if number == 1 { "" } else { "s" };
+    format!("{number} {noun}{plural}")
+}
+
 /// Returns the width of the terminal, or 80 without one.
 pub fn columns() -> usize {
     let size = tcgetwinsize(stderr()).or_else(|_| tcgetwinsize(stdout())).map_or(0, |size| usize::from(size.ws_col));

@@ -7,7 +7,7 @@ pub mod template;
 use super::generation::{Loaded, SamplingFlags, check_prompt, context, end_tokens, load, tokenizer_of};
 use super::resources::{Hardware, ModelPath};
 use crate::generate::{Finish, Request, TextStream, generate};
-use crate::terminal;
+use crate::terminal::{self, counted};
 use crate::values::count;
 use anyhow::{Context, Result, bail, ensure};
 use interchange::ModelSource;
@@ -226,7 +226,8 @@ impl Conversation<'_> {
                 if removed > 0 {
                     writeln!(
                         stderr(),
-                        "note: the conversation and an answer exceed {capacity} tokens; the oldest {removed} messages are forgotten"
+                        "note: the conversation and an answer exceed {capacity} tokens; removed the oldest {}",
+                        counted(removed, "message")
                     )?;
                 }
                 return Ok(Some(prompt));

@@ -3,7 +3,7 @@
 use super::generation::{Loaded, SamplingFlags, check_prompt, end_tokens, load, tokenizer_of};
 use super::resources::{Hardware, ModelPath};
 use crate::generate::{Finish, Request, TextStream, generate};
-use crate::terminal;
+use crate::terminal::{self, counted};
 use crate::values::count;
 use anyhow::{Context, Result};
 use interchange::ModelSource;
@@ -100,7 +100,8 @@ pub fn run(args: &Sample) -> Result<()> {
     let seconds = start.elapsed().as_secs_f64();
     let generated = output.end(&finishes)?;
     let rate = generated as f64 / seconds;
-    terminal::note(&format!("generated {generated} tokens in {seconds:.2} s: {rate:.1} tokens/s, prompt included"))
+    let generated = counted(generated, "token");
+    terminal::note(&format!("generated {generated} in {seconds:.2} s: {rate:.1} tokens/s, prompt included"))
 }
 
 impl Sample {

@@ -2,7 +2,7 @@
 
 use super::show::default_tokenizer;
 use crate::commands::json;
-use crate::terminal;
+use crate::terminal::{self, counted};
 use crate::values::count;
 use anyhow::{Result, ensure};
 use data::check::{self, Report};
@@ -92,12 +92,13 @@ pub fn run(args: &Check) -> Result<()> {
             report.print()?;
         }
     }
+    let in_files = counted(files.len(), "file");
     if args.json {
         json::print(&json!({ "files": reports, "tokens": total, "documents": documents, "problems": problems }))?;
     } else {
-        terminal::line(&format!("{total} tokens, {documents} documents in {} files", files.len()))?;
+        terminal::line(&format!("{total} tokens, {} in {in_files}", counted(documents, "document")))?;
     }
-    ensure!(problems == 0, "expected valid token files, found {problems} problems in {} files", files.len());
+    ensure!(problems == 0, "expected valid token files, found {} in {in_files}", counted(problems, "problem"));
     Ok(())
 }
 

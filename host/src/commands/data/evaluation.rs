@@ -2,7 +2,7 @@
 
 use crate::hints::Invocation;
 use crate::output::{self, Kind, Mark};
-use crate::terminal;
+use crate::terminal::{self, counted};
 use anyhow::Result;
 use data::multiple_choice::{self, Example};
 use std::io::{Write, stdout};
@@ -23,7 +23,7 @@ pub fn write(flag: &str, out: &Path, examples: &[Example]) -> Result<()> {
     }
     multiple_choice::write(out, examples)?;
     let file = out.to_string_lossy();
-    writeln!(stdout(), "wrote {} examples to {file}", examples.len())?;
+    writeln!(stdout(), "wrote {} to {file}", counted(examples.len(), "example"))?;
     if !terminal::is_quiet() {
         let next = Invocation::current().command(["eval", "--model", "FILE", flag, &file]);
         writeln!(stdout(), "\nnext: {next}")?;

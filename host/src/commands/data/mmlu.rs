@@ -2,6 +2,7 @@
 
 use super::download::local_or_downloaded;
 use super::evaluation;
+use crate::terminal::counted;
 use crate::values::count;
 use anyhow::{Context, Result};
 use data::mmlu::{self, Split};
@@ -43,10 +44,12 @@ pub fn run(args: &Mmlu) -> Result<()> {
     let extracted = tempfile::tempdir().context("cannot create a temporary directory for the CSV files")?;
     let files = mmlu::find(&from, args.split, extracted.path())?;
     let questions = mmlu::read(&files, args.max_tokens)?;
-    writeln!(stdout(), "read {} questions in {} files", questions.examples.len(), files.len())?;
+    let [found, files] =
+        [(questions.examples.len(), "question"), (files.len(), "file")].map(|(n, noun)| counted(n, noun));
+    writeln!(stdout(), "read {found} in {files}")?;
     if questions.shortened > 0 {
-        let (shortened, most) = (questions.shortened, args.max_tokens);
-        writeln!(stdout(), "{shortened} questions of more than {most} tokens lost their beginning (--max-tokens)")?;
+        let (shortened, most) = (counted(questions.shortened, "question"), args.max_tokens);
+        writeln!(stdout(), "{shortened} of more than {most} tokens lost the beginning (--max-tokens)")?;
     }
     evaluation::write("--mmlu", &out, &questions.examples)
 }

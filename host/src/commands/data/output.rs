@@ -2,7 +2,7 @@
 
 use super::suggestion::{self, Amounts, Machine};
 use crate::hints::Invocation;
-use crate::terminal;
+use crate::terminal::{self, counted};
 use crate::version;
 use anyhow::Result;
 use data::dataset::ShardNames;
@@ -19,7 +19,8 @@ pub fn program() -> String {
 pub fn print_summary(directory: &Path, names: ShardNames, written: &Summary) -> Result<()> {
     let mut out = stdout();
     let input = &written.input;
-    writeln!(out, "read {} documents, {} bytes, from {} files", input.documents, input.bytes, input.files)?;
+    let [documents, files] = [(input.documents, "document"), (input.files, "file")].map(|(n, noun)| counted(n, noun));
+    writeln!(out, "read {documents}, {} bytes, from {files}", input.bytes)?;
     if written.skipped.total() > 0 {
         writeln!(out, "{}", written.skipped)?;
     }
@@ -31,26 +32,26 @@ pub fn print_summary(directory: &Path, names: ShardNames, written: &Summary) -> 
     if input.invalid_utf8 > 0 {
         let name = |(path, count): &(PathBuf, usize)| format!("{} ({count})", path.display());
         let files: Vec<String> = written.invalid_utf8.iter().take(3).map(name).collect();
-        let (count, total) = (input.invalid_utf8, written.invalid_utf8.len());
-        let more = if total > files.len() { ", …" } else { "" };
-        let files = files.join(", ");
+        let more = if written.invalid_utf8.len() > files.len() { ", …" } else { "" };
         writeln!(
             out,
-            "warning: expected UTF-8, found {count} invalid sequences in {total} files: {files}{more}; each became U+FFFD"
+            "warning: expected UTF-8, found {} in {}: {}{more}; each became U+FFFD",
+            counted(input.invalid_utf8, "invalid sequence"),
+            counted(written.invalid_utf8.len(), "file"),
+            files.join(", ")
         )?;
     }
     if written.forced_cuts > 0 {
         writeln!(
             out,
-            "warning: long documents were cut at {} places where the tokens may differ from those of the whole document",
-            written.forced_cuts
+            "warning: long documents were cut at {} where the tokens may differ from those of the whole document",
+            counted(written.forced_cuts, "place")
         )?;
     }
     for (name, part) in [("train", &written.train), ("val", &written.val)] {
         if part.shards > 0 {
-            let shards = if part.shards == 1 { "shard" } else { "shards" };
-            let files = directory.join(names.pattern(name));
-            writeln!(out, "wrote {} tokens for {name}, {} {shards}: {}", part.tokens, part.shards, files.display())?;
+            let (shards, files) = (counted(part.shards, "shard"), directory.join(names.pattern(name)));
+            writeln!(out, "wrote {} tokens for {name}, {shards}: {}", part.tokens, files.display())?;
         }
     }
     Ok(())
