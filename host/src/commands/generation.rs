@@ -101,7 +101,9 @@ pub struct Loaded {
 pub fn context(source: &ModelSource, wanted: Option<usize>) -> (usize, Option<String>) {
     let longest = source.descriptor().max_seq_len;
     let note = wanted.filter(|&wanted| wanted > longest).map(|wanted| {
-        format!("note: --context {wanted}: the longest sequence of the model has {longest} tokens, which is the context")
+        format!(
+            "note: --context {wanted}: the longest sequence of the model has {longest} tokens, which is the context"
+        )
     });
     (longest.min(wanted.unwrap_or(DEFAULT_CONTEXT)), note)
 }
