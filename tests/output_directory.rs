@@ -63,7 +63,11 @@ fn a_directory_with_files_that_a_run_would_overwrite_is_refused() {
 #[test]
 fn a_file_is_no_output_directory() {
     let world = World::new();
-    world.fail("tiny.bin", &["--steps", "2"], &["--out tiny.bin: expected a directory or a new name, found a file; choose"]);
+    world.fail(
+        "tiny.bin",
+        &["--steps", "2"],
+        &["--out tiny.bin: expected a directory or a new name, found a file; choose"],
+    );
 }
 
 /// Batch systems and file systems put files of their own into the directory before the run starts.

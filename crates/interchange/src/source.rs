@@ -45,7 +45,8 @@ fn is_model(directory: &Path) -> bool {
 /// Returns the end of an error that names the models in a directory, if there are any.
 fn models_in(directory: &Path) -> String {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.path());
-    let mut models: Vec<String> = entries.filter(|path| is_model(path)).map(|path| path.display().to_string()).collect();
+    let mut models: Vec<String> =
+        entries.filter(|path| is_model(path)).map(|path| path.display().to_string()).collect();
     models.sort();
     let more = models.len().saturating_sub(MAX_NAMED);
     models.truncate(MAX_NAMED);
