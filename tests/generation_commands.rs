@@ -149,7 +149,10 @@ fn conversations_fill_the_context() {
     };
     // A quarter of the context is left for an answer.
     let (_, err) = chat(&[12, 12], "32");
-    assert!(!err.contains("removed the oldest") && err.matches("the context of 32 tokens is full").count() == 2, "{err}");
+    assert!(
+        !err.contains("removed the oldest") && err.matches("the context of 32 tokens is full").count() == 2,
+        "{err}"
+    );
     let (_, err) = chat(&[12, 13], "32");
     assert!(err.contains("exceed 32 tokens; removed the oldest 2 messages\n"), "{err}");
     // A single message may fill it, and has an answer of one token then.
