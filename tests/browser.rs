@@ -329,8 +329,7 @@ fn the_page_asks_for_the_token() {
     fs::write(dir.path().join("main.log"), "s:0 trl:5 lr:0.1 norm:1\ns:1 trl:4 lr:0.1 norm:1\n").unwrap();
     let (_server, _lines, url) = serve(dir.path(), &["--host", "0.0.0.0"]);
     let (address, token) = url.split_once("#token=").unwrap();
-    let address = address.replace("0.0.0.0", "127.0.0.1");
-    browser.open(&address, [800, 600], false);
+    browser.open(address, [800, 600], false);
     browser.wait_until("!document.querySelector('#login').hidden");
     browser.click("#token");
     browser.write(token);

@@ -514,7 +514,13 @@ fn other_addresses_require_a_token() {
     fs::write(&file, "0123456789abcdef\n").unwrap();
     let mut server = Server::start(&run, &["--host", "0.0.0.0", "--token-file", text(&file)]);
     assert_eq!(server.token.as_deref(), Some("0123456789abcdef"));
-    server.address = server.address.replace("0.0.0.0", "127.0.0.1");
+    // The printed address is one that works, with that for other machines below it.
+    assert!(server.address.starts_with("127.0.0.1:"), "{}", server.address);
+    let elsewhere = server.lines.by_ref().take(2).last().unwrap().unwrap();
+    assert!(
+        elsewhere.starts_with("elsewhere:   http://") && elsewhere.ends_with("/#token=0123456789abcdef"),
+        "{elsewhere}"
+    );
     // The page has no secrets; what it shows has.
     assert_eq!((server.get("/").0, server.get("/events").0, server.get("/v1/models").0), (200, 401, 401));
     assert_eq!(server.post("/v1/completions", "{}").0, 200);

@@ -22,10 +22,11 @@ use engine::open::{self, Device};
 use follow::Follow;
 use http::Server;
 use queue::Queue;
+use rustix::system::uname;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::io::{Write, stderr, stdout};
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
@@ -208,13 +209,22 @@ impl Serve {
     }
 }
 
-/// Prints where the server listens.
+/// Prints where the server listens. All addresses are that of this machine and its name.
 fn announce(listener: &TcpListener, token: Option<&str>) -> Result<()> {
-    let address = listener.local_addr()?;
+    let mut address = listener.local_addr()?;
+    let is_every = address.ip().is_unspecified();
+    if is_every {
+        let loopback: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
+        address.set_ip(loopback[usize::from(address.is_ipv6())]);
+    }
     let mut out = stdout();
     let fragment = token.map_or(String::new(), |token| format!("#token={token}"));
     writeln!(out, "page:        http://{address}/{fragment}")?;
     writeln!(out, "completions: http://{address}/v1")?;
+    if is_every {
+        let (name, port) = (uname().nodename().to_string_lossy().into_owned(), address.port());
+        writeln!(out, "elsewhere:   http://{name}:{port}/{fragment}")?;
+    }
     if let Some(token) = token {
         writeln!(out, "token:       {token}")?;
     }
