@@ -37,16 +37,14 @@ mod float4;
 pub mod global_norm;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod launch;
-pub mod layernorm;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_feature = "wgmma"))]
 pub mod matmul;
 pub mod muon;
 pub mod noise;
-pub mod norm_rows;
+pub mod norm;
 pub mod quantize;
 pub mod quantize_activation;
 pub mod remainder;
-pub mod rmsnorm;
 pub mod rotary;
 pub mod softcap;
 pub mod weights;

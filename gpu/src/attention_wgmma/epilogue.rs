@@ -2,7 +2,7 @@
 
 use super::panel::{Panel, a_fragment, warp_row};
 use super::{Head, ROWS};
-use crate::norm_rows::RowOutput;
+use crate::norm::rows::RowOutput;
 use cuda_std::{bf16, thread, warp};
 
 /// 64 rows of a head in global memory. Row `i` is the HS elements from `first + i * stride` on. Rows below `rows`

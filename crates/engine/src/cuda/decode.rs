@@ -1,6 +1,6 @@
 //! Text generation with a KV cache.
 
-use super::{Cuda, Float, layernorm, matmul as linear, rmsnorm, shared_bytes};
+use super::{Cuda, Float, matmul as linear, norm, shared_bytes};
 use crate::Result;
 use crate::ops::{
     Activation, AttentionShape, CacheFill, DecodeAttention, DecodeEmbed, DecodeMatmul, Epilogue, MatmulForward,
@@ -82,10 +82,8 @@ pub(super) fn matmul<T: Float>(cuda: &mut Cuda<T>, op: &DecodeMatmul) -> Result<
     if let Some(kernel) = normed_kernel(cuda, op)? {
         return cuda.launch_all(&[kernel]);
     }
-    match &op.norm {
-        Some(NormForward::LayerNorm(norm)) => layernorm::forward(cuda, norm)?,
-        Some(NormForward::RmsNorm(norm)) => rmsnorm::forward(cuda, norm)?,
-        None => {}
+    if let Some(of_input) = &op.norm {
+        norm::forward(cuda, of_input)?;
     }
     match matvec_kernel(cuda, &op.matmul, op.matmul.inp, Norm::None)? {
         Some(kernel) => cuda.launch_all(&[kernel]),

@@ -22,16 +22,15 @@ mod gemm_cache;
 mod gemm_dispatch;
 mod gemm_tuner;
 mod global_norm;
-mod layernorm;
 mod matmul;
 mod matmul_fp8;
 mod modules;
 mod muon;
 mod noise;
+mod norm;
 mod peak;
 mod profile;
 mod quantize;
-mod rmsnorm;
 mod rotary;
 mod tensor_maps;
 mod wgmma;
@@ -42,6 +41,7 @@ pub use modules::{Choice, EMBEDDED, EmbeddedKernels, select};
 pub use profile::Profile;
 
 use crate::gemm::{Algorithms, Tuning};
+use crate::ops::NormForward;
 use crate::plan::{Constant, Group, Plan};
 use crate::tensor::{DType, Tensor};
 use crate::{
@@ -290,17 +290,17 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn fuses_column_sums(&self, c: usize) -> bool {
-        layernorm::fuses_column_sums::<T>(c)
+        norm::fuses_column_sums::<T>(c)
     }
 
     fn execute(&mut self, operation: Operation) -> Result<()> {
         match operation {
             Operation::EncoderForward(op) => encoder::forward(self, op),
             Operation::EncoderBackward(op) => encoder::backward(self, op),
-            Operation::LayerNormForward(op) => layernorm::forward(self, &op),
-            Operation::LayerNormBackward(op) => layernorm::backward(self, op),
-            Operation::RmsNormForward(op) => rmsnorm::forward(self, &op),
-            Operation::RmsNormBackward(op) => rmsnorm::backward(self, op),
+            Operation::LayerNormForward(op) => norm::forward(self, &NormForward::LayerNorm(op)),
+            Operation::LayerNormBackward(op) => norm::layernorm_backward(self, op),
+            Operation::RmsNormForward(op) => norm::forward(self, &NormForward::RmsNorm(op)),
+            Operation::RmsNormBackward(op) => norm::rmsnorm_backward(self, op),
             Operation::RotaryForward(op) => rotary::forward(self, op),
             Operation::RotaryBackward(op) => rotary::backward(self, op),
             Operation::MatmulForward(op) => matmul::forward(self, &op),
@@ -415,7 +415,7 @@ impl<T: Float> Engine for Cuda<T> {
 
     fn check(&self, workload: &Workload) -> Result<()> {
         attention::check::<T>(workload)?;
-        layernorm::check::<T>(workload)?;
+        norm::check::<T>(workload)?;
         activation::check::<T>(workload)
     }
 
@@ -423,8 +423,7 @@ impl<T: Float> Engine for Cuda<T> {
         let sm_count = self.executor.sm_count();
         let needs = [
             encoder::scratch::<T>(workload, sm_count),
-            layernorm::scratch::<T>(workload, sm_count),
-            rmsnorm::scratch::<T>(workload, sm_count),
+            norm::scratch::<T>(workload, sm_count),
             rotary::scratch::<T>(workload, sm_count),
             bias::scratch::<T>(workload, sm_count),
             if self.fp8_dtype().is_some() { quantize::scratch(workload) } else { 0 },

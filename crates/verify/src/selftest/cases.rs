@@ -370,7 +370,7 @@ fn layernorm_backward(rows: usize, c: usize, column_sums: bool) -> Case {
             c,
         })
     });
-    Case { parts: vec![(Part::Kernel("layernorm_backward"), work)], ..case }
+    Case { parts: vec![(Part::Kernel("norm_backward"), work)], ..case }
 }
 
 /// Returns an RMSNorm and its gradient, with and without weight.
@@ -418,7 +418,7 @@ fn rmsnorm_backward(rows: usize, c: usize, weighted: bool) -> Case {
         let [dweight, weight] = [x[1], x[5]].map(|tensor| weighted.then_some(tensor));
         e.run(RmsNormBackward { dinp: x[0], dweight, dout: x[2], inp: x[3], weight, rstd: x[4], c })
     });
-    Case { parts: vec![(Part::Kernel("rmsnorm_backward"), work)], ..case }
+    Case { parts: vec![(Part::Kernel("norm_backward"), work)], ..case }
 }
 
 fn linear_workload(shape: MatmulShape) -> Workload {

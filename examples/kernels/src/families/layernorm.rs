@@ -6,8 +6,7 @@ use crate::session::{Session, Tolerance, blocks};
 use crate::values::Values;
 use anyhow::{Context, Result};
 use cuda_std::{Global, GlobalMut, bf16};
-use gpu::layernorm::layernorm_forward_select;
-use gpu::norm_rows::Shape;
+use gpu::norm::launch::{ForwardOperands, Kind, Size, forward};
 use kernels_gpu::layernorm;
 
 /// Launches a kernel of this family with `$rows` rows for each block.
@@ -64,17 +63,15 @@ pub const FAMILY: Family = Family {
         Kernel::new(
             28,
             "layernorm_production",
-            "gpu/src/layernorm.rs",
+            "gpu/src/norm/forward.rs",
             "The next rows are copied to shared memory while the current ones are normalized.",
             |s| {
                 let Problem { out, mean, rstd, inp, weight, bias, rows, channels } = problem(s)?;
-                let shape = Shape::of::<bf16>(channels).context("no instance for these channels")?;
-                let (r, c) = (rows as u32, channels as u32);
-                let launch =
-                    layernorm_forward_select::<bf16>(shape.arguments(), out, mean, rstd, inp, weight, bias, r, c);
-                let launch = launch.context("no instance for these channels")?;
-                let grid = [shape.forward_grid(rows, s.sm_count()), 1, 1];
-                s.launch(launch, grid, shape.forward_shared_bytes::<bf16>());
+                let (mean, weight, bias) = (Some(mean), Some(weight), Some(bias));
+                let operands = ForwardOperands { mean, rstd, inp, weight, bias, eps: 0.0 };
+                let size = Size { norm: Kind::LayerNorm, rows, channels, sm_count: s.sm_count() };
+                let kernel = forward::<bf16>(out, operands, size).context("no instance for these channels")?;
+                s.launch_all([kernel]);
                 Ok(())
             },
         ),

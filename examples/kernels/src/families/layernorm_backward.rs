@@ -8,7 +8,7 @@ use crate::values::Values;
 use anyhow::{Context, Result};
 use bytemuck::Pod;
 use cuda_std::{Element, Global, GlobalMut, bf16};
-use gpu::norm_rows::Shape;
+use gpu::norm::launch::{BackwardOperands, Kind, Size, Weight, backward, backward_partials};
 use kernels_gpu::layernorm_backward;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
@@ -99,7 +99,7 @@ pub const FAMILY: Family = Family {
         Kernel::new(
             33,
             "layernorm_backward_production",
-            "gpu/src/layernorm.rs",
+            "gpu/src/norm/backward.rs",
             "Rows wait in shared memory, so registers hold only the sums.",
             production,
         ),
@@ -201,19 +201,11 @@ fn columns(s: &mut Session) -> Result<()> {
 
 fn production(s: &mut Session) -> Result<()> {
     let Problem { dinp, dweight, dbias, dout, inp, weight, mean, rstd, rows, channels } = problem::<bf16>(s)?;
-    let shape = Shape::of::<bf16>(channels).context("no instance for these channels")?;
-    let grid = shape.backward_grid(rows, s.sm_count());
-    let partials = s.output("partials", shape.backward_partials(rows, channels, s.sm_count(), false))?;
-    let (rows, c) = (rows as u32, channels as u32);
-    let (packets, warps, group_rows) = shape.arguments();
-    let key = (packets, warps, group_rows, false);
-    let launch =
-        gpu::layernorm::layernorm_backward_select::<bf16>(key, dinp, partials, dout, inp, weight, mean, rstd, rows, c);
-    let launch = launch.context("no instance for these channels")?;
-    s.launch(launch, [grid, 1, 1], shape.backward_shared_bytes::<bf16>());
-    let none = GlobalMut::null();
-    let launch = gpu::layernorm::layernorm_backward_reduce::<bf16>(dweight, dbias, none, partials.reader(), grid, c);
-    let reduce_grid = gpu::layernorm::reduce_grid(channels, false);
-    s.launch(launch, [reduce_grid, 1, 1], shared_bytes(gpu::column_sum::shared));
+    let size = Size { norm: Kind::LayerNorm, rows, channels, sm_count: s.sm_count() };
+    let partials = backward_partials::<bf16>(size, 2).context("no instance for these channels")?;
+    let partials = s.output("partials", partials)?;
+    let weight = Weight { weight, dweight, dbias: Some(dbias), column_sums: None, partials };
+    let operands = BackwardOperands { dinp, dout, inp, mean: Some(mean), rstd, weight: Some(weight) };
+    s.launch_all(backward::<bf16>(operands, size).context("no instance for these channels")?);
     Ok(())
 }
