@@ -79,7 +79,7 @@ impl<B: Buffering, T: Tile> SubtileBuffers<B, T> {
 
     /// Waits until all stores have completed.
     #[inline(always)]
-    pub fn finish(&self) {
+    pub fn finish() {
         if is_warpgroup_leader() {
             tma::wait_stores();
         }

@@ -185,7 +185,7 @@ impl<L: Operands, E: Elementwise, T: Tile> EpilogueStore<T> for TmaEpilogue<L, E
 
     #[inline(always)]
     fn finish(&self) {
-        self.buffers.finish();
+        SubtileBuffers::<Buffers<L, E>, T>::finish();
     }
 }
 

@@ -47,7 +47,7 @@ pub enum Stored {
 pub trait Epilogue: 'static {
     /// What the kernel stores.
     const STORED: Stored;
-    /// Whether the tensor maps of out, aux and second are used.
+    /// Whether the tensor maps of out, aux and second are prefetched: those that are used and differ.
     const MAPS: [bool; 3];
     /// The code for operands `L` and tiles `T`.
     type Store<L: Operands, T: Tile>: EpilogueStore<T>;

@@ -63,7 +63,7 @@ impl<E: Elementwise, O: Fp8, T: Tile> EpilogueStore<T> for QuantizedEpilogue<E, 
 
     #[inline(always)]
     fn finish(&self) {
-        self.buffers.finish();
+        SubtileBuffers::<Buffers<E>, T>::finish();
         store_amax(self.operands.amax, self.largest);
     }
 }

@@ -1,7 +1,7 @@
 //! The wgmma backend: GEMMs by this project's kernels, in bf16 and FP8 on sm_90a.
 
 use super::executor::Executor;
-use crate::gemm::{Gemm, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision, KernelConfig};
+use crate::gemm::{Gemm, GemmEpilogue, GemmLayout, GemmOperands, GemmOutput, GemmPrecision, KernelConfig};
 use crate::tensor::DType;
 use crate::{Result, Workload};
 use anyhow::{Context, ensure};
@@ -56,17 +56,19 @@ pub struct WgmmaGemm {
 impl WgmmaGemm {
     /// Returns the kernel's view of a GEMM, or `None` if no kernel computes it.
     pub fn new(gemm: &Gemm, operands: &GemmOperands) -> Option<Self> {
-        launch::is_supported(gemm).then_some(Self { gemm: *gemm, operands: *operands })
+        let kernels = Self { gemm: *gemm, operands: *operands };
+        let supported = gemm.epilogue.output != GemmOutput::F32 || kernels.adds_to_output();
+        (supported && launch::is_supported(gemm)).then_some(kernels)
     }
 
-    /// Returns true if the sums may be split over K: partial sums can only be added to the output itself.
-    fn may_split(&self) -> bool {
+    /// Returns true if the residual is the output. Only then sums can be split over K, or added to f32.
+    fn adds_to_output(&self) -> bool {
         self.operands.residual.is_none_or(|residual| residual == self.operands.out)
     }
 
     /// Returns the configurations that may be the fastest, most promising first.
     pub fn configs(&self, sm_count: usize, scratch: Scratch) -> Vec<KernelConfig> {
-        let scratch_len = if self.may_split() { scratch.len } else { 0 };
+        let scratch_len = if self.adds_to_output() { scratch.len } else { 0 };
         let stored = |TileConfig { tile, split_k }: TileConfig| {
             let [tile_m, tile_n] = tile.dims();
             KernelConfig { tile_m, tile_n, split_k: split_k as u32 }
@@ -81,7 +83,7 @@ impl WgmmaGemm {
 
     fn config(&self, KernelConfig { tile_m, tile_n, split_k }: KernelConfig) -> Option<TileConfig> {
         let config = TileConfig { tile: TileShape::from_dims(tile_m, tile_n)?, split_k: split_k as usize };
-        ((split_k == 1 || self.may_split()) && config.is_supported(&self.gemm)).then_some(config)
+        ((split_k == 1 || self.adds_to_output()) && config.is_supported(&self.gemm)).then_some(config)
     }
 
     /// Returns the launches in order; none where kernels for sm_90a do not run.
