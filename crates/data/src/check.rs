@@ -26,13 +26,13 @@ pub struct Report {
     pub largest: u32,
     /// Number of ids outside the vocabulary.
     pub invalid: usize,
-    /// Position and id of the first ones, at most [`Report::MOST_POSITIONS`].
+    /// Position and id of the first ones, at most [`Report::MAX_POSITIONS`].
     pub first_invalid: Vec<(usize, u32)>,
 }
 
 impl Report {
     /// Maximum number of positions of invalid ids that are kept.
-    pub const MOST_POSITIONS: usize = 5;
+    pub const MAX_POSITIONS: usize = 5;
 }
 
 /// The contents of a range of a file.
@@ -79,7 +79,7 @@ pub fn shard(tokens: &Tokens, vocab: usize, document: u32) -> Result<Report> {
             start = last;
         }
     }
-    report.first_invalid.truncate(Report::MOST_POSITIONS);
+    report.first_invalid.truncate(Report::MAX_POSITIONS);
     report.longest = report.longest.max(tokens.len() - start);
     Ok(report)
 }
@@ -96,7 +96,7 @@ fn part(start: usize, ids: &[u32], vocab: usize, document: u32) -> Part {
     if part.largest as usize >= vocab {
         for (i, &id) in ids.iter().enumerate().filter(|&(_, &id)| id as usize >= vocab) {
             part.invalid += 1;
-            if part.first_invalid.len() < Report::MOST_POSITIONS {
+            if part.first_invalid.len() < Report::MAX_POSITIONS {
                 part.first_invalid.push((start + i, id));
             }
         }

@@ -17,7 +17,7 @@ const ROW_HEIGHT: f64 = 19.0;
 /// Largest number of operations in a figure. The longest ones are kept.
 const MAX_OPERATIONS: usize = 200;
 /// Percentage at the right end of the bars.
-const MOST_PERCENT: f64 = 120.0;
+const MAX_PERCENT: f64 = 120.0;
 
 /// The JSON of `bench kernels`.
 #[derive(Clone, Debug, Deserialize)]
@@ -188,7 +188,7 @@ impl Roofline {
     fn bars(&self, body: &mut Drawing, top: f64) -> f64 {
         let (name, time, bar) = (MARGIN + 30.0, 560.0, 580.0);
         let width = DEFAULT_WIDTH - MARGIN - 90.0 - bar;
-        let place = |percent: f64| bar + width * percent.min(MOST_PERCENT) / MOST_PERCENT;
+        let place = |percent: f64| bar + width * percent.min(MAX_PERCENT) / MAX_PERCENT;
         body.text((name, top), Anchor::Start, LABEL, Color::Muted, "operation, shape");
         body.text((time, top), Anchor::End, LABEL, Color::Muted, "us");
         body.text((bar, top), Anchor::Start, LABEL, Color::Muted, "percentage of the rate of the copy or GEMM");

@@ -172,15 +172,15 @@ pub enum DescriptorError {
     },
     /// The number of parameters is above the limit.
     #[error(
-        "parameters: expected at most {MOST_PARAMETERS}, found {0}, which are beyond what any memory holds; choose smaller sizes"
+        "parameters: expected at most {MAX_PARAMETERS}, found {0}, which are beyond what any memory holds; choose smaller sizes"
     )]
     TooLarge(u128),
 }
 
 /// Limits within which planning cannot overflow, for batches of less than 2^31 tokens.
-const MOST_LAYERS: usize = 8192;
-const MOST_PARAMETERS: u128 = 1 << 41;
-const MOST_VOCAB: usize = 1 << 20;
+const MAX_LAYERS: usize = 8192;
+const MAX_PARAMETERS: u128 = 1 << 41;
+const MAX_VOCAB: usize = 1 << 20;
 
 impl Descriptor {
     /// Creates the shape of a GPT-2 model.
@@ -235,13 +235,13 @@ impl Descriptor {
         if !heads.is_multiple_of(kv_heads) {
             return Err(DescriptorError::KvHeadsDoNotDivide { heads, kv_heads });
         }
-        for (name, found, most) in [("layers", layers, MOST_LAYERS), ("vocab", vocab, MOST_VOCAB)] {
+        for (name, found, most) in [("layers", layers, MAX_LAYERS), ("vocab", vocab, MAX_VOCAB)] {
             if found > most {
                 return Err(DescriptorError::TooMany { name, most, found });
             }
         }
         let parameters = self.parameters_or_overflow().unwrap_or(u128::MAX);
-        if parameters > MOST_PARAMETERS {
+        if parameters > MAX_PARAMETERS {
             return Err(DescriptorError::TooLarge(parameters));
         }
         if let Positions::Rotary(rotary) = self.positions {

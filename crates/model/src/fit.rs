@@ -18,7 +18,7 @@ const MAX_VALUES: u128 = 1 << 56;
 const SHORTEST_ADVISED: usize = 64;
 
 /// Most ranks that the advice names.
-const MOST_RANKS_ADVISED: usize = 1024;
+const MAX_RANKS_ADVISED: usize = 1024;
 
 /// Settings of a run that bound the changes by which it could fit.
 #[derive(Clone, Copy, Debug)]
@@ -171,7 +171,7 @@ impl Search<'_> {
             resorts.push(format!("--seq {} with {}", found.t, ["--batch 1", &self.changes(found)].join(" ").trim()));
         }
         let ranks = std::iter::successors(Some(2 * self.limits.ranks), |ranks| Some(2 * ranks));
-        let ranks = ranks.take_while(|&ranks| self.options.training && ranks <= MOST_RANKS_ADVISED);
+        let ranks = ranks.take_while(|&ranks| self.options.training && ranks <= MAX_RANKS_ADVISED);
         let sharded = ranks.map(|ranks| PlanOptions {
             zero: Zero::new(3, Shard { rank: 0, ranks }),
             recompute: Recompute::Layers,

@@ -14,7 +14,7 @@ use std::time::Instant;
 use system::progress::{self, Progress, Unit};
 
 /// Most sequences that are generated at a time.
-const MOST_SLOTS: usize = 64;
+const MAX_SLOTS: usize = 64;
 
 /// Generate text with a model
 #[derive(Debug, clap::Args)]
@@ -73,7 +73,7 @@ pub fn run(args: &Sample) -> Result<()> {
     check_prompt(&prompt, descriptor.vocab)?;
     let ends = if args.ignore_end { Vec::new() } else { end_tokens(&tokenizer, &source)? };
     let capacity = descriptor.max_seq_len.min(prompt.len().saturating_add(args.tokens));
-    let Loaded { generator, mut engine, run_ahead } = load(source, &args.hardware, args.n.min(MOST_SLOTS), capacity)?;
+    let Loaded { generator, mut engine, run_ahead } = load(source, &args.hardware, args.n.min(MAX_SLOTS), capacity)?;
     let (tokens, sampling) = (args.tokens, args.sampling.sampling());
     let request = |i: usize| {
         let seed = args.sampling.seed.wrapping_add(i as u32);

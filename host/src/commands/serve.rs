@@ -39,7 +39,7 @@ use tokio::time::sleep;
 use worker::{Settings, Status, Worker};
 
 /// Shortest token.
-const LEAST_TOKEN: usize = 16;
+const MIN_TOKEN: usize = 16;
 /// Threads that handle connections. The model has a thread of its own.
 const THREADS: usize = 2;
 /// Threads that wait for chat templates.
@@ -190,10 +190,10 @@ impl Serve {
             let text = bounded_file::read_to_string(path, bounded_file::SETTINGS)
                 .with_context(|| format!("--token-file: cannot read {shown}"))?;
             let token = text.lines().next().unwrap_or_default().trim();
-            let valid = token.len() >= LEAST_TOKEN && token.bytes().all(|byte| byte.is_ascii_graphic());
+            let valid = token.len() >= MIN_TOKEN && token.bytes().all(|byte| byte.is_ascii_graphic());
             ensure!(
                 valid,
-                "--token-file {shown}: expected at least {LEAST_TOKEN} visible ASCII characters on the first line, found {}",
+                "--token-file {shown}: expected at least {MIN_TOKEN} visible ASCII characters on the first line, found {}",
                 token.chars().count()
             );
             return Ok(Some(token.to_owned()));

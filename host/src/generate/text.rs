@@ -3,7 +3,7 @@
 use tokenizer::Tokenizer;
 
 /// Tokens after which an incomplete character is emitted as U+FFFD: a character has at most 4 bytes.
-const MOST_TOKENS_OF_CHARACTER: usize = 4;
+const MAX_TOKENS_OF_CHARACTER: usize = 4;
 
 /// Tokens at the end of a prompt on which the text of the next token may depend.
 const TOKENS_OF_PROMPT: usize = 8;
@@ -73,7 +73,7 @@ impl TextStream {
         let new = all.strip_prefix(&before[..]).unwrap_or(&alone);
         let incomplete = std::str::from_utf8(new).is_err_and(|error| error.error_len().is_none())
             || new.ends_with("\u{fffd}".as_bytes());
-        if incomplete && !last && self.pending.len() < MOST_TOKENS_OF_CHARACTER {
+        if incomplete && !last && self.pending.len() < MAX_TOKENS_OF_CHARACTER {
             return String::new();
         }
         self.held += &String::from_utf8_lossy(new);

@@ -16,7 +16,7 @@ use std::env;
 use std::process::Command;
 
 /// Fewer kinds are an error of the test.
-const LEAST_KINDS: usize = 60;
+const MIN_KINDS: usize = 60;
 
 #[test]
 fn every_kind_gives_a_clear_error_and_loses_nothing() {
@@ -38,7 +38,7 @@ fn every_kind_gives_a_clear_error_and_loses_nothing() {
         total += count;
     }
     println!("{total} kinds");
-    assert!(total >= LEAST_KINDS, "{total}");
+    assert!(total >= MIN_KINDS, "{total}");
 }
 
 /// Runs the test above in a process of its own. The readers of parquet catch panics of the parquet crate.

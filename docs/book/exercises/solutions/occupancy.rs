@@ -22,7 +22,7 @@ pub const SHARED_MOST: usize = 227 << 10;
 /// Shared memory is allocated in units of this many bytes.
 pub const SHARED_UNIT: usize = 128;
 /// Most registers of a thread.
-pub const MOST_REGISTERS: usize = 255;
+pub const MAX_REGISTERS: usize = 255;
 
 /// The resources that a block of a launch needs.
 #[derive(Clone, Copy, Debug)]
@@ -39,7 +39,7 @@ pub struct Launch {
 /// or too much shared memory.
 pub fn blocks_per_sm(launch: Launch) -> usize {
     let Launch { threads, registers, shared } = launch;
-    if threads > 1024 || registers > MOST_REGISTERS || shared > SHARED_MOST {
+    if threads > 1024 || registers > MAX_REGISTERS || shared > SHARED_MOST {
         return 0;
     }
     let warps = threads.div_ceil(32);
@@ -57,5 +57,5 @@ pub fn occupancy(launch: Launch) -> f64 {
 /// Returns the most registers per thread with which at least `blocks` blocks of the launch run on an SM, or `None` if even one register is
 /// too many. The registers of `launch` do not count.
 pub fn most_registers(launch: Launch, blocks: usize) -> Option<usize> {
-    (1..=MOST_REGISTERS).rev().find(|&registers| blocks_per_sm(Launch { registers, ..launch }) >= blocks)
+    (1..=MAX_REGISTERS).rev().find(|&registers| blocks_per_sm(Launch { registers, ..launch }) >= blocks)
 }

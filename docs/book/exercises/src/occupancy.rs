@@ -22,7 +22,7 @@ pub const SHARED_MOST: usize = 227 << 10;
 /// Shared memory is allocated in units of this many bytes.
 pub const SHARED_UNIT: usize = 128;
 /// Most registers of a thread.
-pub const MOST_REGISTERS: usize = 255;
+pub const MAX_REGISTERS: usize = 255;
 
 /// The resources that a block of a launch needs.
 #[derive(Clone, Copy, Debug)]

@@ -20,7 +20,7 @@ use tokio::sync::watch::Sender;
 /// Shortest time between two updates.
 const INTERVAL: Duration = Duration::from_secs(1);
 /// Number of the newest texts that the page shows, and the part of the file that is searched for them, in bytes.
-const MOST_SAMPLES: usize = 5;
+const MAX_SAMPLES: usize = 5;
 const SAMPLE_BYTES: u64 = 64 << 10;
 /// Widths of the figure in pixels: next to the chat, and on a phone.
 const WIDTHS: [f64; 2] = [760.0, 380.0];
@@ -132,7 +132,7 @@ fn samples(path: &Path) -> Result<Vec<Value>> {
     let mut end = Vec::new();
     file.take(SAMPLE_BYTES).read_to_end(&mut end)?;
     let text = String::from_utf8_lossy(&end);
-    Ok(text.lines().rev().filter_map(|line| serde_json::from_str(line).ok()).take(MOST_SAMPLES).collect())
+    Ok(text.lines().rev().filter_map(|line| serde_json::from_str(line).ok()).take(MAX_SAMPLES).collect())
 }
 
 /// Returns the used and the total memory of the machine in bytes, from `/proc/meminfo`.

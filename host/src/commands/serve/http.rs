@@ -32,16 +32,16 @@ use tokio::task::spawn_blocking;
 use tokio::time::{interval, timeout};
 
 /// Largest body of a request in bytes.
-pub const MOST_BYTES: usize = 1 << 20;
+pub const MAX_BYTES: usize = 1 << 20;
 /// Largest body that is read to its end, without keeping it, before it is refused. Most clients read the response only after they have
 /// sent the whole body, and see a reset connection instead of the error if the server stops reading.
-const MOST_DISCARDED_BYTES: usize = 64 << 20;
+const MAX_DISCARDED_BYTES: usize = 64 << 20;
 /// Most connections at a time. More wait until one is closed.
-const MOST_CONNECTIONS: usize = 512;
+const MAX_CONNECTIONS: usize = 512;
 /// Most pages that follow a run at a time.
 pub const MAX_PAGES: usize = 64;
 /// Largest head of a request in bytes.
-const MOST_HEAD_BYTES: usize = 64 << 10;
+const MAX_HEAD_BYTES: usize = 64 << 10;
 /// Time for the head of a request, which is also the longest idle time of a connection, and for the body.
 const READ_TIMEOUT: Duration = Duration::from_secs(20);
 /// Time without progress after which a client that does not read is disconnected.
@@ -245,14 +245,14 @@ async fn conversation(server: &Server, messages: Vec<(String, String)>) -> Resul
     }
 }
 
-/// Reads the body of a request of at most [`MOST_BYTES`].
+/// Reads the body of a request of at most [`MAX_BYTES`].
 async fn body(request: Request) -> Result<Vec<u8>, ApiError> {
     let headers = request.headers();
     let length = headers.get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
     // A client that expects `100 Continue` has not sent the body yet.
-    let most = if headers.contains_key(header::EXPECT) { MOST_BYTES } else { MOST_DISCARDED_BYTES };
+    let most = if headers.contains_key(header::EXPECT) { MAX_BYTES } else { MAX_DISCARDED_BYTES };
     if length.is_some_and(|length: u64| length > most as u64) {
-        return Err(ApiError::too_large(MOST_BYTES));
+        return Err(ApiError::too_large(MAX_BYTES));
     }
     let mut parts = request.into_body().into_data_stream();
     let read = async {
@@ -265,13 +265,13 @@ async fn body(request: Request) -> Result<Vec<u8>, ApiError> {
             if len > most {
                 break;
             }
-            if len <= MOST_BYTES {
+            if len <= MAX_BYTES {
                 bytes.extend_from_slice(&part);
             } else {
                 bytes = Vec::new();
             }
         }
-        if len <= MOST_BYTES { Ok(bytes) } else { Err(ApiError::too_large(MOST_BYTES)) }
+        if len <= MAX_BYTES { Ok(bytes) } else { Err(ApiError::too_large(MAX_BYTES)) }
     };
     timeout(READ_TIMEOUT, read).await.unwrap_or_else(|_| Err(ApiError::slow_body(READ_TIMEOUT.as_secs())))
 }
@@ -412,7 +412,7 @@ fn event(name: &str, json: &str) -> String {
 /// Accepts connections until `stop` completes.
 pub async fn serve(listener: TcpListener, server: Shared, stop: impl Future<Output = ()>) {
     let service = TowerToHyperService::new(routes(server));
-    let connections = Arc::new(Semaphore::new(MOST_CONNECTIONS));
+    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     tokio::pin!(stop);
     loop {
         let accept = async {
@@ -432,7 +432,7 @@ pub async fn serve(listener: TcpListener, server: Shared, stop: impl Future<Outp
         let service = service.clone();
         tokio::spawn(async move {
             let mut builder = http1::Builder::new();
-            builder.timer(TokioTimer::new()).header_read_timeout(READ_TIMEOUT).max_buf_size(MOST_HEAD_BYTES);
+            builder.timer(TokioTimer::new()).header_read_timeout(READ_TIMEOUT).max_buf_size(MAX_HEAD_BYTES);
             // Errors of a connection, such as a client that has gone, concern nobody else.
             let _ = builder.serve_connection(TokioIo::new(StallTimeout::new(stream, WRITE_TIMEOUT)), service).await;
             drop(permit);

@@ -9,9 +9,9 @@ use serde_json::{Map, Value, json};
 use std::fmt::Display;
 
 /// Most texts that one request may ask for.
-const MOST_TEXTS: usize = 64;
+const MAX_TEXTS: usize = 64;
 /// Most stop strings of a request, and their longest length in bytes.
-const MOST_STOPS: usize = 16;
+const MAX_STOPS: usize = 16;
 const LONGEST_STOP: usize = 1024;
 /// The maximum number of log probabilities for each token of a response, as in vLLM.
 const MAX_LOGPROBS: usize = 20;
@@ -200,7 +200,7 @@ impl Completion {
         let prompts = if chat { vec![messages(body.messages.as_ref())?] } else { prompts(body.prompt.as_ref())? };
         let n = body.n.unwrap_or(1);
         let texts = n.saturating_mul(prompts.len());
-        check("n", n >= 1 && texts <= MOST_TEXTS, "1 to 64 texts in one request", texts)?;
+        check("n", n >= 1 && texts <= MAX_TEXTS, "1 to 64 texts in one request", texts)?;
         let default = if chat { None } else { Some(DEFAULT_TOKENS) };
         let tokens = body.max_completion_tokens.or(body.max_tokens).or(default);
         let echo = body.echo.unwrap_or(false) && !chat;
@@ -269,7 +269,7 @@ impl Body {
             Some(Stop::Several(stops)) => stops.clone(),
         };
         let longest = stops.iter().map(String::len).max().unwrap_or(0);
-        let valid = stops.len() <= MOST_STOPS && longest <= LONGEST_STOP;
+        let valid = stops.len() <= MAX_STOPS && longest <= LONGEST_STOP;
         let found = format!("{} strings of up to {longest} bytes", stops.len());
         check("stop", valid, "at most 16 strings of up to 1024 bytes", found)?;
         Ok(stops)
@@ -356,7 +356,7 @@ fn prompts(value: Option<&Value>) -> Result<Vec<Prompt>, ApiError> {
     let prompts = match value {
         None | Some(Value::Null) => vec![Prompt::Text(String::new())],
         Some(Value::Array(list)) if list.first().is_some_and(|first| !first.is_number()) => {
-            check("prompt", list.len() <= MOST_TEXTS, "at most 64 prompts", list.len())?;
+            check("prompt", list.len() <= MAX_TEXTS, "at most 64 prompts", list.len())?;
             list.iter().map(one).collect::<Option<_>>().ok_or_else(error)?
         }
         Some(value) => vec![one(value).ok_or_else(error)?],

@@ -11,7 +11,7 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 /// Events that wait for a client. A client that reads so slowly that more of them wait is disconnected. A GPU generates tens of
 /// thousands of tokens per second, so fewer events would disconnect clients that pause for a fraction of a second.
-const MOST_EVENTS: usize = 1 << 14;
+const MAX_EVENTS: usize = 1 << 14;
 
 /// The progress of a request.
 #[derive(Debug)]
@@ -71,7 +71,7 @@ impl Queue {
 
     /// Adds a request and returns its events.
     pub fn push(&self, completion: Completion, timeout: Duration) -> Result<Receiver<Event>, ApiError> {
-        let (events, received) = channel(MOST_EVENTS);
+        let (events, received) = channel(MAX_EVENTS);
         let mut waiting = self.lock();
         if waiting.closed {
             return Err(ApiError::stopping());

@@ -104,7 +104,7 @@ pub struct Options {
     pub channels: Option<usize>,
 
     /// Channels between the two linear layers of the MLP [default: that of the shape; with --channels 4 C, or 8 C / 3 rounded up to a
-    /// multiple of 256 for SwiGLU]
+    /// multiple of 256 if the activation is gated]
     #[arg(long, value_name = "N", value_parser = count, help_heading = MODEL)]
     pub ffn: Option<usize>,
 

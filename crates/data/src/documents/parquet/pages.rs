@@ -12,7 +12,7 @@ use std::fs::File;
 use std::io::{BufReader, Chain, Cursor, Read};
 
 /// Most bytes that a compressed byte stands for: zstd stores a block of 128 KiB equal bytes in 4 bytes (RFC 8878, section 3.1.1.2).
-const MOST_RATIO: u64 = 32768;
+const MAX_RATIO: u64 = 32768;
 /// Most bytes of a page's header. It contains the least and greatest value of the page, which are long in files of old writers. Arrow's
 /// reader for C++ has the same limit.
 const HEADER_BYTES: u64 = 16 << 20;
@@ -87,7 +87,7 @@ fn sizes(header: &[u8]) -> Option<[u64; 2]> {
 
 /// Checks that the compressed bytes of a page suffice for its size.
 fn check_sizes([size, compressed]: [u64; 2]) -> Result<()> {
-    let most = compressed.saturating_add(1).saturating_mul(MOST_RATIO);
+    let most = compressed.saturating_add(1).saturating_mul(MAX_RATIO);
     if size > most {
         return Err(ParquetError::General(format!(
             "page: expected at most {most} bytes, which {compressed} compressed bytes can contain, found {size}"
