@@ -7,9 +7,9 @@ use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut};
 
 /// Most rows of [`matvec()`].
-pub const MOST_ROWS: usize = 16;
+pub const MAX_ROWS: usize = 16;
 /// Most rows of [`matvec()`] with a norm: with more, every warp would spend longer on the norm than on the weights.
-pub const MOST_NORMED_ROWS: usize = 2;
+pub const MAX_NORMED_ROWS: usize = 2;
 
 /// The norm before a linear layer.
 #[derive(Clone, Copy)]
@@ -71,7 +71,7 @@ impl MatvecSize {
 /// Returns the kernel, or `None` if there is none: too many rows, or rows that are not multiples of the packet.
 pub fn matvec<T: Element>(operands: MatvecOperands<T>, size: MatvecSize) -> Option<KernelLaunch> {
     let normed = !matches!(operands.norm, Norm::None);
-    let most = if normed { MOST_NORMED_ROWS } else { MOST_ROWS };
+    let most = if normed { MAX_NORMED_ROWS } else { MAX_ROWS };
     let supported = 0 < size.rows && size.rows <= most && size.channels.is_multiple_of(T::PACKET) && size.channels > 0;
     let even = size.outputs.is_multiple_of(size.activation.map_or(1, Activation::inputs));
     if !supported || !even || size.outputs == 0 {

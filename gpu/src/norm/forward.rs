@@ -37,7 +37,8 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
         move |column| held.map_or_else(|| load(column), Packet::opaque)
     }
 
-    /// Normalizes ROWS rows from `row` on, whose packets are `x`. Packets past the end of a row must be zero.
+    /// Normalizes ROWS rows from `row` on, whose packets are `x`, with the weights and biases of each column. Packets past the end of
+    /// a row must be zero.
     ///
     /// Consecutive calls alternate `parity` between 0 and 1.
     #[inline(always)]
@@ -48,8 +49,7 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
         parity: usize,
         Outputs { out, mean, rstd }: &mut Outputs<impl RowOutput<T>>,
         &Inputs { eps, rows, .. }: &Inputs<T>,
-        weight: impl Fn(usize) -> Packet<T>,
-        bias: impl Fn(usize) -> Packet<T>,
+        parameters: impl Fn(usize) -> [Packet<T>; 2],
     ) {
         let scale = math::recip(self.channels as f32);
         let mut means = [0.0; ROWS];
@@ -98,7 +98,7 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
             }
             for k in 0..PACKETS {
                 if let Some(column) = self.column(k) {
-                    let (w, b) = (weight(column), if N::CENTERED { bias(column) } else { Packet::zero() });
+                    let [w, b] = parameters(column);
                     let y = Packet::from_fn(|i| {
                         let x = x[r][k].get(i);
                         if N::CENTERED {
@@ -139,7 +139,7 @@ pub fn norm_forward<T: Element, N: Norm, const PACKETS: usize, const WARPS: usiz
     channels: u32,
 ) {
     let (mut outputs, inputs) = (Outputs { out, mean, rstd }, Inputs { inp, weight, bias, eps, rows });
-    normalize_rows::<T, N, _, PACKETS, WARPS, ROWS>(&mut Layout::new(), &mut outputs, inputs, channels);
+    normalize_rows::<T, N, _, PACKETS, WARPS, ROWS>(&mut Layout::new(), &mut outputs, &inputs, channels);
 }
 
 /// Does what [`norm_forward`] does in bf16, and quantizes out with a given scale (1) instead of storing it: its bits are those of
@@ -172,7 +172,7 @@ pub fn norm_forward_fp8<F: Fp8, N: Norm, const PACKETS: usize, const WARPS: usiz
     let maxima = quantize::maxima(&mut layout);
     let mut outputs = Outputs { out: QuantizedOutput::new(out, scale), mean, rstd };
     let inputs = Inputs { inp, weight, bias, eps, rows };
-    normalize_rows::<bf16, N, _, PACKETS, WARPS, ROWS>(&mut layout, &mut outputs, inputs, channels);
+    normalize_rows::<bf16, N, _, PACKETS, WARPS, ROWS>(&mut layout, &mut outputs, &inputs, channels);
     outputs.out.store_amax(amax, maxima);
 }
 
@@ -181,17 +181,17 @@ pub fn norm_forward_fp8<F: Fp8, N: Norm, const PACKETS: usize, const WARPS: usiz
 fn normalize_rows<T: Element, N: Norm, O: RowOutput<T>, const PACKETS: usize, const WARPS: usize, const ROWS: usize>(
     layout: &mut Layout,
     outputs: &mut Outputs<O>,
-    inputs: Inputs<T>,
+    inputs: &Inputs<T>,
     channels: u32,
 ) {
     let part = RowPart::<T, PACKETS, WARPS, ROWS>::new(channels, scratch(layout, MAX_ROWS));
     let (mut row, rows, inp) = (part.row(), inputs.rows as usize, inputs.inp);
     let weight = part.weight::<N>(inputs.weight);
     let bias = if N::CENTERED { Some(part.parameter(inputs.bias)) } else { None };
-    let bias = |column| bias.as_ref().map_or(Packet::zero(), |bias| bias(column));
+    let parameters = |column| [weight(column), bias.as_ref().map_or(Packet::zero(), |bias| bias(column))];
     if PACKETS > 1 {
         if row < rows {
-            part.normalize::<N>(&part.load(inp, row, rows), row, 0, outputs, &inputs, weight, bias);
+            part.normalize::<N>(&part.load(inp, row, rows), row, 0, outputs, inputs, parameters);
         }
         return;
     }
@@ -221,7 +221,7 @@ fn normalize_rows<T: Element, N: Norm, O: RowOutput<T>, const PACKETS: usize, co
                 x[r][0] = pipeline.packet(slot(stage, r));
             }
         }
-        part.normalize::<N>(&x, row, stage, outputs, &inputs, &weight, &bias);
+        part.normalize::<N>(&x, row, stage, outputs, inputs, &parameters);
         row += step;
         stage = 1 - stage;
     }

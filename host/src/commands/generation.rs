@@ -33,7 +33,7 @@ const END_FILES: [&str; 2] = ["generation_config.json", "config.json"];
 const DEFAULT_CONTEXT: usize = 8192;
 
 /// Most rows that the kernels for few sequences take. For more, GEMMs are timed and the fastest is chosen.
-const FEW_SEQUENCES: usize = gpu::decode::launch::MOST_ROWS;
+const FEW_SEQUENCES: usize = gpu::decode::launch::MAX_ROWS;
 
 /// Returns the command that tries a model: `chat` if it has a chat template, else `sample`.
 pub fn trial_command(model: &Path) -> String {

@@ -39,7 +39,7 @@ fn matvec_kernel<T: Float>(
     norm: Norm<T>,
 ) -> Result<Option<KernelLaunch>> {
     let MatmulForward { out, weight, bias, epilogue, shape: MatmulShape { rows, c, oc }, .. } = *op;
-    if rows > launch::MOST_ROWS {
+    if rows > launch::MAX_ROWS {
         return Ok(None);
     }
     let (residual, activation) = match epilogue {
