@@ -479,6 +479,9 @@ fn select_items(
             #find #turbofish (instance_keys).is_some()
         }
         #values_of
+        // Names the types for the GPU too, where their imports would be unused otherwise.
+        #[cfg(target_arch = "nvptx64")]
+        const _: ::core::option::Option<(#(#key_types,)* #(#value_types,)*)> = ::core::option::Option::None;
     })
 }
 
