@@ -11,9 +11,9 @@
 use super::decoder::{Decoder, Layer, Norm, NormOf};
 use super::descriptor::{self, Biases};
 use super::forward::Rotation;
-use super::memory_plan::Recompute;
 use super::nvtx::Range;
 use super::params::{Param, Unit};
+use super::recompute::Recompute;
 use super::sharding::{LayerHooks, Store};
 use engine::ops::{
     ActivationForward, ActivationInput, AttentionBackward, EncoderBackward, LayerNormBackward, MatmulBackward,

@@ -4,9 +4,9 @@
 
 use super::descriptor::Descriptor;
 use super::fp8::Fp8;
-use super::memory_plan::Recompute;
-use super::muon::MuonBuffers;
+use super::muon_buffers::MuonBuffers;
 use super::params::{Param, Params};
+use super::recompute::Recompute;
 use super::sharding::{Store, Zero};
 use anyhow::Context;
 use engine::Result;

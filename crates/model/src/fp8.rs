@@ -9,19 +9,15 @@
 //! 3. quantizes the inputs of linear layers and the gradient of fc's output where they are computed, and the other gradients where
 //!    GEMMs read them. Only attention's output is also kept in the engine's type.
 //!
-//! Passes outside of a training step do not use FP8: [`Decoder::plan`] returns a model without it, and
+//! Passes outside of a training step do not use FP8: [`Decoder::plan`](crate::Decoder::plan) returns a model without it, and
 //! [`TrainStep`](crate::TrainStep) adds it.
 
-use super::Decoder;
-use super::decoder::NormOf;
 use super::descriptor::Descriptor;
-use super::memory_plan::Recompute;
 use super::params::Param;
+use super::recompute::Recompute;
 use super::sharding::Zero;
 use anyhow::{Context, ensure};
-use engine::ops::{
-    Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Scale, Fp8Scales, MatmulShape, Quantize, Scaling,
-};
+use engine::ops::{Fp8Accumulation, Fp8Format, Fp8Scale, Fp8Scales, Scaling};
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
 use engine::{Engine, Result};
@@ -73,8 +69,8 @@ pub struct Fp8Settings {
 #[derive(Clone, Copy, Debug)]
 pub struct Fp8Options {
     recipe: Fp8Recipe,
-    gradients: Fp8Format,
-    accumulation: Fp8Accumulation,
+    pub(super) gradients: Fp8Format,
+    pub(super) accumulation: Fp8Accumulation,
     dtype: DType,
 }
 
@@ -124,11 +120,11 @@ const HISTORY: usize = 16;
 const MARGIN: f32 = 2.0;
 
 /// The weights of the linear layers, in the order of their slots.
-const WEIGHTS: [Param; 4] = [Param::Qkvw, Param::Attprojw, Param::Fcw, Param::Fcprojw];
+pub(super) const WEIGHTS: [Param; 4] = [Param::Qkvw, Param::Attprojw, Param::Fcw, Param::Fcprojw];
 
 /// Scales and largest magnitudes of one kind of tensor: inputs, weights or gradients of outputs, of all linear layers.
 #[derive(Clone, Copy, Debug)]
-struct Slots {
+pub(super) struct Slots {
     /// (L, 4) f32
     scales: Tensor,
     /// (H, L, 4) f32: largest magnitudes of the current step and of those before it.
@@ -156,7 +152,7 @@ impl Slots {
         self.amaxes.slice(0, self.scales.len)
     }
 
-    fn slot(self, layer: usize, weight: Param, counting: bool) -> Fp8Scale {
+    pub(super) fn slot(self, layer: usize, weight: Param, counting: bool) -> Fp8Scale {
         let i = layer * WEIGHTS.len() + index(weight);
         let counts = counting.then(|| self.counts.slice(2 * i, 2));
         Fp8Scale { scale: self.scales.slice(i, 1), amax: self.amaxes.slice(i, 1), counts }
@@ -165,16 +161,16 @@ impl Slots {
 
 /// FP8 operands of the linear layers, which a layer's operations use one after another. They share memory with the logits.
 #[derive(Clone, Copy, Debug)]
-struct Buffers {
+pub(super) struct Buffers {
     /// (rows, C): inputs of qkv, attproj and fc, and gradients of the outputs of attproj and fcproj.
-    narrow: Tensor,
+    pub(super) narrow: Tensor,
     /// (rows, widest): inputs of fcproj, and gradients of the outputs of fc and qkv. The GEMM of fc reads its input in `narrow`
     /// while it writes that of fcproj, and the GEMM of fcproj's input gradient does the same in the backward pass.
-    wide: Tensor,
+    pub(super) wide: Tensor,
     /// (widest, rows): a transposed gradient.
-    dout_transposed: Tensor,
+    pub(super) dout_transposed: Tensor,
     /// (C, rows): a transposed input that is not kept.
-    inp_transposed: Tensor,
+    pub(super) inp_transposed: Tensor,
 }
 
 /// The number of [`Buffers`].
@@ -213,20 +209,20 @@ pub(super) fn keeps_input(weight: Param, recompute: Recompute) -> bool {
 /// The FP8 state of a model. It holds handles into an engine's arena and owns no memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Fp8 {
-    options: Fp8Options,
+    pub(super) options: Fp8Options,
     /// Determines the scales of inputs and gradients in this step.
-    scaling: Scaling,
+    pub(super) scaling: Scaling,
     /// Whether the values that quantization loses are counted.
-    counting: bool,
-    inputs: Slots,
-    weights: Slots,
-    gradients: Slots,
+    pub(super) counting: bool,
+    pub(super) inputs: Slots,
+    pub(super) weights: Slots,
+    pub(super) gradients: Slots,
     /// (layers, elements of a layer's linear layers) FP8: weights and transposed weights. One layer if ranks shard the parameters.
     copies: [Tensor; 2],
     /// Whether `copies` hold all layers.
     holds_all_layers: bool,
     /// Operands of one linear layer at a time.
-    buffers: Buffers,
+    pub(super) buffers: Buffers,
     /// (L, C, rows) FP8: transposed inputs that the forward pass keeps for the backward pass, in the order of `WEIGHTS`.
     kept: [Option<Tensor>; 4],
 }
@@ -275,12 +271,18 @@ impl Fp8 {
     }
 
     /// Returns where the forward pass keeps the transposed input (rows, C) of a linear layer.
-    fn kept_input(&self, d: &Descriptor, layer: usize, weight: Param, [rows, c]: [usize; 2]) -> Option<Tensor> {
+    pub(super) fn kept_input(
+        &self,
+        d: &Descriptor,
+        layer: usize,
+        weight: Param,
+        [rows, c]: [usize; 2],
+    ) -> Option<Tensor> {
         self.kept[index(weight)].map(|kept| kept.part(layer, d.layers).slice(0, rows * c))
     }
 
     /// Returns this layer's FP8 weight and transposed weight.
-    fn weight(&self, d: &Descriptor, layer: usize, weight: Param) -> [Tensor; 2] {
+    pub(super) fn weight(&self, d: &Descriptor, layer: usize, weight: Param) -> [Tensor; 2] {
         let len = |weight: Param| {
             let (oc, c) = weight.shape(d);
             oc * c
@@ -397,154 +399,5 @@ impl Fp8 {
             }
         }
         Ok(all)
-    }
-}
-
-impl Decoder {
-    /// Quantizes the weights of all layers, unless ranks shard them.
-    pub(super) fn quantize_whole_weights(&self, engine: &mut dyn Engine) -> Result<()> {
-        let layers = if self.zero.shards_parameters() { 0 } else { self.descriptor.layers };
-        (0..layers).try_for_each(|layer| self.quantize_weights(engine, layer))
-    }
-
-    /// Quantizes the weights of a layer, if ranks shard the parameters and this rank has just gathered them.
-    pub(super) fn quantize_gathered_weights(&self, engine: &mut dyn Engine, layer: usize) -> Result<()> {
-        if self.zero.shards_parameters() { self.quantize_weights(engine, layer) } else { Ok(()) }
-    }
-
-    fn quantize_weights(&self, engine: &mut dyn Engine, layer: usize) -> Result<()> {
-        let Some(fp8) = &self.fp8 else { return Ok(()) };
-        WEIGHTS.into_iter().try_for_each(|weight| {
-            let [out, transposed] = fp8.weight(&self.descriptor, layer, weight).map(Some);
-            let (oc, c) = weight.shape(&self.descriptor);
-            engine.run(Quantize {
-                out,
-                transposed,
-                inp: self.param(weight, layer),
-                scale: fp8.weights.slot(layer, weight, fp8.counting),
-                scaling: Scaling::Current,
-                format: Fp8Format::E4m3,
-                shape: [oc, c],
-                column_sums: None,
-            })
-        })
-    }
-
-    /// Returns the quantization of a norm's output `inp`, if it is the input of a linear layer in FP8.
-    pub(super) fn fp8_norm(&self, of: NormOf, inp: Tensor) -> Option<Quantize> {
-        let (fp8, d) = (self.fp8.as_ref()?, &self.descriptor);
-        let (weight, layer) = match of {
-            NormOf::Attention(layer) => (Param::Qkvw, layer),
-            NormOf::Mlp(layer) => (Param::Fcw, layer),
-            NormOf::Embedding | NormOf::Head => return None,
-        };
-        let (rows, c) = (inp.len / d.channels, d.channels);
-        Some(Quantize {
-            out: Some(fp8.buffers.narrow.slice(0, inp.len)),
-            transposed: fp8.kept_input(d, layer, weight, [rows, c]),
-            inp,
-            scale: fp8.inputs.slot(layer, weight, fp8.counting),
-            scaling: fp8.scaling,
-            format: Fp8Format::E4m3,
-            shape: [rows, c],
-            column_sums: None,
-        })
-    }
-
-    /// Returns the quantization of attention's output `inp`, the input of attproj. The backward pass quantizes its transpose.
-    pub(super) fn fp8_attention(&self, layer: usize, inp: Tensor) -> Option<Quantize> {
-        let (fp8, c) = (self.fp8.as_ref()?, self.descriptor.attention_channels());
-        Some(Quantize {
-            out: Some(fp8.buffers.narrow.slice(0, inp.len)),
-            transposed: None,
-            inp,
-            scale: fp8.inputs.slot(layer, Param::Attprojw, fp8.counting),
-            scaling: fp8.scaling,
-            format: Fp8Format::E4m3,
-            shape: [inp.len / c, c],
-            column_sums: None,
-        })
-    }
-
-    /// Returns the quantization of a norm's output that the backward pass recomputes for the gradient of a weight.
-    pub(super) fn fp8_recomputed_norm(&self, of: NormOf, inp: Tensor) -> Option<Quantize> {
-        let forward = self.fp8_norm(of, inp)?;
-        let transposed = self.fp8.as_ref()?.buffers.inp_transposed.slice(0, inp.len);
-        Some(Quantize { transposed: Some(transposed), scaling: Scaling::Given, ..forward })
-    }
-
-    /// Returns the FP8 operands of a linear layer's forward pass. That of fc also quantizes `out`, the input of fcproj.
-    pub(super) fn fp8_forward(
-        &self,
-        layer: usize,
-        weight: Param,
-        shape: MatmulShape,
-        out: Tensor,
-    ) -> Option<Fp8Forward> {
-        let (fp8, d) = (self.fp8.as_ref()?, &self.descriptor);
-        let activated = [shape.rows, d.mlp_channels];
-        let (narrow, wide) = (fp8.buffers.narrow, fp8.buffers.wide.slice(0, shape.rows * d.mlp_channels));
-        let next = (weight == Param::Fcw).then(|| Quantize {
-            out: Some(wide),
-            transposed: fp8.kept_input(d, layer, Param::Fcprojw, activated),
-            inp: out,
-            scale: fp8.inputs.slot(layer, Param::Fcprojw, fp8.counting),
-            scaling: fp8.scaling,
-            format: Fp8Format::E4m3,
-            shape: activated,
-            column_sums: None,
-        });
-        Some(Fp8Forward {
-            inp: if weight == Param::Fcprojw { wide } else { narrow.slice(0, shape.rows * shape.c) },
-            inp_scale: fp8.inputs.slot(layer, weight, fp8.counting).scale,
-            out: next,
-            weight: fp8.weight(d, layer, weight)[0],
-            weight_scale: fp8.weights.slot(layer, weight, false).scale,
-            accumulation: fp8.options.accumulation,
-        })
-    }
-
-    /// Returns the FP8 operands of a linear layer's backward pass. That of fcproj also quantizes `dinp`, the gradient of fc's
-    /// output, and adds its column sums to `dinp_sums`, the gradient of fc's bias.
-    pub(super) fn fp8_backward(
-        &self,
-        layer: usize,
-        weight: Param,
-        shape: MatmulShape,
-        dinp: Tensor,
-        dinp_sums: Option<Tensor>,
-    ) -> Option<Fp8Backward> {
-        let (fp8, d) = (self.fp8.as_ref()?, &self.descriptor);
-        let Buffers { narrow, wide, dout_transposed, inp_transposed } = fp8.buffers;
-        let (inp_len, dout_len) = (shape.rows * shape.c, shape.rows * shape.oc);
-        let kept = fp8.kept_input(d, layer, weight, [shape.rows, shape.c]);
-        let is_normed = matches!(weight, Param::Qkvw | Param::Fcw);
-        let next_len = shape.rows * d.fc_channels();
-        let next = (weight == Param::Fcprojw).then(|| Quantize {
-            out: Some(wide.slice(0, next_len)),
-            transposed: Some(dout_transposed.slice(0, next_len)),
-            inp: dinp,
-            scale: fp8.gradients.slot(layer, Param::Fcw, fp8.counting),
-            scaling: fp8.scaling,
-            format: fp8.options.gradients,
-            shape: [shape.rows, d.fc_channels()],
-            column_sums: dinp_sums,
-        });
-        let dout = if is_normed { wide } else { narrow };
-        Some(Fp8Backward {
-            dout: [dout.slice(0, dout_len), dout_transposed.slice(0, dout_len)],
-            dout_is_quantized: weight == Param::Fcw,
-            dout_scale: fp8.gradients.slot(layer, weight, fp8.counting),
-            scaling: fp8.scaling,
-            format: fp8.options.gradients,
-            inp_transposed: kept.unwrap_or_else(|| inp_transposed.slice(0, inp_len)),
-            // Norms also quantize the outputs that they recompute.
-            inp_is_quantized: kept.is_some() || is_normed,
-            inp_scale: fp8.inputs.slot(layer, weight, fp8.counting),
-            weight_transposed: fp8.weight(d, layer, weight)[1],
-            weight_scale: fp8.weights.slot(layer, weight, false).scale,
-            accumulation: fp8.options.accumulation,
-            dinp: next,
-        })
     }
 }

@@ -2,11 +2,11 @@
 //! operations.
 //!
 //! * [`descriptor`], [`params`], [`init`]: sizes, layout of the parameters, initial weights.
-//! * [`memory_plan`], [`fit`]: every buffer of a run, and whether they fit into memory.
+//! * [`memory_plan`], [`recompute`], [`fit`]: every buffer of a run, and whether they fit into memory.
 //! * [`forward`], [`loss`], [`backward`]: the passes of every [`decoder`]. [`update`], [`muon`]: gradient norm, AdamW and Muon.
 //! * [`generator`]: text generation with a KV cache.
 //! * [`sharding`], [`data_parallel`]: ZeRO, and its overlap with the passes.
-//! * [`fp8`]: FP8 in the linear layers. [`storage`]: types of the optimizer state.
+//! * [`fp8`], [`fp8_layers`]: FP8 in the linear layers. [`storage`]: types of the optimizer state. [`muon_buffers`]: Muon's memory.
 //! * [`verification`], [`digests`]: detection of faulty hardware, and hashes of parameters and optimizer state.
 //! * [`train_step`]: one optimizer step. [`guards`], [`schedule`]: which steps may change the model, and the learning rate.
 //!
@@ -22,14 +22,17 @@ pub mod digests;
 pub mod fit;
 pub mod forward;
 pub mod fp8;
+pub mod fp8_layers;
 pub mod generator;
 pub mod guards;
 pub mod init;
 pub mod loss;
 pub mod memory_plan;
 pub mod muon;
+pub mod muon_buffers;
 mod nvtx;
 pub mod params;
+pub mod recompute;
 pub mod schedule;
 pub mod sharding;
 pub mod storage;
@@ -43,10 +46,10 @@ pub use decoder::{Decoder, Training};
 pub use descriptor::Descriptor;
 pub use fp8::{Fp8Gradients, Fp8Options, Fp8Recipe, Fp8Settings};
 pub use generator::Generator;
-pub use memory_plan::{LOGIT_ROWS, PlanOptions, Recompute};
-pub use muon::Muon;
+pub use memory_plan::{LOGIT_ROWS, PlanOptions};
 pub use params::{Param, Params, Shard, Unit};
+pub use recompute::Recompute;
 pub use sharding::{Interrupted, LayerHooks, Store, Unsharded, Zero};
 pub use storage::{MasterWeights, Moments, WeightStore};
 pub use train_step::TrainStep;
-pub use update::{Optimizer, Update};
+pub use update::{Muon, Optimizer, Update};

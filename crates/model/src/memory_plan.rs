@@ -3,51 +3,16 @@
 use super::decoder::{Decoder, Layer, Norm, Training};
 use super::descriptor::{self, Descriptor, Positions};
 use super::fp8::{self, Fp8, Fp8Options};
-use super::muon::{MuonBuffers, MuonSizes};
+use super::muon_buffers::{MuonBuffers, MuonSizes};
 use super::params::{Param, Params, Unit};
+use super::recompute::Recompute;
 use super::sharding::{Store, Zero};
 use super::storage::{MasterWeights, Moments};
 use super::update::Optimizer;
 use engine::ops::Master;
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
-use engine::{BatchLayout, Engine, Result, Workload};
-use serde::{Deserialize, Serialize};
-
-/// Selects the activations that the backward pass recomputes instead of keeping them for every layer. The numbers are llm.c's
-/// (`-r`), except 3, which llm.c lacks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(into = "u8", try_from = "u8")]
-pub enum Recompute {
-    /// Keeps all activations.
-    #[default]
-    Nothing,
-    /// Recomputes the output of the activation.
-    Activation,
-    /// Recomputes the outputs of the activation and of the layers' norms.
-    ActivationAndNorms,
-    /// Recomputes everything in a layer from its input.
-    Layers,
-}
-
-impl Recompute {
-    /// All levels in order.
-    pub const ALL: [Self; 4] = [Self::Nothing, Self::Activation, Self::ActivationAndNorms, Self::Layers];
-}
-
-impl From<Recompute> for u8 {
-    fn from(recompute: Recompute) -> Self {
-        recompute as Self
-    }
-}
-
-impl TryFrom<u8> for Recompute {
-    type Error = &'static str;
-
-    fn try_from(number: u8) -> Result<Self, Self::Error> {
-        Self::ALL.get(usize::from(number)).copied().ok_or("expected 0, 1, 2 or 3")
-    }
-}
+use engine::{BatchLayout, Engine, Workload};
 
 /// Sizes and options of a memory plan.
 #[derive(Clone, Copy, Debug)]

@@ -1,10 +1,9 @@
 //! The optimizer update: gradient norm, clipping, and AdamW or Muon.
 
 use super::decoder::Decoder;
-use super::muon::Muon;
 use super::params::{DecayRange, Unit};
 use super::sharding::{LayerHooks, Store};
-use engine::ops::{AdamW, AdamWUpdate, GlobalNorm, SquareRoot, SquaredSum, Sum};
+use engine::ops::{AdamW, AdamWUpdate, GlobalNorm, MuonCoefficients, SquareRoot, SquaredSum, Sum};
 use engine::{Engine, Result};
 use serde::{Deserialize, Serialize};
 
@@ -18,6 +17,17 @@ pub enum Optimizer {
     AdamW,
     /// Muon, and AdamW for embeddings, head, norms and biases
     Muon,
+}
+
+/// Hyperparameters of one Muon update. Weight decay, clipping and the seed are those of AdamW.
+#[derive(Clone, Copy, Debug)]
+pub struct Muon {
+    /// Learning rate.
+    pub learning_rate: f32,
+    /// Decay of the momentum.
+    pub momentum: f32,
+    /// Coefficients of the Newton-Schulz iterations.
+    pub coefficients: MuonCoefficients,
 }
 
 /// Hyperparameters of one update.
