@@ -1,7 +1,7 @@
-//! The README's commands from text to a Hugging Face directory, as written there, at a smaller size, and the budget of packages in
-//! CONTRIBUTING.md.
+//! What documents say of the program: the README's commands from text to a Hugging Face directory, at a smaller size, the budget of
+//! packages in CONTRIBUTING.md, and the order of crates in docs/architecture.md.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::env;
 use std::fs;
 use std::path::Path;
@@ -96,5 +96,49 @@ fn the_program_has_no_more_packages_than_contributing_allows() {
     for name in named {
         let begins = |package: &String| package.split(' ').next() == Some(name);
         assert!(packages.iter().any(begins), "CONTRIBUTING.md, Dependencies: {name} is not a package of the program");
+    }
+}
+
+/// Returns the manifest of a directory.
+fn manifest(directory: &Path) -> toml::Table {
+    fs::read_to_string(directory.join("Cargo.toml")).unwrap().parse().unwrap()
+}
+
+#[test]
+fn crates_depend_only_on_those_above_them_in_the_architecture() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let text = fs::read_to_string(root.join("docs/architecture.md")).unwrap();
+    let section = text.split("### Crate dependencies\n").nth(1).and_then(|rest| rest.split("\n### ").next()).unwrap();
+    let rows = section.lines().filter(|line| line.starts_with("| `"));
+    // Crates in one row may depend on each other.
+    let mut rank = BTreeMap::new();
+    for (row, line) in rows.enumerate() {
+        rank.extend(line.split('|').nth(1).unwrap().split('`').skip(1).step_by(2).map(|name| (name.to_owned(), row)));
+    }
+    let listed =
+        |path: &str| *rank.get(path).unwrap_or_else(|| panic!("docs/architecture.md: no crate {path} in the list"));
+
+    let workspace = manifest(root)["workspace"]["dependencies"].as_table().unwrap().clone();
+    let path_of = |name: &str| workspace.get(name)?.get("path")?.as_str().map(str::to_owned);
+    let mut edges = 0;
+    for directory in rank.keys() {
+        let manifest = manifest(&root.join(directory));
+        let tables =
+            ["dependencies", "build-dependencies"].into_iter().filter_map(|table| manifest.get(table)?.as_table());
+        for path in tables.flat_map(|table| table.keys()).filter_map(|name| path_of(name)) {
+            assert!(
+                listed(&path) <= listed(directory),
+                "docs/architecture.md: {directory} depends on {path}, which is below it"
+            );
+            edges += 1;
+        }
+    }
+    assert!(edges > 50, "found {edges} dependencies");
+    for entry in fs::read_dir(root.join("crates")).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        // A replacement of a dependency, not a part of the program.
+        if name != "find_cuda_helper" {
+            listed(&format!("crates/{name}"));
+        }
     }
 }
