@@ -182,12 +182,14 @@ impl CheckpointWriter {
         self.newest
     }
 
-    /// Checks that there is disk space for one checkpoint of `model`, and allocates host memory for it.
+    /// Checks that there is disk space for one checkpoint of `model`, allocates host memory for it, and starts the thread that writes it.
     pub fn prepare(&mut self, model: &Decoder, engine: &dyn Engine, state: &RunState) -> Result<()> {
         self.check_disk_space(model, engine, state)?;
         if self.writes {
             self.copy = Some(self.host_copy(&self.layout(model)?, engine)?);
         }
+        // The writer uses this thread again, even if the process has reached a limit by then.
+        drop(thread::spawn("checkpoint", None, || ()).context("cannot start the checkpoint thread")?.join());
         Ok(())
     }
 

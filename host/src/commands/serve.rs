@@ -122,10 +122,7 @@ pub fn run(args: &Serve) -> Result<()> {
         Err(_) => {}
     }
     let directory = if args.path.is_dir() { args.path.clone() } else { atomic_file::parent(&args.path).to_owned() };
-    let template = ChatTemplate::in_directory(&directory);
-    if let Err(error) = template.and_then(|template| Ok(template.as_ref().map_or(Ok(()), ChatTemplate::check)?)) {
-        writeln!(stderr(), "warning: {error:#}; until it is valid, chats are answered with this error")?;
-    }
+    warn_of_template(&directory)?;
     // Those of the server, and one each for the run, the model and signals. The server panics if one of its threads cannot start.
     system::thread::check(THREADS + RENDERERS + 3)?;
     let mut builder = runtime::Builder::new_multi_thread();
@@ -207,6 +204,15 @@ impl Serve {
         }
         Ok(Some(format!("{:032x}", u128::from_be_bytes(bytes))))
     }
+}
+
+/// Prints a warning if the chat template in a directory is not valid.
+fn warn_of_template(directory: &Path) -> Result<()> {
+    let template = ChatTemplate::in_directory(directory);
+    if let Err(error) = template.and_then(|template| Ok(template.as_ref().map_or(Ok(()), ChatTemplate::check)?)) {
+        writeln!(stderr(), "warning: {error:#}; until it is valid, chats are answered with this error")?;
+    }
+    Ok(())
 }
 
 /// Prints where the server listens. All addresses are that of this machine and its name.

@@ -130,10 +130,6 @@ fn train(
     let shard = multi_rank::shard(ranks, start.shard_size(args, ranks, &mut elastic_notes))?;
     let (gpu, mut opened) = start.open(args, ranks)?;
     // Rank 0 owns the output directory and reads the checkpoint that the run resumes from.
-    ensure!(
-        args.resume != Resume::Required || args.out().is_some(),
-        "--resume: expected the --out of a run, found --out none; name its directory"
-    );
     let out = args.out().filter(|_| ranks.is_first());
     let mut out = out.map(|path| OutDirectory::inspect(path, args)).transpose()?;
     let FoundCheckpoint { checkpoint, mut notes } =
@@ -203,8 +199,13 @@ fn train(
     planned.execute(ranks, engine, args, gpu, started, stop)
 }
 
-/// Fails if a run would write into the Hugging Face directory of its model, whose tokenizer it could replace.
+/// Fails if a run is resumed without a directory, or would write into the Hugging Face directory of its model, whose tokenizer it could
+/// replace.
 fn check_out(args: &Options) -> Result<()> {
+    ensure!(
+        args.resume != Resume::Required || args.out().is_some(),
+        "--resume: expected the --out of a run, found --out none; name its directory"
+    );
     let (Some(model), Some(out)) = (&args.model, args.out()) else { return Ok(()) };
     let is_hugging_face = Path::new(model).join(config::FILE).is_file();
     let canonical = |path: &Path| path.canonicalize().ok();
@@ -292,10 +293,7 @@ impl PlannedRun {
         load_weights(newest, self.weights, &model, engine, ranks, &config)?;
         let state = multi_rank::broadcast_start(ranks, &model, engine, state, &mut train)?;
         check_hashes(&model, engine, ranks, &state)?;
-        let mut settings = settings(&config, ranks.world_size(), gpu)?;
-        if let Some(val) = &self.val {
-            settings.val_batches = settings.val_batches.min(val.batches_per_epoch());
-        }
+        let settings = settings(&config, ranks.world_size(), gpu, self.val.as_ref())?;
         if let Some(fp8) = state.progress.fp8.as_ref().filter(|_| config.precision == Precision::Fp8)
             && !fp8.restore(&model, engine, settings.dloss(&model, train.layout()))?
         {
@@ -313,14 +311,11 @@ impl PlannedRun {
         let writes = config.checkpoint_every != Some(0) || config.checkpoint_minutes > 0.0;
         if let Some(checkpoints) = checkpoints.as_mut().filter(|_| writes) {
             checkpoints.prepare(&model, engine, &state)?;
-            // The writer uses this thread again, even if the process has reached a limit by then.
-            drop(thread::spawn("checkpoint", None, || ()).context("cannot start the checkpoint thread")?.join());
         }
         if let Some(out) = &config.out {
             ranks.set_flight_recorder_file(out.join(flight_recorder_name(ranks.rank())));
         }
-        let written_by_this_rank = config.out.clone().filter(|_| ranks.is_first());
-        let printed = args.json && ranks.is_first();
+        let (stop, printed) = (stop(config.out.clone().filter(|_| ranks.is_first()))?, args.json && ranks.is_first());
         let mut run = Run {
             settings: &settings,
             ranks,
@@ -334,7 +329,7 @@ impl PlannedRun {
             log: log.unwrap_or_default().printed(printed),
             state,
             checkpoints,
-            stop: stop(written_by_this_rank)?,
+            stop,
         };
         let outcome = run.train();
         // The curves of a failed run may show why it failed. The directory may have been moved.
@@ -343,11 +338,8 @@ impl PlannedRun {
         let drawn = draw(directory, logged.as_ref());
         config.out = directory.map(Path::to_owned).or(config.out.take());
         let outcome = outcome?;
-        if let Err(error) = &drawn {
-            run.console.line(&format!("warning: no plots: {error:#}"))?;
-        }
         let train_loss = logged.and_then(|log| Summary::new(&log.ok()?).train_loss);
-        report_end(&run.console, &outcome, &config, time::now() - started, train_loss, drawn.is_ok_and(|drawn| drawn))?;
+        report_end(&run.console, &outcome, &config, time::now() - started, train_loss, drawn)?;
         if outcome.stopped.is_some() {
             return Err(run.stop.stopped().into());
         }
@@ -449,8 +441,12 @@ fn report_end(
     config: &Config,
     wall: Duration,
     train_loss: Option<f64>,
-    drawn: bool,
+    drawn: Result<bool>,
 ) -> Result<()> {
+    if let Err(error) = &drawn {
+        console.line(&format!("warning: no plots: {error:#}"))?;
+    }
+    let drawn = drawn.is_ok_and(|drawn| drawn);
     console.result(&summary(outcome, train_loss.or_else(|| console.train_loss()), config, wall))?;
     if let Some(out) = config.out.as_deref().filter(|_| drawn) {
         console.line(&format!("plots: {0}/{1}, {0}/{2}", out.display(), plots::FIGURE, plots::REPORT))?;
@@ -509,7 +505,7 @@ fn capacity(config: &Config, descriptor: &Descriptor, engine: &dyn Engine) -> Re
 }
 
 /// Returns the settings of the training loop.
-fn settings(config: &Config, ranks: usize, gpu: Option<usize>) -> Result<Settings> {
+fn settings(config: &Config, ranks: usize, gpu: Option<usize>, val: Option<&Loader>) -> Result<Settings> {
     let every = |n: usize| (n > 0).then_some(n);
     Ok(Settings {
         steps: config.steps,
@@ -527,7 +523,7 @@ fn settings(config: &Config, ranks: usize, gpu: Option<usize>) -> Result<Setting
         clip: Config::CLIP,
         limits: config.limits(),
         val_every: every(config.val_every),
-        val_batches: config.val_batches,
+        val_batches: val.map_or(config.val_batches, |val| config.val_batches.min(val.batches_per_epoch())),
         sample_every: every(config.sample_every.unwrap_or(config.steps)),
         sample_tokens: config.sample_length,
         checkpoint_every: every(config.checkpoint_every.unwrap_or(config.steps)),
