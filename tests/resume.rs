@@ -486,8 +486,7 @@ fn two_runs_cannot_use_the_same_directory() {
 fn a_directory_that_cannot_be_used_is_named() {
     let world = World::new();
     fs::write(world.path("file"), "").unwrap();
-    let expected = "error: file: expected a directory that can be created, opened and locked, found an error when it was created: \
-                    File exists (os error 17); change its permissions, or choose another --out";
+    let expected = "error: --out file: expected a directory or a new name, found a file; choose another --out";
     world.fail("file", &[], &[expected]);
 
     let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));

@@ -198,7 +198,11 @@ fn activations_are_fused_where_a_kernel_computes_the_gemm() {
         "kernel matmul_ab_swiglu_backward_and_value_",
     ];
     // Without fusion, the weight gradient of a SwiGLU's layer comes before the gradient of its input.
-    let unfused_relu = ["GEMM 5x32x8 NT bf16", "kernel relu_squared_backward_bf16", "kernel relu_squared_forward_bf16"];
+    let unfused_relu = [
+        "GEMM 5x32x8 NT bf16",
+        "kernel activation_backward_bf16_relu_squared",
+        "kernel activation_forward_bf16_relu_squared",
+    ];
     let unfused_swiglu =
         ["GEMM 5x64x8 NT bf16", "GEMM 8x32x5 TN bf16 residual", "kernel activation_forward_bf16_swiglu"];
     let f32_swiglu = ["GEMM 5x64x8 NT f32", "GEMM 8x32x5 TN f32 residual", "kernel activation_forward_f32_swiglu"];

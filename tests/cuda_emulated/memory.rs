@@ -107,9 +107,10 @@ fn operations_reject_tensors_of_the_wrong_shape_or_type() {
 #[test]
 fn rmsnorm_rejects_unsupported_channels_and_incomplete_weights() {
     for (precision, dtype, c, expected) in [
-        (Precision::Bf16, DType::Bf16, 12, "RMSNorm in bf16: expected a multiple of 8 channels up to 16384, found 12"),
-        (Precision::Fp32, DType::F32, 8196, "RMSNorm in f32: expected a multiple of 4 channels up to 8192, found 8196"),
+        (Precision::Bf16, DType::Bf16, 12, "bf16: expected a multiple of 8 channels up to 16384, found 12"),
+        (Precision::Fp32, DType::F32, 8196, "f32: expected a multiple of 4 channels up to 8192, found 8196"),
     ] {
+        let expected = format!("normalization in {expected}; change --channels, or use --device cpu");
         let mut engine = emulated(EmulatedGpu::new(false), precision, None, false);
         let mut plan = Plan::new();
         let x = plan.add(Group::Activations, "x", &[c], dtype);
