@@ -77,6 +77,7 @@ struct Stored {
 }
 
 #[derive(Serialize, Deserialize)]
+#[expect(clippy::struct_excessive_bools, reason = "keys of the file")]
 struct StoredProblem {
     m: usize,
     n: usize,
