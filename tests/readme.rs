@@ -1,5 +1,5 @@
-//! What documents say of the program: the README's commands from text to a Hugging Face directory, at a smaller size, the budget of
-//! packages in CONTRIBUTING.md, and the order of crates in docs/architecture.md.
+//! Statements of the documents about the program: the README's commands from text to a Hugging Face directory, at a smaller size,
+//! the budget of packages in CONTRIBUTING.md, and the order of crates in docs/architecture.md.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::env;

@@ -241,7 +241,7 @@ fn completions_equal_those_of_sample() {
     assert_eq!(format!("u:to be;a:{}\n", message["content"].as_str().unwrap()), expected);
 }
 
-/// As in `sample`, and in other servers.
+/// `sample` and other servers do the same.
 #[test]
 fn special_tokens_in_a_prompt_become_their_ids() {
     let dir = tempfile::tempdir().unwrap();
@@ -727,7 +727,7 @@ fn hostile_chat_templates_fail_alone() {
     assert_eq!(server.post("/v1/chat/completions", &chat).0, 200);
 }
 
-/// What a request would find, the start reports.
+/// The server reports these errors before the first request.
 #[test]
 fn the_start_warns_of_a_broken_template_and_a_context_that_is_too_long() {
     let (_dir, run) = trained();

@@ -1,7 +1,7 @@
 //! The instances of a generic kernel: `axes(…)`, `instances(…)` and `select(…)` of `#[kernel]`.
 //!
-//! An entry of `instances` is a product of factors. Its instances have one alternative of each factor; their generic
-//! arguments and the parts of their names follow each other in the order of the factors:
+//! An entry of `instances` is a Cartesian product of lists. Each of its instances has one alternative from every list. The generic
+//! arguments and the parts of the name are in the order of the lists:
 //!
 //! ```text
 //! axes(tile = [small = Tile64, large = Tile128]),
@@ -27,7 +27,7 @@ pub struct Instance {
     pub blocks_per_sm: Option<u32>,
 }
 
-/// The alternatives of a factor, each a part of an instance.
+/// The alternatives of one list in a product, each a part of an instance.
 pub type Alternatives = Vec<Instance>;
 
 impl Parse for Instance {

@@ -32,10 +32,10 @@ use proc_macro::TokenStream;
 /// * `threads = N`, `threads = (X, Y)` or `threads = (X, Y, Z)`: the block size (`.maxntid`), at most 1024 threads.
 /// * `blocks_per_sm = N`: the number of blocks that must fit on an SM (`.minnctapersm`), which limits registers. An
 ///   instance can have its own: `instances(bf16 = <bf16>(blocks_per_sm = 2))`.
-/// * `instances(…)`: entries `name = <arguments>`, or products of factors, which have one instance for each choice of one alternative
-///   from every factor: `instances([bf16 = bf16, f32 = f32] * [small = Tile64, large = Tile128])` has four, of which the first is
+/// * `instances(…)`: entries `name = <arguments>`, or Cartesian products of lists. A product has one instance for each combination of
+///   alternatives: `instances([bf16 = bf16, f32 = f32] * [small = Tile64, large = Tile128])` has four, of which the first is
 ///   `NAME_bf16_small = <bf16, Tile64>`. The name `_` adds nothing to the entry point's name.
-/// * `axes(name = […], …)`: names a list of alternatives, for use as a factor of several products. Stands before `instances`.
+/// * `axes(name = […], …)`: names a list of alternatives that several products use. It must precede `instances`.
 /// * `select(KEY: TYPE, … => VALUE: TYPE, …)`: also generates `NAME_select((keys,), parameters…)`, which returns the launch of the
 ///   instance with these keys at run time, or `None`, `NAME_exists((keys,))`, and `NAME_values((keys,))`, which returns the values of
 ///   that instance. Keys and values are constant expressions of generic parameters, such as `N: u32`, `T::SHAPE: TileShape` or

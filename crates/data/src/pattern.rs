@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 /// Characters with a meaning in a pattern.
 pub(crate) const WILDCARDS: [char; 3] = ['*', '?', '['];
 
-/// Returns the paths that match a glob pattern, sorted. The part of it that exists is a path, whose names may contain wildcards.
+/// Returns the paths that match a glob pattern, sorted. Its longest existing prefix is taken literally: names may contain wildcards.
 pub(crate) fn paths(pattern: &str) -> Result<Vec<PathBuf>> {
     let path = Path::new(pattern);
     let existing = path.ancestors().find(|path| path.exists()).and_then(Path::to_str).unwrap_or_default();

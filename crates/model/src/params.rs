@@ -11,7 +11,7 @@ use gpu::noise;
 use std::fmt;
 use std::ops::Range;
 
-/// What a parameter is. Initialization, weight decay, the optimizer, FP8 and the layout follow from it.
+/// The kind of a parameter, which determines its initialization, weight decay, optimizer, FP8 use and layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// One row for each token of the padded vocabulary.
@@ -162,7 +162,7 @@ impl Param {
         rows * cols
     }
 
-    /// Returns the rows of the matrices of which a linear layer's weight consists: queries, keys and values, or up and gate.
+    /// Returns the number of rows of each matrix in a linear layer's weight: queries, keys and values, or up and gate.
     pub fn matrices(self, d: &Descriptor) -> Vec<usize> {
         match self {
             Self::Qkvw => [d.heads, d.kv_heads, d.kv_heads].map(|heads| heads * d.head_size).to_vec(),

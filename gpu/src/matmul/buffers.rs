@@ -8,7 +8,7 @@ use core::marker::PhantomData;
 use cuda_std::hopper::{MBarrier, SwizzledTile, TensorMap, tma};
 use cuda_std::{Global, thread};
 
-/// What a subtile's buffers hold.
+/// The contents of a subtile's buffers.
 pub trait Buffering: 'static {
     /// True if aux is loaded.
     const AUX: bool;

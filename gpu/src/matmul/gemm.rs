@@ -42,13 +42,13 @@ pub enum GemmLayout {
 pub enum Batching {
     /// One.
     One,
-    /// A batch of GEMMs of one shape, whose matrices lie at equal distances.
+    /// A strided batch: GEMMs of one shape, with a constant stride between their matrices.
     Strided,
     /// A batch of GEMMs of one shape in which b is a, multiplied by its transpose. So every output is symmetric; kernels
     /// compute only its tiles on and above the diagonal.
     Symmetric,
-    /// A list of GEMMs whose numbers of rows are in device memory: group g has the next `rows[g]` rows of a and out, and
-    /// matrix g of b. M is the sum of all rows. No backend computes it yet.
+    /// A grouped GEMM whose sizes are in device memory: group g multiplies the next `rows[g]` rows of a by matrix g of b,
+    /// into the same rows of out. M is the sum of all `rows`. No backend supports it yet.
     Grouped,
 }
 
@@ -61,7 +61,7 @@ pub enum Bias {
     Gradient,
 }
 
-/// What the sums are added to.
+/// A value to which an epilogue adds the sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Residual {
     /// out = residual (M, N) + sum. The residual may be out itself, as in a gradient that accumulates.
@@ -70,7 +70,7 @@ pub enum Residual {
     Scaled,
 }
 
-/// What an epilogue does with an activation function. Its argument, the preactivation, has the rounding of storage.
+/// The use of an activation function in an epilogue. The preactivation, its argument, is rounded to the stored type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Pass {
     /// preactivation (M, N) = sum; out = activation(preactivation), (M, N), or (M, N / 2) if the function is gated
@@ -98,7 +98,7 @@ pub enum GemmOutput {
 pub struct GemmEpilogue {
     /// Whether a bias takes part.
     pub bias: Option<Bias>,
-    /// What the sums are added to.
+    /// The value to which the sums are added.
     pub residual: Option<Residual>,
     /// The activation function.
     pub activation: Option<(Activation, Pass)>,

@@ -34,7 +34,7 @@ use cuda_std::hopper::{self, MBarrier, PipelineState, TensorMap};
 use cuda_std::shared::Layout;
 use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, bf16, kernel, thread, warp};
 
-/// What a kernel does with the accumulators of a tile.
+/// The result that a kernel computes from the accumulators of a tile, and stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stored {
     /// It applies an epilogue and stores the output.
@@ -45,7 +45,7 @@ pub enum Stored {
 
 /// An epilogue as the type parameter of a kernel.
 pub trait Epilogue: 'static {
-    /// What the kernel stores.
+    /// The result that the kernel stores.
     const STORED: Stored;
     /// Whether the tensor maps of out, aux and second are prefetched: those that are used and differ.
     const MAPS: [bool; 3];

@@ -19,7 +19,7 @@ pub trait Operands: 'static {
     const PRECISION: GemmPrecision = GemmPrecision::Bf16;
     /// The kind of batch.
     const BATCHING: Batching = Batching::One;
-    /// True if b consists of two matrices (N, K), up and gate. A tile then computes the same columns of both products.
+    /// True if b consists of two matrices (N, K), up and gate. A tile then has the same columns of both outputs.
     const B_PAIR: bool = false;
     /// Assigns the tiles of the output, or of the outputs of a batch, to thread blocks.
     type Scheduler: Scheduler;

@@ -11,8 +11,8 @@
 //! On an H200, tiles of 128 x 192 reach 803 to 805 TFLOP/s at M = N = K = 8192. cuBLASLt reaches 805 to 807 in the same
 //! run.
 //!
-//! There is one kernel, [`matmul()`]. Its instances are products of operands, epilogues and tiles; each states in its types what
-//! it computes, in the terms of a [`Gemm`](gemm::Gemm).
+//! There is one kernel, [`matmul()`]. Its instances are combinations of operands, epilogues and tile shapes. The types of an
+//! instance determine the [`Gemm`](gemm::Gemm) that it computes.
 //!
 //! Modules, each of which uses only those before it:
 //! * `gemm`: the description of a GEMM
@@ -29,7 +29,7 @@
 //! * `kernel`: the warp-specialized kernel and the table of its instances
 //! * `launch` (host): the kernels and tensor maps for a GEMM
 //!
-//! Tensor cores of Hopper accumulate FP8 products with about 14 bits ([`cuda_std::hopper::wgmma`]). There are two modes:
+//! Hopper's tensor cores accumulate FP8 GEMMs with about 14 bits ([`cuda_std::hopper::wgmma`]). There are two modes:
 //! * fast: tensor cores accumulate over all of K.
 //! * exact: tensor cores accumulate over 128 columns of K, and their sums are added in f32. This takes a second set of
 //!   accumulators, so a consumer has 64 rows and tiles have 128 x 128 or 128 x 192 elements.
