@@ -342,7 +342,6 @@ fn parquet_columns_are_read_with_every_compression() {
         Compression::ZSTD(ZstdLevel::default()),
         Compression::LZ4,
         Compression::LZ4_RAW,
-        Compression::BROTLI(BrotliLevel::default()),
     ] {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.parquet");
@@ -365,6 +364,12 @@ fn errors_in_parquet_name_the_file_and_the_column() {
     fails("a.parquet", &bytes, &field("body"), &["expected a column \"body\", found id, text, meta.title, words"]);
     fails("a.parquet", &bytes, &field("id"), &["expected strings, found INT64", "--field"]);
     fails("a.parquet", &bytes, &field("words"), &["expected strings, found lists"]);
+    for (unsupported, name) in
+        [(Compression::LZO, "found LZO"), (Compression::BROTLI(BrotliLevel::default()), "found BROTLI;")]
+    {
+        let message = parquet::check_compression(&path, "text", unsupported).unwrap_err().to_string();
+        assert!(message.contains("a.parquet") && message.contains(name) && message.contains("zstd"), "{message}");
+    }
     fails("a.parquet", &bytes[..bytes.len() - 9], &text, &["expected a complete parquet file", "download it again"]);
     fails("a.parquet", &bytes[..3], &text, &["expected a complete parquet file"]);
     fails("a.parquet", b"plain text, not parquet", &text, &["expected a complete parquet file"]);

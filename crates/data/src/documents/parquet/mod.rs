@@ -130,13 +130,14 @@ fn decode<T>(path: &Path, call: impl FnOnce() -> T) -> Result<T> {
     })
 }
 
-fn check_compression(path: &Path, field: &str, found: Compression) -> Result<()> {
+/// Fails for a compression that is not compiled in.
+pub(super) fn check_compression(path: &Path, field: &str, found: Compression) -> Result<()> {
     // The crate adds a level, which a file does not contain: `BROTLI(BrotliLevel(1))`.
     let name = found.to_string();
     let name = name.split('(').next().unwrap_or_default();
     ensure!(
-        found != Compression::LZO,
-        "{}: expected column \"{field}\" without compression or with snappy, gzip, zstd, lz4 or brotli, found {name}; write the \
+        !matches!(found, Compression::LZO | Compression::BROTLI(_)),
+        "{}: expected column \"{field}\" without compression or with snappy, gzip, zstd or lz4, found {name}; write the \
          file again with zstd, for example with pyarrow.parquet.write_table(table, file, compression=\"zstd\")",
         path.display()
     );
