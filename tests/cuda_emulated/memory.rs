@@ -27,7 +27,7 @@ fn digests_are_those_of_the_bytes() {
     let workload = Workload {
         attention,
         channels: 64,
-        fc_channels: 128,
+        linear_layers: vec![(128, 32)],
         mlp_channels: 128,
         padded_vocab: 128,
         parameters: 5003,

@@ -97,7 +97,7 @@ fn attention_gradients_are_the_same_in_every_order_of_blocks() {
         let workload = Workload {
             attention: shape,
             channels: shape.heads * shape.head_size,
-            fc_channels: 128,
+            linear_layers: vec![(128, 32)],
             mlp_channels: 128,
             padded_vocab: 128,
             parameters: 0,

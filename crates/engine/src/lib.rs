@@ -83,14 +83,14 @@ impl TryFrom<u8> for GeluFusion {
 }
 
 /// Sizes from which an engine plans its own scratch memory.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Workload {
     /// Sizes of attention, which include those of the batch.
     pub attention: AttentionShape,
     /// Channels (C).
     pub channels: usize,
-    /// Output channels of the MLP's first layer: F, or 2 F for a gated activation.
-    pub fc_channels: usize,
+    /// (OC, C) of the linear layers of a transformer layer.
+    pub linear_layers: Vec<(usize, usize)>,
     /// Input channels of the MLP's second layer (F).
     pub mlp_channels: usize,
     /// Padded vocabulary (Vp).
@@ -109,13 +109,6 @@ impl Workload {
     /// Returns the tokens of a batch, B·T.
     pub fn rows(&self) -> usize {
         self.attention.b * self.attention.t
-    }
-
-    /// Returns (OC, C) of the linear layers of a transformer layer.
-    pub fn linear_layers(&self) -> [(usize, usize); 4] {
-        let Self { attention, channels: c, fc_channels, mlp_channels, .. } = *self;
-        let AttentionShape { heads, head_size, .. } = attention;
-        [(attention.packed_heads() * head_size, c), (c, heads * head_size), (fc_channels, c), (c, mlp_channels)]
     }
 }
 

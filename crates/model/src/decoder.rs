@@ -1,17 +1,20 @@
 //! A decoder laid out in an engine's memory: handles of its parameters and activations.
 //!
-//! [`forward`](Decoder::forward), [`loss`](Decoder::loss) and [`backward`](Decoder::backward) are in files of these names.
+//! [`forward`](Decoder::forward), [`loss`](Decoder::loss) and [`backward`](Decoder::backward) are in files of these names. They pass
+//! through the layers, each of which is a list of sub-layers.
 
 use super::descriptor::Descriptor;
 use super::fp8::Fp8;
 use super::muon_buffers::MuonBuffers;
 use super::params::{Param, Params};
 use super::recompute::Recompute;
-use super::sharding::{Store, Zero};
+use super::sharding::{LayerHooks, Store, Zero};
 use anyhow::Context;
-use engine::Result;
 use engine::ops::Master;
 use engine::tensor::Tensor;
+use engine::{BatchLayout, Engine, Result};
+use std::fmt;
+use std::sync::Arc;
 
 /// A model laid out for batches of up to (B, T) tokens. It holds handles into an engine's arena and owns no memory.
 #[derive(Clone, Debug)]
@@ -39,9 +42,9 @@ pub struct Decoder {
     pub(super) rotary_table: Option<Tensor>,
     pub(super) encoded: Tensor,
     /// The norm of the token embeddings
-    pub(super) embedding_norm: Option<Norm>,
+    pub(super) embedding_norm: Option<NormBuffers>,
     pub(super) layers: Vec<Layer>,
-    pub(super) final_norm: Norm,
+    pub(super) final_norm: NormBuffers,
 }
 
 /// Tensors that only training needs.
@@ -77,34 +80,108 @@ pub struct Training {
     pub fp8: Option<Fp8>,
 }
 
-/// Output and statistics of a norm.
+/// A norm of the model: its parameters, and the buffers of its output and its statistics.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Norm {
+pub(super) struct NormBuffers {
+    /// Weight and bias. The norm of embeddings has none.
+    pub(super) params: Option<[Param; 2]>,
+    pub(super) layer: usize,
+    /// Weight of the linear layer of `layer` that reads the output
+    pub(super) feeds: Option<Param>,
     pub(super) out: Tensor,
     /// LayerNorm only
     pub(super) mean: Option<Tensor>,
     pub(super) rstd: Tensor,
 }
 
-/// Activations of one layer that the backward pass reads.
+/// A layer: its sub-layers in order.
+pub(super) type Layer = Vec<Arc<dyn SubLayer>>;
+
+/// A part of a layer that adds to the residual stream. It begins with a norm and ends with a linear layer that adds the residual stream in
+/// its epilogue. It holds the handles of the activations that the backward pass reads.
+pub(super) trait SubLayer: fmt::Debug + Send + Sync {
+    /// Returns the sub-layer with the first `rows` rows of its activations.
+    fn rows(&self, rows: usize, d: &Descriptor) -> Arc<dyn SubLayer>;
+
+    /// Returns the norm at the beginning. The passes compute it, and its gradient.
+    fn norm(&self) -> NormBuffers;
+
+    /// Returns the residual stream (B, T, C) after the sub-layer.
+    fn output(&self) -> Tensor;
+
+    /// Returns the bias of the last linear layer.
+    fn output_bias(&self) -> Param;
+
+    /// Computes the output from the output of the norm and the sub-layer's input `residual`.
+    fn forward(
+        &self,
+        engine: &mut dyn Engine,
+        pass: &ForwardPass,
+        hooks: &mut dyn LayerHooks,
+        residual: Tensor,
+    ) -> Result<()>;
+
+    /// Computes the activations again from the output of the norm and the sub-layer's input `residual`. The output of the `last` sub-layer is
+    /// not needed.
+    fn recompute(&self, engine: &mut dyn Engine, pass: &ForwardPass, residual: Tensor, last: bool) -> Result<()>;
+
+    /// Computes the gradients of the parameters except those of the norm, and from `dresidual`, the gradient of the output, `dchannels`, the
+    /// gradient of the norm's output. `residual` is the sub-layer's input.
+    fn backward(&self, engine: &mut dyn Engine, pass: &BackwardPass, residual: Tensor) -> Result<()>;
+
+    /// Computes the output, norm included, for the newest token of each sequence.
+    fn decode(&self, engine: &mut dyn Engine, pass: &DecodePass, residual: Tensor) -> Result<()>;
+}
+
+/// What the sub-layers share in a forward pass.
+pub(super) struct ForwardPass<'a> {
+    pub(super) model: &'a Decoder,
+    pub(super) layout: BatchLayout,
+}
+
+/// What the sub-layers share in a backward pass.
+pub(super) struct BackwardPass<'a> {
+    pub(super) model: &'a Decoder,
+    pub(super) layout: BatchLayout,
+    pub(super) grads: Store<'a>,
+    /// Whether LayerNorm's backward pass computes the gradients of the output biases.
+    pub(super) norms_sum_columns: bool,
+    pub(super) recompute: Recompute,
+    pub(super) dresidual: Tensor,
+    /// (rows, C)
+    pub(super) dchannels: Tensor,
+    /// (rows, NH·HS), in the memory of `dchannels`
+    pub(super) dattention: Tensor,
+    pub(super) dwide: Tensor,
+}
+
+/// What the sub-layers share when each of the sequences in B slots gets one token.
+pub(super) struct DecodePass<'a> {
+    pub(super) model: &'a Decoder,
+    /// Number of slots (B).
+    pub(super) rows: usize,
+    /// Most tokens of a sequence in the cache (T).
+    pub(super) capacity: usize,
+    pub(super) cache: Cache,
+}
+
+/// The buffers of generation.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Layer {
-    pub(super) ln1: Norm,
-    /// (B, T, NH + 2 KV, HS)
-    pub(super) qkv: Tensor,
-    /// (B, T, NH + KV, HS): queries and keys before their norm
-    pub(super) qk_saved: Option<Tensor>,
-    /// (B, T, NH, HS)
-    pub(super) attention: Tensor,
-    /// (B, NH, T) f32
-    pub(super) lse: Tensor,
-    pub(super) residual2: Tensor,
-    pub(super) ln2: Norm,
-    /// (B, T, F), or 2 F if gated: the sums before the activation
-    pub(super) fc: Tensor,
-    /// (B, T, F)
-    pub(super) activated: Tensor,
-    pub(super) residual3: Tensor,
+pub(super) struct Cache {
+    /// (L, B, KV, T, HS)
+    pub(super) keys: Tensor,
+    /// (L, B, KV, T, HS)
+    pub(super) values: Tensor,
+    /// (B, NH, splits, HS + 2) f32
+    pub(super) partials: Tensor,
+    /// (B, 8) i32
+    pub(super) slots: Tensor,
+    /// (B, Vp) i32
+    pub(super) seen: Tensor,
+    /// (B) f32
+    pub(super) sampled: Tensor,
+    /// (B, Vp) f32
+    pub(super) scratch: Tensor,
 }
 
 /// The parameters of a norm.
@@ -114,51 +191,10 @@ pub(super) struct NormParams {
     pub(super) bias: Option<Tensor>,
 }
 
-/// A norm of the model.
-#[derive(Clone, Copy)]
-pub(super) enum NormOf {
-    Embedding,
-    Attention(usize),
-    Mlp(usize),
-    Head,
-}
-
-impl NormOf {
-    /// Returns weight, bias and layer. The norm of embeddings has no parameters.
-    fn params(self) -> Option<(Param, Param, usize)> {
-        match self {
-            Self::Embedding => None,
-            Self::Attention(layer) => Some((Param::Ln1w, Param::Ln1b, layer)),
-            Self::Mlp(layer) => Some((Param::Ln2w, Param::Ln2b, layer)),
-            Self::Head => Some((Param::Lnfw, Param::Lnfb, 0)),
-        }
-    }
-}
-
-impl Norm {
+impl NormBuffers {
     pub(super) fn rows(self, rows: usize, c: usize) -> Self {
         let statistic = |tensor: Tensor| tensor.slice(0, rows);
-        Self { out: self.out.slice(0, rows * c), mean: self.mean.map(statistic), rstd: statistic(self.rstd) }
-    }
-}
-
-impl Layer {
-    /// Returns the activations of the first `rows` rows.
-    pub(super) fn rows(&self, rows: usize, d: &Descriptor) -> Self {
-        let of = |tensor: Tensor, width: usize| tensor.slice(0, rows * width);
-        let c = d.channels;
-        Self {
-            ln1: self.ln1.rows(rows, c),
-            qkv: of(self.qkv, d.qkv_channels()),
-            qk_saved: self.qk_saved.map(|saved| of(saved, (d.heads + d.kv_heads) * d.head_size)),
-            attention: of(self.attention, d.attention_channels()),
-            lse: of(self.lse, d.heads),
-            residual2: of(self.residual2, c),
-            ln2: self.ln2.rows(rows, c),
-            fc: of(self.fc, d.fc_channels()),
-            activated: of(self.activated, d.mlp_channels),
-            residual3: of(self.residual3, c),
-        }
+        Self { out: self.out.slice(0, rows * c), mean: self.mean.map(statistic), rstd: statistic(self.rstd), ..self }
     }
 }
 
@@ -179,13 +215,17 @@ impl Decoder {
         param.is_in(&self.descriptor).then(|| store.tensor(param, layer))
     }
 
+    /// Returns the layers with the first `rows` rows of their activations.
+    pub(super) fn layers(&self, rows: usize) -> Vec<Layer> {
+        let of = |layer: &Layer| layer.iter().map(|sublayer| sublayer.rows(rows, &self.descriptor)).collect();
+        self.layers.iter().map(of).collect()
+    }
+
     /// Returns the parameters of a norm in `store`, which may contain gradients.
-    pub(super) fn norm_params(&self, store: Store, norm: NormOf) -> NormParams {
-        let of = |param, layer| self.optional(store, param, layer);
-        match norm.params() {
-            Some((weight, bias, layer)) => NormParams { weight: of(weight, layer), bias: of(bias, layer) },
-            None => NormParams { weight: None, bias: None },
-        }
+    pub(super) fn norm_params(&self, store: Store, norm: &NormBuffers) -> NormParams {
+        let [weight, bias] =
+            norm.params.map_or([None; 2], |params| params.map(|param| self.optional(store, param, norm.layer)));
+        NormParams { weight, bias }
     }
 
     /// Returns the parameter that multiplies the final norm's output: the head, or the token embedding if they are tied.

@@ -13,7 +13,7 @@
 //! [`TrainStep`](crate::TrainStep) adds it.
 
 use super::descriptor::Descriptor;
-use super::params::Param;
+use super::params::{Input, Kind, Output, Param};
 use super::recompute::Recompute;
 use super::sharding::Zero;
 use anyhow::{Context, ensure};
@@ -119,43 +119,36 @@ const HISTORY: usize = 16;
 /// Growth from the largest magnitude of earlier steps that delayed scaling leaves room for.
 const MARGIN: f32 = 2.0;
 
-/// The weights of the linear layers, in the order of their slots.
-pub(super) const WEIGHTS: [Param; 4] = [Param::Qkvw, Param::Attprojw, Param::Fcw, Param::Fcprojw];
-
-/// Scales and largest magnitudes of one kind of tensor: inputs, weights or gradients of outputs, of all linear layers.
+/// Scales and largest magnitudes of one kind of tensor: inputs, weights or gradients of outputs, of the N linear layers of each layer, in
+/// the order of [`Param::linear`].
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Slots {
-    /// (L, 4) f32
+    /// (L, N) f32
     scales: Tensor,
-    /// (H, L, 4) f32: largest magnitudes of the current step and of those before it.
+    /// (H, L, N) f32: largest magnitudes of the current step and of those before it.
     amaxes: Tensor,
-    /// (H, L, 4) f32: the largest magnitudes before the step in progress.
+    /// (H, L, N) f32: the largest magnitudes before the step in progress.
     before: Tensor,
-    /// (L, 4, 2) i32: numbers of values that saturate, and that become 0.
+    /// (L, N, 2) i32: numbers of values that saturate, and that become 0.
     counts: Tensor,
 }
 
 impl Slots {
-    fn plan(plan: &mut Plan, name: &str, layers: usize, history: usize) -> Self {
+    fn plan(plan: &mut Plan, name: &str, d: &Descriptor, history: usize) -> Self {
+        let (layers, n) = (d.layers, Param::linear(d).count());
         let mut add =
             |what, shape: &[usize], dtype| plan.add(Group::Optimizer, format!("FP8 {name} {what}"), shape, dtype);
         Self {
-            scales: add("scales", &[layers, WEIGHTS.len()], DType::F32),
-            amaxes: add("amaxes", &[history, layers, WEIGHTS.len()], DType::F32),
-            before: add("amaxes before", &[history, layers, WEIGHTS.len()], DType::F32),
-            counts: add("counts", &[layers, WEIGHTS.len(), 2], DType::I32),
+            scales: add("scales", &[layers, n], DType::F32),
+            amaxes: add("amaxes", &[history, layers, n], DType::F32),
+            before: add("amaxes before", &[history, layers, n], DType::F32),
+            counts: add("counts", &[layers, n, 2], DType::I32),
         }
     }
 
     /// Returns the largest magnitudes of the current step.
     fn newest(self) -> Tensor {
         self.amaxes.slice(0, self.scales.len)
-    }
-
-    pub(super) fn slot(self, layer: usize, weight: Param, counting: bool) -> Fp8Scale {
-        let i = layer * WEIGHTS.len() + index(weight);
-        let counts = counting.then(|| self.counts.slice(2 * i, 2));
-        Fp8Scale { scale: self.scales.slice(i, 1), amax: self.amaxes.slice(i, 1), counts }
     }
 }
 
@@ -173,16 +166,28 @@ pub(super) struct Buffers {
     pub(super) inp_transposed: Tensor,
 }
 
+impl Buffers {
+    /// Returns the operand that holds the input of a linear layer.
+    pub(super) fn input(&self, weight: Param) -> Tensor {
+        if matches!(weight.kind(), Kind::Linear(Input::Activation, _)) { self.wide } else { self.narrow }
+    }
+
+    /// Returns the operands that hold the gradient of a linear layer's output, of `len` elements, and its transpose.
+    pub(super) fn output_gradient(&self, weight: Param, len: usize) -> [Tensor; 2] {
+        let narrow = matches!(weight.kind(), Kind::Linear(_, Output::Residual));
+        [if narrow { self.narrow } else { self.wide }, self.dout_transposed].map(|operand| operand.slice(0, len))
+    }
+}
+
 /// The number of [`Buffers`].
 pub(super) const BUFFERS: usize = 4;
 
 /// Returns names and shapes of the [`Buffers`] for batches of `rows` tokens.
 pub(super) fn buffers(d: &Descriptor, rows: usize, recompute: Recompute) -> [(&'static str, [usize; 2]); BUFFERS] {
-    let shapes = WEIGHTS.map(|weight| weight.shape(d));
-    let unkept = WEIGHTS.into_iter().zip(shapes).filter(|(weight, _)| !keeps_input(*weight, recompute));
-    let unkept = unkept.map(|(_, (_, c))| c).max().unwrap_or(0);
+    let unkept = Param::linear(d).filter(|&weight| !keeps_input(weight, recompute));
+    let unkept = unkept.map(|weight| weight.shape(d).1).max().unwrap_or(0);
     let narrow = d.channels.max(d.attention_channels());
-    let widest_output = shapes.iter().map(|(oc, _)| *oc).max().unwrap_or(0);
+    let widest_output = Param::linear(d).map(|weight| weight.shape(d).0).max().unwrap_or(0);
     [
         ("FP8 narrow operand", [rows, narrow]),
         ("FP8 wide operand", [rows, widest_output.max(d.mlp_channels)]),
@@ -191,17 +196,12 @@ pub(super) fn buffers(d: &Descriptor, rows: usize, recompute: Recompute) -> [(&'
     ]
 }
 
-/// Returns the index of a weight among those of its layer.
-fn index(weight: Param) -> usize {
-    WEIGHTS.iter().position(|&other| other == weight).expect("FP8 is for the linear layers only")
-}
-
 /// Reports whether the forward pass keeps a linear layer's input for the backward pass in FP8 only: outputs of norms and of the
 /// activation, unless they are recomputed. Attention's backward pass reads its output in the engine's type.
 pub(super) fn keeps_input(weight: Param, recompute: Recompute) -> bool {
-    match weight {
-        Param::Qkvw | Param::Fcw => recompute < Recompute::ActivationAndNorms,
-        Param::Fcprojw => recompute < Recompute::Activation,
+    match weight.kind() {
+        Kind::Linear(Input::Norm, _) => recompute < Recompute::ActivationAndNorms,
+        Kind::Linear(Input::Activation, _) => recompute < Recompute::Activation,
         _ => false,
     }
 }
@@ -223,8 +223,8 @@ pub struct Fp8 {
     holds_all_layers: bool,
     /// Operands of one linear layer at a time.
     pub(super) buffers: Buffers,
-    /// (L, C, rows) FP8: transposed inputs that the forward pass keeps for the backward pass, in the order of `WEIGHTS`.
-    kept: [Option<Tensor>; 4],
+    /// (L, C, rows) FP8: transposed inputs that the forward pass keeps for the backward pass, by parameter.
+    kept: [Option<Tensor>; Param::ALL.len()],
 }
 
 impl Fp8 {
@@ -237,25 +237,24 @@ impl Fp8 {
         recompute: Recompute,
         [narrow, wide, dout_transposed, inp_transposed]: [Tensor; BUFFERS],
     ) -> Self {
-        let (layers, dtype) = (descriptor.layers, options.dtype);
+        let (d, layers, dtype) = (descriptor, descriptor.layers, options.dtype);
         let (scaling, history) = match options.recipe {
             Fp8Recipe::Current => (Scaling::Current, 1),
             // The first step reads whether there are statistics.
             Fp8Recipe::Delayed => (Scaling::Calibrate, HISTORY),
         };
-        let shapes = WEIGHTS.map(|weight| weight.shape(descriptor));
-        let elements = shapes.iter().map(|(oc, c)| oc * c).sum();
-        let keeps = WEIGHTS.map(|weight| keeps_input(weight, recompute));
+        let elements = Param::linear(d).map(|weight| weight.len(d)).sum();
         let holds_all_layers = !zero.shards_parameters();
         let copied = if holds_all_layers { layers } else { 1 };
         let mut add = |name: &str, shape: &[usize]| plan.add(Group::Workspace, format!("FP8 {name}"), shape, dtype);
         let copies = ["W", "W transposed"].map(|name| add(name, &[copied, elements]));
-        let mut keep = |i: usize| {
-            let (c, name) = (shapes[i].1, format!("FP8 inp of {}", WEIGHTS[i].name()));
-            keeps[i].then(|| plan.add(Group::Activations, name, &[layers, c, b * t], dtype))
-        };
-        let kept = [keep(0), keep(1), keep(2), keep(3)];
-        let mut slots = |name, history| Slots::plan(plan, name, layers, history);
+        let mut kept = [None; Param::ALL.len()];
+        for weight in Param::linear(d).filter(|&weight| keeps_input(weight, recompute)) {
+            let name = format!("FP8 inp of {}", weight.name());
+            kept[weight as usize] =
+                Some(plan.add(Group::Activations, name, &[layers, weight.shape(d).1, b * t], dtype));
+        }
+        let mut slots = |name, history| Slots::plan(plan, name, d, history);
         Self {
             options,
             scaling,
@@ -278,19 +277,22 @@ impl Fp8 {
         weight: Param,
         [rows, c]: [usize; 2],
     ) -> Option<Tensor> {
-        self.kept[index(weight)].map(|kept| kept.part(layer, d.layers).slice(0, rows * c))
+        self.kept[weight as usize].map(|kept| kept.part(layer, d.layers).slice(0, rows * c))
     }
 
     /// Returns this layer's FP8 weight and transposed weight.
     pub(super) fn weight(&self, d: &Descriptor, layer: usize, weight: Param) -> [Tensor; 2] {
-        let len = |weight: Param| {
-            let (oc, c) = weight.shape(d);
-            oc * c
-        };
-        let all: usize = WEIGHTS.map(len).iter().sum();
-        let before: usize = WEIGHTS[..index(weight)].iter().map(|&weight| len(weight)).sum();
+        let all: usize = Param::linear(d).map(|weight| weight.len(d)).sum();
+        let before: usize = Param::linear(d).take_while(|&other| other != weight).map(|weight| weight.len(d)).sum();
         let layer = if self.holds_all_layers { layer } else { 0 };
-        self.copies.map(|copies| copies.slice(layer * all + before, len(weight)))
+        self.copies.map(|copies| copies.slice(layer * all + before, weight.len(d)))
+    }
+
+    /// Returns the scale of a linear layer's tensor.
+    pub(super) fn slot(&self, of: Slots, d: &Descriptor, layer: usize, weight: Param) -> Fp8Scale {
+        let i = Param::linear(d).count() * layer + Param::linear(d).take_while(|&other| other != weight).count();
+        let counts = self.counting.then(|| of.counts.slice(2 * i, 2));
+        Fp8Scale { scale: of.scales.slice(i, 1), amax: of.amaxes.slice(i, 1), counts }
     }
 
     /// Copies the statistics of delayed scaling, so that [`restore_statistics`](Self::restore_statistics) can undo a step.
@@ -386,10 +388,11 @@ impl Fp8 {
             let mut bytes = vec![0; slots.counts.bytes()];
             engine.read_bytes(slots.counts, &mut bytes)?;
             let counts: Vec<u64> = bytes.as_chunks().0.iter().map(|&b| u64::from(u32::from_le_bytes(b))).collect();
-            for weight in WEIGHTS {
+            let n = Param::linear(d).count();
+            for (index, weight) in Param::linear(d).enumerate() {
                 let (oc, c) = weight.shape(d);
                 let of_layer = if name == "weights" { oc * c } else { rows * if name == "inputs" { c } else { oc } };
-                let sum = |i: usize| counts.chunks(2 * WEIGHTS.len()).map(|layer| layer[2 * index(weight) + i]).sum();
+                let sum = |i: usize| counts.chunks(2 * n).map(|layer| layer[2 * index + i]).sum();
                 all.push(Fp8Counts {
                     tensor: format!("{name} of {}", weight.name()),
                     values: (d.layers * of_layer) as u64,

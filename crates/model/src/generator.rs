@@ -9,17 +9,16 @@
 //! another, and a sequence is one range per layer, which prompts fill and copies of a prompt duplicate.
 
 use super::Unit;
-use super::decoder::{Decoder, Layer, NormOf};
+use super::decoder::{Cache, DecodePass, Decoder};
 use super::descriptor::Descriptor;
 use super::fit;
-use super::forward::Rotation;
 use super::memory_plan::PlanOptions;
 use super::params::Param;
 use super::sharding::{LayerHooks, Unsharded};
 use anyhow::ensure;
 use engine::ops::{
-    CacheFill, Classifier, DecodeAttention, DecodeEmbed, DecodeMatmul, DecodeQkNorm, DecodeRotary, Epilogue,
-    MatmulForward, MatmulShape, SampleTokens, Slot, SlotSampling, decode_splits,
+    CacheFill, Classifier, DecodeEmbed, DecodeMatmul, Epilogue, MatmulForward, MatmulShape, SampleTokens, Slot,
+    SlotSampling, decode_splits,
 };
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
@@ -39,25 +38,6 @@ pub struct Generator {
     capacity: usize,
     cache: Cache,
     graph: GraphKey,
-}
-
-/// The buffers of a generator.
-#[derive(Clone, Copy, Debug)]
-struct Cache {
-    /// (L, B, KV, T, HS)
-    keys: Tensor,
-    /// (L, B, KV, T, HS)
-    values: Tensor,
-    /// (B, NH, splits, HS + 2) f32
-    partials: Tensor,
-    /// (B, 8) i32
-    slots: Tensor,
-    /// (B, Vp) i32
-    seen: Tensor,
-    /// (B) f32
-    sampled: Tensor,
-    /// (B, Vp) f32
-    scratch: Tensor,
 }
 
 /// A step in progress.
@@ -330,19 +310,12 @@ impl Generator {
 
     /// Computes one token of every slot: the pass of [`Decoder::forward`] for B rows of different positions.
     fn decode(&self, engine: &mut dyn Engine) -> Result<()> {
-        let (model, d, rows) = (&self.decoder, &self.decoder.descriptor, self.slots);
-        let layers: Vec<Layer> = model.layers.iter().map(|layer| layer.rows(rows, d)).collect();
-        let plain = |matmul| DecodeMatmul { norm: None, matmul };
+        let (model, rows) = (&self.decoder, self.slots);
+        let pass = DecodePass { model, rows, capacity: self.capacity, cache: self.cache };
         let mut residual = self.embed(engine)?;
-        for (l, layer) in layers.iter().enumerate() {
-            let norm = Some(model.norm_of(NormOf::Attention(l), layer.ln1, residual, None));
-            engine.run(DecodeMatmul { norm, matmul: model.qkv(l, layer) })?;
-            self.attention(engine, l, layer)?;
-            engine.run(plain(model.attproj(l, layer, residual)))?;
-            let norm = Some(model.norm_of(NormOf::Mlp(l), layer.ln2, layer.residual2, None));
-            engine.run(DecodeMatmul { norm, matmul: model.fc(l, layer) })?;
-            engine.run(plain(model.fcproj(l, layer)))?;
-            residual = layer.residual3;
+        for sublayer in model.layers(rows).iter().flatten() {
+            sublayer.decode(engine, &pass, residual)?;
+            residual = sublayer.output();
         }
         self.sample(engine, residual)
     }
@@ -355,28 +328,8 @@ impl Generator {
         engine.run(DecodeEmbed { out, slots: self.cache.slots, wte, wpe, c })?;
         let Some(norm) = model.embedding_norm else { return Ok(out) };
         let norm = norm.rows(rows, c);
-        model.norm(engine, NormOf::Embedding, norm, out)?;
+        model.norm(engine, &norm, out)?;
         Ok(norm.out)
-    }
-
-    /// Computes rotary positions and attention of a layer, and appends to the cache.
-    fn attention(&self, engine: &mut dyn Engine, l: usize, layer: &Layer) -> Result<()> {
-        let (d, Cache { keys, values, partials, slots, .. }) = (&self.decoder.descriptor, self.cache);
-        let rotation = self.decoder.rotation(l, layer, BatchLayout { b: self.slots, t: 1 });
-        let rotary = rotation.map(|Rotation { table, qk_norm, shape }| {
-            let qk_norm = qk_norm.map(|norm| DecodeQkNorm { weights: norm.weights, eps: norm.eps, gain: norm.gain });
-            DecodeRotary { table, pairs: shape.pairs, qk_norm }
-        });
-        engine.run(DecodeAttention {
-            out: layer.attention,
-            qkv: layer.qkv,
-            keys: keys.part(l, d.layers),
-            values: values.part(l, d.layers),
-            slots,
-            partials,
-            rotary,
-            shape: d.attention(self.slots, self.capacity),
-        })
     }
 
     /// Computes the logits and chooses the next tokens.
@@ -393,7 +346,7 @@ impl Generator {
             shape: MatmulShape { rows, c: d.channels, oc: vp },
             fp8: None,
         };
-        engine.run(DecodeMatmul { norm: Some(model.norm_of(NormOf::Head, norm, residual, None)), matmul })?;
+        engine.run(DecodeMatmul { norm: Some(model.norm_of(&norm, residual, None)), matmul })?;
         let Cache { slots, seen, sampled, scratch, .. } = self.cache;
         let (logits, capacity) = (self.logits(), self.capacity);
         engine.run(SampleTokens { sampled, slots, seen, scratch, logits, v, vp, capacity, softcap })

@@ -1,7 +1,7 @@
 //! Initial weights, bit-identical to PyTorch's from the same seed.
 
 use super::descriptor::Init;
-use super::params::Kind;
+use super::params::{Kind, Output};
 use super::{Decoder, Descriptor, Param};
 use anyhow::Result;
 use engine::Engine;
@@ -95,12 +95,12 @@ fn matrices(descriptor: &Descriptor) -> impl Iterator<Item = (Param, usize, usiz
     let residual = STD * (1.0 / (2.0 * d.layers as f32).sqrt());
     let fan_in = 1.0 / (d.channels as f32).sqrt();
     let std = move |param: Param| match (d.init, param.kind()) {
-        (Init::Gpt2, Kind::LinearToResidual) => residual,
+        (Init::Gpt2, Kind::Linear(_, Output::Residual)) => residual,
         (Init::Gpt2 | Init::Normal, _) => STD,
         (Init::DepthScaled, Kind::TokenEmbedding) => WTE_STD,
         (Init::DepthScaled, Kind::Head) => HEAD_STD,
-        (Init::DepthScaled, Kind::LinearToResidual) => 0.0,
-        (Init::DepthScaled, Kind::LinearToMlp) => FC_FACTOR * fan_in,
+        (Init::DepthScaled, Kind::Linear(_, Output::Residual)) => 0.0,
+        (Init::DepthScaled, Kind::Linear(_, Output::Activation)) => FC_FACTOR * fan_in,
         (Init::DepthScaled, _) => fan_in,
     };
     let drawn = move |param: Param, layer| {

@@ -14,7 +14,8 @@
 
 #![warn(missing_docs)]
 
-pub mod backward;
+pub mod activations;
+mod backward;
 pub mod data_parallel;
 pub mod decoder;
 pub mod descriptor;
@@ -36,6 +37,7 @@ pub mod recompute;
 pub mod schedule;
 pub mod sharding;
 pub mod storage;
+mod sublayers;
 pub mod train_step;
 mod tune;
 pub mod update;

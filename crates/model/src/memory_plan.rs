@@ -1,13 +1,15 @@
 //! The memory plan of a model: every buffer that a run needs, before any of it is allocated.
 
-use super::decoder::{Decoder, Layer, Norm, Training};
-use super::descriptor::{self, Descriptor, Positions};
+use super::activations::Activations;
+use super::decoder::{Decoder, Layer, Training};
+use super::descriptor::{Descriptor, Positions};
 use super::fp8::{self, Fp8, Fp8Options};
 use super::muon_buffers::{MuonBuffers, MuonSizes};
 use super::params::{Param, Params, Unit};
 use super::recompute::Recompute;
 use super::sharding::{Store, Zero};
 use super::storage::{MasterWeights, Moments};
+use super::sublayers;
 use super::update::Optimizer;
 use engine::ops::Master;
 use engine::plan::{Group, Plan};
@@ -130,89 +132,11 @@ impl SharedBuffers {
     }
 }
 
-/// The activations of all layers.
-struct Activations {
-    encoded: Tensor,
-    embedding_norm: Option<Norm>,
-    layers: Vec<Layer>,
-    /// Whether the output of the activation shares memory with a gradient.
-    shares_activated: bool,
-    final_norm: Norm,
-    losses: Tensor,
-}
-
-impl Activations {
-    /// A forward pass alone reuses the activations of one layer for all layers.
-    fn plan(plan: &mut Plan, d: &Descriptor, options: &PlanOptions, dtype: DType) -> Self {
-        let PlanOptions { b, t, training, recompute, fp8, .. } = *options;
-        let (l, c, f32) = (d.layers, d.channels, DType::F32);
-        let mut add = |name: &str, shape: &[usize], dtype| plan.add(Group::Activations, name, shape, dtype);
-        let kept_residuals = if training { l } else { 1 };
-        let kept = if recompute < Recompute::Layers { kept_residuals } else { 1 };
-        let encoded = add("encoded", &[b, t, c], dtype);
-        // In FP8, transposed copies are kept instead.
-        let in_fp8 = |weight| fp8.is_some() && fp8::keeps_input(weight, recompute);
-        let keeps_norms = training && recompute < Recompute::ActivationAndNorms && !in_fp8(Param::Fcw);
-        let kept_norms = if keeps_norms { l } else { 0 };
-        let normed = add("normed", &[b, t, c], dtype);
-        let mut norm = |name: &str, n: usize, outs: usize| {
-            let out = (outs > 0).then(|| add(name, &[outs, b, t, c], dtype));
-            let mean = d.norm == descriptor::Norm::LayerNorm;
-            let mean = mean.then(|| add(&format!("{name} mean"), &[n, b, t], f32));
-            let rstd = add(&format!("{name} rstd"), &[n, b, t], f32);
-            move |i: usize| Norm {
-                out: out.map_or(normed, |out| out.part(i, outs)),
-                mean: mean.map(|mean| mean.part(i, n)),
-                rstd: rstd.part(i, n),
-            }
-        };
-        let (ln1, ln2) = (norm("ln1", kept, kept_norms), norm("ln2", kept, kept_norms));
-        let lnf = norm("lnf", 1, 0);
-        let embedding_norm = d.embedding_norm.then(|| Norm { mean: None, ..norm("embedding norm", 1, 1)(0) });
-        let qkv = add("qkv", &[kept, b, t, d.qkv_channels()], dtype);
-        let qk_channels = (d.heads + d.kv_heads) * d.head_size;
-        let qk_saved = d.qk_norm.map(|_| add("q and k before norm", &[kept, b, t, qk_channels], dtype));
-        let attention = add("attention", &[kept, b, t, d.attention_channels()], dtype);
-        let lse = add("attention lse", &[kept, b, d.heads, t], f32);
-        let residual2 = add("residual2", &[kept, b, t, c], dtype);
-        let fc = add("fc", &[kept, b, t, d.fc_channels()], dtype);
-        let keeps_activated = recompute < Recompute::Activation && !in_fp8(Param::Fcprojw);
-        let kept_activated = if keeps_activated { kept } else { 1 };
-        // A forward pass in FP8 uses this memory only for evaluation, the backward pass only if the activation
-        // is gated.
-        let shares_activated = training && in_fp8(Param::Fcprojw) && !d.activation.is_gated();
-        let activated = (!shares_activated).then(|| add("activated", &[kept_activated, b, t, d.mlp_channels], dtype));
-        let residual3 = add("residual3", &[kept_residuals, b, t, c], dtype);
-        let losses = add("losses", &[b, t], f32);
-        let layer = |i: usize| {
-            let k = i % kept;
-            Layer {
-                ln1: ln1(k),
-                qkv: qkv.part(k, kept),
-                qk_saved: qk_saved.map(|saved| saved.part(k, kept)),
-                attention: attention.part(k, kept),
-                lse: lse.part(k, kept),
-                residual2: residual2.part(k, kept),
-                ln2: ln2(k),
-                fc: fc.part(k, kept),
-                activated: match activated {
-                    Some(activated) => activated.part(k % kept_activated, kept_activated),
-                    // See `share_activated`.
-                    None => fc.slice(0, 0),
-                },
-                residual3: residual3.part(i % kept_residuals, kept_residuals),
-            }
-        };
-        let layers = (0..l).map(layer).collect();
-        Self { encoded, embedding_norm, layers, shares_activated, final_norm: lnf(0), losses }
-    }
-
-    /// Places the output of the activation in `dwide`, if it has no memory of its own.
-    fn share_activated(&mut self, dwide: Tensor, rows: usize, d: &Descriptor) {
-        if self.shares_activated {
-            self.layers.iter_mut().for_each(|layer| layer.activated = dwide.slice(0, rows * d.mlp_channels));
-        }
-    }
+/// Plans the sub-layers of each layer.
+fn layers(activations: &mut Activations, d: &Descriptor, dwide: Option<Tensor>) -> Vec<Layer> {
+    let attention = sublayers::attention::plan(activations, d);
+    let mlp = sublayers::mlp::plan(activations, d, dwide);
+    (0..d.layers).map(|layer| vec![attention(layer), mlp(layer)]).collect()
 }
 
 /// Returns the sizes from which an engine plans its scratch memory and checks that it has kernels.
@@ -221,7 +145,7 @@ pub(super) fn workload(descriptor: &Descriptor, options: &PlanOptions) -> Worklo
     Workload {
         attention: descriptor.attention(options.b, options.t),
         channels: descriptor.channels,
-        fc_channels: descriptor.fc_channels(),
+        linear_layers: Param::linear(descriptor).map(|weight| weight.shape(descriptor)).collect(),
         mlp_channels: descriptor.mlp_channels,
         padded_vocab: descriptor.padded_vocab(),
         parameters: layout.elements(),
@@ -251,15 +175,17 @@ impl Decoder {
                 Some(plan.add_constant("rotary table", &[t, hs / 2, 2], move || rotary.table(t, hs)))
             }
         };
-        let mut activations = Activations::plan(&mut plan, &descriptor, &options, dtype);
+        let encoded = plan.add(Group::Activations, "encoded", &[b, t, descriptor.channels], dtype);
+        let shared = SharedBuffers::plan(&mut plan, &options, &layout, dtype);
+        let SharedBuffers { logits, dhead, backward, fp8, gathered, muon } = shared;
+        let in_fp8 = options.fp8.is_some();
+        let mut activations = Activations::new(&mut plan, &descriptor, [b, t], dtype, training, recompute, in_fp8);
+        let embedding_norm = descriptor.embedding_norm.then(|| activations.embedding_norm());
+        let layers = layers(&mut activations, &descriptor, backward.map(|[_, dwide]| dwide));
+        let final_norm = activations.final_norm([Param::Lnfw, Param::Lnfb]);
+        let losses = plan.add(Group::Activations, "losses", &[b, t], f32);
         let widest = descriptor.channels.max(descriptor.attention_channels());
         let dchannels = training.then(|| plan.add(Group::Activations, "d channels", &[b, t, widest], dtype));
-        let SharedBuffers { logits, dhead, backward, fp8, gathered, muon } =
-            SharedBuffers::plan(&mut plan, &options, &layout, dtype);
-        if let Some([_, dwide]) = backward {
-            activations.share_activated(dwide, b * t, &descriptor);
-        }
-        let Activations { encoded, embedding_norm, layers, final_norm, losses, .. } = activations;
 
         let training = grads.zip(dchannels).zip(backward).map(|((grads, dchannels), backward)| {
             let shape = [Store::shard_elements(&layout)];

@@ -30,7 +30,7 @@ impl Matrix {
 pub(super) fn matrices(layout: &Params, layer: usize) -> Vec<Matrix> {
     let d = layout.descriptor();
     let mut matrices = Vec::new();
-    for param in Param::linear() {
+    for param in Param::linear(d) {
         let (_, cols) = param.shape(d);
         let mut start = layout.range(param, layer).start;
         for rows in param.matrices(d) {

@@ -21,21 +21,39 @@ pub enum Kind {
     /// The head: one row for each token of the padded vocabulary.
     Head,
     /// The weight (OC, C) of a layer's linear layer. FP8 multiplies it, and Muon updates it.
-    Linear,
-    /// The weight of the first linear layer of an MLP.
-    LinearToMlp,
-    /// The weight of a linear layer that adds to the residual stream.
-    LinearToResidual,
+    Linear(Input, Output),
     /// A bias, initially 0.
     Bias,
     /// The weight of a norm, initially 1.
     NormWeight,
 }
 
+/// The operation that computes the input of a linear layer. In FP8 it also quantizes that input.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Input {
+    /// A norm.
+    Norm,
+    /// Attention.
+    Attention,
+    /// The activation function of an MLP.
+    Activation,
+}
+
+/// The operation that reads the output of a linear layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Output {
+    /// Attention, as queries, keys and values.
+    Heads,
+    /// The activation function of an MLP.
+    Activation,
+    /// The addition to the residual stream.
+    Residual,
+}
+
 /// Declares the parameters in the order of llm.c's files: the variant, the name in files, what it is, whether a model has it, and
 /// for one layer (rows, columns) of a matrix or (1, length) of a vector.
 macro_rules! params {
-    ($d:ident; $($(#[$doc:meta])* $param:ident = $name:literal, $kind:ident, $is_in:expr, $shape:expr;)*) => {
+    ($d:ident; $($(#[$doc:meta])* $param:ident = $name:literal, $kind:expr, $is_in:expr, $shape:expr;)*) => {
         /// A parameter tensor of a decoder, by llm.c's name where it has one.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[expect(missing_docs, reason = "the names are llm.c's; the table states their sizes")]
@@ -56,8 +74,9 @@ macro_rules! params {
 
             /// Returns what the parameter is.
             pub const fn kind(self) -> Kind {
+                use Kind::{Bias, Head, Linear, NormWeight, PositionEmbedding, TokenEmbedding};
                 match self {
-                    $(Self::$param => Kind::$kind,)*
+                    $(Self::$param => $kind,)*
                 }
             }
 
@@ -86,20 +105,20 @@ params! { d;
     Ln1w = "ln1w", NormWeight, d.norm.has_weights(), (1, d.channels);
     Ln1b = "ln1b", Bias, d.norm == Norm::LayerNorm, (1, d.channels);
     /// Rows of queries, keys and values.
-    Qkvw = "qkvw", Linear, true, (d.qkv_channels(), d.channels);
+    Qkvw = "qkvw", Linear(Input::Norm, Output::Heads), true, (d.qkv_channels(), d.channels);
     Qkvb = "qkvb", Bias, d.biases != Biases::None, (1, d.qkv_channels());
     /// Weight of the norm of queries.
     QNormw = "qnormw", NormWeight, d.qk_norm.is_some_and(|norm| norm.weights), (1, d.head_size);
     /// Weight of the norm of keys.
     KNormw = "knormw", NormWeight, d.qk_norm.is_some_and(|norm| norm.weights), (1, d.head_size);
-    Attprojw = "attprojw", LinearToResidual, true, (d.channels, d.attention_channels());
+    Attprojw = "attprojw", Linear(Input::Attention, Output::Residual), true, (d.channels, d.attention_channels());
     Attprojb = "attprojb", Bias, d.biases == Biases::All, (1, d.channels);
     Ln2w = "ln2w", NormWeight, d.norm.has_weights(), (1, d.channels);
     Ln2b = "ln2b", Bias, d.norm == Norm::LayerNorm, (1, d.channels);
     /// With a gated activation: rows of up, then of gate.
-    Fcw = "fcw", LinearToMlp, true, (d.fc_channels(), d.channels);
+    Fcw = "fcw", Linear(Input::Norm, Output::Activation), true, (d.fc_channels(), d.channels);
     Fcb = "fcb", Bias, d.biases == Biases::All, (1, d.fc_channels());
-    Fcprojw = "fcprojw", LinearToResidual, true, (d.channels, d.mlp_channels);
+    Fcprojw = "fcprojw", Linear(Input::Activation, Output::Residual), true, (d.channels, d.mlp_channels);
     Fcprojb = "fcprojb", Bias, d.biases == Biases::All, (1, d.channels);
     Lnfw = "lnfw", NormWeight, d.norm.has_weights(), (1, d.channels);
     Lnfb = "lnfb", Bias, d.norm == Norm::LayerNorm, (1, d.channels);
@@ -117,7 +136,7 @@ enum Part {
 impl Kind {
     /// Reports whether the parameter is the weight of a layer's linear layer.
     pub const fn is_linear(self) -> bool {
-        matches!(self, Self::Linear | Self::LinearToMlp | Self::LinearToResidual)
+        matches!(self, Self::Linear(..))
     }
 
     /// Reports whether the tensor has two dimensions. Weight decay applies to matrices.
@@ -131,14 +150,14 @@ impl Param {
         match (self, self.kind()) {
             (Self::Lnfw | Self::Lnfb, _) => Part::LastNorm,
             (_, Kind::TokenEmbedding | Kind::PositionEmbedding | Kind::Head) => Part::Embeddings,
-            (_, Kind::Linear | Kind::LinearToMlp | Kind::LinearToResidual) => Part::LayerMatrices,
+            (_, Kind::Linear(..)) => Part::LayerMatrices,
             (_, Kind::Bias | Kind::NormWeight) => Part::LayerVectors,
         }
     }
 
-    /// Returns the weights of a layer's linear layers.
-    pub fn linear() -> impl Iterator<Item = Self> + Clone {
-        Self::ALL.into_iter().filter(|param| param.kind().is_linear())
+    /// Returns the weights of the linear layers in a layer.
+    pub fn linear(d: &Descriptor) -> impl Iterator<Item = Self> + Clone {
+        Self::ALL.into_iter().filter(|param| param.kind().is_linear() && param.is_in(d))
     }
 
     /// Reports whether the tensor has one row for each token of the padded vocabulary.
@@ -164,9 +183,11 @@ impl Param {
 
     /// Returns the number of rows of each matrix in a linear layer's weight: queries, keys and values, or up and gate.
     pub fn matrices(self, d: &Descriptor) -> Vec<usize> {
-        match self {
-            Self::Qkvw => [d.heads, d.kv_heads, d.kv_heads].map(|heads| heads * d.head_size).to_vec(),
-            _ if self.kind() == Kind::LinearToMlp => vec![d.mlp_channels; d.activation.inputs()],
+        match self.kind() {
+            Kind::Linear(_, Output::Heads) => {
+                [d.heads, d.kv_heads, d.kv_heads].map(|heads| heads * d.head_size).to_vec()
+            }
+            Kind::Linear(_, Output::Activation) => vec![d.mlp_channels; d.activation.inputs()],
             _ => vec![self.shape(d).0],
         }
     }

@@ -12,7 +12,7 @@ use gpu::{bias, column_sum};
 /// Returns the f32 elements of scratch memory for the biases of a transformer layer.
 pub(super) fn scratch<T: Float>(workload: &Workload, sm_count: usize) -> usize {
     let partials = |oc| bias::bias_backward_slices::<T>(workload.rows(), oc, sm_count) * oc;
-    workload.linear_layers().into_iter().map(|(oc, _)| partials(oc)).max().unwrap_or(0)
+    workload.linear_layers.iter().map(|&(oc, _)| partials(oc)).max().unwrap_or(0)
 }
 
 /// Returns the kernels of dbias (OC) += column sums of dout (rows, OC).

@@ -123,7 +123,7 @@ impl<T: Float> Cuda<T> {
 /// Returns the f32 elements of scratch memory for the column sums of gradients of a transformer layer.
 pub(super) fn scratch(workload: &Workload) -> usize {
     let partials = |oc| quantize::sum_rows(workload.rows()) * oc;
-    workload.linear_layers().into_iter().map(|(oc, _)| partials(oc)).max().unwrap_or(0)
+    workload.linear_layers.iter().map(|&(oc, _)| partials(oc)).max().unwrap_or(0)
 }
 
 /// Does what [`quantize`] does after another kernel has computed `out` and the largest magnitude.

@@ -29,7 +29,7 @@ impl Scratch {
     /// Returns the number of elements that the weights of a transformer layer and the vocabulary need.
     pub fn needed(workload: &Workload, sm_count: usize) -> usize {
         let head = (workload.padded_vocab, workload.channels);
-        let lengths = workload.linear_layers().into_iter().chain([head]).flat_map(|(m, n)| {
+        let lengths = workload.linear_layers.iter().chain([&head]).flat_map(|&(m, n)| {
             let gemm = Gemm {
                 m,
                 n,

@@ -127,7 +127,7 @@ fn orthogonalized_together(
     let workload = engine::Workload {
         attention,
         channels: 8,
-        fc_channels: 8,
+        linear_layers: vec![(8, 8)],
         mlp_channels: 8,
         padded_vocab: 128,
         parameters: rows * cols,

@@ -243,7 +243,7 @@ fn workload(b: usize, t: usize, channels: usize, heads: usize, padded_vocab: usi
     Workload {
         attention: AttentionShape { b, t, heads, kv_heads: heads, head_size: channels / heads },
         channels,
-        fc_channels: 4 * channels,
+        linear_layers: [(3, 1), (1, 1), (4, 1), (1, 4)].map(|(oc, c)| (oc * channels, c * channels)).to_vec(),
         mlp_channels: 4 * channels,
         padded_vocab,
         parameters,

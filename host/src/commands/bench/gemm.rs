@@ -201,7 +201,7 @@ fn tune(
     let workload = Workload {
         attention: AttentionShape { b: 1, t: rows, heads: 1, kv_heads: 1, head_size: c.min(oc) },
         channels: c.min(oc),
-        fc_channels: 4 * c.min(oc),
+        linear_layers: vec![(oc, c), (c, oc)],
         mlp_channels: 4 * c.min(oc),
         padded_vocab: c.max(oc),
         parameters: 0,

@@ -277,7 +277,7 @@ proptest! {
         let workload = Workload {
             attention: shape,
             channels: c,
-            fc_channels: 4 * c,
+            linear_layers: vec![(packed, c), (c, c), (4 * c, c), (c, 4 * c)],
             mlp_channels: 4 * c,
             padded_vocab: 128,
             parameters: 0,

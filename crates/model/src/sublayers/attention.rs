@@ -1,0 +1,187 @@
+//! Attention: qkv, rotary positions with a norm of queries and keys, attention, attproj.
+
+use crate::activations::Activations;
+use crate::decoder::{BackwardPass, Cache, DecodePass, Decoder, ForwardPass, NormBuffers, SubLayer};
+use crate::descriptor::{self, Descriptor, Positions};
+use crate::params::Param;
+use crate::recompute::Recompute;
+use crate::sharding::LayerHooks;
+use engine::ops::{
+    AttentionBackward, AttentionForward, DecodeAttention, DecodeMatmul, DecodeQkNorm, DecodeRotary, Epilogue,
+    MatmulForward, QkNorm, RotaryBackward, RotaryForward, RotaryShape,
+};
+use engine::tensor::{DType, Tensor};
+use engine::{BatchLayout, Engine, Result};
+use std::sync::Arc;
+
+/// The activations of attention in one layer.
+#[derive(Clone, Copy, Debug)]
+struct Attention {
+    layer: usize,
+    ln1: NormBuffers,
+    /// (B, T, NH + 2 KV, HS)
+    qkv: Tensor,
+    /// (B, T, NH + KV, HS): queries and keys before their norm
+    qk_saved: Option<Tensor>,
+    /// (B, T, NH, HS)
+    attention: Tensor,
+    /// (B, NH, T) f32
+    lse: Tensor,
+    /// (B, T, C)
+    residual2: Tensor,
+}
+
+/// Plans the activations of attention in all layers. Returns the sub-layer of each layer.
+pub fn plan(activations: &mut Activations, d: &Descriptor) -> impl Fn(usize) -> Arc<dyn SubLayer> + use<> {
+    let (kept, dtype) = (activations.kept, activations.dtype);
+    let ln1 = activations.norm("ln1", [Param::Ln1w, Param::Ln1b], Param::Qkvw);
+    let qkv = activations.add("qkv", kept, d.qkv_channels(), dtype);
+    let qk_channels = qk_channels(d);
+    let qk_saved = d.qk_norm.map(|_| activations.add("q and k before norm", kept, qk_channels, dtype));
+    let attention = activations.add("attention", kept, d.attention_channels(), dtype);
+    let lse = activations.add_transposed("attention lse", kept, d.heads, DType::F32);
+    let residual2 = activations.add("residual2", kept, d.channels, dtype);
+    move |layer| {
+        let part = |tensor: Tensor| tensor.part(layer % kept, kept);
+        Arc::new(Attention {
+            layer,
+            ln1: ln1(layer),
+            qkv: part(qkv),
+            qk_saved: qk_saved.map(part),
+            attention: part(attention),
+            lse: part(lse),
+            residual2: part(residual2),
+        })
+    }
+}
+
+/// Returns the channels of queries and keys.
+fn qk_channels(d: &Descriptor) -> usize {
+    (d.heads + d.kv_heads) * d.head_size
+}
+
+/// The operands that the rotation of queries and keys and its gradient share.
+struct Rotation {
+    table: Tensor,
+    qk_norm: Option<QkNorm>,
+    shape: RotaryShape,
+}
+
+impl Attention {
+    /// Returns the rotation of queries and keys, or `None` if positions are learned.
+    fn rotation(&self, model: &Decoder, layout: BatchLayout) -> Option<Rotation> {
+        let d = &model.descriptor;
+        let (Positions::Rotary(rotary), Some(table)) = (d.positions, model.rotary_table) else { return None };
+        let qk_norm = d.qk_norm.zip(self.qk_saved).map(|(norm, saved)| {
+            let descriptor::QkNorm { eps, weights, gain } = norm;
+            let weights = weights.then(|| [Param::QNormw, Param::KNormw].map(|param| model.param(param, self.layer)));
+            QkNorm { saved, weights, eps, gain }
+        });
+        let shape = RotaryShape { attention: d.attention(layout.b, layout.t), pairs: rotary.pairs };
+        Some(Rotation { table, qk_norm, shape })
+    }
+
+    fn qkv(&self, model: &Decoder) -> MatmulForward {
+        model.linear(self.layer, [Param::Qkvw, Param::Qkvb], self.qkv, self.ln1.out, Epilogue::None)
+    }
+
+    fn attproj(&self, model: &Decoder, residual: Tensor) -> MatmulForward {
+        let (params, epilogue) = ([Param::Attprojw, Param::Attprojb], Epilogue::Residual(residual));
+        model.linear(self.layer, params, self.residual2, self.attention, epilogue)
+    }
+}
+
+impl SubLayer for Attention {
+    fn rows(&self, rows: usize, d: &Descriptor) -> Arc<dyn SubLayer> {
+        let of = |tensor: Tensor, width: usize| tensor.slice(0, rows * width);
+        Arc::new(Self {
+            layer: self.layer,
+            ln1: self.ln1.rows(rows, d.channels),
+            qkv: of(self.qkv, d.qkv_channels()),
+            qk_saved: self.qk_saved.map(|saved| of(saved, qk_channels(d))),
+            attention: of(self.attention, d.attention_channels()),
+            lse: of(self.lse, d.heads),
+            residual2: of(self.residual2, d.channels),
+        })
+    }
+
+    fn norm(&self) -> NormBuffers {
+        self.ln1
+    }
+
+    fn output(&self) -> Tensor {
+        self.residual2
+    }
+
+    fn output_bias(&self) -> Param {
+        Param::Attprojb
+    }
+
+    fn forward(
+        &self,
+        engine: &mut dyn Engine,
+        pass: &ForwardPass,
+        hooks: &mut dyn LayerHooks,
+        residual: Tensor,
+    ) -> Result<()> {
+        self.recompute(engine, pass, residual, false)?;
+        hooks.qkv_computed(engine, self.layer, self.qkv)
+    }
+
+    fn recompute(&self, engine: &mut dyn Engine, pass: &ForwardPass, residual: Tensor, last: bool) -> Result<()> {
+        let Self { qkv, attention, lse, .. } = *self;
+        let model = pass.model;
+        engine.run(self.qkv(model))?;
+        if let Some(Rotation { table, qk_norm, shape }) = self.rotation(model, pass.layout) {
+            engine.run(RotaryForward { qkv, table, qk_norm, shape })?;
+        }
+        let shape = model.descriptor.attention(pass.layout.b, pass.layout.t);
+        let quantized = model.fp8_input(self.layer, Param::Attprojw, attention);
+        engine.run(AttentionForward { out: attention, lse, qkv, shape, quantized })?;
+        if last { Ok(()) } else { engine.run(self.attproj(model, residual)) }
+    }
+
+    fn backward(&self, engine: &mut dyn Engine, pass: &BackwardPass, residual: Tensor) -> Result<()> {
+        let Self { layer, ref ln1, qkv, attention, lse, .. } = *self;
+        let (model, d) = (pass.model, &pass.model.descriptor);
+        let dqkv = pass.dwide.slice(0, qkv.len);
+        let dbias = pass.output_bias_gradient(self);
+        engine.run(pass.linear(layer, Param::Attprojw, [pass.dattention, pass.dresidual], attention, dbias))?;
+        let (dout, shape) = (pass.dattention, d.attention(pass.layout.b, pass.layout.t));
+        engine.run(AttentionBackward { dqkv, dout, qkv, out: attention, lse, shape })?;
+        if let Some(Rotation { table, qk_norm, shape }) = self.rotation(model, pass.layout) {
+            let weights = qk_norm.and_then(|norm| norm.weights);
+            let dweights = weights.map(|_| [Param::QNormw, Param::KNormw].map(|param| pass.grads.tensor(param, layer)));
+            engine.run(RotaryBackward { dqkv, table, qk_norm, dweights, shape })?;
+        }
+        // The norms of all sub-layers share one buffer, which those that follow have overwritten.
+        if pass.recompute >= Recompute::ActivationAndNorms {
+            model.recompute_norm(engine, ln1, residual)?;
+        }
+        let dbias = model.optional(pass.grads, Param::Qkvb, layer);
+        engine.run(pass.linear(layer, Param::Qkvw, [pass.dchannels, dqkv], ln1.out, dbias))
+    }
+
+    fn decode(&self, engine: &mut dyn Engine, pass: &DecodePass, residual: Tensor) -> Result<()> {
+        let (model, d) = (pass.model, &pass.model.descriptor);
+        let norm = Some(model.norm_of(&self.ln1, residual, None));
+        engine.run(DecodeMatmul { norm, matmul: self.qkv(model) })?;
+        let Cache { keys, values, partials, slots, .. } = pass.cache;
+        let rotation = self.rotation(model, BatchLayout { b: pass.rows, t: 1 });
+        let rotary = rotation.map(|Rotation { table, qk_norm, shape }| {
+            let qk_norm = qk_norm.map(|norm| DecodeQkNorm { weights: norm.weights, eps: norm.eps, gain: norm.gain });
+            DecodeRotary { table, pairs: shape.pairs, qk_norm }
+        });
+        engine.run(DecodeAttention {
+            out: self.attention,
+            qkv: self.qkv,
+            keys: keys.part(self.layer, d.layers),
+            values: values.part(self.layer, d.layers),
+            slots,
+            partials,
+            rotary,
+            shape: d.attention(pass.rows, pass.capacity),
+        })?;
+        engine.run(DecodeMatmul { norm: None, matmul: self.attproj(model, residual) })
+    }
+}
