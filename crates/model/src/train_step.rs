@@ -6,9 +6,9 @@ use super::fp8::Fp8Counts;
 use super::nvtx::Range;
 use super::sharding::LayerHooks;
 use super::update::Update;
-use super::verification::Verification;
 use distributed::Ranks;
 use engine::tensor::Tensor;
+use engine::trace::BitFlip;
 use engine::{BatchLayout, Engine, GraphKey, Result};
 
 /// Copies the next micro-batch, with its seed, to the model's batch.
@@ -17,6 +17,15 @@ pub type LoadBatch<'a> = dyn FnMut(&mut dyn Engine) -> Result<()> + 'a;
 /// Receives the model's stats (loss sum and gradient norm) before the update. Returns its hyperparameters, or `None` to skip the
 /// update.
 pub type DecideUpdate<'a> = dyn FnMut(&mut dyn Engine, Tensor) -> Result<Option<Update>> + 'a;
+
+/// The verification of a micro-batch.
+#[derive(Clone, Copy, Debug)]
+pub struct Verification {
+    /// Number of verifications before. It selects the rank that computes the micro-batch of another.
+    pub number: usize,
+    /// A fault to inject into the first computation.
+    pub flip: Option<BitFlip>,
+}
 
 /// Runs the optimizer steps of one rank. Training, benchmarks, verification and tests all use it.
 pub struct TrainStep {
@@ -71,6 +80,11 @@ impl TrainStep {
         self.model.fp8.map_or(Ok(Vec::new()), |fp8| fp8.read_counts(engine, &self.model.descriptor, rows))
     }
 
+    /// Requests the verification of the first micro-batch of the next step.
+    pub fn verify_next(&mut self, verification: Verification) {
+        self.verification = Some(verification);
+    }
+
     /// Runs one step. Returns the reason if a CUDA graph could not be captured, once.
     pub fn run(
         &mut self,
@@ -99,29 +113,35 @@ impl TrainStep {
         let mut capture_error = None;
         engine.zero(self.model.losses)?;
         engine.zero(self.model.training()?.grads)?;
-        if let Some(fp8) = &mut self.model.fp8 {
-            fp8.keep_statistics(engine)?;
-            self.statistics_changed = true;
-            fp8.begin_step(engine)?;
-            if std::mem::take(&mut self.count_fp8) {
-                fp8.set_counting(engine, true)?;
-            }
-            self.model.quantize_whole_weights(engine)?;
-        }
+        self.begin_fp8(engine)?;
         for micro_batch in 1..=self.grad_accum {
             let _range = Range::new(format_args!("micro-batch {micro_batch}"));
             load(engine)?;
-            if let Some(verification) = self.verification.take() {
-                self.verify(engine, ranks, verification)?;
-            }
+            self.verify_if_requested(engine, ranks)?;
             let last = micro_batch == self.grad_accum;
             capture_error = self.micro_batch(engine, ranks, last)?.or(capture_error);
-            if let Some(fp8) = &mut self.model.fp8 {
-                fp8.set_counting(engine, false)?;
-            }
+            self.end_fp8_counts(engine)?;
         }
         self.data_parallel(ranks, true).wait_on_stream(engine)?;
         Ok(capture_error)
+    }
+
+    /// In FP8, computes the scales of this step, quantizes the weights, and begins to count if that was requested.
+    fn begin_fp8(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        let Some(fp8) = &mut self.model.fp8 else { return Ok(()) };
+        fp8.keep_statistics(engine)?;
+        self.statistics_changed = true;
+        fp8.begin_step(engine)?;
+        if std::mem::take(&mut self.count_fp8) {
+            fp8.set_counting(engine, true)?;
+        }
+        self.model.quantize_whole_weights(engine)
+    }
+
+    /// In FP8, ends to count after the first micro-batch.
+    fn end_fp8_counts(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        let Some(fp8) = &mut self.model.fp8 else { return Ok(()) };
+        fp8.set_counting(engine, false)
     }
 
     /// Runs the forward pass, loss and backward pass of the loaded micro-batch. Gradients are reduced during the backward pass: of the

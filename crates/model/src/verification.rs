@@ -9,6 +9,8 @@ use super::decoder::Decoder;
 use super::fp8::Fp8;
 use super::params::Unit;
 use super::sharding::LayerHooks;
+pub use super::train_step::Verification;
+
 use super::train_step::TrainStep;
 use anyhow::{Context, ensure};
 use distributed::Ranks;
@@ -21,15 +23,6 @@ use std::fmt;
 
 /// Number of further computations after a difference, which tell whether it recurs.
 const REPLAYS: usize = 2;
-
-/// The verification of a micro-batch.
-#[derive(Clone, Copy, Debug)]
-pub struct Verification {
-    /// Number of verifications before. It selects the rank that computes the micro-batch of another.
-    pub number: usize,
-    /// A fault to inject into the first computation.
-    pub flip: Option<BitFlip>,
-}
 
 /// Two computations of a micro-batch gave different bits.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
@@ -82,21 +75,13 @@ fn first_difference(first: &[Entry], second: &[Entry]) -> Option<usize> {
 }
 
 impl TrainStep {
-    /// Requests the verification of the first micro-batch of the next step.
-    pub fn verify_next(&mut self, verification: Verification) {
-        self.verification = Some(verification);
-    }
-
-    /// Computes the loaded micro-batch twice and compares all that operations write. Losses and gradients are zero afterwards.
+    /// If it was requested, computes the loaded micro-batch twice and compares all that operations write. Losses and gradients are zero
+    /// afterwards.
     ///
     /// # Errors
     /// A [`Difference`], on all ranks.
-    pub(super) fn verify(
-        &mut self,
-        engine: &mut dyn Engine,
-        ranks: &mut Ranks,
-        Verification { number, flip }: Verification,
-    ) -> Result<()> {
+    pub(super) fn verify_if_requested(&mut self, engine: &mut dyn Engine, ranks: &mut Ranks) -> Result<()> {
+        let Some(Verification { number, flip }) = self.verification.take() else { return Ok(()) };
         let (rank, world) = (ranks.rank(), ranks.world_size());
         let first = self.trace(engine, ranks, flip.filter(|flip| flip.rank == rank))?;
         // Ranks that shard more exchange gradients in each pass. Those sums depend on the rank that has a batch.

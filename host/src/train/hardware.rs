@@ -33,7 +33,7 @@ impl HardwareChecks {
 
 impl Run<'_> {
     /// Requests the verification of the next step, if it is due.
-    pub(super) fn verify(&mut self, step: usize, session: &mut Session) {
+    pub(super) fn request_verification(&mut self, step: usize, session: &mut Session) {
         let HardwareChecks { flip, .. } = self.settings.hardware;
         if !self.settings.hardware.is_due(step) {
             return;

@@ -32,6 +32,7 @@ use model::guards::{Limits, Skips, Verdict};
 use model::schedule::Schedule;
 use model::{Decoder, TrainStep, Training};
 use rng::XorShift;
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use system::time;
@@ -281,60 +282,74 @@ impl Run<'_> {
 
     fn run_steps(&mut self, training: &Training, session: &mut Session) -> Result<()> {
         for step in session.first..=self.settings.steps {
-            let (mut stop, time_to_save) = self.poll(step, session)?;
-            let mut due = self.due(step, session.first, stop, time_to_save);
-            if due.any() {
-                self.log_launched(session)?;
-                self.follow_directory(session)?;
-                if due.evaluates || due.end {
-                    self.console.last_step()?;
-                }
-                if due.evaluates {
-                    self.state.progress.evaluated = self.evaluate(step, &due, session)?;
-                    (stop, _) = self.poll(step, session)?;
-                    if stop {
-                        due = self.due(step, session.first, stop, time_to_save);
-                    }
-                } else {
-                    self.state.progress.evaluated |= !stop;
-                }
-                self.save_if_due(step, &due, stop, session)?;
-                session.clock.resume(self.engine_time(training)?);
-            }
-            if stop {
-                session.stopped = Some(step);
-            }
-            if due.end {
+            if self.before_step(step, training, session)?.is_break() {
                 break;
             }
             self.poll_checkpoint(session)?;
-            self.verify(step, session);
-            let now = self.launch_step(step, training, session)?;
-            if let Some(previous) = session.launched.replace(now) {
+            self.request_verification(step, session);
+            let launched = self.launch_step(step, training, session)?;
+            if let Some(previous) = session.launched.replace(launched) {
                 self.log_step(previous, session)?;
             }
-            if self.settings.fp8_stats_every.is_some_and(|n| (step + 1).is_multiple_of(n)) {
-                self.log_launched(session)?;
-                self.print_fp8_counts(step, session)?;
-                session.clock.resume(self.engine_time(training)?);
-            }
-            if self.settings.hardware.hash_every.is_some_and(|n| (step + 1).is_multiple_of(n)) {
-                self.log_launched(session)?;
-                self.log_hashes()?;
-                session.clock.resume(self.engine_time(training)?);
-            }
-            if self.settings.check_ranks_every.is_some_and(|n| (step + 1).is_multiple_of(n)) {
-                self.log_launched(session)?;
-                self.check_ranks(training)?;
-                session.clock.resume(self.engine_time(training)?);
-            }
+            self.after_step(step + 1, training, session)?;
         }
+        Ok(())
+    }
+
+    /// Evaluates and saves, if that is due before `step`. Breaks after the last step and after a stop request.
+    fn before_step(&mut self, step: usize, training: &Training, session: &mut Session) -> Result<ControlFlow<()>> {
+        let (mut stop, time_to_save) = self.poll(step, session)?;
+        let mut due = self.due(step, session.first, stop, time_to_save);
+        if due.any() {
+            self.log_launched(session)?;
+            self.follow_directory(session)?;
+            if due.evaluates || due.end {
+                self.console.last_step()?;
+            }
+            if due.evaluates {
+                self.state.progress.evaluated = self.evaluate(step, &due, session)?;
+                (stop, _) = self.poll(step, session)?;
+                if stop {
+                    due = self.due(step, session.first, stop, time_to_save);
+                }
+            } else {
+                self.state.progress.evaluated |= !stop;
+            }
+            self.save_if_due(step, &due, stop, session)?;
+            session.clock.resume(self.engine_time(training)?);
+        }
+        if stop {
+            session.stopped = Some(step);
+        }
+        Ok(if due.end { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+    }
+
+    /// Reports and checks what is due after `done` steps.
+    fn after_step(&mut self, done: usize, training: &Training, session: &mut Session) -> Result<()> {
+        let is_due = |every: Option<usize>| every.is_some_and(|n| done.is_multiple_of(n));
+        let Settings { fp8_stats_every, check_ranks_every, ref hardware, .. } = *self.settings;
+        let [counts, hashes, ranks] = [fp8_stats_every, hardware.hash_every, check_ranks_every].map(is_due);
+        if !(counts || hashes || ranks) {
+            return Ok(());
+        }
+        self.log_launched(session)?;
+        if counts {
+            self.print_fp8_counts(done - 1, session)?;
+        }
+        if hashes {
+            self.log_hashes()?;
+        }
+        if ranks {
+            self.check_ranks(training)?;
+        }
+        session.clock.resume(self.engine_time(training)?);
         Ok(())
     }
 
     /// Waits for the step that was launched last, if its loss has not been read, and reports it.
     fn log_launched(&mut self, session: &mut Session) -> Result<()> {
-        session.launched.take().map_or(Ok(()), |launched| self.log_step(launched, session))
+        let Some(launched) = session.launched.take() else { return Ok(()) };
+        self.log_step(launched, session)
     }
 
     /// Returns whether any rank was asked to stop, and whether the last checkpoint is too old.

@@ -16,15 +16,15 @@ pub fn flight_recorder_name(rank: usize) -> String {
 impl Run<'_> {
     /// Reports a checkpoint that was written in the background.
     pub(super) fn poll_checkpoint(&mut self, session: &mut Session) -> Result<()> {
-        let Self { checkpoints, ranks, .. } = self;
-        let written = checkpoints.as_mut().map_or(Ok(None), |checkpoints| checkpoints.poll(ranks))?;
+        let Some(checkpoints) = &mut self.checkpoints else { return Ok(()) };
+        let written = checkpoints.poll(self.ranks)?;
         self.report_checkpoint(written, session)
     }
 
     /// Waits for the checkpoint that is being written.
     pub(super) fn wait_for_checkpoint(&mut self) -> Result<Option<WriteOutcome>> {
-        let Self { checkpoints, ranks, .. } = self;
-        checkpoints.as_mut().map_or(Ok(None), |checkpoints| checkpoints.wait(ranks))
+        let Some(checkpoints) = &mut self.checkpoints else { return Ok(None) };
+        checkpoints.wait(self.ranks)
     }
 
     /// Reports whether the last step was finite. While none is, the weights do not change, and further checkpoints would replace
