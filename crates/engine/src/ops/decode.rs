@@ -3,7 +3,7 @@
 //! A *slot* is a sequence of a batch. What changes from token to token is in device memory (`slots`), so that one CUDA graph serves
 //! all tokens: see [`Slot`].
 
-use super::{AttentionShape, LayerNormForward, MatmulForward, RmsNormForward, RotaryPairs};
+use super::{AttentionShape, MatmulForward, NormForward, RotaryPairs};
 use crate::tensor::Tensor;
 
 /// The state of a slot: (8) i32 words of a `slots` tensor (B, 8). Floats are stored as their bits.
@@ -88,25 +88,6 @@ pub struct DecodeEmbed {
     pub wpe: Option<Tensor>,
     /// Channels.
     pub c: usize,
-}
-
-/// A norm with its operands.
-#[derive(Clone, Copy, Debug)]
-pub enum NormForward {
-    /// LayerNorm
-    LayerNorm(LayerNormForward),
-    /// RMSNorm
-    RmsNorm(RmsNormForward),
-}
-
-impl NormForward {
-    /// Returns the output.
-    pub const fn out(&self) -> Tensor {
-        match self {
-            Self::LayerNorm(op) => op.out,
-            Self::RmsNorm(op) => op.out,
-        }
-    }
 }
 
 /// Computes a linear layer of a few rows, after an optional norm of its input.

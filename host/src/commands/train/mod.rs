@@ -4,6 +4,7 @@ mod directory;
 mod elastic;
 pub mod multi_rank;
 mod options;
+mod reports;
 mod resolve;
 mod shape;
 mod without_effect;
@@ -11,17 +12,12 @@ mod without_effect;
 pub use options::{GENERAL, Launch, Options};
 pub use resolve::{DEFAULT_SEQ, UNKNOWN_STEPS};
 
-use super::generation::trial_command;
-use super::report::{Setup, planned, summary, zero_stages};
+use super::report::{Setup, planned, zero_stages};
 use crate::console::Console;
 use crate::evaluate;
 use crate::gpu_info::{GpuErrors, GpuInfo};
-use crate::hints::Invocation;
-use crate::plots;
 use crate::signals::Stop;
-use crate::train::{
-    Diverged, HardwareChecks, MuonSettings, OptimizerSettings, Outcome, Run, Settings, flight_recorder_name,
-};
+use crate::train::{Diverged, HardwareChecks, MuonSettings, OptimizerSettings, Run, Settings, flight_recorder_name};
 use crate::values::{Count, Resume};
 use anyhow::{Context, Result, bail, ensure};
 use checkpoint::config::Config;
@@ -40,10 +36,10 @@ use engine::plan::Plan;
 use engine::trace::BitFlip;
 use interchange::{ModelSource, config};
 use metrics::report::Summary;
-use metrics::run::RunLog;
 use model::fit::{self, RunLimits};
 use model::schedule::Schedule;
 use model::{Decoder, Descriptor, Fp8Options, Fp8Settings, Optimizer, PlanOptions, Zero};
+use reports::{draw, read_log, report_dry_run, report_end, report_start};
 use resolve::Resolved;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -404,68 +400,6 @@ fn plan(
     Ok((model, plan, stages))
 }
 
-/// Prints the notes, the memory of a run, and the command that starts it, or why there are no data to start it with.
-fn report_dry_run(console: &Console, notes: &[String], memory: &str, without_data: Option<&str>) -> Result<()> {
-    notes.iter().try_for_each(|note| console.line(&format!("note: {note}")))?;
-    console.line(memory)?;
-    match without_data {
-        Some(reason) => console.line(&format!("warning: {reason}")),
-        None => console.line(&format!("\nnext: {}", Invocation::current().repeated(&["--dry-run"], &[]))),
-    }
-}
-
-fn report_start(console: &Console, notes: &[String], step: usize, steps: usize) -> Result<()> {
-    notes.iter().try_for_each(|note| console.line(&format!("note: {note}")))?;
-    if step > 0 { console.line(&format!("resumed after {step} of {steps} steps\n")) } else { Ok(()) }
-}
-
-/// Returns the log of a run, unless it is empty.
-fn read_log(directory: &Path) -> Option<Result<RunLog>> {
-    let has_log = directory.join("main.jsonl").metadata().is_ok_and(|file| file.len() > 0);
-    has_log.then(|| RunLog::read(directory))
-}
-
-/// Draws the log of a run into its directory. Returns false if there is nothing to draw.
-fn draw(directory: Option<&Path>, log: Option<&Result<RunLog>>) -> Result<bool> {
-    match directory.zip(log) {
-        Some((directory, Ok(run))) => plots::write_into(directory, run).map(|()| true),
-        Some((_, Err(error))) => bail!("{error:#}"),
-        None => Ok(false),
-    }
-}
-
-/// `train_loss` is that of the log, which includes the steps before this process resumed the run.
-fn report_end(
-    console: &Console,
-    outcome: &Outcome,
-    config: &Config,
-    wall: Duration,
-    train_loss: Option<f64>,
-    drawn: Result<bool>,
-) -> Result<()> {
-    if let Err(error) = &drawn {
-        console.line(&format!("warning: no plots: {error:#}"))?;
-    }
-    let drawn = drawn.is_ok_and(|drawn| drawn);
-    console.result(&summary(outcome, train_loss.or_else(|| console.train_loss()), config, wall))?;
-    if let Some(out) = config.out.as_deref().filter(|_| drawn) {
-        console.line(&format!("plots: {0}/{1}, {0}/{2}", out.display(), plots::FIGURE, plots::REPORT))?;
-    }
-    match outcome.stopped {
-        Some(step) => console.line(&format!("\n{}", stopped(step, config, outcome.model_file.is_some()))),
-        None => console.line(&format!("\nnext: {}", next_command(config, outcome))),
-    }
-}
-
-/// Returns the last lines of a run that was asked to stop.
-fn stopped(step: usize, config: &Config, has_checkpoint: bool) -> String {
-    let stopped = format!("stopped after {step} of {} steps", config.steps);
-    match &config.out {
-        Some(out) => format!("{stopped}\n\nnext: {}", Invocation::current().resuming(out, has_checkpoint)),
-        None => format!("{stopped}; nothing is kept with --out none"),
-    }
-}
-
 fn gpu_info(device: Device, gpu: usize) -> Result<GpuInfo> {
     ensure!(device == Device::Cuda, "the run uses the CPU");
     GpuInfo::open(gpu)
@@ -578,18 +512,5 @@ fn optimizer(config: &Config) -> OptimizerSettings {
             warmup: config.muon_momentum_warmup.unwrap_or(default.warmup),
             coefficients: config.muon_coefficients.unwrap_or_default(),
         }),
-    }
-}
-
-/// Suggests a command to run after a finished run.
-fn next_command(config: &Config, outcome: &Outcome) -> String {
-    let invocation = Invocation::current();
-    match (&outcome.model_file, &config.out) {
-        (Some(file), _) => trial_command(file),
-        (None, Some(out)) => invocation.command(["plot", &out.to_string_lossy()]),
-        (None, None) if config.train.is_some() => {
-            invocation.repeated(&["--out", "-o", "none", "--out=none", "-onone"], &[])
-        }
-        (None, None) => invocation.command(["data", "tinyshakespeare"]),
     }
 }
