@@ -139,6 +139,12 @@ fn layers(activations: &mut Activations, d: &Descriptor, dwide: Option<Tensor>) 
     (0..d.layers).map(|layer| vec![attention(layer), mlp(layer)]).collect()
 }
 
+/// Plans the cosines and sines of rotary positions.
+fn rotary_table(plan: &mut Plan, d: &Descriptor, t: usize) -> Option<Tensor> {
+    let (Positions::Rotary(rotary), hs) = (d.positions, d.head_size) else { return None };
+    Some(plan.add_constant("rotary table", &[t, hs / 2, 2], move || rotary.table(t, hs)))
+}
+
 /// Returns the sizes from which an engine plans its scratch memory and checks that it has kernels.
 pub(super) fn workload(descriptor: &Descriptor, options: &PlanOptions) -> Workload {
     let layout = options.zero.layout(*descriptor);
@@ -168,13 +174,7 @@ impl Decoder {
         let grads = training
             .then(|| Store::plan(&mut plan, (Group::Gradients, "grads"), &layout, dtype, zero.shards_gradients()));
 
-        let rotary_table = match descriptor.positions {
-            Positions::Learned => None,
-            Positions::Rotary(rotary) => {
-                let hs = descriptor.head_size;
-                Some(plan.add_constant("rotary table", &[t, hs / 2, 2], move || rotary.table(t, hs)))
-            }
-        };
+        let rotary_table = rotary_table(&mut plan, &descriptor, t);
         let encoded = plan.add(Group::Activations, "encoded", &[b, t, descriptor.channels], dtype);
         let shared = SharedBuffers::plan(&mut plan, &options, &layout, dtype);
         let SharedBuffers { logits, dhead, backward, fp8, gathered, muon } = shared;
