@@ -7,11 +7,11 @@ use std::process::{Command, Output};
 
 use crate::BuiltModule;
 use crate::error::{Error, at};
-use crate::json::Value;
 use crate::module::{ARCHITECTURES, FEATURES, Kernel, arch_number, has_feature};
 use crate::resources::LOCAL_MEMORY_FIX;
 use crate::toolchain::Toolchain;
 use crate::{ir, lines, ptx, resources, unchecked};
+use serde::Deserialize;
 
 const TARGET: &str = "nvptx64-nvidia-cuda";
 
@@ -107,6 +107,68 @@ pub struct Crates {
     errors: String,
 }
 
+/// A line of cargo's output.
+#[derive(Deserialize)]
+#[serde(tag = "reason", rename_all = "kebab-case")]
+enum Message {
+    CompilerArtifact(Artifact),
+    CompilerMessage {
+        #[serde(flatten)]
+        package: Package,
+        message: Diagnostic,
+    },
+    #[serde(other)]
+    Other,
+}
+
+#[derive(Deserialize)]
+struct Artifact {
+    #[serde(flatten)]
+    package: Package,
+    target: Target,
+    filenames: Vec<PathBuf>,
+}
+
+#[derive(Deserialize)]
+struct Package {
+    package_id: String,
+    manifest_path: PathBuf,
+}
+
+#[derive(Deserialize)]
+struct Target {
+    src_path: PathBuf,
+}
+
+#[derive(Deserialize)]
+struct Diagnostic {
+    level: String,
+    message: String,
+    rendered: Option<String>,
+    spans: Vec<Span>,
+}
+
+#[derive(Deserialize)]
+struct Span {
+    file_name: String,
+    line_start: usize,
+}
+
+impl Package {
+    /// Reports whether the package is a path dependency, and not part of the standard library.
+    fn is_ours(&self) -> bool {
+        self.package_id.starts_with("path+") && !self.manifest_path.to_string_lossy().contains("/lib/rustlib/src/")
+    }
+}
+
+impl Diagnostic {
+    /// Formats a message that has a place in the source as `message (file:line)`.
+    fn one_line(&self) -> Option<String> {
+        let Span { file_name, line_start } = self.spans.first()?;
+        Some(format!("device build: {} ({file_name}:{line_start})", self.message.lines().next().unwrap_or_default()))
+    }
+}
+
 impl Job<'_> {
     /// Compiles the device crate and its dependencies to bitcode. Jobs with the same `target` must not compile at the same
     /// time.
@@ -174,37 +236,29 @@ impl Job<'_> {
 
     fn read_messages(&self, messages: &str) -> Result<Crates, Error> {
         let mut crates = Crates::default();
-        for message in messages.lines().filter_map(Value::parse) {
-            let is_ours = message["package_id"].as_str().is_some_and(|id| id.starts_with("path+"))
-                && !message["manifest_path"].as_str().is_some_and(|path| path.contains("/lib/rustlib/src/"));
-            match message["reason"].as_str() {
-                Some("compiler-artifact") => {
-                    crates.bitcode.extend(self.bitcode(&message)?);
-                    let manifest = message["manifest_path"].as_str().map(PathBuf::from);
-                    let source = message["target"]["src_path"].as_str().map(Path::new).and_then(Path::parent);
-                    if is_ours {
-                        crates.sources.extend(manifest);
-                        crates.sources.extend(source.map(Path::to_owned));
+        for message in messages.lines().filter_map(|line| serde_json::from_str(line).ok()) {
+            match message {
+                Message::CompilerArtifact(artifact) => {
+                    crates.bitcode.extend(self.bitcode(&artifact.filenames)?);
+                    if artifact.package.is_ours() {
+                        crates.sources.extend(artifact.target.src_path.parent().map(Path::to_owned));
+                        crates.sources.push(artifact.package.manifest_path);
                     }
                 }
-                Some("compiler-message") => {
-                    let diagnostic = &message["message"];
-                    match diagnostic["level"].as_str() {
-                        Some("error") => crates.errors += diagnostic["rendered"].as_str().unwrap_or_default(),
-                        Some("warning") if is_ours => crates.warnings.extend(one_line(diagnostic)),
-                        _ => {}
-                    }
-                }
-                _ => {}
+                Message::CompilerMessage { package, message } => match message.level.as_str() {
+                    "error" => crates.errors += message.rendered.as_deref().unwrap_or_default(),
+                    "warning" if package.is_ours() => crates.warnings.extend(message.one_line()),
+                    _ => {}
+                },
+                Message::Other => {}
             }
         }
         Ok(crates)
     }
 
     /// Returns the bitcode file of a library built for the GPU. It is next to the .rmeta file and has the same name.
-    fn bitcode(&self, artifact: &Value) -> Result<Option<PathBuf>, Error> {
-        let files = artifact["filenames"].as_array().into_iter().flatten().filter_map(Value::as_str);
-        let Some(metadata) = files.map(Path::new).find(|file| file.extension().is_some_and(|e| e == "rmeta")) else {
+    fn bitcode(&self, files: &[PathBuf]) -> Result<Option<PathBuf>, Error> {
+        let Some(metadata) = files.iter().find(|file| file.extension().is_some_and(|e| e == "rmeta")) else {
             return Ok(None);
         };
         if !metadata.components().any(|component| component.as_os_str() == TARGET) {
@@ -216,7 +270,7 @@ impl Job<'_> {
         if expected.is_file() {
             Ok(Some(expected))
         } else {
-            Err(Error::NoBitcode { arch: self.arch.to_owned(), artifact: metadata.to_owned(), expected })
+            Err(Error::NoBitcode { arch: self.arch.to_owned(), artifact: metadata.clone(), expected })
         }
     }
 
@@ -426,14 +480,6 @@ pub fn lock(target: &Path) -> Result<fs::File, Error> {
 
 fn create_directory(path: &Path) -> Result<(), Error> {
     at(path, fs::create_dir_all(path))
-}
-
-/// Formats a compiler message as `message (file:line)`.
-fn one_line(diagnostic: &Value) -> Option<String> {
-    let span = &diagnostic["spans"][0];
-    let (message, file, line) =
-        (diagnostic["message"].as_str()?, span["file_name"].as_str()?, span["line_start"].as_u64()?);
-    Some(format!("device build: {} ({file}:{line})", message.lines().next().unwrap_or_default()))
 }
 
 /// Returns the last lines of the output of a tool. The stack of an aborted LLVM tool is left out: it is longer than the tail, and the

@@ -37,7 +37,6 @@ mod error;
 mod generate;
 mod gpus;
 mod ir;
-mod json;
 mod lines;
 mod module;
 mod ptx;
