@@ -6,11 +6,14 @@ use syn::ext::IdentExt;
 use syn::parse::{Parse, ParseStream};
 use syn::punctuated::Punctuated;
 use syn::{
-    Attribute, Error, Expr, FnArg, GenericParam, Ident, ItemFn, LitInt, LitStr, Meta, Pat, Signature, Token, Type,
+    Attribute, Error, Expr, FnArg, GenericParam, Generics, Ident, ItemFn, LitInt, LitStr, Meta, Pat, Signature, Token,
+    Type,
 };
 
 use crate::checked::{Parameter, signature};
-use crate::instances::{Alternatives, Instance, Selection, parameter, parse_axes, parse_instances, substitute};
+use crate::instances::{
+    Alternatives, Constant, Instance, Selection, parameter, parse_axes, parse_instances, substitute,
+};
 
 /// Set by `CudaBuilder::allow_unchecked` when it compiles a device crate. Its flags change then, too, so that cargo expands again.
 const UNCHECKED_VARIABLE: &str = "CUDA_BUILDER_UNCHECKED";
@@ -398,6 +401,15 @@ fn shared_items(function: &ItemFn, options: &Options, arguments: &[Ident]) -> To
     }
 }
 
+/// Returns the generic types that no key depends on.
+fn independent_types(generics: &Generics, keys: &[Constant]) -> Generics {
+    let is_independent = |p: &GenericParam| {
+        let selected = |name| keys.iter().any(|key| key.depends_on(&name));
+        matches!(p, GenericParam::Type(_)) && !parameter(p).is_ok_and(selected)
+    };
+    Generics { params: generics.params.iter().filter(|p| is_independent(p)).cloned().collect(), ..generics.clone() }
+}
+
 /// Returns the functions that find an instance by the keys of `select(…)`: `NAME_select`, which returns its launch, `NAME_exists`,
 /// and, if `select` has values, `NAME_values`. Generic parameters that no key depends on remain parameters of these functions, unless
 /// they are constants.
@@ -410,12 +422,7 @@ fn select_items(
     let Signature { ident: name, inputs, generics, .. } = &function.sig;
     let Shared { instances: table, .. } = Shared::new(name);
     let Selection { keys, values } = &options.select;
-    let mut kept = generics.clone();
-    let is_kept = |p: &GenericParam| {
-        let selected = |name| keys.iter().any(|key| key.depends_on(&name));
-        matches!(p, GenericParam::Type(_)) && !parameter(p).is_ok_and(selected)
-    };
-    kept.params = generics.params.iter().filter(|p| is_kept(p)).cloned().collect();
+    let kept = independent_types(generics, keys);
     let kept_types: Vec<_> = kept.type_params().map(|p| p.ident.clone()).collect();
     let key_types: Vec<_> = keys.iter().map(|key| &key.of).collect();
     let value_types: Vec<_> = values.iter().map(|value| &value.of).collect();

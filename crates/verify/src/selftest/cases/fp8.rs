@@ -490,10 +490,8 @@ fn norm(shape: MatmulShape) -> [Case; 3] {
     ]
 }
 
-/// normed (rows, C), the output of LayerNorm or RMSNorm, is quantized. out (rows, OC) = normed · weightᵀ, and the gradient of
-/// the weight, read only its quantized copies.
-fn quantized_norm(shape: MatmulShape, is_layernorm: bool, scaling: Scaling) -> Case {
-    let MatmulShape { rows, c, oc } = shape;
+/// Returns the operands of [`quantized_norm`], and the index of the first in FP8.
+fn quantized_norm_operands(MatmulShape { rows, c, oc }: MatmulShape, scaling: Scaling) -> (usize, Vec<Operand>) {
     let mut operands = vec![
         output("out", rows * oc, NEIGHBORS),
         accumulated("dweight", oc * c, NEIGHBORS),
@@ -507,7 +505,6 @@ fn quantized_norm(shape: MatmulShape, is_layernorm: bool, scaling: Scaling) -> C
         input("dout", rows * oc, super::UNIT),
         Operand { checked: None, ..output("dinp", rows * c, NEIGHBORS) },
     ];
-    // The first operand in FP8.
     let n = operands.len();
     operands.extend([
         fp8("normed in FP8", rows * c),
@@ -525,6 +522,14 @@ fn quantized_norm(shape: MatmulShape, is_layernorm: bool, scaling: Scaling) -> C
     operands.extend(of_normed);
     operands.extend(scale(["scale of weight", "amax of weight"], Fp8Format::E4m3));
     operands.extend(scale(["scale of dout", "amax of dout"], Fp8Format::E5m2));
+    (n, operands)
+}
+
+/// normed (rows, C), the output of LayerNorm or RMSNorm, is quantized. out (rows, OC) = normed · weightᵀ, and the gradient of
+/// the weight, read only its quantized copies.
+fn quantized_norm(shape: MatmulShape, is_layernorm: bool, scaling: Scaling) -> Case {
+    let MatmulShape { rows, c, oc } = shape;
+    let (n, operands) = quantized_norm_operands(shape, scaling);
     let scale_of = move |x: &[Tensor], i: usize| of(x[n + 6 + 2 * i], x[n + 7 + 2 * i]);
     let run = move |e: &mut dyn Engine, x: &[Tensor]| {
         let (normed, mean, rstd, inp, weight, bias) = (x[7], x[2], x[3], x[4], x[5], x[6]);
