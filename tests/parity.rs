@@ -4,7 +4,6 @@
 //! the same values. `scripts/compare_llmc` compares whole runs on a GPU.
 
 use checkpoint::RunState;
-use checkpoint::config::Config;
 use data::{Geometry, Loader, Prefetch, Tokens};
 use distributed::Ranks;
 use engine::cpu::Cpu;
@@ -12,7 +11,7 @@ use engine::{BatchLayout, Engine};
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
-use host::train::{HardwareChecks, OptimizerSettings, Run, Settings};
+use host::train::{CLIP, HardwareChecks, OptimizerSettings, Run, Settings};
 use model::guards::Limits;
 use model::init::{SEED, generate};
 use model::schedule::{Kind, Schedule};
@@ -191,7 +190,7 @@ fn trained(tokens: &Tokens, steps: usize) -> (Vec<f32>, Vec<[f64; 3]>) {
         schedule: Schedule { kind: Kind::Linear, peak: 0.02, warmup: 2, steps: 10, final_fraction: 0.1, warmdown: 0.0 },
         optimizer: OptimizerSettings::default(),
         weight_decay: DECAY,
-        clip: Config::CLIP,
+        clip: CLIP,
         limits: Limits { loss_z: None, norm_z: None, bad_steps: 10 },
         val_every: None,
         val_batches: 1,

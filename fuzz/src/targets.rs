@@ -292,7 +292,7 @@ fn resume(state: &[u8], sidecar: Option<(&[u8], &Identity)>) -> Result<()> {
     let found = resume::find_newest(directory.path())?;
     let checkpoint = found.checkpoint.context("expected a checkpoint, found none")?;
     if let Some((_, identity)) = sidecar {
-        checkpoint.check_settings(identity, small(), false)?;
+        checkpoint.check_settings(identity, small(), |_| false, false)?;
     }
     let mut engine = Cpu::new();
     let (model, plan) = Decoder::plan(small(), PlanOptions::training(1, 3), &mut engine);

@@ -2,7 +2,7 @@
 
 use crate::output::{self, Kind, Mark};
 use anyhow::{Context, Result, bail};
-use checkpoint::config::Config;
+use checkpoint::config;
 use metrics::figure::{Figure, Options};
 use metrics::png;
 use metrics::report;
@@ -72,7 +72,7 @@ fn save(path: &Path, bytes: &[u8]) -> Result<()> {
 
 /// Returns the settings of a run, if they are next to its log.
 fn settings(run: &RunLog) -> Option<String> {
-    let file = bounded_file::open(&run.path.with_file_name(Config::FILE)).ok()?;
+    let file = bounded_file::open(&run.path.with_file_name(config::FILE)).ok()?;
     let mut text = String::new();
     file.take(MAX_SETTINGS).read_to_string(&mut text).ok()?;
     Some(text)

@@ -1,6 +1,6 @@
 //! The directory of a run: file names, the marker, the lock against concurrent runs, and deletion of old checkpoints.
 
-use crate::config::Config;
+use crate::config;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::collections::BTreeSet;
 use std::io;
@@ -51,7 +51,7 @@ pub fn is_run(directory: &Path, names: &[String]) -> bool {
     let has = |name: &str| names.iter().any(|found| found == name);
     has(MARKER)
         || done_in(names).into_iter().any(|step| has(&sidecar_name(step)))
-        || has("main.log") && has("main.jsonl") && has(Config::FILE) && Config::is_saved(directory)
+        || has("main.log") && has("main.jsonl") && has(config::FILE) && config::is_saved(directory)
 }
 
 /// Returns whether a file name is that of a checkpoint file.

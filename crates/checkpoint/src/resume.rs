@@ -1,6 +1,6 @@
 //! Finds the newest complete checkpoint of a run and resumes from it.
 
-use super::config::Config;
+use super::config;
 use super::directory::{done_name, done_steps, existing_model_name, sidecar_name, state_name};
 use super::fingerprint;
 use super::model_file::ModelFile;
@@ -16,41 +16,6 @@ use rustix::io::Errno;
 use serde_json::{Map, Value};
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
-
-/// Settings that may change when a run is resumed: device, precision, memory, evaluation and output.
-const MUTABLE_SETTINGS: [&str; 31] = [
-    "device",
-    "precision",
-    "fp8-recipe",
-    "fp8-gradients",
-    "fp8-stats",
-    "fp8-accumulation",
-    "tf32",
-    "gelu-fusion",
-    "matmul",
-    "kernels",
-    "recompute",
-    "master-weights",
-    "moments",
-    "zero-stage",
-    "shard-size",
-    "out",
-    "val-every",
-    "val-batches",
-    "hellaswag",
-    "hellaswag-examples",
-    "sample-every",
-    "sample-length",
-    "checkpoint-every",
-    "checkpoint-minutes",
-    "keep",
-    "major-every",
-    "gpu-info-every",
-    "check-ranks",
-    "verify-every",
-    "hash-every",
-    "max-bad-steps",
-];
 
 /// Settings that name the model or the data. Their contents are compared instead.
 const MODEL_AND_DATA_SETTINGS: [&str; 6] = ["model", "layers", "heads", "channels", "train", "val"];
@@ -200,9 +165,15 @@ impl Checkpoint {
         self.sidecar.as_ref().is_none_or(|sidecar| sidecar.progress.evaluated)
     }
 
-    /// Compares the settings and data of the checkpoint with those of the resumed run. Returns a message per permitted change.
-    /// Other changes are an error, unless `force` is set.
-    pub fn check_settings(&self, now: &Identity, descriptor: Descriptor, force: bool) -> Result<Vec<String>> {
+    /// Compares the settings and data of the checkpoint with those of the resumed run. Returns a message per permitted change: that of a
+    /// setting for whose key `may_change` is true. Other changes are an error, unless `force` is set.
+    pub fn check_settings(
+        &self,
+        now: &Identity,
+        descriptor: Descriptor,
+        may_change: impl Fn(&str) -> bool,
+        force: bool,
+    ) -> Result<Vec<String>> {
         ensure!(
             descriptor == self.descriptor(),
             "checkpoint of step {}: expected a model with {descriptor}, found one with {}; {}, or choose another --out",
@@ -212,7 +183,7 @@ impl Checkpoint {
         );
         let Some(Sidecar { identity: was, .. }) = &self.sidecar else { return Ok(Vec::new()) };
         let (mutable, fixed): (Vec<_>, Vec<_>) =
-            changes(&was.config, &now.config).into_iter().partition(|(key, _)| MUTABLE_SETTINGS.contains(&&**key));
+            changes(&was.config, &now.config).into_iter().partition(|(key, _)| may_change(key));
         let mut notes: Vec<String> = mutable.into_iter().map(|(_, change)| change).collect();
         let mut refused: Vec<String> = fixed.into_iter().map(|(_, change)| change).collect();
         let data_change = |what, was: &_, now: &_| {
@@ -246,7 +217,7 @@ impl Checkpoint {
 
     /// Returns the flags that resume with the settings of the checkpoint, for error messages.
     fn use_its_settings(&self) -> String {
-        let config = self.directory.join(Config::FILE);
+        let config = self.directory.join(config::FILE);
         if system::fs::exists(&config).unwrap_or(false) {
             format!("resume with the previous settings by --config {} --resume", config.display())
         } else {

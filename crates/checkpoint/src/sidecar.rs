@@ -4,7 +4,6 @@
 
 use super::Progress;
 use super::fingerprint::ShardFingerprint;
-use crate::config::Config;
 use anyhow::{Context, Result, ensure};
 use engine::Algorithms;
 use serde::{Deserialize, Serialize};
@@ -39,7 +38,8 @@ pub struct Identity {
     pub program: String,
     /// Description of the engine, for example `NVIDIA H200, sm_90a`.
     pub engine: String,
-    /// The [`Config`] as JSON, so that it can be compared with that of another version of the program.
+    /// The settings by their keys in `config.toml`. They are compared with those of other versions of the program, which may have other
+    /// keys.
     pub config: Map<String, Value>,
     /// Fingerprints of the training data.
     pub train: Vec<ShardFingerprint>,
@@ -57,18 +57,14 @@ const fn one() -> usize {
 impl Identity {
     /// Creates the identity of a run with these settings and data.
     pub fn new(
-        config: &Config,
+        config: Map<String, Value>,
         engine: String,
         train: Vec<ShardFingerprint>,
         val: Option<Vec<ShardFingerprint>>,
         ranks: usize,
-    ) -> Result<Self> {
+    ) -> Self {
         let program = concat!("host ", env!("CARGO_PKG_VERSION")).to_owned();
-        let Value::Object(mut config) = serde_json::to_value(config)? else {
-            anyhow::bail!("cannot convert the configuration to JSON");
-        };
-        config.retain(|_, value| !value.is_null());
-        Ok(Self { program, engine, config, train, val, ranks })
+        Self { program, engine, config, train, val, ranks }
     }
 }
 

@@ -11,7 +11,7 @@ use crate::output::{self, Kind, Mark};
 use crate::terminal;
 use crate::values::count;
 use anyhow::{Context, Result};
-use checkpoint::config::Config;
+use checkpoint::config;
 use data::{Geometry, Loader, MultipleChoice, Prefetch};
 use engine::{BatchLayout, Engine};
 use interchange::ModelSource;
@@ -181,7 +181,7 @@ impl Eval {
     fn layouts(&self, model: &ModelSource) -> Result<[BatchLayout; 2]> {
         let descriptor = model.descriptor();
         let default = self.seq.unwrap_or(descriptor.max_seq_len.min(1024));
-        let of_run = || usize::try_from(Config::saved(model.directory(), "seq")?.as_integer()?).ok();
+        let of_run = || usize::try_from(config::saved(model.directory(), "seq")?.as_integer()?).ok();
         let of_text = self.val.as_ref().and(self.seq.or_else(of_run)).unwrap_or(default);
         let has_sets = self.hellaswag.is_some() || self.mmlu.is_some();
         let longest = if has_sets { of_text.max(default) } else { of_text };

@@ -4,7 +4,7 @@ use super::generation::trial_command;
 use crate::output::{self, Kind, Mark};
 use crate::terminal;
 use anyhow::{Result, bail};
-use checkpoint::config::Config;
+use checkpoint::config;
 use checkpoint::directory::{done_steps, model_name};
 use checkpoint::model_file;
 use engine::open::Precision;
@@ -155,7 +155,7 @@ impl Export {
 
 /// Returns the paths that the model may have from which a run started. Its path may be relative to a directory above the run.
 fn models_of_run(run: &Path) -> Vec<PathBuf> {
-    let model = Config::saved(run, "model").and_then(|model| model.as_str().map(str::to_owned));
+    let model = config::saved(run, "model").and_then(|model| model.as_str().map(str::to_owned));
     let Some(model) = model.filter(|model| model.parse::<Descriptor>().is_err()) else { return Vec::new() };
     let absolute = run.canonicalize().unwrap_or_default();
     let paths = [Path::new("")].into_iter().chain(absolute.ancestors()).map(|directory| directory.join(&model));

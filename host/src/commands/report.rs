@@ -1,11 +1,10 @@
 //! Output of `train` before the first step and after the last.
 
 use super::resources::describe;
-use super::train::UNKNOWN_STEPS;
+use super::train::{Config, Options, UNKNOWN_STEPS};
 use crate::gpu_info::GpuInfo;
-use crate::train::Outcome;
+use crate::train::{CLIP, Outcome};
 use anyhow::Result;
-use checkpoint::config::Config;
 use data::{Loader, MultipleChoice};
 use engine::open::{Device, Opened, Precision};
 use engine::ops::Fp8Accumulation;
@@ -41,28 +40,29 @@ impl Setup<'_> {
     /// Returns a table of names and values.
     pub fn table(&self) -> String {
         let Self { config, descriptor, opened, .. } = self;
+        let flags = &config.flags;
         let mut rows = vec![("device", describe(opened) + &self.by_ranks())];
         rows.extend(opened.note.clone().filter(|_| opened.device != Device::Cpu).map(|note| ("", note)));
         rows.extend([
-            ("model", format!("{}: {descriptor}", config.model.as_deref().unwrap_or("custom"))),
+            ("model", format!("{}: {descriptor}", flags.model.as_deref().unwrap_or("custom"))),
             ("parameters", format!("{}, {}", descriptor.parameters(), parameter_storage(config))),
             ("matmuls", matmuls(config)),
-            ("recomputation", recomputation(config.recompute).to_owned()),
+            ("recomputation", recomputation(flags.recompute).to_owned()),
         ]);
         rows.extend(self.training_data());
-        rows.push(("validation data", describe_data_or_pattern(self.val, config.val.as_deref())));
+        rows.push(("validation data", describe_data_or_pattern(self.val, flags.val.as_deref())));
         rows.push(("tokenizer", self.tokenizer.map_or("unknown".to_owned(), ToString::to_string)));
         rows.extend(self.optimizer());
         rows.extend(self.evaluation());
         if let Some(info) = self.gpu_info {
             let info = match info {
-                Ok(_) => format!("every {} steps", config.gpu_info_every),
+                Ok(_) => format!("every {} steps", flags.gpu_info_every),
                 Err(why) => format!("none: {why:#}"),
             };
             rows.push(("GPU information", info));
         }
-        if let Some(out) = &config.out {
-            let checkpoints = interval(config.checkpoint_every, config.steps);
+        if let Some(out) = &flags.out {
+            let checkpoints = interval(flags.checkpoint_every, config.steps);
             rows.push(("output", format!("{}, checkpoints {checkpoints}", out.display())));
         }
         rows.iter().map(|(name, value)| format!("{name:<20} {value}")).collect::<Vec<_>>().join("\n")
@@ -73,13 +73,13 @@ impl Setup<'_> {
     }
 
     fn training_data(&self) -> Vec<(&'static str, String)> {
-        let Config { batch, seq, total_batch, steps, overfit_one_batch, .. } = *self.config;
+        let Config { batch, seq, total_batch, steps, .. } = *self.config;
         let Some(train) = self.train else {
             let steps = if steps == UNKNOWN_STEPS { "one epoch".to_owned() } else { steps.to_string() };
-            let data = describe_data_or_pattern(None, self.config.train.as_deref());
+            let data = describe_data_or_pattern(None, self.config.flags.train.as_deref());
             return vec![("training data", data), ("steps", steps)];
         };
-        if overfit_one_batch {
+        if self.config.flags.overfit_one_batch {
             let one = format!("one batch, repeated, of {}", describe_data(train));
             return vec![("training data", one), ("steps", steps.to_string())];
         }
@@ -97,10 +97,10 @@ impl Setup<'_> {
 
     fn optimizer(&self) -> Vec<(&'static str, String)> {
         let config = self.config;
-        let Config { batch, seq, total_batch, lr, warmup, .. } = config;
+        let Config { batch, seq, total_batch, lr, warmup, flags, .. } = config;
         let micro_batches = format!("{}{}", config.grad_accum(self.ranks), self.by_ranks());
-        let warmdown = config.warmdown.map_or_else(String::new, |part| format!(", warmdown {part} of the steps"));
-        let schedule = match config.schedule {
+        let warmdown = flags.warmdown.map_or_else(String::new, |part| format!(", warmdown {part} of the steps"));
+        let schedule = match flags.schedule {
             Kind::Constant => format!("constant, {lr:.2e}"),
             kind => {
                 let (kind, last) = (format!("{kind:?}").to_lowercase(), lr * config.final_fraction);
@@ -111,13 +111,13 @@ impl Setup<'_> {
         };
         let rows = vec![
             ("batch", format!("{batch} x {seq} tokens x {micro_batches} = {total_batch} per step")),
-            ("optimizer", optimizer_name(config)),
+            ("optimizer", optimizer_name(flags)),
             ("learning rate", schedule),
-            ("weight decay, clip", format!("{}, {}", config.weight_decay, Config::CLIP)),
+            ("weight decay, clip", format!("{}, {}", config.weight_decay, CLIP)),
             ("skipped updates", skipped_updates(config)),
-            ("seed", config.seed.to_string()),
+            ("seed", flags.seed.to_string()),
         ];
-        let default = config.optimizer == Optimizer::AdamW && config.embedding_lr.or(config.head_lr).is_none();
+        let default = flags.optimizer == Optimizer::AdamW && flags.embedding_lr.or(flags.head_lr).is_none();
         rows.into_iter().filter(|(name, _)| !default || *name != "optimizer").collect()
     }
 
@@ -128,7 +128,7 @@ impl Setup<'_> {
             _ => format!("{}, {what}", interval(every, config.steps)),
         };
         let mut rows = Vec::new();
-        if self.val.is_some() || self.train.is_none() && config.val.is_some() {
+        if self.val.is_some() || self.train.is_none() && config.flags.val.is_some() {
             let available = self.val.map_or(usize::MAX, Loader::batches_per_epoch);
             let batches = config.val_batches.min(available);
             rows.push(("validation", row(Some(config.val_every), format!("{batches} batches"))));
@@ -137,7 +137,7 @@ impl Setup<'_> {
             let examples = format!("{}, {} examples", set.name(), set.examples().len());
             rows.push(("HellaSwag", row(Some(config.val_every), examples)));
         }
-        rows.push(("samples", row(config.sample_every, format!("{} tokens", config.sample_length))));
+        rows.push(("samples", row(config.flags.sample_every, format!("{} tokens", config.sample_length))));
         rows
     }
 }
@@ -196,15 +196,15 @@ pub fn planned(plan: &Plan, reserved: usize, free: Option<usize>) -> String {
 }
 
 /// Returns the optimizer and the learning rates that differ from the others.
-fn optimizer_name(config: &Config) -> String {
-    let optimizer = match (config.optimizer, config.muon_lr, config.muon_momentum) {
+fn optimizer_name(flags: &Options) -> String {
+    let optimizer = match (flags.optimizer, flags.muon_lr, flags.muon_momentum) {
         (Optimizer::Muon, Some(lr), Some(momentum)) => {
             format!("Muon for the layers' matrices, peak {lr:.2e}, momentum {momentum}; AdamW")
         }
         _ => "AdamW".to_owned(),
     };
     let rate = |name, lr: Option<f32>| lr.map_or_else(String::new, |lr| format!(", {name} peak {lr:.2e}"));
-    [optimizer, rate("embeddings", config.embedding_lr), rate("head", config.head_lr)].concat()
+    [optimizer, rate("embeddings", flags.embedding_lr), rate("head", flags.head_lr)].concat()
 }
 
 fn skipped_updates(config: &Config) -> String {
@@ -215,15 +215,15 @@ fn skipped_updates(config: &Config) -> String {
 }
 
 fn parameter_storage(config: &Config) -> String {
-    if config.precision == Precision::Fp32 || config.device == Device::Cpu {
+    if config.precision == Precision::Fp32 || config.flags.hardware.device == Device::Cpu {
         return "f32".to_owned();
     }
-    let weights = match config.master_weights {
+    let weights = match config.flags.master_weights {
         MasterWeights::F32 => "bf16, master weights in f32",
         MasterWeights::Remainder => "bf16, master weights in f32 as 16-bit remainders",
         MasterWeights::None => "bf16, updated with stochastic rounding",
     };
-    let moments = match config.moments {
+    let moments = match config.flags.moments {
         Moments::F32 => "",
         Moments::Bf16 => ", moments in bf16",
     };
@@ -233,8 +233,8 @@ fn parameter_storage(config: &Config) -> String {
 fn matmuls(config: &Config) -> String {
     let inputs = match config.precision {
         Precision::Bf16 => "bf16",
-        Precision::Fp8 => return fp8_matmuls(config),
-        Precision::Fp32 if config.tf32 => "tf32",
+        Precision::Fp8 => return fp8_matmuls(&config.flags),
+        Precision::Fp32 if config.flags.hardware.tf32 => "tf32",
         Precision::Fp32 => "f32",
     };
     match config.gelu_fusion {
@@ -244,21 +244,21 @@ fn matmuls(config: &Config) -> String {
     }
 }
 
-fn fp8_matmuls(config: &Config) -> String {
-    let scaling = match config.fp8_recipe.unwrap_or_default() {
+fn fp8_matmuls(Options { fp8, hardware, .. }: &Options) -> String {
+    let scaling = match fp8.fp8_recipe.unwrap_or_default() {
         Fp8Recipe::Current => "current",
         Fp8Recipe::Delayed => "delayed",
     };
-    let accumulation = match config.fp8_accumulation.unwrap_or_default() {
+    let accumulation = match fp8.fp8_accumulation.unwrap_or_default() {
         Fp8Accumulation::Fast => "fast",
         Fp8Accumulation::Exact => "exact",
         Fp8Accumulation::ExactGradients => "exact backward",
     };
-    let gradients = match config.fp8_gradients.unwrap_or_default() {
+    let gradients = match fp8.fp8_gradients.unwrap_or_default() {
         Fp8Gradients::E5m2 => "E5M2",
         Fp8Gradients::E4m3 => "E4M3",
     };
-    let emulated = if config.device == Device::Cpu { "emulated " } else { "" };
+    let emulated = if hardware.device == Device::Cpu { "emulated " } else { "" };
     format!("{emulated}fp8 in the layers, {scaling} scaling, {gradients} gradients, {accumulation} accumulation")
 }
 
@@ -320,7 +320,7 @@ pub fn summary(outcome: &Outcome, train_loss: Option<f64>, config: &Config, wall
             seconds(since)
         ),
     });
-    if let Some(out) = &config.out {
+    if let Some(out) = &config.flags.out {
         rows.push(format!("log: {0}/main.log, {0}/main.jsonl", out.display()));
     }
     rows.push(match &outcome.model_file {

@@ -11,12 +11,14 @@ use engine::{Engine, GeluFusion};
 use interchange::ModelSource;
 use model::fit;
 use model::{Decoder, Fp8Gradients, Fp8Recipe, Fp8Settings, PlanOptions};
+use serde::Serialize;
 use std::path::{Path, PathBuf};
 
 const DEVICE: &str = "Device and precision";
 
 /// The device to compute on, and the precision.
-#[derive(Clone, Debug, Default, clap::Args)]
+#[derive(Clone, Debug, Default, clap::Args, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct Hardware {
     /// Device to compute on
     #[arg(long, value_enum, default_value_t, help_heading = DEVICE)]
@@ -25,6 +27,7 @@ pub struct Hardware {
     /// Number format of weights and activations. fp8: bf16, and FP8 in the layers' matmuls while training [default: bf16 on a GPU, fp32
     /// on the CPU]
     #[arg(long, value_enum, help_heading = DEVICE)]
+    #[serde(skip)]
     pub precision: Option<Precision>,
 
     /// With --precision fp32 on a GPU: compute matmuls in TF32 on tensor cores
@@ -33,6 +36,7 @@ pub struct Hardware {
 
     /// Fuse GELU into matmuls on a GPU. 0: never, 1: in the forward pass, 2: in both passes [default: the fastest]. Also -ge
     #[arg(long, value_name = "0|1|2", value_parser = level::<GeluFusion>, help_heading = DEVICE)]
+    #[serde(skip)]
     pub gelu_fusion: Option<GeluFusion>,
 
     /// Kernels that compute matmuls on a GPU
@@ -45,6 +49,7 @@ pub struct Hardware {
 
     /// Index of the tile configuration that each GEMM uses instead of the fastest one. `selftest` sets it.
     #[arg(skip)]
+    #[serde(skip)]
     pub kernel_config: Option<usize>,
 }
 
@@ -68,7 +73,8 @@ impl ModelPath {
 }
 
 /// Settings of FP8.
-#[derive(Clone, Copy, Debug, clap::Args)]
+#[derive(Clone, Copy, Debug, clap::Args, Serialize)]
+#[serde(rename_all = "kebab-case")]
 #[expect(clippy::struct_field_names, reason = "the names of the flags derive from those of the fields")]
 pub struct Fp8Flags {
     /// With --precision fp8: scales of inputs and gradients [default: delayed]

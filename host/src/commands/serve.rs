@@ -17,7 +17,7 @@ use crate::gpu_info::GpuInfo;
 use crate::terminal;
 use crate::values::count;
 use anyhow::{Context, Result, bail, ensure};
-use checkpoint::config::Config;
+use checkpoint::config;
 use engine::open::{self, Device};
 use follow::Follow;
 use http::Server;
@@ -239,7 +239,7 @@ fn announce(listener: &TcpListener, token: Option<&str>) -> Result<()> {
 
 /// Returns whether a path is the directory of a run rather than that of a model.
 fn is_run(path: &Path) -> bool {
-    [Config::FILE, "main.jsonl", "main.log"].iter().any(|name| path.join(name).is_file())
+    [config::FILE, "main.jsonl", "main.log"].iter().any(|name| path.join(name).is_file())
 }
 
 /// Returns the name of the model: the last part of its path.

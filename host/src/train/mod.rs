@@ -12,7 +12,7 @@ mod saving;
 
 pub use hardware::HardwareChecks;
 pub use logging::Diverged;
-pub use optimizer::{MuonSettings, OptimizerSettings};
+pub use optimizer::{CLIP, MuonSettings, OptimizerSettings};
 pub use saving::flight_recorder_name;
 
 use crate::clock::Clock;

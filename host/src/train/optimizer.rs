@@ -5,6 +5,9 @@ use engine::ops::{AdamW, MuonCoefficients};
 use model::schedule::Schedule;
 use model::{Muon, Update};
 
+/// Maximum gradient norm, as in llm.c.
+pub const CLIP: f32 = 1.0;
+
 /// AdamW's decay rates and epsilon, as in llm.c.
 const BETAS: (f32, f32) = (0.9, 0.95);
 const EPS: f32 = 1e-8;

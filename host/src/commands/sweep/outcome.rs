@@ -1,7 +1,7 @@
 //! The outcome of a run, read from its log.
 
 use super::runs::Run;
-use checkpoint::config::Config;
+use checkpoint::config;
 use metrics::curves::training_loss;
 use serde::Deserialize;
 use serde_json::Value;
@@ -57,7 +57,7 @@ impl Outcome {
         let read = |name: &str| {
             bounded_file::read_to_string(&run.directory.join(name), bounded_file::TEXT).unwrap_or_default()
         };
-        let config: toml::Table = toml::from_str(&read(Config::FILE)).unwrap_or_default();
+        let config: toml::Table = toml::from_str(&read(config::FILE)).unwrap_or_default();
         let steps = config.get("steps").and_then(toml::Value::as_integer).unwrap_or_default();
         Self::of_log(&read("main.jsonl"), steps.try_into().unwrap_or_default())
     }

@@ -1,14 +1,14 @@
 //! The output directory of a run: refuses directories with files of others, finds the checkpoint to resume from, creates a directory
 //! under `runs` without `--out`, and opens the log and the checkpoint writer.
 
-use super::Options;
 use super::multi_rank::CONSOLE_FILE;
+use super::{Config, Options};
 use crate::log::{self, Log};
 use crate::plots;
 use crate::values::Resume;
 use anyhow::{Context, Result, anyhow, ensure};
 use checkpoint::Progress;
-use checkpoint::config::Config;
+use checkpoint::config;
 use checkpoint::directory::{
     DirectoryLock, MARKER, Retention, done_steps, is_checkpoint_file, is_run, remove_file, remove_temporary_files,
 };
@@ -149,7 +149,7 @@ impl OutDirectory {
         if events {
             log.write_events(&self.path, newest.unwrap_or(0))?;
         }
-        let retention = Retention { keep: config.keep, major_every: config.major_every };
+        let retention = Retention { keep: config.flags.keep, major_every: config.flags.major_every };
         // A killed run may not have deleted its old checkpoints.
         newest.map(|step| retention.apply_except(&self.path, step, &[], progress.verified)).transpose()?;
         let mut writer = CheckpointWriter::new(locked, retention, identity, newest);
@@ -228,7 +228,7 @@ fn is_written(name: &str) -> bool {
         let number = name.strip_prefix(start).and_then(|rest: &str| rest.strip_suffix(end));
         number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
     };
-    let fixed = [log::SAMPLES, Config::FILE, CONSOLE_FILE, plots::FIGURE, plots::REPORT, MARKER, stored::IDENTITY];
+    let fixed = [log::SAMPLES, config::FILE, CONSOLE_FILE, plots::FIGURE, plots::REPORT, MARKER, stored::IDENTITY];
     log::NAMES.contains(&name)
         || fixed.contains(&name)
         || ["tokenizer.json", "tokenizer.model"].contains(&name)
@@ -258,9 +258,9 @@ fn create_numbered(model: &str) -> Result<PathBuf> {
 
 /// Returns the name of a run's model for the name of its directory.
 pub fn model_name(config: &Config) -> String {
-    let name = match &config.model {
+    let name = match &config.flags.model {
         Some(model) => Path::new(model).file_name().unwrap_or_default().to_string_lossy(),
-        None if config.train.is_none() => "small".into(),
+        None if config.flags.train.is_none() => "small".into(),
         None => "custom".into(),
     };
     let name = name.strip_suffix(".bin").unwrap_or(&name);

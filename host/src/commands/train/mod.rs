@@ -1,5 +1,6 @@
 //! `train`: resolves the flags, plans the memory, and runs the training loop.
 
+mod config;
 mod directory;
 mod elastic;
 pub mod multi_rank;
@@ -9,6 +10,7 @@ mod resolve;
 mod shape;
 mod without_effect;
 
+pub use config::Config;
 pub use options::{GENERAL, Launch, Options};
 pub use resolve::{DEFAULT_SEQ, UNKNOWN_STEPS};
 
@@ -17,10 +19,11 @@ use crate::console::Console;
 use crate::evaluate;
 use crate::gpu_info::{GpuErrors, GpuInfo};
 use crate::signals::Stop;
-use crate::train::{Diverged, HardwareChecks, MuonSettings, OptimizerSettings, Run, Settings, flight_recorder_name};
+use crate::train::{
+    CLIP, Diverged, HardwareChecks, MuonSettings, OptimizerSettings, Run, Settings, flight_recorder_name,
+};
 use crate::values::{Count, Resume};
 use anyhow::{Context, Result, bail, ensure};
-use checkpoint::config::Config;
 use checkpoint::resume::{Checkpoint, FoundCheckpoint};
 use checkpoint::sidecar::Identity;
 use checkpoint::writer::CheckpointWriter;
@@ -34,11 +37,11 @@ use engine::Engine;
 use engine::open::{Device, Opened, Precision};
 use engine::plan::Plan;
 use engine::trace::BitFlip;
-use interchange::{ModelSource, config};
+use interchange::ModelSource;
 use metrics::report::Summary;
 use model::fit::{self, RunLimits};
 use model::schedule::Schedule;
-use model::{Decoder, Descriptor, Fp8Options, Fp8Settings, Optimizer, PlanOptions, Zero};
+use model::{Decoder, Descriptor, Fp8Options, Optimizer, PlanOptions, Zero};
 use reports::{draw, read_log, report_dry_run, report_end, report_start};
 use resolve::Resolved;
 use std::path::{Path, PathBuf};
@@ -138,7 +141,7 @@ fn train(
     let (train, val) = data.map_or((None, None), |(train, val)| (Some(train), val));
     let out = claim(out, ranks, args, &mut config)?;
     let mut console = multi_rank::console(ranks, args, &config)?;
-    let gpu_info = (config.gpu_info_every > 0).then(|| gpu_info(opened.device, gpu));
+    let gpu_info = (config.flags.gpu_info_every > 0).then(|| gpu_info(opened.device, gpu));
     let setup = Setup {
         config: &config,
         ranks: ranks.world_size(),
@@ -157,9 +160,9 @@ fn train(
     // The GPU, if this process computes on it.
     let gpu = (opened.device == Device::Cuda && !opened.plans_only).then_some(gpu);
     let identity = identify(ranks, engine, &config, (train.as_ref(), val.as_ref()), &tokenizer, gpu)?;
-    notes.extend(tokenizer.note.clone().filter(|_| config.sample_every != Some(0)));
+    notes.extend(tokenizer.note.clone().filter(|_| config.flags.sample_every != Some(0)));
     if let Some(checkpoint) = &checkpoint {
-        notes.extend(checkpoint.check_settings(&identity, descriptor, args.force_resume)?);
+        notes.extend(checkpoint.check_settings(&identity, descriptor, Options::may_change, args.force_resume)?);
     }
     let limits = RunLimits { ranks: ranks.world_size(), shard, total_batch: args.total_batch };
     let (model, plan, stages) = plan(&config, descriptor, limits, engine)?;
@@ -173,7 +176,7 @@ fn train(
     }
     let train = train.context("--train: expected data, found none")?;
     if let Some(Ok(info)) = gpu_info {
-        console.report_gpu(info, config.gpu_info_every);
+        console.report_gpu(info, config.flags.gpu_info_every);
     }
     // A machine without NVML is not watched.
     console.report_errors(gpu.and_then(|gpu| GpuInfo::open(gpu).ok()).and_then(GpuErrors::watch));
@@ -203,7 +206,7 @@ fn check_out(args: &Options) -> Result<()> {
         "--resume: expected the --out of a run, found --out none; name its directory"
     );
     let (Some(model), Some(out)) = (&args.model, args.out()) else { return Ok(()) };
-    let is_hugging_face = Path::new(model).join(config::FILE).is_file();
+    let is_hugging_face = Path::new(model).join(interchange::config::FILE).is_file();
     let canonical = |path: &Path| path.canonicalize().ok();
     ensure!(
         !is_hugging_face || canonical(Path::new(model)) != canonical(out),
@@ -239,7 +242,7 @@ fn claim(
     out.as_mut().map(OutDirectory::mark).transpose()?;
     let path = ranks.broadcast(out.as_ref().map(|out| out.path.clone()))?;
     if args.out.is_none() {
-        config.out = path;
+        config.flags.out = path;
     }
     Ok(out)
 }
@@ -255,9 +258,9 @@ fn identify(
 ) -> Result<Identity> {
     let [train, val] = [train, val].map(|data| data.map(fingerprint::of_loader).transpose());
     let (train, val) = (train?.unwrap_or_default(), val?);
-    let identity = Identity::new(config, engine.describe(), train, val, ranks.world_size())?;
+    let identity = Identity::new(config.values()?, engine.describe(), train, val, ranks.world_size());
     multi_rank::check_ranks(ranks, &identity, gpu)?;
-    multi_rank::check_tokenizer(ranks, tokenizer.tokenizer.as_ref(), config.zero_stage)?;
+    multi_rank::check_tokenizer(ranks, tokenizer.tokenizer.as_ref(), config.flags.zero_stage)?;
     Ok(identity)
 }
 
@@ -304,14 +307,15 @@ impl PlannedRun {
             }
             None => (None, writer_of_other_rank(ranks, &model, &config, self.identity, newest)),
         };
-        let writes = config.checkpoint_every != Some(0) || config.checkpoint_minutes > 0.0;
+        let writes = config.flags.checkpoint_every != Some(0) || config.checkpoint_minutes > 0.0;
         if let Some(checkpoints) = checkpoints.as_mut().filter(|_| writes) {
             checkpoints.prepare(&model, engine, &state)?;
         }
-        if let Some(out) = &config.out {
+        if let Some(out) = &config.flags.out {
             ranks.set_flight_recorder_file(out.join(flight_recorder_name(ranks.rank())));
         }
-        let (stop, printed) = (stop(config.out.clone().filter(|_| ranks.is_first()))?, args.json && ranks.is_first());
+        let (stop, printed) =
+            (stop(config.flags.out.clone().filter(|_| ranks.is_first()))?, args.json && ranks.is_first());
         let mut run = Run {
             settings: &settings,
             ranks,
@@ -332,7 +336,7 @@ impl PlannedRun {
         let directory = run.checkpoints.as_ref().map(CheckpointWriter::directory).filter(|_| run.ranks.is_first());
         let logged = directory.and_then(read_log);
         let drawn = draw(directory, logged.as_ref());
-        config.out = directory.map(Path::to_owned).or(config.out.take());
+        config.flags.out = directory.map(Path::to_owned).or(config.flags.out.take());
         let outcome = outcome?;
         let train_loss = logged.and_then(|log| Summary::new(&log.ok()?).train_loss);
         report_end(&run.console, &outcome, &config, time::now() - started, train_loss, drawn)?;
@@ -372,7 +376,7 @@ fn writer_of_other_rank(
     identity: Identity,
     newest: Option<usize>,
 ) -> Option<CheckpointWriter> {
-    let out = config.out.clone().filter(|_| model.zero.shards_optimizer())?;
+    let out = config.flags.out.clone().filter(|_| model.zero.shards_optimizer())?;
     // The other shard groups have the same shards as the first.
     let in_first_group = ranks.rank() < model.zero.shard().ranks;
     let writer = if in_first_group { CheckpointWriter::for_other_rank } else { CheckpointWriter::for_replica };
@@ -387,7 +391,7 @@ fn plan(
     engine: &mut dyn Engine,
 ) -> Result<(Decoder, Plan, String)> {
     let shard = limits.shard;
-    let zero = Zero::new(config.zero_stage, shard);
+    let zero = Zero::new(config.flags.zero_stage, shard);
     let capacity = capacity(config, &descriptor, engine)?;
     let options = PlanOptions { zero, ..capacity };
     let (model, plan) = fit::plan_run(descriptor, options, limits, engine)?;
@@ -421,20 +425,17 @@ fn load_weights(
         (None, Some(source)) if sharded || ranks.is_first() => source.load(model, engine),
         (None, None) if sharded || ranks.is_first() => {
             thread::check(1)?;
-            model.initialize(engine, config.seed)
+            model.initialize(engine, config.flags.seed)
         }
         _ => Ok(()),
     }
 }
 
 fn capacity(config: &Config, descriptor: &Descriptor, engine: &dyn Engine) -> Result<PlanOptions> {
-    let Config { batch: b, seq: t, master_weights, moments, recompute, optimizer, .. } = *config;
-    let fp8 = config.fp8_recipe.map(|recipe| {
-        let gradients = config.fp8_gradients.unwrap_or_default();
-        let accumulation = config.fp8_accumulation.unwrap_or_default();
-        Fp8Options::new(Fp8Settings { recipe, gradients, accumulation }, descriptor, [b, t], engine)
-    });
-    let fp8 = fp8.transpose()?;
+    let Config { batch: b, seq: t, .. } = *config;
+    let Options { master_weights, moments, recompute, optimizer, fp8, .. } = config.flags;
+    let fp8 = fp8.resolve(config.precision)?;
+    let fp8 = fp8.map(|settings| Fp8Options::new(settings, descriptor, [b, t], engine)).transpose()?;
     Ok(PlanOptions { master_weights, moments, recompute, optimizer, fp8, ..PlanOptions::training(b, t) })
 }
 
@@ -445,29 +446,29 @@ fn settings(config: &Config, ranks: usize, gpu: Option<usize>, val: Option<&Load
         steps: config.steps,
         grad_accum: config.grad_accum(ranks),
         schedule: Schedule {
-            kind: config.schedule,
+            kind: config.flags.schedule,
             peak: config.lr,
             warmup: config.warmup,
             steps: config.steps,
             final_fraction: config.final_fraction,
-            warmdown: config.warmdown.unwrap_or(0.0),
+            warmdown: config.flags.warmdown.unwrap_or(0.0),
         },
         optimizer: optimizer(config),
         weight_decay: config.weight_decay,
-        clip: Config::CLIP,
+        clip: CLIP,
         limits: config.limits(),
         val_every: every(config.val_every),
         val_batches: val.map_or(config.val_batches, |val| config.val_batches.min(val.batches_per_epoch())),
-        sample_every: every(config.sample_every.unwrap_or(config.steps)),
+        sample_every: every(config.flags.sample_every.unwrap_or(config.steps)),
         sample_tokens: config.sample_length,
-        checkpoint_every: every(config.checkpoint_every.unwrap_or(config.steps)),
+        checkpoint_every: every(config.flags.checkpoint_every.unwrap_or(config.steps)),
         fp8_stats_every: config.fp8_stats.and_then(every),
         checkpoint_after: (config.checkpoint_minutes > 0.0)
             .then(|| Duration::try_from_secs_f64(60.0 * f64::from(config.checkpoint_minutes)).unwrap_or(Duration::MAX)),
-        check_ranks_every: every(config.check_ranks),
+        check_ranks_every: every(config.flags.check_ranks),
         hardware: HardwareChecks {
-            verify_every: every(config.verify_every),
-            hash_every: every(config.hash_every),
+            verify_every: every(config.flags.verify_every),
+            hash_every: every(config.flags.hash_every),
             flip: bit_flip()?,
             gpu,
         },
@@ -502,15 +503,15 @@ fn check_hashes(model: &Decoder, engine: &mut dyn Engine, ranks: &mut Ranks, sta
 
 /// Returns the settings of the optimizer.
 fn optimizer(config: &Config) -> OptimizerSettings {
-    let default = MuonSettings::DEFAULT;
+    let (default, flags) = (MuonSettings::DEFAULT, &config.flags);
     OptimizerSettings {
-        embedding_lr: config.embedding_lr,
-        head_lr: config.head_lr,
-        muon: (config.optimizer == Optimizer::Muon).then(|| MuonSettings {
-            lr: config.muon_lr.unwrap_or(default.lr),
-            momentum: config.muon_momentum.unwrap_or(default.momentum),
-            warmup: config.muon_momentum_warmup.unwrap_or(default.warmup),
-            coefficients: config.muon_coefficients.unwrap_or_default(),
+        embedding_lr: flags.embedding_lr,
+        head_lr: flags.head_lr,
+        muon: (flags.optimizer == Optimizer::Muon).then(|| MuonSettings {
+            lr: flags.muon_lr.unwrap_or(default.lr),
+            momentum: flags.muon_momentum.unwrap_or(default.momentum),
+            warmup: flags.muon_momentum_warmup.unwrap_or(default.warmup),
+            coefficients: flags.muon_coefficients.unwrap_or_default(),
         }),
     }
 }

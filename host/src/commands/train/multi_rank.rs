@@ -1,12 +1,11 @@
 //! Start of a run with several ranks: rendezvous, checks that the ranks agree, and the state that rank 0 broadcasts.
 
-use super::options::{Launch, Options};
+use super::{Config, Launch, Options};
 use crate::console::Console;
 use crate::terminal;
 use crate::values::Resume;
 use anyhow::{Context, Result, ensure};
 use atomic_file::create_directory;
-use checkpoint::config::Config;
 use checkpoint::preflight::{self, RankInfo};
 use checkpoint::resume::Checkpoint;
 use checkpoint::sidecar::Identity;
@@ -126,7 +125,7 @@ pub fn check_tokenizer(ranks: &mut Ranks, tokenizer: Option<&Tokenizer>, zero_st
 
 /// Returns the console of this rank: rank 0 prints to standard output, the other ranks to files in the output directory.
 pub fn console(ranks: &Ranks, args: &Options, config: &Config) -> Result<Console> {
-    let (out, steps) = (config.out.as_deref().filter(|_| !args.dry_run), config.steps);
+    let (out, steps) = (config.flags.out.as_deref().filter(|_| !args.dry_run), config.steps);
     if ranks.is_first() {
         let mut console = Console::with_verbosity(steps, out.map(|out| out.join(CONSOLE_FILE)), args.verbosity());
         console.log_every(args.log_every);
@@ -194,7 +193,7 @@ pub fn broadcast_start(
 
 /// Opens the checkpoint of `step`, which rank 0 has checked.
 pub fn open_checkpoint(config: &Config, step: usize) -> Result<Checkpoint> {
-    let out = config.out.as_deref().context("--out: expected a directory to resume from")?;
+    let out = config.flags.out.as_deref().context("--out: expected a directory to resume from")?;
     let shared = "--out: expected a directory that all hosts share, since each rank reads the checkpoint";
     Checkpoint::open_verified(out, step).context(shared)
 }

@@ -1,4 +1,8 @@
-//! The flags of `train`.
+//! The flags of `train`, each of which is declared here.
+//!
+//! The serialized fields are settings of the run: `config.toml` has them by the names of their flags. A field with `#[serde(skip)]`
+//! controls only this process, or its default depends on the model, the data or other flags. In the second case
+//! [`Config`](super::Config) has its final value.
 
 use crate::commands::resources::{Fp8Flags, Hardware};
 use crate::console::Verbosity;
@@ -6,15 +10,17 @@ use crate::values::{
     Count, Resume, count, count_or_all, fraction, fraction_f32, interval, level, momentum, non_negative, resume, seed,
     switch, whole_number, zero_stage,
 };
-use checkpoint::config::Config;
-use clap::ArgAction;
+use checkpoint::config;
+use clap::{Arg, ArgAction, Args, Command};
 use distributed::rendezvous::Endpoint;
 use engine::ops::MuonCoefficients;
 use model::schedule::Kind;
 use model::{MasterWeights, Moments, Optimizer, Recompute};
+use serde::Serialize;
 use std::env;
 use std::path::{Path, PathBuf};
 
+// Sections of the help text. The settings of the first four determine the weights, so a resumed run must not change them.
 const DATA: &str = "Data";
 const MODEL: &str = "Model";
 const BATCH: &str = "Batch";
@@ -49,8 +55,9 @@ Examples:
 /// Train a model
 ///
 /// Without flags, trains a small model on a built-in text in less than a minute. Many short flags are llm.c's.
-#[derive(Clone, Debug, clap::Args)]
+#[derive(Clone, Debug, Args, Serialize)]
 #[command(after_help = EXAMPLES)]
+#[serde(rename_all = "kebab-case")]
 #[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
 pub struct Options {
     /// Token files (.bin) to train on; quote the pattern [default: a built-in text, as bytes]
@@ -114,18 +121,22 @@ pub struct Options {
 
     /// Sequences in a micro-batch [default: 4]
     #[arg(short, long, value_name = "B", value_parser = count, help_heading = BATCH)]
+    #[serde(skip)]
     pub batch: Option<usize>,
 
     /// Tokens in a sequence [default: 1024, or the model's maximum if that is smaller]
     #[arg(short = 't', long, value_name = "T", value_parser = count, help_heading = BATCH)]
+    #[serde(skip)]
     pub seq: Option<usize>,
 
     /// Tokens in an optimizer step, a multiple of batch x seq x ranks. Gradients are accumulated [default: batch x seq x ranks]
     #[arg(short = 'd', long, value_name = "N", value_parser = count, help_heading = BATCH)]
+    #[serde(skip)]
     pub total_batch: Option<usize>,
 
     /// Optimizer steps; -1: one epoch [default: -1]
     #[arg(short = 'x', long, value_name = "N", value_parser = count_or_all, help_heading = OPTIMIZER)]
+    #[serde(skip)]
     pub steps: Option<Count>,
 
     /// Optimizer of the layers' matrices
@@ -142,6 +153,7 @@ pub struct Options {
 
     /// Peak learning rate [default: 3e-4]
     #[arg(short, long, value_parser = non_negative, help_heading = OPTIMIZER)]
+    #[serde(skip)]
     pub lr: Option<f32>,
 
     /// Peak learning rate of the embeddings [default: --lr]
@@ -170,15 +182,18 @@ pub struct Options {
 
     /// Steps of linear warmup [default: 0]
     #[arg(short = 'u', long, value_name = "N", value_parser = whole_number, help_heading = OPTIMIZER)]
+    #[serde(skip)]
     pub warmup: Option<usize>,
 
     /// Final learning rate as a fraction of the peak [default: 0.1; 0 with --schedule trapezoidal; 1, as in llm.c, if short flags are used
     /// but not --lr, --warmup or --schedule; a resumed run keeps its own]
     #[arg(short = 'q', long, value_name = "X", value_parser = fraction_f32, help_heading = OPTIMIZER)]
+    #[serde(skip)]
     pub final_fraction: Option<f32>,
 
     /// Weight decay of matrices and embeddings [default: 0]
     #[arg(short = 'c', long, value_name = "X", value_parser = non_negative, help_heading = OPTIMIZER)]
+    #[serde(skip)]
     pub weight_decay: Option<f32>,
 
     /// Skip the update of a step whose loss has a z-score above Z among the last 128 losses; 0: never. Also -sl
@@ -196,10 +211,12 @@ pub struct Options {
 
     /// Device and precision.
     #[command(flatten)]
+    #[serde(flatten)]
     pub hardware: Hardware,
 
     /// Settings of FP8.
     #[command(flatten)]
+    #[serde(flatten)]
     pub fp8: Fp8Flags,
 
     /// Activation checkpointing: recompute activations in the backward pass to save memory. 0: none, 1: activation
@@ -214,14 +231,17 @@ pub struct Options {
 
     /// With bf16: type of the optimizer's moments. bf16 takes 4 bytes per weight less, and is rounded stochastically
     #[arg(long, value_name = "TYPE", value_enum, default_value = "f32", help_heading = MEMORY)]
+    #[serde(skip_serializing_if = "Moments::is_default")]
     pub moments: Moments,
 
     /// Compute the validation loss before the first step, every N steps and at the end; 0: never [default: 20]
     #[arg(short, long, value_name = "N", value_parser = interval, help_heading = EVALUATION)]
+    #[serde(skip)]
     pub val_every: Option<usize>,
 
     /// Batches of a validation; -1: the whole validation set [default: 20]
     #[arg(short = 'm', long, value_name = "N", value_parser = count_or_all, help_heading = EVALUATION)]
+    #[serde(skip)]
     pub val_batches: Option<Count>,
 
     /// Evaluation file (.bin) of `llm-rs data hellaswag`. Its accuracy is computed every --val-every steps and at the end
@@ -238,6 +258,7 @@ pub struct Options {
 
     /// Tokens of a generated text [default: 64]
     #[arg(short = 'g', long, value_name = "N", value_parser = count, help_heading = EVALUATION)]
+    #[serde(skip)]
     pub sample_length: Option<usize>,
 
     /// Print the GPU's utilization, clock, power and temperature every N steps, through NVML; 0 or -1: never. Also -lg
@@ -246,6 +267,7 @@ pub struct Options {
 
     /// With --precision fp8: print how many values saturate or become 0, every N steps; 0: never
     #[arg(long, value_name = "N", default_value = "0", value_parser = interval, help_heading = EVALUATION)]
+    #[serde(skip)]
     pub fp8_stats: usize,
 
     /// Directory for main.log, main.jsonl, config.toml and checkpoints. It must be new, empty or that of a run. none: nothing is
@@ -260,6 +282,7 @@ pub struct Options {
     /// Write a checkpoint when the last one is M minutes old; the newest two of these are kept until the run ends. 0: never
     /// [default: 15, with --checkpoint-every 0: 0]
     #[arg(long, value_name = "M", value_parser = non_negative, help_heading = OUTPUT)]
+    #[serde(skip)]
     pub checkpoint_minutes: Option<f32>,
 
     /// Keep only the newest N checkpoints; 0: keep all. Also -nk
@@ -273,40 +296,49 @@ pub struct Options {
     /// Resume from the newest complete checkpoint in --out, which must exist. Other settings must be unchanged. auto, or 1 as in
     /// llm.c: start a new run if there is no checkpoint
     #[arg(short = 'y', long, value_name = "required|auto|0|1", value_parser = resume, num_args = 0..=1, default_value = "0", default_missing_value = "required", action = ArgAction::Set, requires = "out", help_heading = OUTPUT)]
+    #[serde(skip)]
     pub resume: Resume,
 
     /// Resume even if settings or data differ from those of the checkpoint
     #[arg(long, requires = "resume", help_heading = OUTPUT)]
+    #[serde(skip)]
     pub force_resume: bool,
 
     /// Also write event files for TensorBoard into --out. A resumed run continues to write them
     #[arg(long, help_heading = OUTPUT)]
+    #[serde(skip)]
     pub tensorboard: bool,
 
     /// Read flags from a TOML file of `flag = value` lines, such as DIR/config.toml of an earlier run. Flags on the command
     /// line override the file
     #[arg(long, value_name = "FILE", help_heading = GENERAL)]
+    #[serde(skip)]
     pub config: Option<PathBuf>,
 
     /// Open the data, plan the memory, print both, and exit. With --device cuda this needs no GPU, and with --model no data
     #[arg(long, help_heading = GENERAL)]
+    #[serde(skip)]
     pub dry_run: bool,
 
     /// Print the memory table with every buffer
     #[arg(long, help_heading = GENERAL)]
+    #[serde(skip)]
     pub verbose: bool,
 
     /// Print every N-th step, the first, the last and those before an evaluation. A terminal shows a progress bar instead, and main.log
     /// has every step [default: 1 to 100 steps, above so that a run prints about 100]
     #[arg(long, value_name = "N", value_parser = count, help_heading = GENERAL)]
+    #[serde(skip)]
     pub log_every: Option<usize>,
 
     /// Print only warnings and the final values
     #[arg(long, help_heading = GENERAL, conflicts_with_all = ["verbose", "dry_run", "json"])]
+    #[serde(skip)]
     pub quiet: bool,
 
     /// Print the lines of main.jsonl to standard output, and everything else to standard error
     #[arg(long, help_heading = GENERAL)]
+    #[serde(skip)]
     pub json: bool,
 
     /// ZeRO stage. 0: nothing is sharded, 1: optimizer state, 2: also gradients of layers, 3: also parameters of layers
@@ -321,6 +353,7 @@ pub struct Options {
     /// Start and restart with fewer ranks, at least N, if not all come within --rendezvous-timeout. The batch of a step stays the
     /// same. Ranks that come later join at the next restart. Implies --resume=auto; all ranks must share --out [default: all ranks]
     #[arg(long, value_name = "N", value_parser = count, requires_all = ["out", "batch", "seq", "total_batch", "steps"], help_heading = DISTRIBUTED)]
+    #[serde(skip)]
     pub min_ranks: Option<usize>,
 
     /// Compare parameters and optimizer state between the ranks every N steps; 0: never
@@ -329,6 +362,7 @@ pub struct Options {
 
     /// Flags of distributed training.
     #[command(flatten)]
+    #[serde(skip)]
     pub launch: Launch,
 
     /// Every N steps, compute a micro-batch twice, on the same GPU or in turn on those of other ranks, and end the run if a bit
@@ -342,12 +376,21 @@ pub struct Options {
 
     /// Whether the flags are spelled as for llm.c, whose default of --final-fraction then holds.
     #[arg(skip)]
+    #[serde(skip)]
     pub spelled_for_llm_c: bool,
 }
 
 impl Options {
     /// Value of `--out` with which a run saves nothing.
     const NO_OUT: &str = "none";
+
+    /// Returns whether a resumed run may have another value of a setting than its checkpoint. The section of the flag decides.
+    pub fn may_change(key: &str) -> bool {
+        let command = Self::augment_args(Command::new("train"));
+        let section = command.get_arguments().find(|arg| arg.get_long() == Some(key)).and_then(Arg::get_help_heading);
+        // This flag of the optimizer only decides when a failing run ends.
+        key == "max-bad-steps" || section.is_some_and(|section| ![DATA, MODEL, BATCH, OPTIMIZER].contains(&section))
+    }
 
     /// Returns the directory that `--out` names.
     pub fn out(&self) -> Option<&Path> {
@@ -360,7 +403,7 @@ impl Options {
         let origin = || {
             let config = self.config.as_ref()?.canonicalize().ok()?;
             let run = config.parent()?;
-            let out = PathBuf::from(Config::saved(run, "out")?.as_str()?);
+            let out = PathBuf::from(config::saved(run, "out")?.as_str()?);
             let origin = run.ancestors().nth(out.components().count())?;
             let is_elsewhere = out.is_relative() && run.ends_with(&out) && origin != env::current_dir().ok()?;
             is_elsewhere.then(|| origin.display().to_string())
@@ -387,7 +430,7 @@ impl Options {
 
 /// The place of this process among the ranks of a run: one process for each GPU. Unset flags are read from the environment that
 /// mpirun, srun or torchrun sets.
-#[derive(Clone, Debug, clap::Args)]
+#[derive(Clone, Debug, Args)]
 pub struct Launch {
     /// Rank of this process, from 0 [default: from the launcher]
     #[arg(long, value_name = "N", value_parser = whole_number, requires = "world_size", help_heading = DISTRIBUTED)]

@@ -1,5 +1,6 @@
 //! What `train` prints before its first and after its last step.
 
+use super::Config;
 use crate::commands::generation::trial_command;
 use crate::commands::report::summary;
 use crate::console::Console;
@@ -7,7 +8,6 @@ use crate::hints::Invocation;
 use crate::plots;
 use crate::train::Outcome;
 use anyhow::{Result, bail};
-use checkpoint::config::Config;
 use metrics::run::RunLog;
 use std::path::Path;
 use std::time::Duration;
@@ -61,7 +61,7 @@ pub(super) fn report_end(
     }
     let drawn = drawn.is_ok_and(|drawn| drawn);
     console.result(&summary(outcome, train_loss.or_else(|| console.train_loss()), config, wall))?;
-    if let Some(out) = config.out.as_deref().filter(|_| drawn) {
+    if let Some(out) = config.flags.out.as_deref().filter(|_| drawn) {
         console.line(&format!("plots: {0}/{1}, {0}/{2}", out.display(), plots::FIGURE, plots::REPORT))?;
     }
     match outcome.stopped {
@@ -73,7 +73,7 @@ pub(super) fn report_end(
 /// Returns the last lines of a run that was asked to stop.
 fn stopped(step: usize, config: &Config, has_checkpoint: bool) -> String {
     let stopped = format!("stopped after {step} of {} steps", config.steps);
-    match &config.out {
+    match &config.flags.out {
         Some(out) => format!("{stopped}\n\nnext: {}", Invocation::current().resuming(out, has_checkpoint)),
         None => format!("{stopped}; nothing is kept with --out none"),
     }
@@ -82,10 +82,10 @@ fn stopped(step: usize, config: &Config, has_checkpoint: bool) -> String {
 /// Suggests a command to run after a finished run.
 fn next_command(config: &Config, outcome: &Outcome) -> String {
     let invocation = Invocation::current();
-    match (&outcome.model_file, &config.out) {
+    match (&outcome.model_file, &config.flags.out) {
         (Some(file), _) => trial_command(file),
         (None, Some(out)) => invocation.command(["plot", &out.to_string_lossy()]),
-        (None, None) if config.train.is_some() => {
+        (None, None) if config.flags.train.is_some() => {
             invocation.repeated(&["--out", "-o", "none", "--out=none", "-onone"], &[])
         }
         (None, None) => invocation.command(["data", "tinyshakespeare"]),

@@ -1,19 +1,18 @@
 //! Resolves flags to settings: opens the model and the data, and fills in defaults.
 
-use super::options::Options;
-use super::shape;
+use super::{Config, Options, shape};
+use crate::commands::resources::Fp8Flags;
 use crate::corpus;
 use crate::datasets::Datasets;
 use crate::train::MuonSettings;
 use crate::values::Count;
 use anyhow::{Context, Result, anyhow, ensure};
-use checkpoint::config::Config;
 use data::{Geometry, Loader, MultipleChoice, Tokens, check, tokens};
 use engine::open::Opened;
 use engine::tensor::DType;
 use interchange::ModelSource;
 use model::schedule::Kind;
-use model::{Descriptor, MasterWeights, Moments, Optimizer, fit};
+use model::{Descriptor, Fp8Settings, MasterWeights, Moments, Optimizer, fit};
 use std::path::Path;
 use tokenizer::Tokenizer;
 use tokenizer::stored::{Found, Search};
@@ -152,21 +151,12 @@ impl Resolved {
             set.check(descriptor.vocab, batch.t)?;
         }
         let steps = steps(options.steps.unwrap_or(defaults.steps), data.as_ref().map(|(train, _)| train), &batch)?;
-        let mut config = config(options, &defaults, &batch, steps, opened);
+        let mut config = config(options, &defaults, &batch, steps, opened)?;
         config.final_fraction = options.final_fraction.or(final_fraction).unwrap_or(config.final_fraction);
-        let fp8 = options.fp8.resolve(opened.precision)?;
-        ensure!(
-            fp8.is_some() || options.fp8_stats == 0,
-            "--fp8-stats: expected --precision fp8, found another precision; add it or omit this flag"
-        );
-        config.fp8_stats = fp8.map(|_| options.fp8_stats);
-        config.fp8_recipe = fp8.map(|fp8| fp8.recipe);
-        config.fp8_gradients = fp8.map(|fp8| fp8.gradients);
-        config.fp8_accumulation = fp8.map(|fp8| fp8.accumulation);
         if let (Some(Count::All), Some((_, Some(val)))) = (options.val_batches, &data) {
             config.val_batches = val.batches_per_epoch();
         }
-        shape.save(&mut config);
+        shape.save(&mut config.flags);
         Ok(Self { config, descriptor, weights, data, hellaswag, tokenizer, note })
     }
 }
@@ -287,79 +277,59 @@ fn steps(wanted: Count, train: Option<&Loader>, batch: &Batch) -> Result<usize> 
 }
 
 /// Returns the settings, except those that depend on the shape of the model and on the size of the validation data.
-fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, opened: &Opened) -> Config {
-    let trapezoidal = options.schedule == Kind::Trapezoidal;
+fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, opened: &Opened) -> Result<Config> {
     let final_fraction = match options.schedule {
         Kind::Trapezoidal => 0.0,
         _ if options.spelled_for_llm_c && options.train.is_some() => FINAL_FRACTION_OF_LLM_C,
         _ => defaults.final_fraction,
     };
-    let muon = options.optimizer == Optimizer::Muon;
-    Config {
-        train: options.train.clone(),
-        val: options.val.clone(),
-        tokenizer: options.tokenizer.clone(),
-        shuffle: options.shuffle,
-        overfit_one_batch: options.overfit_one_batch,
-        out: options.out().map(Path::to_owned),
-        model: None,
-        layers: None,
-        heads: None,
-        channels: None,
-        kv_heads: None,
-        head_size: None,
-        ffn: None,
-        seed: options.seed,
+    let fp8 = options.fp8.resolve(opened.precision)?;
+    ensure!(
+        fp8.is_some() || options.fp8_stats == 0,
+        "--fp8-stats: expected --precision fp8, found another precision; add it or omit this flag"
+    );
+    Ok(Config {
         batch: batch.b,
         seq: batch.t,
         total_batch: batch.total,
         steps,
-        optimizer: options.optimizer,
-        schedule: options.schedule,
-        warmdown: trapezoidal.then(|| options.warmdown.unwrap_or(WARMDOWN)),
         lr: options.lr.unwrap_or(defaults.lr),
-        embedding_lr: options.embedding_lr,
-        head_lr: options.head_lr,
-        muon_lr: muon.then(|| options.muon_lr.unwrap_or(MuonSettings::DEFAULT.lr)),
-        muon_momentum: muon.then(|| options.muon_momentum.unwrap_or(MuonSettings::DEFAULT.momentum)),
-        muon_momentum_warmup: muon.then(|| options.muon_momentum_warmup.unwrap_or(MuonSettings::DEFAULT.warmup)),
-        muon_coefficients: muon.then(|| options.muon_coefficients.unwrap_or_default()),
         warmup: options.warmup.unwrap_or(defaults.warmup.min(steps / 10)),
         final_fraction,
         weight_decay: options.weight_decay.unwrap_or(defaults.weight_decay),
-        skip_loss_z: options.skip_loss_z,
-        skip_norm_z: options.skip_norm_z,
-        max_bad_steps: options.max_bad_steps,
         val_every: options.val_every.unwrap_or(defaults.val_every),
         val_batches: if let Some(Count::Some(n)) = options.val_batches { n } else { VAL_BATCHES },
-        hellaswag: options.hellaswag.clone(),
-        hellaswag_examples: options.hellaswag_examples,
-        sample_every: options.sample_every.or(defaults.sample_every),
         sample_length: options.sample_length.unwrap_or(defaults.sample_length),
-        checkpoint_every: options.checkpoint_every,
         checkpoint_minutes: checkpoint_minutes(options),
-        gpu_info_every: options.gpu_info_every,
-        check_ranks: options.check_ranks,
-        verify_every: options.verify_every,
-        hash_every: options.hash_every,
-        zero_stage: options.zero_stage,
-        shard_size: options.shard_size,
-        recompute: options.recompute,
-        master_weights: options.master_weights,
-        moments: options.moments,
-        keep: options.keep,
-        major_every: options.major_every,
-        device: opened.device,
+        fp8_stats: fp8.map(|_| options.fp8_stats),
         precision: opened.precision,
-        fp8_stats: None,
-        fp8_recipe: None,
-        fp8_gradients: None,
-        fp8_accumulation: None,
-        tf32: opened.tf32,
         gelu_fusion: opened.engine.gelu_fusion(),
-        matmul: options.hardware.matmul,
-        kernels: options.hardware.kernels.clone(),
+        flags: flags(options, defaults, fp8, opened),
+    })
+}
+
+/// Returns the flags with the final values of those that [`Config`] does not replace.
+fn flags(options: &Options, defaults: &Defaults, fp8: Option<Fp8Settings>, opened: &Opened) -> Options {
+    let mut flags = options.clone();
+    flags.out = options.out().map(Path::to_owned);
+    flags.sample_every = options.sample_every.or(defaults.sample_every);
+    if options.schedule == Kind::Trapezoidal {
+        flags.warmdown.get_or_insert(WARMDOWN);
     }
+    if options.optimizer == Optimizer::Muon {
+        flags.muon_lr.get_or_insert(MuonSettings::DEFAULT.lr);
+        flags.muon_momentum.get_or_insert(MuonSettings::DEFAULT.momentum);
+        flags.muon_momentum_warmup.get_or_insert(MuonSettings::DEFAULT.warmup);
+        flags.muon_coefficients.get_or_insert_default();
+    }
+    flags.hardware.device = opened.device;
+    flags.hardware.tf32 = opened.tf32;
+    flags.fp8 = Fp8Flags {
+        fp8_recipe: fp8.map(|fp8| fp8.recipe),
+        fp8_gradients: fp8.map(|fp8| fp8.gradients),
+        fp8_accumulation: fp8.map(|fp8| fp8.accumulation),
+    };
+    flags
 }
 
 /// Returns the minutes between checkpoints that no number of steps requests.

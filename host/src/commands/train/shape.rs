@@ -2,7 +2,6 @@
 
 use super::options::Options;
 use anyhow::{Context, Result, ensure};
-use checkpoint::config::Config;
 use interchange::ModelSource;
 use model::Descriptor;
 use model::descriptor::{GPT2_VOCAB, Overrides};
@@ -19,12 +18,12 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// Writes the settings to the configuration of the run.
-    pub fn save(self, config: &mut Config) {
+    /// Writes the settings to the flags of the run.
+    pub fn save(self, flags: &mut Options) {
         let Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels } = self.overrides;
-        config.model = self.model;
-        (config.layers, config.heads, config.channels) = (layers, heads, channels);
-        (config.kv_heads, config.head_size, config.ffn) = (kv_heads, head_size, mlp_channels);
+        flags.model = self.model;
+        (flags.layers, flags.heads, flags.channels) = (layers, heads, channels);
+        (flags.kv_heads, flags.head_size, flags.ffn) = (kv_heads, head_size, mlp_channels);
     }
 }
 
