@@ -109,10 +109,12 @@ pub struct Crates {
 
 /// A line of cargo's output.
 #[derive(Deserialize)]
-#[serde(tag = "reason", rename_all = "kebab-case")]
+#[serde(tag = "reason")]
 enum Message {
-    CompilerArtifact(Artifact),
-    CompilerMessage {
+    #[serde(rename = "compiler-artifact")]
+    Artifact(Artifact),
+    #[serde(rename = "compiler-message")]
+    Diagnostic {
         #[serde(flatten)]
         package: Package,
         message: Diagnostic,
@@ -238,14 +240,14 @@ impl Job<'_> {
         let mut crates = Crates::default();
         for message in messages.lines().filter_map(|line| serde_json::from_str(line).ok()) {
             match message {
-                Message::CompilerArtifact(artifact) => {
+                Message::Artifact(artifact) => {
                     crates.bitcode.extend(self.bitcode(&artifact.filenames)?);
                     if artifact.package.is_ours() {
                         crates.sources.extend(artifact.target.src_path.parent().map(Path::to_owned));
                         crates.sources.push(artifact.package.manifest_path);
                     }
                 }
-                Message::CompilerMessage { package, message } => match message.level.as_str() {
+                Message::Diagnostic { package, message } => match message.level.as_str() {
                     "error" => crates.errors += message.rendered.as_deref().unwrap_or_default(),
                     "warning" if package.is_ours() => crates.warnings.extend(message.one_line()),
                     _ => {}

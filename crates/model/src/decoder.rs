@@ -28,7 +28,7 @@ pub struct Decoder {
     /// float parameters; a [`Store`] locates each of them.
     pub params: Tensor,
     pub(super) param_buffers: Option<Tensor>,
-    /// i32, see [`BatchLayout`](engine::BatchLayout)
+    /// i32, see [`BatchLayout`]
     pub batch: Tensor,
     /// (B, T) f32, one loss per token, accumulated over micro-batches
     pub losses: Tensor,

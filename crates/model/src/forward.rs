@@ -1,6 +1,6 @@
 //! The forward pass of every decoder.
 //!
-//! A layer is a list of [sub-layers](super::sublayers). Data flow of a layer with attention and an MLP (B, T, C):
+//! A layer is a list of sub-layers (`sublayers/`). Data flow of a layer with attention and an MLP (B, T, C):
 //! ```text
 //! residual ─┬─ ln1 ─ qkv ─ rotary ─ attention ─ attproj ─┐
 //!           └────────────────────────────────────────────┴─ residual2 ─┬─ ln2 ─ fc ─ activation ─ fcproj ─┐

@@ -4,6 +4,7 @@
 //! * [`descriptor`], [`params`], [`init`]: sizes, layout of the parameters, initial weights.
 //! * [`memory_plan`], [`recompute`], [`fit`]: every buffer of a run, and whether they fit into memory.
 //! * [`forward`], [`loss`], [`backward`]: the passes of every [`decoder`]. [`update`], [`muon`]: gradient norm, AdamW and Muon.
+//! * `sublayers`, `activations`: attention and the MLP in each pass, and the memory of their activations.
 //! * [`generator`]: text generation with a KV cache.
 //! * [`sharding`], [`data_parallel`]: ZeRO, and its overlap with the passes.
 //! * [`fp8`], [`fp8_layers`]: FP8 in the linear layers. [`storage`]: types of the optimizer state. [`muon_buffers`]: Muon's memory.
@@ -14,8 +15,8 @@
 
 #![warn(missing_docs)]
 
-pub mod activations;
-mod backward;
+mod activations;
+pub mod backward;
 pub mod data_parallel;
 pub mod decoder;
 pub mod descriptor;

@@ -23,8 +23,8 @@ struct Attention {
     qkv: Tensor,
     /// (B, T, NH + KV, HS): queries and keys before their norm
     qk_saved: Option<Tensor>,
-    /// (B, T, NH, HS)
-    attention: Tensor,
+    /// (B, T, NH, HS): what attproj reads
+    attended: Tensor,
     /// (B, NH, T) f32
     lse: Tensor,
     /// (B, T, C)
@@ -38,7 +38,7 @@ pub fn plan(activations: &mut Activations, d: &Descriptor) -> impl Fn(usize) -> 
     let qkv = activations.add("qkv", kept, d.qkv_channels(), dtype);
     let qk_channels = qk_channels(d);
     let qk_saved = d.qk_norm.map(|_| activations.add("q and k before norm", kept, qk_channels, dtype));
-    let attention = activations.add("attention", kept, d.attention_channels(), dtype);
+    let attended = activations.add("attention", kept, d.attention_channels(), dtype);
     let lse = activations.add_transposed("attention lse", kept, d.heads, DType::F32);
     let residual2 = activations.add("residual2", kept, d.channels, dtype);
     move |layer| {
@@ -48,7 +48,7 @@ pub fn plan(activations: &mut Activations, d: &Descriptor) -> impl Fn(usize) -> 
             ln1: ln1(layer),
             qkv: part(qkv),
             qk_saved: qk_saved.map(part),
-            attention: part(attention),
+            attended: part(attended),
             lse: part(lse),
             residual2: part(residual2),
         })
@@ -87,7 +87,7 @@ impl Attention {
 
     fn attproj(&self, model: &Decoder, residual: Tensor) -> MatmulForward {
         let (params, epilogue) = ([Param::Attprojw, Param::Attprojb], Epilogue::Residual(residual));
-        model.linear(self.layer, params, self.residual2, self.attention, epilogue)
+        model.linear(self.layer, params, self.residual2, self.attended, epilogue)
     }
 }
 
@@ -99,7 +99,7 @@ impl SubLayer for Attention {
             ln1: self.ln1.rows(rows, d.channels),
             qkv: of(self.qkv, d.qkv_channels()),
             qk_saved: self.qk_saved.map(|saved| of(saved, qk_channels(d))),
-            attention: of(self.attention, d.attention_channels()),
+            attended: of(self.attended, d.attention_channels()),
             lse: of(self.lse, d.heads),
             residual2: of(self.residual2, d.channels),
         })
@@ -129,26 +129,26 @@ impl SubLayer for Attention {
     }
 
     fn recompute(&self, engine: &mut dyn Engine, pass: &ForwardPass, residual: Tensor, last: bool) -> Result<()> {
-        let Self { qkv, attention, lse, .. } = *self;
+        let Self { qkv, attended, lse, .. } = *self;
         let model = pass.model;
         engine.run(self.qkv(model))?;
         if let Some(Rotation { table, qk_norm, shape }) = self.rotation(model, pass.layout) {
             engine.run(RotaryForward { qkv, table, qk_norm, shape })?;
         }
         let shape = model.descriptor.attention(pass.layout.b, pass.layout.t);
-        let quantized = model.fp8_input(self.layer, Param::Attprojw, attention);
-        engine.run(AttentionForward { out: attention, lse, qkv, shape, quantized })?;
+        let quantized = model.fp8_input(self.layer, Param::Attprojw, attended);
+        engine.run(AttentionForward { out: attended, lse, qkv, shape, quantized })?;
         if last { Ok(()) } else { engine.run(self.attproj(model, residual)) }
     }
 
     fn backward(&self, engine: &mut dyn Engine, pass: &BackwardPass, residual: Tensor) -> Result<()> {
-        let Self { layer, ref ln1, qkv, attention, lse, .. } = *self;
+        let Self { layer, ref ln1, qkv, attended, lse, .. } = *self;
         let (model, d) = (pass.model, &pass.model.descriptor);
         let dqkv = pass.dwide.slice(0, qkv.len);
         let dbias = pass.output_bias_gradient(self);
-        engine.run(pass.linear(layer, Param::Attprojw, [pass.dattention, pass.dresidual], attention, dbias))?;
+        engine.run(pass.linear(layer, Param::Attprojw, [pass.dattention, pass.dresidual], attended, dbias))?;
         let (dout, shape) = (pass.dattention, d.attention(pass.layout.b, pass.layout.t));
-        engine.run(AttentionBackward { dqkv, dout, qkv, out: attention, lse, shape })?;
+        engine.run(AttentionBackward { dqkv, dout, qkv, out: attended, lse, shape })?;
         if let Some(Rotation { table, qk_norm, shape }) = self.rotation(model, pass.layout) {
             let weights = qk_norm.and_then(|norm| norm.weights);
             let dweights = weights.map(|_| [Param::QNormw, Param::KNormw].map(|param| pass.grads.tensor(param, layer)));
@@ -173,7 +173,7 @@ impl SubLayer for Attention {
             DecodeRotary { table, pairs: shape.pairs, qk_norm }
         });
         engine.run(DecodeAttention {
-            out: self.attention,
+            out: self.attended,
             qkv: self.qkv,
             keys: keys.part(self.layer, d.layers),
             values: values.part(self.layer, d.layers),
