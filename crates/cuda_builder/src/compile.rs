@@ -1,5 +1,6 @@
 //! Builds one device crate for one architecture: compile, link, annotate, optimize, lower, assemble.
 
+use std::collections::HashMap;
 use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -11,7 +12,7 @@ use crate::module::{ARCHITECTURES, FEATURES, Kernel, arch_number, has_feature};
 use crate::resources::LOCAL_MEMORY_FIX;
 use crate::toolchain::Toolchain;
 use crate::{ir, lines, ptx, resources, unchecked};
-use serde::Deserialize;
+use tinyjson::JsonValue;
 
 const TARGET: &str = "nvptx64-nvidia-cuda";
 
@@ -107,70 +108,6 @@ pub struct Crates {
     errors: String,
 }
 
-/// A line of cargo's output.
-#[derive(Deserialize)]
-#[serde(tag = "reason")]
-enum Message {
-    #[serde(rename = "compiler-artifact")]
-    Artifact(Artifact),
-    #[serde(rename = "compiler-message")]
-    Diagnostic {
-        #[serde(flatten)]
-        package: Package,
-        message: Diagnostic,
-    },
-    #[serde(other)]
-    Other,
-}
-
-#[derive(Deserialize)]
-struct Artifact {
-    #[serde(flatten)]
-    package: Package,
-    target: Target,
-    filenames: Vec<PathBuf>,
-}
-
-#[derive(Deserialize)]
-struct Package {
-    package_id: String,
-    manifest_path: PathBuf,
-}
-
-#[derive(Deserialize)]
-struct Target {
-    src_path: PathBuf,
-}
-
-#[derive(Deserialize)]
-struct Diagnostic {
-    level: String,
-    message: String,
-    rendered: Option<String>,
-    spans: Vec<Span>,
-}
-
-#[derive(Deserialize)]
-struct Span {
-    file_name: String,
-    line_start: usize,
-}
-
-impl Package {
-    /// Reports whether the package is a path dependency, and not part of the standard library.
-    fn is_ours(&self) -> bool {
-        self.package_id.starts_with("path+") && !self.manifest_path.to_string_lossy().contains("/lib/rustlib/src/")
-    }
-}
-
-impl Diagnostic {
-    /// Formats a message that has a place in the source as `message (file:line)`.
-    fn one_line(&self) -> Option<String> {
-        let Span { file_name, line_start } = self.spans.first()?;
-        Some(format!("device build: {} ({file_name}:{line_start})", self.message.lines().next().unwrap_or_default()))
-    }
-}
-
 impl Job<'_> {
     /// Compiles the device crate and its dependencies to bitcode. Jobs with the same `target` must not compile at the same
     /// time.
@@ -238,29 +175,33 @@ impl Job<'_> {
 
     fn read_messages(&self, messages: &str) -> Result<Crates, Error> {
         let mut crates = Crates::default();
-        for message in messages.lines().filter_map(|line| serde_json::from_str(line).ok()) {
-            match message {
-                Message::Artifact(artifact) => {
-                    crates.bitcode.extend(self.bitcode(&artifact.filenames)?);
-                    if artifact.package.is_ours() {
-                        crates.sources.extend(artifact.target.src_path.parent().map(Path::to_owned));
-                        crates.sources.push(artifact.package.manifest_path);
-                    }
+        for message in messages.lines().filter_map(|line| line.parse::<JsonValue>().ok()) {
+            let text = |path: &[&str]| text(&message, path);
+            let is_ours = text(&["package_id"]).is_some_and(|id| id.starts_with("path+"))
+                && !text(&["manifest_path"]).is_some_and(|path| path.contains("/lib/rustlib/src/"));
+            match text(&["reason"]) {
+                Some("compiler-artifact") => {
+                    crates.bitcode.extend(self.bitcode(&message)?);
+                    let source = text(&["target", "src_path"]).map(Path::new).and_then(Path::parent);
+                    let manifest = text(&["manifest_path"]).map(Path::new);
+                    crates.sources.extend(manifest.into_iter().chain(source).filter(|_| is_ours).map(Path::to_owned));
                 }
-                Message::Diagnostic { package, message } => match message.level.as_str() {
-                    "error" => crates.errors += message.rendered.as_deref().unwrap_or_default(),
-                    "warning" if package.is_ours() => crates.warnings.extend(message.one_line()),
+                Some("compiler-message") => match text(&["message", "level"]) {
+                    Some("error") => crates.errors += text(&["message", "rendered"]).unwrap_or_default(),
+                    Some("warning") if is_ours => crates.warnings.extend(one_line(&message)),
                     _ => {}
                 },
-                Message::Other => {}
+                _ => {}
             }
         }
         Ok(crates)
     }
 
     /// Returns the bitcode file of a library built for the GPU. It is next to the .rmeta file and has the same name.
-    fn bitcode(&self, files: &[PathBuf]) -> Result<Option<PathBuf>, Error> {
-        let Some(metadata) = files.iter().find(|file| file.extension().is_some_and(|e| e == "rmeta")) else {
+    fn bitcode(&self, artifact: &JsonValue) -> Result<Option<PathBuf>, Error> {
+        let files = at_path(artifact, &["filenames"]).and_then(JsonValue::get::<Vec<JsonValue>>);
+        let mut files = files.into_iter().flatten().filter_map(|file| text(file, &[])).map(Path::new);
+        let Some(metadata) = files.find(|file| file.extension().is_some_and(|e| e == "rmeta")) else {
             return Ok(None);
         };
         if !metadata.components().any(|component| component.as_os_str() == TARGET) {
@@ -272,7 +213,7 @@ impl Job<'_> {
         if expected.is_file() {
             Ok(Some(expected))
         } else {
-            Err(Error::NoBitcode { arch: self.arch.to_owned(), artifact: metadata.clone(), expected })
+            Err(Error::NoBitcode { arch: self.arch.to_owned(), artifact: metadata.to_owned(), expected })
         }
     }
 
@@ -482,6 +423,25 @@ pub fn lock(target: &Path) -> Result<fs::File, Error> {
 
 fn create_directory(path: &Path) -> Result<(), Error> {
     at(path, fs::create_dir_all(path))
+}
+
+/// Formats a compiler message that has a place in the source as `message (file:line)`.
+fn one_line(message: &JsonValue) -> Option<String> {
+    let diagnostic = at_path(message, &["message"])?;
+    let span = at_path(diagnostic, &["spans"])?.get::<Vec<JsonValue>>()?.first()?;
+    let (text, file) = (text(diagnostic, &["message"])?, text(span, &["file_name"])?);
+    let line = at_path(span, &["line_start"])?.get::<f64>()?;
+    Some(format!("device build: {} ({file}:{line})", text.lines().next().unwrap_or_default()))
+}
+
+/// Returns the value at a path of keys.
+fn at_path<'a>(value: &'a JsonValue, path: &[&str]) -> Option<&'a JsonValue> {
+    path.iter().try_fold(value, |value, key| value.get::<HashMap<String, JsonValue>>()?.get(*key))
+}
+
+/// Returns the string at a path of keys.
+fn text<'a>(value: &'a JsonValue, path: &[&str]) -> Option<&'a str> {
+    at_path(value, path)?.get::<String>().map(String::as_str)
 }
 
 /// Returns the last lines of the output of a tool. The stack of an aborted LLVM tool is left out: it is longer than the tail, and the
