@@ -25,7 +25,7 @@ fn trained(b: usize) -> Vec<(f64, f64)> {
     engine.allocate(&plan).unwrap();
     model.initialize(&mut engine, 42).unwrap();
     let mut rng = Mt19937::new(1);
-    let tokens: Vec<u16> = (0..4000).map(|_| rng.below(60).min(rng.below(60)) as u16).collect();
+    let tokens = (0..4000).map(|_| rng.below(60).min(rng.below(60))).collect();
     let loader = Loader::new(vec![Tokens::in_memory("tokens", tokens)], Geometry::single(b, 16), 60, None).unwrap();
     let settings = Settings {
         steps: 6,

@@ -45,7 +45,7 @@ fn truncated(value: f32) -> f32 {
 }
 
 fn loader(shuffles: bool) -> Loader {
-    let shard = |(i, n): (usize, usize)| Tokens::in_memory(format!("shard {i}"), vec![1u16; n]);
+    let shard = |(i, n): (usize, usize)| Tokens::in_memory(format!("shard {i}"), vec![1; n]);
     let shards = [41, 70, 55].into_iter().enumerate().map(shard).collect();
     Loader::new(shards, Geometry::single(2, 4), VOCAB, shuffles.then_some(42)).unwrap()
 }

@@ -126,7 +126,7 @@ fn initial_weights_of_a_small_model_match_pytorch() {
 fn first_tokens(geometry: Geometry, batches: usize) -> Vec<i32> {
     let mut next = 0;
     let shards = [200, 137, 90, 260, 33].map(|n| {
-        let ids: Vec<u16> = (next..next + n).collect();
+        let ids = (next..next + n).collect();
         next += n;
         Tokens::in_memory(format!("shard of {n}"), ids)
     });
@@ -296,14 +296,14 @@ fn assert_steps_match_reference_adamw(tokens: &Tokens) -> Vec<f64> {
 #[test]
 fn unclipped_steps_match_reference_adamw() {
     let mut rng = Mt19937::new(1);
-    let tokens: Vec<u16> = (0..500).map(|_| rng.below(50) as u16).collect();
+    let tokens = (0..500).map(|_| rng.below(50)).collect();
     let norms = assert_steps_match_reference_adamw(&Tokens::in_memory("uniform tokens", tokens));
     assert!(norms.iter().all(|norm| *norm < 1.0), "{norms:?}");
 }
 
 #[test]
 fn clipped_steps_match_reference_adamw() {
-    let tokens: Vec<u16> = (0..500).map(|i| if i % 5 == 0 { i % 49 } else { 7 }).collect();
+    let tokens = (0..500).map(|i| if i % 5 == 0 { i % 49 } else { 7 }).collect();
     let norms = assert_steps_match_reference_adamw(&Tokens::in_memory("mostly one token", tokens));
     assert!(norms.iter().all(|norm| *norm > 1.0), "{norms:?}");
 }

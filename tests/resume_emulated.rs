@@ -52,7 +52,7 @@ fn train(out: &Path, storage: Storage, recompute: Recompute) {
     engine.allocate(&plan).unwrap();
     let mut rng = Mt19937::new(3);
     let mut shard =
-        |i| Tokens::in_memory(format!("shard {i}"), (0..85).map(|_| rng.below(60) as u16).collect::<Vec<_>>());
+        |i| Tokens::in_memory(format!("shard {i}"), (0..85).map(|_| rng.below(60)).collect());
     let shards = (0..3).map(&mut shard).collect();
     let mut loader = Loader::new(shards, Geometry::single(1, 16), VOCAB, Some(42)).unwrap();
     let identity = Identity {

@@ -276,7 +276,7 @@ static SMALL_MODEL: LazyLock<Vec<u8>> = LazyLock::new(|| model_file(small(), DTy
 const STEP: usize = 7;
 
 fn small_loader() -> Result<Loader> {
-    Loader::new(vec![Tokens::in_memory("tokens", [1u16; 20])], Geometry::single(1, 3), 5, Some(42))
+    Loader::new(vec![Tokens::in_memory("tokens", vec![1; 20])], Geometry::single(1, 3), 5, Some(42))
 }
 
 /// Resumes from a checkpoint with these files. With a sidecar, compares its settings with an identity.

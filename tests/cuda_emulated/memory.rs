@@ -137,7 +137,7 @@ fn out_of_memory_error_states_the_required_and_the_free_memory() {
 /// Sampling between training steps loads smaller batches, whose buffers may be returned to the prefetcher.
 #[test]
 fn prefetch_continues_after_smaller_batches() {
-    let tokens: Vec<u16> = (0..200).map(|i| i % 50).collect();
+    let tokens = (0..200).map(|i| i % 50).collect();
     let loader = Loader::new(vec![Tokens::in_memory("tokens", tokens)], Geometry::single(2, 16), 50, None).unwrap();
     let layout = loader.layout();
     let (mut engine, batch) = with_tensor(Precision::Fp32, layout.words(), DType::I32);

@@ -249,7 +249,7 @@ impl Threads {
     /// Returns the training and validation data of a rank.
     fn loaders(self, rank: usize) -> (Loader, Loader) {
         let mut rng = Mt19937::new(1);
-        let mut ids = |n| (0..n).map(|_| rng.below(60).min(rng.below(60)) as u16).collect::<Vec<_>>();
+        let mut ids = |n| (0..n).map(|_| rng.below(60).min(rng.below(60))).collect::<Vec<_>>();
         let geometry = Geometry { b: self.b, t: T, ranks: self.ranks, rank };
         let loader = |name: &str, ids, shuffle| {
             Loader::new(vec![Tokens::in_memory(name.to_owned(), ids)], geometry, VOCAB, shuffle).unwrap()

@@ -65,7 +65,7 @@ mod tests {
     use super::*;
     use data::Geometry;
 
-    fn fingerprint(shards: &[(&str, Vec<u16>)]) -> Vec<ShardFingerprint> {
+    fn fingerprint(shards: &[(&str, Vec<u32>)]) -> Vec<ShardFingerprint> {
         let shards = shards.iter().map(|(name, tokens)| Tokens::in_memory(*name, tokens.clone())).collect();
         of_loader(&Loader::new(shards, Geometry::single(1, 4), 1 << 16, None).unwrap()).unwrap()
     }

@@ -196,8 +196,7 @@ impl Tokens {
     }
 
     /// Creates a shard in memory. `name` identifies it in messages.
-    pub fn in_memory(name: impl Into<String>, tokens: impl IntoIterator<Item: Into<u32>>) -> Self {
-        let tokens: Vec<u32> = tokens.into_iter().map(Into::into).collect();
+    pub fn in_memory(name: impl Into<String>, tokens: Vec<u32>) -> Self {
         Self { name: name.into(), len: tokens.len(), source: Source::Memory(Arc::new(tokens)) }
     }
 

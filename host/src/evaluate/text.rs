@@ -136,7 +136,7 @@ mod tests {
 
     /// Returns the score of a model with the same prediction at every position: all parameters are zero, except that the last
     /// LayerNorm gives (1, 0, …) and the first channel of `wte` holds the logit of each token.
-    fn score_of(vocab: usize, logits: &[(usize, f32)], tokens: &[u16], token_bytes: &TokenBytes) -> Result<TextScore> {
+    fn score_of(vocab: usize, logits: &[(usize, f32)], tokens: &[u32], token_bytes: &TokenBytes) -> Result<TextScore> {
         let descriptor = Descriptor::gpt2(1, 1, 4, 8, vocab).unwrap();
         let mut engine = Cpu::new();
         let (model, plan) = Decoder::plan(descriptor, PlanOptions::inference(2, 3), &mut engine);
@@ -180,7 +180,7 @@ mod tests {
 
     #[test]
     fn a_uniform_prediction_of_bytes_needs_eight_bits_per_byte() {
-        let text: Vec<u16> = (0..=40 * 6).map(|i| (i * 7 % 256) as u16).collect();
+        let text: Vec<u32> = (0..=40 * 6).map(|i| i * 7 % 256).collect();
         let bytes = TokenBytes::new(&Tokenizer::bytes());
         let found = score_of(256, &[], &text, &bytes).unwrap();
         assert_eq!((found.tokens, found.bytes), (240, 240));

@@ -5,8 +5,8 @@ use std::path::Path;
 
 #[test]
 fn report_counts_documents_and_invalid_ids() {
-    let ids = [9u16, 1, 2, 9, 3, 4, 5, 6, 9, 1];
-    let report = shard(&Tokens::in_memory("tokens", ids), 10, 9).unwrap();
+    let ids = vec![9, 1, 2, 9, 3, 4, 5, 6, 9, 1];
+    let report = shard(&Tokens::in_memory("tokens", ids.clone()), 10, 9).unwrap();
     let expected = Report {
         documents: 3,
         starts_with_document: true,
@@ -20,7 +20,7 @@ fn report_counts_documents_and_invalid_ids() {
     assert_eq!((report.documents, report.starts_with_document, report.longest), (1, false, 6));
     assert_eq!((report.invalid, report.largest), (5, 9));
     assert_eq!(report.first_invalid, [(0, 9), (3, 9), (6, 5), (7, 6), (8, 9)]);
-    let report = shard(&Tokens::in_memory("tokens", [1u16; 7]), 2, 0).unwrap();
+    let report = shard(&Tokens::in_memory("tokens", vec![1; 7]), 2, 0).unwrap();
     assert_eq!((report.documents, report.starts_with_document, report.longest), (0, false, 7));
 }
 
@@ -29,7 +29,7 @@ fn report_counts_documents_and_invalid_ids() {
 fn documents_may_cross_chunks() {
     let len = 3 * CHUNK + 17;
     let marks = [5, CHUNK - 1, CHUNK, 3 * CHUNK + 1];
-    let mut ids = vec![1u16; len];
+    let mut ids = vec![1; len];
     for at in marks {
         ids[at] = 7;
     }
@@ -68,7 +68,7 @@ fn first_invalid_id_is_found_in_files_of_both_widths() {
 #[test]
 fn large_data_sets_are_sampled_with_both_ends_of_each_shard() {
     let tokens = |at: usize| {
-        let mut ids = vec![1u16; 10 * CHUNK];
+        let mut ids = vec![1; 10 * CHUNK];
         ids[at] = 5;
         Tokens::in_memory(format!("invalid at {at}"), ids)
     };

@@ -11,7 +11,7 @@ const SHARD_TOKENS: usize = 140;
 fn shards() -> Vec<Tokens> {
     (0..SHARDS)
         .map(|s| {
-            let tokens: Vec<u16> = (s * SHARD_TOKENS..(s + 1) * SHARD_TOKENS).map(|i| i as u16).collect();
+            let tokens = (s * SHARD_TOKENS..(s + 1) * SHARD_TOKENS).map(|i| i as u32).collect();
             Tokens::in_memory(format!("shard {s}"), tokens)
         })
         .collect()
@@ -54,7 +54,7 @@ fn ranks_in_order_share_each_sample_and_drop_the_tail() {
 /// Returns shards whose lengths are not multiples of a step of 128 tokens.
 fn uneven_shards() -> Vec<Tokens> {
     let shard =
-        |(first, n): (u16, u16)| Tokens::in_memory(format!("from {first}"), (first..first + n).collect::<Vec<_>>());
+        |(first, n): (u32, u32)| Tokens::in_memory(format!("from {first}"), (first..first + n).collect());
     [(0, 140), (140, 129), (269, 350), (619, 256)].into_iter().map(shard).collect()
 }
 
@@ -150,7 +150,7 @@ fn shuffled_epoch_contains_each_token_once() {
 #[test]
 fn seek_resumes_with_the_batches_that_followed_the_position() {
     let different_lengths = || {
-        let of = |n: u16| Tokens::in_memory(format!("shard of {n}"), (0..n).collect::<Vec<_>>());
+        let of = |n: u32| Tokens::in_memory(format!("shard of {n}"), (0..n).collect());
         vec![of(140), of(300), of(70), of(33)]
     };
     for (shuffle, shards) in [None, Some(7)].into_iter().flat_map(|s| [(s, shards()), (s, different_lengths())]) {

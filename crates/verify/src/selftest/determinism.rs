@@ -169,8 +169,8 @@ impl<'a> Trial<'a> {
         }
         let mut rng = Mt19937::new(SEED);
         // The token distribution is skewed, like that of text.
-        let mut token = || rng.below(vocab as u32).min(rng.below(vocab as u32)) as u16;
-        let tokens: Vec<u16> = (0..=64 * b * t).map(|_| token()).collect();
+        let mut token = || rng.below(vocab as u32).min(rng.below(vocab as u32));
+        let tokens = (0..=64 * b * t).map(|_| token()).collect();
         let shards = vec![Tokens::in_memory("random tokens", tokens)];
         let loader = Loader::new(shards, Geometry::single(b, t), vocab, Some(SEED))?;
         model.tune(engine, loader.layout())?;
