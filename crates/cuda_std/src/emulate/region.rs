@@ -15,7 +15,7 @@ pub struct Region {
     element: usize,
     /// Number of elements in a row and between the starts of two rows of a tile, or `None` for an array.
     row: Option<(usize, usize)>,
-    /// The type of the view.
+    /// The type of the view, with its path. Shortened only for a report: kernels reserve regions often.
     kind: &'static str,
     /// The name that the kernel has given.
     name: Option<&'static str>,
@@ -53,13 +53,12 @@ impl Region {
             Some((columns, stride)) => format!("{} x {columns}", elements / stride),
             None => elements.to_string(),
         };
-        format!("{name} {} of {extent} elements reserved at {}", self.kind, Line(self.reserved))
+        format!("{name} {} of {extent} elements reserved at {}", short_name(self.kind), Line(self.reserved))
     }
 }
 
-/// Returns the name of a type of this crate without its path and its path parameters.
-fn kind<V>() -> &'static str {
-    let name = type_name::<V>();
+/// Returns the name of a type of this crate without its path and its parameters.
+fn short_name(name: &'static str) -> &'static str {
     let name = name.split('<').next().unwrap_or(name);
     name.rsplit("::").next().unwrap_or(name)
 }
@@ -68,8 +67,8 @@ fn kind<V>() -> &'static str {
 #[track_caller]
 pub fn reserve<V, T>(base: *mut u8, offset: usize, bytes: usize, row: Option<(usize, usize)>) -> SharedView<T> {
     let element = size_of::<T>().max(1);
-    let region =
-        Region { start: offset, bytes, element, row, kind: kind::<V>(), name: None, reserved: Location::caller() };
+    let (kind, reserved) = (type_name::<V>(), Location::caller());
+    let region = Region { start: offset, bytes, element, row, kind, name: None, reserved };
     region.register();
     SharedView { pointer: base.wrapping_add(offset).cast(), region }
 }
