@@ -158,7 +158,7 @@ fn texts_do_not_depend_on_the_batch_or_on_running_ahead() {
                 alone.extend(texts(&generator, &mut engine, std::slice::from_ref(request), false).unwrap());
             }
             assert_eq!(alone.iter().map(Vec::len).collect::<Vec<_>>(), [9, 3, 7, 5, 0, 6]);
-            for (slots, run_ahead) in [(1, true), (2, false), (3, true), (6, true), (20, false)] {
+            for (slots, run_ahead) in [(1, true), (3, false), (20, true)] {
                 let mut engine = Cpu::new();
                 let generator = generator(descriptor, slots, 48, &mut engine);
                 let got = texts(&generator, &mut engine, &requests, run_ahead).unwrap();
@@ -176,7 +176,7 @@ fn batches_on_the_gpu_match_the_cpu_without_memory_errors() {
         // Checked kernels are slow, so prompts and texts are short.
         let short =
             |r: Request| Request { prompt: r.prompt[..r.prompt.len().min(3)].to_vec(), tokens: r.tokens.min(2), ..r };
-        let requests: Vec<_> = requests(sampled).into_iter().take(4).map(short).collect();
+        let requests: Vec<_> = requests(sampled).into_iter().take(3).map(short).collect();
         let mut engine = Cpu::new();
         let on_cpu = generator(descriptor, 3, 48, &mut engine);
         let expected = texts(&on_cpu, &mut engine, &requests, false).unwrap();
@@ -198,7 +198,7 @@ fn logits_in_bf16_are_close_to_those_of_the_cpu() {
         texts(&expected, &mut engine, &[request(&PROMPT, 1, 0, GREEDY)], false).unwrap();
         let expected = engine.read(expected.logits()).unwrap();
         let scale = expected.iter().fold(0.0f32, |most, x| most.max(x.abs()));
-        for slots in [1, 3, 20] {
+        for slots in [1, 20] {
             let mut engine = emulated(EmulatedGpu::new(true), Precision::Bf16, None, true);
             let generator = generator(descriptor, slots, 48, &mut *engine);
             texts(&generator, &mut *engine, &[request(&PROMPT, 1, 0, GREEDY)], false).unwrap();

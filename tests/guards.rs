@@ -29,7 +29,7 @@ const VOCAB: usize = 60;
 const CHANNELS: usize = 64;
 const SEQ: usize = 16;
 /// A token that makes the loss infinite where it is a target, and affects no other loss or gradient.
-const FATAL: u16 = 59;
+const FATAL: u32 = 59;
 
 const OFF: Limits = Limits { loss_z: None, norm_z: None, bad_steps: 10 };
 
@@ -47,7 +47,7 @@ const TARGETS: [Target; 4] =
 #[derive(Clone)]
 struct Trial {
     target: Target,
-    data: Vec<u16>,
+    data: Vec<u32>,
     steps: usize,
     grad_accum: usize,
     checkpoint_every: usize,
@@ -59,7 +59,7 @@ impl Trial {
     /// Creates a run on random tokens, with `FATAL` in the given steps of 2 sequences.
     fn with_fatal(target: Target, steps: usize, fatal: &[usize]) -> Self {
         let mut rng = Mt19937::new(3);
-        let mut data: Vec<u16> = (0..=40 * 2 * SEQ).map(|_| rng.below(u32::from(FATAL)) as u16).collect();
+        let mut data: Vec<u32> = (0..=40 * 2 * SEQ).map(|_| rng.below(FATAL)).collect();
         for step in fatal {
             data[step * 2 * SEQ + SEQ + 5] = FATAL;
         }
@@ -160,7 +160,7 @@ fn make_fatal(model: &Decoder, engine: &mut dyn Engine) {
     let mut write = |param, at: usize, value| {
         engine.write(model.layout.of(model.params, param, 0).slice(at, 1), &[value]).unwrap();
     };
-    write(Param::Wte, usize::from(FATAL) * CHANNELS + 1, -3e38);
+    write(Param::Wte, FATAL as usize * CHANNELS + 1, -3e38);
     write(Param::Lnfw, 1, 0.0);
     write(Param::Lnfb, 1, 10.0);
     if let Some(master) = model.training.and_then(|training| training.master.tensor()) {
@@ -269,7 +269,12 @@ fn resuming_before_between_or_after_bad_steps_gives_the_same_result() {
         assert_eq!(done_steps(expected.path()).unwrap(), [1, 2, 3, 6, 7, 8]);
         let between = Trial { steps: 4, ..whole.clone() }.trained();
         assert_eq!(done_steps(between.path()).unwrap(), [1, 2, 3, 4]);
-        for killed in [killed_after(&expected, 2), killed_after(&expected, 6), between] {
+        // The emulator is slow, and the guards do not depend on the engine.
+        let killed = match target {
+            Target::Cpu => vec![killed_after(&expected, 2), killed_after(&expected, 6), between],
+            _ => vec![between],
+        };
+        for killed in killed {
             whole.train(killed.path()).unwrap();
             assert!(run_results(&killed, 8) == run_results(&expected, 8), "{target:?}");
         }
@@ -314,8 +319,8 @@ fn consecutive_bad_steps_end_the_run_with_the_last_good_checkpoint_in_the_error(
 /// Creates a run on a repeated sequence of 7 tokens with one outlier sequence.
 fn with_outlier(target: Target, steps: usize, limits: Limits) -> Trial {
     let mut rng = Mt19937::new(8);
-    let mut data: Vec<u16> = (0..=200 * SEQ).map(|i| (i % 7) as u16).collect();
-    data[OUTLIER * SEQ + 1..][..SEQ - 1].iter_mut().for_each(|token| *token = 20 + rng.below(30) as u16);
+    let mut data: Vec<u32> = (0..=200 * SEQ).map(|i| (i % 7) as u32).collect();
+    data[OUTLIER * SEQ + 1..][..SEQ - 1].iter_mut().for_each(|token| *token = 20 + rng.below(30));
     Trial { target, data, steps, grad_accum: 1, checkpoint_every: 70, learning_rate: 3e-3, limits }
 }
 
@@ -362,16 +367,14 @@ fn outliers_are_logged_and_skipped_only_above_a_limit() {
 /// The resumed run restores half of the z-score window from the checkpoint.
 #[test]
 fn resuming_within_the_z_score_window_gives_the_same_result() {
-    for target in [Target::Cpu, Target::Bf16 { masters: true }] {
-        let trial = with_outlier(target, OUTLIER + 2, with_loss_limit());
-        let whole = trial.trained();
-        let killed = killed_after(&whole, 70);
-        trial.train(killed.path()).unwrap();
-        let (got, expected) = (run_results(&killed, OUTLIER + 2), run_results(&whole, OUTLIER + 2));
-        assert_eq!((&got.3, &got.4), (&expected.3, &expected.4), "{target:?}");
-        assert!(got == expected, "{target:?}");
-        assert_eq!(got.3["guards"]["skips"]["outliers"], 1);
-    }
+    let trial = with_outlier(Target::Cpu, OUTLIER + 2, with_loss_limit());
+    let whole = trial.trained();
+    let killed = killed_after(&whole, 70);
+    trial.train(killed.path()).unwrap();
+    let (got, expected) = (run_results(&killed, OUTLIER + 2), run_results(&whole, OUTLIER + 2));
+    assert_eq!((&got.3, &got.4), (&expected.3, &expected.4));
+    assert!(got == expected);
+    assert_eq!(got.3["guards"]["skips"]["outliers"], 1);
 }
 
 /// Runs the program in a temporary directory with a model of 97 tokens.

@@ -162,7 +162,9 @@ fn scores_match_reference_losses_for_any_batch() {
         randomize(&model, &mut engine);
         let mut score_of = |range| score(&model, &mut engine, layout, &set, range).unwrap();
         assert_eq!(score_of(0..23), Score { correct: 23 - mislabeled.len(), examples: 23 }, "{b} x {t}");
-        for (i, example) in examples.iter().enumerate() {
+        // One example at a time fills a small part of a large batch.
+        let alone = if b <= 3 { &examples[..] } else { &examples[..4] };
+        for (i, example) in alone.iter().enumerate() {
             let correct = usize::from(example.label == lowest(&losses[i]));
             assert_eq!(score_of(i..i + 1), Score { correct, examples: 1 }, "example {i}, {b} x {t}");
         }

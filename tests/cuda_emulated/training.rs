@@ -87,8 +87,6 @@ fn gradients(engine: &mut dyn Engine, channels: usize) -> Vec<(String, Vec<f32>)
 fn bias_gradients_match_from_layernorm_or_matmul_backward() {
     for (precision, channels, in_layernorm, tolerance) in [
         (Precision::Fp32, 128, false, 1e-4),
-        (Precision::Fp32, 576, true, 1e-4),
-        (Precision::Bf16, 128, false, 3e-2),
         (Precision::Bf16, 1088, true, 3e-2),
     ] {
         let (engine, reference) = (&mut *emulated(EmulatedGpu::new(false), precision, None, true), &mut Cpu::new());

@@ -17,9 +17,8 @@ tests! {
     kernels of "attention";
     for both types: head_size_64_matches_f64_reference, head_size_80_matches_f64_reference,
         head_size_96_matches_f64_reference, head_size_128_matches_f64_reference, zero_scores_give_running_means,
-        equal_scores_give_running_means, dominant_key_takes_all_attention, large_scores_do_not_overflow,
-        gradients_sum_as_probabilities_require;
-    slow in f32: outputs_are_convex_combinations_of_values, later_positions_do_not_affect_earlier_ones,
+        equal_scores_give_running_means, dominant_key_takes_all_attention, large_scores_do_not_overflow;
+    slow in f32: gradients_sum_as_probabilities_require, outputs_are_convex_combinations_of_values, later_positions_do_not_affect_earlier_ones,
         heads_are_independent, nan_stays_in_its_head, nan_of_a_query_head_reaches_only_its_group,
         grouped_queries_match_f64_reference, groups_share_keys_and_values, nan_at_a_position_spreads_only_as_documented;
     once: unsupported_head_sizes_have_no_kernel;
@@ -85,11 +84,9 @@ const GROUPS: [(usize, usize, usize); 6] = [(1, 2, 1), (65, 4, 2), (17, 8, 1), (
 
 fn grouped_queries_match_f64_reference<T: Precision>() {
     for (i, (t, nh, kv)) in GROUPS.into_iter().enumerate() {
-        for b in [1, 2] {
-            let hs = HEAD_SIZES[(i + b) % 4];
-            let inputs = Inputs::random::<T>(Shape { b, t, nh, kv, hs }, 2.0, 1 + t as u32);
-            assert_agrees(&inputs, &attend::<T>(&inputs), T::ERRORS);
-        }
+        let (b, hs) = (1 + i % 2, HEAD_SIZES[i % 4]);
+        let inputs = Inputs::random::<T>(Shape { b, t, nh, kv, hs }, 2.0, 1 + t as u32);
+        assert_agrees(&inputs, &attend::<T>(&inputs), T::ERRORS);
     }
 }
 
@@ -100,7 +97,7 @@ fn groups_share_keys_and_values<T: Precision>() {
 }
 
 fn shapes() -> impl Strategy<Value = Shape> {
-    (1..4usize, 1..140usize, 1..4usize, 1..4usize, select(&HEAD_SIZES)).prop_map(|(b, t, kv, group, hs)| Shape {
+    (1..3usize, 1..140usize, 1..3usize, 1..4usize, select(&HEAD_SIZES)).prop_map(|(b, t, kv, group, hs)| Shape {
         b,
         t,
         nh: kv * group,
@@ -110,26 +107,26 @@ fn shapes() -> impl Strategy<Value = Shape> {
 }
 
 fn outputs_are_convex_combinations_of_values<T: Precision>() {
-    for_all(6, (shapes(), 0.1..6.0, 0..u32::MAX), |(shape, range, seed)| {
+    for_all(4, (shapes(), 0.1..6.0, 0..u32::MAX), |(shape, range, seed)| {
         check_convex(attend::<T>, &Inputs::random::<T>(shape, range, seed), T::ROUNDING);
     });
 }
 
 fn later_positions_do_not_affect_earlier_ones<T: Precision>() {
-    for_all(6, (shapes(), 0.0..1.0, 0..u32::MAX), |(shape, part, seed)| {
+    for_all(4, (shapes(), 0.0..1.0, 0..u32::MAX), |(shape, part, seed)| {
         let inputs = |seed| Inputs::random::<T>(shape, 3.0, seed);
         check_causal(attend::<T>, &inputs(seed), &inputs(!seed), (shape.t as f64 * part) as usize);
     });
 }
 
 fn heads_are_independent<T: Precision>() {
-    for_all(6, (shapes(), 1..9usize, 0..u32::MAX), |(shape, shift, seed)| {
+    for_all(4, (shapes(), 1..9usize, 0..u32::MAX), |(shape, shift, seed)| {
         check_heads(attend::<T>, &Inputs::random::<T>(shape, 3.0, seed), shift);
     });
 }
 
 fn gradients_sum_as_probabilities_require<T: Precision>() {
-    for_all(6, (shapes(), 0.1..3.0, 0..u32::MAX), |(shape, range, seed)| {
+    for_all(4, (shapes(), 0.1..3.0, 0..u32::MAX), |(shape, range, seed)| {
         check_sums(attend::<T>, &Inputs::random::<T>(shape, range, seed), 4.0 * T::ROUNDING);
     });
 }
@@ -160,15 +157,14 @@ fn large_scores_do_not_overflow<T: Precision>() {
 
 /// The lengths are not multiples of a tile: the rows that fill the last tile must not come from the next sequence.
 fn nan_stays_in_its_head<T: Precision>() {
-    for (hs, t) in HEAD_SIZES.into_iter().zip([65, 33, 70, 17]) {
-        check_spoilt_head::<T>(attend::<T>, multi_head(3, t, 3, hs), [1, 1]);
-        check_spoilt_head::<T>(attend::<T>, Shape { b: 2, t, nh: 6, kv: 3, hs }, [1, 1]);
+    for (hs, (t, nh)) in HEAD_SIZES.into_iter().zip([(65, 3), (33, 6), (17, 6), (70, 3)]) {
+        check_spoilt_head::<T>(attend::<T>, Shape { b: 2, t, nh, kv: 3, hs }, [1, 1]);
     }
 }
 
 fn nan_of_a_query_head_reaches_only_its_group<T: Precision>() {
-    for (hs, h) in HEAD_SIZES.into_iter().zip(0..4) {
-        check_spoilt_query_head::<T>(attend::<T>, Shape { b: 2, t: 66, nh: 4, kv: 2, hs }, [1, h]);
+    for (hs, (t, h)) in HEAD_SIZES.into_iter().zip([(66, 0), (17, 1), (33, 2), (5, 3)]) {
+        check_spoilt_query_head::<T>(attend::<T>, Shape { b: 2, t, nh: 4, kv: 2, hs }, [1, h]);
     }
 }
 

@@ -163,7 +163,6 @@ fn grouped_queries_match_reference() {
         (2, 65, 4, 2, 64, BLOCKS),
         (2, 65, 4, 2, 128, 2),
         (1, 130, 8, 1, 64, 1),
-        (1, 130, 8, 1, 128, BLOCKS),
         (2, 200, 4, 1, 128, 1),
         (1, 300, 6, 3, 64, 5),
         (1, 257, 6, 2, 128, 4),
@@ -274,7 +273,7 @@ fn non_finite_query_head_reaches_only_its_group() {
 }
 
 fn non_finite_position_spreads_only_within_its_tile() {
-    for (position, hs) in [(5, 64), (100, 64), (100, 128), (130, 64), (200, 128), (280, 64)] {
+    for (position, hs) in [(5, 64), (100, 128), (130, 64), (280, 128)] {
         check_spoilt_position::<bf16>(attend(BLOCKS), multi_head(1, 300, 1, hs), position, TILE);
     }
 }

@@ -653,7 +653,7 @@ fn tokens_match_the_reference<T: Tolerance>() {
     for (v, vp, softcap) in [(5, 128, 0.0), (257, 384, 3.0), (17_000, 17_024, 0.0)] {
         let mut cases = Vec::new();
         // The largest vocabulary takes two batches of vectors.
-        for seed in 0..if v > 10_000 { 1 } else { 4 } {
+        for seed in 0..if v > 10_000 { 1 } else { 2 } {
             for (i, setting) in settings.into_iter().enumerate() {
                 let scaled = noise(v, seed * 100 + i as u32).iter().map(|x| x * 5.0 - 1.0).collect::<Vec<_>>();
                 cases.push((wide(&rounded::<T>(&scaled)), Sampling { seed: seed as i32 + 5, ..setting }));
@@ -689,7 +689,7 @@ fn tokens_of_special_logits<T: Tolerance>() {
     // Top-p counts the probability of the tokens that top-k keeps: 6 of 9, not 6 of 12.
     let logits = [1f64, 3.0, 2.0, 6.0].map(f64::ln);
     let both = |seed| one(&logits, Sampling { seed, top_k: 2, top_p: 0.6, temperature: 1.0, ..GREEDY });
-    assert!((0..20).all(|seed| both(seed) == 3));
+    assert!((0..8).all(|seed| both(seed) == 3));
     let (nan, inf) = (f64::NAN, f64::INFINITY);
     for slot in [GREEDY, sampled] {
         assert_eq!((one(&[nan; 3], slot), one(&[-inf; 3], slot)), (0, 0));
@@ -699,7 +699,7 @@ fn tokens_of_special_logits<T: Tolerance>() {
     // Of tokens with equal logits, each is chosen by some seed, even beyond top-k.
     let chosen = |top_k| {
         let tokens =
-            (0..40).map(|seed| one(&[2.0, 2.0, 2.0, -9.0], Sampling { seed, top_k, temperature: 1.0, ..GREEDY }));
+            (0..16).map(|seed| one(&[2.0, 2.0, 2.0, -9.0], Sampling { seed, top_k, temperature: 1.0, ..GREEDY }));
         tokens.collect::<std::collections::BTreeSet<_>>().into_iter().collect::<Vec<_>>()
     };
     assert_eq!((chosen(1), chosen(3)), (vec![0, 1, 2], vec![0, 1, 2]));
