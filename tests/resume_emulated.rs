@@ -51,8 +51,7 @@ fn train(out: &Path, storage: Storage, recompute: Recompute) {
     let (model, plan) = Decoder::plan(descriptor, options, &mut *engine);
     engine.allocate(&plan).unwrap();
     let mut rng = Mt19937::new(3);
-    let mut shard =
-        |i| Tokens::in_memory(format!("shard {i}"), (0..85).map(|_| rng.below(60)).collect());
+    let mut shard = |i| Tokens::in_memory(format!("shard {i}"), (0..85).map(|_| rng.below(60)).collect());
     let shards = (0..3).map(&mut shard).collect();
     let mut loader = Loader::new(shards, Geometry::single(1, 16), VOCAB, Some(42)).unwrap();
     let identity = Identity {

@@ -85,10 +85,9 @@ fn gradients(engine: &mut dyn Engine, channels: usize) -> Vec<(String, Vec<f32>)
 /// uses the former. The CUDA engine uses it only if a whole block processes a row.
 #[test]
 fn bias_gradients_match_from_layernorm_or_matmul_backward() {
-    for (precision, channels, in_layernorm, tolerance) in [
-        (Precision::Fp32, 128, false, 1e-4),
-        (Precision::Bf16, 1088, true, 3e-2),
-    ] {
+    for (precision, channels, in_layernorm, tolerance) in
+        [(Precision::Fp32, 128, false, 1e-4), (Precision::Bf16, 1088, true, 3e-2)]
+    {
         let (engine, reference) = (&mut *emulated(EmulatedGpu::new(false), precision, None, true), &mut Cpu::new());
         assert_eq!((engine.fuses_column_sums(channels), reference.fuses_column_sums(channels)), (in_layernorm, true));
         for ((name, got), (_, want)) in gradients(engine, channels).iter().zip(&gradients(reference, channels)) {

@@ -42,6 +42,7 @@ fn files(directory: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
+#[ignore = "slow: scripts/nightly runs it"]
 fn a_new_crate_outside_of_the_workspace_is_tested_and_inspected() {
     let scratch = tempfile::tempdir().unwrap();
     let checkout = workspace().canonicalize().unwrap();

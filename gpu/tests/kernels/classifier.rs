@@ -13,11 +13,10 @@ use std::slice;
 tests! {
     kernels of "classifier.rs", "classifier";
     for both types: losses_and_gradients_match_f64_reference, losses_without_gradients_match_f64_reference,
-        random_shapes_match_f64_reference, staging_does_not_change_the_result,
-        shifting_logits_does_not_change_the_result,
-        large_logits_match_f64_reference, infinite_logits_match_f64_reference, nan_stays_in_its_row,
-        softcap_matches_f64_reference, softcap_of_random_shapes_matches_f64_reference,
-        softcap_bounds_infinite_logits, large_vocabularies_match_f64_reference;
+        softcap_matches_f64_reference, large_vocabularies_match_f64_reference;
+    slow in f32: random_shapes_match_f64_reference, staging_does_not_change_the_result,
+        shifting_logits_does_not_change_the_result, large_logits_match_f64_reference, infinite_logits_match_f64_reference,
+        nan_stays_in_its_row, softcap_of_random_shapes_matches_f64_reference, softcap_bounds_infinite_logits;
     once: tanh_and_its_slope_are_accurate_to_a_few_ulp, wide_kernel_gets_the_bits_of_the_other, wide_kernel_holds_whole_rows;
 }
 

@@ -2,7 +2,8 @@
 
 use crate::common::gemm::{
     AROUND_A_TILE, BIAS_RESIDUAL, Case, Inputs, Outputs, all, any_case, cases, check, check_bits_of_fused_activations,
-    check_fractions, check_independence_of_rows, check_non_finite_elements, in_bf16, run, sized, split_k_cases,
+    check_fractions, check_independence_of_rows, check_non_finite_elements, in_bf16, run, shared_out, sized,
+    split_k_cases,
 };
 use crate::common::{Tolerance, activation, assert_close, for_all, rounded, wide};
 use cuda_std::{Element, bf16};
@@ -45,7 +46,7 @@ fn smallest_shape_matches_reference() {
 }
 
 fn shapes_around_a_tile_match_reference() {
-    cases(&gemms(), &AROUND_A_TILE, 1).into_iter().for_each(check);
+    shared_out(&gemms(), &AROUND_A_TILE).into_iter().for_each(check);
 }
 
 /// Covers outputs of 2 x 2 to 3 x 4 tiles. Blocks have odd and even numbers of tiles, some consumers have none, and the

@@ -2,7 +2,7 @@
 
 use crate::common::gemm::{
     AROUND_A_TILE, BIAS_RESIDUAL, Case, Inputs, OUT_SCALE, all, any_case, cases, check, check_fractions,
-    check_non_finite_elements, in_bf16, run, sized, split_k_cases,
+    check_non_finite_elements, in_bf16, run, shared_out, sized, split_k_cases,
 };
 use crate::common::{assert_close, for_all, quantized};
 use cuda_std::fp8::Fp8Format;
@@ -51,7 +51,7 @@ fn smallest_shape_matches_reference() {
 }
 
 fn shapes_around_a_tile_match_reference() {
-    cases(&gemms(), &AROUND_A_TILE, 1).into_iter().for_each(check);
+    shared_out(&gemms(), &AROUND_A_TILE).into_iter().for_each(check);
 }
 
 /// Covers outputs of 2 x 2 to 3 x 4 tiles. Blocks have odd and even numbers of tiles, some consumers have none, and the

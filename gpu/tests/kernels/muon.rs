@@ -9,9 +9,9 @@ use gpu::remainder;
 
 tests! {
     kernels of "muon.rs";
-    for both types: momentum_matches_f64_reference, scale_matches_f64_reference, matrices_are_scaled_independently,
-        apply_matches_f64_reference, non_finite_loss_or_norm_skips_the_step, nan_stays_in_its_element, result_does_not_depend_on_length,
-        parameters_are_rounded_masters, a_zero_matrix_stays_zero;
+    for both types: momentum_matches_f64_reference, scale_matches_f64_reference, apply_matches_f64_reference,
+        non_finite_loss_or_norm_skips_the_step, nan_stays_in_its_element, parameters_are_rounded_masters;
+    slow in f32: matrices_are_scaled_independently, result_does_not_depend_on_length, a_zero_matrix_stays_zero;
     once: bf16_momentum_is_rounded_f32_momentum, remainders_are_exact_master_weights,
         remainders_keep_nan_in_its_element_and_skip_steps;
 }
@@ -135,10 +135,11 @@ fn matrices<T: Tolerance>(n: usize) -> [Vec<T>; 3] {
 }
 
 fn scale_matches_f64_reference<T: Tolerance>() {
-    // Epsilon matters where the norm is small.
-    let cases = lengths().flat_map(|n| [(n, 3, (1.01, 1e-6)), (n, 3, (1.0, 0.5))]);
+    // Each matrix has 128 blocks, most of them idle, so few lengths have more than one. Epsilon matters where the norm is small.
+    let one = lengths().map(|n| (n, 1, if n % 2 == 0 { (1.01, 1e-6) } else { (1.0, 0.5) }));
+    let three = [17, 2048].map(|n| (n, 3, (1.0, 0.5)));
     // In the longest matrix, each block sums more than once.
-    for (n, count, (factor, epsilon)) in cases.chain([(300_001, 1, (1.01, 1e-6))]) {
+    for (n, count, (factor, epsilon)) in one.chain(three).chain([(300_001, 1, (1.01, 1e-6))]) {
         let matrices = matrices::<T>(n);
         let matrices: Vec<&[T]> = matrices.iter().take(count).map(Vec::as_slice).collect();
         let got = scaled(&matrices, factor, epsilon);
@@ -153,7 +154,7 @@ fn scale_matches_f64_reference<T: Tolerance>() {
 
 /// The result for a matrix has the same bits in any batch. NaN stays in its matrix.
 fn matrices_are_scaled_independently<T: Tolerance>() {
-    for n in [1, 17, 2048, 5003] {
+    for n in [17, 5003] {
         let mut matrices = matrices::<T>(n);
         let together = scaled(&matrices.each_ref().map(|matrix| &matrix[..]), 1.01, 1e-6);
         for (matrix, want) in matrices.iter().zip(&together) {

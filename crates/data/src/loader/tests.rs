@@ -53,8 +53,7 @@ fn ranks_in_order_share_each_sample_and_drop_the_tail() {
 
 /// Returns shards whose lengths are not multiples of a step of 128 tokens.
 fn uneven_shards() -> Vec<Tokens> {
-    let shard =
-        |(first, n): (u32, u32)| Tokens::in_memory(format!("from {first}"), (first..first + n).collect());
+    let shard = |(first, n): (u32, u32)| Tokens::in_memory(format!("from {first}"), (first..first + n).collect());
     [(0, 140), (140, 129), (269, 350), (619, 256)].into_iter().map(shard).collect()
 }
 

@@ -483,10 +483,8 @@ fn every_zero_stage_gives_the_same_bits() {
     let all = [(2, 1..=3), (3, 1..=1)];
     // The emulator is slow. Stage 3 shards what the other stages do.
     let largest = [(2, 3..=3)];
-    let engines: [(&str, NewEngine, &[_]); 2] = [
-        ("CPU", || Box::new(Cpu::new()), &all),
-        ("bf16 with this program's GEMMs", kernels, &largest),
-    ];
+    let engines: [(&str, NewEngine, &[_]); 2] =
+        [("CPU", || Box::new(Cpu::new()), &all), ("bf16 with this program's GEMMs", kernels, &largest)];
     for (name, engine, cases) in engines {
         for (ranks, stages) in cases.iter().cloned() {
             let whole = trained_together(ranks, 0, engine);

@@ -24,6 +24,16 @@ pub const BIAS_RESIDUAL: GemmEpilogue = GemmEpilogue { residual: Some(Residual::
 pub const AROUND_A_TILE: [[usize; 3]; 6] =
     [[1, 200, 64], [63, 8, 72], [65, 64, 8], [127, 136, 56], [128, 192, 128], [129, 128, 200]];
 
+/// Returns the cases of each GEMM with every third shape. Neighbors in the list have other shapes: the emulator is too slow for all
+/// combinations, and the shapes test the tiles, which do not depend on the epilogue.
+pub fn shared_out(gemms: &[Gemm], shapes: &[[usize; 3]]) -> Vec<Case> {
+    let of = |(i, gemm): (usize, &Gemm)| {
+        let shapes: Vec<_> = shapes.iter().skip(i % 3).step_by(3).copied().collect();
+        cases(&[*gemm], &shapes, 1)
+    };
+    gemms.iter().enumerate().flat_map(of).collect()
+}
+
 /// Returns the GEMM in bf16 that is not batched, with this layout and epilogue. [`sized`] gives it a shape.
 pub const fn in_bf16(layout: GemmLayout, epilogue: GemmEpilogue) -> Gemm {
     Gemm { m: 0, n: 0, k: 0, layout, precision: GemmPrecision::Bf16, batching: Batching::One, epilogue }
