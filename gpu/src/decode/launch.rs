@@ -2,8 +2,7 @@
 
 use super::{attention, matvec};
 use crate::activation::Activation;
-use crate::launch::KernelLaunch;
-use cuda_std::shared::Layout;
+use crate::launch::{KernelLaunch, shared_bytes};
 use cuda_std::{Element, Global, GlobalMut};
 
 /// Most rows of [`matvec()`].
@@ -96,9 +95,7 @@ pub fn matvec<T: Element>(operands: MatvecOperands<T>, size: MatvecSize) -> Opti
         eps,
     };
     let launch = matvec::matvec_select::<T>(key, out, inp, weight, bias, residual, norm_weight, norm_bias, sizes)?;
-    let mut layout = Layout::new();
-    matvec::shared(&mut layout);
-    Some(KernelLaunch { launch, grid: [sizes.grid(columns), 1, 1], shared_bytes: layout.bytes() })
+    Some(KernelLaunch { launch, grid: [sizes.grid(columns), 1, 1], shared_bytes: shared_bytes(matvec::shared) })
 }
 
 /// The operands of [`attention()`].
@@ -135,23 +132,12 @@ pub fn attention<T: Element>(
     }
     let AttentionOperands { out, partials, keys, values, qkv, slots: state, table, q_weight, k_weight } = operands;
     let group = (sizes.heads / sizes.kv_heads).clamp(1, 8).next_power_of_two() as usize;
-    let mut layout = Layout::new();
-    attention::shared(&mut layout, group, sizes.head_size as usize);
+    let key = (group,);
     let launch = attention::decode_attention_select::<T>(
-        (group,),
-        out,
-        partials,
-        keys,
-        values,
-        qkv,
-        state,
-        table,
-        q_weight,
-        k_weight,
-        sizes,
+        key, out, partials, keys, values, qkv, state, table, q_weight, k_weight, sizes,
     )?;
-    let (grid, shared_bytes) = (sizes.grid(group, slots), layout.bytes());
-    let mut kernels = vec![KernelLaunch { launch, grid, shared_bytes }];
+    let shared_bytes = shared_bytes(|layout| attention::shared(layout, group, sizes.head_size as usize));
+    let mut kernels = vec![KernelLaunch { launch, grid: sizes.grid(group, slots), shared_bytes }];
     if sizes.splits > 1 {
         let launch = attention::decode_attention_combine::<T>(out, partials.reader(), state, sizes);
         kernels.push(KernelLaunch { launch, grid: sizes.combine_grid(slots), shared_bytes: 0 });

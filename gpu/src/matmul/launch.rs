@@ -12,10 +12,9 @@ pub use super::tile::TileShape;
 use super::tile::{EPILOGUE_TILE, TILE_K, TILE_K_FP8};
 use crate::bias::bias_backward_reduce;
 use crate::column_sum;
-use crate::launch::{Extents, KernelLaunch};
+use crate::launch::{Extents, KernelLaunch, shared_bytes};
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
-use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, bf16};
 
 impl TileShape {
@@ -319,45 +318,40 @@ pub fn launches(gemm: &Gemm, config: TileConfig, operands: KernelOperands, sm_co
     let TileConfig { tile, split_k } = config;
     let KernelOperands { bias, out_address, scratch, .. } = operands;
     let (m, n) = (gemm.m as u32, gemm.n as u32);
-    let column_sums = scratch.skip(config.partials_len(gemm));
+    // Partial column sums follow the partial sums.
+    let partials = scratch.skip(config.partials_len(gemm));
     let mut kernels = vec![KernelLaunch {
-        launch: kernel(gemm, config, operands, column_sums)
+        launch: kernel(gemm, config, operands, partials)
             .unwrap_or_else(|| panic!("{gemm} with {config:?}: expected a configuration with a kernel")),
         grid: [sm_count as u32, 1, 1],
-        shared_bytes: SharedStorage::bytes(),
+        shared_bytes: shared_bytes(SharedStorage::new),
     }];
     if split_k > 1 {
-        let ([tile_m, tile_n], split_k) = (tile.dims(), split_k as u32);
-        let partials = scratch.reader();
+        let ([tile_m, tile_n], parts) = (tile.dims(), split_k as u32);
+        let (sums, out) = (scratch.reader(), out_address);
         let launch = if gemm.epilogue.output == GemmOutput::F32 {
-            let out = GlobalMut::from_address(out_address);
-            matmul_split_k_reduce::<f32>(out, partials, tile_m, tile_n, m, n, split_k)
+            matmul_split_k_reduce::<f32>(GlobalMut::from_address(out), sums, tile_m, tile_n, m, n, parts)
         } else {
-            let out = GlobalMut::from_address(out_address);
-            matmul_split_k_reduce::<bf16>(out, partials, tile_m, tile_n, m, n, split_k)
+            matmul_split_k_reduce::<bf16>(GlobalMut::from_address(out), sums, tile_m, tile_n, m, n, parts)
         };
         let grid = reduce_grid([tile_m, tile_n], tile.tiles(gemm.m, gemm.n));
         kernels.push(KernelLaunch { launch, grid, shared_bytes: 0 });
     }
     if gemm.epilogue.bias == Some(Bias::Gradient) {
         let rows = config.column_sum_rows(gemm) as u32;
-        let mut layout = Layout::new();
-        column_sum::shared(&mut layout);
-        kernels.push(KernelLaunch {
-            launch: bias_backward_reduce::<bf16>(bias, column_sums.reader(), rows, m),
-            grid: [column_sum::grid(gemm.m), 1, 1],
-            shared_bytes: layout.bytes(),
-        });
+        let launch = bias_backward_reduce::<bf16>(bias, partials.reader(), rows, m);
+        let (grid, shared_bytes) = ([column_sum::grid(gemm.m), 1, 1], shared_bytes(column_sum::shared));
+        kernels.push(KernelLaunch { launch, grid, shared_bytes });
     }
     kernels
 }
 
-/// Returns the launch of the GEMM kernel itself.
+/// Returns the launch of the GEMM kernel itself. `partials` is the memory for partial column sums.
 fn kernel(
     gemm: &Gemm,
     TileConfig { tile, split_k }: TileConfig,
     operands: KernelOperands,
-    column_sums: GlobalMut<f32>,
+    partials: GlobalMut<f32>,
 ) -> Option<Launch> {
     let KernelOperands { a, b, out, aux, second, bias, scales: [scale_a, scale_b], scale_out, amax, .. } = operands;
     let sums = if split_k > 1 { operands.scratch } else { GlobalMut::from_address(operands.out_address) };
@@ -365,28 +359,11 @@ fn kernel(
     let n = if pairs { gemm.n / 2 } else { gemm.n };
     let parts = if gemm.batching == Batching::One { split_k } else { operands.count };
     let Factors { alpha, beta } = operands.factors;
-    let (m, n, k) = (gemm.m as u32, n as u32, gemm.k as u32);
+    let [m, n, k, parts] = [gemm.m, n, gemm.k, parts].map(|size| size as u32);
     let key = (gemm.layout, gemm.precision, gemm.batching, stored(gemm, split_k), tile);
     let bias = bias.reader();
     matmul_select(
-        key,
-        a,
-        b,
-        out,
-        aux,
-        second,
-        bias,
-        scale_a,
-        scale_b,
-        scale_out,
-        amax,
-        sums,
-        column_sums,
-        alpha,
-        beta,
-        m,
-        n,
-        k,
-        parts as u32,
+        key, a, b, out, aux, second, bias, scale_a, scale_b, scale_out, amax, sums, partials, alpha, beta, m, n, k,
+        parts,
     )
 }

@@ -41,12 +41,4 @@ impl SharedStorage {
             aux_full: layout.mbarriers((CONSUMERS * MAX_EPILOGUE_BUFFERS) as usize),
         }
     }
-
-    /// Returns the dynamic shared memory of a block, in bytes.
-    #[cfg(not(target_arch = "nvptx64"))]
-    pub fn bytes() -> usize {
-        let mut layout = Layout::new();
-        Self::new(&mut layout);
-        layout.bytes()
-    }
 }

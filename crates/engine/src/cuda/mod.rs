@@ -53,11 +53,10 @@ use arena::Arena;
 use cuda_graphs::GraphAction;
 use cuda_std::launch::Launch;
 use cuda_std::mma::TensorCore;
-use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, bf16};
 use executor::Executor;
 use gemm_dispatch::GemmDispatch;
-use gpu::launch::KernelLaunch;
+use gpu::launch::{KernelLaunch, shared_bytes};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::marker::PhantomData;
@@ -185,13 +184,6 @@ struct Cuda<T> {
     /// Whether launches are captured into a graph instead of run.
     capturing: bool,
     element: PhantomData<T>,
-}
-
-/// Returns the bytes of dynamic shared memory of a kernel's layout.
-fn shared_bytes<R>(layout: impl FnOnce(&mut Layout) -> R) -> usize {
-    let mut measure = Layout::new();
-    layout(&mut measure);
-    measure.bytes()
 }
 
 impl<T: Float> Cuda<T> {

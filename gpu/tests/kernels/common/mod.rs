@@ -11,6 +11,7 @@ use bytemuck::Pod;
 use cuda_std::emulate::Memory;
 use cuda_std::launch::Launch;
 use cuda_std::{Element, GlobalMut, bf16};
+pub use gpu::launch::shared_bytes;
 use proptest::bool::ANY;
 use proptest::sample::select;
 use proptest::strategy::{Strategy, ValueTree};
@@ -193,13 +194,6 @@ pub fn product([m, n, k]: [usize; 3], a: impl Fn(usize, usize) -> f64, b: impl F
         }
     }
     product
-}
-
-/// Returns the size of the shared memory that a layout function allocates, in bytes.
-pub fn shared_bytes<R>(layout: impl FnOnce(&mut cuda_std::shared::Layout) -> R) -> usize {
-    let mut total = cuda_std::shared::Layout::new();
-    layout(&mut total);
-    total.bytes()
 }
 
 /// Declares the tests of a file, plus one which checks that together they launch every entry point of their kernels.
