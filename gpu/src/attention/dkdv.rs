@@ -60,9 +60,7 @@ impl<T: TensorCore, const HS: usize, const ROWS: usize, const QUERIES: usize> Sh
 /// Returns the dynamic shared memory of [`attention_backward_dkdv`] with these generic arguments, in bytes.
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) fn dkdv_shared_bytes<T: TensorCore, const HS: usize, const ROWS: usize, const QUERIES: usize>() -> usize {
-    let mut layout = Layout::new();
-    let _ = Shared::<T, HS, ROWS, QUERIES>::new(&mut layout);
-    layout.bytes()
+    crate::launch::shared_bytes(Shared::<T, HS, ROWS, QUERIES>::new)
 }
 
 /// Computes the K and V parts of dqkv (B,T,NH+2KV,HS) from dout (B,T,NH,HS), qkv (B,T,NH+2KV,HS), lse and d (B,NH,T).

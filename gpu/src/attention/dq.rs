@@ -5,47 +5,23 @@
 use super::Head;
 use super::mask::{crosses_diagonal, mask_scores};
 use super::softmax::{exponent_scale, exponent_shift, scale};
-use super::tiles::{Accumulators, LeftOperand, lane_row, load_async, stage, warp_row};
+use super::tiles::{Accumulators, KeyTile, KeyTiles, LeftOperand, lane_row, load_async, warp_row};
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, SharedTile, async_copy, bf16, kernel, math, thread};
 
-/// A tile of keys and values.
-#[derive(Clone, Copy)]
-struct KeyTile<T, const KEYS: usize, const HS: usize> {
-    k: SharedTile<T, KEYS, HS>,
-    v: SharedTile<T, KEYS, HS>,
-}
-
-/// Shared memory: the queries of the block with the gradients of their outputs, and a double buffer of key tiles.
-struct Shared<T, const HS: usize, const ROWS: usize, const KEYS: usize> {
-    q: SharedTile<T, ROWS, HS>,
-    dout: SharedTile<T, ROWS, HS>,
-    stages: [KeyTile<T, KEYS, HS>; 2],
-}
-
-impl<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize> Shared<T, HS, ROWS, KEYS> {
-    #[inline(always)]
-    fn new(layout: &mut Layout) -> Self {
-        let (q, dout) = (layout.tile(), layout.tile());
-        let mut tile = || KeyTile { k: layout.tile(), v: layout.tile() };
-        Self { q, dout, stages: [tile(), tile()] }
-    }
-
-    /// Returns the buffer of key tile `tile`.
-    #[inline(always)]
-    fn stage(&self, tile: usize) -> KeyTile<T, KEYS, HS> {
-        let [even, odd] = self.stages;
-        KeyTile { k: stage(even.k, odd.k, tile), v: stage(even.v, odd.v, tile) }
-    }
+/// Lays out the shared memory: the queries of the block, the gradients of their outputs, and a double buffer of key tiles.
+#[inline(always)]
+fn shared<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>(
+    layout: &mut Layout,
+) -> ([SharedTile<T, ROWS, HS>; 2], KeyTiles<T, KEYS, HS>) {
+    ([layout.tile(), layout.tile()], KeyTiles::new(layout))
 }
 
 /// Returns the dynamic shared memory of [`attention_backward_dq`] with these generic arguments, in bytes.
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) fn dq_shared_bytes<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>() -> usize {
-    let mut layout = Layout::new();
-    let _ = Shared::<T, HS, ROWS, KEYS>::new(&mut layout);
-    layout.bytes()
+    crate::launch::shared_bytes(shared::<T, HS, ROWS, KEYS>)
 }
 
 /// Computes the Q part of dqkv (B,T,NH+2KV,HS) from dout (B,T,NH,HS), qkv (B,T,NH+2KV,HS), lse and d (B,NH,T).
@@ -81,15 +57,15 @@ pub fn attention_backward_dq<T: TensorCore, const HS: usize, const ROWS: usize, 
     let first_query = (tiles - 1 - thread::block_idx_x() as usize) * ROWS;
     let key_tiles = head.t.min(first_query + ROWS).div_ceil(KEYS);
 
-    let shared = Shared::<T, HS, ROWS, KEYS>::new(&mut Layout::new());
+    let ([query_tile, dout_tile], keys) = shared::<T, HS, ROWS, KEYS>(&mut Layout::new());
     let load = |tile: usize| {
-        let to = shared.stage(tile);
-        load_async(to.k, qkv, head.key(), tile * KEYS);
-        load_async(to.v, qkv, head.value(), tile * KEYS);
+        let KeyTile { k, v } = keys.stage(tile);
+        load_async(k, qkv, head.key(), tile * KEYS);
+        load_async(v, qkv, head.value(), tile * KEYS);
         async_copy::commit();
     };
-    load_async(shared.q, qkv, head.query(), first_query);
-    load_async(shared.dout, dout, head.plain(), first_query);
+    load_async(query_tile, qkv, head.query(), first_query);
+    load_async(dout_tile, dout, head.plain(), first_query);
     load(0);
 
     let warp_query = first_query + warp_row::<ROWS>();
@@ -106,7 +82,7 @@ pub fn attention_backward_dq<T: TensorCore, const HS: usize, const ROWS: usize, 
     async_copy::wait::<0>();
     thread::sync_threads();
     let keep = size_of::<T>() * HS <= 192;
-    let (q, dout) = (LeftOperand::new(shared.q, keep), LeftOperand::new(shared.dout, keep));
+    let (q, dout) = (LeftOperand::new(query_tile, keep), LeftOperand::new(dout_tile, keep));
 
     let exponent_scale = exponent_scale::<HS>();
     let mut dq = Accumulators::<ROWS, HS>::zero();
@@ -116,18 +92,18 @@ pub fn attention_backward_dq<T: TensorCore, const HS: usize, const ROWS: usize, 
         }
         let first_key = tile * KEYS;
         if first_key < warp_query + ROWS / 4 {
-            let keys = shared.stage(tile);
+            let KeyTile { k, v } = keys.stage(tile);
             let mut p = Accumulators::<ROWS, KEYS>::zero();
-            p.add_matmul_transposed::<T, HS>(|strip, i| q.fragment(strip, i), keys.k);
+            p.add_matmul_transposed::<T, HS>(|strip, i| q.fragment(strip, i), k);
             if crosses_diagonal(warp_query, first_key, KEYS) {
                 mask_scores(&mut p, first_query, first_key);
             }
             p.map(|strip, row, _, s| math::exp2(math::fma(s, exponent_scale, shift[strip][row])));
 
             let mut ds = Accumulators::<ROWS, KEYS>::zero();
-            ds.add_matmul_transposed::<T, HS>(|strip, i| dout.fragment(strip, i), keys.v);
+            ds.add_matmul_transposed::<T, HS>(|strip, i| dout.fragment(strip, i), v);
             ds.zip(&p, |strip, row, _, dp, p| p * (dp - dot[strip][row]));
-            dq.add_matmul::<T, KEYS>(|strip, i| ds.fragment::<T>(strip, i), keys.k);
+            dq.add_matmul::<T, KEYS>(|strip, i| ds.fragment::<T>(strip, i), k);
         }
         async_copy::wait::<0>();
         thread::sync_threads();
@@ -135,5 +111,5 @@ pub fn attention_backward_dq<T: TensorCore, const HS: usize, const ROWS: usize, 
 
     let scale = scale::<HS>();
     dq.map(|_, _, _, dq| dq * scale);
-    dq.store(dqkv, head.query(), first_query, shared.q);
+    dq.store(dqkv, head.query(), first_query, query_tile);
 }

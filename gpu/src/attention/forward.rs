@@ -3,46 +3,23 @@
 use super::Head;
 use super::mask::{crosses_diagonal, mask_scores};
 use super::softmax::{OnlineSoftmax, exponent_scale, scale};
-use super::tiles::{Accumulators, LeftOperand, lane_column, lane_row, load_async, stage, warp_row};
+use super::tiles::{Accumulators, KeyTile, KeyTiles, LeftOperand, lane_column, lane_row, load_async, warp_row};
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, SharedTile, async_copy, bf16, kernel, thread};
 
-/// A tile of keys and values.
-#[derive(Clone, Copy)]
-struct Pair<T, const KEYS: usize, const HS: usize> {
-    k: SharedTile<T, KEYS, HS>,
-    v: SharedTile<T, KEYS, HS>,
-}
-
-/// Shared memory: the queries of the block, and a double buffer of key and value tiles.
-struct Shared<T, const HS: usize, const ROWS: usize, const KEYS: usize> {
-    q: SharedTile<T, ROWS, HS>,
-    stages: [Pair<T, KEYS, HS>; 2],
-}
-
-impl<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize> Shared<T, HS, ROWS, KEYS> {
-    #[inline(always)]
-    fn new(layout: &mut Layout) -> Self {
-        let q = layout.tile();
-        let mut pair = || Pair { k: layout.tile(), v: layout.tile() };
-        Self { q, stages: [pair(), pair()] }
-    }
-
-    /// Returns the buffer of key tile `tile`.
-    #[inline(always)]
-    fn stage(&self, tile: usize) -> Pair<T, KEYS, HS> {
-        let [even, odd] = self.stages;
-        Pair { k: stage(even.k, odd.k, tile), v: stage(even.v, odd.v, tile) }
-    }
+/// Lays out the shared memory: the queries of the block, and a double buffer of key tiles.
+#[inline(always)]
+fn shared<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>(
+    layout: &mut Layout,
+) -> (SharedTile<T, ROWS, HS>, KeyTiles<T, KEYS, HS>) {
+    (layout.tile(), KeyTiles::new(layout))
 }
 
 /// Returns the dynamic shared memory of [`attention_forward`] with these generic arguments, in bytes.
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) fn forward_shared_bytes<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>() -> usize {
-    let mut layout = Layout::new();
-    let _ = Shared::<T, HS, ROWS, KEYS>::new(&mut layout);
-    layout.bytes()
+    crate::launch::shared_bytes(shared::<T, HS, ROWS, KEYS>)
 }
 
 /// Computes out (B,T,NH,HS) = softmax(Q Kᵀ / sqrt(HS) + causal mask) V from qkv (B,T,NH+2KV,HS).
@@ -78,19 +55,19 @@ pub fn attention_forward<T: TensorCore, const HS: usize, const ROWS: usize, cons
     let first_query = (tiles - 1 - thread::block_idx_x() as usize) * ROWS;
     let key_tiles = head.t.min(first_query + ROWS).div_ceil(KEYS);
 
-    let shared = Shared::<T, HS, ROWS, KEYS>::new(&mut Layout::new());
+    let (query_tile, keys) = shared::<T, HS, ROWS, KEYS>(&mut Layout::new());
     let load = |tile: usize| {
-        let pair = shared.stage(tile);
-        load_async(pair.k, qkv, head.key(), tile * KEYS);
-        load_async(pair.v, qkv, head.value(), tile * KEYS);
+        let KeyTile { k, v } = keys.stage(tile);
+        load_async(k, qkv, head.key(), tile * KEYS);
+        load_async(v, qkv, head.value(), tile * KEYS);
         async_copy::commit();
     };
-    load_async(shared.q, qkv, head.query(), first_query);
+    load_async(query_tile, qkv, head.query(), first_query);
     async_copy::commit();
     load(0);
     async_copy::wait::<1>();
     thread::sync_threads();
-    let q = LeftOperand::new(shared.q, size_of::<T>() == 2);
+    let q = LeftOperand::new(query_tile, size_of::<T>() == 2);
 
     let exponent_scale = exponent_scale::<HS>();
     let warp_query = first_query + warp_row::<ROWS>();
@@ -107,9 +84,9 @@ pub fn attention_forward<T: TensorCore, const HS: usize, const ROWS: usize, cons
         }
         let first_key = tile * KEYS;
         if first_key <= last_query {
-            let pair = shared.stage(tile);
+            let KeyTile { k, v } = keys.stage(tile);
             let mut s = Accumulators::<ROWS, KEYS>::zero();
-            s.add_matmul_transposed::<T, HS>(|strip, k| q.fragment(strip, k), pair.k);
+            s.add_matmul_transposed::<T, HS>(|strip, i| q.fragment(strip, i), k);
             if crosses_diagonal(warp_query, first_key, KEYS) {
                 mask_scores(&mut s, first_query, first_key);
             }
@@ -117,7 +94,7 @@ pub fn attention_forward<T: TensorCore, const HS: usize, const ROWS: usize, cons
                 let factor = softmax[strip].update(&mut s, strip, exponent_scale);
                 o.for_each_in(strip, |row, o| *o *= factor[row]);
             }
-            o.add_matmul::<T, KEYS>(|strip, k| s.fragment::<T>(strip, k), pair.v);
+            o.add_matmul::<T, KEYS>(|strip, i| s.fragment::<T>(strip, i), v);
         }
     }
 
@@ -131,5 +108,5 @@ pub fn attention_forward<T: TensorCore, const HS: usize, const ROWS: usize, cons
             }
         }
     }
-    o.store(out, head.plain(), first_query, shared.q);
+    o.store(out, head.plain(), first_query, query_tile);
 }

@@ -6,6 +6,7 @@ use super::dot::DOT_ROWS;
 use super::dq::{attention_backward_dq_select, attention_backward_dq_values};
 use super::forward::{attention_forward_select, attention_forward_values};
 use crate::launch::KernelLaunch;
+use cuda_std::launch::Launch;
 use cuda_std::mma::TensorCore;
 use cuda_std::{Global, GlobalMut};
 
@@ -37,6 +38,17 @@ impl Shape {
     fn grid(self, rows: usize, heads: usize) -> [u32; 3] {
         [self.t.div_ceil(rows) as u32, heads as u32, self.b as u32]
     }
+
+    /// Returns the launch of a kernel instance over `heads` heads, given its rows and shared memory.
+    fn launch(
+        self,
+        launch: Option<Launch>,
+        values: Option<(usize, fn() -> usize)>,
+        heads: usize,
+    ) -> Option<KernelLaunch> {
+        let (rows, shared_bytes) = values?;
+        Some(KernelLaunch { launch: launch?, grid: self.grid(rows, heads), shared_bytes: shared_bytes() })
+    }
 }
 
 /// Returns the forward kernel, which computes out (B,T,NH,HS) and lse (B,NH,T) from qkv (B,T,NH+2KV,HS).
@@ -49,21 +61,14 @@ pub fn forward<T: TensorCore>(
     shape: Shape,
 ) -> Option<KernelLaunch> {
     let (t, kv, group) = (shape.t as u32, shape.kv as u32, shape.group() as u32);
-    let (rows, shared_bytes) = attention_forward_values::<T>((shape.hs,))?;
-    Some(KernelLaunch {
-        launch: attention_forward_select::<T>((shape.hs,), out, lse, qkv, t, kv, group)?,
-        grid: shape.grid(rows, shape.nh),
-        shared_bytes: shared_bytes(),
-    })
+    let launch = attention_forward_select::<T>((shape.hs,), out, lse, qkv, t, kv, group);
+    shape.launch(launch, attention_forward_values::<T>((shape.hs,)), shape.nh)
 }
 
 /// Returns the kernel that computes d (B,NH,T) = rowsum(dout ∘ out) from dout and out (B,T,NH,HS).
 pub fn backward_dot<T: TensorCore>(d: GlobalMut<f32>, dout: Global<T>, out: Global<T>, shape: Shape) -> KernelLaunch {
-    KernelLaunch {
-        launch: attention_backward_dot::<T>(d, dout, out, shape.t as u32, shape.nh as u32, shape.hs as u32),
-        grid: shape.grid(DOT_ROWS, shape.nh),
-        shared_bytes: 0,
-    }
+    let launch = attention_backward_dot::<T>(d, dout, out, shape.t as u32, shape.nh as u32, shape.hs as u32);
+    KernelLaunch { launch, grid: shape.grid(DOT_ROWS, shape.nh), shared_bytes: 0 }
 }
 
 /// Returns the three backward kernels in the order in which they must run.
@@ -82,17 +87,8 @@ pub fn backward<T: TensorCore>(
     let (t, kv, group) = (shape.t as u32, shape.kv as u32, shape.group() as u32);
     let dot = backward_dot(d, dout, out, shape);
     let d = d.reader();
-    let (rows, shared_bytes) = attention_backward_dkdv_values::<T>((shape.hs,))?;
-    let dkdv = KernelLaunch {
-        launch: attention_backward_dkdv_select::<T>((shape.hs,), dqkv, dout, qkv, lse, d, t, kv, group)?,
-        grid: shape.grid(rows, shape.kv),
-        shared_bytes: shared_bytes(),
-    };
-    let (rows, shared_bytes) = attention_backward_dq_values::<T>((shape.hs,))?;
-    let dq = KernelLaunch {
-        launch: attention_backward_dq_select::<T>((shape.hs,), dqkv, dout, qkv, lse, d, t, kv, group)?,
-        grid: shape.grid(rows, shape.nh),
-        shared_bytes: shared_bytes(),
-    };
-    Some([dot, dkdv, dq])
+    let dkdv = attention_backward_dkdv_select::<T>((shape.hs,), dqkv, dout, qkv, lse, d, t, kv, group);
+    let dkdv = shape.launch(dkdv, attention_backward_dkdv_values::<T>((shape.hs,)), shape.kv)?;
+    let dq = attention_backward_dq_select::<T>((shape.hs,), dqkv, dout, qkv, lse, d, t, kv, group);
+    Some([dot, dkdv, shape.launch(dq, attention_backward_dq_values::<T>((shape.hs,)), shape.nh)?])
 }

@@ -4,6 +4,7 @@
 //! operand, in strips of 16. Every warp reads the whole right operand, once for all its strips.
 
 use cuda_std::mma::TensorCore;
+use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, SharedArray, SharedTile, thread, warp};
 
 /// Threads of a block.
@@ -288,6 +289,32 @@ impl Columns {
     #[inline(always)]
     pub fn at(&self, col: usize) -> f32 {
         self.0[col / 8][col % 8]
+    }
+}
+
+/// A tile of keys and values.
+#[derive(Clone, Copy)]
+pub struct KeyTile<T, const KEYS: usize, const HS: usize> {
+    pub k: SharedTile<T, KEYS, HS>,
+    pub v: SharedTile<T, KEYS, HS>,
+}
+
+/// A double buffer of key tiles.
+pub struct KeyTiles<T, const KEYS: usize, const HS: usize>([KeyTile<T, KEYS, HS>; 2]);
+
+impl<T: TensorCore, const KEYS: usize, const HS: usize> KeyTiles<T, KEYS, HS> {
+    /// Takes the buffer from `layout`.
+    #[inline(always)]
+    pub fn new(layout: &mut Layout) -> Self {
+        let mut tile = || KeyTile { k: layout.tile(), v: layout.tile() };
+        Self([tile(), tile()])
+    }
+
+    /// Returns the buffer of key tile `tile`.
+    #[inline(always)]
+    pub fn stage(&self, tile: usize) -> KeyTile<T, KEYS, HS> {
+        let [even, odd] = self.0;
+        KeyTile { k: stage(even.k, odd.k, tile), v: stage(even.v, odd.v, tile) }
     }
 }
 
