@@ -11,6 +11,7 @@
 //! gradient of a linear layer's output. They write one sum per column and tile of rows, in a fixed order. The kernel
 //! [`bias_backward_reduce`](crate::bias::bias_backward_reduce) adds them.
 
+use crate::norm::rows::RowOutput;
 use cuda_std::fp8::transpose_bytes;
 use cuda_std::shared::Layout;
 use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, Packet, SharedArray, bf16, kernel, math, thread, warp};
@@ -64,22 +65,10 @@ pub fn magnitude(value: f32) -> u32 {
 #[inline(always)]
 #[track_caller]
 pub fn store_amax(amax: GlobalMut<u32>, magnitude: u32) {
-    let magnitude = warp_max(magnitude);
+    let magnitude = warp::reduce(magnitude, u32::max);
     if warp::lane() == 0 {
         amax.atomic_max(0, magnitude);
     }
-}
-
-/// Returns the maximum over the lanes of the warp.
-#[inline(always)]
-#[track_caller]
-fn warp_max(mut magnitude: u32) -> u32 {
-    let mut offset = warp::LANES / 2;
-    while offset > 0 {
-        magnitude = magnitude.max(warp::shuffle_xor(magnitude, offset));
-        offset /= 2;
-    }
-    magnitude
 }
 
 /// Replaces `amax` by the maximum of itself and the magnitudes of all threads of the block, which all call this.
@@ -88,7 +77,7 @@ fn warp_max(mut magnitude: u32) -> u32 {
 #[inline(always)]
 #[track_caller]
 pub(crate) fn store_block_amax(amax: GlobalMut<u32>, maxima: SharedArray<u32>, magnitude: u32) {
-    let magnitude = warp_max(magnitude);
+    let magnitude = warp::reduce(magnitude, u32::max);
     let (warp, lane) = (thread::thread_idx_x() as usize / warp::LANES as usize, warp::lane() as usize);
     if lane == 0 {
         maxima.set(warp, magnitude);
@@ -179,18 +168,6 @@ pub fn delayed_scales(scales: GlobalMut<f32>, amaxes: GlobalMut<f32>, n: u32, st
     scales.set(i, scale_of(most, largest));
 }
 
-/// Returns the sum over the lanes of the warp.
-#[inline(always)]
-#[track_caller]
-fn warp_sum(mut count: u32) -> u32 {
-    let mut offset = warp::LANES / 2;
-    while offset > 0 {
-        count += warp::shuffle_xor(count, offset);
-        offset /= 2;
-    }
-    count
-}
-
 /// Counts the elements of inp (n) that quantization changes completely: counts\[0\] += those with a magnitude above `largest` ·
 /// scale, which saturate; counts\[1\] += those other than 0 with a magnitude of at most `smallest` · scale, which become 0. `n` is
 /// a multiple of 8. Grid: [`grid`].
@@ -217,7 +194,7 @@ pub fn count_losses(
             }
         }
     }
-    let (saturated, zeroed) = (warp_sum(saturated), warp_sum(zeroed));
+    let [saturated, zeroed] = [saturated, zeroed].map(|count| warp::reduce(count, |a, b| a + b));
     if warp::lane() == 0 {
         counts.atomic_add(0, saturated);
         counts.atomic_add(1, zeroed);
@@ -252,6 +229,11 @@ pub struct QuantizedOperands<T> {
     pub scale: Global<f32>,
 }
 
+impl<T> QuantizedOperands<T> {
+    /// No operands.
+    pub const NONE: Self = Self { out: GlobalMut::null(), amax: GlobalMut::null(), scale: Global::null() };
+}
+
 /// Memory for a quantized tensor. A thread computes some of its packets in bf16.
 pub(crate) struct QuantizedOutput<T> {
     out: GlobalMut<T>,
@@ -267,23 +249,14 @@ impl<T: Fp8> QuantizedOutput<T> {
     pub fn new(out: GlobalMut<T>, scale: Global<f32>) -> Self {
         Self { out, factor: math::div_rn(1.0, scale.at(0)), largest: 0 }
     }
+}
 
-    /// Quantizes the elements from `i` on.
+impl<T: Fp8> RowOutput<bf16> for QuantizedOutput<T> {
     #[inline(always)]
     #[track_caller]
-    pub fn set_packet(&mut self, i: usize, packet: Packet<bf16>) {
+    fn set_packet(&mut self, i: usize, packet: Packet<bf16>) {
         self.out.set_eight(i, quantized::<T>(packet, self.factor));
         self.largest = self.largest.max(amax_of(packet));
-    }
-
-    /// Replaces `amax` by the maximum of itself and the largest magnitude of the block. All threads of the block must call it. Does
-    /// nothing if `amax` is null.
-    #[inline(always)]
-    #[track_caller]
-    pub fn store_amax(&self, amax: GlobalMut<u32>, maxima: SharedArray<u32>) {
-        if !amax.is_null() {
-            store_block_amax(amax, maxima, self.largest);
-        }
     }
 }
 

@@ -190,7 +190,7 @@ pub fn sync() {
 /// Reduces `value` over all lanes with a commutative `op` in a fixed order. Every lane receives the result.
 #[inline(always)]
 #[track_caller]
-pub fn reduce(mut value: f32, op: impl Fn(f32, f32) -> f32) -> f32 {
+pub fn reduce<S: Shuffle>(mut value: S, op: impl Fn(S, S) -> S) -> S {
     value = op(value, shuffle_xor(value, 16));
     value = op(value, shuffle_xor(value, 8));
     value = op(value, shuffle_xor(value, 4));

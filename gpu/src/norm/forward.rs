@@ -2,7 +2,7 @@
 
 use super::rows::{MAX_ROWS, RowOutput, RowPart, THREADS, forward_pipeline, scratch};
 use super::{Kind, LayerNorm, Norm, RmsNorm};
-use crate::quantize::{self, QuantizedOutput};
+use crate::quantize::{self, QuantizedOutput, store_block_amax};
 use cuda_std::shared::Layout;
 use cuda_std::{E4m3, Element, Fp8, Global, GlobalMut, Packet, async_copy, bf16, kernel, math, thread};
 
@@ -145,10 +145,10 @@ pub fn norm_forward<T: Element, N: Norm, const PACKETS: usize, const WARPS: usiz
 /// Does what [`norm_forward`] does in bf16, and quantizes out with a given scale (1) instead of storing it: its bits are those of
 /// [`quantize`](crate::quantize::quantize) for an output in bf16, as are those of `amax` (1), which may be null.
 ///
-/// Grid: [`Shape::forward_fp8_grid`]. Shared memory: [`Shape::forward_fp8_shared_bytes`].
+/// Grid: [`Shape::forward_grid`]. Shared memory: [`Shape::forward_shared_bytes`].
 ///
-/// [`Shape::forward_fp8_grid`]: super::rows::Shape::forward_fp8_grid
-/// [`Shape::forward_fp8_shared_bytes`]: super::rows::Shape::forward_fp8_shared_bytes
+/// [`Shape::forward_grid`]: super::rows::Shape::forward_grid
+/// [`Shape::forward_shared_bytes`]: super::rows::Shape::forward_shared_bytes
 #[kernel(
     threads = 256,
     axes(shape = [p2 = <2, 1, 1>, p1x4 = <1, 4, 2>, p1x8 = <1, 8, 2>, p4x8 = <4, 8, 1>, p8x8 = <8, 8, 1>]),
@@ -173,7 +173,9 @@ pub fn norm_forward_fp8<F: Fp8, N: Norm, const PACKETS: usize, const WARPS: usiz
     let mut outputs = Outputs { out: QuantizedOutput::new(out, scale), mean, rstd };
     let inputs = Inputs { inp, weight, bias, eps, rows };
     normalize_rows::<bf16, N, _, PACKETS, WARPS, ROWS>(&mut layout, &mut outputs, &inputs, channels);
-    outputs.out.store_amax(amax, maxima);
+    if !amax.is_null() {
+        store_block_amax(amax, maxima, outputs.out.largest);
+    }
 }
 
 /// Normalizes the block's rows.

@@ -4,9 +4,9 @@ use super::backward::{norm_backward_exists, norm_backward_reduce, norm_backward_
 use super::forward::{norm_forward_fp8_select, norm_forward_select};
 pub use super::{Kind, rows::Shape};
 use crate::column_sum;
-use crate::launch::KernelLaunch;
+use crate::launch::{KernelLaunch, shared_bytes};
 use crate::quantize::QuantizedOperands;
-use cuda_std::shared::Layout;
+use cuda_std::launch::Launch;
 use cuda_std::{E4m3, Element, Global, GlobalMut, bf16};
 
 /// The sizes of an operation, and the GPU's.
@@ -28,6 +28,12 @@ impl Size {
         let (packets, warps, rows) = shape.arguments();
         (self.norm, packets, warps, rows)
     }
+
+    /// Returns the launch of a forward kernel.
+    fn forward<T: Element>(self, launch: Option<Launch>, shape: Shape, fp8: bool) -> Option<KernelLaunch> {
+        let grid = [shape.forward_grid(self.rows, self.sm_count, fp8), 1, 1];
+        Some(KernelLaunch { launch: launch?, grid, shared_bytes: shape.forward_shared_bytes::<T>(fp8) })
+    }
 }
 
 /// The operands of a forward kernel.
@@ -47,18 +53,21 @@ pub struct ForwardOperands<T> {
     pub eps: f32,
 }
 
+impl<T> ForwardOperands<T> {
+    /// Returns mean, weight and bias, which are null if the norm has none.
+    fn optional(&self) -> (GlobalMut<f32>, Global<T>, Global<T>) {
+        let parameter = |parameter: Option<Global<T>>| parameter.unwrap_or(Global::null());
+        (self.mean.unwrap_or(GlobalMut::null()), parameter(self.weight), parameter(self.bias))
+    }
+}
+
 /// Returns the kernel that writes out (rows, C), or `None` if no kernel supports the number of channels.
 pub fn forward<T: Element>(out: GlobalMut<T>, operands: ForwardOperands<T>, size: Size) -> Option<KernelLaunch> {
     let shape = Shape::of::<T>(size.channels)?;
-    let ForwardOperands { mean, rstd, inp, weight, bias, eps } = operands;
-    let (mean, [weight, bias]) =
-        (mean.unwrap_or(GlobalMut::null()), [weight, bias].map(|parameter| parameter.unwrap_or(Global::null())));
+    let (ForwardOperands { rstd, inp, eps, .. }, (mean, weight, bias)) = (operands, operands.optional());
     let (keys, rows, channels) = (size.keys(shape), size.rows as u32, size.channels as u32);
-    Some(KernelLaunch {
-        launch: norm_forward_select::<T>(keys, out, mean, rstd, inp, weight, bias, eps, rows, channels)?,
-        grid: [shape.forward_grid(size.rows, size.sm_count), 1, 1],
-        shared_bytes: shape.forward_shared_bytes::<T>(),
-    })
+    let launch = norm_forward_select::<T>(keys, out, mean, rstd, inp, weight, bias, eps, rows, channels);
+    size.forward::<T>(launch, shape, false)
 }
 
 /// Returns the kernel that quantizes out (rows, C), or `None` if no kernel supports the number of channels.
@@ -69,17 +78,11 @@ pub fn forward_fp8(
 ) -> Option<KernelLaunch> {
     let shape = Shape::of::<bf16>(size.channels)?;
     let QuantizedOperands { out, amax, scale } = quantized;
-    let ForwardOperands { mean, rstd, inp, weight, bias, eps } = operands;
-    let (mean, [weight, bias]) =
-        (mean.unwrap_or(GlobalMut::null()), [weight, bias].map(|parameter| parameter.unwrap_or(Global::null())));
+    let (ForwardOperands { rstd, inp, eps, .. }, (mean, weight, bias)) = (operands, operands.optional());
     let (keys, rows, channels) = (size.keys(shape), size.rows as u32, size.channels as u32);
-    Some(KernelLaunch {
-        launch: norm_forward_fp8_select::<E4m3>(
-            keys, out, mean, rstd, amax, scale, inp, weight, bias, eps, rows, channels,
-        )?,
-        grid: [shape.forward_fp8_grid(size.rows, size.sm_count), 1, 1],
-        shared_bytes: shape.forward_fp8_shared_bytes(),
-    })
+    let launch =
+        norm_forward_fp8_select::<E4m3>(keys, out, mean, rstd, amax, scale, inp, weight, bias, eps, rows, channels);
+    size.forward::<bf16>(launch, shape, true)
 }
 
 /// The operands of the backward kernels.
@@ -146,19 +149,12 @@ pub fn backward<T: Element>(operands: BackwardOperands<T>, size: Size) -> Option
         weight.as_ref().map_or((Global::null(), GlobalMut::null()), |weight| (weight.weight, weight.partials));
     let (packets, warps, group_rows) = shape.arguments();
     let (keys, mean) = ((size.norm, packets, warps, group_rows, sums), mean.unwrap_or(Global::null()));
-    let first = KernelLaunch {
-        launch: norm_backward_select::<T>(keys, dinp, partials, dout, inp, of_weight, mean, rstd, rows, channels)?,
-        grid: [blocks, 1, 1],
-        shared_bytes: shape.backward_shared_bytes::<T>(),
-    };
+    let launch = norm_backward_select::<T>(keys, dinp, partials, dout, inp, of_weight, mean, rstd, rows, channels)?;
+    let first = KernelLaunch { launch, grid: [blocks, 1, 1], shared_bytes: shape.backward_shared_bytes::<T>() };
     let Some(Weight { dweight, dbias, column_sums, partials, .. }) = weight else { return Some(vec![first]) };
     let [dbias, column_sums] = [dbias, column_sums].map(|sums| sums.unwrap_or(GlobalMut::null()));
-    let mut layout = Layout::new();
-    column_sum::shared(&mut layout);
-    let reduce = KernelLaunch {
-        launch: norm_backward_reduce::<T>(dweight, dbias, column_sums, partials.reader(), blocks, channels),
-        grid: [column_sum::grid(sums * size.channels), 1, 1],
-        shared_bytes: layout.bytes(),
-    };
+    let launch = norm_backward_reduce::<T>(dweight, dbias, column_sums, partials.reader(), blocks, channels);
+    let grid = [column_sum::grid(sums * size.channels), 1, 1];
+    let reduce = KernelLaunch { launch, grid, shared_bytes: shared_bytes(column_sum::shared) };
     Some(vec![first, reduce])
 }

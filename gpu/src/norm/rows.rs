@@ -19,9 +19,9 @@
 //! Arithmetic does not belong here. Neither do the loops over rows: in a shared function that calls a closure, LLVM
 //! schedules the LayerNorm kernels differently and uses up to 60 % more registers.
 
-use crate::quantize::{self, QuantizedOutput};
+use crate::quantize;
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Fp8, Global, GlobalMut, Packet, SharedArray, bf16, block, thread, warp};
+use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, bf16, block, thread, warp};
 
 /// Threads of a block of a forward or backward kernel.
 pub(crate) const THREADS: u32 = 256;
@@ -68,37 +68,23 @@ impl Shape {
         self.0 == 1
     }
 
-    /// Returns the grid size of a forward kernel.
+    /// Returns the grid size of a forward kernel, with or without an FP8 output.
     ///
     /// With PACKETS = 1 the kernel is persistent: at most the resident blocks of `sm_count` SMs, each with a
-    /// grid-stride loop over rows that prefetches the next ones.
-    pub const fn forward_grid(self, rows: usize, sm_count: usize) -> u32 {
-        self.grid_of_resident_blocks(rows, 4 * sm_count)
-    }
-
-    /// Returns the grid size of a forward kernel with an FP8 output. It has more registers, so fewer blocks are resident.
-    pub const fn forward_fp8_grid(self, rows: usize, sm_count: usize) -> u32 {
-        self.grid_of_resident_blocks(rows, 3 * sm_count)
-    }
-
-    const fn grid_of_resident_blocks(self, rows: usize, resident: usize) -> u32 {
-        let (useful, resident) = (rows.div_ceil(self.rows_per_block()) as u32, resident as u32);
+    /// grid-stride loop over rows that prefetches the next ones. A kernel with an FP8 output has more registers, so fewer blocks are
+    /// resident.
+    pub const fn forward_grid(self, rows: usize, sm_count: usize, fp8: bool) -> u32 {
+        let useful = rows.div_ceil(self.rows_per_block()) as u32;
+        let resident = if fp8 { 3 } else { 4 } * sm_count as u32;
         if self.is_of_one_packet() && resident < useful { resident } else { useful }
     }
 
-    /// Returns the shared memory of a forward kernel in bytes.
-    pub fn forward_shared_bytes<T: Element>(self) -> usize {
-        self.forward_layout::<T>(Layout::new())
-    }
-
-    /// Returns the shared memory of a forward kernel with an FP8 output in bytes.
-    pub fn forward_fp8_shared_bytes(self) -> usize {
+    /// Returns the shared memory of a forward kernel in bytes, with or without an FP8 output.
+    pub fn forward_shared_bytes<T: Element>(self, fp8: bool) -> usize {
         let mut layout = Layout::new();
-        quantize::maxima(&mut layout);
-        self.forward_layout::<bf16>(layout)
-    }
-
-    fn forward_layout<T: Element>(self, mut layout: Layout) -> usize {
+        if fp8 {
+            quantize::maxima(&mut layout);
+        }
         scratch(&mut layout, MAX_ROWS);
         if self.is_of_one_packet() {
             forward_pipeline::<T>(&mut layout, MAX_ROWS);
@@ -174,13 +160,6 @@ impl<T: Element> RowOutput<T> for GlobalMut<T> {
     #[inline(always)]
     fn set_packet(&mut self, i: usize, packet: Packet<T>) {
         GlobalMut::set_packet(*self, i, packet);
-    }
-}
-
-impl<T: Fp8> RowOutput<bf16> for QuantizedOutput<T> {
-    #[inline(always)]
-    fn set_packet(&mut self, i: usize, packet: Packet<bf16>) {
-        QuantizedOutput::set_packet(self, i, packet);
     }
 }
 
@@ -303,27 +282,11 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
         }
     }
 
-    /// Writes the block's N sums per column to `to` (N, C), given the sums of each thread. N is at most 3. Overwrites the
-    /// packets of the pipeline.
+    /// Passes the thread's N sums per column (N, C), N at most 3, to `set`.
     ///
     /// There is no loop over N, because it would change the machine code of the LayerNorm kernels.
     #[inline(always)]
-    pub fn write_sums<const N: usize>(&self, to: GlobalMut<f32>, sums: [&[[f32; 8]; PACKETS]; N]) {
-        if Self::GROUPS == 1 {
-            let set = |i, x| to.set_packet(i, x);
-            self.set_sums(0, sums[0], set);
-            if N > 1 {
-                self.set_sums(self.channels, sums[1], set);
-            }
-            if N > 2 {
-                self.set_sums(2 * self.channels, sums[2], set);
-            }
-            return;
-        }
-        let len = N * self.channels;
-        let group_sums = group_sums(&mut Layout::new(), Self::GROUPS * len, ROWS);
-        let set = |i, x| group_sums.set_packet(self.group * len + i, x);
-        thread::sync_threads();
+    fn set_all_sums<const N: usize>(&self, sums: [&[[f32; 8]; PACKETS]; N], set: impl Fn(usize, Packet<f32>) + Copy) {
         self.set_sums(0, sums[0], set);
         if N > 1 {
             self.set_sums(self.channels, sums[1], set);
@@ -331,6 +294,20 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
         if N > 2 {
             self.set_sums(2 * self.channels, sums[2], set);
         }
+    }
+
+    /// Writes the block's N sums per column to `to` (N, C), given the sums of each thread. N is at most 3. Overwrites the
+    /// packets of the pipeline.
+    #[inline(always)]
+    pub fn write_sums<const N: usize>(&self, to: GlobalMut<f32>, sums: [&[[f32; 8]; PACKETS]; N]) {
+        if Self::GROUPS == 1 {
+            self.set_all_sums(sums, |i, x| to.set_packet(i, x));
+            return;
+        }
+        let len = N * self.channels;
+        let group_sums = group_sums(&mut Layout::new(), Self::GROUPS * len, ROWS);
+        thread::sync_threads();
+        self.set_all_sums(sums, |i, x| group_sums.set_packet(self.group * len + i, x));
         thread::sync_threads();
         let mut i = thread::thread_idx_x() as usize * f32::PACKET;
         while i < len {
