@@ -1,18 +1,22 @@
-//! The structure of the backward pass for HS = 64: two kernels, [`super::dkdv`] and [`super::dq`].
+//! The parts that [`super::dkdv`] and [`super::dq`] share, the two kernels of the backward pass for HS = 64. [`super::fused`] uses
+//! the panel pairs and the statistics.
 //!
 //! A consumer owns 64 rows of two matrices, its resident panels, and streams over panels of the other two. For dK and
 //! dV, K and V of a key-value head are resident, Q and dout of its query heads streamed. For dQ, Q and dout of a query
 //! head are resident, K and V of its key-value head streamed.
 
-use super::epilogue::{OutputRows, store_rows};
+use super::epilogue::store_rows;
 use super::panel::Panel;
 use super::pipeline::PipelineBarriers;
-use super::scheduler::{TileScheduler, WorkTile};
+use super::scheduler::{TileScheduler, WorkTile, work_index};
 use super::sizes::Sizes;
+use super::softmax::lse_log2;
+use super::warp_specialized::WarpSpecialized;
 use super::{CONSUMERS, Head, Head64, ROWS, TILE};
-use cuda_std::hopper::{MBarrier, TensorMap};
+use core::marker::PhantomData;
+use cuda_std::hopper::{MBarrier, PipelineState, TensorMap};
 use cuda_std::shared::{Layout, SharedArray};
-use cuda_std::{Global, GlobalMut, bf16};
+use cuda_std::{Global, GlobalMut, bf16, thread, warp};
 
 type H = Head64;
 
@@ -48,20 +52,42 @@ impl<H: Head> PanelPair<H> {
         self.first.load(first.map, first.column, y, b, full);
         self.second.load(second.map, second.column, y, b, full);
     }
+
+    /// Starts the loads of both consumers' rows of a work tile into this pair and the next one.
+    #[inline(always)]
+    pub fn load_work_tile(self, sources: [PanelSource; 2], tile: WorkTile, full: MBarrier) {
+        full.arrive_expect_tx(CONSUMERS * Self::BYTES);
+        for i in 0..CONSUMERS {
+            self.after(i).load(sources, tile.tile * TILE + i * ROWS, tile.b, full);
+        }
+    }
 }
 
-/// The columns of a head in a tensor map.
+/// The HS columns of a tensor map from `column` on.
 #[derive(Clone, Copy)]
 pub struct PanelSource {
-    map: Global<TensorMap>,
-    column: u32,
+    pub map: Global<TensorMap>,
+    pub column: u32,
 }
 
-impl PanelSource {
-    /// Returns the HS columns of `map` from `column` on.
-    #[inline(always)]
-    pub fn new(map: Global<TensorMap>, column: u32) -> Self {
-        Self { map, column }
+/// Statistics of a panel of queries: 64 of lse in base 2, then 64 of D.
+pub const STATISTICS: usize = 2 * ROWS as usize;
+
+/// Returns lse in base 2 of queries `first` and `first` + 32, and D of both. `at` is the index of the head's first query in lse and d,
+/// and `t` the number of queries.
+#[inline(always)]
+pub fn load_statistics(lse: Global<f32>, d: Global<f32>, at: usize, first: u32, t: u32) -> [f32; 4] {
+    let query = |half: u32| first + half * warp::LANES;
+    let lse = |half| lse_log2(lse, at + query(half) as usize, query(half) < t);
+    let d = |half| if query(half) < t { d.at(at + query(half) as usize) } else { 0.0 };
+    [lse(0), lse(1), d(0), d(1)]
+}
+
+/// Stores what [`load_statistics`] returns for each lane to `statistics` ([`STATISTICS`]).
+#[inline(always)]
+pub fn store_statistics(statistics: SharedArray<f32>, lane: u32, values: [f32; 4]) {
+    for i in 0..4 {
+        statistics.set(i * 32 + lane as usize, values[i]);
     }
 }
 
@@ -81,33 +107,42 @@ pub struct SharedStorage {
 }
 
 impl SharedStorage {
-    /// Takes the storage from `layout`, with `statistics` elements of statistics for each stage.
+    /// Takes the storage from `layout`.
     ///
     /// Always inlined: as a function that both kernels call, it made dK and dV for HS = 64 10 % slower on an H100.
     #[inline(always)]
-    pub fn new(layout: &mut Layout, statistics: usize) -> Self {
+    pub fn new<G: Gradients>(layout: &mut Layout) -> Self {
         Self {
             resident: PanelPair::take(layout, CONSUMERS),
             streamed: PanelPair::take(layout, STAGES),
             output: Panel::take(layout, CONSUMERS),
-            statistics: layout.array(statistics * STAGES as usize),
+            statistics: layout.array(G::STATISTICS * STAGES as usize),
             resident_barriers: PipelineBarriers::new(layout, 1),
             streamed_barriers: PipelineBarriers::new(layout, STAGES),
         }
     }
+}
 
-    /// Returns the dynamic shared memory of a block, in bytes.
-    #[cfg(not(target_arch = "nvptx64"))]
-    pub fn bytes(statistics: usize) -> usize {
-        let mut layout = Layout::new();
-        Self::new(&mut layout, statistics);
-        layout.bytes()
-    }
+/// The gradients that a kernel computes.
+pub trait Gradients: Copy + 'static {
+    /// Elements of statistics for each stage.
+    const STATISTICS: usize;
+    /// Threads of the producer. All of them arrive when they have loaded a stage of streamed panels.
+    const PRODUCERS: u32;
+    /// Releases of a stage of streamed panels.
+    const RELEASES: u32;
+    /// True if work tiles with a low index take longer than those with a high index.
+    const LOW_FIRST: bool;
+
+    /// Loads the resident and the streamed panels of a work tile.
+    fn load(producer: &mut Producer<Self>, tile: WorkTile);
+    /// Computes and stores the gradients of a consumer's rows of a work tile.
+    fn compute<const INDEX: u32>(consumer: &mut Consumer<INDEX>, kernel: Backward<Self>, tile: WorkTile);
 }
 
 /// A backward kernel's arguments and shared memory.
 #[derive(Clone, Copy)]
-pub struct Backward {
+pub struct Backward<G> {
     pub shared: SharedStorage,
     pub sizes: Sizes<H>,
     pub scheduler: TileScheduler,
@@ -116,39 +151,75 @@ pub struct Backward {
     pub dout: Global<TensorMap>,
     pub lse: Global<f32>,
     pub d: Global<f32>,
+    pub gradients: PhantomData<G>,
 }
 
-impl Backward {
-    /// Prefetches the tensor maps and initializes the barriers. A stage of streamed panels is full after `arrivals` and
-    /// empty after `releases`.
+/// The producer: the first threads of warpgroup 0.
+pub struct Producer<G> {
+    pub kernel: Backward<G>,
+    pub resident: PipelineState,
+    pub stream: PipelineState,
+}
+
+/// The consumer of rows 64 `INDEX` .. 64 `INDEX` + 64 of each work tile: of keys for dK and dV, of queries for dQ.
+pub struct Consumer<const INDEX: u32> {
+    pub shared: SharedStorage,
+    pub resident: PipelineState,
+    pub stream: PipelineState,
+}
+
+impl<G: Gradients> WarpSpecialized for Backward<G> {
     #[inline(always)]
-    pub fn init(self, arrivals: u32, releases: u32) {
+    fn init(self) {
         self.qkv.prefetch();
         self.dout.prefetch();
         self.shared.resident_barriers.init(1, 1, CONSUMERS);
-        self.shared.streamed_barriers.init(STAGES, arrivals, releases);
+        self.shared.streamed_barriers.init(STAGES, G::PRODUCERS, G::RELEASES);
     }
 
+    #[inline(always)]
+    fn produce(self) {
+        if thread::thread_idx_x() < G::PRODUCERS {
+            let (resident, stream) = (PipelineState::producer(1), PipelineState::producer(STAGES));
+            let mut producer = Producer { kernel: self, resident, stream };
+            let mut round = 0;
+            while work_index(round) < self.scheduler.work_tiles() {
+                G::load(&mut producer, self.scheduler.work_tile(work_index(round), G::LOW_FIRST));
+                round += 1;
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn consume<const CONSUMER: u32>(self) {
+        let (resident, stream) = (PipelineState::consumer(1), PipelineState::consumer(STAGES));
+        let mut consumer = Consumer::<CONSUMER> { shared: self.shared, resident, stream };
+        let mut round = 0;
+        while work_index(round) < self.scheduler.work_tiles() {
+            G::compute(&mut consumer, self, self.scheduler.work_tile(work_index(round), G::LOW_FIRST));
+            round += 1;
+        }
+    }
+}
+
+impl<G: Gradients> Backward<G> {
     /// Returns K and V of a key-value head.
     #[inline(always)]
     pub fn keys_and_values(self, kv_head: u32) -> [PanelSource; 2] {
-        [self.sizes.key(kv_head), self.sizes.value(kv_head)].map(|index| PanelSource::new(self.qkv, index * H::HS))
+        [self.sizes.key(kv_head), self.sizes.value(kv_head)]
+            .map(|index| PanelSource { map: self.qkv, column: index * H::HS })
     }
 
     /// Returns Q and dout of a query head.
     #[inline(always)]
     pub fn queries_and_dout(self, h: u32) -> [PanelSource; 2] {
-        [self.qkv, self.dout].map(|map| PanelSource::new(map, h * H::HS))
+        [self.qkv, self.dout].map(|map| PanelSource { map, column: h * H::HS })
     }
 
     /// Starts the loads of both consumers' resident panels.
     #[inline(always)]
     pub fn load_resident(self, sources: [PanelSource; 2], tile: WorkTile) {
-        let full = self.shared.resident_barriers.full.at(0);
-        full.arrive_expect_tx(CONSUMERS * PanelPair::<H>::BYTES);
-        for i in 0..CONSUMERS {
-            self.shared.resident.after(i).load(sources, tile.tile * TILE + i * ROWS, tile.b, full);
-        }
+        self.shared.resident.load_work_tile(sources, tile, self.shared.resident_barriers.full.at(0));
     }
 
     /// Starts the loads of rows `row` .. of the streamed matrices into `stage`.
@@ -169,13 +240,7 @@ impl Backward {
         gradient: &mut <H as Head>::OutputAccumulators,
         scale: f32,
     ) {
-        let row = tile.tile * TILE + consumer * ROWS;
-        let rows = OutputRows {
-            out: self.dqkv,
-            first: self.sizes.packed_row(tile.b, index, row),
-            stride: self.sizes.packed_stride(),
-            rows: self.sizes.t.saturating_sub(row),
-        };
+        let rows = self.sizes.packed_rows(self.dqkv, tile, index, consumer);
         store_rows::<H>(rows, gradient, [scale; 2], self.shared.output.after(consumer));
     }
 }

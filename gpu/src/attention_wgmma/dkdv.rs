@@ -7,32 +7,26 @@
 //! ```
 //! lse and D of a query vary along the columns. The producer's first warp copies them into the stage of its panels.
 
-use super::backward::{Backward, STAGES, SharedStorage};
+use super::backward::{
+    Backward, Consumer, Gradients, Producer, STATISTICS, SharedStorage, load_statistics, store_statistics,
+};
 use super::mask::mask_diagonal_transposed;
-use super::panel::{ScoreSquare, accumulator_column, square_fragments};
+use super::panel::{ScoreSquare, SquareFragments, a_fragments, accumulator_column};
 use super::pipeline::THREAD_RELEASES;
-use super::scheduler::{TileScheduler, WorkTile, work_index};
+use super::scheduler::{TileScheduler, WorkTile};
 use super::sizes::Sizes;
-use super::softmax::{lse_log2, probability};
-use super::warp_specialized::{self, WarpSpecialized};
+use super::softmax::probability;
+use super::warp_specialized;
 use super::{CONSUMERS, Head, Head64, ROWS, TILE};
+use core::marker::PhantomData;
 use cuda_std::hopper::wgmma::Accumulators;
-use cuda_std::hopper::{PipelineState, TensorMap, wgmma};
+use cuda_std::hopper::{TensorMap, wgmma};
 use cuda_std::shared::Layout;
-use cuda_std::{Global, GlobalMut, SharedArray, bf16, kernel, thread, warp};
+use cuda_std::{Global, GlobalMut, SharedArray, bf16, kernel, warp};
 
 type H = Head64;
 type Rows = <H as Head>::RowFragments;
 type Gradient = <H as Head>::OutputAccumulators;
-
-/// Statistics of a stage: 64 of lse in base 2, then 64 of D.
-pub const STATISTICS: usize = 2 * ROWS as usize;
-
-/// Returns the dynamic shared memory of a block, in bytes.
-#[cfg(not(target_arch = "nvptx64"))]
-pub fn dkdv_shared_bytes() -> usize {
-    SharedStorage::bytes(STATISTICS)
-}
 
 /// dK and dV in dqkv (B, T, NH + 2 KV, HS).
 ///
@@ -52,94 +46,71 @@ pub fn attention_backward_dkdv_wgmma_hs_64(
     kv: u32,
     group: u32,
 ) {
-    let shared = SharedStorage::new(&mut Layout::new(), STATISTICS);
+    let shared = SharedStorage::new::<DkDv>(&mut Layout::new());
     let sizes = Sizes::<H>::new(t, kv, group);
     let scheduler = TileScheduler::new(b, t, kv);
-    warp_specialized::run(DkDv(Backward { shared, sizes, scheduler, dqkv, qkv, dout, lse, d }));
+    let gradients = PhantomData::<DkDv>;
+    warp_specialized::run(Backward { shared, sizes, scheduler, dqkv, qkv, dout, lse, d, gradients });
 }
 
 /// Returns the panels of queries from the work tile's first key on. Each consumer's first panel is its diagonal.
 #[inline(always)]
-fn query_panels(scheduler: TileScheduler, tile: WorkTile) -> u32 {
+pub fn query_panels(scheduler: TileScheduler, tile: WorkTile) -> u32 {
     CONSUMERS * (scheduler.tiles() - tile.tile)
 }
 
+/// The gradients of K and V.
 #[derive(Clone, Copy)]
-struct DkDv(Backward);
+pub struct DkDv;
 
-impl WarpSpecialized for DkDv {
-    #[inline(always)]
-    fn init(self) {
-        self.0.init(warp::LANES, THREAD_RELEASES);
-    }
+impl Gradients for DkDv {
+    const STATISTICS: usize = STATISTICS;
+    const PRODUCERS: u32 = warp::LANES;
+    const RELEASES: u32 = THREAD_RELEASES;
+    const LOW_FIRST: bool = true;
 
-    #[inline(always)]
-    fn produce(self) {
-        if thread::thread_idx_x() < warp::LANES {
-            let (resident, stream) = (PipelineState::producer(1), PipelineState::producer(STAGES));
-            let mut producer = Producer { kernel: self.0, resident, stream };
-            let (mut round, scheduler) = (0, self.0.scheduler);
-            while work_index(round) < scheduler.work_tiles() {
-                producer.load(scheduler.work_tile::<true>(work_index(round)));
-                round += 1;
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn consume<const CONSUMER: u32>(self) {
-        let (resident, stream) = (PipelineState::consumer(1), PipelineState::consumer(STAGES));
-        Consumer::<CONSUMER> { shared: self.0.shared, resident, stream }.run(self.0);
-    }
-}
-
-/// The producer: the first warp of warpgroup 0.
-struct Producer {
-    kernel: Backward,
-    resident: PipelineState,
-    stream: PipelineState,
-}
-
-impl Producer {
     /// Loads K and V, then, for each query head of the group, Q, dout and statistics from the work tile's first key on.
     #[inline(always)]
-    fn load(&mut self, tile: WorkTile) {
-        self.kernel.shared.resident_barriers.empty.at(0).wait(self.resident.parity());
-        self.resident.advance();
+    fn load(producer: &mut Producer<Self>, tile: WorkTile) {
+        let kernel = producer.kernel;
+        kernel.shared.resident_barriers.empty.at(0).wait(producer.resident.parity());
+        producer.resident.advance();
         if warp::lane() == 0 {
-            self.kernel.load_resident(self.kernel.keys_and_values(tile.h), tile);
+            kernel.load_resident(kernel.keys_and_values(tile.h), tile);
         }
-        let group = self.kernel.sizes.group;
+        let group = kernel.sizes.group;
         let mut h = tile.h * group;
         let end = h + group;
         while h < end {
             let mut panel = 0;
-            while panel < query_panels(self.kernel.scheduler, tile) {
-                self.load_queries(tile, h, tile.tile * TILE + panel * ROWS);
+            while panel < query_panels(kernel.scheduler, tile) {
+                producer.load_queries(tile, h, tile.tile * TILE + panel * ROWS);
                 panel += 1;
             }
             h += 1;
         }
     }
 
+    #[inline(always)]
+    fn compute<const INDEX: u32>(consumer: &mut Consumer<INDEX>, kernel: Backward<Self>, tile: WorkTile) {
+        let (mut dk, mut dv) = consumer.dk_and_dv(kernel.sizes.group, query_panels(kernel.scheduler, tile));
+        kernel.store_gradient(tile, kernel.sizes.key(tile.h), INDEX, &mut dk, H::SCALE);
+        kernel.store_gradient(tile, kernel.sizes.value(tile.h), INDEX, &mut dv, 1.0);
+    }
+}
+
+impl Producer<DkDv> {
     /// Loads Q, dout and the statistics of the 64 queries of head `h` from `first` on.
     #[inline(always)]
     fn load_queries(&mut self, tile: WorkTile, h: u32, first: u32) {
         let Backward { shared, sizes, lse, d, .. } = self.kernel;
-        let (lane, t) = (warp::lane(), sizes.t);
-        let at = sizes.statistics(tile.b, h);
-        let query = |half: u32| first + lane + half * warp::LANES;
-        let lse = |half| lse_log2(lse, at + query(half) as usize, query(half) < t);
-        let d = |half| if query(half) < t { d.at(at + query(half) as usize) } else { 0.0 };
+        let lane = warp::lane();
         // Loading the statistics before the wait hides the latency.
-        let values = [lse(0), lse(1), d(0), d(1)];
+        let statistics = load_statistics(lse, d, sizes.statistics(tile.b, h), first + lane, sizes.t);
 
         shared.streamed_barriers.empty.at(self.stream.stage()).wait(self.stream.parity());
         let stage = self.stream.advance();
-        let statistics = shared.statistics.skip(stage as usize * STATISTICS);
-        for i in 0..4 {
-            statistics.set(i * 32 + lane as usize, values[i]);
-        }
+        store_statistics(shared.statistics.skip(stage as usize * STATISTICS), lane, statistics);
         if lane == 0 {
             self.kernel.load_streamed(self.kernel.queries_and_dout(h), tile, first, stage);
         } else {
@@ -148,29 +119,10 @@ impl Producer {
     }
 }
 
-/// The consumer of keys 64 `INDEX` .. 64 `INDEX` + 64 of each work tile.
-struct Consumer<const INDEX: u32> {
-    shared: SharedStorage,
-    resident: PipelineState,
-    stream: PipelineState,
-}
-
 impl<const INDEX: u32> Consumer<INDEX> {
-    #[inline(always)]
-    fn run(&mut self, kernel: Backward) {
-        let (mut round, scheduler) = (0, kernel.scheduler);
-        while work_index(round) < scheduler.work_tiles() {
-            let tile = scheduler.work_tile::<true>(work_index(round));
-            let (mut dk, mut dv) = self.gradients(kernel.sizes.group, query_panels(scheduler, tile));
-            kernel.store_gradient(tile, kernel.sizes.key(tile.h), INDEX, &mut dk, H::SCALE);
-            kernel.store_gradient(tile, kernel.sizes.value(tile.h), INDEX, &mut dv, 1.0);
-            round += 1;
-        }
-    }
-
     /// Computes dK (unscaled) and dV of this consumer's keys over `panels` panels of queries of each of `heads` heads.
     #[inline(always)]
-    fn gradients(&mut self, mut heads: u32, panels: u32) -> (Gradient, Gradient) {
+    fn dk_and_dv(&mut self, mut heads: u32, panels: u32) -> (Gradient, Gradient) {
         let shared = self.shared;
         shared.resident_barriers.full.at(0).wait(self.resident.parity());
         let resident = shared.resident.after(INDEX);
@@ -225,11 +177,11 @@ impl<const INDEX: u32> Consumer<INDEX> {
             if panel == INDEX {
                 mask_diagonal_transposed(&mut s, 0.0);
             }
-            let p = square_fragments(&s);
+            let p: SquareFragments = a_fragments(&s);
             wgmma::wait::<0>();
             dp.fence_accumulators();
             score_gradients(&mut dp, &s, statistics.skip(ROWS as usize));
-            let ds = square_fragments(&dp);
+            let ds: SquareFragments = a_fragments(&dp);
             wgmma::fence();
             dout.start_accumulate(dv, &p, 1);
             q.start_accumulate(dk, &ds, 1);

@@ -6,30 +6,22 @@
 //! In exchange, no block adds to another block's dQ. Such additions take sums in f32 in global memory, and a fixed order in
 //! which blocks wait for each other, as in [`super::fused`].
 
-use super::backward::{Backward, STAGES, SharedStorage};
+use super::backward::{Backward, Consumer, Gradients, Producer, SharedStorage};
 use super::mask::mask_diagonal;
-use super::panel::{ScoreSquare, square_fragments, thread_row};
-use super::scheduler::{TileScheduler, WorkTile, work_index};
+use super::panel::{ScoreSquare, SquareFragments, a_fragments, thread_row};
+use super::scheduler::{TileScheduler, WorkTile};
 use super::sizes::Sizes;
 use super::softmax::{lse_log2, probability};
-use super::warp_specialized::{self, WarpSpecialized};
+use super::warp_specialized;
 use super::{CONSUMERS, Head, Head64, ROWS, TILE};
+use core::marker::PhantomData;
 use cuda_std::hopper::wgmma::Accumulators;
-use cuda_std::hopper::{PipelineState, TensorMap, wgmma};
+use cuda_std::hopper::{TensorMap, wgmma};
 use cuda_std::shared::Layout;
-use cuda_std::{Global, GlobalMut, bf16, kernel, thread};
+use cuda_std::{Global, GlobalMut, bf16, kernel};
 
 type H = Head64;
 type Gradient = <H as Head>::OutputAccumulators;
-
-/// Statistics of a stage: none, because lse and D belong to the queries, which are resident.
-const STATISTICS: usize = 0;
-
-/// Returns the dynamic shared memory of a block, in bytes.
-#[cfg(not(target_arch = "nvptx64"))]
-pub fn dq_shared_bytes() -> usize {
-    SharedStorage::bytes(STATISTICS)
-}
 
 /// dQ in dqkv (B, T, NH + 2 KV, HS).
 ///
@@ -49,65 +41,52 @@ pub fn attention_backward_dq_wgmma_hs_64(
     kv: u32,
     group: u32,
 ) {
-    let shared = SharedStorage::new(&mut Layout::new(), STATISTICS);
+    let shared = SharedStorage::new::<Dq>(&mut Layout::new());
     let sizes = Sizes::<H>::new(t, kv, group);
     let scheduler = TileScheduler::new(b, t, sizes.nh());
-    warp_specialized::run(Dq(Backward { shared, sizes, scheduler, dqkv, qkv, dout, lse, d }));
+    let gradients = PhantomData::<Dq>;
+    warp_specialized::run(Backward { shared, sizes, scheduler, dqkv, qkv, dout, lse, d, gradients });
 }
 
+/// The gradient of Q.
 #[derive(Clone, Copy)]
-struct Dq(Backward);
+pub struct Dq;
 
-impl WarpSpecialized for Dq {
-    #[inline(always)]
-    fn init(self) {
-        self.0.init(1, CONSUMERS);
-    }
+impl Gradients for Dq {
+    // lse and D belong to the queries, which are resident.
+    const STATISTICS: usize = 0;
+    const PRODUCERS: u32 = 1;
+    const RELEASES: u32 = CONSUMERS;
+    const LOW_FIRST: bool = false;
 
-    #[inline(always)]
-    fn produce(self) {
-        if thread::thread_idx_x() == 0 {
-            let (resident, stream) = (PipelineState::producer(1), PipelineState::producer(STAGES));
-            let mut producer = Producer { kernel: self.0, resident, stream };
-            let (mut round, scheduler) = (0, self.0.scheduler);
-            while work_index(round) < scheduler.work_tiles() {
-                producer.load(scheduler.work_tile::<false>(work_index(round)));
-                round += 1;
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn consume<const CONSUMER: u32>(self) {
-        let (resident, stream) = (PipelineState::consumer(1), PipelineState::consumer(STAGES));
-        Consumer::<CONSUMER> { shared: self.0.shared, resident, stream }.run(self.0);
-    }
-}
-
-/// The producer: one thread.
-struct Producer {
-    kernel: Backward,
-    resident: PipelineState,
-    stream: PipelineState,
-}
-
-impl Producer {
     /// Loads Q and dout, then K and V from key 0 to the last consumer's diagonal.
     #[inline(always)]
-    fn load(&mut self, tile: WorkTile) {
-        let shared = self.kernel.shared;
-        shared.resident_barriers.empty.at(0).wait(self.resident.parity());
-        self.resident.advance();
-        self.kernel.load_resident(self.kernel.queries_and_dout(tile.h), tile);
+    fn load(Producer { kernel, resident, stream }: &mut Producer<Self>, tile: WorkTile) {
+        let shared = kernel.shared;
+        shared.resident_barriers.empty.at(0).wait(resident.parity());
+        resident.advance();
+        kernel.load_resident(kernel.queries_and_dout(tile.h), tile);
 
-        let sources = self.kernel.keys_and_values(self.kernel.sizes.kv_head(tile.h));
+        let sources = kernel.keys_and_values(kernel.sizes.kv_head(tile.h));
         let mut panel = 0;
         while panel < CONSUMERS * (tile.tile + 1) {
-            shared.streamed_barriers.empty.at(self.stream.stage()).wait(self.stream.parity());
-            let stage = self.stream.advance();
-            self.kernel.load_streamed(sources, tile, panel * ROWS, stage);
+            shared.streamed_barriers.empty.at(stream.stage()).wait(stream.parity());
+            kernel.load_streamed(sources, tile, panel * ROWS, stream.advance());
             panel += 1;
         }
+    }
+
+    #[inline(always)]
+    fn compute<const INDEX: u32>(consumer: &mut Consumer<INDEX>, kernel: Backward<Self>, tile: WorkTile) {
+        let Backward { sizes, lse, d, .. } = kernel;
+        let first = tile.tile * TILE + INDEX * ROWS + thread_row();
+        let statistics = |query: u32| {
+            let at = sizes.statistics(tile.b, tile.h) + query as usize;
+            let inside = query < sizes.t;
+            Statistics { lse_log2: lse_log2(lse, at, inside), d: if inside { d.at(at) } else { 0.0 } }
+        };
+        let mut dq = consumer.dq(tile.tile, [statistics(first), statistics(first + 8)]);
+        kernel.store_gradient(tile, tile.h, INDEX, &mut dq, H::SCALE);
     }
 }
 
@@ -118,35 +97,10 @@ struct Statistics {
     d: f32,
 }
 
-/// The consumer of queries 64 `INDEX` .. 64 `INDEX` + 64 of each work tile.
-struct Consumer<const INDEX: u32> {
-    shared: SharedStorage,
-    resident: PipelineState,
-    stream: PipelineState,
-}
-
 impl<const INDEX: u32> Consumer<INDEX> {
-    #[inline(always)]
-    fn run(&mut self, kernel: Backward) {
-        let Backward { sizes, scheduler, lse, d, .. } = kernel;
-        let mut round = 0;
-        while work_index(round) < scheduler.work_tiles() {
-            let tile = scheduler.work_tile::<false>(work_index(round));
-            let first = tile.tile * TILE + INDEX * ROWS + thread_row();
-            let statistics = |query: u32| {
-                let at = sizes.statistics(tile.b, tile.h) + query as usize;
-                let inside = query < sizes.t;
-                Statistics { lse_log2: lse_log2(lse, at, inside), d: if inside { d.at(at) } else { 0.0 } }
-            };
-            let mut dq = self.gradient(tile.tile, [statistics(first), statistics(first + 8)]);
-            kernel.store_gradient(tile, tile.h, INDEX, &mut dq, H::SCALE);
-            round += 1;
-        }
-    }
-
     /// Computes dQ (unscaled) of this consumer's queries. `rows` are the statistics of the thread's two queries.
     #[inline(always)]
-    fn gradient(&mut self, tile: u32, rows: [Statistics; 2]) -> Gradient {
+    fn dq(&mut self, tile: u32, rows: [Statistics; 2]) -> Gradient {
         let shared = self.shared;
         shared.resident_barriers.full.at(0).wait(self.resident.parity());
         let q = shared.resident.after(INDEX).first.row_fragments();
@@ -185,7 +139,7 @@ impl<const INDEX: u32> Consumer<INDEX> {
             for i in 0..32 {
                 dp[i] = s[i] * (dp[i] - rows[i / 2 % 2].d);
             }
-            let ds = square_fragments(&dp);
+            let ds: SquareFragments = a_fragments(&dp);
             wgmma::fence();
             k.start_accumulate(&mut dq, &ds, 1);
             wgmma::commit();

@@ -15,6 +15,14 @@ pub struct OutputRows<O> {
     pub rows: u32,
 }
 
+/// Multiplies accumulators by `scales` for the thread's two rows.
+#[inline(always)]
+pub fn scale_rows<H: Head>(acc: &mut H::OutputAccumulators, scales: [f32; 2]) {
+    for i in 0..H::HS as usize / 2 {
+        acc[i] *= scales[i / 2 % 2];
+    }
+}
+
 /// Stores this warp's rows of a consumer's accumulators, multiplied by `scales` for the thread's two rows.
 ///
 /// The rows go through `buffer`, the consumer's own panel in shared memory, so that stores are coalesced: 16 bytes per
@@ -26,9 +34,7 @@ pub fn store_rows<H: Head>(
     scales: [f32; 2],
     buffer: Panel<H>,
 ) {
-    for i in 0..H::HS as usize / 2 {
-        acc[i] *= scales[i / 2 % 2];
-    }
+    scale_rows::<H>(acc, scales);
     // Opaque values keep the compiler from computing the addresses before the loops, where they would occupy registers.
     let (first_row, lane) = (thread::opaque(warp_row()), thread::opaque(warp::lane()));
     // The warp has finished reading its previous rows from the buffer.

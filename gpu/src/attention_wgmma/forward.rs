@@ -11,9 +11,9 @@
 //!
 //! The overlap continues across work tiles: the last stage of a tile overlaps with the first scores of the next tile.
 
-use super::epilogue::{OutputRows, store_rows};
+use super::epilogue::{OutputRows, scale_rows, store_rows};
 use super::mask::mask_diagonal;
-use super::panel::{PairFragments, Panel, ScorePair, WidePanel, pair_fragments, thread_row};
+use super::panel::{PairFragments, Panel, ScorePair, WidePanel, a_fragments, thread_row};
 use super::pipeline::{PipelineBarriers, WARP_RELEASES};
 use super::scheduler::{TileScheduler, WorkTile, work_index};
 use super::sizes::Sizes;
@@ -36,11 +36,6 @@ const WORK_TILES: u32 = 4;
 const Q_STAGES: u32 = 2;
 /// Named barrier of the first consumer's turn, followed by that of the second consumer.
 const TURN_BARRIER: u32 = 3;
-
-/// Stages that consumer `index` skips, because all of their keys come after its queries.
-const fn skipped_stages(index: u32) -> u32 {
-    (CONSUMERS - 1 - index) / PANELS
-}
 
 /// Pipeline stages of keys, and of values. For HS = 128, shared memory has space for two.
 const fn stages<H: Head>() -> u32 {
@@ -82,24 +77,24 @@ impl<H: Head> SharedStorage<H> {
 /// Returns the dynamic shared memory of a block, in bytes.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn forward_shared_bytes<H: Head>() -> usize {
-    let mut layout = Layout::new();
-    SharedStorage::<H>::new(&mut layout);
-    layout.bytes()
+    crate::launch::shared_bytes(SharedStorage::<H>::new)
 }
 
 /// out (B, T, NH, HS), and lse (B, NH, T), the natural log-sum-exp of the scaled scores.
 ///
-/// `qkv` maps (B, T, (NH + 2 KV) HS) with box [`super::BOX`].
+/// `qkv` maps (B, T, (NH + 2 KV) HS) with box [`super::BOX`]. If `FP8`, the kernel also quantizes the output with a given `scale` (1)
+/// to `fp8` (B, T, NH, HS). Its bits are those of [`quantize`](crate::quantize::quantize) for `out`, as are those of `amax` (1), which
+/// may be null.
 ///
 /// Grid: (number of SMs).
 #[kernel(
     threads = 384,
     blocks_per_sm = 1,
     requires = "wgmma",
-    instances(hs_64 = Head64, hs_128 = Head128),
-    select(H::HS: u32 => forward_shared_bytes::<H>: fn() -> usize)
+    instances([hs_64 = Head64, hs_128 = Head128] * [_ = false, fp8 = true]),
+    select(H::HS: u32, FP8: bool => forward_shared_bytes::<H>: fn() -> usize)
 )]
-pub fn attention_forward_wgmma<H: Head>(
+pub fn attention_forward_wgmma<H: Head, const FP8: bool>(
     out: GlobalMut<bf16>,
     lse: GlobalMut<f32>,
     qkv: Global<TensorMap>,
@@ -107,44 +102,14 @@ pub fn attention_forward_wgmma<H: Head>(
     t: u32,
     kv: u32,
     group: u32,
-) {
-    let quantized = QuantizedOperands { out: GlobalMut::null(), amax: GlobalMut::null(), scale: Global::null() };
-    warp_specialized::run(Forward::<H, false>::new(Outputs { out, quantized, lse }, qkv, b, t, [kv, group]));
-}
-
-/// Does what [`attention_forward_wgmma`] does, and also quantizes the output with a given scale (1) to `fp8` (B, T, NH, HS). Its
-/// bits are those of [`quantize`](crate::quantize::quantize) for `out`, as are those of `amax` (1), which may be null.
-///
-/// Grid: (number of SMs).
-#[kernel(
-    threads = 384,
-    blocks_per_sm = 1,
-    requires = "wgmma",
-    instances(hs_64 = Head64, hs_128 = Head128),
-    select(H::HS: u32)
-)]
-pub fn attention_forward_fp8_wgmma<H: Head>(
-    out: GlobalMut<bf16>,
     fp8: GlobalMut<E4m3>,
     amax: GlobalMut<u32>,
     scale: Global<f32>,
-    lse: GlobalMut<f32>,
-    qkv: Global<TensorMap>,
-    b: u32,
-    t: u32,
-    kv: u32,
-    group: u32,
 ) {
+    let (shared, sizes) = (SharedStorage::new(&mut Layout::new()), Sizes::<H>::new(t, kv, group));
+    let scheduler = TileScheduler::new(b, t, sizes.nh());
     let quantized = QuantizedOperands { out: fp8, amax, scale };
-    warp_specialized::run(Forward::<H, true>::new(Outputs { out, quantized, lse }, qkv, b, t, [kv, group]));
-}
-
-#[derive(Clone, Copy)]
-struct Outputs {
-    out: GlobalMut<bf16>,
-    /// Written by kernels with `FP8`.
-    quantized: QuantizedOperands<E4m3>,
-    lse: GlobalMut<f32>,
+    warp_specialized::run(Forward::<H, FP8> { shared, sizes, scheduler, out, quantized, lse, qkv });
 }
 
 #[derive(Clone, Copy)]
@@ -152,17 +117,11 @@ struct Forward<H, const FP8: bool> {
     shared: SharedStorage<H>,
     sizes: Sizes<H>,
     scheduler: TileScheduler,
-    outputs: Outputs,
+    out: GlobalMut<bf16>,
+    /// Written if `FP8`.
+    quantized: QuantizedOperands<E4m3>,
+    lse: GlobalMut<f32>,
     qkv: Global<TensorMap>,
-}
-
-impl<H: Head, const FP8: bool> Forward<H, FP8> {
-    #[inline(always)]
-    fn new(outputs: Outputs, qkv: Global<TensorMap>, b: u32, t: u32, [kv, group]: [u32; 2]) -> Self {
-        let sizes = Sizes::<H>::new(t, kv, group);
-        let scheduler = TileScheduler::new(b, t, sizes.nh());
-        Self { shared: SharedStorage::new(&mut Layout::new()), sizes, scheduler, outputs, qkv }
-    }
 }
 
 impl<H: Head, const FP8: bool> WarpSpecialized for Forward<H, FP8> {
@@ -187,9 +146,9 @@ impl<H: Head, const FP8: bool> WarpSpecialized for Forward<H, FP8> {
                 k: PipelineState::producer(stages::<H>()),
                 v: PipelineState::producer(stages::<H>()),
             };
-            let mut tile = scheduler.work_tile::<false>(work_index(round));
+            let mut tile = scheduler.work_tile(work_index(round), false);
             while work_index(round) < work_tiles {
-                tile = scheduler.work_tile::<false>(work_index(round));
+                tile = scheduler.work_tile(work_index(round), false);
                 producer.load_queries(tile, round);
                 producer.load_panels(tile);
                 round += 1;
@@ -197,13 +156,15 @@ impl<H: Head, const FP8: bool> WarpSpecialized for Forward<H, FP8> {
             // After their last work tile, consumers compute the first scores of another tile and discard them. Making
             // that wgmma conditional would cause ptxas to serialize all of them.
             producer.load_queries(tile, round);
-            producer.load_diagonal_keys(tile);
+            producer.load_keys(tile.b, sizes.kv_head(tile.h), tile.tile);
         }
     }
 
     #[inline(always)]
     fn consume<const CONSUMER: u32>(self) {
-        Consumer::<H, CONSUMER>::new(self.shared).run(self);
+        let (q, k) = (PipelineState::consumer(Q_STAGES), PipelineState::consumer(stages::<H>()));
+        let v = PipelineState::consumer(stages::<H>());
+        Consumer::<H, CONSUMER> { shared: self.shared, q, k, v }.run(self);
     }
 }
 
@@ -236,27 +197,12 @@ impl<H: Head> Producer<H> {
     #[inline(always)]
     fn load_panels(&mut self, tile: WorkTile) {
         let kv_head = self.sizes.kv_head(tile.h);
-        let mut i = Self::stages_of(tile);
+        let mut i = tile.tile + 1;
         while i > 0 {
             i -= 1;
             self.load_keys(tile.b, kv_head, i);
             self.load_values(tile.b, kv_head, i);
         }
-    }
-
-    /// Loads the keys of both consumers' diagonals.
-    #[inline(always)]
-    fn load_diagonal_keys(&mut self, tile: WorkTile) {
-        let kv_head = self.sizes.kv_head(tile.h);
-        for i in 0..=skipped_stages(0) {
-            self.load_keys(tile.b, kv_head, Self::stages_of(tile) - 1 - i);
-        }
-    }
-
-    /// Returns the stages of keys up to the last consumer's diagonal.
-    #[inline(always)]
-    fn stages_of(tile: WorkTile) -> u32 {
-        (tile.tile + 1) * CONSUMERS / PANELS
     }
 
     /// Loads the `i`-th stage of the keys of a key-value head of sequence `b`.
@@ -306,12 +252,6 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     /// Columns of the first scores that contain a visible key.
     const FIRST_COLUMNS: u32 = if Self::SECOND_PANEL_MASKED { ROWS } else { PANELS * ROWS };
 
-    #[inline(always)]
-    fn new(shared: SharedStorage<H>) -> Self {
-        let q = PipelineState::consumer(Q_STAGES);
-        Self { shared, q, k: PipelineState::consumer(stages::<H>()), v: PipelineState::consumer(stages::<H>()) }
-    }
-
     /// Computes this consumer's queries of all work tiles of this block.
     #[inline(always)]
     fn run<const FP8: bool>(&mut self, kernel: Forward<H, FP8>) {
@@ -326,7 +266,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         self.compute_first_scores(&mut scores);
         let mut largest = 0;
         loop {
-            let stages = (self.work_tile(round).tile * CONSUMERS + INDEX) / PANELS;
+            let stages = self.work_tile(round).tile;
             let (mut o, softmax) = if H::HS == 128 {
                 self.attend_with_one_set(&mut scores, stages)
             } else {
@@ -343,8 +283,8 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             // The other consumer has passed its last turn. No arrival stays pending.
             Self::wait_for_turn();
         }
-        if FP8 && !kernel.outputs.quantized.amax.is_null() {
-            store_amax(kernel.outputs.quantized.amax, largest);
+        if FP8 && !kernel.quantized.amax.is_null() {
+            store_amax(kernel.quantized.amax, largest);
         }
     }
 
@@ -365,24 +305,16 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         self.shared.k_barriers.release(keys);
     }
 
-    /// Waits for the queries of the next work tile, and skips the stages of keys after them.
+    /// Waits for the queries of the next work tile.
     #[inline(always)]
-    fn acquire_queries(&mut self) {
+    fn acquire_queries(&self) {
         self.shared.q_barriers.full.at(self.q.stage()).wait(self.q.parity());
-        for _ in 0..skipped_stages(INDEX) {
-            self.shared.k_barriers.skip(&mut self.k);
-        }
     }
 
     /// Releases the current queries, and the work tile that was announced with the previous ones.
     #[inline(always)]
     fn release_queries(&mut self) {
         self.shared.q_barriers.release_by_warp(self.q.advance());
-    }
-
-    #[inline(always)]
-    fn query_panel(&self) -> Panel<H> {
-        self.shared.q.after(self.q.stage() * CONSUMERS + INDEX)
     }
 
     /// Waits for the next stage of keys.
@@ -401,8 +333,8 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     #[inline(always)]
     fn start_scores(&mut self, s: &mut ScorePair) -> u32 {
         wgmma::fence();
-        let k = self.shared.k.after(self.k.stage());
-        k.start_scores(s, self.query_panel());
+        let queries = self.shared.q.after(self.q.stage() * CONSUMERS + INDEX);
+        self.shared.k.after(self.k.stage()).start_scores_from_shared(s, queries);
         wgmma::commit();
         self.k.advance()
     }
@@ -428,10 +360,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     /// queries and `scores` are those of the next work tile.
     #[inline(always)]
     fn attend_with_one_set(&mut self, scores: &mut ScorePair, mut stages: u32) -> (H::OutputAccumulators, Softmax<H>) {
-        for _ in 0..skipped_stages(INDEX) {
-            self.shared.v_barriers.skip(&mut self.v);
-        }
-        mask_diagonal(scores, INDEX % PANELS * ROWS, Self::FIRST_COLUMNS, f32::NEG_INFINITY);
+        mask_diagonal(scores, INDEX * ROWS, Self::FIRST_COLUMNS, f32::NEG_INFINITY);
         scores.fence_accumulators();
         let mut softmax = Softmax::new(scores, Self::FIRST_COLUMNS);
         softmax.exponentiate::<0>(scores);
@@ -440,7 +369,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         } else {
             softmax.exponentiate::<1>(scores);
         }
-        let mut p = pair_fragments(scores);
+        let mut p: PairFragments = a_fragments(scores);
         let mut o = H::OutputAccumulators::ZERO;
         while stages > 0 {
             self.start_scores_and_output(scores, &mut o, &p);
@@ -449,10 +378,8 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             softmax.exponentiate::<0>(scores);
             softmax.exponentiate::<1>(scores);
             self.finish_output(&mut o);
-            for i in 0..H::HS as usize / 2 {
-                o[i] *= softmax.factor(i / 2 % 2);
-            }
-            p = pair_fragments(scores);
+            scale_rows::<H>(&mut o, softmax.factor);
+            p = a_fragments(scores);
             stages -= 1;
         }
         self.release_queries();
@@ -497,10 +424,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     /// See [`attend_with_one_set`](Self::attend_with_one_set).
     #[inline(always)]
     fn attend_with_two_sets(&mut self, scores: &mut ScorePair, stages: u32) -> (H::OutputAccumulators, Softmax<H>) {
-        for _ in 0..skipped_stages(INDEX) {
-            self.shared.v_barriers.skip(&mut self.v);
-        }
-        mask_diagonal(scores, INDEX % PANELS * ROWS, Self::FIRST_COLUMNS, f32::NEG_INFINITY);
+        mask_diagonal(scores, INDEX * ROWS, Self::FIRST_COLUMNS, f32::NEG_INFINITY);
         // Moves all scores to registers of their own. If some stayed in the registers of the wgmma, ptxas would
         // serialize it.
         scores.fence_accumulators();
@@ -526,9 +450,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             remaining -= 1;
             softmax.raise(max);
         }
-        wgmma::wait::<0>();
-        o.fence_accumulators();
-        self.shared.v_barriers.release(self.v.advance());
+        self.finish_output(&mut o);
         (o, softmax)
     }
 
@@ -567,10 +489,8 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         if !second_masked {
             softmax.exponentiate::<1>(scores);
         }
-        for i in 0..H::HS as usize / 2 {
-            o[i] *= softmax.factor(i / 2 % 2);
-        }
-        let p = pair_fragments(scores);
+        scale_rows::<H>(o, softmax.factor);
+        let p: PairFragments = a_fragments(scores);
         self.wait_for_values();
         wgmma::fence();
         self.start_output(o, &p);
@@ -587,21 +507,15 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         softmax: &Softmax<H>,
         tile: WorkTile,
     ) -> u32 {
-        let Forward { sizes, outputs: Outputs { out, quantized, lse }, .. } = kernel;
+        let Forward { sizes, out, quantized, lse, .. } = kernel;
         let row = tile.tile * TILE + INDEX * ROWS;
         let (first, stride) = (sizes.row(tile.b, tile.h, row), sizes.stride());
         let sums = [softmax.row_sum(0), softmax.row_sum(1)];
         let (rows, buffer) = (sizes.t.saturating_sub(row), self.shared.output.after(INDEX));
         let normalizers = [math::recip(sums[0]), math::recip(sums[1])];
-        let largest = if FP8 {
-            let mut quantized = QuantizedOutput::new(quantized.out, quantized.scale);
-            let both = (out, &mut quantized);
-            store_rows::<H>(OutputRows { out: both, first, stride, rows }, o, normalizers, buffer);
-            quantized.largest
-        } else {
-            store_rows::<H>(OutputRows { out, first, stride, rows }, o, normalizers, buffer);
-            0
-        };
+        let mut quantized = if FP8 { Some(QuantizedOutput::new(quantized.out, quantized.scale)) } else { None };
+        let out = (out, quantized.as_mut());
+        store_rows::<H>(OutputRows { out, first, stride, rows }, o, normalizers, buffer);
         // The four lanes of a row have the same statistics. The first two lanes store those of the two rows.
         let lane = warp::lane() % 4;
         let query = row + thread_row() + 8 * lane;
@@ -609,6 +523,6 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             let value = if lane == 0 { softmax.log_sum_exp(0, sums[0]) } else { softmax.log_sum_exp(1, sums[1]) };
             lse.set(sizes.statistics(tile.b, tile.h) + query as usize, value);
         }
-        largest
+        quantized.map_or(0, |quantized| quantized.largest)
     }
 }

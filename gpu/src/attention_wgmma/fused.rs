@@ -22,15 +22,14 @@
 //! The last work tile of a panel resets the panel's counter, and the last block resets the ticket counter: all counters are
 //! zero before and after a launch.
 
-use super::backward::{PanelPair, PanelSource};
-use super::dkdv::{STATISTICS, score_gradients, scores_to_probabilities};
-use super::epilogue::{OutputRows, store_rows};
+use super::backward::{PanelPair, PanelSource, STATISTICS, load_statistics, store_statistics};
+use super::dkdv::{query_panels, score_gradients, scores_to_probabilities};
+use super::epilogue::store_rows;
 use super::mask::mask_diagonal_transposed;
-use super::panel::{Panel, ScoreSquare, square_fragments};
+use super::panel::{Panel, ScoreSquare, SquareFragments, a_fragments, take_tiles};
 use super::pipeline::PipelineBarriers;
 use super::scheduler::{TileScheduler, WorkTile};
 use super::sizes::Sizes;
-use super::softmax::lse_log2;
 use super::warp_specialized::{self, WarpSpecialized};
 use super::{CONSUMERS, Head, Head128, ROWS, TILE, WARPGROUP};
 use cuda_std::hopper::mbarrier::MBarriers;
@@ -43,11 +42,6 @@ type H = Head128;
 
 /// Pipeline stages of Q and dout.
 const STAGES: u32 = 3;
-/// Registers per thread of the producer warpgroup and of each consumer: 384 · 168 = 128 · 24 + 256 · 240.
-///
-/// With the 40 and 232 of the other kernels, ptxas serializes wgmma (C7512).
-const PRODUCER_REGISTERS: u32 = 24;
-const CONSUMER_REGISTERS: u32 = 240;
 /// Key-value heads of a chunk. The work tiles of a chunk alternate between its heads, so that work tiles of the same head
 /// do not start together and wait for each other.
 ///
@@ -85,8 +79,9 @@ const DQ_THREADS: u32 = WARPGROUP + warp::LANES;
 /// Index of the sequence of a work tile that does not exist.
 const NO_SEQUENCE: u32 = u32::MAX;
 
+/// Shared memory of the kernel.
 #[derive(Clone, Copy)]
-struct SharedStorage {
+pub struct SharedStorage {
     /// One buffer for each consumer's stores of dK and dV.
     output: Panel<H>,
     /// One buffer for each consumer's dQ, in the same memory.
@@ -107,34 +102,22 @@ struct SharedStorage {
 
 impl SharedStorage {
     #[inline(always)]
-    fn new(layout: &mut Layout) -> Self {
+    pub fn new(layout: &mut Layout) -> Self {
         let dq = Layout::new().array((CONSUMERS * DQ_ELEMENTS) as usize);
         let output = Panel::take(layout, CONSUMERS);
         let (resident, streamed) = (PanelPair::take(layout, CONSUMERS), PanelPair::take(layout, STAGES));
-        let ds = layout.swizzled();
-        for _ in 1..CONSUMERS * DS_BUFFERS {
-            layout.swizzled::<64>();
-        }
         Self {
             output,
             dq,
             resident,
             streamed,
-            ds,
+            ds: take_tiles(layout, CONSUMERS * DS_BUFFERS),
             statistics: layout.array(STATISTICS * STAGES as usize),
             work_tiles: layout.array(WORK_TILES as usize),
             resident_barriers: PipelineBarriers::new(layout, 1),
             streamed_full: layout.mbarriers(STAGES as usize),
         }
     }
-}
-
-/// Returns the dynamic shared memory of a block, in bytes.
-#[cfg(not(target_arch = "nvptx64"))]
-pub fn fused_shared_bytes() -> usize {
-    let mut layout = Layout::new();
-    SharedStorage::new(&mut layout);
-    layout.bytes()
 }
 
 /// dK and dV in dqkv (B, T, NH + 2 KV, HS), and the sums of dQ, unscaled, in f32.
@@ -180,6 +163,9 @@ struct Fused {
 }
 
 impl WarpSpecialized for Fused {
+    // With smaller consumers, ptxas serializes wgmma (C7512).
+    const LARGE_CONSUMERS: bool = true;
+
     #[inline(always)]
     fn init(self) {
         self.qkv.prefetch();
@@ -202,16 +188,6 @@ impl WarpSpecialized for Fused {
     }
 
     #[inline(always)]
-    fn set_producer_registers() {
-        hopper::decrease_registers::<PRODUCER_REGISTERS>();
-    }
-
-    #[inline(always)]
-    fn set_consumer_registers() {
-        hopper::increase_registers::<CONSUMER_REGISTERS>();
-    }
-
-    #[inline(always)]
     fn consume<const CONSUMER: u32>(self) {
         let (resident, stream) = (PipelineState::consumer(1), PipelineState::consumer(STAGES));
         Consumer::<CONSUMER> { kernel: self, resident, stream }.run();
@@ -231,10 +207,21 @@ impl Fused {
         (b * self.sizes.nh() + h) * self.panels() + panel
     }
 
-    /// Returns the number of steps of a work tile: panels from the work tile's first key on, for each head of the group.
+    /// Calls `f` with each query head and panel of a work tile: from the last panel down to the diagonal, and for each panel all
+    /// heads of the group.
     #[inline(always)]
-    fn steps(self, tile: u32) -> u32 {
-        CONSUMERS * (self.scheduler.tiles() - tile) * self.sizes.group
+    fn for_each_step(self, tile: WorkTile, mut f: impl FnMut(u32, u32)) {
+        let group = self.sizes.group;
+        let mut panel = self.panels();
+        while panel > CONSUMERS * tile.tile {
+            panel -= 1;
+            let mut h = tile.h * group;
+            let end = h + group;
+            while h < end {
+                f(h, panel);
+                h += 1;
+            }
+        }
     }
 }
 
@@ -283,7 +270,7 @@ impl Producer {
             if !exists {
                 break;
             }
-            self.load_panels(tile);
+            self.kernel.for_each_step(tile, |h, panel| self.load_queries(tile.b, h, panel * ROWS));
             round += 1;
         }
         // A barrier must not be in use at the end.
@@ -296,7 +283,7 @@ impl Producer {
     #[inline(always)]
     fn take_ticket(&self) -> u32 {
         let Fused { scheduler, counters, sizes, .. } = self.kernel;
-        let at = CONSUMERS as usize * (scheduler.sequences() * sizes.nh() * self.kernel.panels()) as usize;
+        let at = CONSUMERS as usize * (scheduler.b * sizes.nh() * self.kernel.panels()) as usize;
         let mut ticket = 0;
         if warp::lane() == 0 {
             ticket = counters.atomic_add(at, 1);
@@ -313,52 +300,25 @@ impl Producer {
     #[inline(always)]
     fn load_resident(&self, tile: WorkTile) {
         let Fused { shared, sizes, qkv, .. } = self.kernel;
-        let full = shared.resident_barriers.full.at(0);
-        let sources = [sizes.key(tile.h), sizes.value(tile.h)].map(|index| PanelSource::new(qkv, index * H::HS));
-        full.arrive_expect_tx(CONSUMERS * PanelPair::<H>::BYTES);
-        for i in 0..CONSUMERS {
-            shared.resident.after(i).load(sources, tile.tile * TILE + i * ROWS, tile.b, full);
-        }
-    }
-
-    /// Loads Q, dout and the statistics of all panels of a work tile, from the last panel down to the diagonal. The heads of
-    /// the group alternate.
-    #[inline(always)]
-    fn load_panels(&mut self, tile: WorkTile) {
-        let group = self.kernel.sizes.group;
-        let mut panel = self.kernel.panels();
-        while panel > CONSUMERS * tile.tile {
-            panel -= 1;
-            let mut h = tile.h * group;
-            let end = h + group;
-            while h < end {
-                self.load_queries(tile.b, h, panel * ROWS);
-                h += 1;
-            }
-        }
+        let heads = [sizes.key(tile.h), sizes.value(tile.h)];
+        let sources = heads.map(|index| PanelSource { map: qkv, column: index * H::HS });
+        shared.resident.load_work_tile(sources, tile, shared.resident_barriers.full.at(0));
     }
 
     /// Loads Q, dout and the statistics of the 64 queries of head `h` from `first` on.
     #[inline(always)]
     fn load_queries(&mut self, b: u32, h: u32, first: u32) {
         let Fused { shared, sizes, lse, d, .. } = self.kernel;
-        let (lane, t) = (warp::lane(), sizes.t);
-        let at = sizes.statistics(b, h);
-        let query = |half: u32| first + lane + half * warp::LANES;
-        let lse = |half| lse_log2(lse, at + query(half) as usize, query(half) < t);
-        let d = |half| if query(half) < t { d.at(at + query(half) as usize) } else { 0.0 };
+        let lane = warp::lane();
         // Loading the statistics before the wait hides the latency.
-        let values = [lse(0), lse(1), d(0), d(1)];
+        let statistics = load_statistics(lse, d, sizes.statistics(b, h), first + lane, sizes.t);
 
         let stage = self.stream.advance();
         wait_for_release(stage);
-        let statistics = shared.statistics.skip(stage as usize * STATISTICS);
-        for i in 0..4 {
-            statistics.set(i * 32 + lane as usize, values[i]);
-        }
+        store_statistics(shared.statistics.skip(stage as usize * STATISTICS), lane, statistics);
         let full = shared.streamed_full.at(stage);
         if lane == 0 {
-            let sources = [self.kernel.qkv, self.kernel.dout].map(|map| PanelSource::new(map, h * H::HS));
+            let sources = [self.kernel.qkv, self.kernel.dout].map(|map| PanelSource { map, column: h * H::HS });
             full.arrive_expect_tx(PanelPair::<H>::BYTES);
             shared.streamed.after(stage).load(sources, first, b, full);
         } else {
@@ -377,7 +337,7 @@ struct DqWriter {
 impl DqWriter {
     #[inline(always)]
     fn run(&mut self) {
-        let Fused { shared, sizes, .. } = self.kernel;
+        let shared = self.kernel.shared;
         let mut round = 0;
         loop {
             shared.resident_barriers.full.at(0).wait(self.resident.parity());
@@ -388,16 +348,7 @@ impl DqWriter {
             }
             // The buffer is free for TMA. The barrier also orders the consumer's own warps.
             thread::arrive_named(DQ_EMPTY + self.consumer, DQ_THREADS);
-            let mut panel = self.kernel.panels();
-            while panel > CONSUMERS * tile.tile {
-                panel -= 1;
-                let mut h = tile.h * sizes.group;
-                let end = h + sizes.group;
-                while h < end {
-                    self.add(tile, h, panel);
-                    h += 1;
-                }
-            }
+            self.kernel.for_each_step(tile, |h, panel| self.add(tile, h, panel));
             round += 1;
         }
     }
@@ -447,7 +398,7 @@ type Gradient = <H as Head>::OutputAccumulators;
 impl<const INDEX: u32> Consumer<INDEX> {
     #[inline(always)]
     fn run(&mut self) {
-        let Fused { shared, sizes, .. } = self.kernel;
+        let Fused { shared, sizes, scheduler, .. } = self.kernel;
         // All stages are empty.
         for stage in 0..STAGES {
             release_stage(stage);
@@ -459,8 +410,7 @@ impl<const INDEX: u32> Consumer<INDEX> {
             if tile.b == NO_SEQUENCE {
                 break;
             }
-            let steps = self.kernel.steps(tile.tile);
-            let (mut dk, mut dv) = self.gradients(steps);
+            let (mut dk, mut dv) = self.gradients(query_panels(scheduler, tile) * sizes.group);
             // The last dQ has left the buffer that the stores use.
             thread::sync_named(DQ_EMPTY + INDEX, DQ_THREADS);
             shared.resident_barriers.release(self.resident.advance());
@@ -481,14 +431,7 @@ impl<const INDEX: u32> Consumer<INDEX> {
     #[inline(always)]
     fn store_gradient(&self, tile: WorkTile, index: u32, gradient: &mut Gradient, scale: f32) {
         let Fused { shared, sizes, dqkv, .. } = self.kernel;
-        let row = tile.tile * TILE + INDEX * ROWS;
-        let rows = OutputRows {
-            out: dqkv,
-            first: sizes.packed_row(tile.b, index, row),
-            stride: sizes.packed_stride(),
-            rows: sizes.t.saturating_sub(row),
-        };
-        store_rows::<H>(rows, gradient, [scale; 2], shared.output.after(INDEX));
+        store_rows::<H>(sizes.packed_rows(dqkv, tile, index, INDEX), gradient, [scale; 2], shared.output.after(INDEX));
     }
 
     /// Waits for the next panel and returns its stage.
@@ -588,8 +531,8 @@ impl<const INDEX: u32> Consumer<INDEX> {
     fn start_dv_and_dq(&self, dv: &mut Gradient, dp: &mut ScoreSquare, p: &ScoreSquare, stage: u32, step: u32) {
         let shared = self.kernel.shared;
         score_gradients(dp, p, shared.statistics.skip(stage as usize * STATISTICS + ROWS as usize));
-        self.ds_tile(step).store_fragments(&square_fragments(dp));
-        let p = square_fragments(p);
+        self.ds_tile(step).store_fragments(&a_fragments(dp));
+        let p: SquareFragments = a_fragments(p);
         wgmma::fence();
         shared.streamed.after(stage).second.start_accumulate(dv, &p, 1);
         wgmma::commit();

@@ -1,15 +1,13 @@
 //! Host side: the kernel launches for a shape.
 
-use super::dkdv::{attention_backward_dkdv_wgmma_hs_64, dkdv_shared_bytes};
-use super::dq::{attention_backward_dq_wgmma_hs_64, dq_shared_bytes};
-use super::forward::{
-    attention_forward_fp8_wgmma_select, attention_forward_wgmma_exists, attention_forward_wgmma_select,
-    attention_forward_wgmma_values,
-};
-use super::fused::{PANEL_ELEMENTS, attention_backward_convert_dq, attention_backward_fused_wgmma, fused_shared_bytes};
+use super::backward::SharedStorage;
+use super::dkdv::{DkDv, attention_backward_dkdv_wgmma_hs_64};
+use super::dq::{Dq, attention_backward_dq_wgmma_hs_64};
+use super::forward::{attention_forward_wgmma_exists, attention_forward_wgmma_select, attention_forward_wgmma_values};
+use super::fused::{self, PANEL_ELEMENTS, attention_backward_convert_dq, attention_backward_fused_wgmma};
 use super::{CONSUMERS, TILE};
 use crate::attention::launch::{Shape, backward_dot};
-use crate::launch::KernelLaunch;
+use crate::launch::{KernelLaunch, shared_bytes};
 use crate::quantize::QuantizedOperands;
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
@@ -17,24 +15,12 @@ use cuda_std::{E4m3, Global, GlobalMut, bf16};
 
 /// Returns true if the kernels support this head size.
 pub fn supports(head_size: usize) -> bool {
-    attention_forward_wgmma_exists((head_size as u32,))
+    attention_forward_wgmma_exists((head_size as u32, false))
 }
 
 /// Returns the kernels' arguments B, T, KV and group.
 fn sizes(shape: Shape) -> (u32, u32, u32, u32) {
     (shape.b as u32, shape.t as u32, shape.kv as u32, shape.group() as u32)
-}
-
-/// Returns a forward kernel.
-///
-/// # Panics
-/// Panics if there is no kernel for the head size.
-fn forward_kernel(launch: Option<Launch>, shape: Shape, sm_count: usize) -> KernelLaunch {
-    let values = attention_forward_wgmma_values((shape.hs as u32,));
-    let (Some(launch), Some((shared_bytes,))) = (launch, values) else {
-        panic!("attention_wgmma: expected head size 64 or 128, found {}", shape.hs)
-    };
-    persistent(launch, shared_bytes(), sm_count)
 }
 
 /// Launches one block per SM.
@@ -43,39 +29,25 @@ fn persistent(launch: Launch, shared_bytes: usize, sm_count: usize) -> KernelLau
 }
 
 /// Returns the launch of the forward pass: out (B, T, NH, HS) and lse (B, NH, T) from the tensor map over
-/// qkv (B, T, (NH + 2 KV) HS).
+/// qkv (B, T, (NH + 2 KV) HS). The kernel also quantizes out if there are operands for that.
 ///
 /// # Panics
 /// Panics if the head size is not [supported](supports).
 pub fn forward(
     out: GlobalMut<bf16>,
+    quantized: Option<QuantizedOperands<E4m3>>,
     lse: GlobalMut<f32>,
     qkv: Global<TensorMap>,
     shape: Shape,
     sm_count: usize,
 ) -> KernelLaunch {
-    let (b, t, kv, group) = sizes(shape);
-    let launch = attention_forward_wgmma_select((shape.hs as u32,), out, lse, qkv, b, t, kv, group);
-    forward_kernel(launch, shape, sm_count)
-}
-
-/// Returns the launch of [`forward`] that also quantizes out.
-///
-/// # Panics
-/// Panics if the head size is not [supported](supports).
-pub fn forward_fp8(
-    out: GlobalMut<bf16>,
-    quantized: QuantizedOperands<E4m3>,
-    lse: GlobalMut<f32>,
-    qkv: Global<TensorMap>,
-    shape: Shape,
-    sm_count: usize,
-) -> KernelLaunch {
-    let (b, t, kv, group) = sizes(shape);
-    let QuantizedOperands { out: fp8, amax, scale } = quantized;
-    let head_size = shape.hs as u32;
-    let launch = attention_forward_fp8_wgmma_select((head_size,), out, fp8, amax, scale, lse, qkv, b, t, kv, group);
-    forward_kernel(launch, shape, sm_count)
+    let (key, (b, t, kv, group)) = ((shape.hs as u32, quantized.is_some()), sizes(shape));
+    let QuantizedOperands { out: fp8, amax, scale } = quantized.unwrap_or(QuantizedOperands::NONE);
+    let launch = attention_forward_wgmma_select(key, out, lse, qkv, b, t, kv, group, fp8, amax, scale);
+    let (Some(launch), Some((shared_bytes,))) = (launch, attention_forward_wgmma_values(key)) else {
+        panic!("attention_wgmma: expected head size 64 or 128, found {}", shape.hs)
+    };
+    persistent(launch, shared_bytes(), sm_count)
 }
 
 /// The operands of the backward pass.
@@ -97,24 +69,9 @@ pub struct BackwardOperands {
     pub dout_map: Global<TensorMap>,
 }
 
-/// Returns true if the backward pass of this head size is [`backward_fused`].
+/// Returns true if the backward pass of this head size is fused.
 pub fn is_fused(head_size: usize) -> bool {
     head_size == 128
-}
-
-/// Returns the three launches of the backward pass for head size 64, in order.
-///
-/// # Panics
-/// Panics if the head size is not 64.
-pub fn backward(operands: BackwardOperands, shape: Shape, sm_count: usize) -> [KernelLaunch; 3] {
-    assert_eq!(shape.hs, 64, "attention_wgmma: expected head size 64 without a fused backward pass");
-    let BackwardOperands { dqkv, d, dout, out, lse, qkv_map, dout_map } = operands;
-    let dot = backward_dot(d, dout, out, shape);
-    let (d, (b, t, kv, group)) = (d.reader(), sizes(shape));
-    let dkdv = attention_backward_dkdv_wgmma_hs_64(dqkv, qkv_map, dout_map, lse, d, b, t, kv, group);
-    let dq = attention_backward_dq_wgmma_hs_64(dqkv, qkv_map, dout_map, lse, d, b, t, kv, group);
-    let dkdv = persistent(dkdv, dkdv_shared_bytes(), sm_count);
-    [dot, dkdv, persistent(dq, dq_shared_bytes(), sm_count)]
 }
 
 /// Memory of the fused backward pass.
@@ -141,26 +98,30 @@ pub fn fused_counters(shape: Shape) -> usize {
     fused_panels(shape) * CONSUMERS as usize + 1
 }
 
-/// Returns the three launches of the backward pass for head size 128, in order.
+/// Returns the three launches of the backward pass, in order. `scratch` is present if the pass [is fused](is_fused).
 ///
 /// # Panics
-/// Panics if the head size is not 128.
-pub fn backward_fused(
+/// Panics if the head size is not [supported](supports), or if `scratch` does not fit the pass.
+pub fn backward(
     operands: BackwardOperands,
-    scratch: FusedScratch,
+    scratch: Option<FusedScratch>,
     shape: Shape,
     sm_count: usize,
 ) -> [KernelLaunch; 3] {
-    assert_eq!(shape.hs, 128, "attention_wgmma: expected head size 128 for the fused backward pass");
+    let fits = scratch.is_some() == is_fused(shape.hs);
+    assert!(supports(shape.hs) && fits, "attention_wgmma: expected head size 64, or 128 with memory of the fused pass");
     let BackwardOperands { dqkv, d, dout, out, lse, qkv_map, dout_map } = operands;
-    let FusedScratch { dq, counters } = scratch;
     let dot = backward_dot(d, dout, out, shape);
     let (d, (b, t, kv, group)) = (d.reader(), sizes(shape));
-    let fused = attention_backward_fused_wgmma(dqkv, dq, counters, qkv_map, dout_map, lse, d, b, t, kv, group);
-    let convert = KernelLaunch {
-        launch: attention_backward_convert_dq(dqkv, dq.reader(), t, kv, group),
-        grid: [t.div_ceil(TILE / CONSUMERS), kv * group, b],
-        shared_bytes: 0,
-    };
-    [dot, persistent(fused, fused_shared_bytes(), sm_count), convert]
+    if let Some(FusedScratch { dq, counters }) = scratch {
+        let fused = attention_backward_fused_wgmma(dqkv, dq, counters, qkv_map, dout_map, lse, d, b, t, kv, group);
+        let fused = persistent(fused, shared_bytes(fused::SharedStorage::new), sm_count);
+        let launch = attention_backward_convert_dq(dqkv, dq.reader(), t, kv, group);
+        let grid = [t.div_ceil(TILE / CONSUMERS), kv * group, b];
+        return [dot, fused, KernelLaunch { launch, grid, shared_bytes: 0 }];
+    }
+    let dkdv = attention_backward_dkdv_wgmma_hs_64(dqkv, qkv_map, dout_map, lse, d, b, t, kv, group);
+    let dkdv = persistent(dkdv, shared_bytes(SharedStorage::new::<DkDv>), sm_count);
+    let dq = attention_backward_dq_wgmma_hs_64(dqkv, qkv_map, dout_map, lse, d, b, t, kv, group);
+    [dot, dkdv, persistent(dq, shared_bytes(SharedStorage::new::<Dq>), sm_count)]
 }

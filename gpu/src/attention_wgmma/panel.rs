@@ -17,15 +17,21 @@ pub type ScorePair = [f32; 64];
 /// 64 x 128 scores, rounded to bf16, as A fragments.
 pub type PairFragments = [[u32; 4]; 8];
 
-/// 64 rows of HS columns in shared memory: HS / 64 consecutive tiles of 64 columns.
+/// 64 `N` rows of HS columns in shared memory: `N` HS / 64 consecutive tiles of 64 rows x 64 columns. One wgmma reads all rows as
+/// its M or N dimension, so the tiles of the same columns are consecutive.
 #[derive(Clone, Copy)]
-pub struct Panel<H> {
+pub struct Panels<H, const N: u32> {
     first: SwizzledTile<64>,
     head: PhantomData<H>,
 }
 
+/// 64 rows of HS columns in shared memory.
+pub type Panel<H> = Panels<H, 1>;
+/// 128 rows of HS columns in shared memory.
+pub type WidePanel<H> = Panels<H, 2>;
+
 /// Takes `count` consecutive tiles from `layout` and returns the first.
-fn take_tiles(layout: &mut Layout, count: u32) -> SwizzledTile<64> {
+pub fn take_tiles(layout: &mut Layout, count: u32) -> SwizzledTile<64> {
     let first = layout.swizzled();
     for _ in 1..count {
         layout.swizzled::<64>();
@@ -33,9 +39,9 @@ fn take_tiles(layout: &mut Layout, count: u32) -> SwizzledTile<64> {
     first
 }
 
-impl<H: Head> Panel<H> {
-    const TILES: u32 = H::HS / 64;
-    /// The size of a panel in bytes.
+impl<H: Head, const N: u32> Panels<H, N> {
+    const TILES: u32 = N * H::HS / 64;
+    /// The size in bytes.
     pub const BYTES: u32 = Self::TILES * SwizzledTile::<64>::BYTES;
 
     /// Takes `count` consecutive panels from `layout` and returns the first.
@@ -49,6 +55,32 @@ impl<H: Head> Panel<H> {
         Self { first: self.first.offset_tiles(count * Self::TILES), ..self }
     }
 
+    /// Starts the load of columns `x` .., rows `y` .. of sequence `b`.
+    #[inline(always)]
+    pub fn load(self, map: Global<TensorMap>, x: u32, y: u32, b: u32, full: MBarrier) {
+        for half in 0..N {
+            for i in 0..H::HS / 64 {
+                self.first.offset_tiles(N * i + half).load_3d(map, x + 64 * i, y + half * ROWS, b, full);
+            }
+        }
+    }
+
+    /// Returns columns 16 `step` .. as the K dimension of an operand whose M (or N) dimension are the rows.
+    #[inline(always)]
+    fn k_major_operand(self, step: u32) -> KMajorOperand {
+        self.first.offset_tiles(step / 4 * N).k_major_operand(step % 4)
+    }
+
+    /// Starts d = a · rowsᵀ, summed over the HS columns, with a in shared memory.
+    #[inline(always)]
+    pub fn start_scores_from_shared<D: Accumulators>(self, d: &mut D, a: Panel<H>) {
+        for step in 0..H::HS / 16 {
+            d.mma(a.k_major_operand(step), self.k_major_operand(step), step > 0);
+        }
+    }
+}
+
+impl<H: Head> Panel<H> {
     /// Returns the panel unchanged, but hides its address from the compiler. See [`SwizzledTile::opaque`].
     #[inline(always)]
     pub fn opaque(self) -> Self {
@@ -59,20 +91,6 @@ impl<H: Head> Panel<H> {
     #[inline(always)]
     pub fn tile(self, i: u32) -> SwizzledTile<64> {
         self.first.offset_tiles(i)
-    }
-
-    /// Starts the load of columns `x` .., rows `y` .. of sequence `b`.
-    #[inline(always)]
-    pub fn load(self, map: Global<TensorMap>, x: u32, y: u32, b: u32, full: MBarrier) {
-        for i in 0..Self::TILES {
-            self.tile(i).load_3d(map, x + 64 * i, y, b, full);
-        }
-    }
-
-    /// Returns columns 16 `step` .. as the K dimension of an operand whose M (or N) dimension are the rows.
-    #[inline(always)]
-    pub fn k_major_operand(self, step: u32) -> KMajorOperand {
-        self.tile(step / 4).k_major_operand(step % 4)
     }
 
     /// Returns rows 16 `step` .. as the K dimension of an operand whose N dimension are the HS columns.
@@ -99,14 +117,6 @@ impl<H: Head> Panel<H> {
         }
     }
 
-    /// Same as [`start_scores`](Self::start_scores), with a in shared memory.
-    #[inline(always)]
-    pub fn start_scores_from_shared(self, d: &mut ScoreSquare, a: Self) {
-        for step in 0..H::HS / 16 {
-            d.mma(a.k_major_operand(step), self.k_major_operand(step), step > 0);
-        }
-    }
-
     /// Starts d += a · rows, summed over the rows of `panels` panels.
     #[inline(always)]
     pub fn start_accumulate(
@@ -121,53 +131,6 @@ impl<H: Head> Panel<H> {
     }
 }
 
-/// 128 rows of HS columns in shared memory. One wgmma reads all rows as its N dimension, so the two tiles of each 64
-/// columns are consecutive, unlike those of two panels.
-#[derive(Clone, Copy)]
-pub struct WidePanel<H> {
-    first: SwizzledTile<64>,
-    head: PhantomData<H>,
-}
-
-impl<H: Head> WidePanel<H> {
-    const TILES: u32 = 2 * H::HS / 64;
-
-    /// Takes `count` consecutive panels from `layout` and returns the first.
-    pub fn take(layout: &mut Layout, count: u32) -> Self {
-        Self { first: take_tiles(layout, count * Self::TILES), head: PhantomData }
-    }
-
-    /// Returns the panel that is `count` panels after this one.
-    #[inline(always)]
-    pub fn after(self, count: u32) -> Self {
-        Self { first: self.first.offset_tiles(count * Self::TILES), ..self }
-    }
-
-    /// Starts the load of columns `x` .., rows `y` .. of sequence `b`.
-    #[inline(always)]
-    pub fn load(self, map: Global<TensorMap>, x: u32, y: u32, b: u32, full: MBarrier) {
-        for half in 0..2 {
-            for i in 0..H::HS / 64 {
-                self.first.offset_tiles(2 * i + half).load_3d(map, x + 64 * i, y + half * ROWS, b, full);
-            }
-        }
-    }
-
-    /// Starts d = a · rowsᵀ, summed over the HS columns.
-    #[inline(always)]
-    pub fn start_scores(self, d: &mut ScorePair, a: Panel<H>) {
-        for step in 0..H::HS / 16 {
-            d.mma(a.k_major_operand(step), self.k_major_operand(step), step > 0);
-        }
-    }
-
-    /// Returns columns 16 `step` .. as the K dimension of an operand with the 128 rows as N dimension.
-    #[inline(always)]
-    fn k_major_operand(self, step: u32) -> KMajorOperand {
-        self.first.offset_tiles(step / 4 * 2).k_major_operand(step % 4)
-    }
-}
-
 /// Rounds the accumulators of columns 16 `step` .. 16 `step` + 16 to bf16, as an A fragment of the next multiplication.
 #[inline(always)]
 pub fn a_fragment(d: &impl Index<usize, Output = f32>, step: usize) -> [u32; 4] {
@@ -175,20 +138,10 @@ pub fn a_fragment(d: &impl Index<usize, Output = f32>, step: usize) -> [u32; 4] 
     [pair(0), pair(1), pair(2), pair(3)]
 }
 
-/// Rounds 64 x 64 accumulators to bf16, as A fragments.
+/// Rounds accumulators of 64 rows x 16 `N` columns to bf16, as A fragments.
 #[inline(always)]
-pub fn square_fragments(d: &ScoreSquare) -> SquareFragments {
-    [a_fragment(d, 0), a_fragment(d, 1), a_fragment(d, 2), a_fragment(d, 3)]
-}
-
-/// Rounds 64 x 128 accumulators to bf16, as A fragments.
-#[inline(always)]
-pub fn pair_fragments(d: &ScorePair) -> PairFragments {
-    let mut fragments = [[0; 4]; 8];
-    for step in 0..8 {
-        fragments[step] = a_fragment(d, step);
-    }
-    fragments
+pub fn a_fragments<const N: usize>(d: &impl Index<usize, Output = f32>) -> [[u32; 4]; N] {
+    core::array::from_fn(|step| a_fragment(d, step))
 }
 
 /// Returns this warp's first row of 16 among its warpgroup's 64 rows.

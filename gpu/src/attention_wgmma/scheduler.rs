@@ -19,7 +19,8 @@ pub struct WorkTile {
 /// Assigns work tiles to persistent thread blocks.
 #[derive(Clone, Copy)]
 pub struct TileScheduler {
-    b: u32,
+    /// B, the number of sequences.
+    pub b: u32,
     t: u32,
     heads: u32,
 }
@@ -46,17 +47,17 @@ impl TileScheduler {
     /// Returns work tile `i`.
     ///
     /// Heads are scheduled in chunks, so that the operands that their tiles share stay in L2. Within a chunk, the tiles
-    /// that take longest come first: those with high index, or with low index if `LOW_FIRST`. Query heads that share
+    /// that take longest come first: those with high index, or with low index if `low_first`. Query heads that share
     /// keys and values are neighbours, so their tiles run at the same time.
     #[inline(always)]
-    pub fn work_tile<const LOW_FIRST: bool>(self, i: u32) -> WorkTile {
+    pub fn work_tile(self, i: u32, low_first: bool) -> WorkTile {
         let (tiles, heads) = (self.tiles(), self.b * self.heads);
         let chunk = (CHUNK_ROUNDS * thread::grid_dim_x() / tiles).clamp(1, heads);
         let first = i / (chunk * tiles) * chunk;
         let chunk = chunk.min(heads - first);
         let within = i - first * tiles;
         let (head, tile) = (first + within % chunk, within / chunk);
-        WorkTile { b: head / self.heads, h: head % self.heads, tile: if LOW_FIRST { tile } else { tiles - 1 - tile } }
+        WorkTile { b: head / self.heads, h: head % self.heads, tile: if low_first { tile } else { tiles - 1 - tile } }
     }
 
     /// Returns the work tile of a ticket, in chunks of `HEADS` heads. The tiles of each head are in ascending order, for any
@@ -69,12 +70,6 @@ impl TileScheduler {
         let within = ticket - first * tiles;
         let head = first + within % chunk;
         WorkTile { b: head / self.heads, h: head % self.heads, tile: within / chunk }
-    }
-
-    /// Returns B, the number of sequences.
-    #[inline(always)]
-    pub fn sequences(self) -> u32 {
-        self.b
     }
 }
 

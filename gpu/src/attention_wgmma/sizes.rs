@@ -3,7 +3,9 @@
 //! A row of qkv (B, T, NH + 2 KV, HS) has NH query heads, KV key heads and KV value heads. Query head h reads key-value
 //! head h / group, with group = NH / KV.
 
-use super::Head;
+use super::epilogue::OutputRows;
+use super::scheduler::WorkTile;
+use super::{Head, ROWS, TILE};
 use core::marker::PhantomData;
 
 /// The sizes T, KV and group.
@@ -72,6 +74,14 @@ impl<H: Head> Sizes<H> {
     #[inline(always)]
     pub fn packed_row(self, b: u32, index: u32, row: u32) -> usize {
         (b as usize * self.t as usize + row as usize) * self.packed_stride() + (index * H::HS) as usize
+    }
+
+    /// Returns a consumer's rows of a work tile, of head `index` of `out` (B, T, NH + 2 KV, HS).
+    #[inline(always)]
+    pub fn packed_rows<O>(self, out: O, tile: WorkTile, index: u32, consumer: u32) -> OutputRows<O> {
+        let row = tile.tile * TILE + consumer * ROWS;
+        let (first, rows) = (self.packed_row(tile.b, index, row), self.t.saturating_sub(row));
+        OutputRows { out, first, stride: self.packed_stride(), rows }
     }
 
     /// Returns the element of row 0 of sequence `b` for head `h` in (B, NH, T).

@@ -26,7 +26,7 @@ pub struct Softmax<H> {
     /// This thread's part of the running sum, relative to the maximum.
     sum: [f32; 2],
     /// Factor that rescales sums and outputs of previous tiles to the new maximum.
-    factor: [f32; 2],
+    pub factor: [f32; 2],
     head: PhantomData<H>,
 }
 
@@ -46,17 +46,14 @@ impl<H: Head> Softmax<H> {
 
     #[inline(always)]
     fn maximum_over(&self, s: &ScorePair, columns: u32) -> [f32; 2] {
-        [self.row_maximum_over::<0>(s, columns), self.row_maximum_over::<1>(s, columns)]
-    }
-
-    #[inline(always)]
-    fn row_maximum_over<const ROW: usize>(&self, s: &ScorePair, columns: u32) -> f32 {
-        let mut max = self.max[ROW];
-        for j in 0..columns as usize / 8 {
-            max = math::max(max, math::max(s[4 * j + 2 * ROW], s[4 * j + 2 * ROW + 1]));
-        }
-        max = math::max(max, warp::shuffle_xor(max, 1));
-        math::max(max, warp::shuffle_xor(max, 2))
+        [0, 1].map(|row| {
+            let mut max = self.max[row];
+            for j in 0..columns as usize / 8 {
+                max = math::max(max, math::max(s[4 * j + 2 * row], s[4 * j + 2 * row + 1]));
+            }
+            max = math::max(max, warp::shuffle_xor(max, 1));
+            math::max(max, warp::shuffle_xor(max, 2))
+        })
     }
 
     /// Rescales the state to the new running maximum `max`.
@@ -87,12 +84,6 @@ impl<H: Head> Softmax<H> {
         for i in half_of::<HALF>() {
             s[i] = 0.0;
         }
-    }
-
-    /// Returns the factor that rescales the output of row `row` to the current maximum.
-    #[inline(always)]
-    pub fn factor(&self, row: usize) -> f32 {
-        self.factor[row]
     }
 
     /// Returns the sum over all threads of a row.

@@ -4,23 +4,11 @@ use super::WARPGROUP;
 use cuda_std::hopper::{self, MBarrier};
 use cuda_std::{thread, warp};
 
-/// Registers per thread of each role. The block starts with 168 per thread: 384 · 168 = 128 · 40 + 256 · 232.
-const PRODUCER_REGISTERS: u32 = 40;
-const CONSUMER_REGISTERS: u32 = 232;
-
 /// A kernel with a producer warpgroup and two consumer warpgroups.
 pub trait WarpSpecialized: Copy {
-    /// Decreases the register limit of the producer warpgroup.
-    #[inline(always)]
-    fn set_producer_registers() {
-        hopper::decrease_registers::<PRODUCER_REGISTERS>();
-    }
-
-    /// Increases the register limit of a consumer warpgroup.
-    #[inline(always)]
-    fn set_consumer_registers() {
-        hopper::increase_registers::<CONSUMER_REGISTERS>();
-    }
+    /// True if a thread of a consumer has 240 registers and one of the producer 24, instead of 232 and 40. The block starts with 168
+    /// per thread: 384 · 168 = 128 · 24 + 256 · 240 = 128 · 40 + 256 · 232.
+    const LARGE_CONSUMERS: bool = false;
 
     /// Prefetches the tensor maps and initializes the barriers. One thread runs this.
     fn init(self);
@@ -42,10 +30,18 @@ pub fn run<K: WarpSpecialized>(kernel: K) {
 
     let role = warp::shuffle(thread::thread_idx_x() / WARPGROUP, 0);
     if role == 0 {
-        K::set_producer_registers();
+        if K::LARGE_CONSUMERS {
+            hopper::decrease_registers::<24>();
+        } else {
+            hopper::decrease_registers::<40>();
+        }
         kernel.produce();
     } else {
-        K::set_consumer_registers();
+        if K::LARGE_CONSUMERS {
+            hopper::increase_registers::<240>();
+        } else {
+            hopper::increase_registers::<232>();
+        }
         // The number of panels depends on the consumer. With a constant index, ptxas knows that loop bounds are uniform
         // within a warp, and computes addresses once per warp.
         if role == 1 {

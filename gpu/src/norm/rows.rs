@@ -172,10 +172,13 @@ impl<A: RowOutput<bf16>, B: RowOutput<bf16>> RowOutput<bf16> for (A, B) {
     }
 }
 
-impl<T, O: RowOutput<T>> RowOutput<T> for &mut O {
+/// Stores the elements if there is an output.
+impl<T, O: RowOutput<T>> RowOutput<T> for Option<&mut O> {
     #[inline(always)]
     fn set_packet(&mut self, i: usize, packet: Packet<T>) {
-        (**self).set_packet(i, packet);
+        if let Some(output) = self {
+            output.set_packet(i, packet);
+        }
     }
 }
 

@@ -49,15 +49,11 @@ fn attend(blocks: usize) -> impl Fn(&Inputs) -> Results {
         let counters = memory.zeroed("counters", launch::fused_counters(shape));
         let dq = memory.output("sums of dQ", launch::fused_dq_elements(shape));
         let mut run = |kernel: &KernelLaunch| run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
-        run(&launch::forward(out, lse, qkv_map, shape, blocks));
+        run(&launch::forward(out, None, lse, qkv_map, shape, blocks));
         let (out_reader, lse_reader) = (out.reader(), lse.reader());
         let operands = BackwardOperands { dqkv, d, dout, out: out_reader, lse: lse_reader, qkv_map, dout_map };
-        let kernels = if launch::is_fused(hs) {
-            launch::backward_fused(operands, FusedScratch { dq, counters }, shape, blocks)
-        } else {
-            launch::backward(operands, shape, blocks)
-        };
-        kernels.iter().for_each(&mut run);
+        let fused = launch::is_fused(hs).then_some(FusedScratch { dq, counters });
+        launch::backward(operands, fused, shape, blocks).iter().for_each(&mut run);
         assert!(
             memory.read(counters).iter().all(|&count| count == 0),
             "counters: expected zeros after the backward pass"
@@ -83,7 +79,7 @@ fn check_quantized(shape: Shape, scale: f32, amax_before: Option<f32>, replaced:
     let fp8 = memory.output::<E4m3>("out in FP8", n);
     let amax = amax_before.map_or(GlobalMut::null(), |before| memory.buffer("amax", &[before.to_bits()]));
     let operands = QuantizedOperands { out: fp8, amax, scale: memory.input("scale", &[scale]) };
-    let kernel = launch::forward_fp8(out, operands, lse, map, shape, BLOCKS);
+    let kernel = launch::forward(out, Some(operands), lse, map, shape, BLOCKS);
     run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
     assert_same("out", &read(&memory, out), &want.out);
     assert_same("lse", &read(&memory, lse), &want.lse);

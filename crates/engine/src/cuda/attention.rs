@@ -99,10 +99,7 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &AttentionForward) -> Re
     let prepared = if let Some(map) = map {
         let (out, lse) = (cuda.output("out", out, n)?, cuda.output("lse", lse, rows)?);
         let (shape, sm_count) = (shape_of(shape), cuda.executor.sm_count());
-        match fused {
-            Some(fp8) => attention_wgmma::launch::forward_fp8(out, fp8, lse, map, shape, sm_count),
-            None => attention_wgmma::launch::forward(out, lse, map, shape, sm_count),
-        }
+        attention_wgmma::launch::forward(out, fused, lse, map, shape, sm_count)
     } else {
         let (out, lse) = (cuda.output("out", out, n)?, cuda.output("lse", lse, rows)?);
         let prepared = launch::forward::<T>(out, lse, cuda.input("qkv", qkv, packed(shape))?, shape_of(shape));
@@ -127,15 +124,15 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: AttentionBackward) -> R
         let (dout, out) = (cuda.input("dout", dout, n)?, cuda.input("out", out, n)?);
         let operands = BackwardOperands { dqkv, d: scratch, dout, out, lse, qkv_map, dout_map };
         let (d, shape, sm_count) = (d_elements(shape), shape_of(shape), cuda.executor.sm_count());
+        let mut fused = None;
         if attention_wgmma::launch::is_fused(shape.hs) {
             let len = attention_wgmma::launch::fused_counters(shape);
             let counters = cuda.attention_counters.context("attention counters: expected a plan for this shape")?;
             let counters = cuda.output::<i32>("attention counters", counters, len)?;
-            let scratch = FusedScratch { dq: scratch.skip(d), counters: GlobalMut::new(counters.pointer().cast()) };
-            attention_wgmma::launch::backward_fused(operands, scratch, shape, sm_count)
-        } else {
-            attention_wgmma::launch::backward(operands, shape, sm_count)
+            let counters = GlobalMut::new(counters.pointer().cast());
+            fused = Some(FusedScratch { dq: scratch.skip(d), counters });
         }
+        attention_wgmma::launch::backward(operands, fused, shape, sm_count)
     } else {
         let dqkv = cuda.output("dqkv", dqkv, packed(shape))?;
         let (dout, out) = (cuda.input("dout", dout, n)?, cuda.input("out", out, n)?);

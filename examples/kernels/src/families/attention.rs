@@ -85,7 +85,7 @@ pub const FAMILY: Family = Family {
             |s| {
                 let Problem { out, lse, qkv, shape } = problem(s)?;
                 let qkv = map(s, qkv, shape, 3)?;
-                let launch = attention_wgmma::launch::forward(out, lse, qkv, shape, s.sm_count());
+                let launch = attention_wgmma::launch::forward(out, None, lse, qkv, shape, s.sm_count());
                 s.launch_all([launch]);
                 Ok(())
             },

@@ -76,7 +76,7 @@ pub const FAMILY: Family = Family {
                 let Problem { dqkv, dout, qkv, out, lse, shape } = problem::<bf16>(s)?;
                 let (d, qkv_map, dout_map) = (scratch(s, shape)?, map(s, qkv, shape, 3)?, map(s, dout, shape, 1)?);
                 let operands = BackwardOperands { dqkv, d, dout, out, lse, qkv_map, dout_map };
-                s.launch_all(gpu::attention_wgmma::launch::backward(operands, shape, s.sm_count()));
+                s.launch_all(gpu::attention_wgmma::launch::backward(operands, None, shape, s.sm_count()));
                 Ok(())
             },
         )
