@@ -64,16 +64,10 @@ impl<T: Tile> EpilogueStore<T> for AccumulateF32<T> {
     }
 
     #[inline(always)]
-    fn prefetch(&self, _: WorkTile) {}
-
-    #[inline(always)]
     fn store(&mut self, d: &ConsumerAccumulators<T::Accumulator>, WorkTile { row, column, .. }: WorkTile) {
         self.add(&d.upper, row, column);
         if T::CONSUMER_M > 64 {
             self.add(&d.lower, row + 64, column);
         }
     }
-
-    #[inline(always)]
-    fn finish(&self) {}
 }

@@ -115,11 +115,13 @@ pub trait EpilogueStore<T: Tile> {
     /// Creates the epilogue of a consumer.
     fn new(shared: SharedStorage, operands: EpilogueOperands, consumer: u32) -> Self;
     /// Starts the loads that the epilogue of `tile` needs, before the mainloop.
-    fn prefetch(&self, tile: WorkTile);
+    #[inline(always)]
+    fn prefetch(&self, _tile: WorkTile) {}
     /// Applies the epilogue to the accumulators of `tile` and stores the result.
     fn store(&mut self, d: &ConsumerAccumulators<T::Accumulator>, tile: WorkTile);
-    /// Waits until all stores have completed.
-    fn finish(&self);
+    /// Waits until all asynchronous stores have completed.
+    #[inline(always)]
+    fn finish(&self) {}
 }
 
 /// The operands of an epilogue. Those that it does not use may be arbitrary.

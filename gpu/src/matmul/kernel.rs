@@ -17,15 +17,14 @@ use super::epilogue::{
 use super::gated::GatedEpilogue;
 use super::gemm::{Batching, Bias, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass};
 use super::mainloop::{
-    AB, ABt, ABtPair, AtB, ConsumerAccumulators, Fp8ABt, Operands, Strided, Symmetric, load_stage, multiply,
-    multiply_promoted,
+    AB, ABt, ABtPair, AtB, Fp8ABt, Operands, Strided, Symmetric, load_stage, multiply, multiply_promoted,
 };
 use super::quantized::QuantizedEpilogue;
 use super::shared::{SharedStorage, WARPGROUP};
 use super::split_k::StorePartials;
 use super::tile::{
     CONSUMERS, Cooperative128x128, Cooperative128x192, Cooperative128x256, Cooperative128x320, Cooperative256x128,
-    Cooperative256x192, MAX_EPILOGUE_BUFFERS, Pingpong128x128, Pingpong128x192, Scheduler, Tile, TileShape, WorkTile,
+    Cooperative256x192, MAX_EPILOGUE_BUFFERS, Pingpong128x128, Pingpong128x192, Scheduler, Tile, TileShape,
 };
 use crate::activation::{ActivationFunction, GeGlu, Gelu, ReluSquared, SwiGlu};
 use core::marker::PhantomData;
@@ -48,7 +47,7 @@ pub trait Epilogue: 'static {
     /// The result that the kernel stores.
     const STORED: Stored;
     /// Whether the tensor maps of out, aux and second are prefetched: those that are used and differ.
-    const MAPS: [bool; 3];
+    const MAPS: [bool; 3] = [false; 3];
     /// The code for operands `L` and tiles `T`.
     type Store<L: Operands, T: Tile>: EpilogueStore<T>;
 
@@ -109,7 +108,6 @@ pub struct ToF32;
 
 impl Epilogue for ToF32 {
     const STORED: Stored = Stored::Output(GemmEpilogue { output: GemmOutput::F32, ..GemmEpilogue::RESIDUAL });
-    const MAPS: [bool; 3] = [false; 3];
     type Store<L: Operands, T: Tile> = AccumulateF32<T>;
 }
 
@@ -118,7 +116,6 @@ pub struct Partials<const COLUMN_SUMS: bool>;
 
 impl<const COLUMN_SUMS: bool> Epilogue for Partials<COLUMN_SUMS> {
     const STORED: Stored = Stored::Partials { column_sums: COLUMN_SUMS };
-    const MAPS: [bool; 3] = [false; 3];
     type Store<L: Operands, T: Tile> = StorePartials<T>;
 }
 
@@ -255,24 +252,8 @@ pub fn matmul<L: Operands, E: Epilogue, T: Tile>(
     let scheduler = L::Scheduler::new([T::TILE_M, tile_n, L::TILE_K], [m, n, k], parts);
     let factors = Factors { alpha, beta };
     let operands = EpilogueOperands { out, aux, second, bias, sums, m, n, factors, scale_out, amax };
-    run_persistent::<L, E, T>(
-        [a, b],
-        [scale_a, scale_b],
-        scheduler,
-        operands,
-        ColumnSums { partials: column_sums, m, n },
-    );
-}
+    let column_sums = ColumnSums { partials: column_sums, m, n };
 
-/// Initializes the barriers, assigns roles to the warpgroups, and computes all work tiles of this block.
-#[inline(always)]
-fn run_persistent<L: Operands, E: Epilogue, T: Tile>(
-    [a, b]: [Global<TensorMap>; 2],
-    [scale_a, scale_b]: [Global<f32>; 2],
-    scheduler: L::Scheduler,
-    operands: EpilogueOperands,
-    column_sums: ColumnSums,
-) {
     let shared = SharedStorage::new(&mut Layout::new());
     if thread::thread_idx_x() == 0 {
         a.prefetch();
@@ -310,11 +291,7 @@ fn run_persistent<L: Operands, E: Epilogue, T: Tile>(
         let consumer = role - 1;
         let mut epilogue = E::Store::<L, T>::new(shared, operands, consumer);
         let scale = if L::SCALED { scale_a.at(0) * scale_b.at(0) } else { 1.0 };
-        if T::COOPERATIVE {
-            consume_cooperative::<L, T, _>(shared, scheduler, consumer, scale, &mut epilogue);
-        } else {
-            consume_pingpong::<L, T, _>(shared, scheduler, consumer, scale, &mut epilogue);
-        }
+        consume::<L, T, _>(shared, scheduler, consumer, scale, &mut epilogue);
         epilogue.finish();
     }
 }
@@ -359,26 +336,10 @@ fn produce<L: Operands, T: Tile>(
     }
 }
 
-/// Multiplies accumulators by the scale of their operands, if those have one.
+/// Computes this consumer's work tiles, and multiplies the sums by `scale` if the operands have scales: half of the rows of every tile if cooperative, otherwise every other tile, from that with
+/// the consumer's own index on.
 #[inline(always)]
-fn scaled<L: Operands, T: Tile>(
-    mut d: ConsumerAccumulators<T::Accumulator>,
-    scale: f32,
-) -> ConsumerAccumulators<T::Accumulator> {
-    if L::SCALED {
-        for i in 0..T::Accumulator::COLUMNS as usize / 2 {
-            d.upper[i] *= scale;
-            if T::CONSUMER_M > 64 {
-                d.lower[i] *= scale;
-            }
-        }
-    }
-    d
-}
-
-/// Computes this consumer's half of all work tiles.
-#[inline(always)]
-fn consume_cooperative<L: Operands, T: Tile, E: EpilogueStore<T>>(
+fn consume<L: Operands, T: Tile, E: EpilogueStore<T>>(
     shared: SharedStorage,
     scheduler: impl Scheduler,
     consumer: u32,
@@ -386,45 +347,39 @@ fn consume_cooperative<L: Operands, T: Tile, E: EpilogueStore<T>>(
     epilogue: &mut E,
 ) {
     let mut state = PipelineState::consumer(T::STAGES);
-    let mut i = 0;
-    while scheduler.has(i) {
-        let tile = scheduler.work_tile(i);
-        let tile = WorkTile { row: tile.row + consumer * T::CONSUMER_M, ..tile };
-        epilogue.prefetch(tile);
-        let d = if L::PROMOTED {
-            multiply_promoted::<L, T>(shared, consumer, tile.steps, &mut state)
-        } else {
-            multiply::<L, T>(shared, consumer, tile.steps, &mut state, shared.order_barrier.at(0))
-        };
-        epilogue.store(&scaled::<L, T>(d, scale), tile);
-        i += 1;
-    }
-}
-
-/// Computes every other work tile, from that with the consumer's own index on.
-#[inline(always)]
-fn consume_pingpong<L: Operands, T: Tile, E: EpilogueStore<T>>(
-    shared: SharedStorage,
-    scheduler: impl Scheduler,
-    consumer: u32,
-    scale: f32,
-    epilogue: &mut E,
-) {
-    let mut state = PipelineState::consumer(T::STAGES);
-    if consumer > 0 {
+    let (mut i, step) = if T::COOPERATIVE { (0, 1) } else { (consumer, CONSUMERS) };
+    if !T::COOPERATIVE && consumer > 0 {
         state.skip(scheduler.steps(0));
     }
     // Consumer 0 runs first: a wait for parity 1 on a new barrier returns at once.
     let mut parity = 1 - consumer;
-    let mut i = consumer;
     while scheduler.has(i) {
-        let tile = scheduler.work_tile(i);
+        let mut tile = scheduler.work_tile(i);
+        if T::COOPERATIVE {
+            tile.row += consumer * T::CONSUMER_M;
+        }
         epilogue.prefetch(tile);
-        shared.order_barrier.at(consumer).wait(parity);
-        let d = multiply::<L, T>(shared, consumer, tile.steps, &mut state, shared.order_barrier.at(1 - consumer));
-        epilogue.store(&scaled::<L, T>(d, scale), tile);
-        state.skip(scheduler.steps(i + 1));
-        parity ^= 1;
-        i += CONSUMERS;
+        if !T::COOPERATIVE {
+            shared.order_barrier.at(consumer).wait(parity);
+        }
+        let mut d = if L::PROMOTED {
+            multiply_promoted::<L, T>(shared, consumer, tile.steps, &mut state)
+        } else {
+            multiply::<L, T>(shared, consumer, tile.steps, &mut state)
+        };
+        if L::SCALED {
+            for i in 0..T::Accumulator::COLUMNS as usize / 2 {
+                d.upper[i] *= scale;
+                if T::CONSUMER_M > 64 {
+                    d.lower[i] *= scale;
+                }
+            }
+        }
+        epilogue.store(&d, tile);
+        if !T::COOPERATIVE {
+            state.skip(scheduler.steps(i + 1));
+            parity ^= 1;
+        }
+        i += step;
     }
 }

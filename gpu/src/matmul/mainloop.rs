@@ -174,15 +174,14 @@ pub struct ConsumerAccumulators<A> {
 
 /// Computes a consumer's rows of a tile over `steps` >= 1 steps of K.
 ///
-/// A ping-pong consumer arrives at `other_consumer` as soon as its last stage is full: the other consumer may then
-/// wait for the stages that follow.
+/// A ping-pong consumer arrives at the barrier of the other consumer as soon as its last stage is full: the other consumer may
+/// then wait for the stages that follow.
 #[inline(always)]
 pub fn multiply<L: Operands, T: Tile>(
     shared: SharedStorage,
     consumer: u32,
     steps: u32,
     state: &mut PipelineState,
-    other_consumer: MBarrier,
 ) -> ConsumerAccumulators<T::Accumulator> {
     let mut d = ConsumerAccumulators { upper: T::Accumulator::ZERO, lower: T::Accumulator::ZERO };
     let mut previous = state.stage();
@@ -193,11 +192,7 @@ pub fn multiply<L: Operands, T: Tile>(
         shared.full.at(state.stage()).wait(state.parity());
         let first_row = state.stage() * T::STAGE_ROWS;
         wgmma::fence();
-        start_wgmma::<L, T>(&mut d, shared, consumer, first_row, 0, step != 0);
-        start_wgmma::<L, T>(&mut d, shared, consumer, first_row, 1, true);
-        start_wgmma::<L, T>(&mut d, shared, consumer, first_row, 2, true);
-        start_wgmma::<L, T>(&mut d, shared, consumer, first_row, 3, true);
-        wgmma::commit();
+        start_stage::<L, T>(&mut d, shared, consumer, first_row, step != 0);
         // One group stays in flight. The group before it has finished, so its stage is free.
         wgmma::wait::<1>();
         if step != 0 {
@@ -210,7 +205,7 @@ pub fn multiply<L: Operands, T: Tile>(
         }
     }
     if !T::COOPERATIVE && is_warpgroup_leader() {
-        other_consumer.arrive();
+        shared.order_barrier.at(1 - consumer).arrive();
     }
     wgmma::wait::<0>();
     d.upper.fence_accumulators();
@@ -241,11 +236,7 @@ pub fn multiply_promoted<L: Operands, T: Tile>(
         shared.full.at(state.stage()).wait(state.parity());
         let first_row = state.stage() * T::STAGE_ROWS;
         wgmma::fence();
-        start_wgmma::<L, T>(&mut d, shared, consumer, first_row, 0, false);
-        start_wgmma::<L, T>(&mut d, shared, consumer, first_row, 1, true);
-        start_wgmma::<L, T>(&mut d, shared, consumer, first_row, 2, true);
-        start_wgmma::<L, T>(&mut d, shared, consumer, first_row, 3, true);
-        wgmma::commit();
+        start_stage::<L, T>(&mut d, shared, consumer, first_row, false);
         wgmma::wait::<0>();
         d.upper.fence_accumulators();
         release(shared.empty.at(state.stage()));
@@ -259,6 +250,23 @@ pub fn multiply_promoted<L: Operands, T: Tile>(
         }
     }
     ConsumerAccumulators { upper: sums, lower: T::Accumulator::ZERO }
+}
+
+/// Starts a wgmma group: D = A · B + (D if `accumulate`) for the stage that begins at row `first_row`. The caller has executed
+/// [`wgmma::fence`].
+#[inline(always)]
+fn start_stage<L: Operands, T: Tile>(
+    d: &mut ConsumerAccumulators<T::Accumulator>,
+    shared: SharedStorage,
+    consumer: u32,
+    first_row: u32,
+    accumulate: bool,
+) {
+    start_wgmma::<L, T>(d, shared, consumer, first_row, 0, accumulate);
+    start_wgmma::<L, T>(d, shared, consumer, first_row, 1, true);
+    start_wgmma::<L, T>(d, shared, consumer, first_row, 2, true);
+    start_wgmma::<L, T>(d, shared, consumer, first_row, 3, true);
+    wgmma::commit();
 }
 
 /// Starts the wgmma instructions for bytes 32 `k` .. 32 `k` + 32 of the rows of the stage that begins at row `first_row`.

@@ -39,9 +39,6 @@ impl<T: Tile> EpilogueStore<T> for StorePartials<T> {
     }
 
     #[inline(always)]
-    fn prefetch(&self, _: WorkTile) {}
-
-    #[inline(always)]
     fn store(&mut self, d: &ConsumerAccumulators<T::Accumulator>, tile: WorkTile) {
         let halves = T::CONSUMER_M / 64;
         let index = if T::COOPERATIVE { tile.index * CONSUMERS + self.consumer } else { tile.index } * halves;
@@ -53,9 +50,6 @@ impl<T: Tile> EpilogueStore<T> for StorePartials<T> {
             }
         }
     }
-
-    #[inline(always)]
-    fn finish(&self) {}
 }
 
 /// Packets of a thread that a block of the reduction processes.

@@ -174,8 +174,11 @@ pub trait Scheduler: Copy {
     fn steps(self, i: u32) -> u32;
     /// Returns this block's `i`-th work tile, which must exist.
     fn work_tile(self, i: u32) -> WorkTile;
-    /// Returns the slice of K of the work tile with this index.
-    fn slice(self, index: u32) -> u32;
+    /// Returns the slice of K of the work tile with this index: 0 if K is not split.
+    #[inline(always)]
+    fn slice(self, _index: u32) -> u32 {
+        0
+    }
 }
 
 impl TileScheduler {
@@ -260,11 +263,6 @@ impl Scheduler for BatchScheduler {
         let (row, column) = self.tiles.tile(index - matrix * self.tiles.tiles());
         WorkTile { matrix, index, row, column, first_step: 0, steps: self.tiles.k_steps }
     }
-
-    #[inline(always)]
-    fn slice(self, _: u32) -> u32 {
-        0
-    }
 }
 
 /// Assigns the tiles of a batch of symmetric matrices that have elements on or above the diagonal, matrix by matrix and
@@ -323,10 +321,5 @@ impl Scheduler for SymmetricScheduler {
         }
         let column = (self.first_tile(row) + tile) * self.tile_n;
         WorkTile { matrix, index, row, column, first_step: 0, steps: self.k_steps }
-    }
-
-    #[inline(always)]
-    fn slice(self, _: u32) -> u32 {
-        0
     }
 }
