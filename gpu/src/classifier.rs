@@ -46,7 +46,7 @@ pub fn shared<T: Element>(layout: &mut Layout, staged: usize) -> (SharedArray<f3
     (layout.array(SCRATCH), layout.array(staged))
 }
 
-/// The scalar arguments of [`classifier`]. Passed to the kernel by value.
+/// The scalar arguments of the kernels. Passed by value.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Scalars {
@@ -56,19 +56,23 @@ pub struct Scalars {
     pub vocabulary: u32,
     /// Vp, the number of columns of a row.
     pub padded: u32,
-    /// Number of columns to keep in shared memory, from [`staged`].
+    /// What to keep in shared memory: columns, from [`staged`], or packets of each thread, from [`wide::staged`].
     pub staged: u32,
-    /// Whether to compute the gradient of the logits: 0 or 1.
-    pub gradients: u32,
 }
 
-/// Computes losses (rows) += `-log softmax(logits)[target]`, and optionally the gradient of the logits.
+/// Computes losses (rows) += `-log softmax(logits)[target]`, and the gradient of the logits if `gradients` is not 0.
 ///
 /// The gradient replaces logits (rows, Vp) with (softmax(logits) - onehot(target)) * dloss, and with 0 in columns
 /// V..Vp. Grid: rows. Shared memory: [`shared`].
 #[kernel(threads = 1024, blocks_per_sm = 2, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
-pub fn classifier<T: Element>(logits: GlobalMut<T>, losses: GlobalMut<f32>, targets: Global<i32>, scalars: Scalars) {
-    process_row::<T, false>(logits, losses, targets, scalars, 0.0);
+pub fn classifier<T: Element>(
+    logits: GlobalMut<T>,
+    losses: GlobalMut<f32>,
+    targets: Global<i32>,
+    scalars: Scalars,
+    gradients: u32,
+) {
+    process_row::<T, false>(logits, losses, targets, scalars, gradients, 0.0);
 }
 
 /// Computes [`classifier`] of softcap · tanh(logits / softcap), and the gradient of `logits`.
@@ -80,9 +84,10 @@ pub fn classifier_softcap<T: Element>(
     losses: GlobalMut<f32>,
     targets: Global<i32>,
     scalars: Scalars,
+    gradients: u32,
     softcap: f32,
 ) {
-    process_row::<T, true>(logits, losses, targets, scalars, softcap);
+    process_row::<T, true>(logits, losses, targets, scalars, gradients, softcap);
 }
 
 /// Starts the copies of the thread's staged columns, from `first` on in steps of `step`. Returns the end of the first half.
@@ -128,16 +133,28 @@ fn mask_padding<T: Element>(x: &mut Packet<T>, i: u32, vocabulary: u32) {
     }
 }
 
+/// Subtracts `target_gradient` from the target's element of `p`, the packet of columns from `i` on, and sets columns from
+/// `vocabulary` on to 0.
+#[inline(always)]
+fn subtract_target<T: Element>(p: &mut [f32; 8], i: u32, target: u32, target_gradient: f32, vocabulary: u32) {
+    if target.wrapping_sub(i) < T::PACKET as u32 || i + T::PACKET as u32 > vocabulary {
+        for k in 0..T::PACKET {
+            let with_target = if i + k as u32 == target { p[k] - target_gradient } else { p[k] };
+            p[k] = if i + (k as u32) < vocabulary { with_target } else { 0.0 };
+        }
+    }
+}
+
 /// Processes the row of the calling block. `softcap` is only used if SOFTCAP is true.
 #[inline(always)]
 fn process_row<T: Element, const SOFTCAP: bool>(
     logits: GlobalMut<T>,
     losses: GlobalMut<f32>,
     targets: Global<i32>,
-    scalars: Scalars,
+    Scalars { dloss, vocabulary, padded, staged }: Scalars,
+    gradients: u32,
     softcap: f32,
 ) {
-    let Scalars { dloss, vocabulary, padded, staged, gradients } = scalars;
     let (scratch, stage) = shared::<T>(&mut Layout::new(), staged as usize);
     let row = thread::block_idx_x() as usize;
     let logits = logits.skip(row * padded as usize);
@@ -204,12 +221,7 @@ fn process_row<T: Element, const SOFTCAP: bool>(
                 p[k] = exp_below(x.get(k), row_max) * scale;
             }
         }
-        if target.wrapping_sub(i) < packet || i + packet > vocabulary {
-            for k in 0..T::PACKET {
-                let with_target = if i + k as u32 == target { p[k] - target_gradient } else { p[k] };
-                p[k] = if i + (k as u32) < vocabulary { with_target } else { 0.0 };
-            }
-        }
+        subtract_target::<T>(&mut p, i, target, target_gradient, vocabulary);
         logits.set_packet_streaming(i as usize, Packet::from_fn(|k| p[k]));
     };
     let mut i = first;

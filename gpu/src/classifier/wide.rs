@@ -9,7 +9,7 @@
 //! A thread reads only packets that it has loaded itself, so no barrier is needed. The order of operations is that of
 //! [`classifier`](super::classifier), and so are the bits of the results.
 
-use super::{LOWEST, SCRATCH, THREADS, exp_below, fold_logits, mask_padding};
+use super::{LOWEST, SCRATCH, Scalars, THREADS, exp_below, fold_logits, mask_padding, subtract_target};
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, async_copy, bf16, block, kernel, math, thread};
 
@@ -33,22 +33,6 @@ pub const fn staged(padded: usize, shared_bytes: usize) -> Option<u32> {
 /// Lays out the shared memory of [`classifier_wide`]: scratch for the block reductions, and `staged` packets of each thread.
 pub fn shared(layout: &mut Layout, staged: u32) -> (SharedArray<f32>, SharedArray<bf16>) {
     (layout.array(SCRATCH), layout.array((staged * STEP) as usize))
-}
-
-/// The scalar arguments of [`classifier_wide`]. Passed to the kernel by value.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub struct Scalars {
-    /// Gradient of each loss.
-    pub dloss: f32,
-    /// V, the number of columns that the softmax covers.
-    pub vocabulary: u32,
-    /// Vp, the number of columns of a row.
-    pub padded: u32,
-    /// Number of packets that each thread keeps in shared memory, from [`staged`].
-    pub staged: u32,
-    /// Number of rows.
-    pub rows: u32,
 }
 
 /// The columns of the calling thread, in packets.
@@ -107,8 +91,14 @@ fn wait_for(group: u32) {
 ///
 /// Grid: any, ideally as many blocks as SMs. Shared memory: [`shared`].
 #[kernel(threads = 1024, blocks_per_sm = 1)]
-pub fn classifier_wide(logits: GlobalMut<bf16>, losses: GlobalMut<f32>, targets: Global<i32>, scalars: Scalars) {
-    let Scalars { dloss, vocabulary, padded, staged, rows } = scalars;
+pub fn classifier_wide(
+    logits: GlobalMut<bf16>,
+    losses: GlobalMut<f32>,
+    targets: Global<i32>,
+    scalars: Scalars,
+    rows: u32,
+) {
+    let Scalars { dloss, vocabulary, padded, staged } = scalars;
     let (scratch, stage) = shared(&mut Layout::new(), staged);
     let first = thread::thread_idx_x() * bf16::PACKET as u32;
     let columns = Columns { first, padded, staged, stage };
@@ -165,16 +155,8 @@ pub fn classifier_wide(logits: GlobalMut<bf16>, losses: GlobalMut<f32>, targets:
 
         let scale = dloss * math::recip(sum);
         let gradient = |i: u32, x: Packet<bf16>| {
-            let mut p = [0.0; bf16::PACKET];
-            for k in 0..bf16::PACKET {
-                p[k] = exp_below(x.get(k), row_max) * scale;
-            }
-            if target.wrapping_sub(i) < bf16::PACKET as u32 || i + bf16::PACKET as u32 > vocabulary {
-                for k in 0..bf16::PACKET {
-                    let with_target = if i + k as u32 == target { p[k] - dloss } else { p[k] };
-                    p[k] = if i + (k as u32) < vocabulary { with_target } else { 0.0 };
-                }
-            }
+            let mut p = core::array::from_fn(|k| exp_below(x.get(k), row_max) * scale);
+            subtract_target::<bf16>(&mut p, i, target, dloss, vocabulary);
             logits.set_packet_streaming(i as usize, Packet::from_fn(|k| p[k]));
         };
         row += thread::grid_dim_x();

@@ -67,12 +67,12 @@ impl<T: Tolerance> Case<T> {
             vocabulary: self.vocabulary as u32,
             padded: self.padded as u32,
             staged: staged as u32,
-            gradients: u32::from(gradients),
         };
+        let gradients = u32::from(gradients);
         let targets = memory.input("targets", &self.targets);
         let launch = match self.softcap {
-            None => classifier(logits, losses, targets, scalars),
-            Some(softcap) => classifier_softcap(logits, losses, targets, scalars, softcap as f32),
+            None => classifier(logits, losses, targets, scalars, gradients),
+            Some(softcap) => classifier_softcap(logits, losses, targets, scalars, gradients, softcap as f32),
         };
         run(&mut memory, &launch, self.targets.len() as u32, shared_bytes(|layout| shared::<T>(layout, staged)));
         Got { losses: read(&memory, losses), gradients: read(&memory, logits) }
@@ -293,14 +293,9 @@ fn run_wide(case: &Case<bf16>, staged: u32, grid: u32) -> Got {
     let logits = memory.buffer("logits", &case.logits);
     let losses = memory.buffer("losses", &vec![0.5f32; case.targets.len()]);
     let targets = memory.input("targets", &case.targets);
-    let scalars = wide::Scalars {
-        dloss: DLOSS as f32,
-        vocabulary: case.vocabulary as u32,
-        padded: case.padded as u32,
-        staged,
-        rows: case.targets.len() as u32,
-    };
-    let launch = wide::classifier_wide(logits, losses, targets, scalars);
+    let scalars =
+        Scalars { dloss: DLOSS as f32, vocabulary: case.vocabulary as u32, padded: case.padded as u32, staged };
+    let launch = wide::classifier_wide(logits, losses, targets, scalars, case.targets.len() as u32);
     run(&mut memory, &launch, grid, shared_bytes(|layout| wide::shared(layout, staged)));
     Got { losses: read(&memory, losses), gradients: read(&memory, logits) }
 }

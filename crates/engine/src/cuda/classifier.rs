@@ -5,7 +5,7 @@ use crate::Result;
 use crate::ops::Classifier;
 use crate::tensor::DType;
 use anyhow::ensure;
-use gpu::classifier::{self, wide};
+use gpu::classifier::{self, Scalars, wide};
 
 /// Blocks of the kernel per SM (its `blocks_per_sm`).
 const RESIDENT_BLOCKS: usize = 2;
@@ -31,27 +31,23 @@ pub(super) fn classifier<T: Float>(cuda: &mut Cuda<T>, op: Classifier) -> Result
         && 2 * staged < vp
         && let Some(staged) = wide::staged(vp, cuda.executor.shared_memory(1))
     {
-        let scalars = wide::Scalars { dloss, vocabulary: v as u32, padded: vp as u32, staged, rows: rows as u32 };
+        let scalars = Scalars { dloss, vocabulary: v as u32, padded: vp as u32, staged };
         let logits = cuda.output("logits", logits, rows * vp)?;
         let losses = cuda.output("losses", losses, rows)?;
         let targets = cuda.input("targets", targets, rows)?;
-        let launch = wide::classifier_wide(logits, losses, targets, scalars);
+        let launch = wide::classifier_wide(logits, losses, targets, scalars, rows as u32);
         let grid = rows.min(cuda.executor.sm_count()) as u32;
         return cuda.launch(&launch, [grid, 1, 1], shared_bytes(|layout| wide::shared(layout, staged)));
     }
-    let scalars = classifier::Scalars {
-        dloss: dloss.unwrap_or(0.0),
-        vocabulary: v as u32,
-        padded: vp as u32,
-        staged: staged as u32,
-        gradients: u32::from(dloss.is_some()),
-    };
+    let gradients = u32::from(dloss.is_some());
+    let dloss = dloss.unwrap_or(0.0);
+    let scalars = Scalars { dloss, vocabulary: v as u32, padded: vp as u32, staged: staged as u32 };
     let logits = cuda.output("logits", logits, rows * vp)?;
     let losses = cuda.output("losses", losses, rows)?;
     let targets = cuda.input("targets", targets, rows)?;
     let launch = match softcap {
-        None => classifier::classifier::<T>(logits, losses, targets, scalars),
-        Some(softcap) => classifier::classifier_softcap::<T>(logits, losses, targets, scalars, softcap),
+        None => classifier::classifier::<T>(logits, losses, targets, scalars, gradients),
+        Some(softcap) => classifier::classifier_softcap::<T>(logits, losses, targets, scalars, gradients, softcap),
     };
     cuda.launch(&launch, [rows as u32, 1, 1], shared_bytes(|layout| classifier::shared::<T>(layout, staged)))
 }
