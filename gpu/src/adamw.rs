@@ -141,24 +141,20 @@ pub struct Scalars {
 #[derive(Clone, Copy)]
 struct Update {
     grad_scale: f32,
-    learning_rate: f32,
-    beta1: f32,
-    beta2: f32,
-    correction1: f32,
-    correction2: f32,
-    epsilon: f32,
-    weight_decay: f32,
+    /// The scalars of the launch, with the weight decay of the range.
+    scalars: Scalars,
 }
 
 impl Update {
     /// Returns the new m, v and parameter of one element.
     #[inline(always)]
     fn apply(&self, grad: f32, m: f32, v: f32, old: f32) -> [f32; 3] {
+        let Scalars { learning_rate, beta1, beta2, correction1, correction2, epsilon, weight_decay, .. } = self.scalars;
         let grad = grad * self.grad_scale;
-        let m = lerp(grad, m, self.beta1);
-        let v = lerp(grad * grad, v, self.beta2);
-        let step = math::div_rn(m * self.correction1, math::sqrt_rn(v * self.correction2) + self.epsilon);
-        [m, v, math::fma(-self.learning_rate, math::fma(self.weight_decay, old, step), old)]
+        let m = lerp(grad, m, beta1);
+        let v = lerp(grad * grad, v, beta2);
+        let step = math::div_rn(m * correction1, math::sqrt_rn(v * correction2) + epsilon);
+        [m, v, math::fma(-learning_rate, math::fma(weight_decay, old, step), old)]
     }
 }
 
@@ -175,6 +171,41 @@ pub(crate) fn grad_scale(loss: f32, norm: f32, clip: f32) -> Option<f32> {
         return None;
     }
     Some(if norm > clip { math::div_rn(clip, norm) } else { 1.0 })
+}
+
+/// The arrays of a range.
+#[derive(Clone, Copy)]
+struct Arrays<T, M, W> {
+    params: GlobalMut<T>,
+    masters: GlobalMut<W>,
+    m: GlobalMut<M>,
+    v: GlobalMut<M>,
+    grads: Global<T>,
+}
+
+impl<T: Element, M: Element, W: Master> Arrays<T, M, W> {
+    /// Returns the arrays from element `start` on.
+    #[inline(always)]
+    fn skip(self, start: usize) -> Self {
+        let Self { params, masters, m, v, grads } = self;
+        let (params, masters, grads) = (params.skip(start), masters.skip(start), grads.skip(start));
+        Self { params, masters, m: m.skip(start), v: v.skip(start), grads }
+    }
+
+    /// Updates element `i`.
+    #[inline(always)]
+    #[track_caller]
+    fn update_one(self, i: usize, seed: u32, update: &Update, has_masters: bool) {
+        let Self { params, masters, m, v, grads } = self;
+        let old = if has_masters { W::at(masters, params, i) } else { params.at(i).to_f32() };
+        let [new_m, new_v, new] = update.apply(grads.at(i).to_f32(), m.at(i).to_f32(), v.at(i).to_f32(), old);
+        m.set(i, noise::round(Stream::M, new_m, i, seed));
+        v.set(i, noise::round(Stream::V, new_v, i, seed));
+        if has_masters {
+            W::set(masters, i, new);
+        }
+        params.set(i, W::param(new, i, seed));
+    }
 }
 
 /// Applies one AdamW step to the elements of `ranges`. `M` is the type of the moments.
@@ -202,19 +233,18 @@ pub fn adamw<T: Element, M: Element, W: Master>(
     ranges: Global<Range>,
     scalars: Scalars,
 ) {
-    let Scalars { clip, learning_rate, beta1, beta2, correction1, correction2, epsilon, .. } = scalars;
     let [loss, norm] = [stats.at(0), stats.at(1)];
     let range = range_of(thread::block_idx_x(), ranges, scalars.range_count);
-    let Some(grad_scale) = grad_scale(loss, norm, clip) else { return };
+    let Some(grad_scale) = grad_scale(loss, norm, scalars.clip) else { return };
     let (tile, n) = (Float4Tile::<T>::of_block(thread::block_idx_x() - range.first_block), range.len as usize);
     let weight_decay = if range.decayed == 0 { 0.0 } else { scalars.weight_decay };
-    let update = Update { grad_scale, learning_rate, beta1, beta2, correction1, correction2, epsilon, weight_decay };
+    let update = Update { grad_scale, scalars: Scalars { weight_decay, ..scalars } };
     let seed = scalars.seed.wrapping_add(range.seed);
     let has_masters = weights::exist(masters);
-    let start = range.start as usize;
-    let (params, masters, grads) = (params.skip(start), masters.skip(start), grads.skip(start));
-    let (m, v) = (m.skip(start), v.skip(start));
+    let arrays = Arrays { params, masters, m, v, grads }.skip(range.start as usize);
+    let Arrays { params, masters, m, v, grads } = arrays;
 
+    // Not `Float4Tile::process`, with which ptxas schedules the f32 instance differently.
     if tile.is_full(n) {
         let mut old = [[[0.0; 4]; 4]; 2];
         for part in 0..Float4Tile::<T>::VECTORS {
@@ -230,8 +260,8 @@ pub fn adamw<T: Element, M: Element, W: Master>(
                 (new[0][k], new[1][k], new[2][k]) = (m, v, weight);
             }
             let i = tile.vector(part);
-            m.set_four(i, noise::round_four_from::<M>(Stream::M, new[0], i, seed));
-            v.set_four(i, noise::round_four_from::<M>(Stream::V, new[1], i, seed));
+            m.set_four(i, noise::round_four::<M>(Stream::M, new[0], i, seed));
+            v.set_four(i, noise::round_four::<M>(Stream::V, new[1], i, seed));
             if has_masters {
                 W::set_four(masters, i, new[2]);
             }
@@ -239,14 +269,7 @@ pub fn adamw<T: Element, M: Element, W: Master>(
         }
     } else {
         for i in tile.tail(n) {
-            let old = if has_masters { W::at(masters, params, i) } else { params.at(i).to_f32() };
-            let [new_m, new_v, new] = update.apply(grads.at(i).to_f32(), m.at(i).to_f32(), v.at(i).to_f32(), old);
-            m.set(i, noise::round_from(Stream::M, new_m, i, seed));
-            v.set(i, noise::round_from(Stream::V, new_v, i, seed));
-            if has_masters {
-                W::set(masters, i, new);
-            }
-            params.set(i, W::param(new, i, seed));
+            arrays.update_one(i, seed, &update, has_masters);
         }
     }
 }

@@ -62,4 +62,31 @@ impl<T: Element> Float4Tile<T> {
         let first = self.start + self.thread * T::PACKET;
         first..n.min(first + T::PACKET)
     }
+
+    /// Processes the thread's elements below n: in a full tile, vectors of four elements of N arrays, and otherwise one element after
+    /// the other.
+    ///
+    /// All vectors are loaded before the first store, because the compiler must assume that the arrays alias.
+    #[inline(always)]
+    pub fn process<const N: usize>(
+        self,
+        n: usize,
+        load_four: impl Fn(usize) -> [[f32; 4]; N],
+        store_four: impl Fn(usize, [[f32; 4]; N]),
+        process_one: impl Fn(usize),
+    ) {
+        if self.is_full(n) {
+            let mut vectors = [[[0.0; 4]; N]; 2];
+            for k in 0..Self::VECTORS {
+                vectors[k] = load_four(self.vector(k));
+            }
+            for k in 0..Self::VECTORS {
+                store_four(self.vector(k), vectors[k]);
+            }
+        } else {
+            for i in self.tail(n) {
+                process_one(i);
+            }
+        }
+    }
 }

@@ -3,7 +3,7 @@
 //! The norm is a two-stage reduction without atomics. The result depends only on n and the grid.
 
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Global, GlobalMut, SharedArray, block, kernel, math, thread};
+use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, block, kernel, math, thread};
 
 /// Threads of a block of [`squared_sum`].
 const THREADS: usize = 512;
@@ -19,7 +19,7 @@ pub const fn squared_sum_grid<T: Element>(n: usize, sm_count: usize) -> u32 {
     if fill < useful { fill as u32 } else { useful as u32 }
 }
 
-/// Lays out the shared memory of all three kernels.
+/// Lays out the shared memory of all three kernels: the partial results of a block reduction.
 pub fn shared(layout: &mut Layout) -> SharedArray<f32> {
     layout.array(32)
 }
@@ -30,12 +30,20 @@ pub fn shared(layout: &mut Layout) -> SharedArray<f32> {
 /// to each other. Grid: [`squared_sum_grid`]. Shared memory: [`shared`].
 #[kernel(threads = 512, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn squared_sum<T: Element>(partials: GlobalMut<f32>, values: Global<T>, n: u64) {
-    let scratch = shared(&mut Layout::new());
-    let (n, thread) = (n as usize, thread::index_1d());
+    let sum = block_squared_sum(values, n as usize, |i| values.packet_streaming(i));
+    if thread::thread_idx_x() == 0 {
+        partials.set(thread::block_idx_x() as usize, sum);
+    }
+}
+
+/// Returns the block's share of the sum of squares of values (n), with a grid-stride loop. `packet` loads the packet from an index on.
+#[inline(always)]
+pub(crate) fn block_squared_sum<T: Element>(values: Global<T>, n: usize, packet: impl Fn(usize) -> Packet<T>) -> f32 {
+    let thread = thread::index_1d();
     let mut sum = 0.0;
     let mut i = thread * T::PACKET;
     while i + T::PACKET <= n {
-        let packet = values.packet_streaming(i);
+        let packet = packet(i);
         for k in 0..T::PACKET {
             sum = math::fma(packet.get(k), packet.get(k), sum);
         }
@@ -46,10 +54,7 @@ pub fn squared_sum<T: Element>(partials: GlobalMut<f32>, values: Global<T>, n: u
         let value = values.at(tail).to_f32();
         sum = math::fma(value, value, sum);
     }
-    let sum = block::sum(sum, scratch);
-    if thread::thread_idx_x() == 0 {
-        partials.set(thread::block_idx_x() as usize, sum);
-    }
+    block::sum(sum, shared(&mut Layout::new()))
 }
 
 /// Computes out (1), the sum of values (n). Grid: one block. Shared memory: [`shared`].

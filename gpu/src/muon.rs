@@ -26,10 +26,12 @@
 use crate::adamw::{grad_scale, lerp};
 use crate::float4::Float4Tile;
 pub use crate::float4::grid;
+use crate::global_norm::block_squared_sum;
+pub use crate::global_norm::shared;
 use crate::noise::{self, Stream};
 use crate::weights::{self, Master};
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Global, GlobalMut, SharedArray, block, kernel, math, thread};
+use cuda_std::{Element, Global, GlobalMut, block, kernel, math, thread};
 
 /// Updates m (n) and computes update (n) from grads (n). `stats` (2) holds the sum of the losses and the norm of all
 /// gradients. Element i of bf16 m draws random number i of `seed`. Grid: [`grid`].
@@ -48,45 +50,30 @@ pub fn muon_momentum<T: Element, M: Element>(
     n: u64,
 ) {
     let Some(grad_scale) = grad_scale(stats.at(0), stats.at(1), clip) else { return };
-    let (tile, n) = (Float4Tile::<T>::of_thread(), n as usize);
     let step = |grad: f32, m: f32| {
         let grad = grad * grad_scale;
         let m = lerp(grad, m, momentum);
         [m, lerp(grad, m, momentum)]
     };
-    if tile.is_full(n) {
-        let mut old = [[[0.0; 4]; 2]; 2];
-        for part in 0..Float4Tile::<T>::VECTORS {
-            let i = tile.vector(part);
-            old[part] = [grads.four(i), m.four(i)];
+    let update_four = |i, [grads, old_m]: [[f32; 4]; 2]| {
+        let mut new = [[0.0; 4]; 2];
+        for k in 0..4 {
+            let [m, update] = step(grads[k], old_m[k]);
+            (new[0][k], new[1][k]) = (m, update);
         }
-        for part in 0..Float4Tile::<T>::VECTORS {
-            let [grad, old_m] = old[part];
-            let mut new = [[0.0; 4]; 2];
-            for k in 0..4 {
-                let [m, update] = step(grad[k], old_m[k]);
-                (new[0][k], new[1][k]) = (m, update);
-            }
-            let i = tile.vector(part);
-            m.set_four(i, noise::round_four_from::<M>(Stream::M, new[0], i, seed));
-            update.set_four(i, new[1]);
-        }
-    } else {
-        for i in tile.tail(n) {
-            let [new_m, new_update] = step(grads.at(i).to_f32(), m.at(i).to_f32());
-            m.set(i, noise::round_from(Stream::M, new_m, i, seed));
-            update.set(i, T::from_f32(new_update));
-        }
-    }
+        m.set_four(i, noise::round_four::<M>(Stream::M, new[0], i, seed));
+        update.set_four(i, new[1]);
+    };
+    let update_one = |i| {
+        let [new_m, new_update] = step(grads.at(i).to_f32(), m.at(i).to_f32());
+        m.set(i, noise::round(Stream::M, new_m, i, seed));
+        update.set(i, T::from_f32(new_update));
+    };
+    Float4Tile::<T>::of_thread().process(n as usize, |i| [grads.four(i), m.four(i)], update_four, update_one);
 }
 
 /// Partial sums of a matrix: the blocks of [`muon_squared_sums`] for each matrix.
 pub const PARTIALS: u32 = 128;
-
-/// Lays out the shared memory of [`muon_squared_sums`] and [`muon_scale`].
-pub fn shared(layout: &mut Layout) -> SharedArray<f32> {
-    layout.array(32)
-}
 
 /// Computes partials (matrices, [`PARTIALS`]), each block's share of the sum of squares of a matrix.
 ///
@@ -96,21 +83,7 @@ pub fn shared(layout: &mut Layout) -> SharedArray<f32> {
 pub fn muon_squared_sums<T: Element>(partials: GlobalMut<f32>, matrices: Global<T>, stride: u64, n: u64) {
     let (n, matrix) = (n as usize, thread::block_idx_y() as usize);
     let values = matrices.skip(matrix * stride as usize);
-    let mut sum = 0.0;
-    let mut i = thread::index_1d() * T::PACKET;
-    while i + T::PACKET <= n {
-        let packet = values.packet(i);
-        for k in 0..T::PACKET {
-            sum = math::fma(packet.get(k), packet.get(k), sum);
-        }
-        i += thread::count_1d() * T::PACKET;
-    }
-    let tail = n / T::PACKET * T::PACKET + thread::index_1d();
-    if tail < n {
-        let value = values.at(tail).to_f32();
-        sum = math::fma(value, value, sum);
-    }
-    let sum = block::sum(sum, shared(&mut Layout::new()));
+    let sum = block_squared_sum(values, n, |i| values.packet(i));
     if thread::thread_idx_x() == 0 {
         partials.set(matrix * PARTIALS as usize + thread::block_idx_x() as usize, sum);
     }
@@ -141,30 +114,15 @@ pub fn muon_scale<T: Element>(
     inp_stride: u64,
     n: u64,
 ) {
-    let (tile, n) = (Float4Tile::<T>::of_thread(), n as usize);
     let matrix = thread::block_idx_y() as usize;
     let (out, inp) = (out.skip(matrix * out_stride as usize), inp.skip(matrix * inp_stride as usize));
     let thread = thread::thread_idx_x();
     let partial = if thread < PARTIALS { partials.at(matrix * PARTIALS as usize + thread as usize) } else { 0.0 };
     let norm = math::sqrt(block::sum(partial, shared(&mut Layout::new())));
     let scale = math::div_rn(1.0, math::fma(norm, scaling.factor, scaling.epsilon));
-    if tile.is_full(n) {
-        let mut x = [[0.0; 4]; 2];
-        for part in 0..Float4Tile::<T>::VECTORS {
-            x[part] = inp.four(tile.vector(part));
-        }
-        for part in 0..Float4Tile::<T>::VECTORS {
-            let mut scaled = [0.0; 4];
-            for k in 0..4 {
-                scaled[k] = x[part][k] * scale;
-            }
-            out.set_four(tile.vector(part), scaled);
-        }
-    } else {
-        for i in tile.tail(n) {
-            out.set(i, T::from_f32(inp.at(i).to_f32() * scale));
-        }
-    }
+    let scale_four = |i, [x]: [[f32; 4]; 1]| out.set_four(i, x.map(|x| x * scale));
+    let scale_one = |i| out.set(i, T::from_f32(inp.at(i).to_f32() * scale));
+    Float4Tile::<T>::of_thread().process(n as usize, |i| [inp.four(i)], scale_four, scale_one);
 }
 
 /// The scalar arguments of [`muon_apply`]. Passed to the kernel by value.
@@ -200,36 +158,23 @@ pub fn muon_apply<T: Element, W: Master>(
         return;
     }
     let Scalars { learning_rate, scale, weight_decay, seed } = scalars;
-    let (tile, n) = (Float4Tile::<T>::of_thread(), n as usize);
     let has_masters = weights::exist(masters);
     let step = |x: f32, old: f32| math::fma(-learning_rate, math::fma(weight_decay, old, scale * x), old);
-    if tile.is_full(n) {
-        let mut old = [[[0.0; 4]; 2]; 2];
-        for part in 0..Float4Tile::<T>::VECTORS {
-            let i = tile.vector(part);
-            let weights = if has_masters { W::four(masters, params, i) } else { params.four(i) };
-            old[part] = [x.four(i), weights];
+    let load_four = |i| [x.four(i), if has_masters { W::four(masters, params, i) } else { params.four(i) }];
+    let update_four = |i, [x, old]: [[f32; 4]; 2]| {
+        let new = core::array::from_fn(|k| step(x[k], old[k]));
+        if has_masters {
+            W::set_four(masters, i, new);
         }
-        for part in 0..Float4Tile::<T>::VECTORS {
-            let [x, old] = old[part];
-            let mut new = [0.0; 4];
-            for k in 0..4 {
-                new[k] = step(x[k], old[k]);
-            }
-            let i = tile.vector(part);
-            if has_masters {
-                W::set_four(masters, i, new);
-            }
-            params.set_four(i, W::params::<T>(new, i, seed));
+        params.set_four(i, W::params::<T>(new, i, seed));
+    };
+    let update_one = |i| {
+        let old = if has_masters { W::at(masters, params, i) } else { params.at(i).to_f32() };
+        let new = step(x.at(i).to_f32(), old);
+        if has_masters {
+            W::set(masters, i, new);
         }
-    } else {
-        for i in tile.tail(n) {
-            let old = if has_masters { W::at(masters, params, i) } else { params.at(i).to_f32() };
-            let new = step(x.at(i).to_f32(), old);
-            if has_masters {
-                W::set(masters, i, new);
-            }
-            params.set(i, W::param(new, i, seed));
-        }
-    }
+        params.set(i, W::param(new, i, seed));
+    };
+    Float4Tile::<T>::of_thread().process(n as usize, load_four, update_four, update_one);
 }

@@ -81,15 +81,9 @@ impl Stream {
     }
 }
 
-/// Rounds `value` stochastically, as the new value of element `index` of a tensor.
+/// Rounds `value` stochastically with the random bits of a stream, as the new value of element `index` of a tensor.
 #[inline(always)]
-pub fn round<T: Element>(value: f32, index: usize, seed: u32) -> T {
-    round_from(Stream::Params, value, index, seed)
-}
-
-/// Rounds `value` with the random bits of a stream. See [`round`].
-#[inline(always)]
-pub fn round_from<T: Element>(stream: Stream, value: f32, index: usize, seed: u32) -> T {
+pub fn round<T: Element>(stream: Stream, value: f32, index: usize, seed: u32) -> T {
     // f32 is not rounded. Without a hash that nothing uses, instances with f32 moments are compiled as if they had no streams.
     if const { size_of::<T>() == size_of::<f32>() } {
         return T::from_f32(value);
@@ -112,19 +106,13 @@ pub fn round_packet<T: Element>(index: usize, seed: u32, mut f: impl FnMut(usize
 
 /// Rounds four values with [`round`], as the new values of a tensor from element `index` on.
 #[inline(always)]
-pub fn round_four<T: Element>(values: [f32; 4], index: usize, seed: u32) -> [f32; 4] {
-    round_four_from::<T>(Stream::Params, values, index, seed)
-}
-
-/// Rounds four values with the random bits of a stream. See [`round_four`].
-#[inline(always)]
-pub fn round_four_from<T: Element>(stream: Stream, values: [f32; 4], index: usize, seed: u32) -> [f32; 4] {
+pub fn round_four<T: Element>(stream: Stream, values: [f32; 4], index: usize, seed: u32) -> [f32; 4] {
     if const { size_of::<T>() == size_of::<f32>() } {
         return values;
     }
     let mut rounded = [0.0; 4];
     for k in 0..4 {
-        rounded[k] = round_from::<T>(stream, values[k], index + k, seed).to_f32();
+        rounded[k] = round::<T>(stream, values[k], index + k, seed).to_f32();
     }
     rounded
 }

@@ -9,7 +9,7 @@
 //!
 //! A kernel tests for null itself ([`exist`]), as [`crate::adamw`] does.
 
-use crate::noise;
+use crate::noise::{self, Stream};
 use crate::remainder;
 use cuda_std::{Element, GlobalMut};
 
@@ -76,12 +76,12 @@ impl Master for f32 {
 
     #[inline(always)]
     fn param<T: Element>(new: f32, i: usize, seed: u32) -> T {
-        noise::round(new, i, seed)
+        noise::round(Stream::Params, new, i, seed)
     }
 
     #[inline(always)]
     fn params<T: Element>(new: [f32; 4], i: usize, seed: u32) -> [f32; 4] {
-        noise::round_four::<T>(new, i, seed)
+        noise::round_four::<T>(Stream::Params, new, i, seed)
     }
 }
 
@@ -99,11 +99,7 @@ impl Master for u16 {
     #[track_caller]
     fn four<T: Element>(remainders: GlobalMut<Self>, params: GlobalMut<T>, i: usize) -> [f32; 4] {
         let (params, remainders) = (params.four(i), remainders.four(i));
-        let mut weights = [0.0; 4];
-        for k in 0..4 {
-            weights[k] = remainder::join(params[k], remainders[k]);
-        }
-        weights
+        core::array::from_fn(|k| remainder::join(params[k], remainders[k]))
     }
 
     #[inline(always)]
@@ -115,11 +111,7 @@ impl Master for u16 {
     #[inline(always)]
     #[track_caller]
     fn set_four(remainders: GlobalMut<Self>, i: usize, new: [f32; 4]) {
-        let mut lower = [0; 4];
-        for k in 0..4 {
-            lower[k] = remainder::split(new[k]).1;
-        }
-        remainders.set_four(i, lower);
+        remainders.set_four(i, new.map(|weight| remainder::split(weight).1));
     }
 
     #[inline(always)]
@@ -129,10 +121,6 @@ impl Master for u16 {
 
     #[inline(always)]
     fn params<T: Element>(new: [f32; 4], _: usize, _: u32) -> [f32; 4] {
-        let mut params = [0.0; 4];
-        for k in 0..4 {
-            params[k] = remainder::split(new[k]).0;
-        }
-        params
+        new.map(|weight| remainder::split(weight).0)
     }
 }

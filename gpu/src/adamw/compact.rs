@@ -14,8 +14,8 @@
 //! If one of the eight weights is not finite, the thread discards all and updates one element after the other, as in a partial
 //! tile.
 
-use super::{Range, Scalars, Update, grad_scale, lerp, range_of};
-use crate::noise::{self, Stream};
+use super::{Arrays, Range, Scalars, Update, grad_scale, lerp, range_of};
+use crate::noise;
 use crate::remainder;
 use cuda_std::{Element, Global, GlobalMut, Packet, bf16, kernel, math, thread};
 
@@ -143,22 +143,12 @@ impl Eight {
     }
 }
 
-/// The arrays of a range.
-#[derive(Clone, Copy)]
-struct Arrays {
-    params: GlobalMut<bf16>,
-    remainders: GlobalMut<u16>,
-    m: GlobalMut<bf16>,
-    v: GlobalMut<bf16>,
-    grads: Global<bf16>,
-}
-
-impl Arrays {
+impl Arrays<bf16, bf16, u16> {
     /// Updates elements `i` to `i` + 7. Returns false if it has updated none, because a new weight is not finite.
     #[inline(always)]
     #[track_caller]
     fn update_eight(self, i: usize, seed: u32, update: &ScaledUpdate) -> bool {
-        let Self { params, remainders, m, v, grads } = self;
+        let Self { params, masters: remainders, m, v, grads } = self;
         let grads = grads.packet(i);
         let old = Eight {
             params: params.packet(i).words(),
@@ -172,20 +162,6 @@ impl Arrays {
         params.set_packet(i, Packet::from_words(new.params));
         remainders.set_eight(i, new.remainders);
         true
-    }
-
-    /// Updates element `i`.
-    #[inline(always)]
-    #[track_caller]
-    fn update_one(self, i: usize, seed: u32, update: &Update) {
-        let Self { params, remainders, m, v, grads } = self;
-        let old = remainder::join(params.at(i).to_f32(), remainders.at(i));
-        let [new_m, new_v, new] = update.apply(grads.at(i).to_f32(), m.at(i).to_f32(), v.at(i).to_f32(), old);
-        m.set(i, noise::round_from(Stream::M, new_m, i, seed));
-        v.set(i, noise::round_from(Stream::V, new_v, i, seed));
-        let (param, remainder) = remainder::split(new);
-        params.set(i, bf16::from_f32(param));
-        remainders.set(i, remainder);
     }
 }
 
@@ -211,27 +187,20 @@ pub fn adamw_compact(
     let range = range_of(thread::block_idx_x(), ranges, scalars.range_count);
     let Some(grad_scale) = grad_scale(loss, norm, scalars.clip) else { return };
     let (start, n) = (range.start as usize, range.len as usize);
-    let arrays = Arrays {
-        params: params.skip(start),
-        remainders: remainders.skip(start),
-        m: m.skip(start),
-        v: v.skip(start),
-        grads: grads.skip(start),
-    };
+    let arrays = Arrays { params, masters: remainders, m, v, grads }.skip(start);
     let block = (thread::block_idx_x() - range.first_block) as usize;
     let first = block * TILE + thread::thread_idx_x() as usize * EIGHT;
     let seed = scalars.seed.wrapping_add(range.seed);
     let decay = |weight_decay: f32| if range.decayed == 0 { 0.0 } else { weight_decay };
-    let Scalars { learning_rate, beta1, beta2, correction1, correction2, epsilon, weight_decay, .. } = scalars;
+    let Scalars { beta1, beta2, epsilon, weight_decay, .. } = scalars;
 
     let fast = Scaled { weight_decay: decay(scaled.weight_decay), ..scaled };
     let fast = ScaledUpdate { grad_scale, beta1, beta2, epsilon, scaled: fast };
     if scaled.exact != 0 && first + EIGHT <= n && arrays.update_eight(first, seed, &fast) {
         return;
     }
-    let weight_decay = decay(weight_decay);
-    let update = Update { grad_scale, learning_rate, beta1, beta2, correction1, correction2, epsilon, weight_decay };
+    let update = Update { grad_scale, scalars: Scalars { weight_decay: decay(weight_decay), ..scalars } };
     for i in first..n.min(first + EIGHT) {
-        arrays.update_one(i, seed, &update);
+        arrays.update_one(i, seed, &update, true);
     }
 }

@@ -9,6 +9,7 @@
 //! lowest token wins. All sums have a fixed order.
 
 use super::{MIN_P, PENALTY, POSITION, SEED, TEMPERATURE, TOKEN, TOP_K, TOP_P, WORDS};
+pub use crate::global_norm::shared;
 use crate::noise;
 use crate::softcap::Softcap;
 use cuda_std::shared::Layout;
@@ -37,11 +38,6 @@ pub fn gumbel(token: u32, seed: u32) -> f32 {
 fn key(score: f32) -> u32 {
     let bits = score.to_bits();
     if bits >> 31 == 1 { !bits } else { bits | 1 << 31 }
-}
-
-/// Lays out the shared memory of [`sample_tokens`]: the partial results of a reduction.
-pub fn shared(layout: &mut Layout) -> SharedArray<f32> {
-    layout.array(32)
 }
 
 /// The scalars of [`sample_tokens`]. Passed by value.

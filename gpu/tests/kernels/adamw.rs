@@ -4,7 +4,7 @@ use crate::common::{Tolerance, assert_close, assert_same, for_all, noise, rounde
 use cuda_std::emulate::Memory;
 use cuda_std::{Element, Global, GlobalMut, bf16};
 use gpu::adamw::compact::{Scaled, adamw_compact};
-use gpu::noise::{Stream, round, round_from, seed_from};
+use gpu::noise::{Stream, round, seed_from};
 use gpu::{adamw, remainder};
 use std::ops::Range;
 
@@ -404,7 +404,7 @@ fn parameters_are_rounded_masters<T: Tolerance>() {
 }
 
 fn all_rounded<T: Tolerance>(masters: &[f32], seed: u32) -> Vec<T> {
-    masters.iter().enumerate().map(|(i, &master)| round(master, i, seed)).collect()
+    masters.iter().enumerate().map(|(i, &master)| round(Stream::Params, master, i, seed)).collect()
 }
 
 /// Covers infinite and subnormal masters. A master that is representable in the type does not change.
@@ -453,7 +453,9 @@ fn rounding_is_unbiased() {
 fn rounding_depends_on_the_whole_index_and_the_seed() {
     let n = 4096;
     let value = 1.0 + 1.0 / 256.0;
-    let rounded = |first: usize, seed: u32| (first..first + n).map(move |i| round::<bf16>(value, i, seed).to_f32());
+    let rounded = |first: usize, seed: u32| {
+        (first..first + n).map(move |i| round::<bf16>(Stream::Params, value, i, seed).to_f32())
+    };
     let agree = |a: &mut dyn Iterator<Item = f32>, b: &mut dyn Iterator<Item = f32>| {
         a.zip(b).filter(|(a, b)| a.to_bits() == b.to_bits()).count()
     };
@@ -486,7 +488,7 @@ fn bf16_moments_are_rounded_f32_moments() {
                 let seed = SETTINGS.seed.wrapping_add(part.seed);
                 for i in 0..part.len {
                     let moment = &mut moments[part.start + i];
-                    *moment = round_from::<bf16>(stream, *moment, i, seed).to_f32();
+                    *moment = round::<bf16>(stream, *moment, i, seed).to_f32();
                 }
             }
             wide(&moments)
@@ -529,7 +531,7 @@ fn streams_are_independent() {
     let n = 16_384;
     let streams = [Stream::Params, Stream::M, Stream::V];
     let ups = streams.map(|stream| -> Vec<bool> {
-        let up = |i| round_from::<bf16>(stream, 1.0 + 1.0 / 256.0, i, 5).to_f32() > 1.0;
+        let up = |i| round::<bf16>(stream, 1.0 + 1.0 / 256.0, i, 5).to_f32() > 1.0;
         (0..n + 64).map(up).collect()
     });
     for (a, first) in ups.iter().enumerate() {
@@ -547,8 +549,8 @@ fn streams_of_a_slice_are_those_of_the_tensor() {
     for stream in [Stream::Params, Stream::M, Stream::V] {
         for (first, i) in [(64, 0), (1000, 7), (1_000_000_007, 12)] {
             let value = 1.0 + 1.0 / 256.0;
-            let slices = (0..64).map(|seed| round_from::<bf16>(stream, value, i, seed_from(seed, first)).to_bits());
-            let whole = (0..64).map(|seed| round_from::<bf16>(stream, value, first + i, seed).to_bits());
+            let slices = (0..64).map(|seed| round::<bf16>(stream, value, i, seed_from(seed, first)).to_bits());
+            let whole = (0..64).map(|seed| round::<bf16>(stream, value, first + i, seed).to_bits());
             assert!(slices.eq(whole), "{stream:?} from {first}");
         }
     }
