@@ -46,15 +46,7 @@ pub const fn encoder_forward_grid(positions: usize) -> u32 {
 /// Computes out (B, T, C) = `wte[tokens] + wpe`, or `wte[tokens]` without POSITIONS.
 ///
 /// `positions` is B * T. One warp per position. Grid: [`encoder_forward_grid`].
-#[kernel(
-    threads = 256,
-    instances(
-        bf16 = <cuda_std::bf16, true>,
-        f32 = <f32, true>,
-        bf16_tokens_only = <cuda_std::bf16, false>,
-        f32_tokens_only = <f32, false>,
-    )
-)]
+#[kernel(threads = 256, instances([bf16 = cuda_std::bf16, f32 = f32] * [_ = true, tokens_only = false]))]
 pub fn encoder_forward<T: Element, const POSITIONS: bool>(
     out: GlobalMut<T>,
     tokens: Global<i32>,

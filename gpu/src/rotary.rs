@@ -273,12 +273,7 @@ struct Angles {
     sin: [f32; 8],
 }
 
-/// Returns the sum of squares of a lane's channels.
-#[inline(always)]
-fn squares(x: &[f32; 16]) -> f32 {
-    dot(x, x)
-}
-
+/// Returns the sum of products of a lane's channels.
 #[inline(always)]
 fn dot(x: &[f32; 16], y: &[f32; 16]) -> f32 {
     let mut sum = 0.0;
@@ -293,12 +288,7 @@ fn dot(x: &[f32; 16], y: &[f32; 16]) -> f32 {
 /// `sign` is 1, or -1 to rotate back. Grid: [`Sizes::grid`].
 #[kernel(
     threads = 128,
-    instances(
-        bf16 = <cuda_std::bf16, false>,
-        f32 = <f32, false>,
-        bf16_interleaved = <cuda_std::bf16, true>,
-        f32_interleaved = <f32, true>,
-    )
+    instances([bf16 = cuda_std::bf16, f32 = f32] * [_ = false, interleaved = true])
 )]
 pub fn rotary<T: Element, const INTERLEAVED: bool>(qkv: GlobalMut<T>, table: Global<f32>, sizes: Sizes, sign: f32) {
     let slots = sizes.rotated::<T>(BATCH);
@@ -339,12 +329,7 @@ impl Norm {
 #[kernel(
     threads = 128,
     blocks_per_sm = 5,
-    instances(
-        bf16 = <cuda_std::bf16, false>,
-        f32 = <f32, false>,
-        bf16_interleaved = <cuda_std::bf16, true>,
-        f32_interleaved = <f32, true>,
-    )
+    instances([bf16 = cuda_std::bf16, f32 = f32] * [_ = false, interleaved = true])
 )]
 pub fn rotary_norm_forward<T: Element, const INTERLEAVED: bool>(
     qkv: GlobalMut<T>,
@@ -362,7 +347,8 @@ pub fn rotary_norm_forward<T: Element, const INTERLEAVED: bool>(
     let angles = unit.angles(table, sizes.sequence, 1.0);
     let mut sums = [0.0; NORM_BATCH];
     for k in 0..NORM_BATCH {
-        sums[k] = squares(&Unit::<T, INTERLEAVED>::widen(&parts[k]));
+        let x = Unit::<T, INTERLEAVED>::widen(&parts[k]);
+        sums[k] = dot(&x, &x);
         if k < unit.count as usize {
             let at = unit.index(kept, k);
             saved.set_packet_streaming(at, parts[k][0]);
@@ -438,16 +424,7 @@ pub fn rotary_norm_backward_shared<T: Element>(layout: &mut Layout) -> SharedArr
 #[kernel(
     threads = 256,
     blocks_per_sm = 2,
-    instances(
-        bf16 = <cuda_std::bf16, false, false>,
-        f32 = <f32, false, false>,
-        bf16_interleaved = <cuda_std::bf16, true, false>,
-        f32_interleaved = <f32, true, false>,
-        bf16_weighted = <cuda_std::bf16, false, true>,
-        f32_weighted = <f32, false, true>,
-        bf16_interleaved_weighted = <cuda_std::bf16, true, true>,
-        f32_interleaved_weighted = <f32, true, true>,
-    )
+    instances([bf16 = cuda_std::bf16, f32 = f32] * [_ = false, interleaved = true] * [_ = false, weighted = true])
 )]
 pub fn rotary_norm_backward<T: Element, const INTERLEAVED: bool, const WEIGHTED: bool>(
     dqkv: GlobalMut<T>,
@@ -507,7 +484,7 @@ fn add_unit<T: Element, const INTERLEAVED: bool, const WEIGHTED: bool>(
         for i in 0..16 {
             weighted[i] *= weights[i];
         }
-        reduced[2 * k] = squares(&x);
+        reduced[2 * k] = dot(&x, &x);
         reduced[2 * k + 1] = dot(&weighted, &x);
     }
     let reduced = unit.sums(reduced);

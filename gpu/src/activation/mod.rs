@@ -40,13 +40,17 @@ pub trait ActivationFunction: 'static {
         (Self::gradients(dout, inputs), Self::value(inputs))
     }
 
-    /// Returns the output by the functions of the standard library. The CPU engine uses it.
+    /// Returns the output by the functions of the standard library, if it takes any. The CPU engine uses it.
     #[cfg(not(target_arch = "nvptx64"))]
-    fn reference_value(inputs: [f32; 2]) -> f32;
+    fn reference_value(inputs: [f32; 2]) -> f32 {
+        Self::value(inputs)
+    }
 
-    /// Returns the gradients of the inputs by the functions of the standard library.
+    /// Returns the gradients of the inputs by the functions of the standard library, if they take any.
     #[cfg(not(target_arch = "nvptx64"))]
-    fn reference_gradients(dout: f32, inputs: [f32; 2]) -> [f32; 2];
+    fn reference_gradients(dout: f32, inputs: [f32; 2]) -> [f32; 2] {
+        Self::gradients(dout, inputs)
+    }
 }
 
 /// Work that is compiled for each activation function.
@@ -176,12 +180,8 @@ fn packets<T: Element, A: ActivationFunction>(n: u64, columns: u32) -> Option<[u
 pub fn activation_forward<T: Element, A: ActivationFunction>(out: GlobalMut<T>, inp: Global<T>, n: u64, columns: u32) {
     let Some([i, at]) = packets::<T, A>(n, columns) else { return };
     let x = inp.packet_streaming(at);
-    if A::INPUTS == 1 {
-        out.set_packet(i, Packet::from_fn(|k| A::value([x.get(k), 0.0])));
-    } else {
-        let gate = inp.packet_streaming(at + columns as usize);
-        out.set_packet(i, Packet::from_fn(|k| A::value([x.get(k), gate.get(k)])));
-    }
+    let gate = if A::INPUTS == 1 { Packet::zero() } else { inp.packet_streaming(at + columns as usize) };
+    out.set_packet(i, Packet::from_fn(|k| A::value([x.get(k), gate.get(k)])));
 }
 
 /// Computes dinp, the gradient of inp, given the gradient of out (rows, F). inp and dinp are (rows, F), or (rows, 2 F) if

@@ -24,14 +24,4 @@ impl ActivationFunction for ReluSquared {
     fn gradients(dout: f32, [x, _]: [f32; 2]) -> [f32; 2] {
         [dout * (2.0 * relu(x)), 0.0]
     }
-
-    #[cfg(not(target_arch = "nvptx64"))]
-    fn reference_value(inputs: [f32; 2]) -> f32 {
-        Self::value(inputs)
-    }
-
-    #[cfg(not(target_arch = "nvptx64"))]
-    fn reference_gradients(dout: f32, inputs: [f32; 2]) -> [f32; 2] {
-        Self::gradients(dout, inputs)
-    }
 }
