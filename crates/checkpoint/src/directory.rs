@@ -261,7 +261,7 @@ impl DirectoryLock {
     /// Creates the directory if necessary and locks it. Waits at most `timeout` for another process to release it, because a
     /// killed process keeps its locks while the operating system tears it down. Calls `waits` before it begins to wait.
     pub fn acquire_within(path: &Path, timeout: Duration, waits: impl FnOnce()) -> Result<Self> {
-        Self::acquire_by(File::try_lock, path, timeout, waits)
+        Self::acquire_by(|file| file.try_lock(), path, timeout, waits)
     }
 
     /// Locks the directory like [`acquire_within`](Self::acquire_within), by `try_lock`.

@@ -291,7 +291,7 @@ impl CheckpointWriter {
             }
             self.exchange_results(ranks, files)?;
         }
-        let finished = self.thread.as_ref().is_some_and(JoinHandle::is_finished);
+        let finished = self.thread.as_ref().is_some_and(|thread| thread.is_finished());
         Ok(if finished { self.finish() } else { None })
     }
 

@@ -1,29 +1,78 @@
 //! Files and directories.
 
-use crate::simulation::disk::{Handle, Open, on_disk};
+use crate::simulation::disk::{Open, on_disk};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
+use std::fmt::Debug;
 use std::fs;
 use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
+use std::ops::Deref;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 pub use std::fs::TryLockError;
 
-/// An open file or directory.
+/// An open file or directory, of the operating system or of a simulated disk.
 #[derive(Debug)]
-pub struct File(Opened);
+pub struct File(Box<dyn FileOperations>);
 
-#[derive(Debug)]
-enum Opened {
-    Real(fs::File),
-    Simulated(Handle),
+/// The operations of a [`File`]. The default implementations are those of a simulated disk.
+pub trait FileOperations: Read + Write + Seek + Debug + Send + Sync {
+    /// Waits until contents and metadata are on the disk.
+    fn sync_all(&self) -> io::Result<()>;
+
+    /// Waits until the contents are on the disk.
+    fn sync_data(&self) -> io::Result<()> {
+        self.sync_all()
+    }
+
+    /// Returns the size in bytes.
+    fn size(&self) -> io::Result<u64>;
+
+    /// Returns whether the file still has a name. On a network file system, the server may have removed it. Files of a simulated disk
+    /// are only removed by the program itself.
+    fn has_name(&self) -> io::Result<bool> {
+        Ok(true)
+    }
+
+    /// Returns the path of an open directory if another directory, or none, has the path `path` under which it was opened. Returns
+    /// `None` for a directory that still has that path or was removed. Directories of a simulated disk do not move.
+    fn moved_from(&self, _path: &Path) -> Option<PathBuf> {
+        None
+    }
+
+    /// Truncates or extends the file.
+    fn set_len(&self, len: u64) -> io::Result<()>;
+
+    /// Returns another handle, with the same position.
+    fn try_clone(&self) -> io::Result<File>;
+
+    /// Takes the exclusive lock of a file or directory, which its last handle releases.
+    fn try_lock(&self) -> Result<(), TryLockError>;
+
+    /// Reads at most `buffer.len()` bytes from a position.
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize>;
+
+    /// Fills a buffer from a position.
+    fn read_exact_at(&self, mut buffer: &mut [u8], mut offset: u64) -> io::Result<()> {
+        while !buffer.is_empty() {
+            let n = self.read_at(buffer, offset)?;
+            if n == 0 {
+                return Err(ErrorKind::UnexpectedEof.into());
+            }
+            (buffer, offset) = (&mut buffer[n..], offset + n as u64);
+        }
+        Ok(())
+    }
 }
 
 impl File {
     fn open_as(path: &Path, how: Open, real: impl FnOnce() -> io::Result<fs::File>) -> io::Result<Self> {
-        match on_disk(path) {
-            Some(task) => Ok(Self(Opened::Simulated(task.open(path, how)?))),
-            None => Ok(Self(Opened::Real(real()?))),
-        }
+        on_disk(path).map_or_else(|| Ok(real()?.into()), |task| Ok(Self::new(task.open(path, how)?)))
+    }
+
+    pub(crate) fn new(file: impl FileOperations + 'static) -> Self {
+        Self(Box::new(file))
     }
 
     /// Opens a file for reading, or a directory for syncing and locking it.
@@ -41,11 +90,8 @@ impl File {
     /// Creates a file that must not exist, with permissions to which the umask of the process applies.
     pub fn create_new(path: impl AsRef<Path>, mode: u32) -> io::Result<Self> {
         let path = path.as_ref();
-        let mut options = fs::OpenOptions::new();
-        options.write(true).create_new(true);
-        #[cfg(unix)]
-        std::os::unix::fs::OpenOptionsExt::mode(&mut options, mode);
-        Self::open_as(path, Open::CreateNew, || options.open(path))
+        let create = || fs::File::options().write(true).create_new(true).mode(mode).open(path);
+        Self::open_as(path, Open::CreateNew, create)
     }
 
     /// Opens a file for reading, and for writing at its end. Creates it if necessary.
@@ -53,134 +99,86 @@ impl File {
         let path = path.as_ref();
         Self::open_as(path, Open::Append, || fs::File::options().read(true).append(true).create(true).open(path))
     }
+}
 
-    /// Waits until contents and metadata are on the disk.
-    pub fn sync_all(&self) -> io::Result<()> {
-        match &self.0 {
-            Opened::Real(file) => file.sync_all(),
-            Opened::Simulated(file) => file.sync(),
+impl FileOperations for fs::File {
+    fn sync_all(&self) -> io::Result<()> {
+        Self::sync_all(self)
+    }
+
+    fn sync_data(&self) -> io::Result<()> {
+        Self::sync_data(self)
+    }
+
+    fn size(&self) -> io::Result<u64> {
+        Ok(self.metadata()?.len())
+    }
+
+    fn has_name(&self) -> io::Result<bool> {
+        match self.metadata() {
+            Err(error) if error.kind() == ErrorKind::StaleNetworkFileHandle => Ok(false),
+            metadata => Ok(metadata?.nlink() > 0),
         }
     }
 
-    /// Waits until the contents are on the disk.
-    pub fn sync_data(&self) -> io::Result<()> {
-        match &self.0 {
-            Opened::Real(file) => file.sync_data(),
-            Opened::Simulated(file) => file.sync(),
-        }
-    }
-
-    /// Returns the size in bytes.
-    pub fn size(&self) -> io::Result<u64> {
-        match &self.0 {
-            Opened::Real(file) => Ok(file.metadata()?.len()),
-            Opened::Simulated(file) => file.len(),
-        }
-    }
-
-    /// Returns whether the file still has a name. On a network file system, the server may have removed it. Files of a simulated disk
-    /// are only removed by the program itself.
-    pub fn has_name(&self) -> io::Result<bool> {
-        match &self.0 {
-            Opened::Real(file) => match file.metadata() {
-                Err(error) if error.kind() == ErrorKind::StaleNetworkFileHandle => Ok(false),
-                metadata => Ok(std::os::unix::fs::MetadataExt::nlink(&metadata?) > 0),
-            },
-            Opened::Simulated(_) => Ok(true),
-        }
-    }
-
-    /// Returns the path of an open directory if another directory, or none, has the path `path` under which it was opened. Returns
-    /// `None` for a directory that still has that path or was removed. Directories of a simulated disk do not move.
-    pub fn moved_from(&self, path: &Path) -> Option<PathBuf> {
-        use std::os::{fd::AsRawFd, unix::fs::MetadataExt};
-        let Opened::Real(file) = &self.0 else { return None };
+    fn moved_from(&self, path: &Path) -> Option<PathBuf> {
         let identity = |metadata: &fs::Metadata| (metadata.dev(), metadata.ino());
-        let own = identity(&file.metadata().ok()?);
+        let own = identity(&self.metadata().ok()?);
         match fs::metadata(path) {
             Ok(found) if identity(&found) == own => return None,
             // The path may be reachable again later.
             Err(error) if error.kind() != ErrorKind::NotFound => return None,
             _ => {}
         }
-        let now = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
+        let now = fs::read_link(format!("/proc/self/fd/{}", self.as_raw_fd())).ok()?;
         // A removed directory has no path.
         fs::metadata(&now).is_ok_and(|found| identity(&found) == own).then_some(now)
     }
 
-    /// Truncates or extends the file.
-    pub fn set_len(&self, len: u64) -> io::Result<()> {
-        match &self.0 {
-            Opened::Real(file) => file.set_len(len),
-            Opened::Simulated(file) => file.set_len(len),
-        }
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        Self::set_len(self, len)
     }
 
-    /// Returns another handle, with the same position.
-    pub fn try_clone(&self) -> io::Result<Self> {
-        match &self.0 {
-            Opened::Real(file) => Ok(Self(Opened::Real(file.try_clone()?))),
-            Opened::Simulated(file) => Ok(Self(Opened::Simulated(file.try_clone()?))),
-        }
+    fn try_clone(&self) -> io::Result<File> {
+        Ok(Self::try_clone(self)?.into())
     }
 
-    /// Takes the exclusive lock of a file or directory, which its last handle releases.
-    pub fn try_lock(&self) -> Result<(), TryLockError> {
-        match &self.0 {
-            Opened::Real(file) => file.try_lock(),
-            Opened::Simulated(file) => match file.try_lock() {
-                Ok(true) => Ok(()),
-                Ok(false) => Err(TryLockError::WouldBlock),
-                Err(error) => Err(TryLockError::Error(error)),
-            },
-        }
+    fn try_lock(&self) -> Result<(), TryLockError> {
+        Self::try_lock(self)
     }
 
-    /// Reads at most `buffer.len()` bytes from a position.
-    pub fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
-        match &self.0 {
-            Opened::Real(file) => std::os::unix::fs::FileExt::read_at(file, buffer, offset),
-            Opened::Simulated(file) => file.read_at(buffer, offset),
-        }
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        FileExt::read_at(self, buffer, offset)
     }
 
-    /// Fills a buffer from a position.
-    pub fn read_exact_at(&self, mut buffer: &mut [u8], mut offset: u64) -> io::Result<()> {
-        if let Opened::Real(file) = &self.0 {
-            return std::os::unix::fs::FileExt::read_exact_at(file, buffer, offset);
-        }
-        while !buffer.is_empty() {
-            let n = self.read_at(buffer, offset)?;
-            if n == 0 {
-                return Err(ErrorKind::UnexpectedEof.into());
-            }
-            (buffer, offset) = (&mut buffer[n..], offset + n as u64);
-        }
-        Ok(())
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        FileExt::read_exact_at(self, buffer, offset)
     }
 }
 
 impl From<fs::File> for File {
     fn from(file: fs::File) -> Self {
-        Self(Opened::Real(file))
+        Self::new(file)
+    }
+}
+
+impl Deref for File {
+    type Target = dyn FileOperations;
+
+    fn deref(&self) -> &Self::Target {
+        &*self.0
     }
 }
 
 impl Read for File {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        match &mut self.0 {
-            Opened::Real(file) => file.read(buffer),
-            Opened::Simulated(file) => file.read(buffer),
-        }
+        self.0.read(buffer)
     }
 }
 
 impl Write for File {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        match &mut self.0 {
-            Opened::Real(file) => file.write(bytes),
-            Opened::Simulated(file) => file.write(bytes),
-        }
+        self.0.write(bytes)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -190,10 +188,7 @@ impl Write for File {
 
 impl Seek for File {
     fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
-        match &mut self.0 {
-            Opened::Real(file) => file.seek(to),
-            Opened::Simulated(file) => file.seek(to),
-        }
+        self.0.seek(to)
     }
 }
 

@@ -1,28 +1,66 @@
 //! TCP connections.
 
-use crate::simulation::{self, Listener, Setting, Socket};
+use crate::simulation;
+use std::fmt::Debug;
 use std::io::{self, Read, Write};
 use std::net::{self, Shutdown, SocketAddr, ToSocketAddrs};
+use std::ops::Deref;
 use std::time::Duration;
 
-/// A TCP connection.
+/// A TCP connection, of the operating system or of a simulated network.
 #[derive(Debug)]
-pub struct TcpStream(Stream);
+pub struct TcpStream(Box<dyn StreamOperations>);
 
-#[derive(Debug)]
-enum Stream {
-    Real(net::TcpStream),
-    Simulated(Socket),
+/// The operations of a [`TcpStream`].
+pub trait StreamOperations: Debug + Send + Sync {
+    /// Returns another handle of the connection.
+    fn try_clone(&self) -> io::Result<TcpStream>;
+
+    /// Selects whether calls fail instead of waiting.
+    fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()>;
+
+    /// Sets the time that a read may wait. `None`: for ever.
+    fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()>;
+
+    /// Sets the time that a write may wait. `None`: for ever.
+    fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()>;
+
+    /// Selects whether small messages are sent immediately.
+    fn set_nodelay(&self, nodelay: bool) -> io::Result<()>;
+
+    /// Closes one or both directions, for all handles.
+    fn shutdown(&self, how: Shutdown) -> io::Result<()>;
+
+    /// Reads bytes that a later read returns again.
+    fn peek(&self, buffer: &mut [u8]) -> io::Result<usize>;
+
+    /// Reads bytes, like [`Read::read`].
+    fn receive(&self, buffer: &mut [u8]) -> io::Result<usize>;
+
+    /// Writes bytes, like [`Write::write`].
+    fn send(&self, bytes: &[u8]) -> io::Result<usize>;
+
+    /// Returns the address of this end.
+    fn local_addr(&self) -> io::Result<SocketAddr>;
+
+    /// Returns the address of the other end.
+    fn peer_addr(&self) -> io::Result<SocketAddr>;
 }
 
-/// A listening TCP socket.
+/// A listening TCP socket, of the operating system or of a simulated network.
 #[derive(Debug)]
-pub struct TcpListener(Listening);
+pub struct TcpListener(Box<dyn ListenerOperations>);
 
-#[derive(Debug)]
-enum Listening {
-    Real(net::TcpListener),
-    Simulated(Listener),
+/// The operations of a [`TcpListener`].
+pub trait ListenerOperations: Debug + Send + Sync {
+    /// Accepts a connection.
+    fn accept(&self) -> io::Result<TcpStream>;
+
+    /// Selects whether [`accept`](Self::accept) fails instead of waiting.
+    fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()>;
+
+    /// Returns the address of the socket.
+    fn local_addr(&self) -> io::Result<SocketAddr>;
 }
 
 /// Returns the addresses of `host:port`. In a simulation, there are no names.
@@ -37,128 +75,109 @@ pub fn resolve(address: &str) -> io::Result<Vec<SocketAddr>> {
 impl TcpListener {
     /// Listens at `host:port`. With port 0, the system chooses one.
     pub fn bind(address: &str) -> io::Result<Self> {
-        match simulation::current() {
+        Ok(Self(match simulation::current() {
             Some(task) => {
                 let address = resolve(address)?.first().copied().ok_or(io::ErrorKind::InvalidInput)?;
-                Ok(Self(Listening::Simulated(task.bind(address)?)))
+                Box::new(task.bind(address)?)
             }
-            None => Ok(Self(Listening::Real(net::TcpListener::bind(address)?))),
-        }
-    }
-
-    /// Accepts a connection.
-    pub fn accept(&self) -> io::Result<TcpStream> {
-        match &self.0 {
-            Listening::Real(listener) => Ok(TcpStream(Stream::Real(listener.accept()?.0))),
-            Listening::Simulated(listener) => Ok(TcpStream(Stream::Simulated(listener.accept()?))),
-        }
-    }
-
-    /// Selects whether [`accept`](Self::accept) fails instead of waiting.
-    pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
-        match &self.0 {
-            Listening::Real(listener) => listener.set_nonblocking(nonblocking),
-            Listening::Simulated(listener) => listener.set_nonblocking(nonblocking),
-        }
-    }
-
-    /// Returns the address of the socket.
-    pub fn local_addr(&self) -> io::Result<SocketAddr> {
-        match &self.0 {
-            Listening::Real(listener) => listener.local_addr(),
-            Listening::Simulated(listener) => listener.local_addr(),
-        }
+            None => Box::new(net::TcpListener::bind(address)?),
+        }))
     }
 }
 
 impl TcpStream {
+    pub(crate) fn new(stream: impl StreamOperations + 'static) -> Self {
+        Self(Box::new(stream))
+    }
+
     /// Connects to an address.
     pub fn connect_timeout(address: &SocketAddr, timeout: Duration) -> io::Result<Self> {
         match simulation::current() {
-            Some(task) => Ok(Self(Stream::Simulated(task.connect(*address, timeout)?))),
-            None => Ok(Self(Stream::Real(net::TcpStream::connect_timeout(address, timeout)?))),
+            Some(task) => Ok(Self::new(task.connect(*address, timeout)?)),
+            None => Ok(Self::new(net::TcpStream::connect_timeout(address, timeout)?)),
         }
     }
+}
 
-    /// Returns another handle of the connection.
-    pub fn try_clone(&self) -> io::Result<Self> {
-        match &self.0 {
-            Stream::Real(stream) => Ok(Self(Stream::Real(stream.try_clone()?))),
-            Stream::Simulated(socket) => Ok(Self(Stream::Simulated(socket.try_clone()?))),
-        }
+impl ListenerOperations for net::TcpListener {
+    fn accept(&self) -> io::Result<TcpStream> {
+        Ok(TcpStream::new(Self::accept(self)?.0))
     }
 
-    fn set(&self, setting: &Setting) -> io::Result<()> {
-        match (&self.0, setting) {
-            (Stream::Simulated(socket), setting) => socket.set(setting),
-            (Stream::Real(stream), Setting::Nonblocking(nonblocking)) => stream.set_nonblocking(*nonblocking),
-            (Stream::Real(stream), Setting::ReadTimeout(timeout)) => stream.set_read_timeout(*timeout),
-            (Stream::Real(stream), Setting::WriteTimeout(timeout)) => stream.set_write_timeout(*timeout),
-        }
+    fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
+        Self::set_nonblocking(self, nonblocking)
     }
 
-    /// Selects whether calls fail instead of waiting.
-    pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
-        self.set(&Setting::Nonblocking(nonblocking))
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        Self::local_addr(self)
+    }
+}
+
+impl StreamOperations for net::TcpStream {
+    fn try_clone(&self) -> io::Result<TcpStream> {
+        Ok(TcpStream::new(Self::try_clone(self)?))
     }
 
-    /// Sets the time that a read may wait. `None`: for ever.
-    pub fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
-        self.set(&Setting::ReadTimeout(timeout))
+    fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
+        Self::set_nonblocking(self, nonblocking)
     }
 
-    /// Sets the time that a write may wait. `None`: for ever.
-    pub fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
-        self.set(&Setting::WriteTimeout(timeout))
+    fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        Self::set_read_timeout(self, timeout)
     }
 
-    /// Selects whether small messages are sent immediately.
-    pub fn set_nodelay(&self, nodelay: bool) -> io::Result<()> {
-        match &self.0 {
-            Stream::Real(stream) => stream.set_nodelay(nodelay),
-            Stream::Simulated(_) => Ok(()),
-        }
+    fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        Self::set_write_timeout(self, timeout)
     }
 
-    /// Closes one or both directions, for all handles.
-    pub fn shutdown(&self, how: Shutdown) -> io::Result<()> {
-        match &self.0 {
-            Stream::Real(stream) => stream.shutdown(how),
-            Stream::Simulated(socket) => socket.shutdown(how),
-        }
+    fn set_nodelay(&self, nodelay: bool) -> io::Result<()> {
+        Self::set_nodelay(self, nodelay)
     }
 
-    /// Reads bytes that a later read returns again.
-    pub fn peek(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        match &self.0 {
-            Stream::Real(stream) => stream.peek(buffer),
-            Stream::Simulated(socket) => socket.read(buffer, true),
-        }
+    fn shutdown(&self, how: Shutdown) -> io::Result<()> {
+        Self::shutdown(self, how)
     }
 
-    /// Returns the address of this end.
-    pub fn local_addr(&self) -> io::Result<SocketAddr> {
-        match &self.0 {
-            Stream::Real(stream) => stream.local_addr(),
-            Stream::Simulated(socket) => socket.address(true),
-        }
+    fn peek(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        Self::peek(self, buffer)
     }
 
-    /// Returns the address of the other end.
-    pub fn peer_addr(&self) -> io::Result<SocketAddr> {
-        match &self.0 {
-            Stream::Real(stream) => stream.peer_addr(),
-            Stream::Simulated(socket) => socket.address(false),
-        }
+    fn receive(mut self: &Self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.read(buffer)
+    }
+
+    fn send(mut self: &Self, bytes: &[u8]) -> io::Result<usize> {
+        self.write(bytes)
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        Self::local_addr(self)
+    }
+
+    fn peer_addr(&self) -> io::Result<SocketAddr> {
+        Self::peer_addr(self)
+    }
+}
+
+impl Deref for TcpListener {
+    type Target = dyn ListenerOperations;
+
+    fn deref(&self) -> &Self::Target {
+        &*self.0
+    }
+}
+
+impl Deref for TcpStream {
+    type Target = dyn StreamOperations;
+
+    fn deref(&self) -> &Self::Target {
+        &*self.0
     }
 }
 
 impl Read for &TcpStream {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        match &self.0 {
-            Stream::Real(stream) => (&*stream).read(buffer),
-            Stream::Simulated(socket) => socket.read(buffer, false),
-        }
+        self.receive(buffer)
     }
 }
 
@@ -170,10 +189,7 @@ impl Read for TcpStream {
 
 impl Write for &TcpStream {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        match &self.0 {
-            Stream::Real(stream) => (&*stream).write(bytes),
-            Stream::Simulated(socket) => socket.write(bytes),
-        }
+        self.send(bytes)
     }
 
     fn flush(&mut self) -> io::Result<()> {

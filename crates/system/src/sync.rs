@@ -1,149 +1,75 @@
 //! Channels, and locks that a thread may hold while it waits for something else.
 
-use crate::simulation::WaitKey;
-use std::collections::VecDeque;
+use crate::simulation::{WaitKey, channel as simulated};
+use std::fmt::Debug;
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvError, RecvTimeoutError, SendError, TryRecvError};
-use std::sync::{Arc, Mutex as StdMutex, MutexGuard as StdGuard, PoisonError, TryLockError};
+use std::sync::{Mutex as StdMutex, MutexGuard as StdGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
-/// Returns the two ends of a channel without a limit.
-pub fn channel<T>() -> (Sender<T>, Receiver<T>) {
-    if let Some(key) = WaitKey::new() {
-        let queue = StdMutex::new(VecDeque::new());
-        let shared = Arc::new(Shared { queue, senders: AtomicUsize::new(1), received: AtomicBool::new(true), key });
-        return (Sender(Sending::Simulated(shared.clone())), Receiver(Receiving::Simulated(shared)));
-    }
-    let (sender, receiver) = mpsc::channel();
-    (Sender(Sending::Real(sender)), Receiver(Receiving::Real(receiver)))
-}
-
-/// A simulated channel.
-#[derive(Debug)]
-struct Shared<T> {
-    queue: StdMutex<VecDeque<T>>,
-    senders: AtomicUsize,
-    /// Whether the receiver exists.
-    received: AtomicBool,
-    key: WaitKey,
-}
-
 /// The sending end of a channel.
-#[derive(Debug)]
-pub struct Sender<T>(Sending<T>);
-
-#[derive(Debug)]
-enum Sending<T> {
-    Real(mpsc::Sender<T>),
-    Simulated(Arc<Shared<T>>),
-}
+pub type Sender<T> = Box<dyn SenderOperations<T>>;
 
 /// The receiving end of a channel.
-#[derive(Debug)]
-pub struct Receiver<T>(Receiving<T>);
+pub type Receiver<T> = Box<dyn ReceiverOperations<T>>;
 
-#[derive(Debug)]
-enum Receiving<T> {
-    Real(mpsc::Receiver<T>),
-    Simulated(Arc<Shared<T>>),
+/// The operations of a [`Sender`].
+pub trait SenderOperations<T>: Debug + Send + Sync {
+    /// Sends a value. Fails if the receiver no longer exists.
+    fn send(&self, value: T) -> Result<(), SendError<T>>;
+
+    /// Returns another sender of the channel.
+    fn another(&self) -> Sender<T>;
 }
 
-impl<T> Sender<T> {
-    /// Sends a value. Fails if the receiver no longer exists.
-    pub fn send(&self, value: T) -> Result<(), SendError<T>> {
-        match &self.0 {
-            Sending::Real(sender) => sender.send(value),
-            Sending::Simulated(shared) => {
-                if !shared.received.load(Ordering::Relaxed) {
-                    return Err(SendError(value));
-                }
-                ignore_poison(shared.queue.lock()).push_back(value);
-                shared.key.wake();
-                Ok(())
-            }
-        }
+/// The operations of a [`Receiver`].
+pub trait ReceiverOperations<T>: Debug + Send {
+    /// Receives a value. Waits until there is one.
+    fn recv(&self) -> Result<T, RecvError>;
+
+    /// Receives a value. Waits at most `timeout`.
+    fn recv_timeout(&self, timeout: Duration) -> Result<T, RecvTimeoutError>;
+
+    /// Receives a value if there is one.
+    fn try_recv(&self) -> Result<T, TryRecvError>;
+}
+
+/// Returns the two ends of a channel without a limit.
+pub fn channel<T: Send + 'static>() -> (Sender<T>, Receiver<T>) {
+    let (sender, receiver) = mpsc::channel();
+    match WaitKey::new() {
+        Some(key) => simulated::new(sender, receiver, key),
+        None => (Box::new(sender), Box::new(receiver)),
     }
 }
 
 impl<T> Clone for Sender<T> {
     fn clone(&self) -> Self {
-        Self(match &self.0 {
-            Sending::Real(sender) => Sending::Real(sender.clone()),
-            Sending::Simulated(shared) => {
-                shared.senders.fetch_add(1, Ordering::Relaxed);
-                Sending::Simulated(shared.clone())
-            }
-        })
+        self.another()
     }
 }
 
-impl<T> Drop for Sending<T> {
-    fn drop(&mut self) {
-        if let Self::Simulated(shared) = self
-            && shared.senders.fetch_sub(1, Ordering::Relaxed) == 1
-        {
-            shared.key.wake();
-        }
+impl<T: Send + 'static> SenderOperations<T> for mpsc::Sender<T> {
+    fn send(&self, value: T) -> Result<(), SendError<T>> {
+        Self::send(self, value)
+    }
+
+    fn another(&self) -> Sender<T> {
+        Box::new(self.clone())
     }
 }
 
-impl<T> Receiver<T> {
-    /// Receives a value. Waits until there is one.
-    pub fn recv(&self) -> Result<T, RecvError> {
-        match &self.0 {
-            Receiving::Real(receiver) => receiver.recv(),
-            Receiving::Simulated(shared) => shared.receive(None).map_err(|_| RecvError),
-        }
+impl<T: Send> ReceiverOperations<T> for mpsc::Receiver<T> {
+    fn recv(&self) -> Result<T, RecvError> {
+        Self::recv(self)
     }
 
-    /// Receives a value. Waits at most `timeout`.
-    pub fn recv_timeout(&self, timeout: Duration) -> Result<T, RecvTimeoutError> {
-        match &self.0 {
-            Receiving::Real(receiver) => receiver.recv_timeout(timeout),
-            Receiving::Simulated(shared) => shared.receive(Some(timeout)),
-        }
+    fn recv_timeout(&self, timeout: Duration) -> Result<T, RecvTimeoutError> {
+        Self::recv_timeout(self, timeout)
     }
 
-    /// Receives a value if there is one.
-    pub fn try_recv(&self) -> Result<T, TryRecvError> {
-        match &self.0 {
-            Receiving::Real(receiver) => receiver.try_recv(),
-            Receiving::Simulated(shared) => shared.poll().map_err(|error| match error {
-                RecvTimeoutError::Timeout => TryRecvError::Empty,
-                RecvTimeoutError::Disconnected => TryRecvError::Disconnected,
-            }),
-        }
-    }
-}
-
-impl<T> Drop for Receiving<T> {
-    fn drop(&mut self) {
-        if let Self::Simulated(shared) = self {
-            shared.received.store(false, Ordering::Relaxed);
-            // The values may own connections, which close now.
-            let values = std::mem::take(&mut *ignore_poison(shared.queue.lock()));
-            drop(values);
-        }
-    }
-}
-
-impl<T> Shared<T> {
-    fn poll(&self) -> Result<T, RecvTimeoutError> {
-        match ignore_poison(self.queue.lock()).pop_front() {
-            Some(value) => Ok(value),
-            None if self.senders.load(Ordering::Relaxed) == 0 => Err(RecvTimeoutError::Disconnected),
-            None => Err(RecvTimeoutError::Timeout),
-        }
-    }
-
-    fn receive(&self, timeout: Option<Duration>) -> Result<T, RecvTimeoutError> {
-        self.key
-            .wait_until(timeout, || match self.poll() {
-                Err(RecvTimeoutError::Timeout) => None,
-                outcome => Some(outcome),
-            })
-            .unwrap_or(Err(RecvTimeoutError::Timeout))
+    fn try_recv(&self) -> Result<T, TryRecvError> {
+        Self::try_recv(self)
     }
 }
 

@@ -1,8 +1,9 @@
 //! Threads.
 
-use crate::simulation::{self, TaskHandle};
+use crate::simulation;
 use rustix::process::Resource;
 use std::collections::HashMap;
+use std::fmt;
 use std::fs;
 use std::io::{Error, ErrorKind, Result as IoResult};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,13 +14,27 @@ use std::thread::{self, Builder, Result};
 use std::time::Duration;
 
 /// Work whose end can be waited for.
-#[derive(Debug)]
-pub struct JoinHandle<T>(Handle<T>);
+pub type JoinHandle<T> = Box<dyn HandleOperations<T>>;
 
-#[derive(Debug)]
-enum Handle<T> {
-    Real { result: Receiver<Result<T>>, finished: Arc<AtomicBool> },
-    Simulated(TaskHandle<T>),
+/// The operations of a [`JoinHandle`].
+pub trait HandleOperations<T>: Send {
+    /// Waits for the end of the work and returns its result, or its panic.
+    fn join(self: Box<Self>) -> Result<T>;
+
+    /// Returns whether the work has ended.
+    fn is_finished(&self) -> bool;
+}
+
+impl<T> fmt::Debug for dyn HandleOperations<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("JoinHandle").finish_non_exhaustive()
+    }
+}
+
+/// Work of a thread of this module.
+struct Work<T> {
+    result: Receiver<Result<T>>,
+    finished: Arc<AtomicBool>,
 }
 
 /// The work of a thread.
@@ -41,7 +56,7 @@ pub fn spawn<T: Send + 'static>(
 ) -> IoResult<JoinHandle<T>> {
     let name = name.into();
     if let Some(task) = simulation::current() {
-        return Ok(JoinHandle(Handle::Simulated(task.spawn(name, run)?)));
+        return Ok(Box::new(task.spawn(name, run)?));
     }
     let (send_result, result) = channel();
     let finished = Arc::<AtomicBool>::default();
@@ -62,7 +77,7 @@ pub fn spawn<T: Send + 'static>(
         }
         None => start(name, stack_bytes.unwrap_or(STACK_BYTES), job)?,
     }
-    Ok(JoinHandle(Handle::Real { result, finished }))
+    Ok(Box::new(Work { result, finished }))
 }
 
 /// Starts a thread that performs `first` and then all jobs that it gets, until another thread of its name is idle.
@@ -164,21 +179,13 @@ pub fn sleep(duration: Duration) {
     }
 }
 
-impl<T> JoinHandle<T> {
-    /// Waits for the end of the work and returns its result, or its panic.
-    pub fn join(self) -> Result<T> {
-        match self.0 {
-            Handle::Real { result, .. } => result.recv().unwrap_or_else(|ended| Err(Box::new(ended))),
-            Handle::Simulated(task) => task.join(),
-        }
+impl<T: Send> HandleOperations<T> for Work<T> {
+    fn join(self: Box<Self>) -> Result<T> {
+        self.result.recv().unwrap_or_else(|ended| Err(Box::new(ended)))
     }
 
-    /// Returns whether the work has ended.
-    pub fn is_finished(&self) -> bool {
-        match &self.0 {
-            Handle::Real { finished, .. } => finished.load(Ordering::Acquire),
-            Handle::Simulated(task) => task.is_finished(),
-        }
+    fn is_finished(&self) -> bool {
+        self.finished.load(Ordering::Acquire)
     }
 }
 

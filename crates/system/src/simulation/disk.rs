@@ -11,9 +11,10 @@
 
 use super::random::{Random, mix};
 use super::{Guard, ROOT, Task, current, killed};
+use crate::fs::{File, FileOperations, TryLockError};
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
-use std::io::{self, ErrorKind, SeekFrom};
+use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::path::{Component, Path};
 use std::time::Duration;
 
@@ -463,24 +464,30 @@ impl Handle {
         }
         operation(&mut state.disk)
     }
+}
 
-    pub fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
+impl Read for Handle {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         self.with_disk(|disk| {
             let n = disk.read_at(self.open, buffer, disk.open[self.open].position)?;
             disk.open[self.open].position += n;
             Ok(n)
         })
     }
+}
 
-    pub fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
-        self.with_disk(|disk| disk.read_at(self.open, buffer, offset as usize))
-    }
-
-    pub fn write(&self, bytes: &[u8]) -> io::Result<usize> {
+impl Write for Handle {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.with_disk(|disk| disk.write(self.open, bytes))
     }
 
-    pub fn seek(&self, to: SeekFrom) -> io::Result<u64> {
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Seek for Handle {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
         self.with_disk(|disk| {
             let OpenFile { node, position, .. } = disk.open[self.open];
             let new = match to {
@@ -493,33 +500,39 @@ impl Handle {
             Ok(new as u64)
         })
     }
+}
 
-    pub fn sync(&self) -> io::Result<()> {
+impl FileOperations for Handle {
+    fn sync_all(&self) -> io::Result<()> {
         self.with_disk(|disk| disk.sync(self.open))
     }
 
-    pub fn len(&self) -> io::Result<u64> {
+    fn size(&self) -> io::Result<u64> {
         self.with_disk(|disk| Ok(disk.len(disk.open[self.open].node)))
     }
 
-    pub fn set_len(&self, len: u64) -> io::Result<()> {
+    fn set_len(&self, len: u64) -> io::Result<()> {
         self.with_disk(|disk| disk.set_len(self.open, len as usize))
     }
 
-    pub fn try_clone(&self) -> io::Result<Self> {
+    fn try_clone(&self) -> io::Result<File> {
         self.with_disk(|disk| {
             disk.open[self.open].handles += 1;
-            Ok(Self { task: self.task.clone(), open: self.open })
+            Ok(File::new(Self { task: self.task.clone(), open: self.open }))
         })
     }
 
-    /// Locks a file or directory. Returns false if another handle has locked it.
-    pub fn try_lock(&self) -> io::Result<bool> {
+    fn try_lock(&self) -> Result<(), TryLockError> {
         let holder = (self.task.process, self.open);
-        self.with_disk(|disk| {
+        let holds = self.with_disk(|disk| {
             let node = disk.open[self.open].node;
             Ok(*disk.locks.entry(node).or_insert(holder) == holder)
-        })
+        });
+        if holds.map_err(TryLockError::Error)? { Ok(()) } else { Err(TryLockError::WouldBlock) }
+    }
+
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        self.with_disk(|disk| disk.read_at(self.open, buffer, offset as usize))
     }
 }
 

@@ -9,14 +9,15 @@
 //! The network has TCP's guarantees: bytes of a connection arrive in order or not at all. Lost and reordered packets therefore appear
 //! as delays. The disk has those of POSIX and no more ([`disk`]).
 
+pub(crate) mod channel;
 pub mod disk;
 mod network;
 mod random;
 
 pub use disk::Disk;
-pub(crate) use network::{Listener, Setting, Socket};
 pub use random::Random;
 
+use crate::thread::HandleOperations;
 use network::{Network, Packet};
 use std::any::Any;
 use std::cell::RefCell;
@@ -747,12 +748,12 @@ pub(crate) struct TaskHandle<T> {
     world: Arc<World>,
 }
 
-impl<T> TaskHandle<T> {
-    pub fn is_finished(&self) -> bool {
+impl<T: Send> HandleOperations<T> for TaskHandle<T> {
+    fn is_finished(&self) -> bool {
         self.world.lock().tasks[self.id].status == Status::Finished
     }
 
-    pub fn join(self) -> thread::Result<T> {
+    fn join(self: Box<Self>) -> thread::Result<T> {
         if let Some(task) = current() {
             let mut state = task.world.lock();
             // Threads of a killed process also wait: the other thread is about to end.
@@ -767,7 +768,9 @@ impl<T> TaskHandle<T> {
         }
         self.take_result().unwrap_or_else(|| Err(Box::new(Killed)))
     }
+}
 
+impl<T> TaskHandle<T> {
     fn take_result(&self) -> Option<thread::Result<T>> {
         self.result.lock().unwrap_or_else(PoisonError::into_inner).take()
     }

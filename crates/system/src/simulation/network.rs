@@ -4,6 +4,7 @@
 //! order of its connection. A connection that was closed by one side is reset when data arrives there, as by an operating system.
 
 use super::{Action, State, Task, current, killed};
+use crate::net::{ListenerOperations, StreamOperations, TcpStream};
 use std::collections::VecDeque;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr};
@@ -302,8 +303,8 @@ impl Task {
     }
 }
 
-impl Listener {
-    pub fn accept(&self) -> io::Result<Socket> {
+impl ListenerOperations for Listener {
+    fn accept(&self) -> io::Result<TcpStream> {
         let task = current().ok_or_else(killed)?;
         let nonblocking = { task.operation(false)?.network.listeners[self.index].nonblocking };
         let timeout = nonblocking.then_some(Duration::ZERO);
@@ -313,15 +314,15 @@ impl Listener {
         })?;
         let end = end.ok_or(io::ErrorKind::WouldBlock)?;
         task.enter()?.network.sockets[end].handles = 1;
-        Ok(Socket { task, end })
+        Ok(TcpStream::new(Socket { task, end }))
     }
 
-    pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
+    fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
         self.task.enter()?.network.listeners[self.index].nonblocking = nonblocking;
         Ok(())
     }
 
-    pub fn local_addr(&self) -> io::Result<SocketAddr> {
+    fn local_addr(&self) -> io::Result<SocketAddr> {
         Ok(address(self.task.enter()?.network.listeners[self.index].port))
     }
 }
@@ -339,32 +340,8 @@ pub(crate) struct Socket {
     end: usize,
 }
 
-/// A change of a socket.
-pub(crate) enum Setting {
-    Nonblocking(bool),
-    ReadTimeout(Option<Duration>),
-    WriteTimeout(Option<Duration>),
-}
-
 impl Socket {
-    pub fn set(&self, setting: &Setting) -> io::Result<()> {
-        let mut state = self.task.enter()?;
-        let socket = &mut state.network.sockets[self.end];
-        match *setting {
-            Setting::Nonblocking(nonblocking) => socket.nonblocking = nonblocking,
-            Setting::ReadTimeout(timeout) => socket.read_timeout = timeout,
-            Setting::WriteTimeout(timeout) => socket.write_timeout = timeout,
-        }
-        Ok(())
-    }
-
-    /// Returns the own address, or that of the other end.
-    pub fn address(&self, own: bool) -> io::Result<SocketAddr> {
-        let end = if own { self.end } else { self.end ^ 1 };
-        Ok(address(self.task.enter()?.network.sockets[end].port))
-    }
-
-    pub fn read(&self, buffer: &mut [u8], peek: bool) -> io::Result<usize> {
+    fn read(&self, buffer: &mut [u8], peek: bool) -> io::Result<usize> {
         let task = current().ok_or_else(killed)?;
         let timeout = {
             let state = task.operation(false)?;
@@ -402,7 +379,44 @@ impl Socket {
         read.unwrap_or_else(|| Err(io::ErrorKind::WouldBlock.into()))
     }
 
-    pub fn write(&self, bytes: &[u8]) -> io::Result<usize> {
+    /// Changes a setting.
+    fn set(&self, change: impl FnOnce(&mut SocketState)) -> io::Result<()> {
+        change(&mut self.task.enter()?.network.sockets[self.end]);
+        Ok(())
+    }
+}
+
+impl StreamOperations for Socket {
+    fn try_clone(&self) -> io::Result<TcpStream> {
+        self.task.enter()?.network.sockets[self.end].handles += 1;
+        Ok(TcpStream::new(Self { task: self.task.clone(), end: self.end }))
+    }
+
+    fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
+        self.set(|socket| socket.nonblocking = nonblocking)
+    }
+
+    fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        self.set(|socket| socket.read_timeout = timeout)
+    }
+
+    fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        self.set(|socket| socket.write_timeout = timeout)
+    }
+
+    fn set_nodelay(&self, _nodelay: bool) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn peek(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.read(buffer, true)
+    }
+
+    fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.read(buffer, false)
+    }
+
+    fn send(&self, bytes: &[u8]) -> io::Result<usize> {
         let task = current().ok_or_else(killed)?;
         let timeout = {
             let state = task.operation(false)?;
@@ -428,7 +442,7 @@ impl Socket {
         written.unwrap_or_else(|| Err(io::ErrorKind::WouldBlock.into()))
     }
 
-    pub fn shutdown(&self, how: Shutdown) -> io::Result<()> {
+    fn shutdown(&self, how: Shutdown) -> io::Result<()> {
         let mut state = self.task.enter()?;
         let socket = &mut state.network.sockets[self.end];
         let key = socket.key;
@@ -443,9 +457,12 @@ impl Socket {
         Ok(())
     }
 
-    pub fn try_clone(&self) -> io::Result<Self> {
-        self.task.enter()?.network.sockets[self.end].handles += 1;
-        Ok(Self { task: self.task.clone(), end: self.end })
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        Ok(address(self.task.enter()?.network.sockets[self.end].port))
+    }
+
+    fn peer_addr(&self) -> io::Result<SocketAddr> {
+        Ok(address(self.task.enter()?.network.sockets[self.end ^ 1].port))
     }
 }
 

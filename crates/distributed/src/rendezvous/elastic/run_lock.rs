@@ -41,7 +41,7 @@ pub struct RunLock(#[expect(dead_code, reason = "closing the file releases the l
 
 /// Opens a file and locks it. Returns `None` if another process has locked it.
 pub(super) fn try_lock(path: &Path) -> Result<Option<File>> {
-    try_lock_by(File::try_lock, path)
+    try_lock_by(|file| file.try_lock(), path)
 }
 
 /// Opens a file and locks it by `try_lock`.
