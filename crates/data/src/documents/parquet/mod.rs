@@ -1,8 +1,6 @@
 //! Parquet files. Only the column with the text is read, page by page.
 
-mod pages;
-mod schema;
-mod thrift;
+mod headers;
 
 use super::{FileReport, Sink, document, list_names};
 use ::parquet::basic::{Compression, Type};
@@ -11,7 +9,7 @@ use ::parquet::file::reader::{FileReader, SerializedFileReader};
 use ::parquet::file::serialized_reader::SerializedPageReader;
 use ::parquet::schema::types::{ColumnDescPtr, SchemaDescriptor};
 use anyhow::{Context, Result, bail, ensure};
-use pages::{CheckedFile, CheckedPages};
+use headers::CheckedFile;
 use std::fs::{self, File};
 use std::path::Path;
 use std::sync::Arc;
@@ -39,7 +37,7 @@ pub fn read(path: &Path, field: &str, progress: &Progress, sink: &mut dyn Sink) 
         let chunk = metadata.row_group(group).column(column);
         let expected = metadata.row_group(group).num_rows();
         let pages = decode(path, || SerializedPageReader::new(Arc::clone(&file), chunk, expected as usize, None))?;
-        let values = get_column_reader(descriptor.clone(), Box::new(CheckedPages(pages.with_context(place)?)));
+        let values = get_column_reader(descriptor.clone(), Box::new(pages.with_context(place)?));
         let ColumnReader::ByteArrayColumnReader(mut values) = values else {
             bail!("{name}: expected a column of strings in \"{field}\"");
         };
@@ -119,7 +117,7 @@ fn open_file(path: &Path) -> Result<SerializedFileReader<File>> {
     let file = bounded_file::open(path).with_context(|| format!("cannot read {name}"))?;
     let invalid =
         || format!("{name}: expected a complete parquet file, found another or a damaged one; download it again");
-    schema::check(&file, file.metadata()?.len()).with_context(invalid)?;
+    headers::check_schema(&file, file.metadata()?.len()).with_context(invalid)?;
     decode(path, || SerializedFileReader::new(file))?.with_context(invalid)
 }
 
