@@ -1,9 +1,10 @@
 use super::*;
-use ::parquet::basic::{BrotliLevel, Compression, GzipLevel, ZstdLevel};
+use ::parquet::basic::{BrotliLevel, Compression, Encoding, GzipLevel, ZstdLevel};
 use ::parquet::data_type::{ByteArray, ByteArrayType, Int64Type};
-use ::parquet::file::properties::WriterProperties;
+use ::parquet::file::properties::{WriterProperties, WriterVersion};
 use ::parquet::file::writer::SerializedFileWriter;
 use ::parquet::schema::parser::parse_message_type;
+use ::parquet::schema::types::ColumnPath;
 use flate2::write::GzEncoder;
 use proptest::prelude::*;
 use std::fs::{self, File};
@@ -303,11 +304,14 @@ fn an_endless_json_line_is_an_error_instead_of_filling_the_memory() {
 
 /// Writes a file with the columns id, text (optional), meta.title and words (a list), in groups of rows.
 fn parquet_file(path: &Path, groups: &[&[Option<&str>]], compression: Compression) {
+    parquet_file_with(path, groups, WriterProperties::builder().set_compression(compression).build());
+}
+
+fn parquet_file_with(path: &Path, groups: &[&[Option<&str>]], properties: WriterProperties) {
     let schema = "message m { required int64 id; optional binary text (UTF8); required group meta { required binary title \
                   (UTF8); } repeated binary words (UTF8); }";
     let schema = Arc::new(parse_message_type(schema).unwrap());
-    let properties = Arc::new(WriterProperties::builder().set_compression(compression).build());
-    let mut writer = SerializedFileWriter::new(File::create(path).unwrap(), schema, properties).unwrap();
+    let mut writer = SerializedFileWriter::new(File::create(path).unwrap(), schema, Arc::new(properties)).unwrap();
     for rows in groups {
         let n = rows.len();
         let mut group = writer.next_row_group().unwrap();
@@ -351,6 +355,26 @@ fn parquet_columns_are_read_with_every_compression() {
         assert_eq!((found.len(), &found[..4]), (1003, &["one", "", "", "document 0, é"].map(String::from)[..]));
         assert_eq!(found[1002], "document 999, é");
         assert_eq!(read_with(&path, &field("meta.title")).unwrap().0[4], "title 1");
+    }
+}
+
+#[test]
+fn parquet_columns_are_read_with_every_encoding() {
+    let many: Vec<String> = (0..1000).map(|i| "é".repeat(i * i % 97)).collect();
+    let all: Vec<Option<&str>> = many.iter().map(|text| Some(text.as_str())).collect();
+    for encoding in [Encoding::PLAIN, Encoding::DELTA_LENGTH_BYTE_ARRAY, Encoding::DELTA_BYTE_ARRAY] {
+        for version in [WriterVersion::PARQUET_1_0, WriterVersion::PARQUET_2_0] {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("a.parquet");
+            let properties = WriterProperties::builder().set_dictionary_enabled(false).set_writer_version(version);
+            let properties = ["text", "meta.title"].into_iter().fold(properties, |properties, name| {
+                let column = ColumnPath::new(name.split('.').map(String::from).collect());
+                properties.set_column_encoding(column, encoding)
+            });
+            parquet_file_with(&path, &[&[None, Some("")], &all], properties.build());
+            assert_eq!(read_with(&path, &field("text")).unwrap().0[2..], many);
+            assert_eq!(read_with(&path, &field("meta.title")).unwrap().0[1001], "title 999");
+        }
     }
 }
 

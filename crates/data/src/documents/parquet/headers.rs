@@ -41,7 +41,7 @@ const INTEGERS: [i16; 4] = [4, 0, 2, 6];
 const LENGTH_BYTES: u64 = 4;
 
 /// Reads values.
-struct Reader<R>(R);
+pub struct Reader<R>(pub R);
 
 impl<R: Read> Reader<R> {
     fn byte(&mut self) -> Result<u8> {
@@ -50,14 +50,15 @@ impl<R: Read> Reader<R> {
         Ok(byte[0])
     }
 
-    fn skip_bytes(&mut self, size: u64) -> Result<()> {
+    /// Skips bytes.
+    pub fn skip_bytes(&mut self, size: u64) -> Result<()> {
         let found = io::copy(&mut self.0.by_ref().take(size), &mut io::sink())?;
         ensure!(found == size, "header: expected a value of {size} bytes, found {found}");
         Ok(())
     }
 
     /// Reads groups of 7 bits, the lowest first.
-    fn varint(&mut self) -> Result<u64> {
+    pub fn varint(&mut self) -> Result<u64> {
         let mut value = 0;
         for shift in (0..70).step_by(7) {
             let byte = self.byte()?;

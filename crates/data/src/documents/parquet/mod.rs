@@ -1,5 +1,6 @@
 //! Parquet files. Only the column with the text is read, page by page.
 
+mod deltas;
 mod headers;
 
 use super::{FileReport, Sink, document, list_names};
@@ -9,6 +10,7 @@ use ::parquet::file::reader::{FileReader, SerializedFileReader};
 use ::parquet::file::serialized_reader::SerializedPageReader;
 use ::parquet::schema::types::{ColumnDescPtr, SchemaDescriptor};
 use anyhow::{Context, Result, bail, ensure};
+use deltas::CheckedPages;
 use headers::CheckedFile;
 use std::fs::{self, File};
 use std::path::Path;
@@ -37,7 +39,8 @@ pub fn read(path: &Path, field: &str, progress: &Progress, sink: &mut dyn Sink) 
         let chunk = metadata.row_group(group).column(column);
         let expected = metadata.row_group(group).num_rows();
         let pages = decode(path, || SerializedPageReader::new(Arc::clone(&file), chunk, expected as usize, None))?;
-        let values = get_column_reader(descriptor.clone(), Box::new(pages.with_context(place)?));
+        let pages = CheckedPages { pages: pages.with_context(place)?, has_levels: descriptor.max_def_level() > 0 };
+        let values = get_column_reader(descriptor.clone(), Box::new(pages));
         let ColumnReader::ByteArrayColumnReader(mut values) = values else {
             bail!("{name}: expected a column of strings in \"{field}\"");
         };
