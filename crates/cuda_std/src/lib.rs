@@ -70,6 +70,7 @@ mod backend;
 mod backend;
 
 pub mod async_copy;
+mod atomics;
 pub mod block;
 pub mod cache;
 pub mod element;
