@@ -1,9 +1,10 @@
-//! Loads, stores, atomics and `cp.async`.
+//! Loads, stores, atomics and `cp.async`, and the checks of addresses and values that other instructions share.
 
-use super::block::{Mode, Polling, fail, is_running, mode, outside_kernel, with};
+use super::async_copy::AsyncCopy;
+use super::block::{Block, Mode, Polling, fail, is_running, mode, outside_kernel, with};
 use super::checker::{Finding, Kind, Request};
-use super::hopper::check_accumulator_read;
 use super::report::{Fault, Line, Site};
+use super::warpgroup::{LINES, PENDING, QUIET, THREADS};
 use std::panic::Location;
 use std::sync::atomic::{self, AtomicU32, AtomicU64, Ordering};
 use std::{mem, ptr};
@@ -12,7 +13,7 @@ use std::{mem, ptr};
 /// measured.
 #[inline]
 pub fn shared_base() -> *mut u8 {
-    if is_running() { with(super::block::Block::shared_base) } else { ptr::null_mut() }
+    if is_running() { with(Block::shared_base) } else { ptr::null_mut() }
 }
 
 /// Stops the kernel if it runs in a checked launch and this access is invalid.
@@ -54,6 +55,51 @@ fn check_access(request: Request) {
             Line(at)
         );
         fail(Fault::Livelock, at, None, message);
+    }
+}
+
+/// Returns the offset of `pointer` in the running block's shared memory. Stops the kernel if the `bytes` bytes there
+/// are out of bounds or misaligned.
+pub fn shared_offset<T>(pointer: *const T, bytes: usize, align: usize, at: Site, what: &str) -> usize {
+    let (start, size) = with(|block| (block.shared_base().addr(), block.shared().len()));
+    let offset = pointer.addr().wrapping_sub(start);
+    let line = Line(at);
+    if offset >= size || offset + bytes > size {
+        let message = format!("out-of-bounds access: {what} of {bytes} bytes outside shared memory ({line})");
+        fail(Fault::OutOfBounds, at, None, message);
+    }
+    if !offset.is_multiple_of(align) {
+        let message = format!(
+            "misaligned access: {what} at shared memory + {offset}, which is not aligned to {align} bytes ({line})"
+        );
+        fail(Fault::Misaligned, at, None, message);
+    }
+    offset
+}
+
+/// Stops the kernel if this value was computed from accumulators that were read before their wait.
+#[inline]
+pub fn check_accumulator_read(bits: u32, at: Site) {
+    if bits & !(QUIET | (LINES - 1)) == PENDING & !QUIET {
+        premature_read(bits, at);
+    }
+}
+
+#[cold]
+fn premature_read(bits: u32, at: Site) {
+    let line = with(|block| {
+        let (group, number) = (block.current / THREADS, bits & (LINES - 1));
+        block.hopper.warpgroups.get(&group)?.lines.get(number as usize).copied()
+    });
+    // Without a known line, the NaN was computed by the kernel itself.
+    if let Some(wgmma) = line {
+        let message = format!(
+            "premature accumulator access: the value used at {} was computed from accumulators that were read between \
+             their wgmma ({}) and the fence_accumulators after its wait",
+            Line(at),
+            Line(wgmma)
+        );
+        fail(Fault::Accumulators, at, Some(wgmma), message);
     }
 }
 
@@ -313,37 +359,6 @@ pub fn fence_device() {
             checker.device_fenced();
         }
     });
-}
-
-/// Pending `cp.async` operations of a thread. They execute when the thread waits for them, which is as late as
-/// possible.
-#[derive(Default)]
-pub struct AsyncCopies {
-    /// Oldest first.
-    copies: Vec<AsyncCopy>,
-    /// Number of committed groups.
-    groups: u32,
-}
-
-#[derive(Clone, Copy)]
-struct AsyncCopy {
-    to: *mut u32,
-    /// Source, or `None` to write zeros.
-    from: Option<*const u32>,
-    group: u32,
-    at: Site,
-}
-
-impl AsyncCopies {
-    pub fn clear(&mut self) {
-        self.copies.clear();
-        self.groups = 0;
-    }
-
-    /// Returns the source line of the oldest pending copy.
-    pub fn oldest(&self) -> Option<Site> {
-        Some(self.copies.first()?.at)
-    }
 }
 
 /// # Safety

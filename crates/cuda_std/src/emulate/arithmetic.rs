@@ -2,7 +2,7 @@
 //! are correctly rounded and flush subnormals like the device. `fma` and the `_rn` functions match the device bit for
 //! bit.
 
-use super::hopper::check_accumulator_read;
+use super::access::check_accumulator_read;
 use super::report::Site;
 use crate::fp8::Fp8Format;
 use std::panic::Location;

@@ -1,36 +1,25 @@
-//! Execution of blocks: one fiber per GPU thread.
+//! State of a block, and access of the running thread to it.
 //!
 //! All fibers of a block run on one OS thread, one at a time, and a thread-local variable points at the running block.
-//! A fiber runs until it must wait: it records the wait in the block and suspends itself. The scheduler then resumes a
-//! fiber that is ready. Different blocks run in parallel.
 
 use super::LANES;
-use super::access::AsyncCopies;
+use super::async_copy::AsyncCopies;
 use super::checker::{Checker, VectorClock};
-use super::collective::{self, Barrier, Operation, Wait, Warp};
-use super::counter::{self, CounterWait, Running};
-use super::hopper;
-use super::memory::Memory;
+use super::grid::Grid;
+use super::hopper_state;
 use super::report::{Fault, Line, Report, Site, ranges};
-use super::stack::{self, FiberStack};
+use super::running::Running;
+use super::stack::FiberStack;
+use super::wait::{CounterWait, Operation, Wait};
+use super::warp::{Barrier, Warp};
 use corosensei::{Coroutine, Yielder};
-use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 use std::fmt::Write;
-use std::panic::{self, AssertUnwindSafe, Location, catch_unwind};
+use std::panic::Location;
 use std::ptr;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Once};
+use std::sync::Arc;
 
 pub type Fiber = Coroutine<(), (), (), FiberStack>;
-
-/// Maximum number of live fibers over all blocks. Each fiber uses two of the 65,530 memory mappings that Linux grants a
-/// process by default.
-const MAX_FIBERS: usize = 16 << 10;
-/// Maximum number of threads in a block.
-const MAX_THREADS: u32 = 1024;
-/// Maximum dynamic shared memory of a block in bytes, on compute capability 9.0.
-const MAX_SHARED: usize = 227 << 10;
 
 /// State of the block that is being emulated.
 pub struct Block {
@@ -47,12 +36,12 @@ pub struct Block {
     pub warps: Vec<Warp>,
     pub barriers: [Barrier; 16],
     pub copies: Vec<AsyncCopies>,
-    pub hopper: hopper::State,
+    pub hopper: hopper_state::State,
     waits: Vec<Option<Wait>>,
-    yielders: Vec<*const Yielder<(), ()>>,
+    pub yielders: Vec<*const Yielder<(), ()>>,
     /// Dynamic shared memory, aligned to 1024 bytes as on the device.
     shared: Vec<Kilobyte>,
-    report: Option<Report>,
+    pub report: Option<Report>,
     /// An uninitialized read, held back until the block ends: see [`fail`].
     suspicion: Option<Report>,
     pub checker: Option<Box<Checker>>,
@@ -97,8 +86,6 @@ struct Kilobyte([u8; 1024]);
 const POISON: Kilobyte = Kilobyte([0xff; 1024]);
 
 thread_local! {
-    /// Source line of the last panic in a kernel.
-    static PANICKED_AT: RefCell<String> = const { RefCell::new(String::new()) };
     static BLOCK: Cell<*mut Block> = const { Cell::new(ptr::null_mut()) };
     /// The fibers of the running block: their address and number.
     static FIBERS: Cell<(*const Fiber, usize)> = const { Cell::new((ptr::null(), 0)) };
@@ -140,6 +127,28 @@ pub fn fiber_at(thread: usize) -> Option<*const Fiber> {
     (thread < count).then(|| fibers.wrapping_add(thread))
 }
 
+/// Guard that points BLOCK at a block and restores the previous value on drop.
+pub struct RunningBlock(*mut Block, Mode, (*const Fiber, usize));
+
+impl RunningBlock {
+    /// Makes `block` the running block of this OS thread.
+    ///
+    /// # Safety
+    /// `block` must outlive the guard. Until the guard is dropped, the block must be accessed only through [`with`].
+    /// `fibers` must stay allocated as long as one of them runs.
+    pub unsafe fn new(block: *mut Block, mode: Mode, fibers: &[Fiber]) -> Self {
+        Self(BLOCK.replace(block), MODE.replace(mode), FIBERS.replace((fibers.as_ptr(), fibers.len())))
+    }
+}
+
+impl Drop for RunningBlock {
+    fn drop(&mut self) {
+        BLOCK.set(self.0);
+        MODE.set(self.1);
+        FIBERS.set(self.2);
+    }
+}
+
 /// Returns whether a kernel is being emulated on this OS thread.
 pub fn is_running() -> bool {
     !BLOCK.get().is_null()
@@ -152,8 +161,8 @@ pub fn with<R>(f: impl FnOnce(&mut Block) -> R) -> R {
     if block.is_null() {
         outside_kernel();
     }
-    // SAFETY: `run_block` keeps the block alive while BLOCK points at it. Only one of its fibers runs at a time, and
-    // none holds a reference across a suspension, so this reference is the only one.
+    // SAFETY: the caller of `RunningBlock::new` keeps the block alive while BLOCK points at it. Only one of its fibers
+    // runs at a time, and none holds a reference across a suspension, so this reference is the only one.
     f(unsafe { &mut *block })
 }
 
@@ -194,7 +203,7 @@ pub fn fail(fault: Fault, at: Site, other: Option<Site>, message: String) -> ! {
 }
 
 impl Block {
-    fn new(grid: &Grid<'_>) -> Self {
+    pub fn new(grid: &Grid<'_>) -> Self {
         let threads = grid.threads as usize;
         Self {
             kernel: grid.kernel,
@@ -207,7 +216,7 @@ impl Block {
             warps: (0..threads.div_ceil(LANES)).map(|w| Warp::new((threads - w * LANES).min(LANES))).collect(),
             barriers: Default::default(),
             copies: (0..threads).map(|_| AsyncCopies::default()).collect(),
-            hopper: hopper::State::default(),
+            hopper: hopper_state::State::default(),
             waits: vec![None; threads],
             yielders: vec![ptr::null(); threads],
             // At least one, so that addresses in undeclared shared memory differ from those of null views.
@@ -222,12 +231,12 @@ impl Block {
     }
 
     /// Resets the state for the block at `index`.
-    fn start(&mut self, index: [u32; 3]) {
+    pub fn start(&mut self, index: [u32; 3]) {
         self.index = index;
         self.warps.iter_mut().for_each(Warp::start);
         self.barriers = Default::default();
         self.copies.iter_mut().for_each(AsyncCopies::clear);
-        self.hopper = hopper::State::default();
+        self.hopper = hopper_state::State::default();
         self.waits.fill(None);
         self.counter_waits.clear();
         (self.report, self.suspicion) = (None, None);
@@ -307,7 +316,7 @@ impl Block {
     }
 
     /// Returns the report for which a thread was stopped, if any.
-    fn verdict(&mut self) -> Option<Report> {
+    pub fn verdict(&mut self) -> Option<Report> {
         match (self.report.clone(), self.suspicion.clone()) {
             (Some(race), Some(read)) if race.fault == Fault::DataRace && [race.at, race.other].contains(&read.at) => {
                 Some(race)
@@ -317,7 +326,7 @@ impl Block {
     }
 
     /// Returns whether any thread has not finished.
-    fn has_waiting_threads(&self) -> bool {
+    pub fn has_waiting_threads(&self) -> bool {
         (0..self.threads as usize).any(|thread| !self.finished(thread))
     }
 
@@ -326,7 +335,7 @@ impl Block {
     }
 
     /// Returns a report of a block that makes no progress: `message`, then the operation in which each thread waits.
-    fn no_progress(&self, fault: Fault, mut message: String) -> Report {
+    pub fn no_progress(&self, fault: Fault, mut message: String) -> Report {
         let (groups, finished) = self.waiting();
         for (wait, threads) in &groups {
             let missing = match wait.operation {
@@ -345,230 +354,28 @@ impl Block {
         let site = |i: usize| groups.get(i).map(|(wait, _)| wait.at);
         self.report_of(fault, site(0), site(1), message)
     }
-}
 
-/// A launch with parameters that have not been validated yet.
-pub struct Grid<'a> {
-    pub kernel: &'static str,
-    pub body: &'a (dyn Fn() + Sync),
-    pub size: [u32; 3],
-    pub threads: u32,
-    /// Extent of a block in x, y and z; the product is `threads`.
-    pub block: [u32; 3],
-    pub shared_bytes: usize,
-}
-
-impl Grid<'_> {
-    fn invalid(&self, message: &str) -> Report {
-        let (kernel, block, fault) = (self.kernel, [0; 3], Fault::Launch);
-        let message = format!("invalid launch: {message}");
-        Report { kernel, block, thread: None, fault, at: None, other: None, message }
+    /// Returns the part of a deadlock report that describes the counter at `address`.
+    fn missing_count(&self, address: usize) -> String {
+        let wait = self.counter_waits.iter().find(|wait| wait.counter.addr() == address);
+        wait.map_or_else(String::new, |wait| format!("; the counter is {}", wait.found()))
     }
 
-    /// Returns the number of blocks, or a report if a device would reject this launch.
-    fn blocks(&self) -> Result<u64, Report> {
-        let Self { size, threads, shared_bytes, .. } = *self;
-        if size.iter().zip([i32::MAX as u32, 65535, 65535]).any(|(n, most)| !(1..=most).contains(n)) {
-            let message = format!("grid: expected 1 to 2^31-1 x 1 to 65535 x 1 to 65535 blocks, found {size:?}");
-            return Err(self.invalid(&message));
-        }
-        if !(1..=MAX_THREADS).contains(&threads) {
-            return Err(self.invalid(&format!("block size: expected 1 to {MAX_THREADS} threads, found {threads}")));
-        }
-        if shared_bytes > MAX_SHARED {
-            let message = format!("shared memory: expected at most {MAX_SHARED} bytes per block, found {shared_bytes}");
-            return Err(self.invalid(&message));
-        }
-        Ok(size.iter().map(|&n| u64::from(n)).product())
-    }
-
-    /// Returns the (x, y, z) index of block `number`.
-    fn index(&self, number: u64) -> [u32; 3] {
-        let [x, y] = [0, 1].map(|axis| u64::from(self.size[axis]));
-        [number % x, number / x % y, number / (x * y)].map(|i| i as u32)
-    }
-
-    fn stacks(&self) -> Result<Vec<FiberStack>, Report> {
-        stack::take(self.threads as usize).map_err(|error| {
-            self.invalid(&format!("cannot allocate stacks for {} emulated threads: {error}", self.threads))
-        })
-    }
-}
-
-/// Runs the body in every thread of every block, with blocks in parallel. Returns the report of the first fault.
-pub fn run(grid: &Grid<'_>) -> Result<(), Report> {
-    let blocks = grid.blocks()?;
-    let workers = rayon::current_num_threads().min(MAX_FIBERS / grid.threads as usize);
-    let workers = workers.min(usize::try_from(blocks).unwrap_or(usize::MAX));
-    let next = AtomicU64::new(0);
-    let running = Arc::new(Running::default());
-    let work = |_| {
-        let mut stacks = match grid.stacks() {
-            Ok(stacks) => stacks,
-            Err(report) => return Some((0, report)),
+    /// Returns the report of a block that ended before its asynchronous operations were waited for.
+    pub fn incomplete_async_work(&self) -> Option<Report> {
+        let copy = || {
+            let (thread, at) =
+                self.copies.iter().enumerate().find_map(|(thread, copies)| Some((thread, copies.oldest()?)))?;
+            let text = format!(
+                "incomplete asynchronous copy: the thread ends without waiting for its cp.async ({})",
+                Line(at)
+            );
+            Some((Fault::AsyncCopy, Some(thread), at, text))
         };
-        let mut block = Block::new(grid);
-        block.running = Some(running.clone());
-        let mut found = None;
-        while found.is_none() {
-            let number = next.fetch_add(1, Ordering::Relaxed);
-            if number >= blocks {
-                break;
-            }
-            block.start(grid.index(number));
-            running.started();
-            found = run_block(&mut block, grid.body, &mut stacks).map(|report| (number, report));
-            running.finished();
-        }
-        if found.is_some() {
-            next.store(blocks, Ordering::Relaxed);
-        }
-        stack::give_back(stacks);
-        found
-    };
-    let first = (0..workers).into_par_iter().with_max_len(1).filter_map(work).min_by_key(|(number, _)| *number);
-    first.map_or(Ok(()), |(_, report)| Err(report))
-}
-
-/// Runs the blocks one after the other and checks every memory access. Otherwise like [`run`].
-pub fn run_checked(grid: &Grid<'_>, memory: &mut Memory) -> Result<(), Report> {
-    let blocks = grid.blocks()?;
-    let mut stacks = grid.stacks()?;
-    let mut block = Block::new(grid);
-    let shared = block.shared_base().addr();
-    let warps = grid.threads.div_ceil(LANES as u32) as usize;
-    block.checker = Some(Box::new(Checker::new(memory, shared, grid.shared_bytes, warps)));
-    let found = (0..blocks).find_map(|number| {
-        block.start(grid.index(number));
-        if let Some(checker) = &mut block.checker {
-            checker.start_block(number as u32);
-        }
-        run_block(&mut block, grid.body, &mut stacks)
-    });
-    stack::give_back(stacks);
-    if let Some(checker) = block.checker.take() {
-        checker.give_back(memory);
+        let (fault, thread, at, message) = self.hopper.incomplete().or_else(copy)?;
+        let report = self.report_of(fault, Some(at), None, message);
+        Some(Report { thread: thread.map(|thread| thread as u32), ..report })
     }
-    found.map_or(Ok(()), Err)
-}
-
-/// Installs a panic hook that records the line of a kernel's panic for its report instead of printing it.
-fn catch_panics() {
-    static HOOK: Once = Once::new();
-    HOOK.call_once(|| {
-        let before = panic::take_hook();
-        panic::set_hook(Box::new(move |info| match info.location() {
-            Some(at) if is_running() => PANICKED_AT.set(format!("{}:{}:{}", at.file(), at.line(), at.column())),
-            _ => before(info),
-        }));
-    });
-}
-
-/// Guard that points BLOCK at a block and restores the previous value on drop.
-struct RunningBlock(*mut Block, Mode, (*const Fiber, usize));
-
-impl RunningBlock {
-    fn new(block: *mut Block, mode: Mode, fibers: &[Fiber]) -> Self {
-        Self(BLOCK.replace(block), MODE.replace(mode), FIBERS.replace((fibers.as_ptr(), fibers.len())))
-    }
-}
-
-impl Drop for RunningBlock {
-    fn drop(&mut self) {
-        BLOCK.set(self.0);
-        MODE.set(self.1);
-        FIBERS.set(self.2);
-    }
-}
-
-/// Creates the fiber of thread `thread` of the running block.
-fn fiber(thread: usize, body: &(dyn Fn() + Sync), stack: FiberStack) -> Fiber {
-    let run = move |yielder: &Yielder<(), ()>, ()| {
-        with(|block| block.yielders[thread] = yielder);
-        let outcome = catch_unwind(AssertUnwindSafe(body));
-        with(|block| {
-            let (warp, lane) = (thread / LANES, thread % LANES);
-            block.warps[warp].finished |= 1 << lane;
-            if block.warps[warp].has_returned() {
-                collective::warp_returned(block);
-            }
-            // A fiber that is unwound after a fault also reaches this point; the report of the fault takes precedence.
-            if let (Err(payload), None) = (outcome, &block.report) {
-                let text = payload.downcast_ref::<String>().map(String::as_str);
-                let text = text.or_else(|| payload.downcast_ref::<&str>().copied()).unwrap_or("no message");
-                let report =
-                    block.report_of(Fault::Panic, None, None, format!("panicked at {}: {text}", PANICKED_AT.take()));
-                block.report = Some(Report { thread: Some(thread as u32), ..report });
-            }
-        });
-    };
-    // SAFETY: `body` outlives the fibers, because `run_block` finishes all of them before it returns.
-    unsafe { Fiber::with_stack_unchecked(stack, run) }
-}
-
-/// Runs one block until it finishes or faults. On return `stacks` holds the same stacks again.
-fn run_block(block: &mut Block, body: &(dyn Fn() + Sync), stacks: &mut Vec<FiberStack>) -> Option<Report> {
-    let mode = if block.checker.is_some() { Mode::Checked } else { Mode::Unchecked };
-    let mut fibers: Vec<Fiber> =
-        stacks.drain(..).enumerate().map(|(thread, stack)| fiber(thread, body, stack)).collect();
-    catch_panics();
-    #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
-    super::trap::install();
-    let running = RunningBlock::new(block, mode, &fibers);
-    let found = schedule(&mut fibers).or_else(|| with(Block::verdict)).or_else(|| {
-        with(|block| {
-            hopper::finish_read_stores(block);
-            if block.has_waiting_threads() {
-                let message = "deadlock: no thread can make progress".to_owned();
-                return Some(block.no_progress(Fault::Deadlock, message));
-            }
-            block.incomplete_async_work()
-        })
-    });
-    stacks.extend(fibers.into_iter().map(|mut fiber| {
-        fiber.force_unwind();
-        fiber.into_stack()
-    }));
-    drop(running);
-    found
-}
-
-/// Resumes the fibers of the running block until all of them have finished, none can continue, or one reports a fault.
-/// Returns the report of a livelock, if there is one.
-fn schedule(fibers: &mut [Fiber]) -> Option<Report> {
-    let mut progress = true;
-    while progress {
-        progress = false;
-        for warp in 0..fibers.len().div_ceil(LANES) {
-            while let Some(lane) = with(|block| {
-                let warp = &mut block.warps[warp];
-                warp.next_ready().or_else(|| warp.wake_active().then(|| warp.next_ready()).flatten())
-            }) {
-                progress = true;
-                let thread = warp * LANES + lane;
-                with(|block| {
-                    block.current = thread;
-                    block.polling = Polling::default();
-                });
-                fibers[thread].resume(());
-                let (faulted, idle) = with(|block| {
-                    (block.report.is_some(), block.checker.as_mut().is_some_and(|checker| checker.step()))
-                });
-                if idle {
-                    let message = "livelock: the threads keep running, but none has written memory".to_owned();
-                    return Some(with(|block| block.no_progress(Fault::Livelock, message)));
-                }
-                if faulted {
-                    return None;
-                }
-            }
-        }
-        // TMA loads complete as late as possible, and only while a thread is waiting.
-        if !progress && with(|block| block.has_waiting_threads()) {
-            progress = with(hopper::complete_one_load) || counter::wake_one_waiting();
-        }
-    }
-    None
 }
 
 /// Returns the index of the running thread. Stops the kernel if its block is not one-dimensional.

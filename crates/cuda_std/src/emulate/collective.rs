@@ -5,180 +5,12 @@
 //! `.aligned`).
 
 use super::LANES;
+use super::access::check_accumulator_read;
 use super::block::{Block, fail, suspend, with};
-use super::hopper::check_accumulator_read;
 use super::report::{Fault, Line, Site, ranges};
-use std::fmt;
+use super::wait::{Operation, Wait};
+use super::warp::{Masked, Slot, Slots};
 use std::panic::Location;
-
-/// Words that a lane deposits in a warp-wide operation and receives from it.
-#[derive(Clone, Copy)]
-#[repr(align(64))]
-pub struct Slot(pub [u32; 16]);
-
-/// One slot per lane.
-pub type Slots = [Slot; LANES];
-
-/// An operation in which a thread can wait.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Operation {
-    Shuffle,
-    Ballot,
-    SyncWarp,
-    /// One of these operations among the lanes of a mask.
-    Masked {
-        mask: u32,
-    },
-    ActiveMask,
-    LdMatrix,
-    StMatrix,
-    Mma,
-    SyncThreads,
-    SyncNamed {
-        id: u32,
-        threads: u32,
-    },
-    ArriveNamed {
-        id: u32,
-        threads: u32,
-    },
-    MBarrier {
-        offset: u32,
-        parity: u32,
-    },
-    WgmmaWait,
-    Counter {
-        address: usize,
-        value: u32,
-    },
-}
-
-impl fmt::Display for Operation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Shuffle => f.write_str("a warp shuffle"),
-            Self::Ballot => f.write_str("a warp vote"),
-            Self::SyncWarp => f.write_str("warp::sync"),
-            Self::Masked { mask } => write!(f, "an operation of the lanes in {mask:#010x}"),
-            Self::ActiveMask => f.write_str("warp::active_mask"),
-            Self::LdMatrix => f.write_str("a fragment load (ldmatrix)"),
-            Self::StMatrix => f.write_str("a fragment store (stmatrix)"),
-            Self::Mma => f.write_str("mma"),
-            Self::SyncThreads => f.write_str("sync_threads"),
-            Self::SyncNamed { id, threads } => write!(f, "sync_named({id}, {threads})"),
-            Self::ArriveNamed { id, threads } => write!(f, "arrive_named({id}, {threads})"),
-            Self::MBarrier { offset, parity } => {
-                write!(f, "wait({parity}) on the mbarrier at shared memory + {offset}")
-            }
-            Self::WgmmaWait => f.write_str("wgmma::wait"),
-            Self::Counter { value, .. } => write!(f, "acquire_wait for the value {value}"),
-        }
-    }
-}
-
-/// The operation and source line at which a thread waits.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Wait {
-    pub operation: Operation,
-    pub at: Site,
-}
-
-impl Wait {
-    /// Equivalent to `==`, but compares the addresses of the sites first.
-    #[inline]
-    fn same(self, other: Self) -> bool {
-        self.operation == other.operation && (std::ptr::eq(self.at, other.at) || self.at == other.at)
-    }
-}
-
-/// Scheduling and exchange state of a warp.
-pub struct Warp {
-    /// Mask of the lanes that exist. The masks below also have one bit per lane.
-    lanes: u32,
-    ready: u32,
-    arrived: u32,
-    pub finished: u32,
-    /// The operation that some lanes have reached and others have not.
-    pending: Option<Wait>,
-    /// Index of the slots that are being filled. The slots are double-buffered: a lane can be one operation ahead of a
-    /// lane that has not read its result yet, but never two.
-    parity: usize,
-    slots: [Slots; 2],
-    /// Operations that some lanes of a mask have reached.
-    masked: Vec<Masked>,
-    /// Result of each lane's last operation among the lanes of a mask.
-    masked_results: [u32; LANES],
-    /// Lanes that wait in `active_mask`.
-    active: Vec<(usize, Site)>,
-}
-
-/// An operation of the lanes of a mask: where it is, the lanes that have arrived, and their words.
-struct Masked {
-    wait: Wait,
-    arrived: u32,
-    words: [u32; LANES],
-    /// The lane from which each lane reads, in a shuffle.
-    from: [u8; LANES],
-}
-
-impl Warp {
-    pub fn new(lanes: usize) -> Self {
-        let lanes = u32::MAX >> (LANES - lanes);
-        let slots = [[Slot([0; 16]); LANES]; 2];
-        Self {
-            lanes,
-            ready: 0,
-            arrived: 0,
-            finished: 0,
-            pending: None,
-            parity: 0,
-            slots,
-            masked: Vec::new(),
-            masked_results: [0; LANES],
-            active: Vec::new(),
-        }
-    }
-
-    pub fn start(&mut self) {
-        (self.ready, self.arrived, self.finished, self.pending) = (self.lanes, 0, 0, None);
-        self.masked.clear();
-        self.active.clear();
-    }
-
-    /// Returns whether all lanes have returned from the kernel.
-    pub fn has_returned(&self) -> bool {
-        self.finished == self.lanes
-    }
-
-    /// Removes the first ready lane and returns it.
-    #[inline]
-    pub fn next_ready(&mut self) -> Option<usize> {
-        let lane = self.ready.trailing_zeros();
-        self.ready &= self.ready.wrapping_sub(1);
-        (lane < LANES as u32).then_some(lane as usize)
-    }
-
-    #[inline]
-    pub fn wake(&mut self, lane: usize) {
-        self.ready |= 1 << lane;
-    }
-
-    /// Records that `lane` has reached `wait`. Returns whether it was the last lane, or the operation in which the
-    /// other lanes wait if it is a different one.
-    #[inline]
-    fn arrive(&mut self, lane: usize, wait: Wait) -> Result<bool, Wait> {
-        match self.pending {
-            Some(pending) if !pending.same(wait) => return Err(pending),
-            _ => self.pending = Some(wait),
-        }
-        self.arrived |= 1 << lane;
-        let complete = self.arrived == self.lanes;
-        if complete {
-            (self.arrived, self.pending) = (0, None);
-        }
-        Ok(complete)
-    }
-}
 
 #[cold]
 fn diverged(wait: Wait, pending: Wait) -> ! {
@@ -398,43 +230,10 @@ pub fn active_mask() -> u32 {
     })
 }
 
-impl Warp {
-    /// Wakes the lanes that wait in `active_mask` at the same line as the first of them. Returns whether there are any.
-    pub fn wake_active(&mut self) -> bool {
-        let Some((_, at)) = self.active.first().copied() else { return false };
-        let mask = self.active.iter().filter(|(_, other)| *other == at).fold(0, |mask, (lane, _)| mask | 1 << lane);
-        self.active.retain(|(_, other)| *other != at);
-        for lane in (0..LANES).filter(|lane| mask >> lane & 1 != 0) {
-            self.masked_results[lane] = mask;
-        }
-        self.ready |= mask;
-        true
-    }
-}
-
 #[track_caller]
 pub fn sync_warp() {
     let wait = Wait { operation: Operation::SyncWarp, at: Location::caller() };
     collective(wait, |_| (), |_| (), |_, _| ());
-}
-
-/// A hardware barrier of the block (`bar.sync`, `bar.arrive`).
-#[derive(Default)]
-pub struct Barrier {
-    /// Number of threads that complete this phase, and the line at which the first warp arrived.
-    expects: Option<(u32, Site)>,
-    arrived: u32,
-    /// Mask of the warps to wake.
-    waiting: u32,
-}
-
-impl Barrier {
-    /// Returns the part of a deadlock report that describes this barrier.
-    pub fn missing(&self) -> String {
-        self.expects.map_or_else(String::new, |(expects, _)| {
-            format!("; {} of {expects} threads have not arrived", expects - self.arrived)
-        })
-    }
 }
 
 #[track_caller]

@@ -1,56 +1,13 @@
 //! mbarriers: a phase completes when all expected threads have arrived and all expected bytes have been copied.
 
-use super::access::check;
+use super::access::{check, shared_offset};
 use super::block::{Block, fail, suspend, with};
 use super::checker::{Kind, VectorClock, join};
-use super::collective::{Operation, Wait};
-use super::hopper::shared_offset;
+use super::hopper_state::{Init, MBarrier};
 use super::report::{Fault, Line, Site};
 use super::shadow::Access;
+use super::wait::{Operation, Wait};
 use std::panic::Location;
-
-/// State of an mbarrier.
-pub struct MBarrier {
-    /// Arrivals per phase.
-    expected: u32,
-    /// Missing arrivals in this phase.
-    pending: u32,
-    /// Expected bytes minus copied bytes. Negative if bytes arrive before they are announced.
-    bytes: i64,
-    phase: u32,
-    /// Threads of the block that wait.
-    waiting: Vec<usize>,
-    /// Joined clocks of the arrivals in this phase.
-    arriving: VectorClock,
-    /// Joined clocks of the arrivals in completed phases.
-    completed: VectorClock,
-    init: Init,
-}
-
-/// Initialization of an mbarrier.
-struct Init {
-    thread: usize,
-    at: Site,
-    /// Whether the thread has executed `fence_init` since, which makes the initialization visible to TMA.
-    fenced: bool,
-    access: Access,
-}
-
-impl MBarrier {
-    /// Returns the part of a deadlock report that describes this mbarrier.
-    pub fn missing(&self) -> String {
-        let mut missing = Vec::new();
-        if self.pending > 0 {
-            missing.push(format!("{} of {} arrivals are missing", self.pending, self.expected));
-        }
-        match self.bytes {
-            0 => (),
-            bytes @ 1.. => missing.push(format!("{bytes} expected bytes are missing")),
-            bytes => missing.push(format!("{} bytes were copied that no arrival announced", -bytes)),
-        }
-        format!("; {}", missing.join(" and "))
-    }
-}
 
 /// Completes the phase of the mbarrier at `offset` if nothing is missing.
 fn try_complete_phase(block: &mut Block, offset: usize) {

@@ -5,7 +5,9 @@ use super::LANES;
 use super::access::{check, words};
 use super::arithmetic::tf32;
 use super::checker::Kind;
-use super::collective::{Operation, Slot, Slots, Wait, collective};
+use super::collective::collective;
+use super::wait::{Operation, Wait};
+use super::warp::{Slot, Slots};
 use std::array;
 use std::panic::Location;
 

@@ -1,84 +1,19 @@
 //! TMA: copies between boxes of a tensor in global memory and tiles in shared memory: rows of 128 bytes with the 128-byte
 //! swizzle, or of 64 bytes with the 64-byte swizzle.
 
-use super::access::check;
+use super::access::{check, shared_offset};
+use super::async_copy::{Load, Store, Target};
 use super::block::{Block, fail, with};
-use super::checker::{Kind, VectorClock};
-use super::hopper::{shared_offset, swizzle};
+use super::checker::Kind;
 use super::mbarrier::{complete_bytes, locate_fenced};
 use super::report::{Fault, Line, Site};
-use std::ops::Range;
+use super::tensor_map::{MAGIC, Map};
 use std::panic::Location;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::{mem, ptr};
 
 /// Bytes of the longest row of a box.
 const MAX_ROW_BYTES: usize = 128;
-/// First word of an encoded tensor map.
-const MAGIC: u64 = u64::from_le_bytes(*b"tensor2d");
-
-/// A decoded tensor map.
-#[derive(Clone, Copy)]
-struct Map {
-    base: u64,
-    rows: u64,
-    columns: u64,
-    row_bytes: u64,
-    box_rows: u64,
-    box_columns: u64,
-    element_bytes: u64,
-    /// Number of matrices and the distance of one to the next in bytes, for a map with three dimensions.
-    matrices: Option<[u64; 2]>,
-}
-
-/// Encodes a tensor map of two dimensions, or of three if `matrices` gives their number and distance in bytes, as the
-/// 128 bytes that the emulator reads.
-pub fn tensor_map<T>(
-    base: *const T,
-    [rows, columns]: [u64; 2],
-    row_bytes: u64,
-    matrices: Option<[u64; 2]>,
-    [box_rows, box_columns]: [u32; 2],
-) -> [u64; 16] {
-    let element_bytes = size_of::<T>() as u64;
-    assert!(base.addr().is_multiple_of(16), "tensor map: the base must be aligned to 16 bytes");
-    assert!(
-        (1..1 << 32).contains(&rows) && (1..1 << 32).contains(&columns),
-        "tensor map: expected 1 to 2^32-1 rows and columns, found {rows} x {columns}"
-    );
-    assert!(
-        row_bytes.is_multiple_of(16) && (element_bytes * columns..1 << 40).contains(&row_bytes),
-        "tensor map: expected a row stride of a multiple of 16 bytes for {columns} elements of {element_bytes} bytes, \
-         found {row_bytes} bytes"
-    );
-    assert!((1..=256).contains(&box_rows), "tensor map: expected a box of 1 to 256 rows, found {box_rows}");
-    assert!(
-        [64, 128].contains(&(u64::from(box_columns) * element_bytes)),
-        "tensor map: expected a box with rows of 64 or 128 bytes, found {box_columns} elements of {element_bytes} bytes"
-    );
-    assert!(
-        matrices.is_none_or(|[count, bytes]| (1..1 << 32).contains(&count)
-            && bytes.is_multiple_of(16)
-            && (1..1 << 40).contains(&bytes)),
-        "tensor map: expected 1 to 2^32-1 matrices, a multiple of 16 bytes below 2^40 apart, found {matrices:?}"
-    );
-    let [matrices, matrix_bytes] = matrices.unwrap_or_default();
-    let mut words = [0; 16];
-    words[..10].copy_from_slice(&[
-        MAGIC,
-        base.expose_provenance() as u64,
-        rows,
-        columns,
-        row_bytes,
-        u64::from(box_rows),
-        u64::from(box_columns),
-        matrices,
-        matrix_bytes,
-        element_bytes,
-    ]);
-    words
-}
-
 impl Map {
     /// # Safety
     /// `map` must be valid for reads of 128 bytes.
@@ -121,94 +56,6 @@ impl Map {
                 fail(Fault::Operand, at, None, message)
             }
         }
-    }
-
-    fn element_bytes(&self) -> usize {
-        self.element_bytes as usize
-    }
-
-    /// Returns the bytes of a row of the box.
-    fn box_row_bytes(&self) -> usize {
-        self.element_bytes() * self.box_columns as usize
-    }
-
-    fn bytes(&self) -> usize {
-        self.box_rows as usize * self.box_row_bytes()
-    }
-
-    /// Returns the alignment of a tile: the bytes after which the swizzle repeats.
-    fn alignment(&self) -> usize {
-        8 * self.box_row_bytes()
-    }
-
-    /// Returns the offset in the tile of byte `byte` of `row`.
-    fn swizzled(&self, row: usize, byte: usize) -> usize {
-        let at = row * self.box_row_bytes() + byte;
-        if self.box_row_bytes() == 128 { swizzle(at) } else { at ^ (at >> 7 & 3) << 4 }
-    }
-
-    /// Returns the part of the box at column `x` and row `y` that is inside the tensor: the row of the box, the columns
-    /// of the box, and the address of the first of these columns.
-    fn inside(self, x: i32, y: i32) -> impl Iterator<Item = (usize, Range<usize>, usize)> {
-        let (x, y, box_columns) = (i64::from(x), i64::from(y), self.box_columns as i64);
-        let first = (-x).clamp(0, box_columns);
-        let last = (self.columns as i64 - x).clamp(first, box_columns);
-        let rows = (-y).max(0)..(self.rows as i64 - y).min(self.box_rows as i64);
-        rows.filter(move |_| first < last).map(move |row| {
-            let at = self.base as i64 + (y + row) * self.row_bytes as i64 + self.element_bytes as i64 * (x + first);
-            (row as usize, first as usize..last as usize, at as usize)
-        })
-    }
-}
-
-/// A pending load.
-pub struct Load {
-    map: Map,
-    x: i32,
-    y: i32,
-    to: usize,
-    barrier: usize,
-    /// Clock of the thread that issued the load.
-    clock: VectorClock,
-    at: Site,
-}
-
-impl Load {
-    pub fn at(&self) -> Site {
-        self.at
-    }
-}
-
-/// Destination of a store.
-#[derive(Clone, Copy)]
-enum Target {
-    /// The box at column `x` and row `y` of a tensor.
-    Box { map: Map, x: i32, y: i32 },
-    /// Contiguous memory, replaced or added to.
-    Bulk { to: *mut u8, add: bool },
-}
-
-/// A pending store.
-pub struct Store {
-    target: Target,
-    from: usize,
-    /// Contents of the tile when the store was issued. They must not change before the store executes.
-    tile: Vec<u8>,
-    /// Number of its group, once that is committed.
-    group: Option<usize>,
-    /// Whether the thread has waited until the tile was read.
-    read: bool,
-    at: Site,
-}
-
-impl Store {
-    pub fn at(&self) -> Site {
-        self.at
-    }
-
-    /// Returns whether the store may complete after the end of its thread.
-    pub fn is_read(&self) -> bool {
-        self.read
     }
 }
 

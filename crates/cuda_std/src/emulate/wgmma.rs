@@ -3,220 +3,23 @@
 //!
 //! From the first wgmma to the `fence_accumulators` after the wait, the emulator holds the accumulator values itself.
 //! The thread's array contains a signaling NaN that encodes the source line of the wgmma. `fence_accumulators` detects
-//! a write to the array in the meantime. [`check_accumulator_read`] detects a value computed from the array, because
-//! arithmetic preserves all bits of the NaN except the signaling bit.
+//! a write to the array in the meantime. [`check_accumulator_read`](super::access::check_accumulator_read) detects a
+//! value computed from the array, because arithmetic preserves all bits of the NaN except the signaling bit.
 
 use super::LANES;
 use super::access::check;
-use super::block::{Block, fail, suspend, with};
+use super::block::{Block, fail, is_checked, suspend, with};
 use super::checker::{Kind, VectorClock, join};
-use super::collective::{Operation, Wait, collective};
-use super::hopper::swizzle;
+use super::collective::collective;
 use super::report::{Fault, Line, Site};
 use super::tensor::{a_position, ldmatrix_x4};
+use super::tensor_map::swizzle;
+use super::wait::{Operation, Wait};
+use super::warpgroup::{
+    Format, Group, Instruction, IssueError, K, M, Operands, THREADS, Warpgroup, is_pending, position,
+};
 use crate::fp8::Fp8Format;
-use std::collections::{BTreeMap, VecDeque};
 use std::panic::Location;
-
-/// Threads in a warpgroup.
-const THREADS: usize = 128;
-/// Rows of A and D.
-const M: usize = 64;
-/// Bytes of K in an instruction.
-const K_BYTES: usize = 32;
-/// Columns of A and rows of B in bf16.
-const K: usize = Format::Bf16.k();
-/// Signaling NaN in place of pending accumulators. The low bits hold the index of the source line of the first wgmma.
-const PENDING: u32 = 0x7fad_c000;
-const LINES: u32 = 1 << 12;
-/// The bit of a NaN that arithmetic sets.
-const QUIET: u32 = 1 << 22;
-
-/// wgmma state of a warpgroup.
-pub struct Warpgroup {
-    /// Number of the oldest group that has not been computed.
-    first: usize,
-    /// The groups from that one on.
-    groups: VecDeque<Group>,
-    /// Pending sets of accumulators.
-    accumulators: VecDeque<Accumulators>,
-    /// Number of the first of these sets.
-    first_accumulators: usize,
-    threads: Vec<Thread>,
-    waiting: Vec<usize>,
-    /// Joined clocks of the computed groups.
-    clock: VectorClock,
-    /// The same up to each computed group, of the groups from number `first_clock` on.
-    clocks: VecDeque<VectorClock>,
-    first_clock: usize,
-    /// Source lines of the wgmma instructions.
-    lines: Vec<Site>,
-}
-
-#[derive(Clone, Default)]
-struct Thread {
-    /// Number of committed groups.
-    groups: usize,
-    /// Number of instructions in the open group.
-    issued: usize,
-    /// Number of groups that have been waited for.
-    done: usize,
-    /// Pending sets of accumulators: address and number.
-    pending: Vec<(usize, usize)>,
-    /// Number of the next set.
-    next: usize,
-    /// Number of `wgmma::fence` calls.
-    fences: usize,
-    /// For each accumulator address, the number of fences and the line when it was last completed.
-    completed: BTreeMap<usize, (usize, Site)>,
-    /// A operands loaded into registers since the last fence.
-    loaded: Vec<([u32; 4], Site)>,
-}
-
-/// Instructions between two commits.
-#[derive(Default)]
-struct Group {
-    instructions: Vec<Instruction>,
-    /// Number of threads that have committed the group.
-    committed: usize,
-    clock: VectorClock,
-}
-
-/// One wgmma of the warpgroup.
-struct Instruction {
-    operands: Operands,
-    /// Each thread's fragment of A, if A is in registers.
-    a_registers: Vec<[u32; 4]>,
-    /// Number of the set of accumulators.
-    accumulators: usize,
-    at: Site,
-}
-
-/// The type of an operand.
-#[derive(Clone, Copy, PartialEq)]
-enum Format {
-    Bf16,
-    Fp8(Fp8Format),
-}
-
-impl Format {
-    const fn bytes(self) -> usize {
-        match self {
-            Self::Bf16 => 2,
-            Self::Fp8(_) => 1,
-        }
-    }
-
-    /// Returns the columns of A and rows of B.
-    const fn k(self) -> usize {
-        K_BYTES / self.bytes()
-    }
-
-    /// Appends the elements that `bytes` holds to `values`.
-    fn decode(self, bytes: &[u8], values: &mut Vec<f32>) {
-        let bf16 = |pair: &[u8]| f32::from_bits(u32::from(u16::from_le_bytes([pair[0], pair[1]])) << 16);
-        match self {
-            Self::Bf16 => values.extend(bytes.chunks_exact(2).map(bf16)),
-            Self::Fp8(format) => values.extend(bytes.iter().map(|&bits| format.decode(bits))),
-        }
-    }
-}
-
-/// Operands that must be equal in all threads of the warpgroup.
-#[derive(Clone, Copy, PartialEq)]
-struct Operands {
-    n: usize,
-    /// Types of A and B, which have the same size.
-    formats: [Format; 2],
-    /// Descriptor of A, or `None` if A is in registers.
-    a: Option<u64>,
-    /// Descriptor of B.
-    b: u64,
-    /// Whether A is MN-major.
-    a_mn_major: bool,
-    /// Whether B is MN-major.
-    b_mn_major: bool,
-    accumulate: bool,
-}
-
-/// Accumulators of the warpgroup while they are pending.
-struct Accumulators {
-    n: usize,
-    /// M x n values.
-    values: Vec<f32>,
-    /// Newest group with an instruction that accumulates into these.
-    group: usize,
-    /// Number of threads that have read them back.
-    completed: usize,
-    /// Source line of the first instruction.
-    at: Site,
-}
-
-impl Default for Warpgroup {
-    fn default() -> Self {
-        Self {
-            first: 0,
-            groups: VecDeque::new(),
-            accumulators: VecDeque::new(),
-            first_accumulators: 0,
-            threads: vec![Thread::default(); THREADS],
-            waiting: Vec::new(),
-            clock: VectorClock::default(),
-            clocks: VecDeque::new(),
-            first_clock: 0,
-            lines: Vec::new(),
-        }
-    }
-}
-
-impl Warpgroup {
-    /// Returns the NaN that replaces accumulators whose first wgmma is at `at`.
-    fn placeholder(&mut self, at: Site) -> f32 {
-        let known = self.lines.iter().position(|line| *line == at);
-        let number = known.unwrap_or_else(|| {
-            self.lines.push(at);
-            self.lines.len() - 1
-        });
-        f32::from_bits(PENDING | (number as u32).min(LINES - 1))
-    }
-
-    /// Returns the first thread with a pending wgmma and the line of the wgmma. `group` is the index of this warpgroup
-    /// in its block.
-    pub fn pending(&self, group: usize) -> Option<(usize, Site)> {
-        let (thread, number) = self
-            .threads
-            .iter()
-            .enumerate()
-            .find_map(|(thread, state)| state.pending.first().map(|&(_, number)| (thread, number)))?;
-        Some((group * THREADS + thread, self.accumulators.get(number - self.first_accumulators)?.at))
-    }
-}
-
-/// Stops the kernel if this value was computed from accumulators that were read before their wait.
-#[inline]
-pub fn check_accumulator_read(bits: u32, at: Site) {
-    if bits & !(QUIET | (LINES - 1)) == PENDING & !QUIET {
-        premature_read(bits, at);
-    }
-}
-
-#[cold]
-fn premature_read(bits: u32, at: Site) {
-    let line = with(|block| {
-        let (group, number) = (block.current / THREADS, bits & (LINES - 1));
-        block.hopper.warpgroups.get(&group)?.lines.get(number as usize).copied()
-    });
-    // Without a known line, the NaN was computed by the kernel itself.
-    if let Some(wgmma) = line {
-        let message = format!(
-            "premature accumulator access: the value used at {} was computed from accumulators that were read between \
-             their wgmma ({}) and the fence_accumulators after its wait",
-            Line(at),
-            Line(wgmma)
-        );
-        fail(Fault::Accumulators, at, Some(wgmma), message);
-    }
-}
 
 impl Block {
     /// Returns the running thread's warpgroup and the thread's index in it.
@@ -250,13 +53,6 @@ impl Block {
         own[warp] = finished[warp];
         own
     }
-}
-
-/// Returns (row, column) in D of a thread's accumulator `i`.
-#[inline(always)]
-fn position(thread: usize, i: usize) -> (usize, usize) {
-    let lane = thread % LANES;
-    (thread / LANES * 16 + lane / 4 + i / 2 % 2 * 8, i / 4 * 8 + lane % 4 * 2 + i % 2)
 }
 
 /// Returns the descriptor of a K-major operand with the 128-byte swizzle, encoded as on the device.
@@ -329,23 +125,6 @@ impl Tile {
     }
 }
 
-impl Operands {
-    /// Returns the number of rows of B in shared memory and their length in bytes.
-    fn b_shape(self) -> (usize, usize) {
-        if self.b_mn_major { (self.k(), self.n * self.formats[1].bytes()) } else { (self.n, K_BYTES) }
-    }
-
-    /// Returns the number of rows of A in shared memory and their length in bytes.
-    fn a_shape(self) -> (usize, usize) {
-        if self.a_mn_major { (self.k(), M * self.formats[0].bytes()) } else { (M, K_BYTES) }
-    }
-
-    /// Returns the columns of A and rows of B.
-    fn k(self) -> usize {
-        self.formats[0].k()
-    }
-}
-
 /// Stops the kernel if the warpgroup is incomplete or an operand is outside shared memory.
 fn check_issue(operands: Operands, at: Site) {
     let fits = |descriptor: u64, (rows, length): (usize, usize), shared: usize| {
@@ -402,98 +181,6 @@ fn issue(d: &mut [f32], a_registers: [u32; 4], operands: Operands, at: Site) {
             fail(Fault::Accumulators, at, other, message);
         }
     }
-}
-
-/// An invalid wgmma.
-enum IssueError {
-    /// The operands differ from those of the warpgroup's other threads.
-    Mismatch(Site),
-    /// The thread has modified pending accumulators.
-    Modified(Site),
-    /// The registers have been accessed since the last fence, at this line if known.
-    Unfenced(Option<Site>),
-}
-
-impl Warpgroup {
-    /// Returns the number of the pending set of accumulators that thread `index` holds in `d`. If there is none, moves
-    /// the values of `d` into a new set.
-    fn pending_accumulators(
-        &mut self,
-        index: usize,
-        d: &mut [f32],
-        operands: Operands,
-        at: Site,
-    ) -> Result<usize, IssueError> {
-        let address = d.as_ptr().addr();
-        let thread = &mut self.threads[index];
-        let known = thread.pending.iter().find(|(known, _)| *known == address).map(|(_, number)| *number);
-        let completed = thread.completed.get(&address).copied();
-        if known.is_none() && completed.map_or(0, |(fences, _)| fences) == thread.fences {
-            return Err(IssueError::Unfenced(completed.map(|(_, at)| at)));
-        }
-        let number = known.unwrap_or_else(|| {
-            thread.pending.push((address, thread.next));
-            thread.next += 1;
-            thread.next - 1
-        });
-        let i = number - self.first_accumulators;
-        if self.accumulators.len() == i {
-            let values = vec![0.0; M * operands.n];
-            self.accumulators.push_back(Accumulators { n: operands.n, values, group: 0, completed: 0, at });
-        }
-        let accumulators = &mut self.accumulators[i];
-        if accumulators.n != operands.n {
-            return Err(IssueError::Mismatch(accumulators.at));
-        }
-        if known.is_some() != is_pending(d) {
-            return Err(IssueError::Modified(accumulators.at));
-        }
-        if known.is_none() {
-            for (i, d) in d.iter().enumerate() {
-                let (row, column) = position(index, i);
-                accumulators.values[row * operands.n + column] = *d;
-            }
-            d.fill(self.placeholder(at));
-        }
-        Ok(number)
-    }
-
-    /// Records the instruction in the open group of thread `index`, or compares it with the one that another thread has
-    /// recorded. `number` is the number of the set of accumulators.
-    fn record(
-        &mut self,
-        index: usize,
-        number: usize,
-        a_registers: [u32; 4],
-        operands: Operands,
-        at: Site,
-    ) -> Result<(), IssueError> {
-        let thread = &mut self.threads[index];
-        let (group, i) = (thread.groups - self.first, thread.issued);
-        thread.issued += 1;
-        self.accumulators[number - self.first_accumulators].group = self.first + group;
-        if self.groups.len() == group {
-            self.groups.push_back(Group::default());
-        }
-        let instructions = &mut self.groups[group].instructions;
-        if instructions.len() == i {
-            let a_registers = vec![[0; 4]; if operands.a.is_none() { THREADS } else { 0 }];
-            instructions.push(Instruction { operands, a_registers, accumulators: number, at });
-        }
-        let instruction = &mut instructions[i];
-        if instruction.operands != operands || instruction.accumulators != number || instruction.at != at {
-            return Err(IssueError::Mismatch(instruction.at));
-        }
-        if operands.a.is_none() {
-            instruction.a_registers[index] = a_registers;
-        }
-        Ok(())
-    }
-}
-
-/// Returns whether `d` holds only placeholders of pending accumulators.
-fn is_pending(d: &[f32]) -> bool {
-    d.iter().all(|d| d.to_bits() & !(LINES - 1) == PENDING)
 }
 
 /// Stops the kernel, which has modified accumulators of the wgmma at `other` before the wait.
@@ -612,7 +299,7 @@ fn compute(group: &Group) {
     for instruction in &group.instructions {
         let operands = instruction.operands;
         let (rows, length) = operands.b_shape();
-        if super::block::is_checked() {
+        if is_checked() {
             Tile::decode(operands.b).check(rows, length, base, instruction.at);
             if let Some(a) = operands.a {
                 let (rows, length) = operands.a_shape();
