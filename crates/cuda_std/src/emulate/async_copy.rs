@@ -68,10 +68,3 @@ pub struct Store {
     pub read: bool,
     pub at: Site,
 }
-
-impl Store {
-    /// Returns whether the store may complete after the end of its thread.
-    pub fn is_read(&self) -> bool {
-        self.read
-    }
-}

@@ -14,7 +14,7 @@ pub struct Grid<'a> {
     pub body: &'a (dyn Fn() + Sync),
     pub size: [u32; 3],
     pub threads: u32,
-    /// Extent of a block in x, y and z; the product is `threads`.
+    /// Threads of a block in x, y and z. Their product is `threads`.
     pub block: [u32; 3],
     pub shared_bytes: usize,
 }

@@ -273,7 +273,7 @@ fn store_box(map: Map, x: i32, y: i32, tile: &[u8], at: Site) {
 /// Executes the bulk stores of `block`, which has ended, that have been waited for until they were read.
 pub fn finish_read_stores(block: &mut Block) {
     for (thread, stores) in mem::take(&mut block.hopper.stores) {
-        let (read, others): (Vec<_>, Vec<_>) = stores.into_iter().partition(Store::is_read);
+        let (read, others): (Vec<_>, Vec<_>) = stores.into_iter().partition(|store: &Store| store.read);
         for store in read {
             block.complete_bulk_store(thread, &store);
         }

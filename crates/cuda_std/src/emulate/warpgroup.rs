@@ -158,7 +158,7 @@ impl Default for Warpgroup {
 }
 
 impl Warpgroup {
-    /// Returns the NaN that replaces accumulators whose first wgmma is at `at`.
+    /// Returns the NaN that pending accumulators hold. It encodes `at`, the source line of their first wgmma.
     fn placeholder(&mut self, at: Site) -> f32 {
         let known = self.lines.iter().position(|line| *line == at);
         let number = known.unwrap_or_else(|| {
