@@ -88,11 +88,18 @@ pub fn open(device: Device, precision: Option<Precision>, gpu: &Options) -> Resu
 }
 
 /// Starts the threads of the CPU engine. At its first use rayon would panic if it cannot, as under a limit of memory or processes.
+///
+/// The main thread is one of them: a small operation takes less time than handing it to another thread. Another thread could end before
+/// the others. With one thread, no other thread may use rayon while the main thread waits for it.
 fn start_threads() -> Result<()> {
     static STARTED: OnceLock<Result<(), String>> = OnceLock::new();
-    let start = || match rayon::ThreadPoolBuilder::new().build_global() {
-        Err(error) if !error.to_string().contains("already been initialized") => Err(error.to_string()),
-        _ => Ok(()),
+    let start = || {
+        let threads = rayon::ThreadPoolBuilder::new();
+        let is_main = std::thread::current().name() == Some("main");
+        match if is_main { threads.use_current_thread() } else { threads }.build_global() {
+            Err(error) if !error.to_string().contains("already been initialized") => Err(error.to_string()),
+            _ => Ok(()),
+        }
     };
     STARTED.get_or_init(start).clone().map_err(|error| {
         anyhow!(

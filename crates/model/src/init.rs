@@ -7,8 +7,6 @@ use anyhow::Result;
 use engine::Engine;
 use engine::ops::Master;
 use rng::Mt19937;
-use std::sync::mpsc::{channel, sync_channel};
-use std::thread;
 use system::progress::{self, Unit};
 
 /// Default seed of the initial weights.
@@ -34,32 +32,15 @@ pub fn generate(
 ) -> Result<()> {
     let drawn = matrices(descriptor).map(|(_, _, values, _)| values as u64);
     let progress = progress::start("initializing weights", Unit::Count, drawn.sum());
-    thread::scope(|scope| {
-        // One tensor is generated while the previous one is written; two buffers alternate.
-        let (drawn, tensors) = sync_channel(1);
-        let (used, buffers) = channel();
-        scope.spawn(move || {
-            let mut rng = Mt19937::new(seed);
-            for (i, (param, layer, values, std)) in matrices(descriptor).enumerate() {
-                let buffer = if i < 2 { Some(Vec::new()) } else { buffers.recv().ok() };
-                // The receiver is gone once writing has failed.
-                let Some(mut buffer) = buffer else { return };
-                buffer.clear();
-                buffer.resize(param.len(descriptor), 0.0);
-                rng.normal(&mut buffer[..values], std);
-                if drawn.send((param, layer, buffer)).is_err() {
-                    return;
-                }
-            }
-        });
-        for (param, layer, buffer) in tensors {
-            write(param, layer, &buffer)?;
-            progress.add(buffer.len() as u64);
-            // The generator has ended when the last two buffers return.
-            let _ = used.send(buffer);
-        }
-        Ok::<_, anyhow::Error>(())
-    })?;
+    let mut rng = Mt19937::new(seed);
+    let mut buffer = Vec::new();
+    for (param, layer, values, std) in matrices(descriptor) {
+        buffer.clear();
+        buffer.resize(param.len(descriptor), 0.0);
+        rng.normal(&mut buffer[..values], std);
+        write(param, layer, &buffer)?;
+        progress.add(buffer.len() as u64);
+    }
     let vectors = descriptor.params().filter(|param| !param.is_matrix());
     for param in vectors {
         let value = if param.kind() == Kind::NormWeight { 1.0 } else { 0.0 };
