@@ -29,9 +29,10 @@ const RUSTFLAGS: [&str; 5] = [
     "--emit=llvm-bc",
 ];
 
-const PROFILE: [(&str, &str); 6] = [
+const PROFILE: [(&str, &str); 7] = [
     ("OPT_LEVEL", "3"),
     ("CODEGEN_UNITS", "1"),
+    ("DEBUG", "0"),
     ("DEBUG_ASSERTIONS", "false"),
     ("OVERFLOW_CHECKS", "false"),
     ("INCREMENTAL", "false"),
@@ -130,6 +131,9 @@ impl Job<'_> {
             .arg(format!("cuda_arch=\"{}\"", self.arch))
             .args(features.flat_map(|feature| ["--cfg".to_owned(), format!("cuda_feature=\"{feature}\"")]))
             .args((!self.options.unchecked).then_some("-Dunsafe_code"))
+            // Directives without debug sections. LLVM marks PTX with line tables for debugging, and ptxas then does not optimize it.
+            // Dependencies are compiled once, without lines: what is inlined from them gets the line of the call.
+            .args(self.options.line_info.then_some("-Cdebuginfo=line-directives-only"))
             .env("RUSTC", &self.toolchain.rustc)
             .env("RUSTC_WRAPPER", "")
             .env("RUSTC_WORKSPACE_WRAPPER", "")
@@ -138,9 +142,7 @@ impl Job<'_> {
             .env_remove(UNCHECKED_VARIABLE)
             .envs(self.options.unchecked.then_some((UNCHECKED_VARIABLE, "1")))
             .env("CARGO_ENCODED_RUSTFLAGS", RUSTFLAGS.join("\x1f"))
-            .envs(PROFILE.map(|(key, value)| (format!("CARGO_PROFILE_RELEASE_{key}"), value)))
-            // Directives without debug sections. LLVM marks PTX with line tables for debugging, and ptxas then does not optimize it.
-            .env("CARGO_PROFILE_RELEASE_DEBUG", if self.options.line_info { "line-directives-only" } else { "0" });
+            .envs(PROFILE.map(|(key, value)| (format!("CARGO_PROFILE_RELEASE_{key}"), value)));
         let step = "compiling the device crate";
         let output = self.start(&mut command, step)?;
         let crates = self.read_messages(&String::from_utf8_lossy(&output.stdout))?;
@@ -158,8 +160,9 @@ impl Job<'_> {
 
     /// Builds the module from the output of [`compile`](Self::compile).
     pub fn build_module(&self, crates: Crates) -> Result<JobOutput, Error> {
-        let name = self.krate.file_name().unwrap_or(self.krate.as_os_str());
-        let work = self.target.join("linked").join(self.arch).join(name);
+        let mut crate_hash = DefaultHasher::new();
+        self.krate.hash(&mut crate_hash);
+        let work = self.target.join("linked").join(self.arch).join(format!("{:016x}", crate_hash.finish()));
         create_directory(&work)?;
         let files = Files::in_directory(&work);
         let fingerprint = self.fingerprint(&crates.bitcode)?;
