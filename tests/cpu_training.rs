@@ -40,7 +40,7 @@ impl Words {
     }
 }
 
-struct Batch {
+struct TokenBatch {
     layout: BatchLayout,
     inputs: Vec<i32>,
     targets: Vec<i32>,
@@ -53,7 +53,7 @@ struct Run {
 }
 
 impl Run {
-    fn new(descriptor: Descriptor, batch: &Batch, parameter: impl Fn(Param, usize) -> Vec<f32>) -> Self {
+    fn new(descriptor: Descriptor, batch: &TokenBatch, parameter: impl Fn(Param, usize) -> Vec<f32>) -> Self {
         let layout = batch.layout;
         let mut engine = Cpu::new();
         let options = PlanOptions::training(layout.b, layout.t);
@@ -106,7 +106,7 @@ impl Run {
 
 struct Reference {
     descriptor: Descriptor,
-    batch: Batch,
+    batch: TokenBatch,
     /// In file order.
     parameters: Vec<((Param, usize), Vec<f32>)>,
     logits: Vec<f32>,
@@ -132,7 +132,7 @@ impl Reference {
         assert_eq!(state.header[..2], [20_240_327, 2]);
         let layout = BatchLayout { b: state.header[2] as usize, t: state.header[3] as usize };
         let tokens = layout.b * layout.t;
-        let batch = Batch { layout, inputs: state.ints(tokens), targets: state.ints(tokens) };
+        let batch = TokenBatch { layout, inputs: state.ints(tokens), targets: state.ints(tokens) };
         let logits = state.floats(tokens * descriptor.vocab);
         let loss = state.floats(1)[0];
         let gradients = tensors(&mut state);
@@ -241,7 +241,7 @@ fn odd_run() -> Run {
     let layout = BatchLayout { b: 3, t: 11 };
     let mut rng = Mt19937::new(7);
     let mut tokens = || (0..33).map(|_| rng.below(61) as i32).collect();
-    let batch = Batch { layout, inputs: tokens(), targets: tokens() };
+    let batch = TokenBatch { layout, inputs: tokens(), targets: tokens() };
     Run::new(descriptor, &batch, |param, layer| {
         let mut values = vec![0.0; param.len(&descriptor)];
         Mt19937::new(layer as u32 * 16 + param as u32).normal(&mut values, 0.15);

@@ -21,7 +21,7 @@ use host::sample::{self, Sampling};
 use interchange::config::ModelConfig;
 use interchange::tokenizer::Vocabulary;
 use interchange::{ModelSource, export};
-use metrics::figure::{Figure, Options};
+use metrics::figure::{Figure, FigureOptions};
 use metrics::run::RunLog;
 use model::{Decoder, Descriptor, Params, PlanOptions, Shard, Unsharded};
 use parquet::basic::{Compression, ZstdLevel};
@@ -377,7 +377,7 @@ fn sidecars() -> Vec<Vec<u8>> {
 /// Draws a log, and resumes both logs at a step in their middle.
 fn read_log(data: &[u8]) -> Result<()> {
     let run = RunLog::parse(data)?;
-    if let Ok(figure) = Figure::new(std::slice::from_ref(&run), &Options::default()) {
+    if let Ok(figure) = Figure::new(std::slice::from_ref(&run), &FigureOptions::default()) {
         assert!(figure.to_svg(true).ends_with("</svg>\n"));
     }
     let directory = tempfile::tempdir()?;

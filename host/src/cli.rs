@@ -38,7 +38,7 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Subcommands {
-    Train(Box<train::Options>),
+    Train(Box<train::TrainOptions>),
     Sweep(sweep::Sweep),
     Eval(eval::Eval),
     Sample(sample::Sample),
@@ -126,7 +126,7 @@ impl Cli {
     }
 
     /// Returns the flags of `train`, or `None` for another command.
-    pub fn into_train(self) -> Option<train::Options> {
+    pub fn into_train(self) -> Option<train::TrainOptions> {
         match self.command {
             Subcommands::Train(options) => Some(*options),
             _ => None,

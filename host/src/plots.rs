@@ -3,7 +3,7 @@
 use crate::output::{self, Kind, Mark};
 use anyhow::{Context, Result, bail};
 use checkpoint::config;
-use metrics::figure::{Figure, Options};
+use metrics::figure::{Figure, FigureOptions};
 use metrics::png;
 use metrics::report;
 use metrics::roofline::Roofline;
@@ -33,12 +33,12 @@ pub fn check(path: &Path) -> Result<()> {
 /// Draws the log of a run into its directory.
 pub fn write_into(directory: &Path, run: &RunLog) -> Result<()> {
     let runs = std::slice::from_ref(run);
-    write(runs, &Options::default(), &directory.join(FIGURE))?;
-    write(runs, &Options::default(), &directory.join(REPORT))
+    write(runs, &FigureOptions::default(), &directory.join(FIGURE))?;
+    write(runs, &FigureOptions::default(), &directory.join(REPORT))
 }
 
 /// Writes the figure of runs to a file in the format of its extension: SVG, PNG, or an HTML page with a table of the runs.
-pub fn write(runs: &[RunLog], options: &Options, path: &Path) -> Result<()> {
+pub fn write(runs: &[RunLog], options: &FigureOptions, path: &Path) -> Result<()> {
     let bytes = match extension(path).as_deref() {
         Some("svg") => Figure::new(runs, options)?.to_svg(true).into_bytes(),
         Some("png") => Figure::new(runs, options)?.to_png()?,

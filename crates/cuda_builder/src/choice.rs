@@ -4,14 +4,14 @@ use crate::Module;
 
 /// The code that a GPU loads.
 #[derive(Clone, Copy, Debug)]
-pub enum Choice<'a> {
+pub enum ModuleChoice<'a> {
     /// Machine code.
     Cubin(&'a Module, &'a [u8]),
     /// PTX, which the driver compiles.
     Ptx(&'a Module),
 }
 
-impl<'a> Choice<'a> {
+impl<'a> ModuleChoice<'a> {
     /// Returns the newest architecture that a GPU of this compute capability can run, or the `wanted` one.
     ///
     /// A cubin runs on its own major version from its minor version on. PTX runs on every newer architecture. Code for an "a" or "f"

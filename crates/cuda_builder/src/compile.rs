@@ -75,12 +75,12 @@ pub struct Job<'a> {
     /// The target directory of the device build, kept between builds. All architectures share it.
     pub target: &'a Path,
     pub out_dir: &'a Path,
-    pub options: &'a Options,
+    pub options: &'a CompileOptions,
 }
 
 /// The choices of a builder that all architectures share.
 #[derive(Clone, Debug, Default, Hash)]
-pub struct Options {
+pub struct CompileOptions {
     /// Features of the device crate.
     pub features: Vec<String>,
     /// Whether f32 division and square root are approximate.

@@ -50,7 +50,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::SystemTime;
 
-pub use choice::Choice;
+pub use choice::ModuleChoice;
 pub use error::Error;
 pub use module::{ARCHITECTURES, Kernel, Kernels, LaunchBounds, Module, Resources, has_feature};
 pub use toolchain::{
@@ -58,7 +58,7 @@ pub use toolchain::{
 };
 pub use unchecked::Unchecked;
 
-use compile::{Job, Options};
+use compile::{CompileOptions, Job};
 use toolchain::Search;
 
 /// Builds one device crate for one or more GPU architectures.
@@ -69,7 +69,7 @@ pub struct CudaBuilder {
     cubins: Option<bool>,
     line_info: Option<bool>,
     local: bool,
-    options: Options,
+    options: CompileOptions,
     search: Search,
 }
 
@@ -122,7 +122,7 @@ impl CudaBuilder {
             cubins: None,
             line_info: None,
             local: false,
-            options: Options::default(),
+            options: CompileOptions::default(),
             search: Search::default(),
         }
     }
@@ -270,7 +270,7 @@ impl CudaBuilder {
         let ptxas = if wants_cubins { find_cuda_tool("ptxas", Some(root)) } else { None };
         let device_target = device_target(out_dir);
         let (ptxas_path, target) = (ptxas.as_deref(), device_target.as_path());
-        let options = Options { line_info: wants_line_info(self.line_info), ..self.options.clone() };
+        let options = CompileOptions { line_info: wants_line_info(self.line_info), ..self.options.clone() };
         let options = &options;
         let job = |arch| Job { toolchain, ptxas: ptxas_path, krate, arch, target, out_dir, options };
         let jobs: Vec<_> = archs.iter().map(|arch| job(arch)).collect();

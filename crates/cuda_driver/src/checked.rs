@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use crate::{Error, Function, Gpu, LaunchConfig, Module, Stream};
-use cuda_builder::{Choice, Kernels};
+use cuda_builder::{Kernels, ModuleChoice};
 use cuda_std::launch::CheckedLaunch;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -62,7 +62,7 @@ impl CheckedModule {
     /// Loads the code of `kernels` that fits the GPU best.
     pub fn load(gpu: &Gpu, kernels: &Kernels) -> Result<Self> {
         let (modules, capability) = (kernels.modules(), gpu.info().compute_capability);
-        let choice = Choice::newest(modules, capability, None).ok_or_else(|| Error::NoCode {
+        let choice = ModuleChoice::newest(modules, capability, None).ok_or_else(|| Error::NoCode {
             gpu: gpu.info().name.clone(),
             capability,
             found: match kernels.missing() {

@@ -20,7 +20,7 @@ const UNCHECKED_VARIABLE: &str = "CUDA_BUILDER_UNCHECKED";
 
 /// Arguments of `#[kernel(…)]`.
 #[derive(Default)]
-struct Options {
+struct KernelAttributes {
     threads: Option<[u32; 3]>,
     blocks_per_sm: Option<u32>,
     arch: Option<String>,
@@ -83,7 +83,7 @@ impl Threads {
     }
 }
 
-impl Parse for Options {
+impl Parse for KernelAttributes {
     fn parse(input: ParseStream) -> syn::Result<Self> {
         let mut options = Self::default();
         let mut seen: Vec<Ident> = Vec::new();
@@ -135,7 +135,7 @@ impl Parse for Options {
 
 /// Expands `#[kernel(attribute)] item`.
 pub fn expand(attribute: &TokenStream, item: TokenStream) -> syn::Result<TokenStream> {
-    let mut options: Options = syn::parse2(attribute.clone())?;
+    let mut options: KernelAttributes = syn::parse2(attribute.clone())?;
     let function: ItemFn = syn::parse2(item)?;
     options.checked = options.checked.map(|_| signature(attribute, &function));
     let signature = &function.sig;
@@ -255,7 +255,7 @@ fn names_unsafe_code(attribute: &Attribute) -> bool {
 /// `cuda_builder`.
 fn device_entry(
     function: &ItemFn,
-    options: &Options,
+    options: &KernelAttributes,
     arch: Option<&TokenStream>,
     threads: [u32; 3],
     entry: &Ident,
@@ -347,7 +347,7 @@ impl Shared {
 ///
 /// One table has all instances: in the function of each, it would take most of the build time of a device crate. The launches of a
 /// checked kernel have bodies of their own.
-fn shared_items(function: &ItemFn, options: &Options, arguments: &[Ident]) -> TokenStream {
+fn shared_items(function: &ItemFn, options: &KernelAttributes, arguments: &[Ident]) -> TokenStream {
     let Shared { key, instances: table } = Shared::new(&function.sig.ident);
     let (signature, block, lints, on_host) = (&function.sig, &function.block, lints(), on_host(function));
     let inputs = &signature.inputs;
@@ -415,7 +415,7 @@ fn independent_types(generics: &Generics, keys: &[Constant]) -> Generics {
 /// they are constants.
 fn select_items(
     function: &ItemFn,
-    options: &Options,
+    options: &KernelAttributes,
     threads: [u32; 3],
     arguments: &[Ident],
 ) -> syn::Result<TokenStream> {
@@ -493,7 +493,7 @@ fn select_items(
 }
 
 /// Returns the host function, which has the same name, generics and parameters and returns a `Launch`.
-fn host_launch(function: &ItemFn, options: &Options, threads: [u32; 3], arguments: &[Ident]) -> TokenStream {
+fn host_launch(function: &ItemFn, options: &KernelAttributes, threads: [u32; 3], arguments: &[Ident]) -> TokenStream {
     let (attributes, vis, signature, block) = (&function.attrs, &function.vis, &function.sig, &function.block);
     let (name, inputs) = (&signature.ident, &signature.inputs);
     let (generics, turbofish, predicate) = {

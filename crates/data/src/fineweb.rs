@@ -75,7 +75,7 @@ pub fn files(from: &Path) -> Result<Vec<PathBuf>> {
 
 /// Settings of [`write()`].
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct FinewebOptions {
     /// The names of the shards.
     pub names: ShardNames,
     /// Tokens per shard. The last shard holds the remaining tokens.
@@ -91,8 +91,8 @@ pub struct Options {
 ///
 /// The documents form one sequence of tokens, each after a document token. A shard is a range of `shard_tokens` tokens of it,
 /// so a document may continue in the next shard. Shard 0 is the validation split.
-pub fn write(files: &[PathBuf], out: &Path, options: &Options) -> Result<Summary> {
-    let Options { names, shard_tokens, tokenizer, program } = options;
+pub fn write(files: &[PathBuf], out: &Path, options: &FinewebOptions) -> Result<Summary> {
+    let FinewebOptions { names, shard_tokens, tokenizer, program } = options;
     text::check_shard_tokens(*shard_tokens)?;
     let reading = Reading { format: Some(Format::Parquet), ..Reading::default() };
     // A damaged file is found before hours of work.

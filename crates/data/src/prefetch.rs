@@ -16,12 +16,12 @@ const DEPTH: usize = 3;
 pub struct Prefetch {
     layout: BatchLayout,
     // `Option`s, because `drop` closes the channels before it joins the thread.
-    batches: Option<Receiver<Result<Batch>>>,
+    batches: Option<Receiver<Result<PreparedBatch>>>,
     free_buffers: Option<Sender<HostBuffer>>,
     thread: Option<JoinHandle<()>>,
 }
 
-struct Batch {
+struct PreparedBatch {
     words: HostBuffer,
     /// The loader's position after this batch.
     next_position: Position,
@@ -40,7 +40,7 @@ impl Prefetch {
             for mut words in buffer_receiver {
                 let batch = loader.next(&mut words).map(|()| {
                     layout.sort(&mut words);
-                    Batch { words, next_position: loader.position() }
+                    PreparedBatch { words, next_position: loader.position() }
                 });
                 let failed = batch.is_err();
                 if batch_sender.send(batch).is_err() || failed {
@@ -64,7 +64,8 @@ impl Prefetch {
     /// after it.
     pub fn load_next(&mut self, engine: &mut dyn Engine, to: Tensor, seed: u32) -> Result<Position> {
         let batches = self.batches.as_ref().expect("open until dropped");
-        let Batch { mut words, next_position } = batches.recv().context("the data loader thread has stopped")??;
+        let PreparedBatch { mut words, next_position } =
+            batches.recv().context("the data loader thread has stopped")??;
         self.layout.set_seed(&mut words, seed);
         let to = to.slice(0, self.layout.words());
         // An engine may keep buffers. The thread needs a replacement for each of them, or training would deadlock.

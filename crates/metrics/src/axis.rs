@@ -2,7 +2,7 @@
 
 /// A scale from values to positions between 0 and 1.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Scale {
+pub struct AxisScale {
     /// Value at position 0.
     pub low: f64,
     /// Value at position 1.
@@ -35,7 +35,7 @@ const MAX_DECADES_WITH_MINOR_TICKS: f64 = 6.0;
 /// Largest magnitude of an end of an axis.
 const LARGEST: f64 = 1e100;
 
-impl Scale {
+impl AxisScale {
     /// Returns a scale over a range of values that is not empty: `low` and `high` are finite, and positive if `log` is set.
     ///
     /// A range of one value is widened.
@@ -183,7 +183,7 @@ mod tests {
     use super::*;
 
     fn labels(low: f64, high: f64, log: bool, count: usize) -> Vec<String> {
-        let ticks = Scale::new(low, high, log).ticks(count, Unit::Number);
+        let ticks = AxisScale::new(low, high, log).ticks(count, Unit::Number);
         assert!(ticks.iter().all(|tick| (-1e-6..=1.0 + 1e-6).contains(&tick.at)), "{ticks:?}");
         ticks.into_iter().map(|tick| tick.label).filter(|label| !label.is_empty()).collect()
     }
@@ -200,7 +200,7 @@ mod tests {
         assert_eq!(labels(1.0, 1e6, true, 6), ["1", "10", "100", "1000", "10k", "100k", "1M"]);
         assert_eq!(labels(3.0, 11.0, true, 4), ["4", "6", "8", "10"]);
         let percent: Vec<_> =
-            Scale::new(0.25, 0.35, false).ticks(2, Unit::Percent).into_iter().map(|t| t.label).collect();
+            AxisScale::new(0.25, 0.35, false).ticks(2, Unit::Percent).into_iter().map(|t| t.label).collect();
         assert_eq!(percent, ["25 %", "30 %", "35 %"]);
     }
 
@@ -208,19 +208,19 @@ mod tests {
     fn extreme_ranges_have_a_bounded_number_of_ticks() {
         for (low, high) in [(1e-300, 1e300), (1e300, 1.1e300), (1e15, 1e15 + 1.0), (5e-324, 1e-320), (7.0, 7.0)] {
             for log in [false, true] {
-                let ticks = Scale::new(low, high, log).ticks(5, Unit::Number);
+                let ticks = AxisScale::new(low, high, log).ticks(5, Unit::Number);
                 assert!(ticks.len() < 110, "{low} {high} {log}: {}", ticks.len());
             }
         }
-        assert!(Scale::new(0.0, 0.0, false).high > 0.0);
+        assert!(AxisScale::new(0.0, 0.0, false).high > 0.0);
     }
 
     #[test]
     fn positions_follow_the_scale() {
-        let log = Scale::new(1.0, 100.0, true);
+        let log = AxisScale::new(1.0, 100.0, true);
         assert!((log.position(10.0) - 0.5).abs() < 1e-12 && log.position(0.0).is_nan());
-        assert!((Scale::new(2.0, 4.0, false).position(3.0) - 0.5).abs() < 1e-12);
-        let padded = Scale::new(0.0, 10.0, false).padded(0.0, 0.1);
+        assert!((AxisScale::new(2.0, 4.0, false).position(3.0) - 0.5).abs() < 1e-12);
+        let padded = AxisScale::new(0.0, 10.0, false).padded(0.0, 0.1);
         assert_eq!((padded.low, padded.high), (0.0, 11.0));
     }
 

@@ -1,6 +1,6 @@
 //! A figure of the curves of runs: one panel for each metric that the logs contain, and a legend.
 
-use crate::axis::{Scale, Unit};
+use crate::axis::{AxisScale, Unit};
 use crate::curves::{Metric, Points, Positions, XAxis, default_smoothing, reduce, smooth, visible_range};
 use crate::drawing::{Anchor, Color, Dash, Drawing, Stroke, shorten, text_width};
 use crate::png;
@@ -16,7 +16,7 @@ pub const MAX_RUNS: usize = 64;
 
 /// The settings of a figure.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct FigureOptions {
     /// Horizontal axis of all panels.
     pub x: XAxis,
     /// Whether the horizontal axis is logarithmic.
@@ -33,7 +33,7 @@ pub struct Options {
     pub width: f64,
 }
 
-impl Default for Options {
+impl Default for FigureOptions {
     fn default() -> Self {
         Self {
             x: XAxis::Steps,
@@ -47,7 +47,7 @@ impl Default for Options {
     }
 }
 
-impl Options {
+impl FigureOptions {
     /// Returns the factor of the exponential moving average for a run.
     pub fn smoothing_of(&self, run: &RunLog) -> f64 {
         self.smoothing.unwrap_or_else(|| default_smoothing(run.steps.len()))
@@ -126,13 +126,13 @@ struct Panel {
 
 /// The horizontal axis of all panels.
 struct Horizontal {
-    scale: Scale,
+    scale: AxisScale,
     name: String,
 }
 
 impl Figure {
     /// Draws the logs of one or more runs.
-    pub fn new(runs: &[RunLog], options: &Options) -> Result<Self> {
+    pub fn new(runs: &[RunLog], options: &FigureOptions) -> Result<Self> {
         ensure!(
             (1..=MAX_RUNS).contains(&runs.len()),
             "runs: expected 1 to {MAX_RUNS}, found {}; draw fewer runs in one figure",
@@ -160,7 +160,7 @@ impl Figure {
         Ok(Self::lay_out(&panels, &horizontal, runs, options))
     }
 
-    fn lay_out(panels: &[Panel], horizontal: &Horizontal, runs: &[RunLog], options: &Options) -> Self {
+    fn lay_out(panels: &[Panel], horizontal: &Horizontal, runs: &[RunLog], options: &FigureOptions) -> Self {
         let names: Vec<&str> = runs.iter().map(|run| run.name.as_str()).collect();
         let description = format!("Training curves of {}", names.join(", "));
         let width = options.width.max(300.0);
@@ -184,7 +184,7 @@ impl Figure {
     }
 
     /// Draws title and legend. Returns the height that they take.
-    fn header(&mut self, panels: &[Panel], runs: &[RunLog], options: &Options) -> f64 {
+    fn header(&mut self, panels: &[Panel], runs: &[RunLog], options: &FigureOptions) -> f64 {
         let mut y = MARGIN + TITLE;
         if let [only] = runs {
             let title = shorten(&only.name, TITLE, self.width - 2.0 * MARGIN);
@@ -355,7 +355,7 @@ impl Line {
 }
 
 impl Panel {
-    fn new(metric: Metric, runs: &[RunLog], positions: &[Positions], options: &Options) -> Self {
+    fn new(metric: Metric, runs: &[RunLog], positions: &[Positions], options: &FigureOptions) -> Self {
         let mut lines = Vec::new();
         for (i, (run, positions)) in runs.iter().zip(positions).enumerate() {
             let name = |what: &str| if runs.len() == 1 { what.to_owned() } else { run.name.clone() };
@@ -405,7 +405,7 @@ impl Panel {
     }
 
     /// Returns the vertical scale: the range of the values that a horizontal scale shows, and of the references.
-    fn scale(&self, horizontal: &Scale) -> Scale {
+    fn scale(&self, horizontal: &AxisScale) -> AxisScale {
         let log = self.log;
         let shown = |&(x, y): &(f64, f64)| {
             let position = horizontal.position(x);
@@ -418,9 +418,9 @@ impl Panel {
             references.fold(range.unwrap_or((1.0, 1.0)), |(low, high), value| (low.min(value), high.max(value)));
         if self.from_zero && !log && low >= 0.0 {
             let high = if high > 0.0 { high } else { 1.0 };
-            return Scale::new(0.0, high, false).padded(0.0, 0.06);
+            return AxisScale::new(0.0, high, false).padded(0.0, 0.06);
         }
-        Scale::new(low, high, log).padded(0.04, 0.04)
+        AxisScale::new(low, high, log).padded(0.04, 0.04)
     }
 
     fn reference_label(&self, name: &str, value: f64) -> String {
@@ -431,7 +431,7 @@ impl Panel {
     }
 
     /// Returns the curves for tooltips, with at most a few hundred points each.
-    fn tooltips(&self, horizontal: &Scale) -> Vec<(String, usize, Points)> {
+    fn tooltips(&self, horizontal: &AxisScale) -> Vec<(String, usize, Points)> {
         const COLUMNS: f64 = 300.0;
         let column = |x: f64| (horizontal.position(x) * COLUMNS).floor();
         let of_line = |line: &Line| {
@@ -446,7 +446,7 @@ impl Panel {
 }
 
 /// Returns name and value of the reference lines of a panel.
-fn references(metric: Metric, lines: &[Line], options: &Options) -> Vec<(&'static str, f64)> {
+fn references(metric: Metric, lines: &[Line], options: &FigureOptions) -> Vec<(&'static str, f64)> {
     let value = |reference: &Reference| match metric {
         Metric::Loss => reference.loss,
         Metric::Hellaswag => Some(reference.hellaswag),
@@ -467,7 +467,7 @@ fn references(metric: Metric, lines: &[Line], options: &Options) -> Vec<(&'stati
 }
 
 /// Returns the horizontal axis over all points, and converts seconds to the axis's unit.
-fn horizontal_axis(panels: &mut [Panel], options: &Options) -> Horizontal {
+fn horizontal_axis(panels: &mut [Panel], options: &FigureOptions) -> Horizontal {
     let points = || panels.iter().flat_map(|panel| &panel.lines).flat_map(|line| &line.points);
     let xs = || points().filter(|(_, y)| y.is_finite()).map(|(x, _)| *x).filter(|x| x.is_finite());
     let last = xs().fold(0.0_f64, f64::max);
@@ -484,7 +484,7 @@ fn horizontal_axis(panels: &mut [Panel], options: &Options) -> Horizontal {
     let low = if log { positive } else { xs().fold(f64::INFINITY, f64::min) };
     // Long runs begin at 0 rather than at their first step.
     let low = if !log && low < 0.02 * last { low.min(0.0) } else { low };
-    let scale = Scale::new(low / divisor, last / divisor, log);
+    let scale = AxisScale::new(low / divisor, last / divisor, log);
     for point in panels.iter_mut().flat_map(|panel| &mut panel.lines).flat_map(|line| &mut line.points) {
         point.0 /= divisor;
     }
@@ -513,7 +513,7 @@ mod tests {
 
     #[test]
     fn a_figure_has_the_panels_of_the_log_and_is_valid_svg() {
-        let figure = Figure::new(&[log("a <b>", &llmc(200))], &Options::default()).unwrap();
+        let figure = Figure::new(&[log("a <b>", &llmc(200))], &FigureOptions::default()).unwrap();
         let svg = figure.to_svg(true);
         for text in
             ["loss", "learning rate", "gradient norm", "HellaSwag accuracy", "validation loss", "a &lt;b&gt;", ">step<"]
@@ -530,7 +530,7 @@ mod tests {
     #[test]
     fn a_narrow_figure_has_a_single_column() {
         let lefts = |width| {
-            let options = Options { width, ..Options::default() };
+            let options = FigureOptions { width, ..FigureOptions::default() };
             let figure = Figure::new(&[log(&"long name ".repeat(20), &llmc(200))], &options).unwrap();
             assert!(figure.to_svg(false).contains(&format!("viewBox=\"0 0 {width} ")));
             assert!(figure.panels.iter().all(|panel| panel.area[0] + panel.area[2] < width), "{:?}", figure.panels);
@@ -551,7 +551,8 @@ mod tests {
         let runs = [log("first", &json), log("second", &json.replace("\"loss\":4", "\"loss\":3"))];
         for (x, name) in [(XAxis::Steps, "step"), (XAxis::Tokens, "tokens"), (XAxis::Time, "training time (hours)")] {
             for log in [false, true] {
-                let options = Options { x, log_x: log, log_y: log, smoothing: Some(0.0), ..Options::default() };
+                let options =
+                    FigureOptions { x, log_x: log, log_y: log, smoothing: Some(0.0), ..FigureOptions::default() };
                 let svg = Figure::new(&runs, &options).unwrap().to_svg(false);
                 assert!(
                     svg.contains(&format!(">{name}<")) && svg.contains(">second<") && !svg.contains("NaN"),
@@ -565,7 +566,7 @@ mod tests {
     #[test]
     fn reference_lines_are_drawn_on_request() {
         let references = Some(vec![crate::references::find("gpt2-124m").unwrap()]);
-        let options = Options { references, ..Options::default() };
+        let options = FigureOptions { references, ..FigureOptions::default() };
         let svg = Figure::new(&[log("a", &llmc(100))], &options).unwrap().to_svg(false);
         assert!(svg.contains("GPT-2 124M: 3.425") && svg.contains("GPT-2 124M: 29.4 %") && !svg.contains("GPT-3"));
     }
@@ -573,12 +574,12 @@ mod tests {
     #[test]
     fn logs_without_a_metric_are_an_error_only_if_it_was_asked_for() {
         let runs = [log("a", "s:0 trl:5\ns:1 trl:nan\n")];
-        assert_eq!(Figure::new(&runs, &Options::default()).unwrap().panels.len(), 1);
-        let options = Options { metrics: vec![Metric::Hellaswag], ..Options::default() };
+        assert_eq!(Figure::new(&runs, &FigureOptions::default()).unwrap().panels.len(), 1);
+        let options = FigureOptions { metrics: vec![Metric::Hellaswag], ..FigureOptions::default() };
         assert!(Figure::new(&runs, &options).unwrap_err().to_string().contains("HellaSwag accuracy: expected values"));
-        let error = Figure::new(&[log("a", "s:0 trl:nan\n")], &Options::default()).unwrap_err();
+        let error = Figure::new(&[log("a", "s:0 trl:nan\n")], &FigureOptions::default()).unwrap_err();
         assert!(error.to_string().contains("check why the run diverged"));
-        assert!(Figure::new(&vec![log("a", "s:0 trl:5\n"); MAX_RUNS + 1], &Options::default()).is_err());
+        assert!(Figure::new(&vec![log("a", "s:0 trl:5\n"); MAX_RUNS + 1], &FigureOptions::default()).is_err());
     }
 
     #[test]
@@ -591,7 +592,7 @@ mod tests {
             "s:0 eval:0\n",
         ] {
             for log_axes in [false, true] {
-                let options = Options { log_x: log_axes, log_y: log_axes, ..Options::default() };
+                let options = FigureOptions { log_x: log_axes, log_y: log_axes, ..FigureOptions::default() };
                 let figure = Figure::new(&[log("x", text)], &options).unwrap();
                 let svg = figure.to_svg(true);
                 assert!(!svg.contains("NaN") && !svg.contains("inf"), "{text}: {svg}");
@@ -620,7 +621,7 @@ mod tests {
                 let _ = writeln!(text, r#"{{"step":{step},"val_loss":{},"hellaswag":{},"tokens":{n}}}"#, json(c), json(a));
             }
             let x = if tokens { XAxis::Tokens } else { XAxis::Steps };
-            let options = Options { x, log_x, log_y, ..Options::default() };
+            let options = FigureOptions { x, log_x, log_y, ..FigureOptions::default() };
             if let Ok(figure) = Figure::new(&[log("any", &text)], &options) {
                 let svg = figure.to_svg(true);
                 prop_assert!(!svg.contains("NaN") && !svg.contains("inf"), "{text}: {svg}");

@@ -2,7 +2,7 @@
 
 use crate::axis::short_count;
 use crate::curves::training_loss;
-use crate::figure::{Figure, Options};
+use crate::figure::{Figure, FigureOptions};
 use crate::run::RunLog;
 use crate::svg::{dark_mode, escape};
 use anyhow::Result;
@@ -101,7 +101,7 @@ pub const MARK: &str = " - llm.rs</title>";
 const NARROW: f64 = 380.0;
 
 /// Returns the page of runs with their settings as text, if these are known. It has a figure for wide screens and one for phones.
-pub fn page(runs: &[RunLog], settings: &[Option<String>], options: &Options) -> Result<String> {
+pub fn page(runs: &[RunLog], settings: &[Option<String>], options: &FigureOptions) -> Result<String> {
     let names: Vec<&str> = runs.iter().map(|run| run.name.as_str()).collect();
     let title = escape(&names.join(", "));
     let mut rows = String::new();
@@ -125,7 +125,7 @@ pub fn page(runs: &[RunLog], settings: &[Option<String>], options: &Options) -> 
     }
     let (mut figures, mut scripts) = (String::new(), String::new());
     for (class, width) in [("wide", options.width), ("narrow", NARROW)] {
-        let figure = Figure::new(runs, &Options { width, ..options.clone() })?;
+        let figure = Figure::new(runs, &FigureOptions { width, ..options.clone() })?;
         // Within a script, only `<` could end it.
         let data = serde_json::to_string(&figure.panels)?.replace('<', "\\u003c");
         let _ = writeln!(figures, "<div class=\"figure {class}\">\n{}</div>", figure.to_svg(false));
@@ -173,7 +173,7 @@ mod tests {
     fn the_page_contains_everything_and_requests_nothing() {
         let run = run("s:0 trl:5 lr:0.1 norm:1\ns:1 trl:4 lr:0.1 norm:1\n");
         let settings = [Some("model = '</pre><script>'".to_owned())];
-        let page = page(&[run], &settings, &Options::default()).unwrap();
+        let page = page(&[run], &settings, &FigureOptions::default()).unwrap();
         // The name of the SVG namespace is no request.
         let others = page.replace("http://www.w3.org/2000/svg", "");
         for text in
@@ -187,7 +187,7 @@ mod tests {
 
     #[test]
     fn the_page_has_a_figure_of_its_own_for_phones() {
-        let page = page(&[run("s:0 trl:5 lr:0.1 norm:1\n")], &[None], &Options::default()).unwrap();
+        let page = page(&[run("s:0 trl:5 lr:0.1 norm:1\n")], &[None], &FigureOptions::default()).unwrap();
         assert!(page.contains("name=\"viewport\"") && page.contains("class=\"scroll\""), "{page}");
         for (class, width) in [("wide", 1000), ("narrow", 380)] {
             let (_, figure) = page.split_once(&format!("<div class=\"figure {class}\">")).unwrap();

@@ -5,7 +5,7 @@
 //! FLOPs are dots at FLOPs per byte and FLOPs per second. Below, every operation has a bar: its percentage of the rate that limits
 //! it. FLOPs of memory-bound operations are not counted, so these have a bar only.
 
-use crate::axis::{Scale, Unit};
+use crate::axis::{AxisScale, Unit};
 use crate::drawing::{Anchor, Color, Dash, Drawing, Stroke, shorten, text_width};
 use crate::figure::{DEFAULT_WIDTH, LABEL, MARGIN, TITLE, WIDE_HEIGHT};
 use crate::png;
@@ -144,10 +144,10 @@ impl Roofline {
         let ridge = self.product_tflops / bandwidth;
         let least = points().map(|(x, _)| x).fold(ridge, f64::min);
         let most = points().map(|(x, _)| x).fold(ridge, f64::max);
-        let horizontal = Scale::new(least, most, true).padded(0.08, 0.08);
+        let horizontal = AxisScale::new(least, most, true).padded(0.08, 0.08);
         let low = points().map(|(_, y)| y).fold(bandwidth * horizontal.low, f64::min);
         let high = points().map(|(_, y)| y).fold(self.product_tflops, f64::max);
-        let vertical = Scale::new(low, high, true).padded(0.02, 0.08);
+        let vertical = AxisScale::new(low, high, true).padded(0.02, 0.08);
         let (x0, y0, w, h) = (MARGIN + 46.0, top + 20.0, DEFAULT_WIDTH - 2.0 * MARGIN - 60.0, WIDE_HEIGHT - 60.0);
         let place = |(x, y): (f64, f64)| (x0 + w * horizontal.position(x), y0 + h * (1.0 - vertical.position(y)));
         body.text((x0 - 40.0, top + 10.0), Anchor::Start, LABEL, Color::Muted, "TFLOP/s");

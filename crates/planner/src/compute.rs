@@ -4,8 +4,8 @@
 //! 1. A measurement of the same model, sequence, batch and recomputation level counts as it is. Steps with several numbers of
 //!    micro-batches give the time of a micro-batch and that of the rest of a step by least squares.
 //! 2. Between two measured batches of the same level, the time is linear in the batch.
-//! 3. Otherwise the time is that of the nearest measured batch, in proportion to [FLOPs](Shape::flops) and to the
-//!    [cost of the level](Shape::recompute_factor).
+//! 3. Otherwise the time is that of the nearest measured batch, in proportion to [FLOPs](MicroBatch::flops) and to the
+//!    [cost of the level](MicroBatch::recompute_factor).
 //! 4. Without any measurement of the model, the time follows from an assumed MFU.
 //!
 //! The update is memory-bound: its time is in proportion to the [bytes](Storage::traffic) that it reads and writes.
@@ -28,7 +28,7 @@ pub struct Assumptions {
 
 /// A micro-batch of a model.
 #[derive(Clone, Copy, Debug)]
-pub struct Shape {
+pub struct MicroBatch {
     /// The model.
     pub descriptor: Descriptor,
     /// Sequences.
@@ -43,7 +43,7 @@ pub struct Shape {
     pub storage: Storage,
 }
 
-impl Shape {
+impl MicroBatch {
     /// Returns the FLOPs of a micro-batch, without recomputation.
     pub fn flops(&self) -> f64 {
         (self.descriptor.flops_per_token(self.seq) * self.batch * self.seq) as f64
@@ -151,7 +151,7 @@ struct Setting {
 
 impl Setting {
     /// Combines measurements that differ in the number of micro-batches only.
-    fn of(steps: &[&MeasuredStep], shape: &Shape) -> Self {
+    fn of(steps: &[&MeasuredStep], shape: &MicroBatch) -> Self {
         let MeasuredStep { batch, seq, recompute, .. } = *steps[0];
         let count = steps.len() as f64;
         let update = steps.iter().map(|step| step.update).sum::<f64>() / count;
@@ -192,15 +192,15 @@ impl Setting {
     }
 
     /// Scales the times to another batch, sequence or level.
-    fn scaled(&self, shape: &Shape) -> Compute {
-        let own = Shape { batch: self.batch, seq: self.seq, recompute: self.recompute, ..*shape };
+    fn scaled(&self, shape: &MicroBatch) -> Compute {
+        let own = MicroBatch { batch: self.batch, seq: self.seq, recompute: self.recompute, ..*shape };
         let factor = shape.flops() * shape.recompute_factor() / (own.flops() * own.recompute_factor());
         Compute { micro_batch: self.compute.micro_batch * factor, source: Source::Scaled, ..self.compute }
     }
 }
 
 /// Returns the times of one GPU, by the rules of this module.
-pub fn compute(shape: &Shape, measured: &[MeasuredStep], assumptions: &Assumptions) -> Compute {
+pub fn compute(shape: &MicroBatch, measured: &[MeasuredStep], assumptions: &Assumptions) -> Compute {
     let settings = settings(shape, measured);
     let same_level = |setting: &&Setting| (setting.seq, setting.recompute) == (shape.seq, shape.recompute);
     if let Some(setting) = settings.iter().find(|setting| same_level(setting) && setting.batch == shape.batch) {
@@ -226,14 +226,14 @@ pub fn compute(shape: &Shape, measured: &[MeasuredStep], assumptions: &Assumptio
 }
 
 /// Returns the measured settings of a model.
-fn settings(shape: &Shape, measured: &[MeasuredStep]) -> Vec<Setting> {
+fn settings(shape: &MicroBatch, measured: &[MeasuredStep]) -> Vec<Setting> {
     let mut steps: Vec<&MeasuredStep> = measured.iter().filter(|step| shape.is_of(step)).collect();
     let key = |step: &&MeasuredStep| (step.batch, step.seq, u8::from(step.recompute));
     steps.sort_by_key(key);
     steps.chunk_by(|a, b| key(a) == key(b)).map(|steps| Setting::of(steps, shape)).collect()
 }
 
-fn assumed(shape: &Shape, assumptions: &Assumptions) -> Compute {
+fn assumed(shape: &MicroBatch, assumptions: &Assumptions) -> Compute {
     let traffic = shape.storage.traffic(shape.precision) * shape.descriptor.parameters() as f64;
     Compute {
         micro_batch: shape.flops() * shape.recompute_factor() / (assumptions.mfu * assumptions.peak),
@@ -260,9 +260,9 @@ mod tests {
         Storage { optimizer: Optimizer::AdamW, master_weights: MasterWeights::F32, moments: Moments::F32 };
     const ASSUMED: Assumptions = Assumptions { mfu: 0.5, peak: 1000e12, memory_bandwidth: 3e12 };
 
-    fn shape(batch: usize, recompute: Recompute) -> Shape {
+    fn shape(batch: usize, recompute: Recompute) -> MicroBatch {
         let descriptor = "d12".parse().unwrap();
-        Shape { descriptor, batch, seq: 1024, recompute, precision: Precision::Bf16, storage: ADAMW }
+        MicroBatch { descriptor, batch, seq: 1024, recompute, precision: Precision::Bf16, storage: ADAMW }
     }
 
     /// A step with a rest of 0.5 ms and an update of 1 ms.
@@ -319,7 +319,7 @@ mod tests {
         close(compute(&shape(8, Recompute::Nothing), &measured, &ASSUMED).micro_batch, 0.015);
         close(compute(&shape(64, Recompute::Activation), &measured, &ASSUMED).micro_batch, 0.101);
         let compact = Storage { master_weights: MasterWeights::Remainder, moments: Moments::Bf16, ..ADAMW };
-        let compact = Shape { storage: compact, ..shape(64, Recompute::Nothing) };
+        let compact = MicroBatch { storage: compact, ..shape(64, Recompute::Nothing) };
         close(compute(&compact, &measured, &ASSUMED).update, 1e-3 * 18.0 / 28.0);
     }
 
@@ -338,8 +338,8 @@ mod tests {
     fn other_models_and_precisions_are_assumed() {
         let measured = [step(64, 1, 0.1)];
         let others = [
-            Shape { descriptor: "d24".parse().unwrap(), ..shape(64, Recompute::Nothing) },
-            Shape { precision: Precision::Fp8, ..shape(64, Recompute::Nothing) },
+            MicroBatch { descriptor: "d24".parse().unwrap(), ..shape(64, Recompute::Nothing) },
+            MicroBatch { precision: Precision::Fp8, ..shape(64, Recompute::Nothing) },
         ];
         for shape in others {
             let found = compute(&shape, &measured, &ASSUMED);

@@ -1,7 +1,7 @@
 //! The memory and the predicted step of every setting, and the best one.
 
 use crate::cluster::Cluster;
-use crate::compute::{self, Assumptions, Compute, Shape, Source};
+use crate::compute::{self, Assumptions, Compute, MicroBatch, Source};
 use crate::links::Links;
 use crate::measured::{MeasuredStep, Storage};
 use crate::schedule::{self, Passes, Step, Timeline};
@@ -222,7 +222,7 @@ impl Request {
         // The engine has unlimited memory: only its kernels limit the sizes.
         let (_, plan) = fit::plan_run(descriptor, options, limits, engine)?;
         let memory = Memory::of(&plan, engine.reserved_memory(limits.communicators(zero)));
-        let shape = Shape { descriptor, batch, seq: self.seq, recompute, precision: self.precision, storage };
+        let shape = MicroBatch { descriptor, batch, seq: self.seq, recompute, precision: self.precision, storage };
         let compute = compute::compute(&shape, &self.measured, &self.assumptions);
         let timeline = schedule::simulate(&Step {
             layout: &zero.layout(descriptor),
@@ -259,7 +259,7 @@ impl Request {
 }
 
 /// Divides the time of a micro-batch in proportion to FLOPs. What is recomputed belongs to the backward pass.
-fn passes(shape: &Shape, compute: &Compute) -> Passes {
+fn passes(shape: &MicroBatch, compute: &Compute) -> Passes {
     let (shares, layers) = (shape.shares(), shape.descriptor.layers as f64);
     let once = compute.micro_batch / shape.recompute_factor();
     let (forward, head) = (shares.forward * once, shares.head * once);

@@ -46,7 +46,7 @@ struct Run {
     kernels: Vec<String>,
     /// Device to run on. Kernels with a planted fault always run in the emulator
     #[arg(long, value_enum, default_value_t)]
-    device: Choice,
+    device: DeviceChoice,
     /// Write the results to a JSON file as well
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -56,7 +56,7 @@ struct Run {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, clap::ValueEnum)]
-enum Choice {
+enum DeviceChoice {
     /// A GPU if there is one, otherwise the emulator
     #[default]
     Auto,
@@ -202,9 +202,9 @@ pub fn emulate(kernel: &Kernel) -> Result<Verified> {
 fn run(options: &Run, out: &mut impl Write) -> Result<()> {
     let kernels = find(&options.kernels)?;
     let mut device = match options.device {
-        Choice::Cpu => None,
-        Choice::Cuda => Some(Device::open()?),
-        Choice::Auto => match Device::open() {
+        DeviceChoice::Cpu => None,
+        DeviceChoice::Cuda => Some(Device::open()?),
+        DeviceChoice::Auto => match Device::open() {
             Ok(device) => Some(device),
             Err(error) => {
                 writeln!(out, "no GPU: {:#}", error.root_cause())?;

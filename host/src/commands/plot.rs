@@ -7,7 +7,7 @@ use crate::plots;
 use crate::values::{count, momentum};
 use anyhow::{Context, Result, ensure};
 use metrics::curves::{Metric, XAxis};
-use metrics::figure::Options;
+use metrics::figure::FigureOptions;
 use metrics::references::{self, REFERENCES, Reference};
 use metrics::roofline::Roofline;
 use metrics::run::{RunLog, read_all};
@@ -112,7 +112,7 @@ pub fn run(args: &Plot) -> Result<()> {
         return roofline(measurements, args.out.as_deref());
     }
     let runs = read()?;
-    let options = Options {
+    let options = FigureOptions {
         x: args.x,
         log_x: args.log_x,
         log_y: args.log_y,
@@ -120,7 +120,7 @@ pub fn run(args: &Plot) -> Result<()> {
         smoothing: args.smooth.map(|factor| factor.to_string().parse()).transpose()?,
         metrics: args.metrics.clone(),
         references: args.reference.as_ref().map(|names| names.iter().copied().flatten().collect()),
-        ..Options::default()
+        ..FigureOptions::default()
     };
     if args.live {
         return live::run(&read, &options);

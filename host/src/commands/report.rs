@@ -1,7 +1,7 @@
 //! Output of `train` before the first step and after the last.
 
 use super::resources::describe;
-use super::train::{Config, Options, UNKNOWN_STEPS};
+use super::train::{Config, TrainOptions, UNKNOWN_STEPS};
 use crate::gpu_info::GpuInfo;
 use crate::train::{CLIP, Outcome};
 use anyhow::Result;
@@ -196,7 +196,7 @@ pub fn planned(plan: &Plan, reserved: usize, free: Option<usize>) -> String {
 }
 
 /// Returns the optimizer and the learning rates that differ from the others.
-fn optimizer_name(flags: &Options) -> String {
+fn optimizer_name(flags: &TrainOptions) -> String {
     let optimizer = match (flags.optimizer, flags.muon_lr, flags.muon_momentum) {
         (Optimizer::Muon, Some(lr), Some(momentum)) => {
             format!("Muon for the layers' matrices, peak {lr:.2e}, momentum {momentum}; AdamW")
@@ -244,7 +244,7 @@ fn matmuls(config: &Config) -> String {
     }
 }
 
-fn fp8_matmuls(Options { fp8, hardware, .. }: &Options) -> String {
+fn fp8_matmuls(TrainOptions { fp8, hardware, .. }: &TrainOptions) -> String {
     let scaling = match fp8.fp8_recipe.unwrap_or_default() {
         Fp8Recipe::Current => "current",
         Fp8Recipe::Delayed => "delayed",

@@ -56,11 +56,16 @@ fn write_schema(path: &Path, schema: &str, compression: Compression, groups: &[&
     file.close().unwrap();
 }
 
-fn options(shard_tokens: usize) -> Options {
-    Options { names: ShardNames::EDU_FINEWEB, shard_tokens, tokenizer: Tokenizer::gpt2(), program: "test".into() }
+fn options(shard_tokens: usize) -> FinewebOptions {
+    FinewebOptions {
+        names: ShardNames::EDU_FINEWEB,
+        shard_tokens,
+        tokenizer: Tokenizer::gpt2(),
+        program: "test".into(),
+    }
 }
 
-fn run(from: &Path, out: &Path, options: &Options) -> Result<Summary> {
+fn run(from: &Path, out: &Path, options: &FinewebOptions) -> Result<Summary> {
     write(&files(from)?, out, options)
 }
 

@@ -21,7 +21,7 @@ use tokenizer::Tokenizer;
 
 /// Settings of [`write()`].
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct TextOptions {
     /// The tokenizer.
     pub tokenizer: Tokenizer,
     /// Encode special tokens in the text, such as `<|endoftext|>`, as special tokens instead of ordinary text.
@@ -64,11 +64,11 @@ pub struct Summary {
 ///
 /// A data set in `out` is replaced when the new one is complete. The validation split consists of evenly spaced documents. With
 /// fewer than `1 / val_fraction` documents, it consists of the end of each document instead. Invalid UTF-8 becomes U+FFFD.
-pub fn write(found: &Found, out: &Path, options: &Options) -> Result<Summary> {
+pub fn write(found: &Found, out: &Path, options: &TextOptions) -> Result<Summary> {
     write_with(found, out, options, SIZES)
 }
 
-fn write_with(found: &Found, out: &Path, options: &Options, sizes: Sizes) -> Result<Summary> {
+fn write_with(found: &Found, out: &Path, options: &TextOptions, sizes: Sizes) -> Result<Summary> {
     ensure!(
         (0.0..1.0).contains(&options.val_fraction),
         "--val-fraction {}: expected at least 0 and less than 1",
@@ -81,7 +81,7 @@ fn write_with(found: &Found, out: &Path, options: &Options, sizes: Sizes) -> Res
     );
     let replaces = if options.overwrite { Replaces::Everything } else { Replaces::Nothing };
     let replacement = Replacement::begin(out, replaces)?;
-    let Options { tokenizer, allow_special, val_fraction, shard_tokens, program, .. } = options;
+    let TextOptions { tokenizer, allow_special, val_fraction, shard_tokens, program, .. } = options;
     let encoder = Encoder { tokenizer, allow_special: *allow_special, keep_empty: false, sizes };
     let validation = Validation::Fraction(*val_fraction);
     let layout = Layout { names: ShardNames::TEXT, shard_tokens: *shard_tokens, validation };

@@ -5,8 +5,8 @@ use std::fs;
 use std::io::Write;
 use tempfile::TempDir;
 
-fn options(val_fraction: f64, shard_tokens: usize) -> Options {
-    Options {
+fn options(val_fraction: f64, shard_tokens: usize) -> TextOptions {
+    TextOptions {
         tokenizer: Tokenizer::gpt2(),
         allow_special: false,
         reading: Reading::default(),
@@ -17,7 +17,7 @@ fn options(val_fraction: f64, shard_tokens: usize) -> Options {
     }
 }
 
-fn run(paths: &[PathBuf], out: &Path, options: &Options) -> Result<Summary> {
+fn run(paths: &[PathBuf], out: &Path, options: &TextOptions) -> Result<Summary> {
     write(&find(paths, &[], Some(out))?, out, options)
 }
 
@@ -108,7 +108,7 @@ fn special_tokens_in_the_text_are_ordinary_text_unless_allowed() {
         fs::write(&file, text).unwrap();
         let tokens = |allow_special: bool| {
             let out = dir.path().join(format!("{name}-{allow_special}"));
-            let options = Options { allow_special, ..options(0.0, 1000) };
+            let options = TextOptions { allow_special, ..options(0.0, 1000) };
             let summary = run(std::slice::from_ref(&file), &out, &options).unwrap();
             assert_eq!(summary.plain_special, usize::from(!allow_special), "{name}");
             train_tokens(&out)
@@ -142,7 +142,7 @@ fn existing_shards_are_replaced_only_with_overwrite() {
     let message = run(&files, &out, &options(0.0, 1000)).unwrap_err().to_string();
     assert!(message.contains("train_000000.bin") && message.contains("--overwrite"), "{message}");
     assert_eq!(snapshot(&out), before);
-    run(&files, &out, &Options { overwrite: true, ..options(0.0, 1000) }).unwrap();
+    run(&files, &out, &TextOptions { overwrite: true, ..options(0.0, 1000) }).unwrap();
     let names: Vec<String> = snapshot(&out).into_iter().map(|(name, _)| name).collect();
     assert_eq!(names, ["dataset.json", "train_000000.bin"]);
 }
@@ -151,7 +151,7 @@ fn existing_shards_are_replaced_only_with_overwrite() {
 #[test]
 fn a_failed_overwrite_keeps_the_old_data_set() {
     let Existing { dir, files, out, before } = Existing::new();
-    let overwrite = Options { overwrite: true, ..options(0.0, 10) };
+    let overwrite = TextOptions { overwrite: true, ..options(0.0, 10) };
     let fails = |path: &Path, part: &str| {
         let message = format!("{:#}", run(&[files[0].clone(), path.to_owned()], &out, &overwrite).unwrap_err());
         assert!(message.contains(part), "{message}");
@@ -259,7 +259,7 @@ fn a_large_vocabulary_is_stored_in_32_bits() {
     let begin = tokenizer.document();
     assert!(begin > 65_535);
     let out = dir.path().join("out");
-    run(&[text], &out, &Options { tokenizer: tokenizer.clone(), ..options(0.0, 1000) }).unwrap();
+    run(&[text], &out, &TextOptions { tokenizer: tokenizer.clone(), ..options(0.0, 1000) }).unwrap();
     let ordinary = tokenizer.encode("a<|begin_of_text|>").unwrap();
     assert!(!ordinary.contains(&begin));
     assert_eq!(train_tokens(&out), [&[begin][..], &ordinary].concat());
@@ -276,7 +276,7 @@ fn invalid_settings_are_rejected_before_writing() {
     let dir = tempfile::tempdir().unwrap();
     let files = documents(dir.path(), 1);
     let out = dir.path().join("out");
-    let fails = |options: &Options, part: &str| {
+    let fails = |options: &TextOptions, part: &str| {
         let message = run(&files, &out, options).unwrap_err().to_string();
         assert!(message.contains(part), "{message}");
         assert!(!out.exists());
@@ -284,6 +284,6 @@ fn invalid_settings_are_rejected_before_writing() {
     fails(&options(1.0, 10), "--val-fraction 1: expected at least 0 and less than 1");
     fails(&options(0.0, 0), "--shard-tokens 0: expected 1 to 2147483647");
     let separator = Some(String::new());
-    let empty = Options { reading: Reading { separator, ..Reading::default() }, ..options(0.0, 10) };
+    let empty = TextOptions { reading: Reading { separator, ..Reading::default() }, ..options(0.0, 10) };
     fails(&empty, "--separator: expected at least one character");
 }

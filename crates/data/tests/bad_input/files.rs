@@ -2,7 +2,7 @@
 
 use crate::kinds::{Kinds, format, options};
 use data::documents::{self, Format, Reading};
-use data::text::{self, Options};
+use data::text::{self, TextOptions};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use std::fs;
@@ -144,7 +144,7 @@ fn special_files(kinds: &mut Kinds) {
     if Command::new("mkfifo").arg(path.join("fifo")).status().is_ok_and(|status| status.success()) {
         let fifo = path.join("fifo");
         kinds.skips("directory with only a pipe", path, &["found none", "devices, pipes and sockets: 1", "fifo"]);
-        let parquet = Options { reading: format(Format::Parquet), ..options() };
+        let parquet = TextOptions { reading: format(Format::Parquet), ..options() };
         let parts = ["fifo: expected a parquet file, found a pipe or device", "store it in a file"];
         kinds.fails("parquet in a pipe", &parts, |kinds| {
             let found = documents::find(&[fifo], &[], None)?;
@@ -157,19 +157,19 @@ fn special_files(kinds: &mut Kinds) {
 
 fn settings(kinds: &mut Kinds) {
     kinds.fails("data set without --overwrite", &["train_000000.bin already exists", "--overwrite"], |kinds| {
-        kinds.tokenize(&[], &Options { overwrite: false, ..options() })
+        kinds.tokenize(&[], &TextOptions { overwrite: false, ..options() })
     });
     let separator = |text: &str| Reading { separator: Some(text.into()), ..Reading::default() };
     let parts = ["--separator: expected at least one character, found none"];
     kinds.fails("empty separator", &parts, |kinds| {
-        kinds.tokenize(&[], &Options { reading: separator(""), ..options() })
+        kinds.tokenize(&[], &TextOptions { reading: separator(""), ..options() })
     });
     let summary = kinds.reports("separator that never occurs", "a.txt", b"one two", separator("<|end|>"));
     assert_eq!((summary.without_separator, summary.input.documents), (1, 1));
     let path = kinds.file("separators.txt", b"<|end|>\n<|end|>");
     kinds.fails("only separators", &["expected at least one document with text, found none in 1 file"], |kinds| {
         let found = documents::find(&[path], &[], None)?;
-        let options = Options { reading: separator("<|end|>"), ..options() };
+        let options = TextOptions { reading: separator("<|end|>"), ..options() };
         text::write(&found, &kinds.out(), &options)
     });
     let file = kinds.file("occupied", b"a file");

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use data::documents::{self, Format, Reading};
-use data::text::{self, Options, Summary};
+use data::text::{self, Summary, TextOptions};
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,8 +20,8 @@ pub struct Kinds {
 }
 
 /// Returns the settings of `data text --overwrite`.
-pub fn options() -> Options {
-    Options {
+pub fn options() -> TextOptions {
+    TextOptions {
         tokenizer: Tokenizer::gpt2(),
         allow_special: false,
         reading: Reading::default(),
@@ -112,7 +112,7 @@ impl Kinds {
     }
 
     /// Replaces the data set by good text and the inputs at `paths`.
-    pub fn tokenize(&self, paths: &[PathBuf], options: &Options) -> Result<Summary> {
+    pub fn tokenize(&self, paths: &[PathBuf], options: &TextOptions) -> Result<Summary> {
         let good = self.file("input/a good file.txt", b"This document is read first.");
         let paths = [&[good], paths].concat();
         let found = documents::find(&paths, &[], Some(&self.out()))?;
@@ -146,7 +146,7 @@ impl Kinds {
         let path = self.file(&format!("input/{name}"), bytes);
         let found = documents::find(&[path], &[], None).unwrap();
         let out = tempfile::tempdir().unwrap();
-        text::write(&found, out.path(), &Options { reading, ..options() }).unwrap()
+        text::write(&found, out.path(), &TextOptions { reading, ..options() }).unwrap()
     }
 }
 

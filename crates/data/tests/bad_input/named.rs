@@ -124,7 +124,7 @@ fn archives(kinds: &mut Kinds) {
 
 fn write_fineweb(kinds: &Kinds, from: &Path) -> Result<()> {
     let files: Vec<PathBuf> = fineweb::files(from)?;
-    let options = fineweb::Options {
+    let options = fineweb::FinewebOptions {
         names: ShardNames::EDU_FINEWEB,
         shard_tokens: 4,
         tokenizer: Tokenizer::gpt2(),

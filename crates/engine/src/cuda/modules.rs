@@ -84,7 +84,7 @@ impl EmbeddedKernels {
 
 /// Returns the newest architecture that the GPU can run, or the `wanted` one.
 ///
-/// [`cuda_builder::Choice::newest`] has the rules.
+/// [`cuda_builder::ModuleChoice::newest`] has the rules.
 pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo, wanted: Option<&str>) -> Result<Choice<'a>> {
     let (major, minor) = info.compute_capability;
     ensure!(
@@ -92,7 +92,7 @@ pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo, wanted: Option<&str>
         "{} has compute capability {major}.{minor}; the kernels need 8.0 (Ampere) or later: run with --device cpu",
         info.name
     );
-    let best = cuda_builder::Choice::newest(modules, (major, minor), wanted);
+    let best = cuda_builder::ModuleChoice::newest(modules, (major, minor), wanted);
     let best = best.with_context(|| {
         let have: Vec<_> = modules.iter().map(|module| module.arch).collect();
         let asked = wanted.map_or(String::new(), |arch| format!(", --kernels {arch} was asked for"));
@@ -108,9 +108,9 @@ pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo, wanted: Option<&str>
         )
     })?;
     Ok(match best {
-        cuda_builder::Choice::Cubin(module, cubin) => Choice::Cubin(module, cubin),
-        cuda_builder::Choice::Ptx(module) => {
-            let faster = cuda_builder::Choice::made_for(modules, (major, minor)).filter(|_| wanted.is_none());
+        cuda_builder::ModuleChoice::Cubin(module, cubin) => Choice::Cubin(module, cubin),
+        cuda_builder::ModuleChoice::Ptx(module) => {
+            let faster = cuda_builder::ModuleChoice::made_for(modules, (major, minor)).filter(|_| wanted.is_none());
             Choice::Ptx { module, missing_cubin: faster.map(|module| module.arch) }
         }
     })

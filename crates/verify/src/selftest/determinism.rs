@@ -16,7 +16,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 /// The size of a model and of its batches.
 #[derive(Clone, Copy, Debug)]
-pub struct Scale {
+pub struct TrialShape {
     /// Number of layers.
     pub layers: usize,
     /// Number of attention heads.
@@ -31,7 +31,7 @@ pub struct Scale {
     pub t: usize,
 }
 
-impl Scale {
+impl TrialShape {
     /// A small model with GPT-2's vocabulary and head size, and enough rows for every tile shape.
     pub const STANDARD: Self = Self { layers: 4, heads: 4, channels: 256, vocab: GPT2_VOCAB, b: 4, t: 256 };
 }
@@ -150,11 +150,11 @@ impl<'a> Trial<'a> {
     /// algorithms, as in a resumed run; without it, they are tuned.
     pub fn new(
         engine: &'a mut dyn Engine,
-        scale: Scale,
+        scale: TrialShape,
         recipe: Option<Fp8Recipe>,
         algorithms: Option<&Algorithms>,
     ) -> Result<Self> {
-        let Scale { layers, heads, channels, vocab, b, t } = scale;
+        let TrialShape { layers, heads, channels, vocab, b, t } = scale;
         let descriptor = Descriptor::gpt2(layers, heads, channels, t, vocab)?;
         let settings = |recipe| Fp8Settings { recipe, ..Fp8Settings::default() };
         let fp8 = recipe.map(|recipe| Fp8Options::new(settings(recipe), &descriptor, [b, t], engine));
@@ -272,7 +272,7 @@ mod tests {
     use engine::cpu::Cpu;
     use engine::cuda::{EmulatedGpu, Precision};
 
-    const SMALL: Scale = Scale { layers: 2, heads: 1, channels: 64, vocab: 300, b: 2, t: 16 };
+    const SMALL: TrialShape = TrialShape { layers: 2, heads: 1, channels: 64, vocab: 300, b: 2, t: 16 };
     const STEPS: usize = 3;
 
     fn emulated(precision: Precision, hopper: bool) -> Box<dyn Engine> {

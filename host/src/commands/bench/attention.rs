@@ -14,7 +14,7 @@ use verify::selftest::{Case, attention};
 pub struct Attention {
     /// Batch, heads, sequence length, head size, and key-value heads (default: NH); may be repeated
     #[arg(short, long = "shape", value_name = "B,NH,T,HS[,KV]", default_values = DEFAULT)]
-    shapes: Vec<Shape>,
+    shapes: Vec<AttentionCase>,
 
     #[command(flatten)]
     hardware: Hardware,
@@ -38,9 +38,9 @@ const COLUMNS: &[Column] = &[
 ];
 
 #[derive(Clone, Copy, Debug)]
-struct Shape(AttentionShape);
+struct AttentionCase(AttentionShape);
 
-impl FromStr for Shape {
+impl FromStr for AttentionCase {
     type Err = anyhow::Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -65,7 +65,7 @@ pub fn run(options: &Attention) -> Result<()> {
     let engine = &mut *options.hardware.open_quietly()?;
     let mut table = Table::new("attention", COLUMNS, engine, &options.json);
     table.print_heading()?;
-    let cases: Vec<Case> = options.shapes.iter().flat_map(|Shape(heads)| attention(*heads)).collect();
+    let cases: Vec<Case> = options.shapes.iter().flat_map(|AttentionCase(heads)| attention(*heads)).collect();
     let progress = progress::start("timing", Unit::Count, cases.len() as u64);
     for case in cases {
         let speed = case.time(engine)?;
@@ -102,12 +102,12 @@ mod tests {
 
     #[test]
     fn a_shape_is_four_positive_numbers_and_optional_key_value_heads() {
-        let Shape(heads) = "2, 3,100,64".parse().unwrap();
+        let AttentionCase(heads) = "2, 3,100,64".parse().unwrap();
         assert_eq!((heads.b, heads.heads, heads.kv_heads, heads.t, heads.head_size), (2, 3, 3, 100, 64));
-        let Shape(grouped) = "2,6,100,64,3".parse().unwrap();
+        let AttentionCase(grouped) = "2,6,100,64,3".parse().unwrap();
         assert_eq!((grouped.heads, grouped.kv_heads), (6, 3));
         for text in ["", "1,2,3", "1,2,3,4,5", "1,2,3,4,0", "1,2,3,4,2,1", "1,2,0,64", "1,2,x,64", "-1,2,3,64"] {
-            let error = text.parse::<Shape>().unwrap_err();
+            let error = text.parse::<AttentionCase>().unwrap_err();
             assert!(format!("{error:#}").contains("expected B,NH,T,HS"), "{text:?}: {error:#}");
         }
     }

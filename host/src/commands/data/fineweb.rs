@@ -5,7 +5,7 @@ use super::output::{print_next, print_summary, program};
 use super::suggestion::Amounts;
 use crate::values::count;
 use anyhow::Result;
-use data::fineweb::{self, Options, Sample, Version};
+use data::fineweb::{self, FinewebOptions, Sample, Version};
 use std::path::{Path, PathBuf};
 use tokenizer::Tokenizer;
 
@@ -49,7 +49,7 @@ pub fn run(args: &Fineweb) -> Result<()> {
         remote.iter().map(|remote| downloaded(remote, &out, "FILE|DIR")).collect::<Result<_>>()?
     };
     let names = sample.names();
-    let options = Options { names, shard_tokens: args.shard_tokens, tokenizer, program: program() };
+    let options = FinewebOptions { names, shard_tokens: args.shard_tokens, tokenizer, program: program() };
     let written = fineweb::write(&files, &out, &options)?;
     print_summary(&out, names, &written)?;
     print_next(&out, names, &Amounts::new(&written, args.shard_tokens, &options.tokenizer))

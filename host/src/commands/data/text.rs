@@ -83,7 +83,7 @@ fn extension(text: &str) -> Result<String, &'static str> {
 /// Tokenizes the files.
 pub fn run(args: &Text) -> Result<()> {
     let found = documents::find(&args.files, &args.extensions, Some(&args.out))?;
-    let options = text::Options {
+    let options = text::TextOptions {
         tokenizer: Tokenizer::named(&args.tokenizer)?,
         allow_special: args.allow_special,
         reading: Reading { format: args.format, field: args.field.clone(), separator: args.separator.clone() },

@@ -3,9 +3,9 @@
 mod screen;
 
 use anyhow::{Context, Result, ensure};
-use metrics::axis::{Scale, short_count};
+use metrics::axis::{AxisScale, short_count};
 use metrics::curves::{Points, Positions, XAxis, default_smoothing, reduce, smooth, visible_range};
-use metrics::figure::Options;
+use metrics::figure::FigureOptions;
 use metrics::report::Summary;
 use metrics::run::RunLog;
 use screen::{DIM, PLAIN, Screen, Style, Terminal};
@@ -42,7 +42,7 @@ struct Curve {
 }
 
 /// Draws the logs that `read` returns until the user quits, and then prints their final values.
-pub fn run(read: &dyn Fn() -> Result<Vec<RunLog>>, options: &Options) -> Result<()> {
+pub fn run(read: &dyn Fn() -> Result<Vec<RunLog>>, options: &FigureOptions) -> Result<()> {
     ensure!(stdout().is_terminal(), "--live: expected a terminal, found a file or pipe; use --out FILE");
     let mut runs = read()?;
     let mut view = View {
@@ -148,8 +148,8 @@ fn draw(size: (usize, usize), runs: &[RunLog], curves: &[Curve], x: XAxis, view:
         return screen;
     };
     let low = if low.is_finite() { low } else { 1.0 };
-    let horizontal = Scale::new(low, xs().fold(low, f64::max), view.log_x);
-    let vertical = Scale::new(bottom, top, view.log_y).padded(0.04, 0.04);
+    let horizontal = AxisScale::new(low, xs().fold(low, f64::max), view.log_x);
+    let vertical = AxisScale::new(bottom, top, view.log_y).padded(0.04, 0.04);
     let left = labels(&vertical, 8).iter().map(String::len).max().unwrap_or(0).max(6);
     // Below the chart are its axis, the labels of the axis, and the keys.
     let Some(rows) = height.checked_sub(header + 3).filter(|rows| *rows > 0 && width > left + 1) else {
@@ -176,7 +176,7 @@ struct Area {
 }
 
 impl Area {
-    fn axes(&self, screen: &mut Screen, horizontal: &Scale, vertical: &Scale, x: XAxis) {
+    fn axes(&self, screen: &mut Screen, horizontal: &AxisScale, vertical: &AxisScale, x: XAxis) {
         let Self { left, top, width, height } = *self;
         (top..top + height).for_each(|row| screen.text(left - 1, row, "│", DIM));
         screen.text(left - 1, top + height, &format!("└{}", "─".repeat(width)), DIM);
@@ -222,7 +222,7 @@ impl Area {
 }
 
 /// Returns labels at equal distances, which is where the terminal shows them.
-fn labels(scale: &Scale, count: usize) -> Vec<String> {
+fn labels(scale: &AxisScale, count: usize) -> Vec<String> {
     let last = count.clamp(2, 8) - 1;
     let value = |i: usize| {
         let at = i as f64 / last as f64;

@@ -8,7 +8,7 @@ use engine::{Algorithms, Result};
 use model::Fp8Recipe;
 use std::time::Instant;
 use system::progress::{self, Unit};
-use verify::selftest::determinism::{GRAD_ACCUM, Group, Scale, Trace, Trial};
+use verify::selftest::determinism::{GRAD_ACCUM, Group, Trace, Trial, TrialShape};
 
 /// Fails unless both runs are bitwise equal after every step, in the requested precision or in each that the device supports.
 pub fn run(hardware: &Hardware, steps: usize) -> Result<()> {
@@ -65,9 +65,9 @@ fn trace(
     algorithms: Option<&Algorithms>,
 ) -> Result<(Trace, Option<Algorithms>)> {
     let mut engine = hardware.open()?.engine;
-    let scale = Scale::STANDARD;
+    let scale = TrialShape::STANDARD;
     if number == 1 {
-        let Scale { layers, channels, b, t, .. } = scale;
+        let TrialShape { layers, channels, b, t, .. } = scale;
         terminal::line(&format!(
             "{}, {}{}: {layers} layers, {channels} channels, two runs of {steps} steps of {GRAD_ACCUM} x {b} x {t} tokens",
             engine.describe(),

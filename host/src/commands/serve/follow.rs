@@ -5,7 +5,7 @@ use super::worker::SharedStatus;
 use crate::gpu_info::GpuInfo;
 use crate::log::SAMPLES;
 use anyhow::Result;
-use metrics::figure::{Figure, Options};
+use metrics::figure::{Figure, FigureOptions};
 use metrics::report::Summary;
 use metrics::run::RunLog;
 use serde_json::{Value, json};
@@ -110,7 +110,7 @@ fn run_state(directory: &Path) -> Result<Value> {
     let cells: Vec<Value> = summary.cells().iter().map(|(name, value)| json!([name, value])).collect();
     let runs = std::slice::from_ref(&run);
     let figures = WIDTHS.map(|width| -> Result<Value> {
-        let figure = Figure::new(runs, &Options { width, ..Options::default() })?;
+        let figure = Figure::new(runs, &FigureOptions { width, ..FigureOptions::default() })?;
         Ok(json!({ "svg": figure.to_svg(false), "panels": figure.panels }))
     });
     let figures = figures.into_iter().collect::<Result<Vec<Value>>>()?;

@@ -1,7 +1,7 @@
 //! Connections, routes, and the checks before a request is read.
 
 use super::error::ApiError;
-use super::openai::{Choice, Completion, Header, Prompt, StreamOptions, Usage};
+use super::openai::{Completion, CompletionChoice, Header, Prompt, StreamOptions, Usage};
 use super::queue::{Event, Queue};
 use super::stall::StallTimeout;
 use super::worker::SharedStatus;
@@ -283,7 +283,7 @@ async fn response(
     texts: usize,
     seconds: u64,
 ) -> Result<Response, ApiError> {
-    let mut choices = vec![Choice::default(); texts];
+    let mut choices = vec![CompletionChoice::default(); texts];
     loop {
         match next_event(&mut events, seconds).await? {
             Event::Text(index, text) => choices[index].text += &text,

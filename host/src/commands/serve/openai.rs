@@ -147,7 +147,7 @@ pub struct StreamOptions {
 
 /// A text of a response.
 #[derive(Clone, Debug, Default)]
-pub struct Choice {
+pub struct CompletionChoice {
     /// The text so far.
     pub text: String,
     /// Why the text has ended.
@@ -419,8 +419,8 @@ impl Header {
     }
 
     /// Returns a complete response with all texts.
-    pub fn response(&self, texts: Vec<Choice>, usage: Usage) -> Value {
-        let choice = |(index, Choice { text, finish, logprobs }): (usize, Choice)| {
+    pub fn response(&self, texts: Vec<CompletionChoice>, usage: Usage) -> Value {
+        let choice = |(index, CompletionChoice { text, finish, logprobs }): (usize, CompletionChoice)| {
             let (reason, stop_reason) = (finish.map(Finish::name), stop_reason(finish));
             let mut choice = json!({ "index": index, "finish_reason": reason, "stop_reason": stop_reason });
             choice["logprobs"] = logprobs;
@@ -609,7 +609,11 @@ mod tests {
     fn responses_have_the_form_of_openai() {
         let header = |chat| Header { id: "x-1".to_owned(), created: 5, model: "m".to_owned(), chat };
         let usage = Usage { prompt: 2, completion: 3 };
-        let choice = |text: &str, finish| Choice { text: text.to_owned(), finish: Some(finish), logprobs: Value::Null };
+        let choice = |text: &str, finish| CompletionChoice {
+            text: text.to_owned(),
+            finish: Some(finish),
+            logprobs: Value::Null,
+        };
         let response = header(false).response(vec![choice("a", Finish::Length)], usage);
         assert_eq!(
             response,

@@ -3,7 +3,7 @@
 //! There are no supervisors: all ranks end after a fault, and those that are left start again. A run must end with the bits of a run with
 //! that number of ranks from the same checkpoint, or say that too few ranks are left.
 
-use super::scenario::{Removal, STEPS, Scenario, Shape, directory};
+use super::scenario::{Removal, STEPS, Scenario, ScenarioShape, directory};
 use super::trial::{Start, Verdict, result, start};
 use anyhow::{Context, Result};
 use checkpoint::directory::done_name;
@@ -83,9 +83,9 @@ fn compare(scenario: &Scenario, disk: &Disk, origin: Option<Origin>) -> Result<O
         return Ok(Some("the run ended without a training step".to_owned()));
     };
     before.repair();
-    let Shape { ranks: launched, shard_size, .. } = scenario.shape;
+    let ScenarioShape { ranks: launched, shard_size, .. } = scenario.shape;
     let shard_size = if shard_size == launched { ranks } else { ShardGroups::smallest_size(ranks, shard_size) };
-    let shape = Shape { ranks, shard_size, ..scenario.shape };
+    let shape = ScenarioShape { ranks, shard_size, ..scenario.shape };
     let fixed = scenario.with_shape(shape);
     let all: Vec<usize> = (0..ranks).collect();
     let reference = start(&fixed, &all, 0, before, &[])?;

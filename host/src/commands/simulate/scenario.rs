@@ -8,7 +8,7 @@ pub const STEPS: usize = 6;
 
 /// A training run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Shape {
+pub struct ScenarioShape {
     pub ranks: usize,
     pub zero_stage: u8,
     /// Number of ranks that shard together. All, if nothing is sharded.
@@ -19,7 +19,7 @@ pub struct Shape {
 /// A training run with faults.
 #[derive(Clone, Debug)]
 pub struct Scenario {
-    pub shape: Shape,
+    pub shape: ScenarioShape,
     rendezvous: Option<&'static str>,
     checkpoint_every: usize,
     keep: usize,
@@ -72,13 +72,20 @@ const KINDS: [&str; 15] = [
 
 impl Scenario {
     /// Draws the scenario of a seed. `operations` returns those of an undisturbed run.
-    pub fn new(seed: u64, operations: impl FnOnce(Shape) -> anyhow::Result<Operations>) -> anyhow::Result<Self> {
+    pub fn new(
+        seed: u64,
+        operations: impl FnOnce(ScenarioShape) -> anyhow::Result<Operations>,
+    ) -> anyhow::Result<Self> {
         let random = &mut Random::new(seed);
         let ranks = 1 + random.below(4) as usize;
         let zero_stage = if ranks > 1 { random.below(4) as u8 } else { 0 };
         // The order of the samples makes state files large.
-        let shape =
-            Shape { ranks, zero_stage, shard_size: shard_size(seed, ranks, zero_stage), shuffle: random.below(4) == 0 };
+        let shape = ScenarioShape {
+            ranks,
+            zero_stage,
+            shard_size: shard_size(seed, ranks, zero_stage),
+            shuffle: random.below(4) == 0,
+        };
         let operations = operations(shape)?;
         let kind = random.choose(&KINDS);
         let mut scenario = Self {
@@ -137,7 +144,7 @@ impl Scenario {
     }
 
     /// Returns a run of another shape without faults, whose number of ranks is fixed. A step has the same batch.
-    pub fn with_shape(&self, shape: Shape) -> Self {
+    pub fn with_shape(&self, shape: ScenarioShape) -> Self {
         Self { shape, removal: None, faults: Vec::new(), ..self.clone() }
     }
 
@@ -178,7 +185,7 @@ impl Scenario {
 
     /// Returns the command line of a rank.
     pub fn arguments(&self, rank: usize) -> Vec<String> {
-        let Shape { ranks, zero_stage, shard_size, shuffle } = self.shape;
+        let ScenarioShape { ranks, zero_stage, shard_size, shuffle } = self.shape;
         let mut arguments = vec!["llm-rs".to_owned(), "train".to_owned()];
         let flags = [
             ("--device", "cpu".to_owned()),
@@ -223,13 +230,13 @@ impl Scenario {
 
     /// Returns a run that can continue without `rank`.
     #[cfg(test)]
-    pub fn without_rank(rank: usize, shape: Shape) -> Self {
+    pub fn without_rank(rank: usize, shape: ScenarioShape) -> Self {
         let removal = Some(Removal { rank, min_ranks: 1, returns: false });
         Self { removal, total_batch: 12 * SEQUENCE, ..Self::undisturbed(shape) }
     }
 
     /// Returns the undisturbed run of a shape.
-    pub fn undisturbed(shape: Shape) -> Self {
+    pub fn undisturbed(shape: ScenarioShape) -> Self {
         Self {
             shape,
             rendezvous: None,

@@ -1,7 +1,7 @@
 //! Performs a scenario and judges how it ended.
 
 use super::removal;
-use super::scenario::{Operations, STEPS, Scenario, Shape, directory};
+use super::scenario::{Operations, STEPS, Scenario, ScenarioShape, directory};
 use crate::cli::Cli;
 use crate::commands::train;
 use crate::signals::Stop;
@@ -46,7 +46,7 @@ struct Reference {
 
 /// The undisturbed runs of all shapes.
 #[derive(Default)]
-pub struct References(Mutex<BTreeMap<Shape, Arc<Reference>>>);
+pub struct References(Mutex<BTreeMap<ScenarioShape, Arc<Reference>>>);
 
 /// How a rank ended: the error, and whether it leaves the report to rank 0.
 pub type Outcome = Result<(), (String, bool)>;
@@ -96,7 +96,7 @@ fn main_of(scenario: &Scenario, rank: usize) -> Result<Box<dyn FnOnce() -> Outco
 }
 
 /// Returns the files that all runs of a shape have in common at their end.
-pub fn result(disk: &Disk, shape: Shape) -> BTreeMap<String, Vec<u8>> {
+pub fn result(disk: &Disk, shape: ScenarioShape) -> BTreeMap<String, Vec<u8>> {
     let shards = if shape.zero_stage > 0 { shape.shard_size } else { 1 };
     let states = (0..shards).map(|rank| state_name(STEPS, rank));
     let names = [model_name(STEPS), "main.log".to_owned()].into_iter().chain(states);
@@ -105,7 +105,7 @@ pub fn result(disk: &Disk, shape: Shape) -> BTreeMap<String, Vec<u8>> {
 
 impl References {
     /// Returns the undisturbed run of a shape, which is run the first time.
-    fn get(&self, shape: Shape) -> Result<Arc<Reference>> {
+    fn get(&self, shape: ScenarioShape) -> Result<Arc<Reference>> {
         let runs = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(reference) = runs().get(&shape) {
             return Ok(reference.clone());
@@ -319,7 +319,7 @@ mod tests {
 
     #[test]
     fn a_frozen_rank_is_named_with_the_collective_and_the_layer_that_wait_for_it() {
-        let shape = Shape { ranks: 2, zero_stage: 2, shard_size: 2, shuffle: false };
+        let shape = ScenarioShape { ranks: 2, zero_stage: 2, shard_size: 2, shuffle: false };
         let scenario = Scenario::undisturbed(shape);
         let (operations, _) = References::default().get(shape).unwrap().operations;
         let mut named = 0;
@@ -361,7 +361,7 @@ mod tests {
     /// write theirs. One of these now has its number.
     #[test]
     fn a_rank_that_thaws_in_the_next_attempt_damages_no_checkpoint() {
-        let shape = Shape { ranks: 3, zero_stage: 1, shard_size: 3, shuffle: false };
+        let shape = ScenarioShape { ranks: 3, zero_stage: 1, shard_size: 3, shuffle: false };
         let scenario = Scenario::without_rank(1, shape);
         let first = start_all(&scenario, 0, Disk::default(), &[]).unwrap();
         let (_, on_disk) = first.simulation.operations();
@@ -400,7 +400,7 @@ mod tests {
 
     #[test]
     fn a_disk_that_fails_for_a_moment_takes_no_line_of_the_log() {
-        let shape = Shape { ranks: 2, zero_stage: 0, shard_size: 2, shuffle: false };
+        let shape = ScenarioShape { ranks: 2, zero_stage: 0, shard_size: 2, shuffle: false };
         let references = References::default();
         let (_, on_disk) = references.get(shape).unwrap().operations;
         for operation in (1..=on_disk).step_by(5) {

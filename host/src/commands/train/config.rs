@@ -1,6 +1,6 @@
 //! The resolved settings of a run: flags override the `--config` file, which overrides defaults.
 
-use super::Options;
+use super::TrainOptions;
 use anyhow::{Context, Result};
 use checkpoint::config;
 use engine::GeluFusion;
@@ -18,7 +18,7 @@ use std::path::Path;
 pub struct Config {
     /// The flags. The serialized ones have their final values.
     #[serde(flatten)]
-    pub flags: Options,
+    pub flags: TrainOptions,
 
     // Final values of flags whose default depends on the model, the data or other flags.
     /// Sequences per micro-batch.
@@ -227,8 +227,8 @@ kernels = \"sm_80\"
     fn settings_that_determine_the_weights_may_not_change_at_resume() {
         let (fixed, other) = ORDER.split_once("max-bad-steps").unwrap();
         let (output, fixed): (Vec<_>, Vec<_>) = fixed.split_whitespace().partition(|key| *key == "out");
-        assert!(!fixed.into_iter().any(Options::may_change));
+        assert!(!fixed.into_iter().any(TrainOptions::may_change));
         let mut free = other.split_whitespace().chain(output).chain(["max-bad-steps"]);
-        assert!(free.all(Options::may_change));
+        assert!(free.all(TrainOptions::may_change));
     }
 }

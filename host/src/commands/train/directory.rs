@@ -2,7 +2,7 @@
 //! under `runs` without `--out`, and opens the log and the checkpoint writer.
 
 use super::multi_rank::CONSOLE_FILE;
-use super::{Config, Options};
+use super::{Config, TrainOptions};
 use crate::log::{self, Log};
 use crate::plots;
 use crate::values::Resume;
@@ -55,7 +55,7 @@ pub struct ModelFiles<'a> {
 impl OutDirectory {
     /// Locks an existing directory and, with `--resume`, finds the checkpoint to resume from. Fails if the directory has files that the
     /// run would overwrite, unless it is that of a run. Changes nothing.
-    pub fn inspect(path: &Path, options: &Options) -> Result<Self> {
+    pub fn inspect(path: &Path, options: &TrainOptions) -> Result<Self> {
         // The settings of the run contain the path as text.
         ensure!(
             path.to_str().is_some(),

@@ -1,7 +1,7 @@
 //! Start of a run that may continue with fewer ranks (`--min-ranks`): the parts of its files that waiting processes look at, and the
 //! device, which is opened before the ranks meet.
 
-use super::{Options, Start, multi_rank};
+use super::{Start, TrainOptions, multi_rank};
 use crate::log;
 use crate::values::{Count, Resume};
 use anyhow::{Context, Result, bail, ensure};
@@ -23,13 +23,13 @@ pub struct Part {
 }
 
 /// Returns the flags for any process of the run. One that comes late finds checkpoints.
-pub fn flags(args: &Options) -> Options {
+pub fn flags(args: &TrainOptions) -> TrainOptions {
     let resume = if args.resume == Resume::No { Resume::Auto } else { args.resume };
-    Options { resume, ..args.clone() }
+    TrainOptions { resume, ..args.clone() }
 }
 
 /// Waits until this process is part of the run. Returns `None` if the run has completed all its steps.
-pub fn join(args: &Options, min_ranks: usize) -> Result<Option<Part>> {
+pub fn join(args: &TrainOptions, min_ranks: usize) -> Result<Option<Part>> {
     let world = launcher::from_environment(multi_rank::launcher_flags(&args.launch))?;
     let sizes = WorldSizes { min_ranks, micro_batches: micro_batches(args)? };
     let directory = args.out().context("--min-ranks: expected --out, found none; add it")?;
@@ -62,7 +62,7 @@ pub fn join(args: &Options, min_ranks: usize) -> Result<Option<Part>> {
 }
 
 /// Returns the micro-batches in a step of all ranks together.
-fn micro_batches(args: &Options) -> Result<usize> {
+fn micro_batches(args: &TrainOptions) -> Result<usize> {
     let (Some(b), Some(t), Some(total)) = (args.batch, args.seq, args.total_batch) else {
         bail!(
             "--min-ranks: expected --batch, --seq and --total-batch, found fewer; add them, because a step must not depend on the number of ranks"
@@ -117,7 +117,7 @@ pub fn shard_size(world_size: usize, wanted: usize) -> (usize, Option<String>) {
 }
 
 /// Returns a note on the ranks of the run, if some are missing.
-pub fn note(members: &Members, args: &Options) -> Option<String> {
+pub fn note(members: &Members, args: &TrainOptions) -> Option<String> {
     let text = members.describe()?;
     let each = micro_batches(args).ok()? / members.ranks.len();
     Some(format!("{text}; each rank computes {each} micro-batches in a step"))

@@ -11,7 +11,7 @@ mod shape;
 mod without_effect;
 
 pub use config::Config;
-pub use options::{GENERAL, Launch, Options};
+pub use options::{GENERAL, Launch, TrainOptions};
 pub use resolve::{DEFAULT_SEQ, UNKNOWN_STEPS};
 
 use super::report::{Setup, planned, zero_stages};
@@ -50,14 +50,14 @@ use system::{thread, time};
 use tokenizer::stored::Found;
 
 /// Trains a model as one rank of a run.
-pub fn run(args: &Options) -> Result<()> {
+pub fn run(args: &TrainOptions) -> Result<()> {
     run_until(args, Stop::on_signals)
 }
 
 /// Trains a model as one rank of a run. `stop` creates the source of requests to stop, from the directory in which this rank writes.
-pub fn run_until(args: &Options, stop: impl FnOnce(Option<PathBuf>) -> Result<Stop>) -> Result<()> {
+pub fn run_until(args: &TrainOptions, stop: impl FnOnce(Option<PathBuf>) -> Result<Stop>) -> Result<()> {
     // An error on one rank ends the run on all ranks.
-    let train_as = |args: &Options, mut ranks: Ranks, start| {
+    let train_as = |args: &TrainOptions, mut ranks: Ranks, start| {
         train(args, &mut ranks, start, stop).map_err(|error| ranks.abort(error))
     };
     let Some(min_ranks) = args.min_ranks.filter(|_| !args.dry_run) else {
@@ -82,7 +82,7 @@ pub struct Start {
 
 impl Start {
     /// Returns the number of the GPU of this rank, and the engine.
-    fn open(self, args: &Options, ranks: &Ranks) -> Result<(usize, Opened)> {
+    fn open(self, args: &TrainOptions, ranks: &Ranks) -> Result<(usize, Opened)> {
         if let Some(opened) = self.opened {
             return Ok(opened);
         }
@@ -91,7 +91,7 @@ impl Start {
     }
 
     /// Returns the size of the shard groups. Adds notes on what differs from the flags, because ranks are missing.
-    fn shard_size(&self, args: &Options, ranks: &Ranks, notes: &mut Vec<String>) -> Option<usize> {
+    fn shard_size(&self, args: &TrainOptions, ranks: &Ranks, notes: &mut Vec<String>) -> Option<usize> {
         let (Some(members), wanted) = (&self.members, args.shard_size) else { return args.shard_size };
         notes.extend(elastic::note(members, args));
         let (size, note) = elastic::shard_size(ranks.world_size(), wanted?);
@@ -118,7 +118,7 @@ struct PlannedRun {
 }
 
 fn train(
-    args: &Options,
+    args: &TrainOptions,
     ranks: &mut Ranks,
     start: Start,
     stop: impl FnOnce(Option<PathBuf>) -> Result<Stop>,
@@ -162,7 +162,7 @@ fn train(
     let identity = identify(ranks, engine, &config, (train.as_ref(), val.as_ref()), &tokenizer, gpu)?;
     notes.extend(tokenizer.note.clone().filter(|_| config.flags.sample_every != Some(0)));
     if let Some(checkpoint) = &checkpoint {
-        notes.extend(checkpoint.check_settings(&identity, descriptor, Options::may_change, args.force_resume)?);
+        notes.extend(checkpoint.check_settings(&identity, descriptor, TrainOptions::may_change, args.force_resume)?);
     }
     let limits = RunLimits { ranks: ranks.world_size(), shard, total_batch: args.total_batch };
     let (model, plan, stages) = plan(&config, descriptor, limits, engine)?;
@@ -200,7 +200,7 @@ fn train(
 
 /// Fails if a run is resumed without a directory, or would write into the Hugging Face directory of its model, whose tokenizer it could
 /// replace.
-fn check_out(args: &Options) -> Result<()> {
+fn check_out(args: &TrainOptions) -> Result<()> {
     ensure!(
         args.resume != Resume::Required || args.out().is_some(),
         "--resume: expected the --out of a run, found --out none; name its directory"
@@ -217,7 +217,7 @@ fn check_out(args: &Options) -> Result<()> {
 }
 
 /// Returns a note if there are fewer validation batches than a flag says.
-fn excess_val_batches(args: &Options, config: &Config, val: Option<&Loader>) -> Option<String> {
+fn excess_val_batches(args: &TrainOptions, config: &Config, val: Option<&Loader>) -> Option<String> {
     let (Some(Count::Some(wanted)), Some(val)) = (args.val_batches, val) else { return None };
     let note = evaluate::excess_batches(wanted, val.batches_per_epoch());
     note.filter(|_| config.val_every > 0)
@@ -227,7 +227,7 @@ fn excess_val_batches(args: &Options, config: &Config, val: Option<&Loader>) -> 
 fn claim(
     out: Option<OutDirectory>,
     ranks: &mut Ranks,
-    args: &Options,
+    args: &TrainOptions,
     config: &mut Config,
 ) -> Result<Option<OutDirectory>> {
     if args.dry_run {
@@ -270,7 +270,7 @@ impl PlannedRun {
         mut self,
         ranks: &mut Ranks,
         engine: &mut dyn Engine,
-        args: &Options,
+        args: &TrainOptions,
         gpu: Option<usize>,
         started: Instant,
         stop: impl FnOnce(Option<PathBuf>) -> Result<Stop>,
@@ -433,7 +433,7 @@ fn load_weights(
 
 fn capacity(config: &Config, descriptor: &Descriptor, engine: &dyn Engine) -> Result<PlanOptions> {
     let Config { batch: b, seq: t, .. } = *config;
-    let Options { master_weights, moments, recompute, optimizer, fp8, .. } = config.flags;
+    let TrainOptions { master_weights, moments, recompute, optimizer, fp8, .. } = config.flags;
     let fp8 = fp8.resolve(config.precision)?;
     let fp8 = fp8.map(|settings| Fp8Options::new(settings, descriptor, [b, t], engine)).transpose()?;
     Ok(PlanOptions { master_weights, moments, recompute, optimizer, fp8, ..PlanOptions::training(b, t) })

@@ -1,6 +1,6 @@
 //! Start of a run with several ranks: rendezvous, checks that the ranks agree, and the state that rank 0 broadcasts.
 
-use super::{Config, Launch, Options};
+use super::{Config, Launch, TrainOptions};
 use crate::console::Console;
 use crate::terminal;
 use crate::values::Resume;
@@ -124,7 +124,7 @@ pub fn check_tokenizer(ranks: &mut Ranks, tokenizer: Option<&Tokenizer>, zero_st
 }
 
 /// Returns the console of this rank: rank 0 prints to standard output, the other ranks to files in the output directory.
-pub fn console(ranks: &Ranks, args: &Options, config: &Config) -> Result<Console> {
+pub fn console(ranks: &Ranks, args: &TrainOptions, config: &Config) -> Result<Console> {
     let (out, steps) = (config.flags.out.as_deref().filter(|_| !args.dry_run), config.steps);
     if ranks.is_first() {
         let mut console = Console::with_verbosity(steps, out.map(|out| out.join(CONSOLE_FILE)), args.verbosity());

@@ -59,7 +59,7 @@ Examples:
 #[command(after_help = EXAMPLES)]
 #[serde(rename_all = "kebab-case")]
 #[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
-pub struct Options {
+pub struct TrainOptions {
     /// Token files (.bin) to train on; quote the pattern [default: a built-in text, as bytes]
     #[arg(short = 'i', long, value_name = "GLOB", help_heading = DATA)]
     pub train: Option<String>,
@@ -380,7 +380,7 @@ pub struct Options {
     pub spelled_for_llm_c: bool,
 }
 
-impl Options {
+impl TrainOptions {
     /// Value of `--out` with which a run saves nothing.
     const NO_OUT: &str = "none";
 

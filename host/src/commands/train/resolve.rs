@@ -1,6 +1,6 @@
 //! Resolves flags to settings: opens the model and the data, and fills in defaults.
 
-use super::{Config, Options, shape};
+use super::{Config, TrainOptions, shape};
 use crate::commands::resources::Fp8Flags;
 use crate::corpus;
 use crate::datasets::Datasets;
@@ -35,7 +35,7 @@ pub struct Resolved {
 pub const UNKNOWN_STEPS: usize = u32::MAX as usize;
 
 /// Returns why a dry run plans a named model without data: there is no `--train`, or its files do not exist yet.
-fn without_data(options: &Options) -> Option<String> {
+fn without_data(options: &TrainOptions) -> Option<String> {
     options.model.as_ref().filter(|_| options.dry_run)?;
     match options.train.as_deref() {
         None => {
@@ -110,7 +110,7 @@ impl Resolved {
     /// A run that is `resumed` has the model of its checkpoint, since the files of its initial weights may have been deleted, and its final
     /// learning rate, since the default was another one in earlier versions.
     pub fn new(
-        options: &Options,
+        options: &TrainOptions,
         opened: &Opened,
         resumed: Option<(Descriptor, Option<f32>)>,
         rank: usize,
@@ -128,7 +128,7 @@ impl Resolved {
         let seq = options.seq.unwrap_or(defaults.t);
         let (shape, descriptor, weights) = shape::resolve(options, vocab, seq, from_files, resumed)?;
         check_optimizer(options, descriptor, opened)?;
-        let batch = Batch::new(options, &defaults, descriptor, ranks)?;
+        let batch = BatchSize::new(options, &defaults, descriptor, ranks)?;
         let model = options.model.as_ref().map_or_else(|| "the model".to_owned(), |name| format!("--model {name}"));
         datasets.check_vocab(&model, descriptor.vocab)?;
         let resumed_from = options.out().filter(|_| resumed.is_some());
@@ -162,8 +162,8 @@ impl Resolved {
 }
 
 /// Checks that the flags of the optimizer and of the schedule apply.
-fn check_optimizer(options: &Options, descriptor: Descriptor, opened: &Opened) -> Result<()> {
-    let Options { muon_lr, muon_momentum, muon_momentum_warmup, muon_coefficients, .. } = options;
+fn check_optimizer(options: &TrainOptions, descriptor: Descriptor, opened: &Opened) -> Result<()> {
+    let TrainOptions { muon_lr, muon_momentum, muon_momentum_warmup, muon_coefficients, .. } = options;
     let muon = options.optimizer == Optimizer::Muon;
     for (flag, given) in [
         ("--muon-lr", muon_lr.is_some()),
@@ -192,7 +192,7 @@ fn check_optimizer(options: &Options, descriptor: Descriptor, opened: &Opened) -
 }
 
 /// The batch of a step.
-struct Batch {
+struct BatchSize {
     b: usize,
     t: usize,
     ranks: usize,
@@ -202,8 +202,8 @@ struct Batch {
     total: usize,
 }
 
-impl Batch {
-    fn new(options: &Options, defaults: &Defaults, descriptor: Descriptor, ranks: usize) -> Result<Self> {
+impl BatchSize {
+    fn new(options: &TrainOptions, defaults: &Defaults, descriptor: Descriptor, ranks: usize) -> Result<Self> {
         let b = options.batch.unwrap_or(defaults.b);
         let t = options.seq.unwrap_or(defaults.t.min(descriptor.max_seq_len));
         fit::check_batch(&descriptor, b, t)?;
@@ -221,10 +221,10 @@ impl Batch {
 
 /// Opens the training data and the validation data.
 fn loaders(
-    options: &Options,
+    options: &TrainOptions,
     descriptor: Descriptor,
     (datasets, tokenizer): (&Datasets, &Found),
-    batch: &Batch,
+    batch: &BatchSize,
     rank: usize,
 ) -> Result<(Loader, Option<Loader>)> {
     let geometry = Geometry { b: batch.b, t: batch.t, ranks: batch.ranks, rank };
@@ -257,7 +257,7 @@ fn check_vocabulary(
 }
 
 /// Returns the number of steps of the run.
-fn steps(wanted: Count, train: Option<&Loader>, batch: &Batch) -> Result<usize> {
+fn steps(wanted: Count, train: Option<&Loader>, batch: &BatchSize) -> Result<usize> {
     let (steps, train) = match (wanted, train) {
         (Count::Some(steps), _) => return Ok(steps),
         (Count::All, None) => return Ok(UNKNOWN_STEPS),
@@ -277,7 +277,13 @@ fn steps(wanted: Count, train: Option<&Loader>, batch: &Batch) -> Result<usize> 
 }
 
 /// Returns the settings, except those that depend on the shape of the model and on the size of the validation data.
-fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, opened: &Opened) -> Result<Config> {
+fn config(
+    options: &TrainOptions,
+    defaults: &Defaults,
+    batch: &BatchSize,
+    steps: usize,
+    opened: &Opened,
+) -> Result<Config> {
     let final_fraction = match options.schedule {
         Kind::Trapezoidal => 0.0,
         _ if options.spelled_for_llm_c && options.train.is_some() => FINAL_FRACTION_OF_LLM_C,
@@ -309,7 +315,7 @@ fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, o
 }
 
 /// Returns the flags with the final values of those that [`Config`] does not replace.
-fn flags(options: &Options, defaults: &Defaults, fp8: Option<Fp8Settings>, opened: &Opened) -> Options {
+fn flags(options: &TrainOptions, defaults: &Defaults, fp8: Option<Fp8Settings>, opened: &Opened) -> TrainOptions {
     let mut flags = options.clone();
     flags.out = options.out().map(Path::to_owned);
     flags.sample_every = options.sample_every.or(defaults.sample_every);
@@ -333,7 +339,7 @@ fn flags(options: &Options, defaults: &Defaults, fp8: Option<Fp8Settings>, opene
 }
 
 /// Returns the minutes between checkpoints that no number of steps requests.
-fn checkpoint_minutes(options: &Options) -> f32 {
+fn checkpoint_minutes(options: &TrainOptions) -> f32 {
     let default =
         if !options.saves_nothing() && options.checkpoint_every != Some(0) { CHECKPOINT_MINUTES } else { 0.0 };
     options.checkpoint_minutes.unwrap_or(default)
@@ -341,7 +347,7 @@ fn checkpoint_minutes(options: &Options) -> f32 {
 
 /// Opens the shards of the training data and of the validation data.
 fn open_tokens(
-    options: &Options,
+    options: &TrainOptions,
     descriptor: Descriptor,
     datasets: &Datasets,
     tokenizer: &Found,

@@ -1,6 +1,6 @@
 //! The shape of the model, from `--model` and the flags that replace its sizes.
 
-use super::options::Options;
+use super::options::TrainOptions;
 use anyhow::{Context, Result, ensure};
 use interchange::ModelSource;
 use model::Descriptor;
@@ -12,14 +12,14 @@ use tokenizer::BYTE_VOCAB;
 const SMALL: (usize, usize, usize) = (2, 2, 128);
 
 /// The settings from which the shape of the model follows.
-pub struct Shape {
+pub struct ModelFlags {
     model: Option<String>,
     overrides: Overrides,
 }
 
-impl Shape {
+impl ModelFlags {
     /// Writes the settings to the flags of the run.
-    pub fn save(self, flags: &mut Options) {
+    pub fn save(self, flags: &mut TrainOptions) {
         let Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels } = self.overrides;
         flags.model = self.model;
         (flags.layers, flags.heads, flags.channels) = (layers, heads, channels);
@@ -33,13 +33,13 @@ impl Shape {
 /// and of bytes for the built-in text. `seq` is the length of sequences. `from_files` is false for the built-in text. The model of a
 /// resumed run is `resumed`.
 pub fn resolve(
-    options: &Options,
+    options: &TrainOptions,
     vocab: Option<usize>,
     seq: usize,
     from_files: bool,
     resumed: Option<Descriptor>,
-) -> Result<(Shape, Descriptor, Option<ModelSource>)> {
-    let Options { layers, heads, kv_heads, head_size, channels, ffn: mlp_channels, .. } = *options;
+) -> Result<(ModelFlags, Descriptor, Option<ModelSource>)> {
+    let TrainOptions { layers, heads, kv_heads, head_size, channels, ffn: mlp_channels, .. } = *options;
     let overrides = Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels };
     // Earlier versions of the program trained models of 50,257 ids on the data of any tokenizer.
     let vocab = resumed.map(|descriptor| descriptor.vocab).or(vocab);
@@ -47,7 +47,7 @@ pub fn resolve(
     let Some(name) = options.model.clone().or(default) else {
         return custom(overrides, vocab.unwrap_or(if from_files { GPT2_VOCAB } else { BYTE_VOCAB }), seq);
     };
-    let shape = Shape { model: Some(name.clone()), overrides };
+    let shape = ModelFlags { model: Some(name.clone()), overrides };
     // A known name is always a shape, even if there is a file or directory of that name.
     match (name.parse::<Descriptor>(), resumed) {
         (Ok(known), _) => {
@@ -72,7 +72,7 @@ pub fn resolve(
 }
 
 /// Returns a GPT-2 of the given sizes, or the default model of the built-in text.
-fn custom(overrides: Overrides, vocab: usize, seq: usize) -> Result<(Shape, Descriptor, Option<ModelSource>)> {
+fn custom(overrides: Overrides, vocab: usize, seq: usize) -> Result<(ModelFlags, Descriptor, Option<ModelSource>)> {
     let small = Overrides { layers: Some(SMALL.0), heads: Some(SMALL.1), channels: Some(SMALL.2), ..overrides };
     let overrides = if overrides.is_empty() { small } else { overrides };
     let (Some(layers), Some(heads), Some(channels)) = (overrides.layers, overrides.heads, overrides.channels) else {
@@ -83,7 +83,7 @@ fn custom(overrides: Overrides, vocab: usize, seq: usize) -> Result<(Shape, Desc
     };
     let gpt2 = Descriptor::gpt2(layers, heads, channels, seq, vocab).context("--layers, --heads, --channels")?;
     let descriptor = gpt2.with(overrides).context("the shape of the model")?;
-    Ok((Shape { model: None, overrides }, descriptor, None))
+    Ok((ModelFlags { model: None, overrides }, descriptor, None))
 }
 
 /// Returns whether a value of `--model` is a path. The files may have been deleted when a run is resumed.

@@ -1,6 +1,6 @@
 //! Flags of `train` that do not change the run, for notes to the user.
 
-use super::{Config, Options};
+use super::{Config, TrainOptions};
 use engine::GeluFusion;
 use engine::open::{Device, MatmulBackend, Opened, Precision};
 use model::MasterWeights;
@@ -8,7 +8,7 @@ use model::guards::WINDOW;
 use model::schedule::Kind;
 
 /// Returns a note for each flag that has no effect, with the reason.
-pub fn notes(options: &Options, config: &Config, opened: &Opened, ranks: usize) -> Vec<String> {
+pub fn notes(options: &TrainOptions, config: &Config, opened: &Opened, ranks: usize) -> Vec<String> {
     let hardware = &options.hardware;
     let launch = &options.launch;
     let flags = &config.flags;

@@ -12,7 +12,7 @@ use engine::tensor::Tensor;
 
 /// A norm before a linear layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Norm {
+enum DecodeNorm {
     None,
     Layer,
     Rms,
@@ -33,15 +33,15 @@ pub fn edge_cases() -> Vec<Case> {
     for rows in [1, 2, 3, 4, 7, 16, 17] {
         for (c, oc) in [(64, 48), (520, 80), (3072, 40)] {
             let shape = MatmulShape { rows, c, oc };
-            cases.push(matmul(shape, Norm::None, true, After::Residual));
-            for norm in [Norm::Layer, Norm::Rms] {
+            cases.push(matmul(shape, DecodeNorm::None, true, After::Residual));
+            for norm in [DecodeNorm::Layer, DecodeNorm::Rms] {
                 cases.push(matmul(shape, norm, true, After::Nothing));
             }
         }
         let shape = MatmulShape { rows, c: 520, oc: 80 };
         for &activation in Activation::ALL {
-            cases.push(matmul(shape, Norm::Layer, true, After::Activation(activation)));
-            cases.push(matmul(shape, Norm::None, false, After::Activation(activation)));
+            cases.push(matmul(shape, DecodeNorm::Layer, true, After::Activation(activation)));
+            cases.push(matmul(shape, DecodeNorm::None, false, After::Activation(activation)));
         }
     }
     for (heads, kv_heads) in [(1, 1), (3, 3), (4, 2), (7, 1), (12, 3)] {
@@ -66,15 +66,15 @@ pub fn model_cases() -> Vec<Case> {
     let mut cases = vec![embed(64, 768, 50257, true), embed(1, 2048, 128_256, false)];
     for rows in [1, 4, 16, 64] {
         for (c, oc, norm, epilogue) in [
-            (768, 2304, Norm::Layer, After::Nothing),
-            (768, 768, Norm::None, After::Residual),
-            (768, 3072, Norm::Layer, After::Activation(Activation::Gelu)),
-            (3072, 768, Norm::None, After::Residual),
-            (768, 50304, Norm::Layer, After::Nothing),
-            (2048, 16384, Norm::Rms, After::Activation(Activation::SwiGlu)),
-            (8192, 2048, Norm::None, After::Residual),
+            (768, 2304, DecodeNorm::Layer, After::Nothing),
+            (768, 768, DecodeNorm::None, After::Residual),
+            (768, 3072, DecodeNorm::Layer, After::Activation(Activation::Gelu)),
+            (3072, 768, DecodeNorm::None, After::Residual),
+            (768, 50304, DecodeNorm::Layer, After::Nothing),
+            (2048, 16384, DecodeNorm::Rms, After::Activation(Activation::SwiGlu)),
+            (8192, 2048, DecodeNorm::None, After::Residual),
         ] {
-            cases.push(matmul(MatmulShape { rows, c, oc }, norm, norm != Norm::Rms, epilogue));
+            cases.push(matmul(MatmulShape { rows, c, oc }, norm, norm != DecodeNorm::Rms, epilogue));
         }
     }
     for (b, t, heads, kv_heads, head_size) in [
@@ -125,12 +125,12 @@ fn embed(b: usize, c: usize, vocab: usize, positions: bool) -> Case {
 }
 
 /// Returns a linear layer.
-fn matmul(shape: MatmulShape, norm: Norm, bias: bool, epilogue: After) -> Case {
+fn matmul(shape: MatmulShape, norm: DecodeNorm, bias: bool, epilogue: After) -> Case {
     let MatmulShape { rows, c, oc } = shape;
     let activation = if let After::Activation(activation) = epilogue { Some(activation) } else { None };
     let columns = oc / activation.map_or(1, Activation::inputs);
     let tolerance = match activation {
-        None if norm == Norm::None => Tolerance::REDUCTION,
+        None if norm == DecodeNorm::None => Tolerance::REDUCTION,
         Some(Activation::ReluSquared | Activation::SwiGlu | Activation::GeGlu) => Tolerance::SQUARED_CHAIN,
         _ => Tolerance::CHAIN,
     };
@@ -154,8 +154,8 @@ fn matmul(shape: MatmulShape, norm: Norm, bias: bool, epilogue: After) -> Case {
     let run = move |x: &[Tensor]| {
         let (out, inp) = (x[6], x[1]);
         let normed = match norm {
-            Norm::None => None,
-            Norm::Layer => Some(NormForward::LayerNorm(LayerNormForward {
+            DecodeNorm::None => None,
+            DecodeNorm::Layer => Some(NormForward::LayerNorm(LayerNormForward {
                 out,
                 mean: x[7],
                 rstd: x[8],
@@ -165,7 +165,7 @@ fn matmul(shape: MatmulShape, norm: Norm, bias: bool, epilogue: After) -> Case {
                 c,
                 quantized: None,
             })),
-            Norm::Rms => Some(NormForward::RmsNorm(RmsNormForward {
+            DecodeNorm::Rms => Some(NormForward::RmsNorm(RmsNormForward {
                 out,
                 rstd: x[8],
                 inp,
@@ -190,7 +190,7 @@ fn matmul(shape: MatmulShape, norm: Norm, bias: bool, epilogue: After) -> Case {
         (None, After::Residual) => "residual".to_owned(),
         _ => String::new(),
     };
-    let norm_name = if norm == Norm::None { String::new() } else { format!("{norm:?} ") };
+    let norm_name = if norm == DecodeNorm::None { String::new() } else { format!("{norm:?} ") };
     let bias_name = if bias { "bias " } else { "" };
     let name = format!("{rows}x{oc}x{c} {norm_name}{bias_name}{kind}").trim_end().to_owned();
     case("decode_matmul", name, workload(1, rows, c, 1, 128, 0), operands, work, move |e, x| e.run(run(x)))
