@@ -5,6 +5,7 @@ use crate::common::runs::signal;
 use crate::common::{fail, text};
 use serde_json::{Value, json};
 use std::fs;
+use std::io::Read;
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{scope, sleep};

@@ -1,10 +1,10 @@
 //! Completions in OpenAI's format.
 
-use super::{Server, files, request, sample, train, trained};
+use super::{Server, files, sample, train, trained};
 use crate::common::text;
 use serde_json::{Value, json};
 use std::fs;
-use std::io::BufReader;
+use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 

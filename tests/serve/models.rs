@@ -1,6 +1,6 @@
 //! The page, and the models that the server follows.
 
-use super::{Server, request, rest, sample, train, trained};
+use super::{Server, request, sample, train, trained};
 use crate::common::{succeed, text};
 use serde_json::{Value, json};
 use std::fs;
