@@ -585,6 +585,10 @@ impl TcpGroup {
     }
 
     fn connection_fault(&self, peer: String, error: &io::Error) -> anyhow::Error {
+        // A peer also closes its connection when it has learned of a fault. That fault is the cause.
+        if let Some(fault) = self.watchdog.fault() {
+            return fault.into();
+        }
         let activity = self.activity();
         match error.kind() {
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {

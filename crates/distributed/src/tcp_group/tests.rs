@@ -120,6 +120,17 @@ fn a_disconnected_rank_is_named_on_all_ranks() {
 }
 
 #[test]
+fn a_rank_that_leaves_because_of_a_fault_is_not_named() {
+    let mut groups = TcpGroup::in_process(3, TIMEOUT).unwrap();
+    let mut rank_0 = groups.remove(0);
+    let fault = Fault::Disconnected { peer: "rank 2".to_owned(), activity: "step 7".to_owned() };
+    rank_0.watchdog.report_fault(fault);
+    drop(groups);
+    let error = rank_0.receive(0, MessageKind::Gather, None).unwrap_err();
+    assert!(error.to_string().starts_with("rank 2 disconnected during step 7"), "{error}");
+}
+
+#[test]
 fn the_end_of_rank_0_is_detected() {
     let texts = on_ranks(3, TIMEOUT, |group| match group.rank {
         0 => String::new(),
