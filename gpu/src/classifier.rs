@@ -11,7 +11,7 @@
 //! Subtracting first is essential: max log2(e) has a rounding error, which for logits above about 2^31 exceeds the
 //! whole range of exponents.
 //!
-//! [`classifier_softcap`] bounds the logits first ([`crate::softcap`]), in both passes. Its loss and probabilities are
+//! With SOFTCAP, [`classifier()`] bounds the logits first ([`crate::softcap`]), in both passes. Its loss and probabilities are
 //! those of the bounded logits; the gradient is that of the logits in memory.
 
 pub mod wide;
@@ -58,36 +58,6 @@ pub struct Scalars {
     pub padded: u32,
     /// What to keep in shared memory: columns, from [`staged`], or packets of each thread, from [`wide::staged`].
     pub staged: u32,
-}
-
-/// Computes losses (rows) += `-log softmax(logits)[target]`, and the gradient of the logits if `gradients` is not 0.
-///
-/// The gradient replaces logits (rows, Vp) with (softmax(logits) - onehot(target)) * dloss, and with 0 in columns
-/// V..Vp. Grid: rows. Shared memory: [`shared`].
-#[kernel(threads = 1024, blocks_per_sm = 2, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
-pub fn classifier<T: Element>(
-    logits: GlobalMut<T>,
-    losses: GlobalMut<f32>,
-    targets: Global<i32>,
-    scalars: Scalars,
-    gradients: u32,
-) {
-    process_row::<T, false>(logits, losses, targets, scalars, gradients, 0.0);
-}
-
-/// Computes [`classifier`] of softcap · tanh(logits / softcap), and the gradient of `logits`.
-///
-/// Without gradients, the logits do not change. Grid: rows. Shared memory: [`shared`].
-#[kernel(threads = 1024, blocks_per_sm = 2, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
-pub fn classifier_softcap<T: Element>(
-    logits: GlobalMut<T>,
-    losses: GlobalMut<f32>,
-    targets: Global<i32>,
-    scalars: Scalars,
-    gradients: u32,
-    softcap: f32,
-) {
-    process_row::<T, true>(logits, losses, targets, scalars, gradients, softcap);
 }
 
 /// Starts the copies of the thread's staged columns, from `first` on in steps of `step`. Returns the end of the first half.
@@ -145,16 +115,25 @@ fn subtract_target<T: Element>(p: &mut [f32; 8], i: u32, target: u32, target_gra
     }
 }
 
-/// Processes the row of the calling block. `softcap` is only used if SOFTCAP is true.
-#[inline(always)]
-fn process_row<T: Element, const SOFTCAP: bool>(
+/// Computes losses (rows) += `-log softmax(logits)[target]`, and the gradient of the logits if `gradients` is not 0. With SOFTCAP,
+/// the logits are bounded first: softcap · tanh(logits / softcap).
+///
+/// The gradient replaces logits (rows, Vp) with (softmax(logits) - onehot(target)) * dloss, and with 0 in columns
+/// V..Vp. Without gradients, the logits do not change. Grid: rows. Shared memory: [`shared`].
+#[kernel(
+    threads = 1024,
+    blocks_per_sm = 2,
+    instances([_ = false, softcap = true] * [bf16 = cuda_std::bf16, f32 = f32])
+)]
+pub fn classifier<const SOFTCAP: bool, T: Element>(
     logits: GlobalMut<T>,
     losses: GlobalMut<f32>,
     targets: Global<i32>,
-    Scalars { dloss, vocabulary, padded, staged }: Scalars,
+    scalars: Scalars,
     gradients: u32,
     softcap: f32,
 ) {
+    let Scalars { dloss, vocabulary, padded, staged } = scalars;
     let (scratch, stage) = shared::<T>(&mut Layout::new(), staged as usize);
     let row = thread::block_idx_x() as usize;
     let logits = logits.skip(row * padded as usize);

@@ -5,7 +5,7 @@ use crate::common::{
 };
 use cuda_std::emulate::Memory;
 use cuda_std::{Element, bf16};
-use gpu::classifier::{Scalars, classifier, classifier_softcap, shared, staged, wide};
+use gpu::classifier::{Scalars, classifier, shared, staged, wide};
 use gpu::softcap::tanh_and_slope;
 use proptest::prelude::any;
 use std::slice;
@@ -71,8 +71,8 @@ impl<T: Tolerance> Case<T> {
         let gradients = u32::from(gradients);
         let targets = memory.input("targets", &self.targets);
         let launch = match self.softcap {
-            None => classifier(logits, losses, targets, scalars, gradients),
-            Some(softcap) => classifier_softcap(logits, losses, targets, scalars, gradients, softcap as f32),
+            None => classifier::<false, _>(logits, losses, targets, scalars, gradients, 0.0),
+            Some(softcap) => classifier::<true, _>(logits, losses, targets, scalars, gradients, softcap as f32),
         };
         run(&mut memory, &launch, self.targets.len() as u32, shared_bytes(|layout| shared::<T>(layout, staged)));
         Got { losses: read(&memory, losses), gradients: read(&memory, logits) }

@@ -46,8 +46,8 @@ pub(super) fn classifier<T: Float>(cuda: &mut Cuda<T>, op: Classifier) -> Result
     let losses = cuda.output("losses", losses, rows)?;
     let targets = cuda.input("targets", targets, rows)?;
     let launch = match softcap {
-        None => classifier::classifier::<T>(logits, losses, targets, scalars, gradients),
-        Some(softcap) => classifier::classifier_softcap::<T>(logits, losses, targets, scalars, gradients, softcap),
+        None => classifier::classifier::<false, T>(logits, losses, targets, scalars, gradients, 0.0),
+        Some(softcap) => classifier::classifier::<true, T>(logits, losses, targets, scalars, gradients, softcap),
     };
     cuda.launch(&launch, [rows as u32, 1, 1], shared_bytes(|layout| classifier::shared::<T>(layout, staged)))
 }

@@ -117,7 +117,7 @@ fn production(s: &mut Session) -> Result<()> {
     let Problem { logits, losses, targets, rows, v, vp } = problem(s)?;
     let staged = staged::<bf16>(vp, SHARED_BYTES);
     let scalars = Scalars { dloss: DLOSS, vocabulary: v as u32, padded: vp as u32, staged: staged as u32 };
-    let launch = classifier::<bf16>(logits, losses, targets, scalars, 1);
+    let launch = classifier::<false, bf16>(logits, losses, targets, scalars, 1, 0.0);
     s.launch(launch, blocks(rows, 1), shared_bytes(|layout| shared::<bf16>(layout, staged)));
     Ok(())
 }
