@@ -28,6 +28,19 @@ impl<T> Clone for GlobalMut<T> {
 }
 impl<T> Copy for GlobalMut<T> {}
 
+#[cfg(not(target_arch = "nvptx64"))]
+impl<T> Default for Global<T> {
+    fn default() -> Self {
+        Self::null()
+    }
+}
+#[cfg(not(target_arch = "nvptx64"))]
+impl<T> Default for GlobalMut<T> {
+    fn default() -> Self {
+        Self::null()
+    }
+}
+
 // SAFETY: a view is an address; the launch contract covers the accesses through it.
 unsafe impl<T> Send for Global<T> {}
 // SAFETY: as above.

@@ -35,12 +35,12 @@ pub trait Elementwise: 'static {
     const SECOND: bool = matches!(Self::EPILOGUE.activation, Some((_, Pass::Forward | Pass::BackwardAndValue)));
 
     /// Computes two adjacent elements of out before their rounding, and of second if there is one, packed as a bf16 pair.
-    fn values(acc: [f32; 2], aux: [f32; 2], factors: Factors) -> ([f32; 2], u32);
+    fn values(acc: [f32; 2], aux: [f32; 2], factors: ScaleFactors) -> ([f32; 2], u32);
 }
 
 /// The factors of [`Residual::Scaled`].
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Factors {
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct ScaleFactors {
     /// Factor of a · b.
     pub alpha: f32,
     /// Factor of the residual.
@@ -58,7 +58,7 @@ impl<const BIAS: bool, const RESIDUAL: bool> Elementwise for Linear<BIAS, RESIDU
     };
 
     #[inline(always)]
-    fn values(acc: [f32; 2], aux: [f32; 2], _: Factors) -> ([f32; 2], u32) {
+    fn values(acc: [f32; 2], aux: [f32; 2], _: ScaleFactors) -> ([f32; 2], u32) {
         (if RESIDUAL { [aux[0] + acc[0], aux[1] + acc[1]] } else { acc }, 0)
     }
 }
@@ -70,7 +70,7 @@ impl Elementwise for Scaled {
     const EPILOGUE: GemmEpilogue = GemmEpilogue { residual: Some(Residual::Scaled), ..GemmEpilogue::NONE };
 
     #[inline(always)]
-    fn values(acc: [f32; 2], aux: [f32; 2], Factors { alpha, beta }: Factors) -> ([f32; 2], u32) {
+    fn values(acc: [f32; 2], aux: [f32; 2], ScaleFactors { alpha, beta }: ScaleFactors) -> ([f32; 2], u32) {
         let sum = |acc, aux| math::fma(alpha, acc, beta * aux);
         ([sum(acc[0], aux[0]), sum(acc[1], aux[1])], 0)
     }
@@ -85,7 +85,7 @@ impl<A: ActivationFunction, const BIAS: bool> Elementwise for Forward<A, BIAS> {
     const EPILOGUE: GemmEpilogue = Linear::<BIAS, false>::EPILOGUE.with(A::ACTIVATION, Pass::Forward);
 
     #[inline(always)]
-    fn values([even, odd]: [f32; 2], _: [f32; 2], _: Factors) -> ([f32; 2], u32) {
+    fn values([even, odd]: [f32; 2], _: [f32; 2], _: ScaleFactors) -> ([f32; 2], u32) {
         let stored = pack_pair(even, odd);
         (unpack_pair(stored).map(|x| A::value([x, 0.0])), stored)
     }
@@ -99,7 +99,7 @@ impl<A: ActivationFunction, const VALUE: bool> Elementwise for Backward<A, VALUE
         GemmEpilogue::NONE.with(A::ACTIVATION, if VALUE { Pass::BackwardAndValue } else { Pass::Backward });
 
     #[inline(always)]
-    fn values(acc: [f32; 2], aux: [f32; 2], _: Factors) -> ([f32; 2], u32) {
+    fn values(acc: [f32; 2], aux: [f32; 2], _: ScaleFactors) -> ([f32; 2], u32) {
         if VALUE {
             let ([even_gradient, _], even) = A::gradients_and_value(acc[0], [aux[0], 0.0]);
             let ([odd_gradient, _], odd) = A::gradients_and_value(acc[1], [aux[1], 0.0]);
@@ -137,7 +137,7 @@ pub struct EpilogueOperands {
     pub m: u32,
     /// Columns of the output.
     pub n: u32,
-    pub factors: Factors,
+    pub factors: ScaleFactors,
     /// The scale of an FP8 output, and the address of its largest magnitude.
     pub scale_out: Global<f32>,
     pub amax: GlobalMut<u32>,

@@ -12,7 +12,7 @@
 use super::accumulate::AccumulateF32;
 use super::column_sums::{ColumnSums, SUMMING_WARPS, sum_columns};
 use super::epilogue::{
-    Backward, Elementwise, EpilogueOperands, EpilogueStore, Factors, Forward, Linear, Scaled, TmaEpilogue,
+    Backward, Elementwise, EpilogueOperands, EpilogueStore, Forward, Linear, ScaleFactors, Scaled, TmaEpilogue,
 };
 use super::gated::GatedEpilogue;
 use super::gemm::{Batching, Bias, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass};
@@ -250,7 +250,7 @@ pub fn matmul<L: Operands, E: Epilogue, T: Tile>(
     let tile_n = if L::B_PAIR { T::TILE_N / 2 } else { T::TILE_N };
     let parts = if E::SPLIT || L::BATCHED { parts } else { 1 };
     let scheduler = L::Scheduler::new([T::TILE_M, tile_n, L::TILE_K], [m, n, k], parts);
-    let factors = Factors { alpha, beta };
+    let factors = ScaleFactors { alpha, beta };
     let operands = EpilogueOperands { out, aux, second, bias, sums, m, n, factors, scale_out, amax };
     let column_sums = ColumnSums { partials: column_sums, m, n };
 

@@ -1,7 +1,7 @@
 //! Host side: the kernels, tensor maps and tile configurations for a GEMM.
 
 use super::column_sums::partial_rows;
-pub use super::epilogue::Factors;
+pub use super::epilogue::ScaleFactors;
 use super::gated::COLUMNS;
 use super::gemm::{Batching, Bias, Gemm, GemmEpilogue, GemmLayout, GemmOutput, Pass};
 use super::kernel::{Stored, matmul_exists, matmul_select};
@@ -38,8 +38,8 @@ impl TileShape {
 
 /// The matrices of a batched GEMM: their number, and the elements from the start of a matrix to that of the next. out and aux
 /// have the same stride. Strides are multiples of 8.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Batch {
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StridedBatch {
     /// Number of matrices.
     pub count: usize,
     /// Stride of a.
@@ -48,11 +48,6 @@ pub struct Batch {
     pub b: usize,
     /// Stride of out and aux.
     pub out: usize,
-}
-
-impl Batch {
-    /// The batch of a GEMM that is not batched.
-    pub const ONE: Self = Self { count: 1, a: 0, b: 0, out: 0 };
 }
 
 /// The dimensions of a tensor map.
@@ -81,8 +76,8 @@ pub struct Maps {
     pub second: Map,
 }
 
-/// Returns the tensor maps of a GEMM. `batch` is used if it is batched.
-pub fn maps(gemm: &Gemm, batch: Batch, tile: TileShape) -> Maps {
+/// Returns the tensor maps of a GEMM. `batch` may be arbitrary unless it is batched.
+pub fn maps(gemm: &Gemm, batch: StridedBatch, tile: TileShape) -> Maps {
     let Gemm { m, n, k, layout, epilogue, .. } = *gemm;
     let (fp8, tile_k) = (gemm.is_fp8(), tile_k(gemm));
     let matrix = |rows, columns, stride, tile, fp8| {
@@ -169,7 +164,7 @@ fn is_weight_gradient(gemm: &Gemm) -> bool {
 }
 
 /// The operands of a GEMM. Operands that it does not use may be arbitrary.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub struct KernelOperands {
     /// Tensor map of a, as described by [`maps`].
     pub a: Global<TensorMap>,
@@ -196,29 +191,9 @@ pub struct KernelOperands {
     /// Elements of `scratch`.
     pub scratch_len: usize,
     /// The factors of a scaled residual.
-    pub factors: Factors,
+    pub factors: ScaleFactors,
     /// The number of matrices of a batch.
     pub count: usize,
-}
-
-impl KernelOperands {
-    /// No operand is used.
-    pub const NONE: Self = Self {
-        a: Global::null(),
-        b: Global::null(),
-        out: Global::null(),
-        aux: Global::null(),
-        second: Global::null(),
-        bias: GlobalMut::null(),
-        scales: [Global::null(); 2],
-        scale_out: Global::null(),
-        amax: GlobalMut::null(),
-        out_address: 0,
-        scratch: GlobalMut::null(),
-        scratch_len: 0,
-        factors: Factors { alpha: 1.0, beta: 1.0 },
-        count: 1,
-    };
 }
 
 /// A tile configuration: how a GEMM is divided among thread blocks.
@@ -358,7 +333,7 @@ fn kernel(
     let pairs = gemm.layout == GemmLayout::Nt && gemm.epilogue.writes_preactivation() && gemm.epilogue.is_gated();
     let n = if pairs { gemm.n / 2 } else { gemm.n };
     let parts = if gemm.batching == Batching::One { split_k } else { operands.count };
-    let Factors { alpha, beta } = operands.factors;
+    let ScaleFactors { alpha, beta } = operands.factors;
     let [m, n, k, parts] = [gemm.m, n, gemm.k, parts].map(|size| size as u32);
     let key = (gemm.layout, gemm.precision, gemm.batching, stored(gemm, split_k), tile);
     let bias = bias.reader();

@@ -2,7 +2,7 @@
 
 use super::gemm::{Batching, GemmLayout, GemmPrecision};
 use super::shared::{SharedStorage, is_warpgroup_leader};
-use super::tile::{BatchScheduler, Scheduler, SymmetricScheduler, TILE_K, TILE_K_FP8, Tile, TileScheduler, WorkTile};
+use super::tile::{BatchScheduler, Scheduler, SplitKScheduler, SymmetricScheduler, TILE_K, TILE_K_FP8, Tile, WorkTile};
 use core::marker::PhantomData;
 use cuda_std::hopper::wgmma::{Accumulators, KMajorOperand};
 use cuda_std::hopper::{MBarrier, PipelineState, SwizzledTile, TensorMap, wgmma};
@@ -64,23 +64,23 @@ pub struct Fp8ABt<A, const EXACT: bool>(PhantomData<A>);
 
 impl Operands for AB {
     const LAYOUT: GemmLayout = GemmLayout::Nn;
-    type Scheduler = TileScheduler;
+    type Scheduler = SplitKScheduler;
 }
 
 impl Operands for ABt {
     const LAYOUT: GemmLayout = GemmLayout::Nt;
-    type Scheduler = TileScheduler;
+    type Scheduler = SplitKScheduler;
 }
 
 impl Operands for ABtPair {
     const LAYOUT: GemmLayout = GemmLayout::Nt;
     const B_PAIR: bool = true;
-    type Scheduler = TileScheduler;
+    type Scheduler = SplitKScheduler;
 }
 
 impl Operands for AtB {
     const LAYOUT: GemmLayout = GemmLayout::Tn;
-    type Scheduler = TileScheduler;
+    type Scheduler = SplitKScheduler;
 }
 
 impl<L: Operands> Operands for Strided<L> {
@@ -98,7 +98,7 @@ impl<L: Operands> Operands for Symmetric<L> {
 impl<A: Fp8, const EXACT: bool> Operands for Fp8ABt<A, EXACT> {
     const LAYOUT: GemmLayout = GemmLayout::Nt;
     const PRECISION: GemmPrecision = GemmPrecision::Fp8 { a: A::FORMAT, exact: EXACT };
-    type Scheduler = TileScheduler;
+    type Scheduler = SplitKScheduler;
 
     #[inline(always)]
     #[track_caller]

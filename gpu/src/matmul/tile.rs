@@ -128,7 +128,7 @@ const GROUP_ROWS: u32 = 2048;
 ///
 /// Work tiles are ordered by slice of K first, so that concurrent blocks read the same part of K.
 #[derive(Clone, Copy)]
-pub struct TileScheduler {
+pub struct SplitKScheduler {
     tile_m: u32,
     tile_n: u32,
     /// Tiles of a column, and of a row, of the output.
@@ -181,7 +181,7 @@ pub trait Scheduler: Copy {
     }
 }
 
-impl TileScheduler {
+impl SplitKScheduler {
     /// Returns the number of output tiles.
     #[inline(always)]
     pub fn tiles(self) -> u32 {
@@ -200,7 +200,7 @@ impl TileScheduler {
     }
 }
 
-impl Scheduler for TileScheduler {
+impl Scheduler for SplitKScheduler {
     #[inline(always)]
     fn new([tile_m, tile_n, tile_k]: [u32; 3], [m, n, k]: [u32; 3], split_k: u32) -> Self {
         let (tiles_m, tiles_n) = (m.div_ceil(tile_m), n.div_ceil(tile_n));
@@ -236,14 +236,14 @@ impl Scheduler for TileScheduler {
 /// Assigns the tiles of a batch of matrices, matrix by matrix.
 #[derive(Clone, Copy)]
 pub struct BatchScheduler {
-    tiles: TileScheduler,
+    tiles: SplitKScheduler,
     count: u32,
 }
 
 impl Scheduler for BatchScheduler {
     #[inline(always)]
     fn new(tile: [u32; 3], shape: [u32; 3], count: u32) -> Self {
-        Self { tiles: TileScheduler::new(tile, shape, 1), count }
+        Self { tiles: SplitKScheduler::new(tile, shape, 1), count }
     }
 
     #[inline(always)]

@@ -4,7 +4,7 @@ use crate::common::gemm::{Case, Inputs, all, any_case, cases, check, check_fract
 use crate::common::{assert_same, for_all};
 use gpu::matmul::gemm::GemmLayout::{Nn, Nt, Tn};
 use gpu::matmul::gemm::{Batching, Gemm, GemmEpilogue, GemmPrecision, Residual};
-use gpu::matmul::launch::{Factors, TileShape, candidate_configs, is_supported};
+use gpu::matmul::launch::{ScaleFactors, TileShape, candidate_configs, is_supported};
 
 tests! {
     kernels of "matmul/kernel.rs" where |entry| entry.contains("batched") || entry.contains("symmetric");
@@ -115,7 +115,7 @@ fn tile_shapes_have_the_same_bits() {
     for gemm in gemms() {
         let cases = cases(&[gemm], &[[200, 328, 264]], 3);
         assert_eq!(cases.len(), if gemm.batching == Batching::Symmetric { 2 } else { 6 });
-        let factors = Factors { alpha: 0.3, beta: 1.7 };
+        let factors = ScaleFactors { alpha: 0.3, beta: 1.7 };
         let out = |case: &Case| run(Case { factors, ..*case }, &Inputs::fractions(*case, 5)).out;
         for case in &cases[1..] {
             assert_same(&format!("{case:?}"), &out(case), &out(&cases[0]));
@@ -138,7 +138,7 @@ fn factors_are_applied() {
     for gemm in [SCALED, SYMMETRIC_SCALED] {
         for [alpha, beta] in [[1.0, 1.0], [0.0, 1.0], [-4.0, 0.0]] {
             let case = Case::with_tile(sized(gemm, [72, 136, 72]), TileShape::T128x128, 1);
-            check(Case { count: 1, factors: Factors { alpha, beta }, ..case });
+            check(Case { count: 1, factors: ScaleFactors { alpha, beta }, ..case });
         }
     }
 }

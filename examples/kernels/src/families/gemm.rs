@@ -7,7 +7,7 @@ use anyhow::Result;
 use cuda_std::{Global, GlobalMut, bf16};
 use gpu::launch::Extents;
 use gpu::matmul::gemm::{Batching, Gemm as Description, GemmEpilogue, GemmLayout, GemmPrecision};
-use gpu::matmul::launch::{Batch, KernelOperands, Map, TileConfig, TileShape, launches, maps};
+use gpu::matmul::launch::{KernelOperands, Map, StridedBatch, TileConfig, TileShape, launches, maps};
 use kernels_gpu::gemm;
 
 /// Launches a kernel with one block for each `$rows` x `$columns` elements of out.
@@ -213,11 +213,11 @@ fn production(s: &mut Session, tile: TileShape) -> Result<()> {
     let Problem { out, a, b, mnk: [m, n, k] } = problem(s)?;
     let (layout, precision) = (GemmLayout::Nn, GemmPrecision::Bf16);
     let gemm = Description { m, n, k, layout, precision, batching: Batching::One, epilogue: GemmEpilogue::NONE };
-    let maps = maps(&gemm, Batch::ONE, tile);
+    let maps = maps(&gemm, StridedBatch::default(), tile);
     let mut encode = |tensor, Map { extents, tile, .. }| s.tensor_map(tensor, extents, tile);
     let (a, b, out_map) = (encode(a, maps.a)?, encode(b, maps.b)?, encode(out.reader(), maps.out)?);
     let out_address = out.pointer().addr() as u64;
-    let operands = KernelOperands { a, b, out: out_map, out_address, ..KernelOperands::NONE };
+    let operands = KernelOperands { a, b, out: out_map, out_address, ..KernelOperands::default() };
     let config = TileConfig { tile, split_k: 1 };
     s.launch_all(launches(&gemm, config, operands, s.sm_count()));
     Ok(())

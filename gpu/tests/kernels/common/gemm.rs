@@ -11,7 +11,7 @@ use cuda_std::{E4m3, E5m2, Element, Global, GlobalMut, bf16};
 use gpu::activation::Activation;
 use gpu::launch::Extents;
 use gpu::matmul::gemm::{Batching, Bias, Gemm, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass, Residual};
-use gpu::matmul::launch::{self, Batch, Factors, KernelOperands, Map, TileConfig, TileShape};
+use gpu::matmul::launch::{self, KernelOperands, Map, ScaleFactors, StridedBatch, TileConfig, TileShape};
 use proptest::arbitrary::any;
 use proptest::sample::{Index, select};
 use proptest::strategy::Strategy;
@@ -118,7 +118,7 @@ pub struct Case {
     /// Matrices of a batch, or 1.
     pub count: usize,
     /// The factors of a scaled residual.
-    pub factors: Factors,
+    pub factors: ScaleFactors,
 }
 
 impl fmt::Debug for Case {
@@ -135,7 +135,7 @@ impl Case {
     /// Returns a case with two matrices in a batch, and factors that are powers of two.
     pub fn new(gemm: Gemm, config: TileConfig, blocks: usize) -> Self {
         let count = if gemm.batching == Batching::One { 1 } else { 2 };
-        Self { gemm, config, blocks, count, factors: Factors { alpha: 0.5, beta: -2.0 } }
+        Self { gemm, config, blocks, count, factors: ScaleFactors { alpha: 0.5, beta: -2.0 } }
     }
 
     /// Returns the case with a tile shape, without split-K.
@@ -199,13 +199,13 @@ impl Case {
         [m * k, k * n, self.gemm.output_shape().iter().product()]
     }
 
-    fn batch(self) -> Batch {
+    fn batch(self) -> StridedBatch {
         if self.gemm.batching == Batching::One {
             let [a, b, out] = self.lengths();
-            return Batch { count: 1, a, b, out };
+            return StridedBatch { count: 1, a, b, out };
         }
         let [a, b, out] = self.lengths().map(|len| len.next_multiple_of(8) + GAP);
-        Batch { count: self.count, a, b: if self.is_symmetric() { a } else { b }, out }
+        StridedBatch { count: self.count, a, b: if self.is_symmetric() { a } else { b }, out }
     }
 }
 
@@ -237,7 +237,7 @@ pub fn any_case(gemms: Vec<Gemm>, most_n: usize, most_k: usize) -> impl Strategy
         let gemm = sized(gemm, [m, n, k]);
         let case = Case::new(gemm, *which.get(&configs(&gemm)), blocks);
         let count = if gemm.batching == Batching::One { 1 } else { count };
-        Case { count, factors: Factors { alpha: 0.3, beta: 1.7 }, ..case }
+        Case { count, factors: ScaleFactors { alpha: 0.3, beta: 1.7 }, ..case }
     })
 }
 
