@@ -57,12 +57,6 @@ impl<T: TensorCore, const HS: usize, const ROWS: usize, const QUERIES: usize> Sh
     }
 }
 
-/// Returns the dynamic shared memory of [`attention_backward_dkdv`] with these generic arguments, in bytes.
-#[cfg(not(target_arch = "nvptx64"))]
-pub(super) fn dkdv_shared_bytes<T: TensorCore, const HS: usize, const ROWS: usize, const QUERIES: usize>() -> usize {
-    crate::launch::shared_bytes(Shared::<T, HS, ROWS, QUERIES>::new)
-}
-
 /// Computes the K and V parts of dqkv (B,T,NH+2KV,HS) from dout (B,T,NH,HS), qkv (B,T,NH+2KV,HS), lse and d (B,NH,T).
 ///
 /// Grid: (tiles of ROWS keys, KV, B).
@@ -78,7 +72,7 @@ pub(super) fn dkdv_shared_bytes<T: TensorCore, const HS: usize, const ROWS: usiz
     f32_96 = <f32, 96, 64, 16>(blocks_per_sm = 2),
     f32_128 = <f32, 128, 64, 16>(blocks_per_sm = 2),
 ),
-    select(HS: usize => ROWS: usize, dkdv_shared_bytes::<T, HS, ROWS, QUERIES>: fn() -> usize)
+    select(HS: usize => ROWS: usize, || crate::launch::shared_bytes(Shared::<T, HS, ROWS, QUERIES>::new): fn() -> usize)
 )]
 pub fn attention_backward_dkdv<T: TensorCore, const HS: usize, const ROWS: usize, const QUERIES: usize>(
     dqkv: GlobalMut<T>,

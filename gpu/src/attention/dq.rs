@@ -18,12 +18,6 @@ fn shared<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>(
     ([layout.tile(), layout.tile()], KeyTiles::new(layout))
 }
 
-/// Returns the dynamic shared memory of [`attention_backward_dq`] with these generic arguments, in bytes.
-#[cfg(not(target_arch = "nvptx64"))]
-pub(super) fn dq_shared_bytes<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>() -> usize {
-    crate::launch::shared_bytes(shared::<T, HS, ROWS, KEYS>)
-}
-
 /// Computes the Q part of dqkv (B,T,NH+2KV,HS) from dout (B,T,NH,HS), qkv (B,T,NH+2KV,HS), lse and d (B,NH,T).
 ///
 /// Grid: (tiles of ROWS queries, NH, B).
@@ -39,7 +33,7 @@ pub(super) fn dq_shared_bytes<T: TensorCore, const HS: usize, const ROWS: usize,
     f32_96 = <f32, 96, 64, 16>(blocks_per_sm = 2),
     f32_128 = <f32, 128, 64, 16>(blocks_per_sm = 2),
 ),
-    select(HS: usize => ROWS: usize, dq_shared_bytes::<T, HS, ROWS, KEYS>: fn() -> usize)
+    select(HS: usize => ROWS: usize, || crate::launch::shared_bytes(shared::<T, HS, ROWS, KEYS>): fn() -> usize)
 )]
 pub fn attention_backward_dq<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>(
     dqkv: GlobalMut<T>,

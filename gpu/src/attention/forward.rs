@@ -16,12 +16,6 @@ fn shared<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>(
     (layout.tile(), KeyTiles::new(layout))
 }
 
-/// Returns the dynamic shared memory of [`attention_forward`] with these generic arguments, in bytes.
-#[cfg(not(target_arch = "nvptx64"))]
-pub(super) fn forward_shared_bytes<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>() -> usize {
-    crate::launch::shared_bytes(shared::<T, HS, ROWS, KEYS>)
-}
-
 /// Computes out (B,T,NH,HS) = softmax(Q Kᵀ / sqrt(HS) + causal mask) V from qkv (B,T,NH+2KV,HS).
 ///
 /// Also writes lse (B,NH,T), the natural log-sum-exp of each query's scaled scores. Grid: (tiles of ROWS queries, NH,
@@ -38,7 +32,7 @@ pub(super) fn forward_shared_bytes<T: TensorCore, const HS: usize, const ROWS: u
     f32_96 = <f32, 96, 64, 32>(blocks_per_sm = 2),
     f32_128 = <f32, 128, 64, 32>(blocks_per_sm = 2),
 ),
-    select(HS: usize => ROWS: usize, forward_shared_bytes::<T, HS, ROWS, KEYS>: fn() -> usize)
+    select(HS: usize => ROWS: usize, || crate::launch::shared_bytes(shared::<T, HS, ROWS, KEYS>): fn() -> usize)
 )]
 pub fn attention_forward<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>(
     out: GlobalMut<T>,
