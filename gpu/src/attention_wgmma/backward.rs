@@ -5,18 +5,19 @@
 //! dV, K and V of a key-value head are resident, Q and dout of its query heads streamed. For dQ, Q and dout of a query
 //! head are resident, K and V of its key-value head streamed.
 
+use super::dkdv::DkDv;
+use super::dq::Dq;
 use super::epilogue::store_rows;
 use super::panel::Panel;
-use super::pipeline::PipelineBarriers;
 use super::scheduler::{TileScheduler, WorkTile, work_index};
 use super::sizes::Sizes;
 use super::softmax::lse_log2;
-use super::warp_specialized::WarpSpecialized;
+use super::warp_specialized::{self, WarpSpecialized};
 use super::{CONSUMERS, Head, Head64, ROWS, TILE};
 use core::marker::PhantomData;
-use cuda_std::hopper::{MBarrier, PipelineState, TensorMap};
+use cuda_std::hopper::{MBarrier, PipelineBarriers, PipelineState, TensorMap};
 use cuda_std::shared::{Layout, SharedArray};
-use cuda_std::{Global, GlobalMut, bf16, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, kernel, thread, warp};
 
 type H = Head64;
 
@@ -118,9 +119,38 @@ impl SharedStorage {
             output: Panel::take(layout, CONSUMERS),
             statistics: layout.array(G::STATISTICS * STAGES as usize),
             resident_barriers: PipelineBarriers::new(layout, 1),
-            streamed_barriers: PipelineBarriers::new(layout, STAGES),
+            streamed_barriers: PipelineBarriers::new(layout, STAGES as usize),
         }
     }
+}
+
+/// The gradients `G` in dqkv (B, T, NH + 2 KV, HS): those of K and V, or that of Q.
+///
+/// `qkv` maps (B, T, (NH + 2 KV) HS) and `dout` maps (B, T, NH HS), both with box [`super::BOX`]. lse and
+/// d = rowsum(dout ∘ out) are (B, NH, T).
+///
+/// Grid: (number of SMs).
+#[kernel(
+    threads = 384,
+    blocks_per_sm = 1,
+    requires = "wgmma",
+    instances(dkdv_wgmma_hs_64 = DkDv, dq_wgmma_hs_64 = Dq)
+)]
+pub fn attention_backward<G: Gradients>(
+    dqkv: GlobalMut<bf16>,
+    qkv: Global<TensorMap>,
+    dout: Global<TensorMap>,
+    lse: Global<f32>,
+    d: Global<f32>,
+    b: u32,
+    t: u32,
+    kv: u32,
+    group: u32,
+) {
+    let (shared, sizes) = (SharedStorage::new::<G>(&mut Layout::new()), Sizes::new(t, kv, group));
+    let scheduler = TileScheduler::new(b, t, G::heads(sizes));
+    let gradients = PhantomData::<G>;
+    warp_specialized::run(Backward { shared, sizes, scheduler, dqkv, qkv, dout, lse, d, gradients });
 }
 
 /// The gradients that a kernel computes.
@@ -134,6 +164,8 @@ pub trait Gradients: Copy + 'static {
     /// True if work tiles with a low index take longer than those with a high index.
     const LOW_FIRST: bool;
 
+    /// Returns the number of heads whose rows are work tiles.
+    fn heads(sizes: Sizes<H>) -> u32;
     /// Loads the resident and the streamed panels of a work tile.
     fn load(producer: &mut Producer<Self>, tile: WorkTile);
     /// Computes and stores the gradients of a consumer's rows of a work tile.

@@ -7,51 +7,20 @@
 //! ```
 //! lse and D of a query vary along the columns. The producer's first warp copies them into the stage of its panels.
 
-use super::backward::{
-    Backward, Consumer, Gradients, Producer, STATISTICS, SharedStorage, load_statistics, store_statistics,
-};
+use super::backward::{Backward, Consumer, Gradients, Producer, STATISTICS, load_statistics, store_statistics};
 use super::mask::mask_diagonal_transposed;
 use super::panel::{ScoreSquare, SquareFragments, a_fragments, accumulator_column};
-use super::pipeline::THREAD_RELEASES;
 use super::scheduler::{TileScheduler, WorkTile};
 use super::sizes::Sizes;
 use super::softmax::probability;
-use super::warp_specialized;
-use super::{CONSUMERS, Head, Head64, ROWS, TILE};
-use core::marker::PhantomData;
+use super::{CONSUMER_THREADS, CONSUMERS, Head, Head64, ROWS, TILE};
+use cuda_std::hopper::wgmma;
 use cuda_std::hopper::wgmma::Accumulators;
-use cuda_std::hopper::{TensorMap, wgmma};
-use cuda_std::shared::Layout;
-use cuda_std::{Global, GlobalMut, SharedArray, bf16, kernel, warp};
+use cuda_std::{SharedArray, warp};
 
 type H = Head64;
 type Rows = <H as Head>::RowFragments;
 type Gradient = <H as Head>::OutputAccumulators;
-
-/// dK and dV in dqkv (B, T, NH + 2 KV, HS).
-///
-/// `qkv` maps (B, T, (NH + 2 KV) HS) and `dout` maps (B, T, NH HS), both with box [`super::BOX`]. lse and
-/// d = rowsum(dout ∘ out) are (B, NH, T).
-///
-/// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma")]
-pub fn attention_backward_dkdv_wgmma_hs_64(
-    dqkv: GlobalMut<bf16>,
-    qkv: Global<TensorMap>,
-    dout: Global<TensorMap>,
-    lse: Global<f32>,
-    d: Global<f32>,
-    b: u32,
-    t: u32,
-    kv: u32,
-    group: u32,
-) {
-    let shared = SharedStorage::new::<DkDv>(&mut Layout::new());
-    let sizes = Sizes::<H>::new(t, kv, group);
-    let scheduler = TileScheduler::new(b, t, kv);
-    let gradients = PhantomData::<DkDv>;
-    warp_specialized::run(Backward { shared, sizes, scheduler, dqkv, qkv, dout, lse, d, gradients });
-}
 
 /// Returns the panels of queries from the work tile's first key on. Each consumer's first panel is its diagonal.
 #[inline(always)]
@@ -66,14 +35,19 @@ pub struct DkDv;
 impl Gradients for DkDv {
     const STATISTICS: usize = STATISTICS;
     const PRODUCERS: u32 = warp::LANES;
-    const RELEASES: u32 = THREAD_RELEASES;
+    const RELEASES: u32 = CONSUMER_THREADS;
     const LOW_FIRST: bool = true;
+
+    #[inline(always)]
+    fn heads(sizes: Sizes<H>) -> u32 {
+        sizes.kv
+    }
 
     /// Loads K and V, then, for each query head of the group, Q, dout and statistics from the work tile's first key on.
     #[inline(always)]
     fn load(producer: &mut Producer<Self>, tile: WorkTile) {
         let kernel = producer.kernel;
-        kernel.shared.resident_barriers.empty.at(0).wait(producer.resident.parity());
+        kernel.shared.resident_barriers.wait_empty(producer.resident);
         producer.resident.advance();
         if warp::lane() == 0 {
             kernel.load_resident(kernel.keys_and_values(tile.h), tile);
@@ -108,7 +82,7 @@ impl Producer<DkDv> {
         // Loading the statistics before the wait hides the latency.
         let statistics = load_statistics(lse, d, sizes.statistics(tile.b, h), first + lane, sizes.t);
 
-        shared.streamed_barriers.empty.at(self.stream.stage()).wait(self.stream.parity());
+        shared.streamed_barriers.wait_empty(self.stream);
         let stage = self.stream.advance();
         store_statistics(shared.statistics.skip(stage as usize * STATISTICS), lane, statistics);
         if lane == 0 {
@@ -124,10 +98,10 @@ impl<const INDEX: u32> Consumer<INDEX> {
     #[inline(always)]
     fn dk_and_dv(&mut self, mut heads: u32, panels: u32) -> (Gradient, Gradient) {
         let shared = self.shared;
-        shared.resident_barriers.full.at(0).wait(self.resident.parity());
+        shared.resident_barriers.wait_full(self.resident);
         let resident = shared.resident.after(INDEX);
         let (k, v) = (resident.first.row_fragments(), resident.second.row_fragments());
-        shared.resident_barriers.release_after_reads(self.resident.stage(), INDEX);
+        shared.resident_barriers.release_after_reads(self.resident.stage(), 1 + INDEX);
         let mut gradients = (Gradient::ZERO, Gradient::ZERO);
         loop {
             self.add_head(&mut gradients, (&k, &v), panels);
@@ -149,8 +123,8 @@ impl<const INDEX: u32> Consumer<INDEX> {
         let shared = self.shared;
         for _ in 0..INDEX {
             // All queries of this panel come before this consumer's keys.
-            shared.streamed_barriers.full.at(self.stream.stage()).wait(self.stream.parity());
-            shared.streamed_barriers.release_by_thread(self.stream.advance());
+            shared.streamed_barriers.wait_full(self.stream);
+            shared.streamed_barriers.empty.at(self.stream.advance()).arrive();
         }
 
         let (mut s, mut dp) = (ScoreSquare::ZERO, ScoreSquare::ZERO);
@@ -171,7 +145,7 @@ impl<const INDEX: u32> Consumer<INDEX> {
             wgmma::wait::<1>();
             s.fence_accumulators();
             if panel != INDEX {
-                shared.streamed_barriers.release_by_thread(previous);
+                shared.streamed_barriers.empty.at(previous).arrive();
             }
             scores_to_probabilities::<H>(&mut s, statistics);
             if panel == INDEX {
@@ -195,7 +169,7 @@ impl<const INDEX: u32> Consumer<INDEX> {
         wgmma::wait::<0>();
         dk.fence_accumulators();
         dv.fence_accumulators();
-        shared.streamed_barriers.release_by_thread(previous);
+        shared.streamed_barriers.empty.at(previous).arrive();
     }
 }
 

@@ -6,47 +6,18 @@
 //! In exchange, no block adds to another block's dQ. Such additions take sums in f32 in global memory, and a fixed order in
 //! which blocks wait for each other, as in [`super::fused`].
 
-use super::backward::{Backward, Consumer, Gradients, Producer, SharedStorage};
+use super::backward::{Backward, Consumer, Gradients, Producer};
 use super::mask::mask_diagonal;
 use super::panel::{ScoreSquare, SquareFragments, a_fragments, thread_row};
-use super::scheduler::{TileScheduler, WorkTile};
+use super::scheduler::WorkTile;
 use super::sizes::Sizes;
 use super::softmax::{lse_log2, probability};
-use super::warp_specialized;
 use super::{CONSUMERS, Head, Head64, ROWS, TILE};
-use core::marker::PhantomData;
+use cuda_std::hopper::wgmma;
 use cuda_std::hopper::wgmma::Accumulators;
-use cuda_std::hopper::{TensorMap, wgmma};
-use cuda_std::shared::Layout;
-use cuda_std::{Global, GlobalMut, bf16, kernel};
 
 type H = Head64;
 type Gradient = <H as Head>::OutputAccumulators;
-
-/// dQ in dqkv (B, T, NH + 2 KV, HS).
-///
-/// `qkv` maps (B, T, (NH + 2 KV) HS) and `dout` maps (B, T, NH HS), both with box [`super::BOX`]. lse and
-/// d = rowsum(dout ∘ out) are (B, NH, T).
-///
-/// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma")]
-pub fn attention_backward_dq_wgmma_hs_64(
-    dqkv: GlobalMut<bf16>,
-    qkv: Global<TensorMap>,
-    dout: Global<TensorMap>,
-    lse: Global<f32>,
-    d: Global<f32>,
-    b: u32,
-    t: u32,
-    kv: u32,
-    group: u32,
-) {
-    let shared = SharedStorage::new::<Dq>(&mut Layout::new());
-    let sizes = Sizes::<H>::new(t, kv, group);
-    let scheduler = TileScheduler::new(b, t, sizes.nh());
-    let gradients = PhantomData::<Dq>;
-    warp_specialized::run(Backward { shared, sizes, scheduler, dqkv, qkv, dout, lse, d, gradients });
-}
 
 /// The gradient of Q.
 #[derive(Clone, Copy)]
@@ -59,18 +30,23 @@ impl Gradients for Dq {
     const RELEASES: u32 = CONSUMERS;
     const LOW_FIRST: bool = false;
 
+    #[inline(always)]
+    fn heads(sizes: Sizes<H>) -> u32 {
+        sizes.nh()
+    }
+
     /// Loads Q and dout, then K and V from key 0 to the last consumer's diagonal.
     #[inline(always)]
     fn load(Producer { kernel, resident, stream }: &mut Producer<Self>, tile: WorkTile) {
         let shared = kernel.shared;
-        shared.resident_barriers.empty.at(0).wait(resident.parity());
+        shared.resident_barriers.wait_empty(*resident);
         resident.advance();
         kernel.load_resident(kernel.queries_and_dout(tile.h), tile);
 
         let sources = kernel.keys_and_values(kernel.sizes.kv_head(tile.h));
         let mut panel = 0;
         while panel < CONSUMERS * (tile.tile + 1) {
-            shared.streamed_barriers.empty.at(stream.stage()).wait(stream.parity());
+            shared.streamed_barriers.wait_empty(*stream);
             kernel.load_streamed(sources, tile, panel * ROWS, stream.advance());
             panel += 1;
         }
@@ -102,10 +78,10 @@ impl<const INDEX: u32> Consumer<INDEX> {
     #[inline(always)]
     fn dq(&mut self, tile: u32, rows: [Statistics; 2]) -> Gradient {
         let shared = self.shared;
-        shared.resident_barriers.full.at(0).wait(self.resident.parity());
+        shared.resident_barriers.wait_full(self.resident);
         let q = shared.resident.after(INDEX).first.row_fragments();
         let dout = shared.resident.after(INDEX).second.row_fragments();
-        shared.resident_barriers.release_after_reads(self.resident.advance(), INDEX);
+        shared.resident_barriers.release_after_reads(self.resident.advance(), 1 + INDEX);
 
         let mut dq = Gradient::ZERO;
         let (mut s, mut dp) = (ScoreSquare::ZERO, ScoreSquare::ZERO);
@@ -154,7 +130,8 @@ impl<const INDEX: u32> Consumer<INDEX> {
         shared.streamed_barriers.release(previous);
         for _ in INDEX + 1..CONSUMERS {
             // All keys of this panel come after this consumer's queries.
-            shared.streamed_barriers.skip(&mut self.stream);
+            shared.streamed_barriers.wait_full(self.stream);
+            shared.streamed_barriers.release(self.stream.advance());
         }
         dq
     }

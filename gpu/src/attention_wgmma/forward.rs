@@ -14,15 +14,14 @@
 use super::epilogue::{OutputRows, scale_rows, store_rows};
 use super::mask::mask_diagonal;
 use super::panel::{PairFragments, Panel, ScorePair, WidePanel, a_fragments, thread_row};
-use super::pipeline::{PipelineBarriers, WARP_RELEASES};
 use super::scheduler::{TileScheduler, WorkTile, work_index};
 use super::sizes::Sizes;
 use super::softmax::Softmax;
 use super::warp_specialized::{self, WarpSpecialized};
-use super::{CONSUMERS, Head, Head64, Head128, ROWS, TILE, WARPGROUP};
+use super::{CONSUMER_THREADS, CONSUMERS, Head, Head64, Head128, ROWS, TILE};
 use crate::quantize::{QuantizedOperands, QuantizedOutput, store_amax};
 use cuda_std::hopper::wgmma::Accumulators;
-use cuda_std::hopper::{PipelineState, TensorMap, wgmma};
+use cuda_std::hopper::{PipelineBarriers, PipelineState, TensorMap, wgmma};
 use cuda_std::shared::{Layout, SharedArray};
 use cuda_std::{E4m3, Global, GlobalMut, bf16, kernel, math, thread, warp};
 
@@ -67,17 +66,11 @@ impl<H: Head> SharedStorage<H> {
             v: Panel::take(layout, stages::<H>() * PANELS),
             output: Panel::take(layout, CONSUMERS),
             work_tiles: layout.array(WORK_TILES as usize),
-            q_barriers: PipelineBarriers::new(layout, Q_STAGES),
-            k_barriers: PipelineBarriers::new(layout, stages::<H>()),
-            v_barriers: PipelineBarriers::new(layout, stages::<H>()),
+            q_barriers: PipelineBarriers::new(layout, Q_STAGES as usize),
+            k_barriers: PipelineBarriers::new(layout, stages::<H>() as usize),
+            v_barriers: PipelineBarriers::new(layout, stages::<H>() as usize),
         }
     }
-}
-
-/// Returns the dynamic shared memory of a block, in bytes.
-#[cfg(not(target_arch = "nvptx64"))]
-pub fn forward_shared_bytes<H: Head>() -> usize {
-    crate::launch::shared_bytes(SharedStorage::<H>::new)
 }
 
 /// out (B, T, NH, HS), and lse (B, NH, T), the natural log-sum-exp of the scaled scores.
@@ -92,7 +85,7 @@ pub fn forward_shared_bytes<H: Head>() -> usize {
     blocks_per_sm = 1,
     requires = "wgmma",
     instances([hs_64 = Head64, hs_128 = Head128] * [_ = false, fp8 = true]),
-    select(H::HS: u32, FP8: bool => forward_shared_bytes::<H>: fn() -> usize)
+    select(H::HS: u32, FP8: bool => || crate::launch::shared_bytes(SharedStorage::<H>::new): fn() -> usize)
 )]
 pub fn attention_forward_wgmma<H: Head, const FP8: bool>(
     out: GlobalMut<bf16>,
@@ -128,7 +121,7 @@ impl<H: Head, const FP8: bool> WarpSpecialized for Forward<H, FP8> {
     #[inline(always)]
     fn init(self) {
         self.qkv.prefetch();
-        self.shared.q_barriers.init(Q_STAGES, 1, WARP_RELEASES);
+        self.shared.q_barriers.init(Q_STAGES, 1, CONSUMER_THREADS / warp::LANES);
         self.shared.k_barriers.init(stages::<H>(), 1, CONSUMERS);
         self.shared.v_barriers.init(stages::<H>(), 1, CONSUMERS);
     }
@@ -182,7 +175,7 @@ impl<H: Head> Producer<H> {
     /// Announces a work tile and loads its queries.
     #[inline(always)]
     fn load_queries(&mut self, tile: WorkTile, round: u32) {
-        self.shared.q_barriers.empty.at(self.q.stage()).wait(self.q.parity());
+        self.shared.q_barriers.wait_empty(self.q);
         self.shared.work_tiles.set((round % WORK_TILES) as usize, tile);
         let full = self.shared.q_barriers.full.at(self.q.stage());
         let to = self.shared.q.after(self.q.advance() * CONSUMERS);
@@ -208,7 +201,7 @@ impl<H: Head> Producer<H> {
     /// Loads the `i`-th stage of the keys of a key-value head of sequence `b`.
     #[inline(always)]
     fn load_keys(&mut self, b: u32, kv_head: u32, i: u32) {
-        self.shared.k_barriers.empty.at(self.k.stage()).wait(self.k.parity());
+        self.shared.k_barriers.wait_empty(self.k);
         let full = self.shared.k_barriers.full.at(self.k.stage());
         let to = self.shared.k.after(self.k.advance());
         full.arrive_expect_tx(PANELS * Panel::<H>::BYTES);
@@ -218,7 +211,7 @@ impl<H: Head> Producer<H> {
     /// Loads the `i`-th stage of the values of a key-value head of sequence `b`.
     #[inline(always)]
     fn load_values(&mut self, b: u32, kv_head: u32, i: u32) {
-        self.shared.v_barriers.empty.at(self.v.stage()).wait(self.v.parity());
+        self.shared.v_barriers.wait_empty(self.v);
         let full = self.shared.v_barriers.full.at(self.v.stage());
         let to = self.shared.v.after(self.v.advance() * PANELS);
         full.arrive_expect_tx(PANELS * Panel::<H>::BYTES);
@@ -297,36 +290,18 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     /// Acquires the queries of the first work tile and computes their first scores.
     #[inline(always)]
     fn compute_first_scores(&mut self, scores: &mut ScorePair) {
-        self.acquire_queries();
-        self.wait_for_keys();
+        self.shared.q_barriers.wait_full(self.q);
+        self.shared.k_barriers.wait_full(self.k);
         let keys = self.start_scores(scores);
         wgmma::wait::<0>();
         scores.fence_accumulators();
         self.shared.k_barriers.release(keys);
     }
 
-    /// Waits for the queries of the next work tile.
-    #[inline(always)]
-    fn acquire_queries(&self) {
-        self.shared.q_barriers.full.at(self.q.stage()).wait(self.q.parity());
-    }
-
     /// Releases the current queries, and the work tile that was announced with the previous ones.
     #[inline(always)]
     fn release_queries(&mut self) {
         self.shared.q_barriers.release_by_warp(self.q.advance());
-    }
-
-    /// Waits for the next stage of keys.
-    #[inline(always)]
-    fn wait_for_keys(&self) {
-        self.shared.k_barriers.full.at(self.k.stage()).wait(self.k.parity());
-    }
-
-    /// Waits for the next stage of values.
-    #[inline(always)]
-    fn wait_for_values(&self) {
-        self.shared.v_barriers.full.at(self.v.stage()).wait(self.v.parity());
     }
 
     /// Starts s = Q Kᵀ for the next stage of keys, which has arrived, and returns that stage.
@@ -383,7 +358,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             stages -= 1;
         }
         self.release_queries();
-        self.acquire_queries();
+        self.shared.q_barriers.wait_full(self.q);
         self.start_scores_and_output(scores, &mut o, &p);
         self.finish_output(&mut o);
         (o, softmax)
@@ -392,13 +367,13 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     /// Waits until the other consumer has started its wgmma of this step.
     #[inline(always)]
     fn wait_for_turn() {
-        thread::sync_named(TURN_BARRIER + INDEX, CONSUMERS * WARPGROUP);
+        thread::sync_named(TURN_BARRIER + INDEX, CONSUMER_THREADS);
     }
 
     /// Lets the other consumer start its wgmma.
     #[inline(always)]
     fn pass_turn() {
-        thread::arrive_named(TURN_BARRIER + 1 - INDEX, CONSUMERS * WARPGROUP);
+        thread::arrive_named(TURN_BARRIER + 1 - INDEX, CONSUMER_THREADS);
     }
 
     /// Computes the next scores and starts o += P V, which is in flight on return.
@@ -408,8 +383,8 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     #[inline(always)]
     fn start_scores_and_output(&mut self, scores: &mut ScorePair, o: &mut H::OutputAccumulators, p: &PairFragments) {
         // These waits precede the turn, so that they do not delay the other consumer.
-        self.wait_for_keys();
-        self.wait_for_values();
+        self.shared.k_barriers.wait_full(self.k);
+        self.shared.v_barriers.wait_full(self.v);
         Self::wait_for_turn();
         let keys = self.start_scores(scores);
         self.start_output(o, p);
@@ -469,9 +444,9 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     ) -> [f32; 2] {
         if remaining == 0 {
             self.release_queries();
-            self.acquire_queries();
+            self.shared.q_barriers.wait_full(self.q);
         }
-        self.wait_for_keys();
+        self.shared.k_barriers.wait_full(self.k);
         let keys = self.start_scores(next);
         softmax.exponentiate::<0>(scores);
         let second_masked = Self::SECOND_PANEL_MASKED && !pv_in_flight;
@@ -491,7 +466,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         }
         scale_rows::<H>(o, softmax.factor);
         let p: PairFragments = a_fragments(scores);
-        self.wait_for_values();
+        self.shared.v_barriers.wait_full(self.v);
         wgmma::fence();
         self.start_output(o, &p);
         max

@@ -27,14 +27,13 @@ use super::dkdv::{query_panels, score_gradients, scores_to_probabilities};
 use super::epilogue::store_rows;
 use super::mask::mask_diagonal_transposed;
 use super::panel::{Panel, ScoreSquare, SquareFragments, a_fragments, take_tiles};
-use super::pipeline::PipelineBarriers;
 use super::scheduler::{TileScheduler, WorkTile};
 use super::sizes::Sizes;
 use super::warp_specialized::{self, WarpSpecialized};
-use super::{CONSUMERS, Head, Head128, ROWS, TILE, WARPGROUP};
+use super::{CONSUMER_THREADS, CONSUMERS, Head, Head128, ROWS, TILE};
 use cuda_std::hopper::mbarrier::MBarriers;
 use cuda_std::hopper::wgmma::Accumulators;
-use cuda_std::hopper::{self, PipelineState, SwizzledTile, TensorMap, tma, wgmma};
+use cuda_std::hopper::{self, PipelineBarriers, PipelineState, SwizzledTile, TensorMap, WARPGROUP, tma, wgmma};
 use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, Packet, SharedArray, bf16, kernel, thread, warp};
 
@@ -72,7 +71,7 @@ const DQ_EMPTY: u32 = 7;
 /// reports a race between their loads of the statistics and the next stores.
 const STAGE_READ: u32 = 9;
 /// Threads of the producer and the consumers.
-const STAGE_THREADS: u32 = warp::LANES + CONSUMERS * WARPGROUP;
+const STAGE_THREADS: u32 = warp::LANES + CONSUMER_THREADS;
 /// Threads of a consumer and its dQ warp.
 const DQ_THREADS: u32 = WARPGROUP + warp::LANES;
 
@@ -257,7 +256,7 @@ impl Producer {
             if exists {
                 tile = scheduler.work_tile_of_ticket::<CHUNK_HEADS>(ticket);
             }
-            shared.resident_barriers.empty.at(0).wait(self.resident.parity());
+            shared.resident_barriers.wait_empty(self.resident);
             self.resident.advance();
             if warp::lane() == 0 {
                 shared.work_tiles.set((round % WORK_TILES) as usize, tile);
@@ -340,7 +339,7 @@ impl DqWriter {
         let shared = self.kernel.shared;
         let mut round = 0;
         loop {
-            shared.resident_barriers.full.at(0).wait(self.resident.parity());
+            shared.resident_barriers.wait_full(self.resident);
             self.resident.advance();
             let tile = shared.work_tiles.at((round % WORK_TILES) as usize);
             if tile.b == NO_SEQUENCE {
@@ -405,7 +404,7 @@ impl<const INDEX: u32> Consumer<INDEX> {
         }
         let mut round = 0;
         loop {
-            shared.resident_barriers.full.at(0).wait(self.resident.parity());
+            shared.resident_barriers.wait_full(self.resident);
             let tile = self.work_tile(round);
             if tile.b == NO_SEQUENCE {
                 break;
@@ -537,8 +536,8 @@ impl<const INDEX: u32> Consumer<INDEX> {
         shared.streamed.after(stage).second.start_accumulate(dv, &p, 1);
         wgmma::commit();
         hopper::fence_async_proxy();
-        thread::arrive_named(DS_READY + 1 - INDEX, CONSUMERS * WARPGROUP);
-        thread::sync_named(DS_READY + INDEX, CONSUMERS * WARPGROUP);
+        thread::arrive_named(DS_READY + 1 - INDEX, CONSUMER_THREADS);
+        thread::sync_named(DS_READY + INDEX, CONSUMER_THREADS);
         wgmma::fence();
         self.multiply_scores(dp, step);
         wgmma::commit();

@@ -1,8 +1,8 @@
 //! Host side: the kernel launches for a shape.
 
-use super::backward::SharedStorage;
-use super::dkdv::{DkDv, attention_backward_dkdv_wgmma_hs_64};
-use super::dq::{Dq, attention_backward_dq_wgmma_hs_64};
+use super::backward::{SharedStorage, attention_backward};
+use super::dkdv::DkDv;
+use super::dq::Dq;
 use super::forward::{attention_forward_wgmma_exists, attention_forward_wgmma_select, attention_forward_wgmma_values};
 use super::fused::{self, PANEL_ELEMENTS, attention_backward_convert_dq, attention_backward_fused_wgmma};
 use super::{CONSUMERS, TILE};
@@ -120,8 +120,8 @@ pub fn backward(
         let grid = [t.div_ceil(TILE / CONSUMERS), kv * group, b];
         return [dot, fused, KernelLaunch { launch, grid, shared_bytes: 0 }];
     }
-    let dkdv = attention_backward_dkdv_wgmma_hs_64(dqkv, qkv_map, dout_map, lse, d, b, t, kv, group);
+    let dkdv = attention_backward::<DkDv>(dqkv, qkv_map, dout_map, lse, d, b, t, kv, group);
     let dkdv = persistent(dkdv, shared_bytes(SharedStorage::new::<DkDv>), sm_count);
-    let dq = attention_backward_dq_wgmma_hs_64(dqkv, qkv_map, dout_map, lse, d, b, t, kv, group);
+    let dq = attention_backward::<Dq>(dqkv, qkv_map, dout_map, lse, d, b, t, kv, group);
     [dot, dkdv, persistent(dq, shared_bytes(SharedStorage::new::<Dq>), sm_count)]
 }

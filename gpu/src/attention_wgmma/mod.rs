@@ -32,7 +32,6 @@
 //! Modules:
 //! * `head`: types that depend on the head size
 //! * `panel`: 64 rows of a head in shared memory
-//! * `pipeline`: barriers of the shared-memory stages
 //! * `scheduler`: work tiles
 //! * `sizes`: sizes of the operation, and addresses of heads in global memory
 //! * `mask`, `softmax`, `epilogue`: operations on accumulators
@@ -51,25 +50,25 @@ mod head;
 pub mod launch;
 mod mask;
 mod panel;
-mod pipeline;
 mod scheduler;
 mod sizes;
 mod softmax;
 mod warp_specialized;
 
-pub use dkdv::attention_backward_dkdv_wgmma_hs_64;
-pub use dq::attention_backward_dq_wgmma_hs_64;
+pub use backward::attention_backward;
 pub use forward::attention_forward_wgmma;
 pub use fused::{attention_backward_convert_dq, attention_backward_fused_wgmma};
 pub use head::{Head, Head64, Head128};
+
+use cuda_std::hopper::WARPGROUP;
 
 /// Rows of a consumer, and of a streamed panel.
 const ROWS: u32 = 64;
 /// Rows and columns of the TMA box of the tensor maps over qkv (B, T, (NH + 2 KV) HS) and dout (B, T, NH HS).
 pub const BOX: (u32, u32) = (ROWS, 64);
-/// Threads of a warpgroup.
-const WARPGROUP: u32 = 128;
 /// Consumer warpgroups of a block.
 const CONSUMERS: u32 = 2;
+/// Threads of all consumers.
+const CONSUMER_THREADS: u32 = CONSUMERS * WARPGROUP;
 /// Rows of a work tile.
 const TILE: u32 = CONSUMERS * ROWS;

@@ -1,10 +1,10 @@
 //! Panels of 64 rows of a head in shared memory, and the wgmma operands made of them.
 
-use super::{Head, ROWS, WARPGROUP};
+use super::{Head, ROWS};
 use core::marker::PhantomData;
 use core::ops::Index;
 use cuda_std::hopper::wgmma::{Accumulators, KMajorOperand, MnMajorOperand};
-use cuda_std::hopper::{MBarrier, SwizzledTile, TensorMap};
+use cuda_std::hopper::{MBarrier, SwizzledTile, TensorMap, WARPGROUP};
 use cuda_std::shared::Layout;
 use cuda_std::{Global, element, thread, warp};
 

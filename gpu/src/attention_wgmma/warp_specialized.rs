@@ -1,7 +1,6 @@
 //! Setup and warpgroup roles that all kernels of this module share.
 
-use super::WARPGROUP;
-use cuda_std::hopper::{self, MBarrier};
+use cuda_std::hopper::{self, MBarrier, WARPGROUP};
 use cuda_std::{thread, warp};
 
 /// A kernel with a producer warpgroup and two consumer warpgroups.

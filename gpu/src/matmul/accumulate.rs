@@ -2,9 +2,10 @@
 
 use super::epilogue::{EpilogueOperands, EpilogueStore};
 use super::mainloop::ConsumerAccumulators;
-use super::shared::{SharedStorage, WARPGROUP};
+use super::shared::SharedStorage;
 use super::tile::{Tile, WorkTile};
 use core::marker::PhantomData;
+use cuda_std::hopper::WARPGROUP;
 use cuda_std::{GlobalMut, bf16, element, thread};
 
 /// The element type of a weight gradient.

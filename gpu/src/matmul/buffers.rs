@@ -2,10 +2,10 @@
 //!
 //! A consumer processes its rows of a tile in subtiles of 64 x 64. Several subtiles have buffers at a time, each in a slot.
 
-use super::shared::{SharedStorage, WARPGROUP, is_warpgroup_leader};
+use super::shared::SharedStorage;
 use super::tile::{EPILOGUE_TILE, Tile, WorkTile};
 use core::marker::PhantomData;
-use cuda_std::hopper::{MBarrier, SwizzledTile, TensorMap, tma};
+use cuda_std::hopper::{MBarrier, SwizzledTile, TensorMap, WARPGROUP, is_warpgroup_leader, tma};
 use cuda_std::{Global, thread};
 
 /// The contents of a subtile's buffers.

@@ -56,7 +56,7 @@ pub fn sum_columns<T: Tile>(shared: SharedStorage, scheduler: impl Scheduler, ou
         // Next group of 16 rows of K to sum, and first group of the stage.
         let (mut next, mut at) = (share, 0);
         while at < work_tile.steps * 4 {
-            shared.full.at(state.stage()).wait(state.parity());
+            shared.pipeline.wait_full(state);
             let rows = shared.pool.rows::<64>(state.stage() * T::STAGE_ROWS + first);
             while next < at + 4 {
                 for j in 0..4 {
@@ -69,10 +69,7 @@ pub fn sum_columns<T: Tile>(shared: SharedStorage, scheduler: impl Scheduler, ou
                 }
                 next += sharers;
             }
-            warp::sync();
-            if warp::lane() == 0 {
-                shared.empty.at(state.stage()).arrive();
-            }
+            shared.pipeline.release_by_warp(state.stage());
             state.advance();
             at += 4;
         }

@@ -11,12 +11,12 @@
 use super::buffers::{Buffering, SubtileBuffers};
 use super::gemm::{Bias, GemmEpilogue, Pass, Residual};
 use super::mainloop::{ConsumerAccumulators, Operands};
-use super::shared::{SharedStorage, WARPGROUP, is_warpgroup_leader};
+use super::shared::SharedStorage;
 use super::tile::{EPILOGUE_TILE, Tile, WorkTile};
 use crate::activation::ActivationFunction;
 use core::marker::PhantomData;
 use cuda_std::element::{pack_pair, unpack_pair};
-use cuda_std::hopper::{self, SwizzledTile, TensorMap, tma};
+use cuda_std::hopper::{self, SwizzledTile, TensorMap, WARPGROUP, is_warpgroup_leader, tma};
 use cuda_std::{Global, GlobalMut, bf16, math, thread, warp};
 
 /// The elementwise part of an epilogue: out (M, N) and second (M, N) from the accumulators plus bias (N), and aux (M,

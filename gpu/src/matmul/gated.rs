@@ -11,12 +11,12 @@
 use super::buffers::slot;
 use super::epilogue::{EpilogueOperands, EpilogueStore};
 use super::mainloop::ConsumerAccumulators;
-use super::shared::{SharedStorage, WARPGROUP, is_warpgroup_leader};
+use super::shared::SharedStorage;
 use super::tile::{EPILOGUE_TILE, Tile, WorkTile};
 use crate::activation::ActivationFunction;
 use core::marker::PhantomData;
 use cuda_std::element::{pack_pair, unpack_pair};
-use cuda_std::hopper::{self, NarrowTile, tma};
+use cuda_std::hopper::{self, NarrowTile, WARPGROUP, is_warpgroup_leader, tma};
 use cuda_std::{thread, warp};
 
 /// Rows of a subtile.

@@ -20,7 +20,7 @@ use super::mainloop::{
     AB, ABt, ABtPair, AtB, Fp8ABt, Operands, Strided, Symmetric, load_stage, multiply, multiply_promoted,
 };
 use super::quantized::QuantizedEpilogue;
-use super::shared::{SharedStorage, WARPGROUP};
+use super::shared::SharedStorage;
 use super::split_k::StorePartials;
 use super::tile::{
     CONSUMERS, Cooperative128x128, Cooperative128x192, Cooperative128x256, Cooperative128x320, Cooperative256x128,
@@ -29,7 +29,7 @@ use super::tile::{
 use crate::activation::{ActivationFunction, GeGlu, Gelu, ReluSquared, SwiGlu};
 use core::marker::PhantomData;
 use cuda_std::hopper::wgmma::Accumulators;
-use cuda_std::hopper::{self, MBarrier, PipelineState, TensorMap};
+use cuda_std::hopper::{self, MBarrier, PipelineState, TensorMap, WARPGROUP};
 use cuda_std::shared::Layout;
 use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, bf16, kernel, thread, warp};
 
@@ -298,11 +298,8 @@ pub fn matmul<L: Operands, E: Epilogue, T: Tile>(
 
 #[inline(always)]
 fn init_barriers<E: Epilogue, T: Tile>(shared: SharedStorage) {
-    for stage in 0..T::STAGES {
-        shared.full.at(stage).init(1);
-        let consumers = if T::COOPERATIVE { CONSUMERS } else { 1 };
-        shared.empty.at(stage).init(consumers + if E::COLUMN_SUMS { SUMMING_WARPS } else { 0 });
-    }
+    let consumers = if T::COOPERATIVE { CONSUMERS } else { 1 };
+    shared.pipeline.init(T::STAGES, 1, consumers + if E::COLUMN_SUMS { SUMMING_WARPS } else { 0 });
     for consumer in 0..CONSUMERS {
         shared.order_barrier.at(consumer).init(1);
     }
@@ -327,7 +324,7 @@ fn produce<L: Operands, T: Tile>(
         let tile = scheduler.work_tile(i);
         let mut step = tile.first_step;
         while step < tile.first_step + tile.steps {
-            shared.empty.at(state.stage()).wait(state.parity());
+            shared.pipeline.wait_empty(state);
             load_stage::<L, T>(shared, state.stage(), a, b, step, tile);
             state.advance();
             step += 1;

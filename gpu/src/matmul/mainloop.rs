@@ -1,11 +1,11 @@
 //! The mainloop: the producer's loads into the pipeline, and a consumer's multiplication of the stages.
 
 use super::gemm::{Batching, GemmLayout, GemmPrecision};
-use super::shared::{SharedStorage, is_warpgroup_leader};
+use super::shared::SharedStorage;
 use super::tile::{BatchScheduler, Scheduler, SplitKScheduler, SymmetricScheduler, TILE_K, TILE_K_FP8, Tile, WorkTile};
 use core::marker::PhantomData;
 use cuda_std::hopper::wgmma::{Accumulators, KMajorOperand};
-use cuda_std::hopper::{MBarrier, PipelineState, SwizzledTile, TensorMap, wgmma};
+use cuda_std::hopper::{MBarrier, PipelineState, SwizzledTile, TensorMap, is_warpgroup_leader, wgmma};
 use cuda_std::{E4m3, Fp8, Global};
 
 /// Rows of a TMA load of a (M, K).
@@ -133,7 +133,7 @@ pub fn load_stage<L: Operands, T: Tile>(
     WorkTile { matrix, row, column, .. }: WorkTile,
 ) {
     let k = step * L::TILE_K;
-    let full = shared.full.at(stage);
+    let full = shared.pipeline.full.at(stage);
     let first_row = stage * T::STAGE_ROWS;
     full.arrive_expect_tx(T::STAGE_ROWS * 128);
     if L::A_M_MAJOR {
@@ -189,14 +189,14 @@ pub fn multiply<L: Operands, T: Tile>(
     // The loop tests its condition at the end. A path around the loop would define the accumulators outside of it, and
     // ptxas would serialize every wgmma.
     loop {
-        shared.full.at(state.stage()).wait(state.parity());
+        shared.pipeline.wait_full(*state);
         let first_row = state.stage() * T::STAGE_ROWS;
         wgmma::fence();
         start_stage::<L, T>(&mut d, shared, consumer, first_row, step != 0);
         // One group stays in flight. The group before it has finished, so its stage is free.
         wgmma::wait::<1>();
         if step != 0 {
-            release(shared.empty.at(previous));
+            shared.pipeline.release(previous);
         }
         previous = state.advance();
         step += 1;
@@ -212,7 +212,7 @@ pub fn multiply<L: Operands, T: Tile>(
     if T::CONSUMER_M > 64 {
         d.lower.fence_accumulators();
     }
-    release(shared.empty.at(previous));
+    shared.pipeline.release(previous);
     d
 }
 
@@ -233,13 +233,13 @@ pub fn multiply_promoted<L: Operands, T: Tile>(
     let mut step = 0;
     // As in `multiply`, no path may lead around the loop.
     loop {
-        shared.full.at(state.stage()).wait(state.parity());
+        shared.pipeline.wait_full(*state);
         let first_row = state.stage() * T::STAGE_ROWS;
         wgmma::fence();
         start_stage::<L, T>(&mut d, shared, consumer, first_row, false);
         wgmma::wait::<0>();
         d.upper.fence_accumulators();
-        release(shared.empty.at(state.stage()));
+        shared.pipeline.release(state.stage());
         for i in 0..T::TILE_N as usize / 2 {
             sums[i] += d.upper[i];
         }
@@ -301,14 +301,5 @@ fn start_wgmma<L: Operands, T: Tile>(
         if has_lower {
             L::mma_k_major(&mut d.lower, lower.k_major_operand(k), b, accumulate);
         }
-    }
-}
-
-/// Releases a stage to the producer. One arrival suffices: a wgmma group finishes for all warps of a warpgroup
-/// together.
-#[inline(always)]
-fn release(empty: MBarrier) {
-    if is_warpgroup_leader() {
-        empty.arrive();
     }
 }

@@ -9,12 +9,12 @@
 use super::buffers::{Buffering, SubtileBuffers};
 use super::epilogue::{Elementwise, EpilogueOperands, EpilogueStore};
 use super::mainloop::ConsumerAccumulators;
-use super::shared::{SharedStorage, WARPGROUP, is_warpgroup_leader};
+use super::shared::SharedStorage;
 use super::tile::{EPILOGUE_TILE, Tile, WorkTile};
 use crate::quantize::{magnitude, scaled, store_amax};
 use core::marker::PhantomData;
 use cuda_std::element::{pack_pair, unpack_pair};
-use cuda_std::hopper::{self, NarrowTile, SwizzledTile, tma};
+use cuda_std::hopper::{self, NarrowTile, SwizzledTile, WARPGROUP, is_warpgroup_leader, tma};
 use cuda_std::{Fp8, math, thread, warp};
 
 /// The buffers of the epilogue `E` with an out in FP8.

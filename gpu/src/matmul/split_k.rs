@@ -8,9 +8,10 @@
 use super::accumulate::AccumulateInto;
 use super::epilogue::{EpilogueOperands, EpilogueStore};
 use super::mainloop::ConsumerAccumulators;
-use super::shared::{SharedStorage, WARPGROUP};
+use super::shared::SharedStorage;
 use super::tile::{CONSUMERS, Scheduler, SplitKScheduler, TILE_K, Tile, WorkTile};
 use core::marker::PhantomData;
+use cuda_std::hopper::WARPGROUP;
 use cuda_std::{Global, GlobalMut, Packet, kernel, thread};
 
 /// Stores accumulators as partial sums.

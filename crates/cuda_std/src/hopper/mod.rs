@@ -5,7 +5,7 @@
 //! TMA and wgmma access shared memory through the async proxy. After ordinary stores to shared memory, each writing
 //! thread must execute [`fence_async_proxy`], and a barrier must follow, before TMA or wgmma reads the data.
 
-use crate::backend;
+use crate::{backend, thread};
 
 pub mod mbarrier;
 pub mod pipeline;
@@ -13,9 +13,18 @@ pub mod tma;
 pub mod wgmma;
 
 pub use mbarrier::MBarrier;
-pub use pipeline::PipelineState;
+pub use pipeline::{PipelineBarriers, PipelineState};
 pub use tma::TensorMap;
 pub use wgmma::{NarrowTile, SwizzledTile};
+
+/// Threads of a warpgroup.
+pub const WARPGROUP: u32 = 128;
+
+/// Returns true for the first thread of each warpgroup.
+#[inline(always)]
+pub fn is_warpgroup_leader() -> bool {
+    thread::thread_idx_x().is_multiple_of(WARPGROUP)
+}
 
 /// Orders this thread's ordinary accesses to shared memory before later accesses by TMA and wgmma
 /// (`fence.proxy.async.shared::cta`).

@@ -1,4 +1,9 @@
-//! Position in a circular buffer of shared-memory stages that a producer fills and consumers release.
+//! A circular buffer of shared-memory stages that a producer fills and consumers release: its barriers, and the position of one side.
+
+use super::mbarrier::MBarriers;
+use super::{WARPGROUP, is_warpgroup_leader};
+use crate::shared::Layout;
+use crate::{thread, warp};
 
 /// Stage index and mbarrier parity of one side (producer or consumer) of a pipeline, as in CUTLASS's `PipelineState`.
 ///
@@ -65,6 +70,76 @@ impl PipelineState {
         let stage = self.stage + count;
         self.stage = stage % self.stages;
         self.parity ^= stage / self.stages % 2;
+    }
+}
+
+/// The full and empty barriers of each stage.
+#[derive(Clone, Copy)]
+pub struct PipelineBarriers {
+    /// Barrier i completes when stage i has been filled.
+    pub full: MBarriers,
+    /// Barrier i completes when stage i may be overwritten.
+    pub empty: MBarriers,
+}
+
+impl PipelineBarriers {
+    /// Takes the barriers of `stages` stages from `layout`.
+    pub fn new(layout: &mut Layout, stages: usize) -> Self {
+        Self { full: layout.mbarriers(stages), empty: layout.mbarriers(stages) }
+    }
+
+    /// Initializes the barriers of the first `stages` stages. A stage is full after `arrivals` and the bytes that they announce, and
+    /// empty after `releases`.
+    #[inline(always)]
+    pub fn init(self, stages: u32, arrivals: u32, releases: u32) {
+        for stage in 0..stages {
+            self.full.at(stage).init(arrivals);
+            self.empty.at(stage).init(releases);
+        }
+    }
+
+    /// Waits until the current stage of a consumer is full.
+    #[inline(always)]
+    #[track_caller]
+    pub fn wait_full(self, state: PipelineState) {
+        self.full.at(state.stage()).wait(state.parity());
+    }
+
+    /// Waits until the current stage of a producer is empty.
+    #[inline(always)]
+    #[track_caller]
+    pub fn wait_empty(self, state: PipelineState) {
+        self.empty.at(state.stage()).wait(state.parity());
+    }
+
+    /// Releases a stage that finished wgmma groups have read. No barrier is needed: a group finishes for all warps of a
+    /// warpgroup together. There is one release for each warpgroup.
+    #[inline(always)]
+    #[track_caller]
+    pub fn release(self, stage: u32) {
+        if is_warpgroup_leader() {
+            self.empty.at(stage).arrive();
+        }
+    }
+
+    /// Does the same for a stage that a warpgroup has read with ordinary loads. The named barrier `barrier` of the warpgroup makes
+    /// sure that all of its warps have finished reading.
+    #[inline(always)]
+    #[track_caller]
+    pub fn release_after_reads(self, stage: u32, barrier: u32) {
+        thread::sync_named(barrier, WARPGROUP);
+        self.release(stage);
+    }
+
+    /// Releases a stage for the calling warp, which has read it with ordinary loads and with wgmma groups that have
+    /// finished. There is one release for each warp: a warp's arrival orders the loads of its own lanes only.
+    #[inline(always)]
+    #[track_caller]
+    pub fn release_by_warp(self, stage: u32) {
+        warp::sync();
+        if warp::lane() == 0 {
+            self.empty.at(stage).arrive();
+        }
     }
 }
 
