@@ -48,7 +48,7 @@ use crate::float4::Float4Tile;
 pub use crate::float4::grid;
 use crate::noise::{self, Stream};
 use crate::weights::{self, Master};
-use cuda_std::{Element, Global, GlobalMut, kernel, math, thread};
+use cuda_std::{Element, Global, GlobalMut, device, kernel, math, thread};
 
 /// A contiguous range of elements that share a seed and a weight decay setting, as stored in the device table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -183,9 +183,9 @@ struct Arrays<T, M, W> {
     grads: Global<T>,
 }
 
+#[device]
 impl<T: Element, M: Element, W: Master> Arrays<T, M, W> {
     /// Returns the arrays from element `start` on.
-    #[inline(always)]
     fn skip(self, start: usize) -> Self {
         let Self { params, masters, m, v, grads } = self;
         let (params, masters, grads) = (params.skip(start), masters.skip(start), grads.skip(start));
@@ -193,7 +193,6 @@ impl<T: Element, M: Element, W: Master> Arrays<T, M, W> {
     }
 
     /// Updates element `i`.
-    #[inline(always)]
     #[track_caller]
     fn update_one(self, i: usize, seed: u32, update: &Update, has_masters: bool) {
         let Self { params, masters, m, v, grads } = self;

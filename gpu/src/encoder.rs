@@ -23,7 +23,7 @@
 
 use crate::noise;
 use cuda_std::shared::Layout;
-use cuda_std::{CachePolicy, Element, Global, GlobalMut, Packet, SharedArray, kernel, thread, warp};
+use cuda_std::{CachePolicy, Element, Global, GlobalMut, Packet, SharedArray, device, kernel, thread, warp};
 
 const THREADS: u32 = 256;
 const WARPS: usize = (THREADS / warp::LANES) as usize;
@@ -533,27 +533,24 @@ struct Sum<T> {
     element: core::marker::PhantomData<T>,
 }
 
+#[device]
 impl<T: Element> Sum<T> {
-    #[inline(always)]
     fn zero() -> Self {
         Self { values: [0.0; 8], element: core::marker::PhantomData }
     }
 
-    #[inline(always)]
     fn add(&mut self, packet: &Packet<T>) {
         for k in 0..T::PACKET {
             self.values[k] += packet.get(k);
         }
     }
 
-    #[inline(always)]
     fn add_all(&mut self, packets: &[Packet<T>; BATCH]) {
         for packet in packets {
             self.add(packet);
         }
     }
 
-    #[inline(always)]
     fn store(&self, to: GlobalMut<f32>, index: usize) {
         for part in 0..T::PACKET / f32::PACKET {
             let offset = part * f32::PACKET;
@@ -561,7 +558,6 @@ impl<T: Element> Sum<T> {
         }
     }
 
-    #[inline(always)]
     fn add_stored(&mut self, stored: &Stored) {
         for k in 0..T::PACKET {
             self.values[k] += stored.0[k / f32::PACKET].get(k % f32::PACKET);
@@ -569,7 +565,6 @@ impl<T: Element> Sum<T> {
     }
 
     /// Writes `old` plus the sums to `to` from `index` on, rounded stochastically.
-    #[inline(always)]
     fn add_to(&self, old: &Packet<T>, to: GlobalMut<T>, index: usize, seed: u32) {
         let packet = noise::round_packet(index, seed, |k| old.get(k) + self.values[k]);
         to.set_packet_with(index, packet, CachePolicy::evict_first());

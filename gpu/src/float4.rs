@@ -7,7 +7,7 @@
 
 use core::marker::PhantomData;
 use core::ops::Range;
-use cuda_std::{Element, thread};
+use cuda_std::{Element, device, thread};
 
 /// Threads of a block.
 const THREADS: usize = 256;
@@ -26,6 +26,7 @@ pub struct Float4Tile<T> {
     element: PhantomData<T>,
 }
 
+#[device]
 impl<T: Element> Float4Tile<T> {
     /// Number of 4-element vectors of a thread: 2 in bf16, 1 in f32.
     pub const VECTORS: usize = T::PACKET / 4;
@@ -33,31 +34,26 @@ impl<T: Element> Float4Tile<T> {
     const LEN: usize = THREADS * T::PACKET;
 
     /// Returns the calling thread's elements if tile i belongs to block i.
-    #[inline(always)]
     pub fn of_thread() -> Self {
         Self::of_block(thread::block_idx_x())
     }
 
     /// Returns the calling thread's elements in tile number `block`.
-    #[inline(always)]
     pub fn of_block(block: u32) -> Self {
         Self { start: block as usize * Self::LEN, thread: thread::thread_idx_x() as usize, element: PhantomData }
     }
 
     /// Returns whether all elements of the tile are below n.
-    #[inline(always)]
     pub fn is_full(self, n: usize) -> bool {
         self.start + Self::LEN <= n
     }
 
     /// Returns the index of the first element of vector `k` of the thread, in a full tile.
-    #[inline(always)]
     pub fn vector(self, k: usize) -> usize {
         self.start + (k * THREADS + self.thread) * 4
     }
 
     /// Returns the thread's elements in a partial tile: at most `T::PACKET`, all below n.
-    #[inline(always)]
     pub fn tail(self, n: usize) -> Range<usize> {
         let first = self.start + self.thread * T::PACKET;
         first..n.min(first + T::PACKET)
@@ -67,7 +63,6 @@ impl<T: Element> Float4Tile<T> {
     /// the other.
     ///
     /// All vectors are loaded before the first store, because the compiler must assume that the arrays alias.
-    #[inline(always)]
     pub fn process<const N: usize>(
         self,
         n: usize,

@@ -11,7 +11,7 @@ use crate::quantize::{
     ColumnSums, ROW_WORDS, TILE, amax_of, maxima, place, quantized, store_block_amax, store_transposed, tile_and_maxima,
 };
 use cuda_std::shared::Layout;
-use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, Packet, SharedArray, bf16, kernel, math, thread};
+use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, Packet, SharedArray, bf16, device, kernel, math, thread};
 
 /// Packets of each tensor that a thread loads before it computes.
 const BATCH: usize = 4;
@@ -34,15 +34,14 @@ struct TilePart {
     columns: usize,
 }
 
+#[device]
 impl TilePart {
-    #[inline(always)]
     fn new(rows: u32, columns: u32) -> Self {
         let first = [thread::block_idx_y() as usize * TILE, thread::block_idx_x() as usize * TILE];
         Self { first, rows: rows as usize, columns: columns as usize }
     }
 
     /// Returns row and column of packet `i` in the output, or `None` outside of it.
-    #[inline(always)]
     fn in_output(self, i: usize) -> Option<[usize; 2]> {
         let [row, word] = in_tile(i);
         let (row, column) = (self.first[0] + row, self.first[1] + word * 4);
@@ -50,7 +49,6 @@ impl TilePart {
     }
 
     /// Loads packet `i` of each input of a tensor (rows, inputs · columns). Packets outside of it are zero.
-    #[inline(always)]
     #[track_caller]
     fn load(self, from: Global<bf16>, inputs: usize, i: usize) -> [Packet<bf16>; 2] {
         let mut packets = [Packet::zero(); 2];

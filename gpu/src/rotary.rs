@@ -18,7 +18,7 @@
 
 use crate::column_sum;
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, kernel, math, thread, warp};
+use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, device, kernel, math, thread, warp};
 
 /// Warps of a block of the forward kernels. More small blocks than large ones fit in an SM's registers.
 const FORWARD_WARPS: u32 = 128 / warp::LANES;
@@ -89,8 +89,8 @@ struct Slots {
     chunks: u32,
 }
 
+#[device]
 impl Slots {
-    #[inline(always)]
     const fn new<T: Element>(sizes: Sizes, first: u32, heads: u32, batch: u32) -> Self {
         let lane_shift = (sizes.head_size / (2 * T::PACKET as u32)).next_power_of_two().trailing_zeros();
         // With few heads, the slots of a warp hold several rows.
@@ -102,13 +102,11 @@ impl Slots {
     }
 
     /// Returns log2 of the rows of a unit.
-    #[inline(always)]
     const fn row_shift(self) -> u32 {
         5 - self.lane_shift - self.head_shift
     }
 
     /// Returns the number of units of `rows` rows.
-    #[inline(always)]
     const fn units(self, rows: u32) -> u32 {
         rows.div_ceil(1 << self.row_shift()) * self.chunks
     }
@@ -134,8 +132,8 @@ struct Unit<T, const INTERLEAVED: bool> {
 /// A lane's part of a head.
 type Part<T> = [Packet<T>; 2];
 
+#[device]
 impl<T: Element, const INTERLEAVED: bool> Unit<T, INTERLEAVED> {
-    #[inline(always)]
     fn new(unit: u32, slots: Slots, sizes: Sizes) -> Self {
         let lane = warp::lane();
         let (slot, part) = (lane >> slots.lane_shift, lane & ((1 << slots.lane_shift) - 1));
@@ -157,19 +155,16 @@ impl<T: Element, const INTERLEAVED: bool> Unit<T, INTERLEAVED> {
     }
 
     /// Returns the distance of the lane's packets in a head.
-    #[inline(always)]
     fn distance(self) -> usize {
         if INTERLEAVED { T::PACKET } else { self.head_size / 2 }
     }
 
     /// Returns the first channel of the lane's first packet.
-    #[inline(always)]
     fn channel(self) -> usize {
         self.part * T::PACKET * if INTERLEAVED { 2 } else { 1 }
     }
 
     /// Returns the index of the lane's first packet in head `k` of the batch, in a tensor with rows of `heads` heads.
-    #[inline(always)]
     fn index(self, heads: u32, k: usize) -> usize {
         let head = (self.head + k as u32 * self.stride) as usize;
         (self.row * heads as usize + head) * self.head_size + self.channel()
@@ -177,7 +172,6 @@ impl<T: Element, const INTERLEAVED: bool> Unit<T, INTERLEAVED> {
 
     /// Loads the lane's part of each head of the batch from a tensor with rows of `heads` heads; zeros where there is
     /// none. `packet` loads from an index.
-    #[inline(always)]
     fn load<const BATCH: usize>(self, heads: u32, packet: impl Fn(usize) -> Packet<T>) -> [Part<T>; BATCH] {
         let mut parts = [[Packet::zero(); 2]; BATCH];
         let load = |k: usize| [packet(self.index(heads, k)), packet(self.index(heads, k) + self.distance())];
@@ -197,7 +191,6 @@ impl<T: Element, const INTERLEAVED: bool> Unit<T, INTERLEAVED> {
     }
 
     /// Returns the cosines and sines of the lane's pairs, the sines multiplied by `sign`.
-    #[inline(always)]
     fn angles(self, table: Global<f32>, sequence: u32, sign: f32) -> Angles {
         let mut angles = Angles { cos: [1.0; 8], sin: [0.0; 8] };
         if self.count > 0 {
@@ -215,7 +208,6 @@ impl<T: Element, const INTERLEAVED: bool> Unit<T, INTERLEAVED> {
     }
 
     /// Loads the lane's part of a weight.
-    #[inline(always)]
     fn weights(self, weight: Global<T>) -> Part<T> {
         // Lanes past the end of a head load the first part. They do not use its values.
         let at = if self.count > 0 { self.channel() } else { 0 };
@@ -223,7 +215,6 @@ impl<T: Element, const INTERLEAVED: bool> Unit<T, INTERLEAVED> {
     }
 
     /// Converts a part to f32: the lane's channels in ascending order.
-    #[inline(always)]
     fn widen(part: &Part<T>) -> [f32; 16] {
         let mut values = [0.0; 16];
         for i in 0..T::PACKET {
@@ -234,14 +225,12 @@ impl<T: Element, const INTERLEAVED: bool> Unit<T, INTERLEAVED> {
     }
 
     /// Stores `values` as the lane's part at `index`.
-    #[inline(always)]
     fn store(self, to: GlobalMut<T>, index: usize, values: &[f32; 16]) {
         to.set_packet(index, Packet::from_fn(|i| values[i]));
         to.set_packet(index + self.distance(), Packet::from_fn(|i| values[T::PACKET + i]));
     }
 
     /// Rotates the lane's pairs.
-    #[inline(always)]
     fn rotate(x: &[f32; 16], angles: &Angles) -> [f32; 16] {
         let mut rotated = [0.0; 16];
         for i in 0..T::PACKET {
@@ -254,7 +243,6 @@ impl<T: Element, const INTERLEAVED: bool> Unit<T, INTERLEAVED> {
     }
 
     /// Returns the sums of values over the lanes of each slot.
-    #[inline(always)]
     fn sums<const N: usize>(self, mut values: [f32; N]) -> [f32; N] {
         let mut offset = (1 << self.lane_shift) / 2;
         while offset > 0 {

@@ -3,7 +3,7 @@
 //! tanh is accurate to a few ULP for all arguments. `math::tanh` and `tanh.approx` have a large relative error near 0.
 //! Nothing overflows: the exponential is at most 1.
 
-use cuda_std::math;
+use cuda_std::{device, math};
 
 /// |u| below which tanh(u) is a polynomial. Above, the exponential form loses at most one bit to cancellation.
 const SMALL: f32 = 0.6;
@@ -35,21 +35,19 @@ pub struct Softcap {
     inverse: f32,
 }
 
+#[device]
 impl Softcap {
     /// Creates a bound; `cap` is positive.
-    #[inline(always)]
     pub fn new(cap: f32) -> Self {
         Self { cap, inverse: math::div_rn(1.0, cap) }
     }
 
     /// Returns z, the bounded logit x.
-    #[inline(always)]
     pub fn value(self, x: f32) -> f32 {
         self.value_and_slope(x)[0]
     }
 
     /// Returns z and dz/dx.
-    #[inline(always)]
     pub fn value_and_slope(self, x: f32) -> [f32; 2] {
         let [tanh, slope] = tanh_and_slope(x * self.inverse);
         [self.cap * tanh, slope]

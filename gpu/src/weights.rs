@@ -11,7 +11,7 @@
 
 use crate::noise::{self, Stream};
 use crate::remainder;
-use cuda_std::{Element, GlobalMut};
+use cuda_std::{Element, GlobalMut, device};
 
 /// A form of master weights, named by the element type of a kernel's `masters`, which is not null here.
 pub trait Master: Copy + Send + Sync + 'static {
@@ -47,79 +47,69 @@ pub fn exist<W: Master>(masters: GlobalMut<W>) -> bool {
 }
 
 /// f32 master weights.
+#[device]
 impl Master for f32 {
     const OPTIONAL: bool = true;
 
-    #[inline(always)]
     #[track_caller]
     fn at<T: Element>(masters: GlobalMut<Self>, _: GlobalMut<T>, i: usize) -> f32 {
         masters.at(i)
     }
 
-    #[inline(always)]
     #[track_caller]
     fn four<T: Element>(masters: GlobalMut<Self>, _: GlobalMut<T>, i: usize) -> [f32; 4] {
         masters.four(i)
     }
 
-    #[inline(always)]
     #[track_caller]
     fn set(masters: GlobalMut<Self>, i: usize, new: f32) {
         masters.set(i, new);
     }
 
-    #[inline(always)]
     #[track_caller]
     fn set_four(masters: GlobalMut<Self>, i: usize, new: [f32; 4]) {
         masters.set_four(i, new);
     }
 
-    #[inline(always)]
     fn param<T: Element>(new: f32, i: usize, seed: u32) -> T {
         noise::round(Stream::Params, new, i, seed)
     }
 
-    #[inline(always)]
     fn params<T: Element>(new: [f32; 4], i: usize, seed: u32) -> [f32; 4] {
         noise::round_four::<T>(Stream::Params, new, i, seed)
     }
 }
 
 /// Remainders of bf16 parameters.
+#[device]
 impl Master for u16 {
     const OPTIONAL: bool = false;
 
-    #[inline(always)]
     #[track_caller]
     fn at<T: Element>(remainders: GlobalMut<Self>, params: GlobalMut<T>, i: usize) -> f32 {
         remainder::join(params.at(i).to_f32(), remainders.at(i))
     }
 
-    #[inline(always)]
     #[track_caller]
     fn four<T: Element>(remainders: GlobalMut<Self>, params: GlobalMut<T>, i: usize) -> [f32; 4] {
         let (params, remainders) = (params.four(i), remainders.four(i));
         core::array::from_fn(|k| remainder::join(params[k], remainders[k]))
     }
 
-    #[inline(always)]
     #[track_caller]
     fn set(remainders: GlobalMut<Self>, i: usize, new: f32) {
         remainders.set(i, remainder::split(new).1);
     }
 
-    #[inline(always)]
     #[track_caller]
     fn set_four(remainders: GlobalMut<Self>, i: usize, new: [f32; 4]) {
         remainders.set_four(i, new.map(|weight| remainder::split(weight).1));
     }
 
-    #[inline(always)]
     fn param<T: Element>(new: f32, _: usize, _: u32) -> T {
         T::from_f32(remainder::split(new).0)
     }
 
-    #[inline(always)]
     fn params<T: Element>(new: [f32; 4], _: usize, _: u32) -> [f32; 4] {
         new.map(|weight| remainder::split(weight).0)
     }

@@ -116,7 +116,7 @@ pub mod thread;
 pub mod warp;
 
 pub use cache::CachePolicy;
-pub use cuda_std_macros::kernel;
+pub use cuda_std_macros::{device, kernel};
 pub use element::{Element, Packet, bf16, f16};
 pub use fp8::{E4m3, E5m2, Fp8};
 pub use global::{Global, GlobalMut};

@@ -1,7 +1,8 @@
-//! The `#[kernel]` attribute, which compiles one function both for the GPU and for the host.
+//! The `#[kernel]` attribute, which compiles one function both for the GPU and for the host, and `#[device]` for what kernels call.
 #![warn(missing_docs)]
 
 mod checked;
+mod device;
 mod instances;
 mod kernel;
 
@@ -52,4 +53,22 @@ use proc_macro::TokenStream;
 #[proc_macro_attribute]
 pub fn kernel(attribute: TokenStream, item: TokenStream) -> TokenStream {
     kernel::expand(&attribute.into(), item.into()).unwrap_or_else(syn::Error::into_compile_error).into()
+}
+
+/// Makes the functions of an `impl` block or a trait device functions: each that has a body becomes `#[inline(always)]`.
+///
+/// Kernels rely on it: values stay in registers, and loops have constant bounds. A function outside of a block takes the attribute
+/// `#[inline(always)]` itself.
+///
+/// ```ignore
+/// #[device]
+/// impl Row {
+///     fn first(self) -> usize {
+///         self.index * self.stride
+///     }
+/// }
+/// ```
+#[proc_macro_attribute]
+pub fn device(attribute: TokenStream, item: TokenStream) -> TokenStream {
+    device::expand(&attribute.into(), item.into()).unwrap_or_else(syn::Error::into_compile_error).into()
 }

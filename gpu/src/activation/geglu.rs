@@ -2,20 +2,20 @@
 
 use super::gelu::{gelu, gelu_and_slope};
 use super::{Activation, ActivationFunction};
+use cuda_std::device;
 
 /// GEGLU.
 pub struct GeGlu;
 
+#[device]
 impl ActivationFunction for GeGlu {
     const ACTIVATION: Activation = Activation::GeGlu;
     const INPUTS: usize = 2;
 
-    #[inline(always)]
     fn value([up, gate]: [f32; 2]) -> f32 {
         up * gelu(gate)
     }
 
-    #[inline(always)]
     fn gradients(dout: f32, [up, gate]: [f32; 2]) -> [f32; 2] {
         let [value, slope] = gelu_and_slope(gate);
         [dout * value, dout * (up * slope)]

@@ -2,7 +2,7 @@
 //! arXiv:1606.08415).
 
 use super::{Activation, ActivationFunction};
-use cuda_std::math;
+use cuda_std::{device, math};
 
 const SCALE: f32 = 0.797_884_6; // sqrt(2 / pi)
 const CUBIC: f32 = 0.044_715;
@@ -44,20 +44,18 @@ pub(super) fn reference(x: f32) -> [f32; 2] {
     [0.5 * x * (1.0 + tanh), 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * inner]
 }
 
+#[device]
 impl ActivationFunction for Gelu {
     const ACTIVATION: Activation = Activation::Gelu;
 
-    #[inline(always)]
     fn value([x, _]: [f32; 2]) -> f32 {
         gelu(x)
     }
 
-    #[inline(always)]
     fn gradients(dout: f32, [x, _]: [f32; 2]) -> [f32; 2] {
         [dout * gelu_and_slope(x)[1], 0.0]
     }
 
-    #[inline(always)]
     fn gradients_and_value(dout: f32, [x, _]: [f32; 2]) -> ([f32; 2], f32) {
         let [value, slope] = gelu_and_slope(x);
         ([dout * slope, 0.0], value)

@@ -1,7 +1,7 @@
 //! SwiGLU: y = up · silu(gate), silu(x) = x / (1 + e^(-x)) (Shazeer, 2020, arXiv:2002.05202).
 
 use super::{Activation, ActivationFunction};
-use cuda_std::math;
+use cuda_std::{device, math};
 
 /// SwiGLU.
 pub struct SwiGlu;
@@ -12,16 +12,15 @@ fn sigmoid(x: f32) -> f32 {
     math::recip(1.0 + math::exp2(x * -core::f32::consts::LOG2_E))
 }
 
+#[device]
 impl ActivationFunction for SwiGlu {
     const ACTIVATION: Activation = Activation::SwiGlu;
     const INPUTS: usize = 2;
 
-    #[inline(always)]
     fn value([up, gate]: [f32; 2]) -> f32 {
         up * (gate * sigmoid(gate))
     }
 
-    #[inline(always)]
     fn gradients(dout: f32, [up, gate]: [f32; 2]) -> [f32; 2] {
         let s = sigmoid(gate);
         // s - s² is s (1 - s), without the rounding error of 1 - s.

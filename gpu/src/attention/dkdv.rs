@@ -10,7 +10,7 @@ use super::softmax::{exponent_scale, exponent_shift, scale};
 use super::tiles::{Accumulators, Columns, LeftOperand, Rows, THREADS, load_async, stage, warp_row};
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
-use cuda_std::{Global, GlobalMut, SharedArray, SharedTile, async_copy, bf16, kernel, math, thread};
+use cuda_std::{Global, GlobalMut, SharedArray, SharedTile, async_copy, bf16, device, kernel, math, thread};
 
 /// A tile of queries with the gradients of their outputs, their exponent shifts, and D.
 #[derive(Clone, Copy)]
@@ -30,8 +30,8 @@ struct Shared<T, const HS: usize, const ROWS: usize, const QUERIES: usize> {
     stages: [QueryTile<T, QUERIES, HS>; 2],
 }
 
+#[device]
 impl<T: TensorCore, const HS: usize, const ROWS: usize, const QUERIES: usize> Shared<T, HS, ROWS, QUERIES> {
-    #[inline(always)]
     fn new(layout: &mut Layout) -> Self {
         let member = layout.array(THREADS);
         let (k, v) = (layout.tile(), layout.tile());
@@ -45,7 +45,6 @@ impl<T: TensorCore, const HS: usize, const ROWS: usize, const QUERIES: usize> Sh
     }
 
     /// Returns the buffer of query tile `tile`.
-    #[inline(always)]
     fn stage(&self, tile: usize) -> QueryTile<T, QUERIES, HS> {
         let [even, odd] = self.stages;
         QueryTile {

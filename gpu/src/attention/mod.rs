@@ -53,7 +53,7 @@ pub use dot::attention_backward_dot;
 pub use dq::attention_backward_dq;
 pub use forward::attention_forward;
 
-use cuda_std::thread;
+use cuda_std::{device, thread};
 use tiles::Rows;
 
 /// The query head that a block processes, with the sizes that locate its rows in the tensors.
@@ -71,10 +71,10 @@ struct Head {
     hs: usize,
 }
 
+#[device]
 impl Head {
     /// Returns query head `block_idx_y` of sequence `block_idx_z`. Each of the `kv` key-value heads has `group` query
     /// heads.
-    #[inline(always)]
     fn of_block(t: u32, kv: u32, group: u32, hs: usize) -> Self {
         let (b, h) = (thread::block_idx_z(), thread::block_idx_y());
         Self::new([b, h, h / group], [t, kv, group], hs)
@@ -84,52 +84,44 @@ impl Head {
     ///
     /// The indices are opaque. Otherwise the compiler computes addresses for all members at once, which then occupy
     /// registers in the loop over the tiles.
-    #[inline(always)]
     fn of_group(member: u32, t: u32, kv: u32, group: u32, hs: usize) -> Self {
         let (b, kv_index) = (thread::opaque(thread::block_idx_z()), thread::opaque(thread::block_idx_y()));
         Self::new([b, kv_index * group + member, kv_index], [t, kv, group], hs)
     }
 
-    #[inline(always)]
     fn new([b, h, kv_index]: [u32; 3], [t, kv, group]: [u32; 3], hs: usize) -> Self {
         let (b, h, kv_index) = (b as usize, h as usize, kv_index as usize);
         Self { b, h, kv_index, t: t as usize, nh: (kv * group) as usize, kv: kv as usize, hs }
     }
 
     /// Returns the rows of Q.
-    #[inline(always)]
     fn query(self) -> Rows {
         self.packed(self.h)
     }
 
     /// Returns the rows of K.
-    #[inline(always)]
     fn key(self) -> Rows {
         self.packed(self.nh + self.kv_index)
     }
 
     /// Returns the rows of V.
-    #[inline(always)]
     fn value(self) -> Rows {
         self.packed(self.nh + self.kv + self.kv_index)
     }
 
     /// Returns the rows of head `index` of the NH + 2 KV heads of qkv (B,T,NH+2KV,HS).
-    #[inline(always)]
     fn packed(self, index: usize) -> Rows {
         let stride = (self.nh + 2 * self.kv) * self.hs;
         Rows { offset: self.b * self.t * stride + index * self.hs, stride, count: self.t }
     }
 
     /// Returns the rows in (B,T,NH,HS).
-    #[inline(always)]
     fn plain(self) -> Rows {
         let stride = self.nh * self.hs;
         Rows { offset: self.b * self.t * stride + self.h * self.hs, stride, count: self.t }
     }
 
     /// Returns the index of the first element in (B,NH,T).
-    #[inline(always)]
     fn statistics(self) -> usize {
         (self.b * self.nh + self.h) * self.t
     }

@@ -6,7 +6,7 @@
 
 use super::tiles::Accumulators;
 use core::f32::consts::LOG2_E;
-use cuda_std::{math, warp};
+use cuda_std::{device, math, warp};
 
 /// Returns log2 e / sqrt(HS), which converts scores to exponents of two.
 #[inline(always)]
@@ -40,9 +40,9 @@ pub struct OnlineSoftmax {
     sum: [f32; 2],
 }
 
+#[device]
 impl OnlineSoftmax {
     /// Returns the state before the first tile.
-    #[inline(always)]
     pub fn new() -> Self {
         Self { max: [f32::NEG_INFINITY; 2], sum: [0.0; 2] }
     }
@@ -50,7 +50,6 @@ impl OnlineSoftmax {
     /// Replaces the scores of a strip with weights relative to the new maximum.
     ///
     /// Returns the factor that rescales all earlier weights. The first tile must have an unmasked score in each row.
-    #[inline(always)]
     #[track_caller]
     pub fn update<const R: usize, const C: usize>(
         &mut self,
@@ -77,7 +76,6 @@ impl OnlineSoftmax {
     }
 
     /// Returns 1 / sum and the natural log-sum-exp of the scaled scores, for each of the two rows.
-    #[inline(always)]
     #[track_caller]
     pub fn finish(self, scale: f32) -> ([f32; 2], [f32; 2]) {
         let sum = self.sum.map(|sum| over_row(sum, |a, b| a + b));

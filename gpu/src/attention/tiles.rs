@@ -5,7 +5,7 @@
 
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Global, GlobalMut, SharedArray, SharedTile, thread, warp};
+use cuda_std::{Element, Global, GlobalMut, SharedArray, SharedTile, device, thread, warp};
 
 /// Threads of a block.
 pub const THREADS: usize = 128;
@@ -108,9 +108,9 @@ pub struct LeftOperand<T: TensorCore, const R: usize, const K: usize> {
     fragments: [[T::A; COLUMNS / 16]; STRIPS],
 }
 
+#[device]
 impl<T: TensorCore, const R: usize, const K: usize> LeftOperand<T, R, K> {
     /// Returns the operand in `tile`, and loads its fragments if `keep`.
-    #[inline(always)]
     #[track_caller]
     pub fn new(tile: SharedTile<T, R, K>, keep: bool) -> Self {
         let blank = T::a_from_accumulators([0.0; 4], [0.0; 4]);
@@ -126,7 +126,6 @@ impl<T: TensorCore, const R: usize, const K: usize> LeftOperand<T, R, K> {
     }
 
     /// Returns columns 16 k .. 16 k + 16 of a strip.
-    #[inline(always)]
     #[track_caller]
     pub fn fragment(&self, strip: usize, k: usize) -> T::A {
         if self.keep { self.fragments[strip][k] } else { self.tile.a(self.row + 16 * strip, 16 * k) }
@@ -140,19 +139,18 @@ impl<T: TensorCore, const R: usize, const K: usize> LeftOperand<T, R, K> {
 #[derive(Clone, Copy)]
 pub struct Accumulators<const R: usize, const C: usize>([[[f32; 4]; COLUMNS / 8]; STRIPS]);
 
+#[device]
 impl<const R: usize, const C: usize> Accumulators<R, C> {
     /// Number of strips of a warp.
     pub const STRIPS: usize = R / (16 * WARPS);
 
     /// Returns accumulators of zeros.
-    #[inline(always)]
     pub fn zero() -> Self {
         const { assert!(R.is_multiple_of(16 * WARPS) && Self::STRIPS <= STRIPS && C.is_multiple_of(16) && C <= COLUMNS) };
         Self([[[0.0; 4]; COLUMNS / 8]; STRIPS])
     }
 
     /// Adds left · tileᵀ.
-    #[inline(always)]
     #[track_caller]
     pub fn add_matmul_transposed<T: TensorCore, const K: usize>(
         &mut self,
@@ -165,7 +163,6 @@ impl<const R: usize, const C: usize> Accumulators<R, C> {
     }
 
     /// Adds left · tile.
-    #[inline(always)]
     #[track_caller]
     pub fn add_matmul<T: TensorCore, const K: usize>(
         &mut self,
@@ -178,7 +175,6 @@ impl<const R: usize, const C: usize> Accumulators<R, C> {
     }
 
     /// Adds A · B for one k slice of 16. `a` returns the fragment of a strip, `b` those of 16 columns.
-    #[inline(always)]
     #[track_caller]
     fn add_k_slice<T: TensorCore>(&mut self, a: impl Fn(usize) -> T::A, b: impl Fn(usize) -> [T::B; 2]) {
         let first = a(0);
@@ -195,13 +191,11 @@ impl<const R: usize, const C: usize> Accumulators<R, C> {
     }
 
     /// Returns columns 16 k .. 16 k + 16 of a strip, rounded to T, as a left operand.
-    #[inline(always)]
     pub fn fragment<T: TensorCore>(&self, strip: usize, k: usize) -> T::A {
         T::a_from_accumulators(self.0[strip][2 * k], self.0[strip][2 * k + 1])
     }
 
     /// Calls `f` with (index of the row, 0 or 1; element) for each element of the lane's two rows of `strip`.
-    #[inline(always)]
     pub fn for_each_in(&mut self, strip: usize, mut f: impl FnMut(usize, &mut f32)) {
         for n in 0..C / 8 {
             for i in 0..4 {
@@ -214,7 +208,6 @@ impl<const R: usize, const C: usize> Accumulators<R, C> {
     ///
     /// The arguments of `f` are the strip, the index of the row (0 or 1), the column relative to [`lane_column`], and
     /// the element.
-    #[inline(always)]
     pub fn map(&mut self, f: impl Fn(usize, usize, usize, f32) -> f32) {
         for strip in 0..Self::STRIPS {
             for n in 0..C / 8 {
@@ -227,7 +220,6 @@ impl<const R: usize, const C: usize> Accumulators<R, C> {
     }
 
     /// Does the same as [`map`](Self::map), with the corresponding element of `other` as the last argument of `f`.
-    #[inline(always)]
     pub fn zip(&mut self, other: &Self, f: impl Fn(usize, usize, usize, f32, f32) -> f32) {
         for strip in 0..Self::STRIPS {
             for n in 0..C / 8 {
@@ -242,7 +234,6 @@ impl<const R: usize, const C: usize> Accumulators<R, C> {
     /// Rounds the warp's rows to T and writes them to the rows of `to` from `first` on.
     ///
     /// The data passes through the warp's own rows of `staging`, for coalesced stores.
-    #[inline(always)]
     #[track_caller]
     pub fn store<T: TensorCore>(&self, to: GlobalMut<T>, rows: Rows, first: usize, staging: SharedTile<T, R, C>) {
         // Other lanes of the warp may still be reading the previous contents of the staging rows.
@@ -273,9 +264,9 @@ pub fn lane_column() -> usize {
 #[derive(Clone, Copy)]
 pub struct Columns([[f32; 2]; COLUMNS / 8]);
 
+#[device]
 impl Columns {
     /// Loads the values of the lane's columns from `values` (C).
-    #[inline(always)]
     #[track_caller]
     pub fn load<const C: usize>(values: SharedArray<f32>) -> Self {
         let mut columns = [[0.0; 2]; COLUMNS / 8];
@@ -286,7 +277,6 @@ impl Columns {
     }
 
     /// Returns the value of a column, given relative to [`lane_column`].
-    #[inline(always)]
     pub fn at(&self, col: usize) -> f32 {
         self.0[col / 8][col % 8]
     }
@@ -302,16 +292,15 @@ pub struct KeyTile<T, const KEYS: usize, const HS: usize> {
 /// A double buffer of key tiles.
 pub struct KeyTiles<T, const KEYS: usize, const HS: usize>([KeyTile<T, KEYS, HS>; 2]);
 
+#[device]
 impl<T: TensorCore, const KEYS: usize, const HS: usize> KeyTiles<T, KEYS, HS> {
     /// Takes the buffer from `layout`.
-    #[inline(always)]
     pub fn new(layout: &mut Layout) -> Self {
         let mut tile = || KeyTile { k: layout.tile(), v: layout.tile() };
         Self([tile(), tile()])
     }
 
     /// Returns the buffer of key tile `tile`.
-    #[inline(always)]
     pub fn stage(&self, tile: usize) -> KeyTile<T, KEYS, HS> {
         let [even, odd] = self.0;
         KeyTile { k: stage(even.k, odd.k, tile), v: stage(even.v, odd.v, tile) }

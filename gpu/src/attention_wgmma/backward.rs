@@ -17,7 +17,7 @@ use super::{CONSUMERS, Head, Head64, ROWS, TILE};
 use core::marker::PhantomData;
 use cuda_std::hopper::{MBarrier, PipelineBarriers, PipelineState, TensorMap};
 use cuda_std::shared::{Layout, SharedArray};
-use cuda_std::{Global, GlobalMut, bf16, kernel, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, device, kernel, thread, warp};
 
 type H = Head64;
 
@@ -31,31 +31,28 @@ pub struct PanelPair<H> {
     pub second: Panel<H>,
 }
 
+#[device]
 impl<H: Head> PanelPair<H> {
     /// The size of a pair in bytes.
     pub const BYTES: u32 = 2 * Panel::<H>::BYTES;
 
     /// Takes `count` consecutive pairs from `layout` and returns the first.
-    #[inline(always)]
     pub fn take(layout: &mut Layout, count: u32) -> Self {
         Self { first: Panel::take(layout, count), second: Panel::take(layout, count) }
     }
 
     /// Returns the pair that is `count` pairs after this one.
-    #[inline(always)]
     pub fn after(self, count: u32) -> Self {
         Self { first: self.first.after(count), second: self.second.after(count) }
     }
 
     /// Starts the load of rows `y` .. of sequence `b`.
-    #[inline(always)]
     pub fn load(self, [first, second]: [PanelSource; 2], y: u32, b: u32, full: MBarrier) {
         self.first.load(first.map, first.column, y, b, full);
         self.second.load(second.map, second.column, y, b, full);
     }
 
     /// Starts the loads of both consumers' rows of a work tile into this pair and the next one.
-    #[inline(always)]
     pub fn load_work_tile(self, sources: [PanelSource; 2], tile: WorkTile, full: MBarrier) {
         full.arrive_expect_tx(CONSUMERS * Self::BYTES);
         for i in 0..CONSUMERS {
@@ -200,8 +197,8 @@ pub struct Consumer<const INDEX: u32> {
     pub stream: PipelineState,
 }
 
+#[device]
 impl<G: Gradients> WarpSpecialized for Backward<G> {
-    #[inline(always)]
     fn init(self) {
         self.qkv.prefetch();
         self.dout.prefetch();
@@ -209,7 +206,6 @@ impl<G: Gradients> WarpSpecialized for Backward<G> {
         self.shared.streamed_barriers.init(STAGES, G::PRODUCERS, G::RELEASES);
     }
 
-    #[inline(always)]
     fn produce(self) {
         if thread::thread_idx_x() < G::PRODUCERS {
             let (resident, stream) = (PipelineState::producer(1), PipelineState::producer(STAGES));
@@ -222,7 +218,6 @@ impl<G: Gradients> WarpSpecialized for Backward<G> {
         }
     }
 
-    #[inline(always)]
     fn consume<const CONSUMER: u32>(self) {
         let (resident, stream) = (PipelineState::consumer(1), PipelineState::consumer(STAGES));
         let mut consumer = Consumer::<CONSUMER> { shared: self.shared, resident, stream };
@@ -234,28 +229,25 @@ impl<G: Gradients> WarpSpecialized for Backward<G> {
     }
 }
 
+#[device]
 impl<G: Gradients> Backward<G> {
     /// Returns K and V of a key-value head.
-    #[inline(always)]
     pub fn keys_and_values(self, kv_head: u32) -> [PanelSource; 2] {
         [self.sizes.key(kv_head), self.sizes.value(kv_head)]
             .map(|index| PanelSource { map: self.qkv, column: index * H::HS })
     }
 
     /// Returns Q and dout of a query head.
-    #[inline(always)]
     pub fn queries_and_dout(self, h: u32) -> [PanelSource; 2] {
         [self.qkv, self.dout].map(|map| PanelSource { map, column: h * H::HS })
     }
 
     /// Starts the loads of both consumers' resident panels.
-    #[inline(always)]
     pub fn load_resident(self, sources: [PanelSource; 2], tile: WorkTile) {
         self.shared.resident.load_work_tile(sources, tile, self.shared.resident_barriers.full.at(0));
     }
 
     /// Starts the loads of rows `row` .. of the streamed matrices into `stage`.
-    #[inline(always)]
     pub fn load_streamed(self, sources: [PanelSource; 2], tile: WorkTile, row: u32, stage: u32) {
         let full = self.shared.streamed_barriers.full.at(stage);
         full.arrive_expect_tx(PanelPair::<H>::BYTES);
@@ -263,7 +255,6 @@ impl<G: Gradients> Backward<G> {
     }
 
     /// Stores the gradient of a consumer's rows of head `index` of qkv, multiplied by `scale`.
-    #[inline(always)]
     pub fn store_gradient(
         self,
         tile: WorkTile,

@@ -16,7 +16,7 @@ use super::softmax::probability;
 use super::{CONSUMER_THREADS, CONSUMERS, Head, Head64, ROWS, TILE};
 use cuda_std::hopper::wgmma;
 use cuda_std::hopper::wgmma::Accumulators;
-use cuda_std::{SharedArray, warp};
+use cuda_std::{SharedArray, device, warp};
 
 type H = Head64;
 type Rows = <H as Head>::RowFragments;
@@ -32,19 +32,18 @@ pub fn query_panels(scheduler: TileScheduler, tile: WorkTile) -> u32 {
 #[derive(Clone, Copy)]
 pub struct DkDv;
 
+#[device]
 impl Gradients for DkDv {
     const STATISTICS: usize = STATISTICS;
     const PRODUCERS: u32 = warp::LANES;
     const RELEASES: u32 = CONSUMER_THREADS;
     const LOW_FIRST: bool = true;
 
-    #[inline(always)]
     fn heads(sizes: Sizes<H>) -> u32 {
         sizes.kv
     }
 
     /// Loads K and V, then, for each query head of the group, Q, dout and statistics from the work tile's first key on.
-    #[inline(always)]
     fn load(producer: &mut Producer<Self>, tile: WorkTile) {
         let kernel = producer.kernel;
         kernel.shared.resident_barriers.wait_empty(producer.resident);
@@ -65,7 +64,6 @@ impl Gradients for DkDv {
         }
     }
 
-    #[inline(always)]
     fn compute<const INDEX: u32>(consumer: &mut Consumer<INDEX>, kernel: Backward<Self>, tile: WorkTile) {
         let (mut dk, mut dv) = consumer.dk_and_dv(kernel.sizes.group, query_panels(kernel.scheduler, tile));
         kernel.store_gradient(tile, kernel.sizes.key(tile.h), INDEX, &mut dk, H::SCALE);
@@ -93,9 +91,9 @@ impl Producer<DkDv> {
     }
 }
 
+#[device]
 impl<const INDEX: u32> Consumer<INDEX> {
     /// Computes dK (unscaled) and dV of this consumer's keys over `panels` panels of queries of each of `heads` heads.
-    #[inline(always)]
     fn dk_and_dv(&mut self, mut heads: u32, panels: u32) -> (Gradient, Gradient) {
         let shared = self.shared;
         shared.resident_barriers.wait_full(self.resident);
@@ -118,7 +116,6 @@ impl<const INDEX: u32> Consumer<INDEX> {
     ///
     /// All wgmma have finished on return. A loop over the panels of all heads would save this wait, one per head, but
     /// its inner part was longer by 2 to 5 % of its instructions.
-    #[inline(always)]
     fn add_head(&mut self, (dk, dv): &mut (Gradient, Gradient), (k, v): (&Rows, &Rows), panels: u32) {
         let shared = self.shared;
         for _ in 0..INDEX {

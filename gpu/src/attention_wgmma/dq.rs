@@ -13,6 +13,7 @@ use super::scheduler::WorkTile;
 use super::sizes::Sizes;
 use super::softmax::{lse_log2, probability};
 use super::{CONSUMERS, Head, Head64, ROWS, TILE};
+use cuda_std::device;
 use cuda_std::hopper::wgmma;
 use cuda_std::hopper::wgmma::Accumulators;
 
@@ -23,6 +24,7 @@ type Gradient = <H as Head>::OutputAccumulators;
 #[derive(Clone, Copy)]
 pub struct Dq;
 
+#[device]
 impl Gradients for Dq {
     // lse and D belong to the queries, which are resident.
     const STATISTICS: usize = 0;
@@ -30,13 +32,11 @@ impl Gradients for Dq {
     const RELEASES: u32 = CONSUMERS;
     const LOW_FIRST: bool = false;
 
-    #[inline(always)]
     fn heads(sizes: Sizes<H>) -> u32 {
         sizes.nh()
     }
 
     /// Loads Q and dout, then K and V from key 0 to the last consumer's diagonal.
-    #[inline(always)]
     fn load(Producer { kernel, resident, stream }: &mut Producer<Self>, tile: WorkTile) {
         let shared = kernel.shared;
         shared.resident_barriers.wait_empty(*resident);
@@ -52,7 +52,6 @@ impl Gradients for Dq {
         }
     }
 
-    #[inline(always)]
     fn compute<const INDEX: u32>(consumer: &mut Consumer<INDEX>, kernel: Backward<Self>, tile: WorkTile) {
         let Backward { sizes, lse, d, .. } = kernel;
         let first = tile.tile * TILE + INDEX * ROWS + thread_row();

@@ -23,7 +23,7 @@ use crate::quantize::{QuantizedOperands, QuantizedOutput, store_amax};
 use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::hopper::{PipelineBarriers, PipelineState, TensorMap, wgmma};
 use cuda_std::shared::{Layout, SharedArray};
-use cuda_std::{E4m3, Global, GlobalMut, bf16, kernel, math, thread, warp};
+use cuda_std::{E4m3, Global, GlobalMut, bf16, device, kernel, math, thread, warp};
 
 /// Panels of keys or values in a stage: the keys of both consumers' diagonals.
 const PANELS: u32 = CONSUMERS;
@@ -117,8 +117,8 @@ struct Forward<H, const FP8: bool> {
     qkv: Global<TensorMap>,
 }
 
+#[device]
 impl<H: Head, const FP8: bool> WarpSpecialized for Forward<H, FP8> {
-    #[inline(always)]
     fn init(self) {
         self.qkv.prefetch();
         self.shared.q_barriers.init(Q_STAGES, 1, CONSUMER_THREADS / warp::LANES);
@@ -126,7 +126,6 @@ impl<H: Head, const FP8: bool> WarpSpecialized for Forward<H, FP8> {
         self.shared.v_barriers.init(stages::<H>(), 1, CONSUMERS);
     }
 
-    #[inline(always)]
     fn produce(self) {
         let Self { shared, sizes, scheduler, qkv, .. } = self;
         let (mut round, work_tiles) = (0, scheduler.work_tiles());
@@ -153,7 +152,6 @@ impl<H: Head, const FP8: bool> WarpSpecialized for Forward<H, FP8> {
         }
     }
 
-    #[inline(always)]
     fn consume<const CONSUMER: u32>(self) {
         let (q, k) = (PipelineState::consumer(Q_STAGES), PipelineState::consumer(stages::<H>()));
         let v = PipelineState::consumer(stages::<H>());
@@ -171,9 +169,9 @@ struct Producer<H> {
     v: PipelineState,
 }
 
+#[device]
 impl<H: Head> Producer<H> {
     /// Announces a work tile and loads its queries.
-    #[inline(always)]
     fn load_queries(&mut self, tile: WorkTile, round: u32) {
         self.shared.q_barriers.wait_empty(self.q);
         self.shared.work_tiles.set((round % WORK_TILES) as usize, tile);
@@ -187,7 +185,6 @@ impl<H: Head> Producer<H> {
     }
 
     /// Loads keys and values from the last consumer's diagonal down to key 0.
-    #[inline(always)]
     fn load_panels(&mut self, tile: WorkTile) {
         let kv_head = self.sizes.kv_head(tile.h);
         let mut i = tile.tile + 1;
@@ -199,7 +196,6 @@ impl<H: Head> Producer<H> {
     }
 
     /// Loads the `i`-th stage of the keys of a key-value head of sequence `b`.
-    #[inline(always)]
     fn load_keys(&mut self, b: u32, kv_head: u32, i: u32) {
         self.shared.k_barriers.wait_empty(self.k);
         let full = self.shared.k_barriers.full.at(self.k.stage());
@@ -209,7 +205,6 @@ impl<H: Head> Producer<H> {
     }
 
     /// Loads the `i`-th stage of the values of a key-value head of sequence `b`.
-    #[inline(always)]
     fn load_values(&mut self, b: u32, kv_head: u32, i: u32) {
         self.shared.v_barriers.wait_empty(self.v);
         let full = self.shared.v_barriers.full.at(self.v.stage());
@@ -239,6 +234,7 @@ struct Progress {
     pv_in_flight: bool,
 }
 
+#[device]
 impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     /// True if the second of the two panels on this consumer's diagonal contains only keys after its queries.
     const SECOND_PANEL_MASKED: bool = INDEX == 0;
@@ -246,7 +242,6 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     const FIRST_COLUMNS: u32 = if Self::SECOND_PANEL_MASKED { ROWS } else { PANELS * ROWS };
 
     /// Computes this consumer's queries of all work tiles of this block.
-    #[inline(always)]
     fn run<const FP8: bool>(&mut self, kernel: Forward<H, FP8>) {
         let (mut round, work_tiles) = (0, kernel.scheduler.work_tiles());
         if work_index(round) >= work_tiles {
@@ -282,13 +277,11 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     }
 
     /// Reads the work tile of a round from shared memory. Callers read it again instead of keeping it in registers.
-    #[inline(always)]
     fn work_tile(&self, round: u32) -> WorkTile {
         self.shared.work_tiles.at((round % WORK_TILES) as usize)
     }
 
     /// Acquires the queries of the first work tile and computes their first scores.
-    #[inline(always)]
     fn compute_first_scores(&mut self, scores: &mut ScorePair) {
         self.shared.q_barriers.wait_full(self.q);
         self.shared.k_barriers.wait_full(self.k);
@@ -299,13 +292,11 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     }
 
     /// Releases the current queries, and the work tile that was announced with the previous ones.
-    #[inline(always)]
     fn release_queries(&mut self) {
         self.shared.q_barriers.release_by_warp(self.q.advance());
     }
 
     /// Starts s = Q Kᵀ for the next stage of keys, which has arrived, and returns that stage.
-    #[inline(always)]
     fn start_scores(&mut self, s: &mut ScorePair) -> u32 {
         wgmma::fence();
         let queries = self.shared.q.after(self.q.stage() * CONSUMERS + INDEX);
@@ -315,14 +306,12 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     }
 
     /// Starts o += P V for the next stage of values. The caller has executed [`wgmma::fence`].
-    #[inline(always)]
     fn start_output(&self, o: &mut H::OutputAccumulators, p: &PairFragments) {
         self.shared.v.after(self.v.stage() * PANELS).start_accumulate(o, p, PANELS);
         wgmma::commit();
     }
 
     /// Waits for o += P V and releases its values.
-    #[inline(always)]
     fn finish_output(&mut self, o: &mut H::OutputAccumulators) {
         wgmma::wait::<0>();
         o.fence_accumulators();
@@ -333,7 +322,6 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     ///
     /// `scores` are the scores of the diagonal, which `stages` stages of keys precede. On return, the
     /// queries and `scores` are those of the next work tile.
-    #[inline(always)]
     fn attend_with_one_set(&mut self, scores: &mut ScorePair, mut stages: u32) -> (H::OutputAccumulators, Softmax<H>) {
         mask_diagonal(scores, INDEX * ROWS, Self::FIRST_COLUMNS, f32::NEG_INFINITY);
         scores.fence_accumulators();
@@ -365,13 +353,11 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     }
 
     /// Waits until the other consumer has started its wgmma of this step.
-    #[inline(always)]
     fn wait_for_turn() {
         thread::sync_named(TURN_BARRIER + INDEX, CONSUMER_THREADS);
     }
 
     /// Lets the other consumer start its wgmma.
-    #[inline(always)]
     fn pass_turn() {
         thread::arrive_named(TURN_BARRIER + 1 - INDEX, CONSUMER_THREADS);
     }
@@ -380,7 +366,6 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     ///
     /// The consumers take turns (ping-pong): the exponentials of one run while the tensor cores compute the wgmma of the
     /// other.
-    #[inline(always)]
     fn start_scores_and_output(&mut self, scores: &mut ScorePair, o: &mut H::OutputAccumulators, p: &PairFragments) {
         // These waits precede the turn, so that they do not delay the other consumer.
         self.shared.k_barriers.wait_full(self.k);
@@ -397,7 +382,6 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     /// Computes the unnormalized output of the current queries, in the order for HS = 64: two sets of scores.
     ///
     /// See [`attend_with_one_set`](Self::attend_with_one_set).
-    #[inline(always)]
     fn attend_with_two_sets(&mut self, scores: &mut ScorePair, stages: u32) -> (H::OutputAccumulators, Softmax<H>) {
         mask_diagonal(scores, INDEX * ROWS, Self::FIRST_COLUMNS, f32::NEG_INFINITY);
         // Moves all scores to registers of their own. If some stayed in the registers of the wgmma, ptxas would
@@ -433,7 +417,6 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     ///
     /// Returns the running maxima including the next scores. After a work tile's last stage, the next scores are the
     /// first of the next work tile.
-    #[inline(always)]
     fn step(
         &mut self,
         scores: &mut ScorePair,
@@ -474,7 +457,6 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
 
     /// Normalizes and stores the output, and stores lse. Returns the bits of the largest magnitude that this thread has
     /// quantized.
-    #[inline(always)]
     fn store<const FP8: bool>(
         &self,
         kernel: Forward<H, FP8>,

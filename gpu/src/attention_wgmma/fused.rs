@@ -35,7 +35,7 @@ use cuda_std::hopper::mbarrier::MBarriers;
 use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::hopper::{self, PipelineBarriers, PipelineState, SwizzledTile, TensorMap, WARPGROUP, tma, wgmma};
 use cuda_std::shared::Layout;
-use cuda_std::{Global, GlobalMut, Packet, SharedArray, bf16, kernel, thread, warp};
+use cuda_std::{Global, GlobalMut, Packet, SharedArray, bf16, device, kernel, thread, warp};
 
 type H = Head128;
 
@@ -161,11 +161,11 @@ struct Fused {
     d: Global<f32>,
 }
 
+#[device]
 impl WarpSpecialized for Fused {
     // With smaller consumers, ptxas serializes wgmma (C7512).
     const LARGE_CONSUMERS: bool = true;
 
-    #[inline(always)]
     fn init(self) {
         self.qkv.prefetch();
         self.dout.prefetch();
@@ -175,7 +175,6 @@ impl WarpSpecialized for Fused {
         }
     }
 
-    #[inline(always)]
     fn produce(self) {
         let warp = warp::shuffle(warp::index(), 0);
         if warp == 0 {
@@ -186,29 +185,26 @@ impl WarpSpecialized for Fused {
         }
     }
 
-    #[inline(always)]
     fn consume<const CONSUMER: u32>(self) {
         let (resident, stream) = (PipelineState::consumer(1), PipelineState::consumer(STAGES));
         Consumer::<CONSUMER> { kernel: self, resident, stream }.run();
     }
 }
 
+#[device]
 impl Fused {
     /// Returns the number of panels of queries of a sequence.
-    #[inline(always)]
     fn panels(self) -> u32 {
         CONSUMERS * self.scheduler.tiles()
     }
 
     /// Returns the index of panel `panel` of head `h` of sequence `b` among all panels.
-    #[inline(always)]
     fn panel_index(self, b: u32, h: u32, panel: u32) -> u32 {
         (b * self.sizes.nh() + h) * self.panels() + panel
     }
 
     /// Calls `f` with each query head and panel of a work tile: from the last panel down to the diagonal, and for each panel all
     /// heads of the group.
-    #[inline(always)]
     fn for_each_step(self, tile: WorkTile, mut f: impl FnMut(u32, u32)) {
         let group = self.sizes.group;
         let mut panel = self.panels();
@@ -244,8 +240,8 @@ struct Producer {
     stream: PipelineState,
 }
 
+#[device]
 impl Producer {
-    #[inline(always)]
     fn run(&mut self) {
         let Fused { shared, scheduler, .. } = self.kernel;
         let mut round = 0;
@@ -279,7 +275,6 @@ impl Producer {
     }
 
     /// Takes a ticket for the whole warp. The last ticket of the launch resets the counter.
-    #[inline(always)]
     fn take_ticket(&self) -> u32 {
         let Fused { scheduler, counters, sizes, .. } = self.kernel;
         let at = CONSUMERS as usize * (scheduler.b * sizes.nh() * self.kernel.panels()) as usize;
@@ -296,7 +291,6 @@ impl Producer {
     }
 
     /// Starts the loads of both consumers' keys and values.
-    #[inline(always)]
     fn load_resident(&self, tile: WorkTile) {
         let Fused { shared, sizes, qkv, .. } = self.kernel;
         let heads = [sizes.key(tile.h), sizes.value(tile.h)];
@@ -305,7 +299,6 @@ impl Producer {
     }
 
     /// Loads Q, dout and the statistics of the 64 queries of head `h` from `first` on.
-    #[inline(always)]
     fn load_queries(&mut self, b: u32, h: u32, first: u32) {
         let Fused { shared, sizes, lse, d, .. } = self.kernel;
         let lane = warp::lane();
@@ -333,8 +326,8 @@ struct DqWriter {
     consumer: u32,
 }
 
+#[device]
 impl DqWriter {
-    #[inline(always)]
     fn run(&mut self) {
         let shared = self.kernel.shared;
         let mut round = 0;
@@ -353,7 +346,6 @@ impl DqWriter {
     }
 
     /// Adds dQ of a panel of head `h` as soon as the consumer has computed it and the previous work tile has added its own.
-    #[inline(always)]
     fn add(&self, tile: WorkTile, h: u32, panel: u32) {
         let Fused { shared, dq, counters, .. } = self.kernel;
         let counter = (self.kernel.panel_index(tile.b, h, panel) * CONSUMERS + self.consumer) as usize;
@@ -394,8 +386,8 @@ struct Consumer<const INDEX: u32> {
 
 type Gradient = <H as Head>::OutputAccumulators;
 
+#[device]
 impl<const INDEX: u32> Consumer<INDEX> {
-    #[inline(always)]
     fn run(&mut self) {
         let Fused { shared, sizes, scheduler, .. } = self.kernel;
         // All stages are empty.
@@ -421,20 +413,17 @@ impl<const INDEX: u32> Consumer<INDEX> {
     }
 
     /// Reads the work tile of a round from shared memory. Callers read it again instead of keeping it in registers.
-    #[inline(always)]
     fn work_tile(&self, round: u32) -> WorkTile {
         self.kernel.shared.work_tiles.at((round % WORK_TILES) as usize)
     }
 
     /// Stores the gradient of this consumer's rows of head `index` of qkv, multiplied by `scale`.
-    #[inline(always)]
     fn store_gradient(&self, tile: WorkTile, index: u32, gradient: &mut Gradient, scale: f32) {
         let Fused { shared, sizes, dqkv, .. } = self.kernel;
         store_rows::<H>(sizes.packed_rows(dqkv, tile, index, INDEX), gradient, [scale; 2], shared.output.after(INDEX));
     }
 
     /// Waits for the next panel and returns its stage.
-    #[inline(always)]
     fn acquire(&mut self) -> u32 {
         self.kernel.shared.streamed_full.at(self.stream.stage()).wait(self.stream.parity());
         self.stream.advance()
@@ -445,7 +434,6 @@ impl<const INDEX: u32> Consumer<INDEX> {
     ///
     /// The multiplications of consecutive panels overlap. While a panel's dQ is in flight, S of the next panel starts. While
     /// its dK is in flight, the exponentials of the next panel are computed.
-    #[inline(always)]
     fn gradients(&mut self, mut steps: u32) -> (Gradient, Gradient) {
         let shared = self.kernel.shared;
         let (mut dk, mut dv) = (Gradient::ZERO, Gradient::ZERO);
@@ -506,19 +494,16 @@ impl<const INDEX: u32> Consumer<INDEX> {
     }
 
     /// Returns this consumer's keys. Opaque: the addresses of the resident operands would take too many registers.
-    #[inline(always)]
     fn keys(&self) -> Panel<H> {
         self.kernel.shared.resident.first.opaque().after(INDEX)
     }
 
     /// Returns this consumer's values.
-    #[inline(always)]
     fn values(&self) -> Panel<H> {
         self.kernel.shared.resident.second.opaque().after(INDEX)
     }
 
     /// Replaces Sᵀ by Pᵀ.
-    #[inline(always)]
     fn probabilities(&self, s: &mut ScoreSquare, stage: u32, steps: u32) {
         scores_to_probabilities::<H>(s, self.kernel.shared.statistics.skip(stage as usize * STATISTICS));
         self.mask(s, steps);
@@ -526,7 +511,6 @@ impl<const INDEX: u32> Consumer<INDEX> {
 
     /// Starts dV += Pᵀ dout. Replaces dPᵀ by dSᵀ, shares it with the other consumer, and starts dQ = dS K in the same
     /// registers.
-    #[inline(always)]
     fn start_dv_and_dq(&self, dv: &mut Gradient, dp: &mut ScoreSquare, p: &ScoreSquare, stage: u32, step: u32) {
         let shared = self.kernel.shared;
         score_gradients(dp, p, shared.statistics.skip(stage as usize * STATISTICS + ROWS as usize));
@@ -545,7 +529,6 @@ impl<const INDEX: u32> Consumer<INDEX> {
 
     /// Masks Pᵀ in the last panels. The last panel of each head is on the diagonal of the first consumer, the one before it
     /// on that of the second consumer.
-    #[inline(always)]
     fn mask(&self, p: &mut ScoreSquare, steps: u32) {
         let group = self.kernel.sizes.group;
         if steps <= (INDEX + 1) * group {
@@ -559,7 +542,6 @@ impl<const INDEX: u32> Consumer<INDEX> {
     }
 
     /// Starts dK += dSᵀ Q of this consumer's keys.
-    #[inline(always)]
     fn start_dk(&self, dk: &mut Gradient, stage: u32, step: u32) {
         let shared = self.kernel.shared;
         let ds = self.ds_tile(step);
@@ -571,13 +553,11 @@ impl<const INDEX: u32> Consumer<INDEX> {
     }
 
     /// Returns the tile of dSᵀ of this consumer's keys.
-    #[inline(always)]
     fn ds_tile(&self, step: u32) -> SwizzledTile<64> {
         self.kernel.shared.ds.offset_tiles(CONSUMERS * (step % DS_BUFFERS) + INDEX)
     }
 
     /// Starts dQ = dS K of 64 queries and channels 64 `INDEX` .. of the work tile's 128 keys.
-    #[inline(always)]
     fn multiply_scores(&self, dq: &mut ScoreSquare, step: u32) {
         let shared = self.kernel.shared;
         let resident = shared.resident.first.opaque();
@@ -590,7 +570,6 @@ impl<const INDEX: u32> Consumer<INDEX> {
     }
 
     /// Stores dQ for the warp that adds it to the sums in global memory: accumulators 4 i .. of thread t at 4 (128 i + t).
-    #[inline(always)]
     fn pass_dq(&self, dq: &ScoreSquare) {
         // The previous dQ has left the buffer, and all warps have finished the stores of the previous work tile.
         thread::sync_named(DQ_EMPTY + INDEX, DQ_THREADS);

@@ -6,7 +6,7 @@ use core::ops::Index;
 use cuda_std::hopper::wgmma::{Accumulators, KMajorOperand, MnMajorOperand};
 use cuda_std::hopper::{MBarrier, SwizzledTile, TensorMap, WARPGROUP};
 use cuda_std::shared::Layout;
-use cuda_std::{Global, element, thread, warp};
+use cuda_std::{Global, device, element, thread, warp};
 
 /// A thread's accumulators of 64 x 64 scores.
 pub type ScoreSquare = [f32; 32];
@@ -80,27 +80,24 @@ impl<H: Head, const N: u32> Panels<H, N> {
     }
 }
 
+#[device]
 impl<H: Head> Panel<H> {
     /// Returns the panel unchanged, but hides its address from the compiler. See [`SwizzledTile::opaque`].
-    #[inline(always)]
     pub fn opaque(self) -> Self {
         Self { first: self.first.opaque(), ..self }
     }
 
     /// Returns the tile of columns 64 `i` .. 64 `i` + 64.
-    #[inline(always)]
     pub fn tile(self, i: u32) -> SwizzledTile<64> {
         self.first.offset_tiles(i)
     }
 
     /// Returns rows 16 `step` .. as the K dimension of an operand whose N dimension are the HS columns.
-    #[inline(always)]
     pub fn mn_major_operand(self, step: u32) -> MnMajorOperand {
         self.first.mn_major_operand(step)
     }
 
     /// Loads this warp's 16 rows as A fragments.
-    #[inline(always)]
     pub fn row_fragments(self) -> H::RowFragments {
         let mut rows = H::ZERO_ROWS;
         for step in 0..H::HS / 16 {
@@ -110,7 +107,6 @@ impl<H: Head> Panel<H> {
     }
 
     /// Starts d = a · rowsᵀ, summed over the HS columns.
-    #[inline(always)]
     pub fn start_scores(self, d: &mut ScoreSquare, a: &H::RowFragments) {
         for step in 0..H::HS / 16 {
             d.mma_with_a_registers(a[step as usize], self.k_major_operand(step), step > 0);
@@ -118,7 +114,6 @@ impl<H: Head> Panel<H> {
     }
 
     /// Starts d += a · rows, summed over the rows of `panels` panels.
-    #[inline(always)]
     pub fn start_accumulate(
         self,
         d: &mut H::OutputAccumulators,

@@ -1,7 +1,7 @@
 //! Work tiles, and their assignment to thread blocks.
 
 use super::TILE;
-use cuda_std::thread;
+use cuda_std::{device, thread};
 
 /// Work tiles of a chunk of heads, per thread block. Enough tiles balance the load. Few enough keep keys and values of
 /// the chunk in L2.
@@ -25,21 +25,19 @@ pub struct TileScheduler {
     heads: u32,
 }
 
+#[device]
 impl TileScheduler {
     /// Creates the scheduler of `b` sequences of length `t` with `heads` heads: query heads or key-value heads.
-    #[inline(always)]
     pub fn new(b: u32, t: u32, heads: u32) -> Self {
         Self { b, t, heads }
     }
 
     /// Returns the number of tiles of a head.
-    #[inline(always)]
     pub fn tiles(self) -> u32 {
         self.t.div_ceil(TILE)
     }
 
     /// Returns the total number of work tiles.
-    #[inline(always)]
     pub fn work_tiles(self) -> u32 {
         self.tiles() * self.b * self.heads
     }
@@ -49,7 +47,6 @@ impl TileScheduler {
     /// Heads are scheduled in chunks, so that the operands that their tiles share stay in L2. Within a chunk, the tiles
     /// that take longest come first: those with high index, or with low index if `low_first`. Query heads that share
     /// keys and values are neighbours, so their tiles run at the same time.
-    #[inline(always)]
     pub fn work_tile(self, i: u32, low_first: bool) -> WorkTile {
         let (tiles, heads) = (self.tiles(), self.b * self.heads);
         let chunk = (CHUNK_ROUNDS * thread::grid_dim_x() / tiles).clamp(1, heads);
@@ -62,7 +59,6 @@ impl TileScheduler {
 
     /// Returns the work tile of a ticket, in chunks of `HEADS` heads. The tiles of each head are in ascending order, for any
     /// number of blocks.
-    #[inline(always)]
     pub fn work_tile_of_ticket<const HEADS: u32>(self, ticket: u32) -> WorkTile {
         let tiles = self.tiles();
         let first = ticket / (HEADS * tiles) * HEADS;

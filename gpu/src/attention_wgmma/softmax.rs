@@ -4,7 +4,7 @@ use super::Head;
 use super::panel::ScorePair;
 use core::marker::PhantomData;
 use cuda_std::hopper::wgmma::Accumulators;
-use cuda_std::{Global, math, warp};
+use cuda_std::{Global, device, math, warp};
 
 /// Returns the softmax scale times log2(e): exponentials are computed as exp(x) = 2^(x log2 e).
 #[inline(always)]
@@ -30,21 +30,19 @@ pub struct Softmax<H> {
     head: PhantomData<H>,
 }
 
+#[device]
 impl<H: Head> Softmax<H> {
     /// Creates the state for rows whose first scores are the first `columns` columns of `s`.
-    #[inline(always)]
     pub fn new(s: &ScorePair, columns: u32) -> Self {
         let empty = Self { max: [f32::NEG_INFINITY; 2], sum: [0.0; 2], factor: [1.0; 2], head: PhantomData };
         Self { max: empty.maximum_over(s, columns), ..empty }
     }
 
     /// Returns the running maximum including the scores `s`.
-    #[inline(always)]
     pub fn maximum_with(&self, s: &ScorePair) -> [f32; 2] {
         self.maximum_over(s, ScorePair::COLUMNS)
     }
 
-    #[inline(always)]
     fn maximum_over(&self, s: &ScorePair, columns: u32) -> [f32; 2] {
         [0, 1].map(|row| {
             let mut max = self.max[row];
@@ -57,7 +55,6 @@ impl<H: Head> Softmax<H> {
     }
 
     /// Rescales the state to the new running maximum `max`.
-    #[inline(always)]
     pub fn raise(&mut self, max: [f32; 2]) {
         for row in 0..2 {
             let shift = max[row] * scale_log2::<H>();
@@ -68,7 +65,6 @@ impl<H: Head> Softmax<H> {
     }
 
     /// Replaces half `HALF` of the scores by exp(scale (s - max)) and adds them to the sums.
-    #[inline(always)]
     pub fn exponentiate<const HALF: usize>(&mut self, s: &mut ScorePair) {
         let shift = [self.max[0] * scale_log2::<H>(), self.max[1] * scale_log2::<H>()];
         for i in half_of::<HALF>() {
@@ -79,7 +75,6 @@ impl<H: Head> Softmax<H> {
     }
 
     /// Same as [`exponentiate`](Self::exponentiate) for scores that are all masked.
-    #[inline(always)]
     pub fn zero_masked<const HALF: usize>(s: &mut ScorePair) {
         for i in half_of::<HALF>() {
             s[i] = 0.0;
@@ -87,7 +82,6 @@ impl<H: Head> Softmax<H> {
     }
 
     /// Returns the sum over all threads of a row.
-    #[inline(always)]
     pub fn row_sum(&self, row: usize) -> f32 {
         let sum = self.sum[row];
         let sum = sum + warp::shuffle_xor(sum, 1);
@@ -95,7 +89,6 @@ impl<H: Head> Softmax<H> {
     }
 
     /// Returns the natural log-sum-exp of a row's scaled scores, given its row sum.
-    #[inline(always)]
     pub fn log_sum_exp(&self, row: usize, sum: f32) -> f32 {
         self.max[row] * H::SCALE + math::ln(sum)
     }

@@ -11,7 +11,9 @@
 
 use super::{LOWEST, SCRATCH, Scalars, THREADS, exp_below, fold_logits, mask_padding, subtract_target};
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, async_copy, bf16, block, kernel, math, thread};
+use cuda_std::{
+    Element, Global, GlobalMut, Packet, SharedArray, async_copy, bf16, block, device, kernel, math, thread,
+};
 
 /// Columns of a packet of each thread.
 const STEP: u32 = THREADS * bf16::PACKET as u32;
@@ -45,21 +47,19 @@ struct Columns {
     stage: SharedArray<bf16>,
 }
 
+#[device]
 impl Columns {
     /// Returns the first column of packet `j`.
-    #[inline(always)]
     const fn of(self, j: u32) -> u32 {
         self.first + j * STEP
     }
 
     /// Returns the first packet of group `group` in shared memory. The group ends where the next one begins.
-    #[inline(always)]
     const fn begin(self, group: u32) -> u32 {
         self.staged * group / GROUPS
     }
 
     /// Starts the copy of packet `j` of a row to shared memory.
-    #[inline(always)]
     #[track_caller]
     fn copy(self, j: u32, row: Global<bf16>) {
         let i = self.of(j);
@@ -67,7 +67,6 @@ impl Columns {
     }
 
     /// Loads packet `k` of those in registers.
-    #[inline(always)]
     #[track_caller]
     fn load(self, k: u32, row: Global<bf16>) -> Packet<bf16> {
         let i = self.of(self.staged + k);

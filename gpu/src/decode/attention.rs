@@ -14,7 +14,7 @@
 
 use super::{POSITION, WORDS};
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, kernel, math, thread, warp};
+use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, device, kernel, math, thread, warp};
 
 /// Threads of a block.
 const THREADS: usize = 128;
@@ -58,15 +58,14 @@ pub struct Sizes {
     pub gain: f32,
 }
 
+#[device]
 impl Sizes {
     /// Returns log2 of the lanes that hold a head.
-    #[inline(always)]
     const fn lane_shift<T: Element>(self) -> u32 {
         self.head_size.div_ceil(T::PACKET as u32).next_power_of_two().trailing_zeros()
     }
 
     /// Returns the positions of a split of `len` positions: a multiple of those that a block processes at a time.
-    #[inline(always)]
     const fn split_len<T: Element>(self, len: u32) -> u32 {
         let step = ((WARPS * UNROLL) as u32) << (5 - self.lane_shift::<T>());
         // The number of splits is at least 1. A division by a variable would check for 0.
@@ -75,7 +74,6 @@ impl Sizes {
     }
 
     /// Returns query heads per key-value head.
-    #[inline(always)]
     const fn group(self) -> u32 {
         self.heads / if self.kv_heads > 1 { self.kv_heads } else { 1 }
     }
@@ -169,9 +167,9 @@ fn relative(score: f32, most: f32) -> f32 {
     if score == f32::NEG_INFINITY { 0.0 } else { math::exp2(score - most) }
 }
 
+#[device]
 impl<const GROUP: usize> Softmax<GROUP> {
     /// Adds N positions with the lane's channels of keys and values. All lanes of a warp call it.
-    #[inline(always)]
     fn add<T: Element, const N: usize>(&mut self, keys: &[Packet<T>; N], values: &[Packet<T>; N], valid: [bool; N]) {
         for g in 0..GROUP {
             let mut scores = [0.0; N];
@@ -213,7 +211,6 @@ impl<const GROUP: usize> Softmax<GROUP> {
     }
 
     /// Adds the results of the warp's other positions. The result is in the first lanes, which hold one head.
-    #[inline(always)]
     fn combine_positions<T: Element>(&mut self) {
         let mut offset = 1 << self.lane_shift;
         while offset < warp::LANES {

@@ -13,7 +13,7 @@
 
 use crate::activation::{is_gated, value_of};
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, kernel, math, thread, warp};
+use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, device, kernel, math, thread, warp};
 
 /// Threads of a block.
 pub const THREADS: u32 = 256;
@@ -70,16 +70,15 @@ struct Input<T, const ROWS: usize, const NORM: u32> {
     rows: usize,
 }
 
+#[device]
 impl<T: Element, const ROWS: usize, const NORM: u32> Input<T, ROWS, NORM> {
     /// Reads a packet of row `r`. Rows past the last repeat it.
-    #[inline(always)]
     fn packet(self, r: usize, channel: usize) -> Packet<T> {
         let row = if ROWS == 1 { 0 } else { r.min(self.rows - 1) };
         self.inp.packet(row * self.channels + channel)
     }
 
     /// Returns the mean and the reciprocal standard deviation of each row.
-    #[inline(always)]
     fn statistics(self, eps: f32) -> [[f32; 2]; ROWS] {
         let mut statistics = [[0.0, 1.0]; ROWS];
         if NORM == PLAIN {
@@ -98,7 +97,6 @@ impl<T: Element, const ROWS: usize, const NORM: u32> Input<T, ROWS, NORM> {
     }
 
     /// Returns the mean of `f(x)` over row `r`, in every lane.
-    #[inline(always)]
     fn mean(self, r: usize, f: impl Fn(f32) -> f32) -> f32 {
         let (mut sum, mut channel) = (0.0, warp::lane() as usize * T::PACKET);
         while channel < self.channels {
@@ -113,7 +111,6 @@ impl<T: Element, const ROWS: usize, const NORM: u32> Input<T, ROWS, NORM> {
     }
 
     /// Returns normalized packets of all rows.
-    #[inline(always)]
     fn normalized(self, channel: usize, statistics: &[[f32; 2]; ROWS]) -> [Packet<T>; ROWS] {
         let mut x = [Packet::zero(); ROWS];
         for r in 0..ROWS {

@@ -13,7 +13,7 @@ pub use crate::global_norm::shared;
 use crate::noise;
 use crate::softcap::Softcap;
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Global, GlobalMut, SharedArray, block, kernel, math, thread};
+use cuda_std::{Element, Global, GlobalMut, SharedArray, block, device, kernel, math, thread};
 
 /// Threads of a block.
 const THREADS: usize = 1024;
@@ -83,9 +83,9 @@ struct Scores {
     scratch: SharedArray<f32>,
 }
 
+#[device]
 impl Scores {
     /// Calls `f` with each token of the thread and its score.
-    #[inline(always)]
     fn each(self, mut f: impl FnMut(usize, f32)) {
         batches(
             self.padded_vocab,
@@ -99,7 +99,6 @@ impl Scores {
     }
 
     /// Returns the sum of `f(score)` over scores with a key of at least `least`.
-    #[inline(always)]
     fn sum(self, least: u32, f: impl Fn(f32) -> f32) -> f32 {
         let mut sum = 0.0;
         self.each(|_, score| {
@@ -111,7 +110,6 @@ impl Scores {
     }
 
     /// Returns the largest key, at least `from`, for which [`sum`](Self::sum) reaches `target`, or `from`.
-    #[inline(always)]
     fn threshold(self, from: u32, target: f32, f: impl Fn(f32) -> f32 + Copy) -> u32 {
         let (mut found, mut bit) = (0, 1 << 31);
         while bit > 0 {
@@ -125,7 +123,6 @@ impl Scores {
     }
 
     /// Returns the token with the largest `score`, the first of several, and this score. Every thread receives them.
-    #[inline(always)]
     fn best(self, mut score: impl FnMut(usize, f32) -> f32) -> (u32, f32) {
         let (mut token, mut most) = (0, f32::NEG_INFINITY);
         self.each(|t, s| {

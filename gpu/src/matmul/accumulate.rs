@@ -6,7 +6,7 @@ use super::shared::SharedStorage;
 use super::tile::{Tile, WorkTile};
 use core::marker::PhantomData;
 use cuda_std::hopper::WARPGROUP;
-use cuda_std::{GlobalMut, bf16, element, thread};
+use cuda_std::{GlobalMut, bf16, device, element, thread};
 
 /// The element type of a weight gradient.
 pub trait AccumulateInto: Copy + 'static {
@@ -58,13 +58,12 @@ impl<T: Tile> AccumulateF32<T> {
     }
 }
 
+#[device]
 impl<T: Tile> EpilogueStore<T> for AccumulateF32<T> {
-    #[inline(always)]
     fn new(_: SharedStorage, EpilogueOperands { sums, m, n, .. }: EpilogueOperands, _: u32) -> Self {
         Self { out: sums, m, n, tile: PhantomData }
     }
 
-    #[inline(always)]
     fn store(&mut self, d: &ConsumerAccumulators<T::Accumulator>, WorkTile { row, column, .. }: WorkTile) {
         self.add(&d.upper, row, column);
         if T::CONSUMER_M > 64 {

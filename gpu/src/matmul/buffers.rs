@@ -6,7 +6,7 @@ use super::shared::SharedStorage;
 use super::tile::{EPILOGUE_TILE, Tile, WorkTile};
 use core::marker::PhantomData;
 use cuda_std::hopper::{MBarrier, SwizzledTile, TensorMap, WARPGROUP, is_warpgroup_leader, tma};
-use cuda_std::{Global, thread};
+use cuda_std::{Global, device, thread};
 
 /// The contents of a subtile's buffers.
 pub trait Buffering: 'static {
@@ -60,14 +60,13 @@ pub struct SubtileBuffers<B, T> {
     kind: PhantomData<(B, T)>,
 }
 
+#[device]
 impl<B: Buffering, T: Tile> SubtileBuffers<B, T> {
-    #[inline(always)]
     pub fn new(shared: SharedStorage, aux: Global<TensorMap>, consumer: u32) -> Self {
         Self { shared, aux, consumer, stored_tiles: 0, kind: PhantomData }
     }
 
     /// Starts the loads of aux for the first subtiles of `tile`.
-    #[inline(always)]
     pub fn prefetch(&self, tile: WorkTile) {
         if B::AUX && is_warpgroup_leader() {
             tma::wait_stores_read();
@@ -78,7 +77,6 @@ impl<B: Buffering, T: Tile> SubtileBuffers<B, T> {
     }
 
     /// Waits until all stores have completed.
-    #[inline(always)]
     pub fn finish() {
         if is_warpgroup_leader() {
             tma::wait_stores();
@@ -86,33 +84,28 @@ impl<B: Buffering, T: Tile> SubtileBuffers<B, T> {
     }
 
     /// Synchronizes the warps of this consumer.
-    #[inline(always)]
     pub fn sync(&self) {
         thread::sync_named(1 + self.consumer, WARPGROUP);
     }
 
     /// Returns the slot of a subtile of the current tile, and how many subtiles used that slot before.
-    #[inline(always)]
     fn slot(&self, subtile: u32) -> (u32, u32) {
         slot(subtile, self.stored_tiles, subtiles::<T>(), slots::<B, T>())
     }
 
     /// Returns the first buffer of a slot.
-    #[inline(always)]
     fn buffer(&self, slot: u32) -> SwizzledTile<64> {
         let buffer = self.consumer * T::EPILOGUE_BUFFERS + slot * B::PER_SUBTILE;
         self.shared.pool.rows::<64>(T::PIPELINE_ROWS + buffer * EPILOGUE_TILE)
     }
 
     /// Returns the barrier of the load of aux into a slot.
-    #[inline(always)]
     fn aux_full(&self, slot: u32) -> MBarrier {
         self.shared.aux_full.at(self.consumer * T::EPILOGUE_BUFFERS + slot)
     }
 
     /// Waits until the buffers of a subtile may be used: until aux is in the first of them, or stores have read them.
     /// Returns the first.
-    #[inline(always)]
     pub fn acquire(&self, subtile: u32) -> SwizzledTile<64> {
         let (slot, uses) = self.slot(subtile);
         let first = self.buffer(slot);
@@ -127,7 +120,6 @@ impl<B: Buffering, T: Tile> SubtileBuffers<B, T> {
         first
     }
 
-    #[inline(always)]
     fn load_aux(&self, subtile: u32, WorkTile { matrix, row, column, .. }: WorkTile) {
         let ((slot, _), halves) = (self.slot(subtile), T::CONSUMER_M / EPILOGUE_TILE);
         let full = self.aux_full(slot);
@@ -142,7 +134,6 @@ impl<B: Buffering, T: Tile> SubtileBuffers<B, T> {
 
     /// Starts the next load of aux into the slot of the subtile before `subtile`. All stores but the `PENDING` newest
     /// must have read their buffers before.
-    #[inline(always)]
     pub fn load_next_aux<const PENDING: u32>(&self, subtile: u32, tile: WorkTile) {
         if B::AUX && subtile > 0 && subtile - 1 + slots::<B, T>() < subtiles::<T>() && is_warpgroup_leader() {
             tma::wait_stores_read_all_but::<PENDING>();
@@ -151,7 +142,6 @@ impl<B: Buffering, T: Tile> SubtileBuffers<B, T> {
     }
 
     /// Waits until the TMA stores have read the buffers of the next slot.
-    #[inline(always)]
     fn wait_for_free_slot() {
         match slots::<B, T>() {
             2 => tma::wait_stores_read_all_but::<1>(),

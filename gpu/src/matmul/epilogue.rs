@@ -17,7 +17,7 @@ use crate::activation::ActivationFunction;
 use core::marker::PhantomData;
 use cuda_std::element::{pack_pair, unpack_pair};
 use cuda_std::hopper::{self, SwizzledTile, TensorMap, WARPGROUP, is_warpgroup_leader, tma};
-use cuda_std::{Global, GlobalMut, bf16, math, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, device, math, thread, warp};
 
 /// The elementwise part of an epilogue: out (M, N) and second (M, N) from the accumulators plus bias (N), and aux (M,
 /// N). aux is the residual, or the preactivation of a backward pass. second is the preactivation of a forward pass, or the
@@ -111,16 +111,15 @@ impl<A: ActivationFunction, const VALUE: bool> Elementwise for Backward<A, VALUE
 }
 
 /// Moves a consumer's accumulators to global memory.
+#[device]
 pub trait EpilogueStore<T: Tile> {
     /// Creates the epilogue of a consumer.
     fn new(shared: SharedStorage, operands: EpilogueOperands, consumer: u32) -> Self;
     /// Starts the loads that the epilogue of `tile` needs, before the mainloop.
-    #[inline(always)]
     fn prefetch(&self, _tile: WorkTile) {}
     /// Applies the epilogue to the accumulators of `tile` and stores the result.
     fn store(&mut self, d: &ConsumerAccumulators<T::Accumulator>, tile: WorkTile);
     /// Waits until all asynchronous stores have completed.
-    #[inline(always)]
     fn finish(&self) {}
 }
 
@@ -158,18 +157,16 @@ pub struct TmaEpilogue<L, E, T> {
     operands: EpilogueOperands,
 }
 
+#[device]
 impl<L: Operands, E: Elementwise, T: Tile> EpilogueStore<T> for TmaEpilogue<L, E, T> {
-    #[inline(always)]
     fn new(shared: SharedStorage, operands: EpilogueOperands, consumer: u32) -> Self {
         Self { buffers: SubtileBuffers::new(shared, operands.aux, consumer), operands }
     }
 
-    #[inline(always)]
     fn prefetch(&self, tile: WorkTile) {
         self.buffers.prefetch(tile);
     }
 
-    #[inline(always)]
     fn store(&mut self, d: &ConsumerAccumulators<T::Accumulator>, tile: WorkTile) {
         self.store_columns::<0>(d, tile);
         self.store_columns::<1>(d, tile);
@@ -185,15 +182,14 @@ impl<L: Operands, E: Elementwise, T: Tile> EpilogueStore<T> for TmaEpilogue<L, E
         self.buffers.stored_tiles += 1;
     }
 
-    #[inline(always)]
     fn finish(&self) {
         SubtileBuffers::<Buffers<L, E>, T>::finish();
     }
 }
 
+#[device]
 impl<L: Operands, E: Elementwise, T: Tile> TmaEpilogue<L, E, T> {
     /// Stores the subtiles of columns 64 `BLOCK` .. 64 `BLOCK` + 64 of the tile.
-    #[inline(always)]
     fn store_columns<const BLOCK: u32>(&self, d: &ConsumerAccumulators<T::Accumulator>, tile: WorkTile) {
         let mut bias = [[0.0; 2]; 8];
         if E::BIAS {
@@ -211,7 +207,6 @@ impl<L: Operands, E: Elementwise, T: Tile> TmaEpilogue<L, E, T> {
         }
     }
 
-    #[inline(always)]
     fn store_subtile<const BLOCK: u32, const HALF: u32>(
         &self,
         d: &T::Accumulator,
@@ -290,7 +285,6 @@ impl<L: Operands, E: Elementwise, T: Tile> TmaEpilogue<L, E, T> {
     }
 
     /// Skips a subtile below the diagonal. All warps of this consumer must call it.
-    #[inline(always)]
     fn skip_subtile(&self, subtile: u32, tile: WorkTile) {
         if E::AUX {
             // All warps have seen the phase of this aux buffer before its next phase can begin.

@@ -17,7 +17,7 @@ use crate::activation::ActivationFunction;
 use core::marker::PhantomData;
 use cuda_std::element::{pack_pair, unpack_pair};
 use cuda_std::hopper::{self, NarrowTile, WARPGROUP, is_warpgroup_leader, tma};
-use cuda_std::{thread, warp};
+use cuda_std::{device, thread, warp};
 
 /// Rows of a subtile.
 const ROWS: usize = 64;
@@ -64,10 +64,10 @@ fn backward<A: ActivationFunction>(gradient: [f32; 2], up: u32, gate: u32) -> [u
     [pack_pair(even[0], odd[0]), pack_pair(even[1], odd[1]), activation::<A>(up, gate)]
 }
 
+#[device]
 impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool> EpilogueStore<T>
     for GatedEpilogue<A, T, BACKWARD, VALUE>
 {
-    #[inline(always)]
     fn new(shared: SharedStorage, operands: EpilogueOperands, consumer: u32) -> Self {
         const {
             assert!(!T::COOPERATIVE && 2 * T::EPILOGUE_BUFFERS == BUFFERS);
@@ -78,7 +78,6 @@ impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool> Ep
         Self { shared, operands, consumer, stored_tiles: 0, kind: PhantomData }
     }
 
-    #[inline(always)]
     fn prefetch(&self, tile: WorkTile) {
         if BACKWARD && is_warpgroup_leader() {
             tma::wait_stores_read();
@@ -93,7 +92,6 @@ impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool> Ep
         }
     }
 
-    #[inline(always)]
     fn store(&mut self, d: &ConsumerAccumulators<T::Accumulator>, tile: WorkTile) {
         self.store_columns::<0>(d, tile);
         self.store_columns::<1>(d, tile);
@@ -110,7 +108,6 @@ impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool> Ep
         self.stored_tiles += 1;
     }
 
-    #[inline(always)]
     fn finish(&self) {
         if is_warpgroup_leader() {
             tma::wait_stores();
@@ -118,6 +115,7 @@ impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool> Ep
     }
 }
 
+#[device]
 impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool> GatedEpilogue<A, T, BACKWARD, VALUE> {
     /// True if the activation is stored.
     const STORES_VALUE: bool = !BACKWARD || VALUE;
@@ -136,19 +134,16 @@ impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool> Ga
     const VALUE_BUFFER: u32 = BUFFERS - 2;
 
     /// Returns the slot of a subtile of the current tile, and how many subtiles used that slot before.
-    #[inline(always)]
     fn slot(&self, subtile: u32) -> (u32, u32) {
         slot(subtile, self.stored_tiles, Self::SUBTILES, Self::SLOTS)
     }
 
-    #[inline(always)]
     fn buffer(&self, index: u32) -> NarrowTile<ROWS> {
         let first_row = T::PIPELINE_ROWS + self.consumer * T::EPILOGUE_BUFFERS * EPILOGUE_TILE;
         self.shared.pool.narrow::<ROWS>(first_row).offset_tiles(index)
     }
 
     /// Starts the loads of a subtile's up and gate.
-    #[inline(always)]
     fn load(&self, subtile: u32, WorkTile { row, column, .. }: WorkTile) {
         let (slot, _) = self.slot(subtile);
         let full = self.shared.aux_full.at(self.consumer * T::EPILOGUE_BUFFERS + slot);
@@ -159,7 +154,6 @@ impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool> Ga
         up.offset_tiles(1).load_interleaved(self.operands.aux, x, 1, y, full);
     }
 
-    #[inline(always)]
     fn store_columns<const BLOCK: u32>(&self, d: &ConsumerAccumulators<T::Accumulator>, tile: WorkTile) {
         self.store_subtile::<BLOCK, 0>(&d.upper, tile);
         if Self::HALVES > 1 {
@@ -167,7 +161,6 @@ impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool> Ga
         }
     }
 
-    #[inline(always)]
     fn store_subtile<const BLOCK: u32, const HALF: u32>(&self, d: &T::Accumulator, tile: WorkTile) {
         let subtile = BLOCK * Self::HALVES + HALF;
         let (slot, uses) = self.slot(subtile);

@@ -15,7 +15,7 @@ use crate::quantize::{magnitude, scaled, store_amax};
 use core::marker::PhantomData;
 use cuda_std::element::{pack_pair, unpack_pair};
 use cuda_std::hopper::{self, NarrowTile, SwizzledTile, WARPGROUP, is_warpgroup_leader, tma};
-use cuda_std::{Fp8, math, thread, warp};
+use cuda_std::{Fp8, device, math, thread, warp};
 
 /// The buffers of the epilogue `E` with an out in FP8.
 struct Buffers<E>(PhantomData<E>);
@@ -37,20 +37,18 @@ pub struct QuantizedEpilogue<E, O, T> {
     element: PhantomData<O>,
 }
 
+#[device]
 impl<E: Elementwise, O: Fp8, T: Tile> EpilogueStore<T> for QuantizedEpilogue<E, O, T> {
-    #[inline(always)]
     fn new(shared: SharedStorage, operands: EpilogueOperands, consumer: u32) -> Self {
         let buffers = SubtileBuffers::new(shared, operands.aux, consumer);
         let factor = math::div_rn(1.0, operands.scale_out.at(0));
         Self { buffers, operands, factor, largest: 0, element: PhantomData }
     }
 
-    #[inline(always)]
     fn prefetch(&self, tile: WorkTile) {
         self.buffers.prefetch(tile);
     }
 
-    #[inline(always)]
     fn store(&mut self, d: &ConsumerAccumulators<T::Accumulator>, tile: WorkTile) {
         assert!(T::TILE_N <= 192, "an FP8 out needs tiles of at most 192 columns");
         self.store_columns::<0>(d, tile);
@@ -61,23 +59,21 @@ impl<E: Elementwise, O: Fp8, T: Tile> EpilogueStore<T> for QuantizedEpilogue<E, 
         self.buffers.stored_tiles += 1;
     }
 
-    #[inline(always)]
     fn finish(&self) {
         SubtileBuffers::<Buffers<E>, T>::finish();
         store_amax(self.operands.amax, self.largest);
     }
 }
 
+#[device]
 impl<E: Elementwise, O: Fp8, T: Tile> QuantizedEpilogue<E, O, T> {
     /// Returns the buffer of out, and the buffer of second if there is one, of the slot that begins at `first`.
-    #[inline(always)]
     fn output_buffers(first: SwizzledTile<64>) -> (NarrowTile<64>, SwizzledTile<64>) {
         let next = if Buffers::<E>::TWO_BUFFERS { first.offset_tiles(1) } else { first };
         if E::AUX { (next.narrow(0), next) } else { (first.narrow(0), next) }
     }
 
     /// Stores the subtiles of columns 64 `BLOCK` .. 64 `BLOCK` + 64 of the tile.
-    #[inline(always)]
     fn store_columns<const BLOCK: u32>(&mut self, d: &ConsumerAccumulators<T::Accumulator>, tile: WorkTile) {
         self.store_subtile::<BLOCK, 0>(&d.upper, tile);
         if T::CONSUMER_M > EPILOGUE_TILE {
@@ -85,7 +81,6 @@ impl<E: Elementwise, O: Fp8, T: Tile> QuantizedEpilogue<E, O, T> {
         }
     }
 
-    #[inline(always)]
     fn store_subtile<const BLOCK: u32, const HALF: u32>(&mut self, d: &T::Accumulator, tile: WorkTile) {
         assert!(!(E::AUX && E::SECOND), "a slot has two buffers");
         let subtile = BLOCK * (T::CONSUMER_M / EPILOGUE_TILE) + HALF;
@@ -140,7 +135,6 @@ impl<E: Elementwise, O: Fp8, T: Tile> QuantizedEpilogue<E, O, T> {
     /// Adds the bias to `x`, this lane's elements of 16 columns, which begin at column `first`.
     ///
     /// Quantization needs the registers that the bias of 64 columns would occupy.
-    #[inline(always)]
     fn add_bias(&self, x: &mut [f32; 8], first: u32) {
         let (bias, n) = (self.operands.bias, self.operands.n);
         for j in 0..2 {

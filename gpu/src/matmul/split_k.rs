@@ -12,7 +12,7 @@ use super::shared::SharedStorage;
 use super::tile::{CONSUMERS, Scheduler, SplitKScheduler, TILE_K, Tile, WorkTile};
 use core::marker::PhantomData;
 use cuda_std::hopper::WARPGROUP;
-use cuda_std::{Global, GlobalMut, Packet, kernel, thread};
+use cuda_std::{Global, GlobalMut, Packet, device, kernel, thread};
 
 /// Stores accumulators as partial sums.
 pub struct StorePartials<T> {
@@ -33,13 +33,12 @@ fn partials_offset(tile_n: u32, index: u32, packet: u32) -> usize {
     ((index as usize * packets(tile_n) as usize + packet as usize) * WARPGROUP as usize + thread as usize) * 4
 }
 
+#[device]
 impl<T: Tile> EpilogueStore<T> for StorePartials<T> {
-    #[inline(always)]
     fn new(_: SharedStorage, operands: EpilogueOperands, consumer: u32) -> Self {
         Self { partials: operands.sums, consumer, tile: PhantomData }
     }
 
-    #[inline(always)]
     fn store(&mut self, d: &ConsumerAccumulators<T::Accumulator>, tile: WorkTile) {
         let halves = T::CONSUMER_M / 64;
         let index = if T::COOPERATIVE { tile.index * CONSUMERS + self.consumer } else { tile.index } * halves;

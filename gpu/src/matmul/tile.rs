@@ -1,7 +1,7 @@
 //! Tile shapes, and the scheduler that assigns output tiles and slices of K to thread blocks.
 
 use cuda_std::hopper::wgmma::Accumulators;
-use cuda_std::thread;
+use cuda_std::{device, thread};
 
 /// Consumer warpgroups of a thread block.
 pub const CONSUMERS: u32 = 2;
@@ -181,16 +181,15 @@ pub trait Scheduler: Copy {
     }
 }
 
+#[device]
 impl SplitKScheduler {
     /// Returns the number of output tiles.
-    #[inline(always)]
     pub fn tiles(self) -> u32 {
         self.tiles_m * self.tiles_n
     }
 
     /// Returns the first row and column of output tile `t`. Tiles run down the rows of a group, then to the next
     /// column.
-    #[inline(always)]
     pub fn tile(self, t: u32) -> (u32, u32) {
         let group_tiles = GROUP_ROWS / self.tile_m;
         let group = t / (group_tiles * self.tiles_n);
@@ -200,26 +199,23 @@ impl SplitKScheduler {
     }
 }
 
+#[device]
 impl Scheduler for SplitKScheduler {
-    #[inline(always)]
     fn new([tile_m, tile_n, tile_k]: [u32; 3], [m, n, k]: [u32; 3], split_k: u32) -> Self {
         let (tiles_m, tiles_n) = (m.div_ceil(tile_m), n.div_ceil(tile_n));
         let k_steps = k.div_ceil(tile_k);
         Self { tile_m, tile_n, tiles_m, tiles_n, split_k, k_steps, slice_steps: k_steps.div_ceil(split_k) }
     }
 
-    #[inline(always)]
     fn has(self, i: u32) -> bool {
         index(i) < self.tiles() * self.split_k
     }
 
-    #[inline(always)]
     fn steps(self, i: u32) -> u32 {
         let first_step = self.slice(index(i)) * self.slice_steps;
         self.slice_steps.min(self.k_steps.saturating_sub(first_step))
     }
 
-    #[inline(always)]
     fn work_tile(self, i: u32) -> WorkTile {
         let index = index(i);
         let slice = self.slice(index);
@@ -227,7 +223,6 @@ impl Scheduler for SplitKScheduler {
         WorkTile { matrix: 0, index, row, column, first_step: slice * self.slice_steps, steps: self.steps(i) }
     }
 
-    #[inline(always)]
     fn slice(self, index: u32) -> u32 {
         if self.split_k == 1 { 0 } else { index / self.tiles() }
     }
@@ -240,23 +235,20 @@ pub struct BatchScheduler {
     count: u32,
 }
 
+#[device]
 impl Scheduler for BatchScheduler {
-    #[inline(always)]
     fn new(tile: [u32; 3], shape: [u32; 3], count: u32) -> Self {
         Self { tiles: SplitKScheduler::new(tile, shape, 1), count }
     }
 
-    #[inline(always)]
     fn has(self, i: u32) -> bool {
         index(i) < self.tiles.tiles() * self.count
     }
 
-    #[inline(always)]
     fn steps(self, _: u32) -> u32 {
         self.tiles.k_steps
     }
 
-    #[inline(always)]
     fn work_tile(self, i: u32) -> WorkTile {
         let index = index(i);
         let matrix = index / self.tiles.tiles();
@@ -287,8 +279,8 @@ impl SymmetricScheduler {
     }
 }
 
+#[device]
 impl Scheduler for SymmetricScheduler {
-    #[inline(always)]
     fn new([tile_m, tile_n, tile_k]: [u32; 3], [_, n, k]: [u32; 3], count: u32) -> Self {
         let (tiles_n, k_steps) = (n.div_ceil(tile_n), k.div_ceil(tile_k));
         let mut scheduler = Self { tile_m, tile_n, tiles_n, tiles: 0, count, k_steps };
@@ -300,17 +292,14 @@ impl Scheduler for SymmetricScheduler {
         scheduler
     }
 
-    #[inline(always)]
     fn has(self, i: u32) -> bool {
         index(i) < self.tiles * self.count
     }
 
-    #[inline(always)]
     fn steps(self, _: u32) -> u32 {
         self.k_steps
     }
 
-    #[inline(always)]
     fn work_tile(self, i: u32) -> WorkTile {
         let index = index(i);
         let matrix = index / self.tiles;

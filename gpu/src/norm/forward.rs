@@ -4,7 +4,7 @@ use super::rows::{MAX_ROWS, RowOutput, RowPart, THREADS, forward_pipeline, scrat
 use super::{Kind, LayerNorm, Norm, RmsNorm};
 use crate::quantize::{self, QuantizedOutput, store_block_amax};
 use cuda_std::shared::Layout;
-use cuda_std::{E4m3, Element, Fp8, Global, GlobalMut, Packet, async_copy, bf16, kernel, math, thread};
+use cuda_std::{E4m3, Element, Fp8, Global, GlobalMut, Packet, async_copy, bf16, device, kernel, math, thread};
 
 /// Added to LayerNorm's variance.
 const LAYERNORM_EPS: f32 = 1e-5;
@@ -26,9 +26,9 @@ struct Inputs<T> {
     rows: u32,
 }
 
+#[device]
 impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> RowPart<T, PACKETS, WARPS, ROWS> {
     /// Returns a function from a column to the packet of `weight` there, or to ones if RMSNorm's `weight` is null.
-    #[inline(always)]
     fn weight<N: Norm>(&self, weight: Global<T>) -> impl Fn(usize) -> Packet<T> {
         let load = move |column| {
             if !N::CENTERED && weight.is_null() { Packet::from_fn(|_| 1.0) } else { weight.packet(column) }
@@ -41,7 +41,6 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
     /// a row must be zero.
     ///
     /// Consecutive calls alternate `parity` between 0 and 1.
-    #[inline(always)]
     fn normalize<N: Norm>(
         &self,
         x: &[[Packet<T>; PACKETS]; ROWS],

@@ -21,7 +21,7 @@
 
 use crate::quantize;
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, bf16, block, thread, warp};
+use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, bf16, block, device, thread, warp};
 
 /// Threads of a block of a forward or backward kernel.
 pub(crate) const THREADS: u32 = 256;
@@ -194,13 +194,13 @@ pub(crate) struct RowPart<T, const PACKETS: usize, const WARPS: usize, const ROW
     element: core::marker::PhantomData<T>,
 }
 
+#[device]
 impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> RowPart<T, PACKETS, WARPS, ROWS> {
     /// Groups of warps of a block.
     const GROUPS: usize = BLOCK_WARPS / WARPS;
     /// Rows that a block processes at a time.
     pub const PER_BLOCK: usize = Self::GROUPS * ROWS;
 
-    #[inline(always)]
     pub fn new(channels: u32, scratch: SharedArray<f32>) -> Self {
         let (group, first) = if WARPS == 1 {
             (warp::index() as usize, warp::lane() as usize)
@@ -221,13 +221,11 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
     }
 
     /// Returns the first of the ROWS rows that the thread's group processes first.
-    #[inline(always)]
     pub fn row(&self) -> usize {
         thread::block_idx_x() as usize * Self::PER_BLOCK + self.group * ROWS
     }
 
     /// Returns the first channel of the thread's packet `k`, or `None` if it is past the end of the row.
-    #[inline(always)]
     pub fn column(&self, k: usize) -> Option<usize> {
         let column = self.first + k * WARPS * LANES * T::PACKET;
         (column < self.channels).then_some(column)
@@ -235,7 +233,6 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
 
     /// Loads the thread's packets of ROWS rows from `row` on. Packets past the end of a row or past the last of `rows`
     /// rows are zero.
-    #[inline(always)]
     pub fn load(&self, from: Global<T>, row: usize, rows: usize) -> [[Packet<T>; PACKETS]; ROWS] {
         let mut packets = [[Packet::zero(); PACKETS]; ROWS];
         for r in 0..ROWS {
@@ -253,7 +250,6 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
     /// Returns a function from a column to the packet of parameter `of` there.
     ///
     /// For PACKETS = 1 the packet stays in registers, in the storage type. Otherwise each call loads it.
-    #[inline(always)]
     pub fn parameter(&self, of: Global<T>) -> impl Fn(usize) -> Packet<T> {
         let held = if PACKETS == 1 { self.column(0).map(|column| of.packet(column)) } else { None };
         move |column| held.map_or_else(|| of.packet(column), Packet::opaque)
@@ -262,7 +258,6 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
     /// Reduces N values per row over the threads of a group. All reductions share one barrier.
     ///
     /// Consecutive calls alternate `parity` between 0 and 1, which selects one of two scratch buffers.
-    #[inline(always)]
     pub fn sums<const N: usize>(&self, values: [[f32; N]; ROWS], parity: usize) -> [[f32; N]; ROWS] {
         let scratch = self.scratch.skip((parity * Self::GROUPS + self.group) * N * ROWS * WARPS);
         if Self::GROUPS == 1 {
@@ -273,7 +268,6 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
     }
 
     /// Passes the sums of the thread's columns to `set`, one packet at a time, with its index: `start` plus the column.
-    #[inline(always)]
     fn set_sums(&self, start: usize, sums: &[[f32; 8]; PACKETS], set: impl Fn(usize, Packet<f32>)) {
         for k in 0..PACKETS {
             if let Some(column) = self.column(k) {
@@ -288,7 +282,6 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
     /// Passes the thread's N sums per column (N, C), N at most 3, to `set`.
     ///
     /// There is no loop over N, because it would change the machine code of the LayerNorm kernels.
-    #[inline(always)]
     fn set_all_sums<const N: usize>(&self, sums: [&[[f32; 8]; PACKETS]; N], set: impl Fn(usize, Packet<f32>) + Copy) {
         self.set_sums(0, sums[0], set);
         if N > 1 {
@@ -301,7 +294,6 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
 
     /// Writes the block's N sums per column to `to` (N, C), given the sums of each thread. N is at most 3. Overwrites the
     /// packets of the pipeline.
-    #[inline(always)]
     pub fn write_sums<const N: usize>(&self, to: GlobalMut<f32>, sums: [&[[f32; 8]; PACKETS]; N]) {
         if Self::GROUPS == 1 {
             self.set_all_sums(sums, |i, x| to.set_packet(i, x));
