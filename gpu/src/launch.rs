@@ -20,18 +20,3 @@ pub fn shared_bytes<S>(layout: impl FnOnce(&mut Layout) -> S) -> usize {
     layout(&mut measure);
     measure.bytes()
 }
-
-/// Extents of a tensor with a TMA tensor map. The last dimension is contiguous.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Extents {
-    /// A matrix: (rows, columns).
-    Matrix([usize; 2]),
-    /// A batch of matrices: (matrices, rows, columns). Boxes have rows of one matrix.
-    Matrices([usize; 3]),
-    /// A batch of contiguous matrices: (matrices, rows, columns), and the elements from the start of one to that of the
-    /// next. Boxes have rows of one matrix.
-    Batch([usize; 3], usize),
-    /// Interleaved matrices: (rows, matrices, columns). Row r of the tensor holds row r of each matrix. Boxes have rows of
-    /// one matrix.
-    Interleaved([usize; 3]),
-}

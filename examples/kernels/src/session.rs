@@ -7,11 +7,11 @@ use anyhow::{Context, Result, bail, ensure};
 use bytemuck::Pod;
 use cuda_driver::{DeviceMemory, ElementType, Gpu, L2Promotion, Stream, Swizzle};
 use cuda_std::emulate::Memory;
-use cuda_std::hopper::TensorMap;
+use cuda_std::hopper::{Extents, TensorMap};
 use cuda_std::launch::Launch;
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, bf16};
-use gpu::launch::{Extents, KernelLaunch};
+use gpu::launch::KernelLaunch;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 /// The size of a kernel's problem.
@@ -209,13 +209,7 @@ impl<'a> Session<'a> {
         tile: (u32, u32),
     ) -> Result<Global<TensorMap>> {
         let map = match &self.backing {
-            Backing::Emulated(_) => match extents {
-                Extents::Matrix([rows, columns]) => {
-                    TensorMap::emulated(tensor, rows, columns, columns * size_of::<bf16>(), tile.0, tile.1)
-                }
-                Extents::Matrices(extents) => TensorMap::emulated_3d(tensor, extents, tile),
-                other => bail!("tensor map: expected one or several matrices, found {other:?}"),
-            },
+            Backing::Emulated(_) => TensorMap::emulated_tensor(tensor, extents, tile),
             Backing::Cuda { .. } => encode(tensor.pointer().addr() as u64, extents, tile)?,
         };
         self.input("tensor map", &[map])

@@ -12,8 +12,8 @@ pub use super::tile::TileShape;
 use super::tile::{EPILOGUE_TILE, TILE_K, TILE_K_FP8};
 use crate::bias::bias_backward_reduce;
 use crate::column_sum;
-use crate::launch::{Extents, KernelLaunch, shared_bytes};
-use cuda_std::hopper::TensorMap;
+use crate::launch::{KernelLaunch, shared_bytes};
+use cuda_std::hopper::{Extents, TensorMap};
 use cuda_std::launch::Launch;
 use cuda_std::{Global, GlobalMut, bf16};
 
@@ -27,12 +27,6 @@ impl TileShape {
     fn tiles(self, m: usize, n: usize) -> usize {
         let [tile_m, tile_n] = self.dims();
         m.div_ceil(tile_m as usize) * n.div_ceil(tile_n as usize)
-    }
-
-    /// Returns the number of tiles that the kernels compute for a symmetric output (n, n).
-    pub fn symmetric_tiles(self, n: usize) -> usize {
-        let [tile_m, tile_n] = self.dims().map(|extent| extent as usize);
-        (0..n).step_by(tile_m).map(|row| n.div_ceil(tile_n) - row / tile_n).sum()
     }
 }
 

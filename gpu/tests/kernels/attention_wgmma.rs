@@ -7,7 +7,7 @@ use crate::common::attention::{
 };
 use crate::common::{Tolerance, assert_same, for_all, quantized, read, rounded, run};
 use cuda_std::emulate::Memory;
-use cuda_std::hopper::TensorMap;
+use cuda_std::hopper::{Extents, TensorMap};
 use cuda_std::{E4m3, GlobalMut, bf16};
 use gpu::attention::launch::{HEAD_SIZES, Shape};
 use gpu::attention_wgmma::BOX;
@@ -38,10 +38,14 @@ fn attend(blocks: usize) -> impl Fn(&Inputs) -> Results {
         let Shape { b, t, nh, kv, hs } = shape;
         let rows = b * t * nh;
         let mut memory = Memory::new();
-        let qkv = memory.input("qkv", &rounded(&inputs.qkv));
+        let qkv = memory.input("qkv", &rounded::<bf16>(&inputs.qkv));
         let dout = memory.input("dout", &rounded(&inputs.dout));
-        let qkv_map = memory.input("map of qkv", &[TensorMap::emulated_3d(qkv, [b, t, (nh + 2 * kv) * hs], BOX)]);
-        let dout_map = memory.input("map of dout", &[TensorMap::emulated_3d(dout, [b, t, nh * hs], BOX)]);
+        let qkv_map = memory.input(
+            "map of qkv",
+            &[TensorMap::emulated_tensor(qkv, Extents::Matrices([b, t, (nh + 2 * kv) * hs]), BOX)],
+        );
+        let dout_map =
+            memory.input("map of dout", &[TensorMap::emulated_tensor(dout, Extents::Matrices([b, t, nh * hs]), BOX)]);
         let out = memory.output::<bf16>("out", rows * hs);
         let lse = memory.output("lse", rows);
         let dqkv = memory.output::<bf16>("dqkv", b * t * (nh + 2 * kv) * hs);
@@ -73,8 +77,9 @@ fn check_quantized(shape: Shape, scale: f32, amax_before: Option<f32>, replaced:
     }
     let (want, n) = (attend(BLOCKS)(&inputs), b * t * nh * hs);
     let mut memory = Memory::new();
-    let qkv = memory.input("qkv", &rounded(&inputs.qkv));
-    let map = memory.input("map of qkv", &[TensorMap::emulated_3d(qkv, [b, t, (nh + 2 * kv) * hs], BOX)]);
+    let qkv = memory.input("qkv", &rounded::<bf16>(&inputs.qkv));
+    let map = memory
+        .input("map of qkv", &[TensorMap::emulated_tensor(qkv, Extents::Matrices([b, t, (nh + 2 * kv) * hs]), BOX)]);
     let (out, lse) = (memory.output::<bf16>("out", n), memory.output("lse", b * t * nh));
     let fp8 = memory.output::<E4m3>("out in FP8", n);
     let amax = amax_before.map_or(GlobalMut::null(), |before| memory.buffer("amax", &[before.to_bits()]));

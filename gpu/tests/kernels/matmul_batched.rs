@@ -11,7 +11,7 @@ tests! {
     once: smallest_shape_matches_reference, shapes_around_a_tile_match_reference, any_grid_size_matches_reference,
         several_tile_groups_match_reference, long_k_matches_reference, random_shapes_match_reference,
         symmetric_outputs_are_symmetric, matrices_are_independent, tile_shapes_have_the_same_bits,
-        every_subtile_on_and_above_the_diagonal_is_computed_once, factors_are_applied, unsupported_shapes_are_rejected;
+        factors_are_applied, unsupported_shapes_are_rejected;
 }
 
 const SCALED_EPILOGUE: GemmEpilogue = GemmEpilogue { residual: Some(Residual::Scaled), ..GemmEpilogue::NONE };
@@ -121,17 +121,6 @@ fn tile_shapes_have_the_same_bits() {
             assert_same(&format!("{case:?}"), &out(case), &out(&cases[0]));
         }
     }
-}
-
-/// The number of tiles is about half of all. The race check of the other tests finds elements that two tiles write.
-fn every_subtile_on_and_above_the_diagonal_is_computed_once() {
-    let tiles = |n| [TileShape::T128x128, TileShape::T128x192].map(|tile| tile.symmetric_tiles(n));
-    assert_eq!(tiles(8), [1, 1]);
-    assert_eq!(tiles(128), [1, 1]);
-    assert_eq!(tiles(136), [3, 2]);
-    assert_eq!(tiles(384), [6, 5]);
-    // Of 36 and 24 tiles.
-    assert_eq!(tiles(768), [21, 16]);
 }
 
 fn factors_are_applied() {

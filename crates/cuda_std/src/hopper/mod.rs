@@ -14,6 +14,8 @@ pub mod wgmma;
 
 pub use mbarrier::MBarrier;
 pub use pipeline::{PipelineBarriers, PipelineState};
+#[cfg(not(target_arch = "nvptx64"))]
+pub use tma::Extents;
 pub use tma::TensorMap;
 pub use wgmma::{NarrowTile, SwizzledTile};
 

@@ -40,48 +40,41 @@ impl TensorMap {
         Self(backend::hopper::tensor_map(base.0, matrix, row_bytes as u64, None, [box_rows, box_columns]))
     }
 
-    /// Creates a map for emulated kernels of a contiguous bf16 tensor (`matrices`, `rows`, `columns`), for loads at
-    /// (column, row, matrix).
+    /// Creates a map for emulated kernels of a tensor at `base`, with boxes of `box_rows` x `box_columns`.
     ///
     /// # Panics
     /// See [`emulated`](Self::emulated).
-    pub fn emulated_3d(base: Global<bf16>, extents: [usize; 3], tile: (u32, u32)) -> Self {
-        let [_, rows, columns] = extents;
-        Self::emulated_batch(base, extents, rows * columns, tile)
-    }
-
-    /// Creates a map for emulated kernels of `matrices` contiguous bf16 matrices (`rows`, `columns`). They begin
-    /// `stride` elements apart. Loads and stores are at (column, row, matrix).
-    ///
-    /// # Panics
-    /// See [`emulated`](Self::emulated).
-    pub fn emulated_batch(
-        base: Global<bf16>,
-        [matrices, rows, columns]: [usize; 3],
-        stride: usize,
-        (box_rows, box_columns): (u32, u32),
-    ) -> Self {
+    pub fn emulated_tensor<T: Element>(base: Global<T>, extents: Extents, (box_rows, box_columns): (u32, u32)) -> Self {
+        let (rows, columns, row, outer) = match extents {
+            Extents::Matrix([rows, columns]) => (rows, columns, columns, None),
+            Extents::Matrices([matrices, rows, columns]) => (rows, columns, columns, Some([matrices, rows * columns])),
+            Extents::Batch([matrices, rows, columns], stride) => (rows, columns, columns, Some([matrices, stride])),
+            Extents::Interleaved([rows, matrices, columns]) => {
+                (rows, columns, matrices * columns, Some([matrices, columns]))
+            }
+        };
         let wide = |extent: usize| extent as u64;
-        let (matrix, bytes) = ([rows, columns].map(wide), |elements: usize| wide(elements * size_of::<bf16>()));
-        let outer = Some([wide(matrices), bytes(stride)]);
-        Self(backend::hopper::tensor_map(base.0, matrix, bytes(columns), outer, [box_rows, box_columns]))
+        let bytes = |elements: usize| wide(elements * size_of::<T>());
+        let outer = outer.map(|[matrices, stride]| [wide(matrices), bytes(stride)]);
+        let matrix = [rows, columns].map(wide);
+        Self(backend::hopper::tensor_map(base.0, matrix, bytes(row), outer, [box_rows, box_columns]))
     }
+}
 
-    /// Creates a map for emulated kernels of a contiguous bf16 tensor (`rows`, `matrices`, `columns`). Row r of the tensor
-    /// holds row r of each matrix. A box has rows of one matrix. Loads and stores are at (column, matrix, row).
-    ///
-    /// # Panics
-    /// See [`emulated`](Self::emulated).
-    pub fn emulated_interleaved(
-        base: Global<bf16>,
-        [rows, matrices, columns]: [usize; 3],
-        (box_rows, box_columns): (u32, u32),
-    ) -> Self {
-        let [rows, matrices, columns] = [rows, matrices, columns].map(|extent| extent as u64);
-        let matrix_bytes = columns * size_of::<bf16>() as u64;
-        let (row_bytes, outer) = (matrices * matrix_bytes, Some([matrices, matrix_bytes]));
-        Self(backend::hopper::tensor_map(base.0, [rows, columns], row_bytes, outer, [box_rows, box_columns]))
-    }
+/// Extents of a tensor with a TMA tensor map. The last dimension is contiguous.
+#[cfg(not(target_arch = "nvptx64"))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Extents {
+    /// A matrix: (rows, columns). Loads and stores are at (column, row).
+    Matrix([usize; 2]),
+    /// A batch of matrices: (matrices, rows, columns). Boxes have rows of one matrix. Loads and stores are at (column, row, matrix).
+    Matrices([usize; 3]),
+    /// A batch of contiguous matrices: (matrices, rows, columns), and the elements from the start of one to that of the
+    /// next. Boxes have rows of one matrix. Loads and stores are at (column, row, matrix).
+    Batch([usize; 3], usize),
+    /// Interleaved matrices: (rows, matrices, columns). Row r of the tensor holds row r of each matrix. Boxes have rows of
+    /// one matrix. Loads and stores are at (column, matrix, row).
+    Interleaved([usize; 3]),
 }
 
 impl Global<TensorMap> {

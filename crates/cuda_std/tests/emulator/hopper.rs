@@ -3,7 +3,7 @@
 use cuda_std::emulate::{Fault, Memory, Report};
 use cuda_std::hopper::mbarrier::MBarriers;
 use cuda_std::hopper::wgmma::Accumulators;
-use cuda_std::hopper::{self, MBarrier, NarrowTile, SwizzledTile, TensorMap, tma, wgmma};
+use cuda_std::hopper::{self, Extents, MBarrier, NarrowTile, SwizzledTile, TensorMap, tma, wgmma};
 use cuda_std::launch::Launch;
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, bf16, element, kernel, math, thread, warp};
@@ -93,7 +93,7 @@ fn tma_load_3d_does_not_cross_matrices() {
     for (x, y, z) in [(0, 0, 0), (0, 8, 1), (64, 19, 2), (0, 20, 1), (0, 0, 3)] {
         let mut memory = Memory::new();
         let base = memory.input("tensor", &tensor);
-        let map = memory.input("map", &[TensorMap::emulated_3d(base, [3, 20, 72], (16, 64))]);
+        let map = memory.input("map", &[TensorMap::emulated_tensor(base, Extents::Matrices([3, 20, 72]), (16, 64))]);
         let out = memory.output("out", 16 * 64);
         load_box_of(out, map, x, y, z).emulate_checked(&mut memory, [1, 1, 1], SHARED).unwrap();
         for (i, got) in wide(&memory.read(out)).into_iter().enumerate() {
@@ -162,7 +162,7 @@ fn narrow_boxes_of_interleaved_matrices_are_loaded_and_stored() {
         let flat = memory.buffer("flat", &vec![untouched; rows * columns]);
         let seen = memory.output("seen", 16 * 32);
         let mut map = |base| {
-            let map = TensorMap::emulated_interleaved(base, [rows, matrices, columns], (16, 32));
+            let map = TensorMap::emulated_tensor(base, Extents::Interleaved([rows, matrices, columns]), (16, 32));
             memory.input("map", &[map])
         };
         let (map, out_map) = (map(base), map(out.reader()));
@@ -374,8 +374,9 @@ fn boxes_of_a_batch_are_loaded_and_stored() {
         let mut memory = Memory::new();
         let base = memory.input("tensor", &tensor);
         let out = memory.buffer("out", &[bf16::from_f32(77.0); 3 * STRIDES[1]]);
-        let mut map =
-            |base, stride| memory.input("map", &[TensorMap::emulated_batch(base, [3, 20, 72], stride, (16, 64))]);
+        let mut map = |base, stride| {
+            memory.input("map", &[TensorMap::emulated_tensor(base, Extents::Batch([3, 20, 72], stride), (16, 64))])
+        };
         let (inp_map, out_map) = (map(base, STRIDES[0]), map(out.reader(), STRIDES[1]));
         copy_box_of(out_map, inp_map, x, y, z).emulate_checked(&mut memory, [1, 1, 1], SHARED).unwrap();
         for (i, got) in wide(&memory.read(out)).into_iter().enumerate() {

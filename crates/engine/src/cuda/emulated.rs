@@ -161,18 +161,10 @@ impl Executor for Emulated {
             "{key:?} has no tensor map, and none can be created during graph capture"
         );
         let map = self.tensor_maps.entry(key).or_insert_with(|| {
-            let bytes = Global::<E4m3>::from_address(tensor);
-            let tensor = Global::<bf16>::from_address(tensor);
-            let map = match extents {
-                Extents::Matrix([rows, columns]) if dtype == DType::Fp8 => {
-                    TensorMap::emulated(bytes, rows, columns, columns, tile.0, tile.1)
-                }
-                Extents::Matrix([rows, columns]) => {
-                    TensorMap::emulated(tensor, rows, columns, 2 * columns, tile.0, tile.1)
-                }
-                Extents::Matrices(extents) => TensorMap::emulated_3d(tensor, extents, tile),
-                Extents::Batch(extents, stride) => TensorMap::emulated_batch(tensor, extents, stride, tile),
-                Extents::Interleaved(extents) => TensorMap::emulated_interleaved(tensor, extents, tile),
+            let map = if dtype == DType::Fp8 {
+                TensorMap::emulated_tensor(Global::<E4m3>::from_address(tensor), extents, tile)
+            } else {
+                TensorMap::emulated_tensor(Global::<bf16>::from_address(tensor), extents, tile)
             };
             self.memory.input(&format!("tensor map of {extents:?}"), &[map])
         });

@@ -5,8 +5,8 @@ use crate::tensor::DType;
 use anyhow::ensure;
 use cuda_driver::{DeviceMemory, ElementType, Gpu, L2Promotion, Stream, Swizzle};
 use cuda_std::Global;
+pub use cuda_std::hopper::Extents;
 use cuda_std::hopper::TensorMap;
-pub use gpu::launch::Extents;
 use std::collections::HashMap;
 
 /// Maximum number of maps. A run needs about fifty for each layer and batch shape.

@@ -5,11 +5,12 @@ use crate::registry::{Family, Kernel};
 use crate::session::{Session, Tolerance, shared_bytes};
 use crate::values::Values;
 use anyhow::{Context, Result};
+use cuda_std::hopper::Extents;
 use cuda_std::launch::Launch;
 use cuda_std::{Global, GlobalMut, bf16};
 use gpu::attention::launch::Shape;
 use gpu::attention_wgmma;
-use gpu::launch::{Extents, KernelLaunch};
+use gpu::launch::KernelLaunch;
 use kernels_gpu::attention::{self, HS, Sizes};
 
 pub const FAMILY: Family = Family {

@@ -5,7 +5,7 @@ use crate::registry::{Family, Kernel};
 use crate::session::{blocks, shared_bytes};
 use cuda_std::bf16;
 use cuda_std::emulate::Fault;
-use gpu::launch::Extents;
+use cuda_std::hopper::Extents;
 use kernels_gpu::faults;
 
 pub const FAMILY: Family = Family {

@@ -9,7 +9,6 @@ use cuda_std::fp8::Fp8Format;
 use cuda_std::hopper::TensorMap;
 use cuda_std::{E4m3, E5m2, Element, Global, GlobalMut, bf16};
 use gpu::activation::Activation;
-use gpu::launch::Extents;
 use gpu::matmul::gemm::{Batching, Bias, Gemm, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass, Residual};
 use gpu::matmul::launch::{self, KernelOperands, Map, ScaleFactors, StridedBatch, TileConfig, TileShape};
 use proptest::arbitrary::any;
@@ -387,15 +386,10 @@ pub fn run(case: Case, inputs: &Inputs) -> Outputs {
 }
 
 fn tensor_map(address: u64, Map { extents, tile, fp8 }: Map) -> TensorMap {
-    let base = Global::<bf16>::from_address(address);
-    match extents {
-        Extents::Matrix([rows, columns]) if fp8 => {
-            TensorMap::emulated(Global::<E4m3>::from_address(address), rows, columns, columns, tile.0, tile.1)
-        }
-        Extents::Matrix([rows, columns]) => TensorMap::emulated(base, rows, columns, 2 * columns, tile.0, tile.1),
-        Extents::Matrices(extents) => TensorMap::emulated_3d(base, extents, tile),
-        Extents::Batch(extents, stride) => TensorMap::emulated_batch(base, extents, stride, tile),
-        Extents::Interleaved(extents) => TensorMap::emulated_interleaved(base, extents, tile),
+    if fp8 {
+        TensorMap::emulated_tensor(Global::<E4m3>::from_address(address), extents, tile)
+    } else {
+        TensorMap::emulated_tensor(Global::<bf16>::from_address(address), extents, tile)
     }
 }
 
