@@ -291,9 +291,9 @@ pub fn encoder_backward_rest<T: Element, const POSITIONS: bool>(
     let seed = seed.at(0) as u32;
     let (batch, sequence, channels, chunk_len) =
         (batch as usize, sequence as usize, channels as usize, chunk_len as usize);
+    let gradient = WteGradient { dwte, partials, channels, seed };
     if !POSITIONS {
-        let gradient = WteGradient { dwte, partials, channels, seed };
-        add_runs::<T>(thread::block_idx_x() as usize, gradient, sorted, batch * sequence, chunk_len);
+        gradient.add_runs(thread::block_idx_x() as usize, sorted, batch * sequence, chunk_len);
         return;
     }
     let runs = run_blocks::<T>(batch * sequence, channels, chunk_len.max(1));
@@ -302,8 +302,7 @@ pub fn encoder_backward_rest<T: Element, const POSITIONS: bool>(
     let (reduces_runs, index) =
         if block < 2 * of_each { (block.is_multiple_of(2), block / 2) } else { (runs > places, block - of_each) };
     if reduces_runs {
-        let gradient = WteGradient { dwte, partials, channels, seed };
-        add_runs::<T>(index, gradient, sorted, batch * sequence, chunk_len);
+        gradient.add_runs(index, sorted, batch * sequence, chunk_len);
     } else {
         // The inverted seed keeps elements with the same index in dwte and dwpe from getting the same random bits.
         add_positions::<T>(index, dwpe, dout, batch, sequence, channels, !seed);
@@ -319,138 +318,119 @@ struct WteGradient<T> {
     seed: u32,
 }
 
-/// Adds the runs that begin in one of [`SET`] chunks and continue in the next to dwte.
-///
-/// The warps distribute the short runs among themselves. All warps together reduce each long run.
-#[inline(always)]
-fn add_runs<T: Element>(
-    block: usize,
-    gradient: WteGradient<T>,
-    sorted: Global<i32>,
-    positions: usize,
-    chunk_len: usize,
-) {
-    let WteGradient { dwte, partials, channels, seed } = gradient;
-    let shared = encoder_backward_rest_shared::<T>(&mut Layout::new());
-    let (lane, warp) = (warp::lane() as usize, warp::index() as usize);
-    let groups = (groups::<T>(channels) as u32).max(1);
-    let (set, group) = ((block as u32 / groups) as usize, (block as u32 % groups) as usize);
-    let first_chunk = set * SET;
-    let token_at = |i: usize| sorted.at(i) as u32;
-    let column = (group * LANES + lane) * T::PACKET;
-    let active = column < channels;
+#[device]
+impl<T: Element> WteGradient<T> {
+    /// Adds the runs that begin in one of [`SET`] chunks and continue in the next to dwte.
+    ///
+    /// The warps distribute the short runs among themselves. All warps together reduce each long run.
+    fn add_runs(self, block: usize, sorted: Global<i32>, positions: usize, chunk_len: usize) {
+        let Self { dwte, partials, channels, seed } = self;
+        let shared = encoder_backward_rest_shared::<T>(&mut Layout::new());
+        let (lane, warp) = (warp::lane() as usize, warp::index() as usize);
+        let groups = (groups::<T>(channels) as u32).max(1);
+        let (set, group) = ((block as u32 / groups) as usize, (block as u32 % groups) as usize);
+        let first_chunk = set * SET;
+        let token_at = |i: usize| sorted.at(i) as u32;
+        let column = (group * LANES + lane) * T::PACKET;
+        let active = column < channels;
 
-    let thread = thread::thread_idx_x() as usize;
-    if thread < INSPECTED {
-        let begin = (first_chunk + thread) * chunk_len;
-        let exists = begin < positions;
-        shared.firsts.set(thread, if exists { token_at(begin) } else { NONE });
-        shared.befores.set(thread, if exists && begin > 0 { token_at(begin - 1) } else { NONE });
-    }
-    if thread < SET {
-        shared.long.set(thread, 0);
-    }
-    thread::sync_threads();
+        let thread = thread::thread_idx_x() as usize;
+        if thread < INSPECTED {
+            let begin = (first_chunk + thread) * chunk_len;
+            let exists = begin < positions;
+            shared.firsts.set(thread, if exists { token_at(begin) } else { NONE });
+            shared.befores.set(thread, if exists && begin > 0 { token_at(begin - 1) } else { NONE });
+        }
+        if thread < SET {
+            shared.long.set(thread, 0);
+        }
+        thread::sync_threads();
 
-    // Most runs are short. Each warp adds every eighth.
-    let token = shared.firsts.at(lane + 1);
-    let leaves = token != NONE && shared.befores.at(lane + 1) == token && shared.befores.at(lane) != token;
-    let mut left = warp::ballot(leaves);
-    let mut seen = 0;
-    while left != 0 {
-        let of_set = left.trailing_zeros() as usize;
-        left &= left - 1;
-        seen += 1;
-        if seen % WARPS != warp {
-            continue;
-        }
-        let (chunk, token) = (first_chunk + of_set, shared.firsts.at(of_set + 1));
-        let mut heads = 1;
-        while heads <= WARPS && shared.firsts.at(of_set + 1 + heads) == token {
-            heads += 1;
-        }
-        if heads > WARPS {
-            let heads = heads_of_run(chunk + 1, token, positions, chunk_len, token_at);
-            if lane == 0 {
-                shared.long.set(of_set, heads as u32);
+        // Most runs are short. Each warp adds every eighth.
+        let token = shared.firsts.at(lane + 1);
+        let leaves = token != NONE && shared.befores.at(lane + 1) == token && shared.befores.at(lane) != token;
+        let mut left = warp::ballot(leaves);
+        let mut seen = 0;
+        while left != 0 {
+            let of_set = left.trailing_zeros() as usize;
+            left &= left - 1;
+            seen += 1;
+            if seen % WARPS != warp {
+                continue;
             }
-        } else if active {
-            let at = token as usize * channels + column;
-            let old = dwte.packet(at);
-            let mut sum = Sum::<T>::zero();
-            sum.add_stored(&Stored::load::<T>(partials, (chunk * 2 + 1) * channels + column));
-            for head in 0..heads {
-                sum.add_stored(&Stored::load::<T>(partials, (chunk + 1 + head) * 2 * channels + column));
+            let (chunk, token) = (first_chunk + of_set, shared.firsts.at(of_set + 1));
+            let mut heads = 1;
+            while heads <= WARPS && shared.firsts.at(of_set + 1 + heads) == token {
+                heads += 1;
             }
-            sum.add_to(&old, dwte, at, seed);
-        }
-    }
-    thread::sync_threads();
-
-    let mut left = warp::ballot(shared.long.at(lane) != 0);
-    while left != 0 {
-        let of_set = left.trailing_zeros() as usize;
-        left &= left - 1;
-        let (chunk, heads) = (first_chunk + of_set, shared.long.at(of_set) as usize);
-        let at = shared.firsts.at(of_set + 1) as usize * channels + column;
-        let run = LongRun { chunk, heads, at, column, active };
-        add_long_run::<T>(run, gradient, shared.sums);
-    }
-}
-
-/// A run over more than [`WARPS`] chunks after its first, and the packet of its sum that the calling lane computes.
-#[derive(Clone, Copy)]
-struct LongRun {
-    /// The chunk in which the run begins.
-    chunk: usize,
-    /// Number of further chunks that begin with the run.
-    heads: usize,
-    /// Index of the lane's packet in dwte.
-    at: usize,
-    /// First channel of the lane's packet.
-    column: usize,
-    /// Whether the lane has a packet.
-    active: bool,
-}
-
-/// Adds the partial sums of a long run to dwte. All warps of the block reduce it together.
-#[inline(always)]
-fn add_long_run<T: Element>(run: LongRun, gradient: WteGradient<T>, sums: SharedArray<f32>) {
-    let LongRun { chunk, heads, at, column, active } = run;
-    let WteGradient { dwte, partials, channels, seed } = gradient;
-    let (lane, warp) = (warp::lane() as usize, warp::index() as usize);
-    let mut sum = Sum::<T>::zero();
-    if active {
-        if warp == 0 {
-            sum.add_stored(&Stored::load::<T>(partials, (chunk * 2 + 1) * channels + column));
-        }
-        let part = |head: usize| (chunk + 1 + head) * 2 * channels + column;
-        let mut head = warp;
-        while head + (BATCH - 1) * WARPS < heads {
-            let batch: [_; BATCH] = core::array::from_fn(|k| Stored::load::<T>(partials, part(head + k * WARPS)));
-            for stored in &batch {
-                sum.add_stored(stored);
-            }
-            head += BATCH * WARPS;
-        }
-        while head < heads {
-            sum.add_stored(&Stored::load::<T>(partials, part(head)));
-            head += WARPS;
-        }
-    }
-    for k in 0..T::PACKET {
-        sums.set((warp * T::PACKET + k) * LANES + lane, sum.values[k]);
-    }
-    thread::sync_threads();
-    if warp == 0 && active {
-        for w in 1..WARPS {
-            for k in 0..T::PACKET {
-                sum.values[k] += sums.at((w * T::PACKET + k) * LANES + lane);
+            if heads > WARPS {
+                let heads = heads_of_run(chunk + 1, token, positions, chunk_len, token_at);
+                if lane == 0 {
+                    shared.long.set(of_set, heads as u32);
+                }
+            } else if active {
+                let at = token as usize * channels + column;
+                let old = dwte.packet(at);
+                let mut sum = Sum::<T>::zero();
+                sum.add_stored(&Stored::load::<T>(partials, (chunk * 2 + 1) * channels + column));
+                for head in 0..heads {
+                    sum.add_stored(&Stored::load::<T>(partials, (chunk + 1 + head) * 2 * channels + column));
+                }
+                sum.add_to(&old, dwte, at, seed);
             }
         }
-        sum.add_to(&dwte.packet(at), dwte, at, seed);
+        thread::sync_threads();
+
+        let mut left = warp::ballot(shared.long.at(lane) != 0);
+        while left != 0 {
+            let of_set = left.trailing_zeros() as usize;
+            left &= left - 1;
+            let (chunk, heads) = (first_chunk + of_set, shared.long.at(of_set) as usize);
+            let at = shared.firsts.at(of_set + 1) as usize * channels + column;
+            self.add_long_run([chunk, heads, at, column], active, shared.sums);
+        }
     }
-    thread::sync_threads();
+
+    /// Adds the partial sums of a long run to dwte. All warps of the block reduce it together.
+    ///
+    /// The run begins in `chunk`, and `heads` further chunks begin with it. The calling lane computes the packet of the channels from
+    /// `column` on, if it is `active`, at index `at` in dwte.
+    fn add_long_run(self, [chunk, heads, at, column]: [usize; 4], active: bool, sums: SharedArray<f32>) {
+        let Self { dwte, partials, channels, seed } = self;
+        let (lane, warp) = (warp::lane() as usize, warp::index() as usize);
+        let mut sum = Sum::<T>::zero();
+        if active {
+            if warp == 0 {
+                sum.add_stored(&Stored::load::<T>(partials, (chunk * 2 + 1) * channels + column));
+            }
+            let part = |head: usize| (chunk + 1 + head) * 2 * channels + column;
+            let mut head = warp;
+            while head + (BATCH - 1) * WARPS < heads {
+                let batch: [_; BATCH] = core::array::from_fn(|k| Stored::load::<T>(partials, part(head + k * WARPS)));
+                for stored in &batch {
+                    sum.add_stored(stored);
+                }
+                head += BATCH * WARPS;
+            }
+            while head < heads {
+                sum.add_stored(&Stored::load::<T>(partials, part(head)));
+                head += WARPS;
+            }
+        }
+        for k in 0..T::PACKET {
+            sums.set((warp * T::PACKET + k) * LANES + lane, sum.values[k]);
+        }
+        thread::sync_threads();
+        if warp == 0 && active {
+            for w in 1..WARPS {
+                for k in 0..T::PACKET {
+                    sum.values[k] += sums.at((w * T::PACKET + k) * LANES + lane);
+                }
+            }
+            sum.add_to(&dwte.packet(at), dwte, at, seed);
+        }
+        thread::sync_threads();
+    }
 }
 
 /// Adds the sum over b of dout (B, T, C) to dwpe (T, C). One packet per thread.
