@@ -197,18 +197,16 @@ impl<H: Head> Producer<H> {
 
     /// Loads the `i`-th stage of the keys of a key-value head of sequence `b`.
     fn load_keys(&mut self, b: u32, kv_head: u32, i: u32) {
-        self.shared.k_barriers.wait_empty(self.k);
-        let full = self.shared.k_barriers.full.at(self.k.stage());
-        let to = self.shared.k.after(self.k.advance());
+        let (stage, full) = self.shared.k_barriers.acquire(&mut self.k);
+        let to = self.shared.k.after(stage);
         full.arrive_expect_tx(PANELS * Panel::<H>::BYTES);
         to.load(self.qkv, self.sizes.key(kv_head) * H::HS, i * PANELS * ROWS, b, full);
     }
 
     /// Loads the `i`-th stage of the values of a key-value head of sequence `b`.
     fn load_values(&mut self, b: u32, kv_head: u32, i: u32) {
-        self.shared.v_barriers.wait_empty(self.v);
-        let full = self.shared.v_barriers.full.at(self.v.stage());
-        let to = self.shared.v.after(self.v.advance() * PANELS);
+        let (stage, full) = self.shared.v_barriers.acquire(&mut self.v);
+        let to = self.shared.v.after(stage * PANELS);
         full.arrive_expect_tx(PANELS * Panel::<H>::BYTES);
         for panel in 0..PANELS {
             let y = (i * PANELS + panel) * ROWS;

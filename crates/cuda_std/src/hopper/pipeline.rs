@@ -1,6 +1,6 @@
 //! A circular buffer of shared-memory stages that a producer fills and consumers release: its barriers, and the position of one side.
 
-use super::mbarrier::MBarriers;
+use super::mbarrier::{MBarrier, MBarriers};
 use super::{WARPGROUP, is_warpgroup_leader};
 use crate::shared::Layout;
 use crate::{thread, warp};
@@ -110,6 +110,15 @@ impl PipelineBarriers {
     #[track_caller]
     pub fn wait_empty(self, state: PipelineState) {
         self.empty.at(state.stage()).wait(state.parity());
+    }
+
+    /// Waits until the current stage of a producer is empty. Returns the stage and its full barrier, and advances the producer.
+    #[inline(always)]
+    #[track_caller]
+    pub fn acquire(self, state: &mut PipelineState) -> (u32, MBarrier) {
+        self.wait_empty(*state);
+        let full = self.full.at(state.stage());
+        (state.advance(), full)
     }
 
     /// Releases a stage that finished wgmma groups have read. No barrier is needed: a group finishes for all warps of a
