@@ -1,6 +1,6 @@
 //! The backward kernels. [`rows`](super::rows) describes how rows are distributed over threads and read.
 
-use super::rows::{RowPart, THREADS, backward_shared, stages};
+use super::rows::{RowPart, Shape, THREADS, backward_shared, stages};
 use super::{Kind, LayerNorm, Norm, RmsNorm};
 use crate::column_sum;
 use cuda_std::shared::Layout;
@@ -14,9 +14,6 @@ use cuda_std::{Element, Global, GlobalMut, Packet, async_copy, bf16, kernel, mat
 /// [`norm_backward_reduce`] must follow: of dweight, dbias, and the columns of the updated dinp. Otherwise g = dout, and weight
 /// and partials may be null. RMSNorm does not use mean.
 /// Grid: [`Shape::backward_grid`]. Shared memory: [`Shape::backward_shared_bytes`].
-///
-/// [`Shape::backward_grid`]: super::rows::Shape::backward_grid
-/// [`Shape::backward_shared_bytes`]: super::rows::Shape::backward_shared_bytes
 #[kernel(
     threads = 256,
     axes(
@@ -30,7 +27,7 @@ use cuda_std::{Element, Global, GlobalMut, Packet, async_copy, bf16, kernel, mat
         element * [layernorm = LayerNorm] * summing_shape * [sums = 3],
         element * [rmsnorm = RmsNorm] * shape * [_ = 1, plain = 0]
     ),
-    select(N::KIND: Kind, PACKETS: usize, WARPS: usize, ROWS: usize, SUMS: usize)
+    select(N::KIND: Kind, Shape(PACKETS, WARPS, ROWS): Shape, SUMS: usize)
 )]
 pub fn norm_backward<
     T: Element,

@@ -1,6 +1,6 @@
 //! The forward kernels. [`rows`](super::rows) describes how rows are distributed over threads and read.
 
-use super::rows::{MAX_ROWS, RowOutput, RowPart, THREADS, forward_pipeline, scratch};
+use super::rows::{MAX_ROWS, RowOutput, RowPart, Shape, THREADS, forward_pipeline, scratch};
 use super::{Kind, LayerNorm, Norm, RmsNorm};
 use crate::quantize::{self, QuantizedOutput, store_block_amax};
 use cuda_std::shared::Layout;
@@ -117,14 +117,11 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
 /// nor bias, its weight may be null, and it adds `eps` to the mean square.
 ///
 /// Grid: [`Shape::forward_grid`]. Shared memory: [`Shape::forward_shared_bytes`].
-///
-/// [`Shape::forward_grid`]: super::rows::Shape::forward_grid
-/// [`Shape::forward_shared_bytes`]: super::rows::Shape::forward_shared_bytes
 #[kernel(
     threads = 256,
     axes(shape = [p2 = <2, 1, 1>, p1x4 = <1, 4, 2>, p1x8 = <1, 8, 2>, p4x8 = <4, 8, 1>, p8x8 = <8, 8, 1>]),
     instances([bf16 = bf16, f32 = f32] * [layernorm = LayerNorm, rmsnorm = RmsNorm] * shape),
-    select(N::KIND: Kind, PACKETS: usize, WARPS: usize, ROWS: usize)
+    select(N::KIND: Kind, Shape(PACKETS, WARPS, ROWS): Shape)
 )]
 pub fn norm_forward<T: Element, N: Norm, const PACKETS: usize, const WARPS: usize, const ROWS: usize>(
     out: GlobalMut<T>,
@@ -145,14 +142,11 @@ pub fn norm_forward<T: Element, N: Norm, const PACKETS: usize, const WARPS: usiz
 /// [`quantize`](crate::quantize::quantize) for an output in bf16, as are those of `amax` (1), which may be null.
 ///
 /// Grid: [`Shape::forward_grid`]. Shared memory: [`Shape::forward_shared_bytes`].
-///
-/// [`Shape::forward_grid`]: super::rows::Shape::forward_grid
-/// [`Shape::forward_shared_bytes`]: super::rows::Shape::forward_shared_bytes
 #[kernel(
     threads = 256,
     axes(shape = [p2 = <2, 1, 1>, p1x4 = <1, 4, 2>, p1x8 = <1, 8, 2>, p4x8 = <4, 8, 1>, p8x8 = <8, 8, 1>]),
     instances([e4m3 = E4m3] * [layernorm = LayerNorm, rmsnorm = RmsNorm] * shape),
-    select(N::KIND: Kind, PACKETS: usize, WARPS: usize, ROWS: usize)
+    select(N::KIND: Kind, Shape(PACKETS, WARPS, ROWS): Shape)
 )]
 pub fn norm_forward_fp8<F: Fp8, N: Norm, const PACKETS: usize, const WARPS: usize, const ROWS: usize>(
     out: GlobalMut<F>,

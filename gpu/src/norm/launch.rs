@@ -23,12 +23,6 @@ pub struct Size {
 }
 
 impl Size {
-    /// Returns the keys of the forward kernels' instance.
-    fn keys(self, shape: Shape) -> (Kind, usize, usize, usize) {
-        let (packets, warps, rows) = shape.arguments();
-        (self.norm, packets, warps, rows)
-    }
-
     /// Returns the launch of a forward kernel.
     fn forward<T: Element>(self, launch: Option<Launch>, shape: Shape, fp8: bool) -> Option<KernelLaunch> {
         let grid = [shape.forward_grid(self.rows, self.sm_count, fp8), 1, 1];
@@ -56,8 +50,7 @@ pub struct ForwardOperands<T> {
 impl<T> ForwardOperands<T> {
     /// Returns mean, weight and bias, which are null if the norm has none.
     fn optional(&self) -> (GlobalMut<f32>, Global<T>, Global<T>) {
-        let parameter = |parameter: Option<Global<T>>| parameter.unwrap_or(Global::null());
-        (self.mean.unwrap_or(GlobalMut::null()), parameter(self.weight), parameter(self.bias))
+        (self.mean.unwrap_or_default(), self.weight.unwrap_or_default(), self.bias.unwrap_or_default())
     }
 }
 
@@ -65,7 +58,7 @@ impl<T> ForwardOperands<T> {
 pub fn forward<T: Element>(out: GlobalMut<T>, operands: ForwardOperands<T>, size: Size) -> Option<KernelLaunch> {
     let shape = Shape::of::<T>(size.channels)?;
     let (ForwardOperands { rstd, inp, eps, .. }, (mean, weight, bias)) = (operands, operands.optional());
-    let (keys, rows, channels) = (size.keys(shape), size.rows as u32, size.channels as u32);
+    let (keys, rows, channels) = ((size.norm, shape), size.rows as u32, size.channels as u32);
     let launch = norm_forward_select::<T>(keys, out, mean, rstd, inp, weight, bias, eps, rows, channels);
     size.forward::<T>(launch, shape, false)
 }
@@ -79,7 +72,7 @@ pub fn forward_fp8(
     let shape = Shape::of::<bf16>(size.channels)?;
     let QuantizedOperands { out, amax, scale } = quantized;
     let (ForwardOperands { rstd, inp, eps, .. }, (mean, weight, bias)) = (operands, operands.optional());
-    let (keys, rows, channels) = (size.keys(shape), size.rows as u32, size.channels as u32);
+    let (keys, rows, channels) = ((size.norm, shape), size.rows as u32, size.channels as u32);
     let launch =
         norm_forward_fp8_select::<E4m3>(keys, out, mean, rstd, amax, scale, inp, weight, bias, eps, rows, channels);
     size.forward::<bf16>(launch, shape, true)
@@ -126,10 +119,7 @@ impl<T> Weight<T> {
 
 /// Returns whether LayerNorm's backward kernel has an instance that computes the column sums of dinp.
 pub fn sums_columns<T: Element>(channels: usize) -> bool {
-    Shape::of::<T>(channels).is_some_and(|shape| {
-        let (packets, warps, rows) = shape.arguments();
-        norm_backward_exists::<T>((Kind::LayerNorm, packets, warps, rows, 3))
-    })
+    Shape::of::<T>(channels).is_some_and(|shape| norm_backward_exists::<T>((Kind::LayerNorm, shape, 3)))
 }
 
 /// Returns the number of f32 elements of [`Weight::partials`] for `sums` column sums, or `None` if no kernel supports the number of
@@ -145,14 +135,12 @@ pub fn backward<T: Element>(operands: BackwardOperands<T>, size: Size) -> Option
     let blocks = shape.backward_grid(size.rows, size.sm_count);
     let BackwardOperands { dinp, dout, inp, mean, rstd, weight } = operands;
     let sums = weight.as_ref().map_or(0, Weight::sums);
-    let (of_weight, partials) =
-        weight.as_ref().map_or((Global::null(), GlobalMut::null()), |weight| (weight.weight, weight.partials));
-    let (packets, warps, group_rows) = shape.arguments();
-    let (keys, mean) = ((size.norm, packets, warps, group_rows, sums), mean.unwrap_or(Global::null()));
+    let (of_weight, partials) = weight.as_ref().map(|weight| (weight.weight, weight.partials)).unwrap_or_default();
+    let (keys, mean) = ((size.norm, shape, sums), mean.unwrap_or_default());
     let launch = norm_backward_select::<T>(keys, dinp, partials, dout, inp, of_weight, mean, rstd, rows, channels)?;
     let first = KernelLaunch { launch, grid: [blocks, 1, 1], shared_bytes: shape.backward_shared_bytes::<T>() };
     let Some(Weight { dweight, dbias, column_sums, partials, .. }) = weight else { return Some(vec![first]) };
-    let [dbias, column_sums] = [dbias, column_sums].map(|sums| sums.unwrap_or(GlobalMut::null()));
+    let [dbias, column_sums] = [dbias, column_sums].map(|sums| sums.unwrap_or_default());
     let launch = norm_backward_reduce::<T>(dweight, dbias, column_sums, partials.reader(), blocks, channels);
     let grid = [column_sum::grid(sums * size.channels), 1, 1];
     let reduce = KernelLaunch { launch, grid, shared_bytes: shared_bytes(column_sum::shared) };

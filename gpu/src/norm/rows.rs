@@ -30,7 +30,7 @@ const LANES: usize = warp::LANES as usize;
 
 /// How the kernels distribute a row over threads: the generic arguments PACKETS, WARPS and ROWS of their instances.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Shape(usize, usize, usize);
+pub struct Shape(pub usize, pub usize, pub usize);
 
 impl Shape {
     /// All shapes, from the smallest to the largest.
@@ -41,11 +41,6 @@ impl Shape {
     pub fn of<T: Element>(channels: usize) -> Option<Self> {
         let fits = |shape: &Self| (1..=shape.packets_of_a_row()).contains(&channels.div_ceil(T::PACKET));
         Self::ALL.into_iter().find(fits).filter(|_| channels.is_multiple_of(T::PACKET))
-    }
-
-    /// Returns PACKETS, WARPS and ROWS.
-    pub const fn arguments(self) -> (usize, usize, usize) {
-        (self.0, self.1, self.2)
     }
 
     /// Returns the packets of a row that a group of WARPS warps holds.
@@ -73,10 +68,10 @@ impl Shape {
     /// With PACKETS = 1 the kernel is persistent: at most the resident blocks of `sm_count` SMs, each with a
     /// grid-stride loop over rows that prefetches the next ones. A kernel with an FP8 output has more registers, so fewer blocks are
     /// resident.
-    pub const fn forward_grid(self, rows: usize, sm_count: usize, fp8: bool) -> u32 {
-        let useful = rows.div_ceil(self.rows_per_block()) as u32;
-        let resident = if fp8 { 3 } else { 4 } * sm_count as u32;
-        if self.is_of_one_packet() && resident < useful { resident } else { useful }
+    pub fn forward_grid(self, rows: usize, sm_count: usize, fp8: bool) -> u32 {
+        let blocks_per_sm = if fp8 { 3 } else { 4 };
+        let resident = if self.is_of_one_packet() { blocks_per_sm * sm_count } else { usize::MAX };
+        rows.div_ceil(self.rows_per_block()).min(resident) as u32
     }
 
     /// Returns the shared memory of a forward kernel in bytes, with or without an FP8 output.
@@ -93,15 +88,13 @@ impl Shape {
     }
 
     /// Returns the grid size of a backward kernel, which is persistent: at most the resident blocks of `sm_count` SMs.
-    pub const fn backward_grid(self, rows: usize, sm_count: usize) -> u32 {
-        let blocks_per_sm = match self.arguments() {
-            (2, _, _) => 3,
-            (1, _, _) => 2,
+    pub fn backward_grid(self, rows: usize, sm_count: usize) -> u32 {
+        let blocks_per_sm = match self.0 {
+            2 => 3,
+            1 => 2,
             _ => 1,
         };
-        let resident = blocks_per_sm * sm_count;
-        let useful = rows.div_ceil(self.rows_per_block());
-        if resident < useful { resident as u32 } else { useful as u32 }
+        rows.div_ceil(self.rows_per_block()).min(blocks_per_sm * sm_count) as u32
     }
 
     /// Returns the shared memory of a backward kernel in bytes.
