@@ -18,10 +18,9 @@ const LANES: usize = warp::LANES as usize;
 const BATCH: usize = 8;
 
 /// Returns the number of row slices for which [`bias_backward`] fills a GPU with `sm_count` SMs.
-pub const fn bias_backward_slices<T: Element>(rows: usize, columns: usize, sm_count: usize) -> usize {
+pub fn bias_backward_slices<T: Element>(rows: usize, columns: usize, sm_count: usize) -> usize {
     let fill = (sm_count * 4).div_ceil(columns.div_ceil(LANES * T::PACKET));
-    let useful = rows.div_ceil(WARPS * BATCH);
-    if fill < useful { fill } else { useful }
+    fill.min(rows.div_ceil(WARPS * BATCH))
 }
 
 /// Returns the grid of [`bias_backward`]: (groups of 32 packets of columns, slices, 1).

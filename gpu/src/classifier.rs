@@ -24,9 +24,8 @@ use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, async_copy, bloc
 const THREADS: u32 = 1024;
 
 /// Returns how many of `padded` columns fit in `shared_bytes` of shared memory per block.
-pub const fn staged<T: Element>(padded: usize, shared_bytes: usize) -> usize {
-    let capacity = shared_bytes.saturating_sub(SCRATCH * size_of::<f32>()) / 16 * T::PACKET;
-    if padded < capacity { padded } else { capacity }
+pub fn staged<T: Element>(padded: usize, shared_bytes: usize) -> usize {
+    padded.min(shared_bytes.saturating_sub(SCRATCH * size_of::<f32>()) / 16 * T::PACKET)
 }
 
 /// f32 elements of scratch for the block reductions.

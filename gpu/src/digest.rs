@@ -24,10 +24,8 @@ pub const fn hash(bits: u64, position: u64) -> u64 {
 }
 
 /// Returns the grid size of [`digest`] for n words.
-pub const fn grid(n: usize, sm_count: usize) -> u32 {
-    let useful = n.div_ceil(THREADS * WORDS);
-    let fill = sm_count * 8;
-    if fill < useful { fill as u32 } else { useful as u32 }
+pub fn grid(n: usize, sm_count: usize) -> u32 {
+    n.div_ceil(THREADS * WORDS).min(sm_count * 8) as u32
 }
 
 /// Returns the length of `partials` of [`digest`].

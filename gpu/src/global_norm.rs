@@ -13,10 +13,8 @@ const SUM_THREADS: usize = 1024;
 const BATCH: usize = 8;
 
 /// Returns the grid size of [`squared_sum`], which is also the length of its `partials`.
-pub const fn squared_sum_grid<T: Element>(n: usize, sm_count: usize) -> u32 {
-    let useful = n.div_ceil(THREADS * T::PACKET);
-    let fill = sm_count * 4;
-    if fill < useful { fill as u32 } else { useful as u32 }
+pub fn squared_sum_grid<T: Element>(n: usize, sm_count: usize) -> u32 {
+    n.div_ceil(THREADS * T::PACKET).min(sm_count * 4) as u32
 }
 
 /// Lays out the shared memory of all three kernels: the partial results of a block reduction.

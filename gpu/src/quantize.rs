@@ -229,11 +229,6 @@ pub struct QuantizedOperands<T> {
     pub scale: Global<f32>,
 }
 
-impl<T> QuantizedOperands<T> {
-    /// No operands.
-    pub const NONE: Self = Self { out: GlobalMut::null(), amax: GlobalMut::null(), scale: Global::null() };
-}
-
 /// Memory for a quantized tensor. A thread computes some of its packets in bf16.
 pub(crate) struct QuantizedOutput<T> {
     out: GlobalMut<T>,

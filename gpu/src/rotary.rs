@@ -375,15 +375,14 @@ pub struct Blocks {
 
 impl Blocks {
     /// Distributes the resident blocks of `sm_count` SMs over queries and keys.
-    pub const fn new<T: Element>(sizes: Sizes, sm_count: usize) -> Self {
+    pub fn new<T: Element>(sizes: Sizes, sm_count: usize) -> Self {
         let resident = 2 * sm_count as u32;
         let queries = sizes.backward_slots::<T>(false).units(sizes.rows).div_ceil(WARPS);
         let keys = sizes.backward_slots::<T>(true).units(sizes.rows).div_ceil(WARPS);
         if queries + keys <= resident {
             return Self { queries, keys };
         }
-        let share = (keys as u64 * resident as u64 / (queries + keys) as u64) as u32;
-        let keys = if share > 0 { share } else { 1 };
+        let keys = ((keys as u64 * resident as u64 / (queries + keys) as u64) as u32).max(1);
         Self { queries: resident - keys, keys }
     }
 

@@ -42,7 +42,7 @@ pub fn forward(
     sm_count: usize,
 ) -> KernelLaunch {
     let (key, (b, t, kv, group)) = ((shape.hs as u32, quantized.is_some()), sizes(shape));
-    let QuantizedOperands { out: fp8, amax, scale } = quantized.unwrap_or(QuantizedOperands::NONE);
+    let (fp8, amax, scale) = quantized.map(|next| (next.out, next.amax, next.scale)).unwrap_or_default();
     let launch = attention_forward_wgmma_select(key, out, lse, qkv, b, t, kv, group, fp8, amax, scale);
     let (Some(launch), Some((shared_bytes,))) = (launch, attention_forward_wgmma_values(key)) else {
         panic!("attention_wgmma: expected head size 64 or 128, found {}", shape.hs)

@@ -24,12 +24,11 @@ const GROUPS: u32 = 4;
 
 /// Returns how many packets of a row of `padded` columns each thread keeps in `shared_bytes` of shared memory per block, or `None`
 /// if the row does not fit into shared memory and registers.
-pub const fn staged(padded: usize, shared_bytes: usize) -> Option<u32> {
+pub fn staged(padded: usize, shared_bytes: usize) -> Option<u32> {
     let row = (padded as u32).div_ceil(STEP);
-    let capacity =
-        (shared_bytes.saturating_sub(SCRATCH * size_of::<f32>()) / (STEP as usize * size_of::<bf16>())) as u32;
-    let staged = if row < capacity { row } else { capacity };
-    if row <= staged + HELD { Some(staged) } else { None }
+    let capacity = shared_bytes.saturating_sub(SCRATCH * size_of::<f32>()) / (STEP as usize * size_of::<bf16>());
+    let staged = row.min(capacity as u32);
+    (row <= staged + HELD).then_some(staged)
 }
 
 /// Lays out the shared memory of [`classifier_wide`]: scratch for the block reductions, and `staged` packets of each thread.
