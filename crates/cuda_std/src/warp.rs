@@ -198,6 +198,14 @@ pub fn reduce<S: Shuffle>(mut value: S, op: impl Fn(S, S) -> S) -> S {
     op(value, shuffle_xor(value, 1))
 }
 
+/// Reduces `value` over the four lanes that share a row of a tensor core's accumulators. Each of them receives the result.
+#[inline(always)]
+#[track_caller]
+pub fn reduce_row<S: Shuffle>(value: S, op: impl Fn(S, S) -> S) -> S {
+    let value = op(value, shuffle_xor(value, 1));
+    op(value, shuffle_xor(value, 2))
+}
+
 /// Returns the sum of `value` over all lanes.
 #[inline(always)]
 #[track_caller]

@@ -59,7 +59,7 @@ impl OnlineSoftmax {
     ) -> [f32; 2] {
         let mut max = self.max;
         scores.for_each_in(strip, |row, score| max[row] = math::max(max[row], *score));
-        let max = max.map(|max| over_row(max, math::max));
+        let max = max.map(|max| warp::reduce_row(max, math::max));
         let shift = max.map(|max| -max * exponent_scale);
         let mut factor = [0.0; 2];
         for row in 0..2 {
@@ -78,15 +78,7 @@ impl OnlineSoftmax {
     /// Returns 1 / sum and the natural log-sum-exp of the scaled scores, for each of the two rows.
     #[track_caller]
     pub fn finish(self, scale: f32) -> ([f32; 2], [f32; 2]) {
-        let sum = self.sum.map(|sum| over_row(sum, |a, b| a + b));
+        let sum = self.sum.map(|sum| warp::reduce_row(sum, |a, b| a + b));
         (sum.map(math::recip), [0, 1].map(|row| math::fma(self.max[row], scale, math::ln(sum[row]))))
     }
-}
-
-/// Reduces a value over the four lanes that share a row.
-#[inline(always)]
-#[track_caller]
-pub fn over_row(value: f32, op: impl Fn(f32, f32) -> f32) -> f32 {
-    let value = op(value, warp::shuffle_xor(value, 1));
-    op(value, warp::shuffle_xor(value, 2))
 }

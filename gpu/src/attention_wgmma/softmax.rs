@@ -49,8 +49,7 @@ impl<H: Head> Softmax<H> {
             for j in 0..columns as usize / 8 {
                 max = math::max(max, math::max(s[4 * j + 2 * row], s[4 * j + 2 * row + 1]));
             }
-            max = math::max(max, warp::shuffle_xor(max, 1));
-            math::max(max, warp::shuffle_xor(max, 2))
+            warp::reduce_row(max, math::max)
         })
     }
 
@@ -83,9 +82,7 @@ impl<H: Head> Softmax<H> {
 
     /// Returns the sum over all threads of a row.
     pub fn row_sum(&self, row: usize) -> f32 {
-        let sum = self.sum[row];
-        let sum = sum + warp::shuffle_xor(sum, 1);
-        sum + warp::shuffle_xor(sum, 2)
+        warp::reduce_row(self.sum[row], |a, b| a + b)
     }
 
     /// Returns the natural log-sum-exp of a row's scaled scores, given its row sum.
