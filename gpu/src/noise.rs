@@ -5,7 +5,7 @@
 
 use cuda_std::{Element, Packet};
 
-/// Increment of the hash index per y in [`squirrel5_2d`].
+/// Increment of the hash index per y of a point.
 const NEXT_ROW: u32 = 198_491_317;
 /// Factor of the index, which the hash then adds to the seed.
 const STEP: u32 = 0xd2a8_0a3f;
@@ -37,12 +37,6 @@ const fn point(x: u32, y: u32) -> u32 {
     x.wrapping_add(NEXT_ROW.wrapping_mul(y))
 }
 
-/// Returns 32 random bits for the point (`x`, `y`) and `seed`.
-#[inline(always)]
-pub const fn squirrel5_2d(x: u32, y: u32, seed: u32) -> u32 {
-    squirrel5(point(x, y), seed)
-}
-
 /// Returns 32 random bits for the moments of element `index`: [`Stream::M`] in the upper half, [`Stream::V`] in the lower half.
 ///
 /// The finalizer is that of MurmurHash3 (Appleby), half as many instructions as [`squirrel5`]. Its input is the same as there.
@@ -61,7 +55,7 @@ pub const fn moment_bits(index: usize, seed: u32) -> u32 {
 /// All streams have the property of [`seed_from`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stream {
-    /// Parameters: the lower half of [`squirrel5_2d`].
+    /// Parameters: the lower half of [`squirrel5`], with the halves of the index as a point.
     Params,
     /// First moments: the upper half of [`moment_bits`].
     M,
@@ -74,7 +68,7 @@ impl Stream {
     #[inline(always)]
     const fn bits(self, index: usize, seed: u32) -> u32 {
         match self {
-            Self::Params => squirrel5_2d(index as u32, (index >> 32) as u32, seed),
+            Self::Params => squirrel5(point(index as u32, (index >> 32) as u32), seed),
             Self::M => moment_bits(index, seed) >> 16,
             Self::V => moment_bits(index, seed),
         }
@@ -119,20 +113,20 @@ pub fn round_four<T: Element>(stream: Stream, values: [f32; 4], index: usize, se
 
 #[cfg(test)]
 mod tests {
-    use super::{seed_from, squirrel5, squirrel5_2d};
+    use super::{point, seed_from, squirrel5};
 
     #[test]
     fn squirrel5_matches_published_values() {
         assert_eq!(squirrel5(0, 0), 377_036_288);
         assert_eq!(squirrel5(1, 0), 3_365_260_061);
         assert_eq!(squirrel5(123_456, 42), 4_018_351_843);
-        assert_eq!(squirrel5_2d(3, 5, 7), 784_107_297);
+        assert_eq!(squirrel5(point(3, 5), 7), 784_107_297);
     }
 
     #[test]
     fn slice_with_shifted_seed_gets_the_random_bits_of_the_whole_tensor() {
         for (first, i) in [(0, 5), (64, 0), (1_000_000_007, 12), (4_294_967_040, 63)] {
-            assert_eq!(squirrel5_2d(i, 0, seed_from(42, first)), squirrel5_2d(first as u32 + i, 0, 42));
+            assert_eq!(squirrel5(point(i, 0), seed_from(42, first)), squirrel5(point(first as u32 + i, 0), 42));
         }
     }
 }
