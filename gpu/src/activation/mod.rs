@@ -83,6 +83,11 @@ macro_rules! functions {
                 }
             }
 
+            /// Returns true if the function has two inputs.
+            pub const fn is_gated(self) -> bool {
+                self.inputs() == 2
+            }
+
             /// Returns the name in prose.
             #[cfg(not(target_arch = "nvptx64"))]
             pub const fn name(self) -> &'static str {
@@ -134,13 +139,6 @@ functions! {
     SwiGlu = "swi-glu", "SwiGLU";
     /// up · gelu(gate) (Shazeer, 2020, arXiv:2002.05202)
     GeGlu = "ge-glu", "GEGLU";
-}
-
-impl Activation {
-    /// Returns true if the function has two inputs.
-    pub const fn is_gated(self) -> bool {
-        self.inputs() == 2
-    }
 }
 
 const THREADS: usize = 512;

@@ -223,15 +223,6 @@ struct Consumer<H, const INDEX: u32> {
     v: PipelineState,
 }
 
-/// The progress of a consumer within a work tile.
-#[derive(Clone, Copy)]
-struct Progress {
-    /// Stages of keys that follow the current one.
-    remaining: u32,
-    /// True if the multiplication of the previous stage's probabilities with V is in flight.
-    pv_in_flight: bool,
-}
-
 #[device]
 impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     /// True if the second of the two panels on this consumer's diagonal contains only keys after its queries.
@@ -391,16 +382,14 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         let mut others = ScorePair::ZERO;
         let mut remaining = stages;
         loop {
-            let progress = Progress { remaining, pv_in_flight: remaining < stages };
-            let max = self.step(scores, &mut others, &mut o, &mut softmax, progress);
+            let max = self.step(scores, &mut others, &mut o, &mut softmax, remaining, remaining < stages);
             if remaining == 0 {
                 *scores = others;
                 break;
             }
             remaining -= 1;
             softmax.raise(max);
-            let progress = Progress { remaining, pv_in_flight: true };
-            let max = self.step(&mut others, scores, &mut o, &mut softmax, progress);
+            let max = self.step(&mut others, scores, &mut o, &mut softmax, remaining, true);
             if remaining == 0 {
                 break;
             }
@@ -413,15 +402,17 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
 
     /// Computes the next scores, and starts o += P V for the current stage, with P computed from `scores`.
     ///
-    /// Returns the running maxima including the next scores. After a work tile's last stage, the next scores are the
-    /// first of the next work tile.
+    /// `remaining` stages of keys follow the current one. If `pv_in_flight`, the multiplication of the previous stage's probabilities
+    /// with V is in flight. Returns the running maxima including the next scores. After a work tile's last stage, the next scores are
+    /// the first of the next work tile.
     fn step(
         &mut self,
         scores: &mut ScorePair,
         next: &mut ScorePair,
         o: &mut H::OutputAccumulators,
         softmax: &mut Softmax<H>,
-        Progress { remaining, pv_in_flight }: Progress,
+        remaining: u32,
+        pv_in_flight: bool,
     ) -> [f32; 2] {
         if remaining == 0 {
             self.release_queries();

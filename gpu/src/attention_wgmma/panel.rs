@@ -39,6 +39,7 @@ pub fn take_tiles(layout: &mut Layout, count: u32) -> SwizzledTile<64> {
     first
 }
 
+#[device]
 impl<H: Head, const N: u32> Panels<H, N> {
     const TILES: u32 = N * H::HS / 64;
     /// The size in bytes.
@@ -50,13 +51,11 @@ impl<H: Head, const N: u32> Panels<H, N> {
     }
 
     /// Returns the panel that is `count` panels after this one.
-    #[inline(always)]
     pub fn after(self, count: u32) -> Self {
         Self { first: self.first.offset_tiles(count * Self::TILES), ..self }
     }
 
     /// Starts the load of columns `x` .., rows `y` .. of sequence `b`.
-    #[inline(always)]
     pub fn load(self, map: Global<TensorMap>, x: u32, y: u32, b: u32, full: MBarrier) {
         for half in 0..N {
             for i in 0..H::HS / 64 {
@@ -66,13 +65,11 @@ impl<H: Head, const N: u32> Panels<H, N> {
     }
 
     /// Returns columns 16 `step` .. as the K dimension of an operand whose M (or N) dimension are the rows.
-    #[inline(always)]
     fn k_major_operand(self, step: u32) -> KMajorOperand {
         self.first.offset_tiles(step / 4 * N).k_major_operand(step % 4)
     }
 
     /// Starts d = a · rowsᵀ, summed over the HS columns, with a in shared memory.
-    #[inline(always)]
     pub fn start_scores_from_shared<D: Accumulators>(self, d: &mut D, a: Panel<H>) {
         for step in 0..H::HS / 16 {
             d.mma(a.k_major_operand(step), self.k_major_operand(step), step > 0);

@@ -4,8 +4,6 @@
 //! instance state what they compute in the same terms, so the instance for a GEMM is found, not listed.
 
 use crate::activation::Activation;
-#[cfg(not(target_arch = "nvptx64"))]
-use core::fmt;
 use cuda_std::fp8::Fp8Format;
 
 /// Storage type of the matrices; sums are f32.
@@ -165,65 +163,5 @@ impl Gemm {
             None => self.n,
         };
         [self.m, columns]
-    }
-}
-
-#[cfg(not(target_arch = "nvptx64"))]
-impl fmt::Display for GemmEpilogue {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut parts = Vec::new();
-        if self.bias == Some(Bias::Add) {
-            parts.push("bias".to_owned());
-        }
-        if self.residual.is_some() {
-            parts.push("residual".to_owned());
-        }
-        if self.bias == Some(Bias::Gradient) {
-            parts.push("bias-gradient".to_owned());
-        }
-        if let Some((activation, pass)) = self.activation {
-            let name = activation.name().to_lowercase();
-            match pass {
-                Pass::Forward => parts.push(name),
-                Pass::Backward => parts.push(format!("{name}-backward")),
-                Pass::BackwardAndValue => parts.extend([format!("{name}-backward"), name]),
-            }
-        }
-        let output = match self.output {
-            GemmOutput::Storage => None,
-            GemmOutput::F32 => Some("f32-out"),
-            GemmOutput::Fp8 => Some("fp8-out"),
-        };
-        let parts = Some(parts.join("+")).filter(|parts| !parts.is_empty());
-        f.write_str(&parts.as_deref().into_iter().chain(output).collect::<Vec<_>>().join(" "))
-    }
-}
-
-#[cfg(not(target_arch = "nvptx64"))]
-impl fmt::Display for Gemm {
-    /// Formats as `65536x2304x768 NT bf16 bias`: M x N x K, layout, storage type, batch and epilogue.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let layout = match self.layout {
-            GemmLayout::Nt => "NT",
-            GemmLayout::Nn => "NN",
-            GemmLayout::Tn => "TN",
-        };
-        let precision = match self.precision {
-            GemmPrecision::Bf16 => "bf16",
-            GemmPrecision::F32 => "f32",
-            GemmPrecision::Tf32 => "tf32",
-            GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: false } => "e4m3",
-            GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: true } => "e4m3 exact",
-            GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact: false } => "e5m2",
-            GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact: true } => "e5m2 exact",
-        };
-        let batch = match self.batching {
-            Batching::One => "",
-            Batching::Strided => " batched",
-            Batching::Symmetric => " batched symmetric",
-            Batching::Grouped => " grouped",
-        };
-        write!(f, "{}x{}x{} {layout} {precision}{batch}", self.m, self.n, self.k)?;
-        if self.epilogue == GemmEpilogue::NONE { Ok(()) } else { write!(f, " {}", self.epilogue) }
     }
 }

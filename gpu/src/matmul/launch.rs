@@ -1,9 +1,9 @@
-//! Host side: the kernels, tensor maps and tile configurations for a GEMM.
+//! Host side: the kernels, tensor maps and tile configurations for a GEMM, and its text.
 
 use super::column_sums::partial_rows;
 pub use super::epilogue::ScaleFactors;
 use super::gated::COLUMNS;
-use super::gemm::{Batching, Bias, Gemm, GemmEpilogue, GemmLayout, GemmOutput, Pass};
+use super::gemm::{Batching, Bias, Gemm, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass};
 use super::kernel::{Stored, matmul_exists, matmul_select};
 use super::mainloop::A_BOX_ROWS;
 use super::shared::SharedStorage;
@@ -13,6 +13,8 @@ use super::tile::{EPILOGUE_TILE, TILE_K, TILE_K_FP8};
 use crate::bias::bias_backward_reduce;
 use crate::column_sum;
 use crate::launch::{KernelLaunch, shared_bytes};
+use core::fmt;
+use cuda_std::fp8::Fp8Format;
 use cuda_std::hopper::{Extents, TensorMap};
 use cuda_std::launch::Launch;
 use cuda_std::{Global, GlobalMut, bf16};
@@ -128,10 +130,7 @@ pub fn is_supported(gemm: &Gemm) -> bool {
         && n.is_multiple_of(8)
         && row_of_out.is_multiple_of(output_multiple)
         && (gemm.batching != Batching::Symmetric || m == n)
-        && fits(m)
-        && fits(n)
-        && fits(k)
-        && fits(TileShape::T128x128.tiles(m, n))
+        && [m, n, k, TileShape::T128x128.tiles(m, n)].into_iter().all(fits)
         && TileShape::ALL.into_iter().any(|tile| exists(gemm, tile, 1))
 }
 
@@ -335,4 +334,62 @@ fn kernel(
         key, a, b, out, aux, second, bias, scale_a, scale_b, scale_out, amax, sums, partials, alpha, beta, m, n, k,
         parts,
     )
+}
+
+impl fmt::Display for GemmEpilogue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut parts = Vec::new();
+        if self.bias == Some(Bias::Add) {
+            parts.push("bias".to_owned());
+        }
+        if self.residual.is_some() {
+            parts.push("residual".to_owned());
+        }
+        if self.bias == Some(Bias::Gradient) {
+            parts.push("bias-gradient".to_owned());
+        }
+        if let Some((activation, pass)) = self.activation {
+            let name = activation.name().to_lowercase();
+            match pass {
+                Pass::Forward => parts.push(name),
+                Pass::Backward => parts.push(format!("{name}-backward")),
+                Pass::BackwardAndValue => parts.extend([format!("{name}-backward"), name]),
+            }
+        }
+        let output = match self.output {
+            GemmOutput::Storage => None,
+            GemmOutput::F32 => Some("f32-out"),
+            GemmOutput::Fp8 => Some("fp8-out"),
+        };
+        let parts = Some(parts.join("+")).filter(|parts| !parts.is_empty());
+        f.write_str(&parts.as_deref().into_iter().chain(output).collect::<Vec<_>>().join(" "))
+    }
+}
+
+impl fmt::Display for Gemm {
+    /// Formats as `65536x2304x768 NT bf16 bias`: M x N x K, layout, storage type, batch and epilogue.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let layout = match self.layout {
+            GemmLayout::Nt => "NT",
+            GemmLayout::Nn => "NN",
+            GemmLayout::Tn => "TN",
+        };
+        let precision = match self.precision {
+            GemmPrecision::Bf16 => "bf16",
+            GemmPrecision::F32 => "f32",
+            GemmPrecision::Tf32 => "tf32",
+            GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: false } => "e4m3",
+            GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: true } => "e4m3 exact",
+            GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact: false } => "e5m2",
+            GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact: true } => "e5m2 exact",
+        };
+        let batch = match self.batching {
+            Batching::One => "",
+            Batching::Strided => " batched",
+            Batching::Symmetric => " batched symmetric",
+            Batching::Grouped => " grouped",
+        };
+        write!(f, "{}x{}x{} {layout} {precision}{batch}", self.m, self.n, self.k)?;
+        if self.epilogue == GemmEpilogue::NONE { Ok(()) } else { write!(f, " {}", self.epilogue) }
+    }
 }
