@@ -33,31 +33,24 @@ impl Size {
 /// The operands of a forward kernel.
 #[derive(Clone, Copy)]
 pub struct ForwardOperands<T> {
-    /// (rows), for LayerNorm
-    pub mean: Option<GlobalMut<f32>>,
+    /// (rows), or null for RMSNorm
+    pub mean: GlobalMut<f32>,
     /// (rows)
     pub rstd: GlobalMut<f32>,
     /// (rows, C)
     pub inp: Global<T>,
-    /// (C). RMSNorm may have none.
-    pub weight: Option<Global<T>>,
-    /// (C), for LayerNorm
-    pub bias: Option<Global<T>>,
+    /// (C). RMSNorm's may be null.
+    pub weight: Global<T>,
+    /// (C), or null for RMSNorm
+    pub bias: Global<T>,
     /// Added to RMSNorm's mean square.
     pub eps: f32,
-}
-
-impl<T> ForwardOperands<T> {
-    /// Returns mean, weight and bias, which are null if the norm has none.
-    fn optional(&self) -> (GlobalMut<f32>, Global<T>, Global<T>) {
-        (self.mean.unwrap_or_default(), self.weight.unwrap_or_default(), self.bias.unwrap_or_default())
-    }
 }
 
 /// Returns the kernel that writes out (rows, C), or `None` if no kernel supports the number of channels.
 pub fn forward<T: Element>(out: GlobalMut<T>, operands: ForwardOperands<T>, size: Size) -> Option<KernelLaunch> {
     let shape = Shape::of::<T>(size.channels)?;
-    let (ForwardOperands { rstd, inp, eps, .. }, (mean, weight, bias)) = (operands, operands.optional());
+    let ForwardOperands { mean, rstd, inp, weight, bias, eps } = operands;
     let (keys, rows, channels) = ((size.norm, shape), size.rows as u32, size.channels as u32);
     let launch = norm_forward_select::<T>(keys, out, mean, rstd, inp, weight, bias, eps, rows, channels);
     size.forward::<T>(launch, shape, false)
@@ -71,7 +64,7 @@ pub fn forward_fp8(
 ) -> Option<KernelLaunch> {
     let shape = Shape::of::<bf16>(size.channels)?;
     let QuantizedOperands { out, amax, scale } = quantized;
-    let (ForwardOperands { rstd, inp, eps, .. }, (mean, weight, bias)) = (operands, operands.optional());
+    let ForwardOperands { mean, rstd, inp, weight, bias, eps } = operands;
     let (keys, rows, channels) = ((size.norm, shape), size.rows as u32, size.channels as u32);
     let launch =
         norm_forward_fp8_select::<E4m3>(keys, out, mean, rstd, amax, scale, inp, weight, bias, eps, rows, channels);

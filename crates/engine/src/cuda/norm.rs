@@ -7,7 +7,7 @@ use crate::ops::{
 use crate::tensor::Tensor;
 use crate::{Result, Workload};
 use anyhow::{Context, bail};
-use cuda_std::{E4m3, Element, bf16};
+use cuda_std::{E4m3, Element, Global, GlobalMut, bf16};
 use gpu::norm::launch::{self, BackwardOperands, ForwardOperands, Kind, Shape, Size, Weight};
 
 /// Returns the f32 elements of scratch memory; 0 for channels that no kernel supports, which the first operation reports.
@@ -84,9 +84,9 @@ impl Forward {
     fn operands<T: Float, S: Element + Stored>(&self, cuda: &Cuda<T>) -> Result<ForwardOperands<S>> {
         let (rows, n) = (self.rstd.len, self.rstd.len * self.c);
         let parameter =
-            |name, tensor: Option<Tensor>| tensor.map(|tensor| cuda.input(name, tensor, self.c)).transpose();
+            |name, tensor: Option<Tensor>| tensor.map_or(Ok(Global::null()), |tensor| cuda.input(name, tensor, self.c));
         Ok(ForwardOperands {
-            mean: self.mean.map(|mean| cuda.output("mean", mean, rows)).transpose()?,
+            mean: self.mean.map_or(Ok(GlobalMut::null()), |mean| cuda.output("mean", mean, rows))?,
             rstd: cuda.output("rstd", self.rstd, rows)?,
             inp: cuda.input("inp", self.inp, n)?,
             weight: parameter("weight", self.weight)?,

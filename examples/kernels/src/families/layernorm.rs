@@ -67,7 +67,6 @@ pub const FAMILY: Family = Family {
             "The next rows are copied to shared memory while the current ones are normalized.",
             |s| {
                 let Problem { out, mean, rstd, inp, weight, bias, rows, channels } = problem(s)?;
-                let (mean, weight, bias) = (Some(mean), Some(weight), Some(bias));
                 let operands = ForwardOperands { mean, rstd, inp, weight, bias, eps: 0.0 };
                 let size = Size { norm: Kind::LayerNorm, rows, channels, sm_count: s.sm_count() };
                 let kernel = forward::<bf16>(out, operands, size).context("no instance for these channels")?;
