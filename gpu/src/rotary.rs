@@ -526,7 +526,7 @@ fn store_block_sums<T: Element, const INTERLEAVED: bool>(
 
 /// Adds the sums of the rows of `partials` to the gradients of the weights, dq_weight and dk_weight (HS).
 ///
-/// Grid: [`rotary_norm_backward_reduce_grid`]. Shared memory: [`column_sum::shared`].
+/// Grid: ([`column_sum::grid`] of HS, 2). Shared memory: [`column_sum::shared`].
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn rotary_norm_backward_reduce<T: Element>(
     dq_weight: GlobalMut<T>,
@@ -543,9 +543,4 @@ pub fn rotary_norm_backward_reduce<T: Element>(
         let to = if keys { dk_weight } else { dq_weight };
         to.set(column, T::from_f32(to.at(column).to_f32() + sum));
     }
-}
-
-/// Returns the grid of [`rotary_norm_backward_reduce`].
-pub const fn rotary_norm_backward_reduce_grid(head_size: usize) -> [u32; 3] {
-    [column_sum::grid(head_size), 2, 1]
 }

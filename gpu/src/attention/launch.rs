@@ -29,9 +29,9 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// Returns the number of query heads of a key-value head.
-    pub(crate) fn group(self) -> usize {
-        self.nh / self.kv
+    /// Returns the kernels' arguments B, T, KV, and the number of query heads of a key-value head.
+    pub(crate) fn arguments(self) -> [u32; 4] {
+        [self.b, self.t, self.kv, self.nh / self.kv].map(|size| size as u32)
     }
 
     /// Returns the grid with one block per `rows` positions of each of `heads` heads.
@@ -60,7 +60,7 @@ pub fn forward<T: TensorCore>(
     qkv: Global<T>,
     shape: Shape,
 ) -> Option<KernelLaunch> {
-    let (t, kv, group) = (shape.t as u32, shape.kv as u32, shape.group() as u32);
+    let [_, t, kv, group] = shape.arguments();
     let launch = attention_forward_select::<T>((shape.hs,), out, lse, qkv, t, kv, group);
     shape.launch(launch, attention_forward_values::<T>((shape.hs,)), shape.nh)
 }
@@ -84,7 +84,7 @@ pub fn backward<T: TensorCore>(
     lse: Global<f32>,
     shape: Shape,
 ) -> Option<[KernelLaunch; 3]> {
-    let (t, kv, group) = (shape.t as u32, shape.kv as u32, shape.group() as u32);
+    let [_, t, kv, group] = shape.arguments();
     let dot = backward_dot(d, dout, out, shape);
     let d = d.reader();
     let dkdv = attention_backward_dkdv_select::<T>((shape.hs,), dqkv, dout, qkv, lse, d, t, kv, group);

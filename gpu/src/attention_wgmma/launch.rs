@@ -18,11 +18,6 @@ pub fn supports(head_size: usize) -> bool {
     attention_forward_wgmma_exists((head_size as u32, false))
 }
 
-/// Returns the kernels' arguments B, T, KV and group.
-fn sizes(shape: Shape) -> (u32, u32, u32, u32) {
-    (shape.b as u32, shape.t as u32, shape.kv as u32, shape.group() as u32)
-}
-
 /// Launches one block per SM.
 fn persistent(launch: Launch, shared_bytes: usize, sm_count: usize) -> KernelLaunch {
     KernelLaunch { launch, grid: [sm_count as u32, 1, 1], shared_bytes }
@@ -41,7 +36,7 @@ pub fn forward(
     shape: Shape,
     sm_count: usize,
 ) -> KernelLaunch {
-    let (key, (b, t, kv, group)) = ((shape.hs as u32, quantized.is_some()), sizes(shape));
+    let (key, [b, t, kv, group]) = ((shape.hs as u32, quantized.is_some()), shape.arguments());
     let (fp8, amax, scale) = quantized.map(|next| (next.out, next.amax, next.scale)).unwrap_or_default();
     let launch = attention_forward_wgmma_select(key, out, lse, qkv, b, t, kv, group, fp8, amax, scale);
     let (Some(launch), Some((shared_bytes,))) = (launch, attention_forward_wgmma_values(key)) else {
@@ -112,7 +107,7 @@ pub fn backward(
     assert!(supports(shape.hs) && fits, "attention_wgmma: expected head size 64, or 128 with memory of the fused pass");
     let BackwardOperands { dqkv, d, dout, out, lse, qkv_map, dout_map } = operands;
     let dot = backward_dot(d, dout, out, shape);
-    let (d, (b, t, kv, group)) = (d.reader(), sizes(shape));
+    let (d, [b, t, kv, group]) = (d.reader(), shape.arguments());
     if let Some(FusedScratch { dq, counters }) = scratch {
         let fused = attention_backward_fused_wgmma(dqkv, dq, counters, qkv_map, dout_map, lse, d, b, t, kv, group);
         let fused = persistent(fused, shared_bytes(fused::SharedStorage::new), sm_count);

@@ -179,10 +179,8 @@ pub struct KernelOperands {
     pub amax: GlobalMut<u32>,
     /// Device address of out.
     pub out_address: u64,
-    /// Scratch memory for partial sums.
+    /// Scratch memory for partial sums: [`TileConfig::scratch_len`] elements.
     pub scratch: GlobalMut<f32>,
-    /// Elements of `scratch`.
-    pub scratch_len: usize,
     /// The factors of a scaled residual.
     pub factors: ScaleFactors,
     /// The number of matrices of a batch.
@@ -275,14 +273,8 @@ pub fn candidate_configs(gemm: &Gemm, sm_count: usize, scratch_len: usize) -> Ve
 /// Returns the kernel launches of a GEMM, in order. The GEMM and the configuration must be supported.
 ///
 /// # Panics
-/// Panics if `operands.scratch_len` is less than [`TileConfig::scratch_len`], or if there is no kernel.
+/// Panics if there is no kernel.
 pub fn launches(gemm: &Gemm, config: TileConfig, operands: KernelOperands, sm_count: usize) -> Vec<KernelLaunch> {
-    let needed = config.scratch_len(gemm);
-    assert!(
-        needed <= operands.scratch_len,
-        "{gemm} with {config:?}: expected scratch of {needed} elements, found {}",
-        operands.scratch_len
-    );
     let TileConfig { tile, split_k } = config;
     let KernelOperands { bias, out_address, scratch, .. } = operands;
     let (m, n) = (gemm.m as u32, gemm.n as u32);

@@ -5,8 +5,8 @@ use cuda_std::Global;
 use cuda_std::emulate::Memory;
 use gpu::column_sum;
 use gpu::rotary::{
-    Blocks, Norm, Sizes, rotary, rotary_norm_backward, rotary_norm_backward_reduce, rotary_norm_backward_reduce_grid,
-    rotary_norm_backward_shared, rotary_norm_forward, supports,
+    Blocks, Norm, Sizes, rotary, rotary_norm_backward, rotary_norm_backward_reduce, rotary_norm_backward_shared,
+    rotary_norm_forward, supports,
 };
 
 tests! {
@@ -221,7 +221,7 @@ impl<T: Tolerance> Backward<'_, T> {
         let [dq, dk] = self.dweights.map(|dweight| memory.buffer("dweight", dweight));
         if self.weights.is_some() {
             let launch = rotary_norm_backward_reduce(dq, dk, partials.reader(), blocks, hs as u32);
-            run(&mut memory, &launch, rotary_norm_backward_reduce_grid(hs), shared_bytes(column_sum::shared));
+            run(&mut memory, &launch, [column_sum::grid(hs), 2, 1], shared_bytes(column_sum::shared));
         }
         [memory.read(dqkv), memory.read(dq), memory.read(dk)]
     }

@@ -107,5 +107,5 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: RotaryBackward) -> Resu
     cuda.launch(&launch, [blocks.grid(), 1, 1], shared)?;
     let Some([dq, dk]) = gradients else { return Ok(()) };
     let launch = rotary::rotary_norm_backward_reduce::<T>(dq, dk, partials.reader(), blocks, head_size as u32);
-    cuda.launch(&launch, rotary::rotary_norm_backward_reduce_grid(head_size), shared_bytes(column_sum::shared))
+    cuda.launch(&launch, [column_sum::grid(head_size), 2, 1], shared_bytes(column_sum::shared))
 }

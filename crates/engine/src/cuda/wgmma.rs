@@ -137,7 +137,6 @@ impl WgmmaGemm {
             amax: GlobalMut::from_address(amax),
             out_address: out,
             scratch,
-            scratch_len,
             factors,
             count: batch.count,
         };

@@ -360,7 +360,6 @@ pub fn run(case: Case, inputs: &Inputs) -> Outputs {
         amax,
         out_address: out,
         scratch,
-        scratch_len,
         factors: case.factors,
         count,
     };
