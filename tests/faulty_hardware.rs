@@ -22,7 +22,7 @@ fn error(output: &Output) -> String {
 /// Indices among the tensors that a micro-batch of the tiny model writes, and what they are.
 const PLACES: [(usize, &str); 10] = [
     (0, "`out` of EncoderForward in the embeddings"),
-    (1, "`out` of LayerNormForward in layer 0"),
+    (1, "`out` of NormForward in layer 0"),
     (4, "`out` of MatmulForward in layer 0"),
     (5, "`out` of AttentionForward in layer 0"),
     (6, "`lse` of AttentionForward in layer 0"),

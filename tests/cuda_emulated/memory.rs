@@ -2,7 +2,7 @@
 
 use data::{Geometry, Loader, Prefetch, Tokens};
 use engine::cuda::{EmulatedGpu, Precision, emulated};
-use engine::ops::{AttentionShape, Epilogue, MatmulForward, MatmulShape, RmsNormBackward, RmsNormForward};
+use engine::ops::{AttentionShape, Epilogue, MatmulForward, MatmulShape, NormBackward, NormForward};
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, Engine, Workload};
@@ -116,13 +116,25 @@ fn rmsnorm_rejects_unsupported_channels_and_incomplete_weights() {
         let x = plan.add(Group::Activations, "x", &[c], dtype);
         let rstd = plan.add(Group::Activations, "rstd", &[1], DType::F32);
         engine.allocate(&plan).unwrap();
-        let forward = RmsNormForward { out: x, rstd, inp: x, weight: None, c, eps: 1e-5, quantized: None };
+        let forward =
+            NormForward { out: x, mean: None, rstd, inp: x, weight: None, bias: None, c, eps: 1e-5, quantized: None };
         assert_eq!(engine.run(forward).unwrap_err().to_string(), expected);
-        let backward = RmsNormBackward { dinp: x, dweight: None, dout: x, inp: x, weight: None, rstd, c };
+        let backward = NormBackward {
+            dinp: x,
+            dweight: None,
+            dbias: None,
+            column_sums: None,
+            dout: x,
+            inp: x,
+            weight: None,
+            mean: None,
+            rstd,
+            c,
+        };
         assert_eq!(engine.run(backward).unwrap_err().to_string(), expected);
         let dweight = Some(x.slice(0, 8));
-        let text = engine.run(RmsNormBackward { c: 8, dweight, ..backward }).unwrap_err().to_string();
-        assert_eq!(text, "rmsnorm_backward: expected both weight and dweight or neither, found one");
+        let text = engine.run(NormBackward { c: 8, dweight, ..backward }).unwrap_err().to_string();
+        assert_eq!(text, "norm_backward: expected both weight and dweight or neither, found one");
     }
 }
 

@@ -203,7 +203,7 @@ pub trait Engine {
         GeluFusion::None
     }
 
-    /// Reports whether [`ops::LayerNormBackward`] over `c` channels computes column sums at a lower cost than
+    /// Reports whether [`ops::NormBackward`] over `c` channels computes column sums at a lower cost than
     /// [`ops::MatmulBackward`], which would read the tensor again.
     fn fuses_column_sums(&self, c: usize) -> bool;
 

@@ -2,7 +2,7 @@
 //!
 //! "float" is the engine's storage type: f32, or bf16 on CUDA. Statistics and losses are f32.
 //! Weights are (OC, C) row-major, as in llm.c. Parameter gradients accumulate (`+=`). Activation gradients are
-//! overwritten, except the residual stream's gradient, to which [`LayerNormBackward`] adds.
+//! overwritten, except the residual stream's gradient, to which [`NormBackward`] adds.
 //!
 //! To add an operation, declare its struct here, add it to the list at [`Operation`], and handle it in the `execute`
 //! method of each engine; the compiler reports every engine that lacks it.
@@ -14,12 +14,11 @@ mod outputs;
 mod update;
 
 pub use decode::{
-    CacheFill, DecodeAttention, DecodeEmbed, DecodeMatmul, DecodeQkNorm, DecodeRotary, SampleTokens, Slot,
-    SlotSampling, decode_splits,
+    CacheFill, DecodeAttention, DecodeEmbed, DecodeMatmul, SampleTokens, Slot, SlotSampling, decode_splits,
 };
 pub(crate) use fp8::largest_rounded;
 pub use fp8::{Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Scale, Fp8Scales, Quantize, Scaling};
-pub use norm::{LayerNormBackward, LayerNormForward, NormForward, RmsNormBackward, RmsNormForward};
+pub use norm::{NormBackward, NormForward};
 pub use update::{AdamW, AdamWUpdate, Master, MuonApply, MuonCoefficients, MuonMomentum, Orthogonalize, UpdateRange};
 
 use crate::Result;
@@ -57,10 +56,8 @@ macro_rules! operations {
 operations!(
     EncoderForward,
     EncoderBackward,
-    LayerNormForward,
-    LayerNormBackward,
-    RmsNormForward,
-    RmsNormBackward,
+    NormForward,
+    NormBackward,
     RotaryForward,
     RotaryBackward,
     MatmulForward,
@@ -131,20 +128,22 @@ pub enum RotaryPairs {
     Interleaved,
 }
 
-/// Sizes of a [`RotaryForward`] and its gradient.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct RotaryShape {
-    /// Sizes of the attention that reads the result.
-    pub attention: AttentionShape,
+/// A rotation of queries and keys by their positions (RoPE; Su et al., 2021, arXiv:2104.09864), after an optional norm.
+///
+/// The pair (x, y) number i at position t becomes (x cos - y sin, y cos + x sin) with the cosine and sine of `table[t, i]`.
+#[derive(Clone, Copy, Debug)]
+pub struct Rotation {
+    /// (max T, HS/2, 2) f32: cosine and sine of each angle.
+    pub table: Tensor,
     /// The pairs that are rotated.
     pub pairs: RotaryPairs,
+    /// Set if queries and keys are normalized before.
+    pub qk_norm: Option<HeadNorm>,
 }
 
 /// RMSNorm of each head's query and key before the rotation (QK-norm).
 #[derive(Clone, Copy, Debug)]
-pub struct QkNorm {
-    /// (B, T, NH + KV, HS) float: the queries and keys before the norm, for the backward pass.
-    pub saved: Tensor,
+pub struct HeadNorm {
     /// (HS) float weights of queries and keys; all ones if absent.
     pub weights: Option<[Tensor; 2]>,
     /// Added to the mean square.
@@ -153,19 +152,35 @@ pub struct QkNorm {
     pub gain: f32,
 }
 
-/// Rotates queries and keys by their positions (RoPE; Su et al., 2021, arXiv:2104.09864), after an optional norm.
-///
-/// The pair (x, y) number i at position t becomes (x cos - y sin, y cos + x sin) with the cosine and sine of `table[t, i]`.
+impl Rotation {
+    /// Checks that the table has the positions of the sequences.
+    pub(crate) fn check_table(&self, shape: AttentionShape) -> Result<()> {
+        let AttentionShape { t, head_size, .. } = shape;
+        ensure!(
+            self.table.len >= t * head_size,
+            "rotary: expected a table of at least {t} positions, found {}; use a shorter sequence",
+            self.table.len / head_size.max(1)
+        );
+        Ok(())
+    }
+
+    /// Returns the weights of the norm of queries and keys.
+    pub(crate) fn weights(&self) -> Option<[Tensor; 2]> {
+        self.qk_norm?.weights
+    }
+}
+
+/// Rotates queries and keys in place.
 #[derive(Clone, Copy, Debug)]
 pub struct RotaryForward {
     /// (B, T, NH + 2 KV, HS) float: queries and keys are replaced, values are not read.
     pub qkv: Tensor,
-    /// (max T, HS/2, 2) f32: cosine and sine of each angle.
-    pub table: Tensor,
-    /// Set if queries and keys are normalized before.
-    pub qk_norm: Option<QkNorm>,
-    /// Sizes.
-    pub shape: RotaryShape,
+    /// (B, T, NH + KV, HS) float: the queries and keys before the norm, for the backward pass; present if there is a norm.
+    pub saved: Option<Tensor>,
+    /// The rotation.
+    pub rotation: Rotation,
+    /// Sizes of the attention that reads the result.
+    pub shape: AttentionShape,
 }
 
 /// Computes the gradient of a [`RotaryForward`]: rotates back, then propagates through the norm.
@@ -173,14 +188,14 @@ pub struct RotaryForward {
 pub struct RotaryBackward {
     /// (B, T, NH + 2 KV, HS) float: the gradients of queries and keys are replaced, those of values are not read.
     pub dqkv: Tensor,
-    /// (max T, HS/2, 2) f32
-    pub table: Tensor,
-    /// The norm of the forward pass.
-    pub qk_norm: Option<QkNorm>,
+    /// (B, T, NH + KV, HS) float, of the forward pass
+    pub saved: Option<Tensor>,
     /// (HS) float gradients of the norm's weights, accumulated; present if the weights are.
     pub dweights: Option<[Tensor; 2]>,
-    /// Sizes.
-    pub shape: RotaryShape,
+    /// The rotation of the forward pass.
+    pub rotation: Rotation,
+    /// Sizes of the attention.
+    pub shape: AttentionShape,
 }
 
 /// Sizes of a linear layer: out (rows, OC) = inp (rows, C) · weightᵀ (C, OC).

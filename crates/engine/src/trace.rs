@@ -113,7 +113,7 @@ macro_rules! delegate {
 
 impl Engine for Tracer<'_> {
     fn execute(&mut self, operation: Operation) -> Result<()> {
-        let (name, outputs) = operation.outputs();
+        let (name, outputs) = (operation.name(), operation.outputs());
         self.engine.execute(operation)?;
         self.record(name, &outputs)
     }

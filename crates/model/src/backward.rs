@@ -13,7 +13,7 @@ use super::nvtx::Range;
 use super::params::{Param, Unit};
 use super::recompute::Recompute;
 use super::sharding::LayerHooks;
-use engine::ops::{EncoderBackward, LayerNormBackward, MatmulBackward, RmsNormBackward};
+use engine::ops::{EncoderBackward, MatmulBackward, NormBackward};
 use engine::tensor::Tensor;
 use engine::{BatchLayout, Engine, Result};
 use std::sync::Arc;
@@ -131,12 +131,8 @@ impl BackwardPass<'_> {
         let (model, c) = (self.model, self.model.descriptor.channels);
         let (params, grads) = (model.norm_params(model.param_store(), norm), model.norm_params(self.grads, norm));
         let NormBuffers { mean, rstd, .. } = *norm;
-        match (mean, params.weight, grads.weight.zip(grads.bias)) {
-            (Some(mean), Some(weight), Some((dweight, dbias))) => {
-                engine.run(LayerNormBackward { dinp, dweight, dbias, column_sums, dout, inp, weight, mean, rstd, c })
-            }
-            _ => engine.run(RmsNormBackward { dinp, dweight: grads.weight, dout, inp, weight: params.weight, rstd, c }),
-        }
+        let (weight, dweight, dbias) = (params.weight, grads.weight, grads.bias);
+        engine.run(NormBackward { dinp, dweight, dbias, column_sums, dout, inp, weight, mean, rstd, c })
     }
 
     /// Computes the gradients of the embeddings, and of their norm if there is one.

@@ -22,9 +22,7 @@ use super::fp8::Fp8;
 use super::nvtx::Range;
 use super::params::Param;
 use super::sharding::LayerHooks;
-use engine::ops::{
-    EncoderForward, Epilogue, LayerNormForward, MatmulForward, MatmulShape, NormForward, Quantize, RmsNormForward,
-};
+use engine::ops::{EncoderForward, Epilogue, MatmulForward, MatmulShape, NormForward, Quantize};
 use engine::tensor::Tensor;
 use engine::{BatchLayout, Engine, Result};
 
@@ -113,29 +111,19 @@ impl Decoder {
 
     /// Normalizes `inp` (rows, C) in the forward pass. Quantizes the input of a linear layer in FP8.
     pub(super) fn norm(&self, engine: &mut dyn Engine, norm: &NormBuffers, inp: Tensor) -> Result<()> {
-        run_norm(engine, &self.norm_of(norm, inp, self.fp8_norm(norm)))
+        engine.run(self.norm_of(norm, inp, self.fp8_norm(norm)))
     }
 
     /// Normalizes `inp` (rows, C) again, for the gradient of the weight of the linear layer that follows.
     pub(super) fn recompute_norm(&self, engine: &mut dyn Engine, norm: &NormBuffers, inp: Tensor) -> Result<()> {
-        run_norm(engine, &self.norm_of(norm, inp, self.fp8_recomputed_norm(norm)))
+        engine.run(self.norm_of(norm, inp, self.fp8_recomputed_norm(norm)))
     }
 
     /// Returns the norm of `inp` (rows, C).
     pub(super) fn norm_of(&self, norm: &NormBuffers, inp: Tensor, quantized: Option<Quantize>) -> NormForward {
         let (c, params) = (self.descriptor.channels, self.norm_params(self.param_store(), norm));
         let NormBuffers { out, mean, rstd, .. } = *norm;
-        if let (Some(mean), Some(weight), Some(bias)) = (mean, params.weight, params.bias) {
-            return NormForward::LayerNorm(LayerNormForward { out, mean, rstd, inp, weight, bias, c, quantized });
-        }
         let eps = self.descriptor.norm.eps().unwrap_or(EMBEDDING_EPS);
-        NormForward::RmsNorm(RmsNormForward { out, rstd, inp, weight: params.weight, c, eps, quantized })
-    }
-}
-
-fn run_norm(engine: &mut dyn Engine, norm: &NormForward) -> Result<()> {
-    match *norm {
-        NormForward::LayerNorm(op) => engine.run(op),
-        NormForward::RmsNorm(op) => engine.run(op),
+        NormForward { out, mean, rstd, inp, weight: params.weight, bias: params.bias, c, eps, quantized }
     }
 }

@@ -5,6 +5,14 @@ use crate::ops::{AdamW, AdamWUpdate, Master, UpdateRange};
 use anyhow::ensure;
 use rayon::prelude::*;
 
+/// Returns the factor of the gradients that clips their norm. Returns `None` if the sum of the losses or the norm is not finite:
+/// the update must change nothing then.
+pub(super) fn gradient_scale(stats: &[f32], clip: f32) -> Option<f32> {
+    let norm = stats[1];
+    let scale = if norm > clip { clip / norm } else { 1.0 };
+    stats.iter().all(|value| value.is_finite()).then_some(scale)
+}
+
 pub(super) fn adamw(arena: &mut Arena, op: AdamWUpdate) -> Result<()> {
     op.check_ranges()?;
     let AdamWUpdate { params, grads, m, v, master, ranges, stats, settings } = op;
@@ -14,11 +22,7 @@ pub(super) fn adamw(arena: &mut Arena, op: AdamWUpdate) -> Result<()> {
     let n = params.len;
     let operands = [("params", params, n), ("grads", grads, n), ("m", m, n), ("v", v, n), ("stats", stats, 2)];
     let [params, grads, m, v, stats] = arena.split("adamw", operands)?;
-    let (loss, norm) = (stats[0], stats[1]);
-    if !(loss.is_finite() && norm.is_finite()) {
-        return Ok(());
-    }
-    let grad_scale = if norm > clip { clip / norm } else { 1.0 };
+    let Some(grad_scale) = gradient_scale(stats, clip) else { return Ok(()) };
     let unbias = |beta: f32| (1.0 / (1.0 - f64::from(beta).powf(f64::from(step)))) as f32;
     let (unbias1, unbias2) = (unbias(beta1), unbias(beta2));
 

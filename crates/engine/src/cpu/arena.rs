@@ -22,6 +22,11 @@ pub(super) type Operand = (&'static str, Tensor, usize);
 /// Represents an optional operand that is absent.
 pub(super) const ABSENT: Tensor = Tensor { offset: 0, len: 0, dtype: DType::F32 };
 
+/// Returns an operand that may be absent. It is empty then.
+pub(super) fn optional(name: &'static str, tensor: Option<Tensor>, len: usize) -> Operand {
+    (name, tensor.unwrap_or(ABSENT), tensor.map_or(0, |_| len))
+}
+
 impl Arena {
     /// Allocates `bytes` zeros.
     pub(super) fn new(bytes: usize) -> Result<Self> {

@@ -1,12 +1,11 @@
 //! Text generation with a KV cache, and matmuls of few rows.
 
-use super::arena::{ABSENT, Arena};
-use super::rmsnorm::{reciprocal_rms, weight_at};
-use super::{activation, encoder, layernorm, matmul as linear, rmsnorm, rotary};
+use super::arena::{ABSENT, Arena, optional};
+use super::{activation, encoder, matmul as linear, norm, rotary};
 use crate::Result;
 use crate::ops::{
-    AttentionShape, CacheFill, DecodeAttention, DecodeEmbed, DecodeMatmul, DecodeQkNorm, DecodeRotary, Epilogue,
-    MatmulForward, MatmulShape, NormForward, SampleTokens, Slot, SlotSampling,
+    AttentionShape, CacheFill, DecodeAttention, DecodeEmbed, DecodeMatmul, Epilogue, MatmulForward, MatmulShape,
+    Rotation, SampleTokens, Slot, SlotSampling,
 };
 use anyhow::ensure;
 use rayon::prelude::*;
@@ -51,10 +50,8 @@ pub(super) fn embed(arena: &mut Arena, op: DecodeEmbed) -> Result<()> {
 }
 
 pub(super) fn matmul(arena: &mut Arena, op: &DecodeMatmul) -> Result<()> {
-    match &op.norm {
-        Some(NormForward::LayerNorm(norm)) => layernorm::forward(arena, norm)?,
-        Some(NormForward::RmsNorm(norm)) => rmsnorm::forward(arena, norm)?,
-        None => {}
+    if let Some(of_input) = &op.norm {
+        norm::forward(arena, of_input)?;
     }
     if op.matmul.shape.rows > FEW_ROWS { linear::forward(arena, &op.matmul) } else { few_rows(arena, &op.matmul) }
 }
@@ -137,42 +134,31 @@ pub(super) fn cache_fill(arena: &mut Arena, op: CacheFill) -> Result<()> {
     Ok(())
 }
 
-/// Normalizes and rotates a query or key in place.
-fn prepare(head: &mut [f32], angles: &[f32], weight: &[f32], rotary: &DecodeRotary) {
-    if let Some(DecodeQkNorm { eps, gain, .. }) = rotary.qk_norm {
-        let scale = reciprocal_rms(head, eps) * gain;
-        for (i, x) in head.iter_mut().enumerate() {
-            *x *= scale * weight_at(weight, i);
-        }
-    }
-    rotary::rotate(head, angles, rotary.pairs, 1.0);
-}
-
 pub(super) fn attention(arena: &mut Arena, op: &DecodeAttention) -> Result<()> {
-    let DecodeAttention { out, qkv, keys, values, slots: words, rotary, shape, .. } = *op;
+    let DecodeAttention { out, qkv, keys, values, slots: words, rotation, shape, .. } = *op;
     let AttentionShape { b, t, heads, kv_heads, head_size: hs } = shape;
     shape.check()?;
     let cache = b * kv_heads * t * hs;
-    let table = rotary.map_or(ABSENT, |rotary| rotary.table);
-    ensure!(rotary.is_none() || table.len >= t * hs, "decode_attention: expected angles of {t} positions");
-    let [q_weight, k_weight] =
-        rotary.and_then(|rotary| rotary.qk_norm).and_then(|norm| norm.weights).unwrap_or([ABSENT; 2]);
+    let table = rotation.map(|rotation| rotation.table);
+    ensure!(table.is_none_or(|table| table.len >= t * hs), "decode_attention: expected angles of {t} positions");
+    let [q_weight, k_weight] = rotary::split(rotation.and_then(|rotation| rotation.weights()));
     let operands = [
         ("out", out, b * heads * hs),
         ("qkv", qkv, b * shape.packed_heads() * hs),
         ("keys", keys, cache),
         ("values", values, cache),
         ("slots", words, b * Slot::WORDS),
-        ("table", table, table.len),
-        ("q weight", q_weight, q_weight.len.min(hs)),
-        ("k weight", k_weight, k_weight.len.min(hs)),
+        optional("table", table, table.map_or(0, |table| table.len)),
+        optional("q weight", q_weight, hs),
+        optional("k weight", k_weight, hs),
     ];
     let [out, qkv, keys, values, words, table, q_weight, k_weight] = arena.split("decode_attention", operands)?;
     let positions = slots(words).map(|slot| position(&slot, t)).collect::<Result<Vec<_>>>()?;
     for (row, &position) in qkv.chunks_mut(shape.packed_heads() * hs).zip(&positions) {
-        let Some(rotary) = &rotary else { break };
+        let Some(Rotation { pairs, qk_norm, .. }) = rotation else { break };
         for (h, head) in row[..(heads + kv_heads) * hs].chunks_mut(hs).enumerate() {
-            prepare(head, &table[position * hs..][..hs], if h < heads { q_weight } else { k_weight }, rotary);
+            rotary::normalize(head, if h < heads { q_weight } else { k_weight }, qk_norm);
+            rotary::rotate(head, &table[position * hs..][..hs], pairs, 1.0);
         }
     }
     let (qkv, group) = (&*qkv, heads / kv_heads);

@@ -13,12 +13,11 @@ mod decode;
 mod encoder;
 pub(crate) mod gemm;
 mod global_norm;
-mod layernorm;
 mod matmul;
 mod memory;
 mod muon;
+mod norm;
 mod quantize;
-mod rmsnorm;
 mod rotary;
 #[cfg(test)]
 mod tests;
@@ -87,10 +86,8 @@ impl Cpu {
         match operation {
             Operation::EncoderForward(op) => encoder::forward(arena, op),
             Operation::EncoderBackward(op) => encoder::backward(arena, op),
-            Operation::LayerNormForward(op) => layernorm::forward(arena, &op),
-            Operation::LayerNormBackward(op) => layernorm::backward(arena, op),
-            Operation::RmsNormForward(op) => rmsnorm::forward(arena, &op),
-            Operation::RmsNormBackward(op) => rmsnorm::backward(arena, op),
+            Operation::NormForward(op) => norm::forward(arena, &op),
+            Operation::NormBackward(op) => norm::backward(arena, op),
             Operation::RotaryForward(op) => rotary::forward(arena, op),
             Operation::RotaryBackward(op) => rotary::backward(arena, op),
             Operation::MatmulForward(op) => matmul::forward(arena, &op),

@@ -1,6 +1,7 @@
 //! Muon.
 
 use super::CHUNK;
+use super::adamw::gradient_scale;
 use super::arena::Arena;
 use super::gemm::{Into, Matrix, Parallelism, multiply};
 use super::global_norm::total;
@@ -18,11 +19,7 @@ pub(super) fn momentum(arena: &mut Arena, op: MuonMomentum) -> Result<()> {
     let n = update.len;
     let operands = [("update", update, n), ("m", m, n), ("grads", grads, n), ("stats", stats, 2)];
     let [update, m, grads, stats] = arena.split("muon_momentum", operands)?;
-    let (loss, norm) = (stats[0], stats[1]);
-    if !(loss.is_finite() && norm.is_finite()) {
-        return Ok(());
-    }
-    let grad_scale = if norm > clip { clip / norm } else { 1.0 };
+    let Some(grad_scale) = gradient_scale(stats, clip) else { return Ok(()) };
     let chunks = update.par_chunks_mut(CHUNK).zip(m.par_chunks_mut(CHUNK)).zip(grads.par_chunks(CHUNK));
     chunks.for_each(|((update, m), grads)| {
         for ((update, m), grad) in update.iter_mut().zip(m).zip(grads) {

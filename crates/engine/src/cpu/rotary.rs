@@ -1,37 +1,34 @@
 //! Rotary position embedding of queries and keys, after an optional norm of each head.
 
-use super::arena::{ABSENT, Arena};
-use super::rmsnorm::{add_row_gradient, reciprocal_rms, weight_at};
+use super::arena::{Arena, optional};
+use super::norm::{add_row_gradient, reciprocal_rms, weight_at};
 use crate::Result;
-use crate::ops::{AttentionShape, QkNorm, RotaryBackward, RotaryForward, RotaryPairs, RotaryShape};
+use crate::ops::{AttentionShape, HeadNorm, RotaryBackward, RotaryForward, RotaryPairs, Rotation};
 use crate::tensor::Tensor;
 use anyhow::ensure;
 use rayon::prelude::*;
 
-/// The operands of a [`QkNorm`], absent ones empty.
-struct NormOperands {
-    saved: Tensor,
-    weights: [Tensor; 2],
-}
-
-impl NormOperands {
-    fn of(norm: Option<QkNorm>) -> Self {
-        let weights = norm.and_then(|norm| norm.weights).unwrap_or([ABSENT; 2]);
-        Self { saved: norm.map_or(ABSENT, |norm| norm.saved), weights }
-    }
+/// Returns the tensors of queries and keys.
+pub(super) fn split(tensors: Option<[Tensor; 2]>) -> [Option<Tensor>; 2] {
+    tensors.map_or([None; 2], |tensors| tensors.map(Some))
 }
 
 /// Checks the sizes and returns the rows (B·T) and the heads that are rotated (NH + KV).
-fn check(shape: RotaryShape, table: Tensor) -> Result<(usize, usize)> {
-    let AttentionShape { b, t, heads, kv_heads, head_size } = shape.attention;
-    shape.attention.check()?;
+fn check(shape: AttentionShape, rotation: &Rotation) -> Result<(usize, usize)> {
+    let AttentionShape { b, t, heads, kv_heads, head_size } = shape;
+    shape.check()?;
     ensure!(head_size.is_multiple_of(2), "rotary: expected an even head size, found {head_size}");
-    ensure!(
-        table.len >= t * head_size,
-        "rotary: expected a table of at least {t} positions, found {}; use a shorter sequence",
-        table.len / head_size.max(1)
-    );
+    rotation.check_table(shape)?;
     Ok((b * t, heads + kv_heads))
+}
+
+/// Normalizes a head in place, if there is a norm.
+pub(super) fn normalize(head: &mut [f32], weight: &[f32], norm: Option<HeadNorm>) {
+    let Some(HeadNorm { eps, gain, .. }) = norm else { return };
+    let scale = reciprocal_rms(head, eps) * gain;
+    for (i, x) in head.iter_mut().enumerate() {
+        *x *= scale * weight_at(weight, i);
+    }
 }
 
 /// Rotates a head by the angles of its position, or back if `sign` is -1.
@@ -48,18 +45,17 @@ pub(super) fn rotate(head: &mut [f32], table: &[f32], pairs: RotaryPairs, sign: 
 }
 
 pub(super) fn forward(arena: &mut Arena, op: RotaryForward) -> Result<()> {
-    let RotaryForward { qkv, table, qk_norm, shape } = op;
-    let (rows, rotated) = check(shape, table)?;
-    let AttentionShape { t, heads, head_size: hs, .. } = shape.attention;
-    let row = shape.attention.packed_heads() * hs;
-    let norm = NormOperands::of(qk_norm);
-    let saved_len = if qk_norm.is_some() { rows * rotated * hs } else { 0 };
+    let RotaryForward { qkv, saved, rotation, shape } = op;
+    let (rows, rotated) = check(shape, &rotation)?;
+    let AttentionShape { t, heads, head_size: hs, .. } = shape;
+    let row = shape.packed_heads() * hs;
+    let [q_weight, k_weight] = split(rotation.weights());
     let operands = [
         ("qkv", qkv, rows * row),
-        ("saved", norm.saved, saved_len),
-        ("table", table.slice(0, t * hs), t * hs),
-        ("q weight", norm.weights[0], norm.weights[0].len.min(hs)),
-        ("k weight", norm.weights[1], norm.weights[1].len.min(hs)),
+        optional("saved", saved, rows * rotated * hs),
+        ("table", rotation.table.slice(0, t * hs), t * hs),
+        optional("q weight", q_weight, hs),
+        optional("k weight", k_weight, hs),
     ];
     let [qkv, saved, table, q_weight, k_weight] = arena.split("rotary_forward", operands)?;
     let mut saved: Vec<&mut [f32]> = saved.chunks_mut(rotated * hs).collect();
@@ -67,45 +63,39 @@ pub(super) fn forward(arena: &mut Arena, op: RotaryForward) -> Result<()> {
     qkv.par_chunks_mut(row).zip(saved).enumerate().with_min_len(4).for_each(|(i, (row, saved))| {
         let table = &table[i % t * hs..][..hs];
         for (h, head) in row[..rotated * hs].chunks_mut(hs).enumerate() {
-            if let Some(QkNorm { eps, gain, .. }) = qk_norm {
-                saved[h * hs..][..hs].copy_from_slice(head);
-                let weight = if h < heads { &*q_weight } else { &*k_weight };
-                let scale = reciprocal_rms(head, eps) * gain;
-                for (i, x) in head.iter_mut().enumerate() {
-                    *x *= scale * weight_at(weight, i);
-                }
+            if let Some(saved) = saved.get_mut(h * hs..(h + 1) * hs) {
+                saved.copy_from_slice(head);
             }
-            rotate(head, table, shape.pairs, 1.0);
+            normalize(head, if h < heads { q_weight } else { k_weight }, rotation.qk_norm);
+            rotate(head, table, rotation.pairs, 1.0);
         }
     });
     Ok(())
 }
 
 pub(super) fn backward(arena: &mut Arena, op: RotaryBackward) -> Result<()> {
-    let RotaryBackward { dqkv, table, qk_norm, dweights, shape } = op;
-    let (rows, rotated) = check(shape, table)?;
-    let AttentionShape { t, heads, head_size: hs, .. } = shape.attention;
-    let row = shape.attention.packed_heads() * hs;
-    let norm = NormOperands::of(qk_norm);
-    let saved_len = if qk_norm.is_some() { rows * rotated * hs } else { 0 };
-    let dweights = dweights.unwrap_or([ABSENT; 2]);
+    let RotaryBackward { dqkv, saved, dweights, rotation, shape } = op;
+    let (rows, rotated) = check(shape, &rotation)?;
+    let AttentionShape { t, heads, head_size: hs, .. } = shape;
+    let row = shape.packed_heads() * hs;
+    let ([q_weight, k_weight], [dq_weight, dk_weight]) = (split(rotation.weights()), split(dweights));
     let operands = [
         ("dqkv", dqkv, rows * row),
-        ("saved", norm.saved, saved_len),
-        ("table", table.slice(0, t * hs), t * hs),
-        ("q weight", norm.weights[0], norm.weights[0].len.min(hs)),
-        ("k weight", norm.weights[1], norm.weights[1].len.min(hs)),
-        ("dq weight", dweights[0], norm.weights[0].len.min(hs)),
-        ("dk weight", dweights[1], norm.weights[1].len.min(hs)),
+        optional("saved", saved, rows * rotated * hs),
+        ("table", rotation.table.slice(0, t * hs), t * hs),
+        optional("q weight", q_weight, hs),
+        optional("k weight", k_weight, hs),
+        optional("dq weight", dq_weight, hs),
+        optional("dk weight", dk_weight, hs),
     ];
     let [dqkv, saved, table, q_weight, k_weight, dq_weight, dk_weight] = arena.split("rotary_backward", operands)?;
     let (saved, weights) = (&*saved, [&*q_weight, &*k_weight]);
     dqkv.par_chunks_mut(row).enumerate().with_min_len(4).for_each(|(i, row)| {
         for head in row[..rotated * hs].chunks_mut(hs) {
-            rotate(head, &table[i % t * hs..][..hs], shape.pairs, -1.0);
+            rotate(head, &table[i % t * hs..][..hs], rotation.pairs, -1.0);
         }
     });
-    let Some(QkNorm { eps, gain, .. }) = qk_norm else { return Ok(()) };
+    let Some(HeadNorm { eps, gain, .. }) = rotation.qk_norm else { return Ok(()) };
 
     let saved_head = |i: usize, h: usize| &saved[(i * rotated + h) * hs..][..hs];
     for (dweight, range) in [(dq_weight, 0..heads), (dk_weight, heads..rotated)] {
@@ -127,7 +117,7 @@ pub(super) fn backward(arena: &mut Arena, op: RotaryBackward) -> Result<()> {
             dout.extend(head.iter().map(|d| d * gain));
             head.fill(0.0);
             let inp = saved_head(i, h);
-            add_row_gradient(head, dout, inp, weights[usize::from(h >= heads)], reciprocal_rms(inp, eps));
+            add_row_gradient(head, dout, inp, weights[usize::from(h >= heads)], (None, reciprocal_rms(inp, eps)));
         }
     });
     Ok(())

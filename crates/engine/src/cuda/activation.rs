@@ -75,7 +75,7 @@ pub(super) fn forward<T: Float>(
     shape: Shape,
 ) -> Result<()> {
     let kernel = forward_kernel(cuda, activation, out, preactivation, shape)?;
-    cuda.launch(&kernel.launch, kernel.grid, kernel.shared_bytes)
+    cuda.launch_kernel(&kernel)
 }
 
 /// Returns the kernel of dinp (rows, columns · [`Activation::inputs`]) = dout (rows, columns) times the derivative of the
@@ -109,7 +109,7 @@ pub(super) fn backward<T: Float>(
     shape: Shape,
 ) -> Result<()> {
     let kernel = backward_kernel(cuda, activation, dinp, dout, preactivation, shape)?;
-    cuda.launch(&kernel.launch, kernel.grid, kernel.shared_bytes)
+    cuda.launch_kernel(&kernel)
 }
 
 /// Quantizes activation(preactivation): in the kernel that computes it, or else after it has been written to `op.inp`.
@@ -133,7 +133,7 @@ pub(super) fn quantize_forward<T: Float>(
     let key = (activation, op.out.is_some() || op.transposed.is_none(), op.transposed.is_some());
     let launch = quantize_activation_select(key, out, transposed, amax, inp, scale, r, c);
     let launch = launch.with_context(|| no_kernel(activation))?;
-    cuda.launch(&launch, transpose_grid(rows, columns), shared_bytes(tile_and_maxima))
+    cuda.launch(launch, transpose_grid(rows, columns), shared_bytes(tile_and_maxima))
 }
 
 /// Quantizes the gradient of `preactivation`, given `dout`, that of activation(preactivation): in the kernel that computes it, or
@@ -150,7 +150,7 @@ pub(super) fn quantize_backward<T: Float>(
         Fp8Format::E5m2 => gradient_kernel::<T, E5m2>(cuda, activation, [dout, preactivation], &op)?,
     };
     if let Some(KernelLaunch { launch, grid, shared_bytes }) = kernel {
-        cuda.launch(&launch, grid, shared_bytes)?;
+        cuda.launch(launch, grid, shared_bytes)?;
         return cuda.add_column_sums(&op);
     }
     let shape = Shape { rows: op.shape[0], columns: op.shape[1] / activation.inputs() };

@@ -1,7 +1,7 @@
 //! The optimizer.
 
-use super::{Cuda, Float};
-use crate::ops::{AdamW, AdamWUpdate, Master, UpdateRange};
+use super::{Cuda, Float, Stored};
+use crate::ops::{AdamWUpdate, Master, UpdateRange};
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
 use crate::{Result, Workload};
@@ -57,31 +57,14 @@ fn table<T: Float>(cuda: &mut Cuda<T>, ranges: &[Range]) -> Result<Global<Range>
 
 pub(super) fn adamw<T: Float>(cuda: &mut Cuda<T>, op: AdamWUpdate) -> Result<()> {
     op.check_ranges()?;
-    let AdamWUpdate { params, m, v, master, settings, .. } = op;
+    let AdamWUpdate { m, v, master, settings, .. } = op;
     ensure!(settings.step > 0, "adamw: expected a step of at least 1, found 0");
     ensure!(m.dtype == v.dtype, "adamw: expected m and v of one type, found {} and {}", m.dtype.name(), v.dtype.name());
-    let n = params.len;
     match (T::DTYPE, m.dtype, master) {
-        (_, DType::F32, Master::None) => launch::<T, f32, f32>(cuda, op, GlobalMut::new(std::ptr::null_mut())),
-        (_, DType::F32, Master::F32(masters)) => {
-            let masters = cuda.output("master", masters, n)?;
-            launch::<T, f32, f32>(cuda, op, masters)
-        }
-        (DType::Bf16, DType::Bf16, Master::None) => {
-            launch::<T, bf16, f32>(cuda, op, GlobalMut::new(std::ptr::null_mut()))
-        }
-        (DType::Bf16, DType::Bf16, Master::F32(masters)) => {
-            let masters = cuda.output("master", masters, n)?;
-            launch::<T, bf16, f32>(cuda, op, masters)
-        }
-        (DType::Bf16, DType::F32, Master::Remainder(remainders)) => {
-            let remainders = cuda.output("remainder", remainders, n)?;
-            launch::<T, f32, u16>(cuda, op, remainders)
-        }
-        (DType::Bf16, DType::Bf16, Master::Remainder(remainders)) => {
-            let remainders = cuda.output("remainder", remainders, n)?;
-            launch_compact(cuda, op, remainders)
-        }
+        (_, DType::F32, Master::None | Master::F32(_)) => launch::<T, f32, f32>(cuda, op),
+        (DType::Bf16, DType::Bf16, Master::None | Master::F32(_)) => launch::<T, bf16, f32>(cuda, op),
+        (DType::Bf16, DType::F32, Master::Remainder(_)) => launch::<T, f32, u16>(cuda, op),
+        (DType::Bf16, DType::Bf16, Master::Remainder(_)) => launch_compact(cuda, op),
         (params, moments, _) => bail!(
             "adamw: expected moments in f32, or bf16 parameters with moments in f32 or bf16; found {} parameters, {} moments, \
              {master:?}",
@@ -91,15 +74,26 @@ pub(super) fn adamw<T: Float>(cuda: &mut Cuda<T>, op: AdamWUpdate) -> Result<()>
     }
 }
 
-/// The arguments of the kernels that do not depend on the storage of the optimizer state.
-struct Arguments {
-    grid: u32,
+/// The operands of the kernels for parameters `T`, moments `M` and master weights `W`.
+struct Operands<T, M, W> {
+    params: GlobalMut<T>,
+    masters: GlobalMut<W>,
+    m: GlobalMut<M>,
+    v: GlobalMut<M>,
+    grads: Global<T>,
+    stats: Global<f32>,
     ranges: Global<Range>,
     scalars: adamw::Scalars,
+    /// Thread blocks.
+    grid: u32,
 }
 
-/// Returns the arguments, or `None` if there are no elements to update.
-fn arguments<T: Float>(cuda: &mut Cuda<T>, ranges: &[UpdateRange], settings: AdamW) -> Result<Option<Arguments>> {
+/// Returns the operands, or `None` if there are no elements to update.
+fn operands<T: Float, P: Float, M: Float, W: Stored>(
+    cuda: &mut Cuda<T>,
+    op: &AdamWUpdate,
+) -> Result<Option<Operands<P, M, W>>> {
+    let AdamWUpdate { params, grads, m, v, master, ranges, stats, settings } = *op;
     let range = |range: &UpdateRange| Range::new(range.elements.start, range.elements.len(), range.decayed, range.seed);
     let mut ranges: Vec<_> = ranges.iter().map(range).collect();
     let grid = adamw::assign_blocks::<T>(&mut ranges);
@@ -119,46 +113,33 @@ fn arguments<T: Float>(cuda: &mut Cuda<T>, ranges: &[UpdateRange], settings: Ada
         seed: settings.seed,
         range_count: ranges.len() as u32,
     };
-    Ok(Some(Arguments { grid, ranges: table(cuda, &ranges)?, scalars }))
+    let n = params.len;
+    Ok(Some(Operands {
+        params: cuda.output("params", params, n)?,
+        masters: cuda.optional_output("master", master.tensor(), n)?,
+        m: cuda.output("m", m, n)?,
+        v: cuda.output("v", v, n)?,
+        grads: cuda.input("grads", grads, n)?,
+        stats: cuda.input("stats", stats, 2)?,
+        ranges: table(cuda, &ranges)?,
+        scalars,
+        grid,
+    }))
 }
 
 /// Launches the kernel for parameters `T`, moments `M` and master weights `W`.
-fn launch<T: Float, M: Float, W: gpu::weights::Master>(
-    cuda: &mut Cuda<T>,
-    op: AdamWUpdate,
-    masters: GlobalMut<W>,
-) -> Result<()> {
-    let AdamWUpdate { params, grads, m, v, ranges, stats, settings, .. } = op;
-    let n = params.len;
-    let Some(Arguments { grid, ranges, scalars }) = arguments(cuda, ranges, settings)? else { return Ok(()) };
-    let launch = adamw::adamw::<T, M, W>(
-        cuda.output("params", params, n)?,
-        masters,
-        cuda.output("m", m, n)?,
-        cuda.output("v", v, n)?,
-        cuda.input("grads", grads, n)?,
-        cuda.input("stats", stats, 2)?,
-        ranges,
-        scalars,
-    );
-    cuda.launch(&launch, [grid, 1, 1], 0)
+fn launch<T: Float, M: Float, W: Stored + gpu::weights::Master>(cuda: &mut Cuda<T>, op: AdamWUpdate) -> Result<()> {
+    let Some(operands) = operands::<T, T, M, W>(cuda, &op)? else { return Ok(()) };
+    let Operands { params, masters, m, v, grads, stats, ranges, scalars, grid } = operands;
+    let launch = adamw::adamw::<T, M, W>(params, masters, m, v, grads, stats, ranges, scalars);
+    cuda.launch(launch, [grid, 1, 1], 0)
 }
 
 /// Launches the kernel for bf16 parameters and moments, and remainders.
-fn launch_compact<T: Float>(cuda: &mut Cuda<T>, op: AdamWUpdate, remainders: GlobalMut<u16>) -> Result<()> {
-    let AdamWUpdate { params, grads, m, v, ranges, stats, settings, .. } = op;
-    let n = params.len;
-    let Some(Arguments { grid, ranges, scalars }) = arguments(cuda, ranges, settings)? else { return Ok(()) };
-    let launch = compact::adamw_compact(
-        cuda.output("params", params, n)?,
-        remainders,
-        cuda.output("m", m, n)?,
-        cuda.output("v", v, n)?,
-        cuda.input("grads", grads, n)?,
-        cuda.input("stats", stats, 2)?,
-        ranges,
-        scalars,
-        compact::Scaled::new(&scalars),
-    );
-    cuda.launch(&launch, [grid, 1, 1], 0)
+fn launch_compact<T: Float>(cuda: &mut Cuda<T>, op: AdamWUpdate) -> Result<()> {
+    let Some(operands) = operands::<T, bf16, bf16, u16>(cuda, &op)? else { return Ok(()) };
+    let Operands { params, masters, m, v, grads, stats, ranges, scalars, grid } = operands;
+    let scaled = compact::Scaled::new(&scalars);
+    let launch = compact::adamw_compact(params, masters, m, v, grads, stats, ranges, scalars, scaled);
+    cuda.launch(launch, [grid, 1, 1], 0)
 }

@@ -105,7 +105,7 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &AttentionForward) -> Re
         let prepared = launch::forward::<T>(out, lse, cuda.input("qkv", qkv, packed(shape))?, shape_of(shape));
         prepared.with_context(|| no_instance(shape, T::DTYPE))?
     };
-    cuda.launch(&prepared.launch, prepared.grid, prepared.shared_bytes)?;
+    cuda.launch_kernel(&prepared)?;
     quantized.filter(|_| fused.is_none()).map_or(Ok(()), |next| quantize::quantize(cuda, next))
 }
 

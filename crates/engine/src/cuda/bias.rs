@@ -46,5 +46,5 @@ pub(super) fn backward_kernels<T: Float>(
 pub(super) fn add<T: Float>(cuda: &mut Cuda<T>, out: Tensor, bias: Tensor, [rows, oc]: [usize; 2]) -> Result<()> {
     let n = rows * oc;
     let (out, bias) = (cuda.output::<bf16>("out", out, n)?, cuda.input::<bf16>("bias", bias, oc)?);
-    cuda.launch(&bias::bias_add(out, bias, n as u64, oc as u32), [bias::bias_add_grid(n), 1, 1], 0)
+    cuda.launch(bias::bias_add(out, bias, n as u64, oc as u32), [bias::bias_add_grid(n), 1, 1], 0)
 }

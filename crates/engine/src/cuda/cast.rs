@@ -16,5 +16,5 @@ pub(super) fn cast<T: Float>(cuda: &mut Cuda<T>, to: Tensor, from: Tensor) -> Re
     } else {
         bail!("cast: expected {} or f32, found {} to {}", T::DTYPE.name(), from.dtype.name(), to.dtype.name());
     };
-    cuda.launch(&launch, [cast::grid::<T>(n), 1, 1], 0)
+    cuda.launch(launch, [cast::grid::<T>(n), 1, 1], 0)
 }

@@ -37,7 +37,7 @@ pub(super) fn classifier<T: Float>(cuda: &mut Cuda<T>, op: Classifier) -> Result
         let targets = cuda.input("targets", targets, rows)?;
         let launch = wide::classifier_wide(logits, losses, targets, scalars, rows as u32);
         let grid = rows.min(cuda.executor.sm_count()) as u32;
-        return cuda.launch(&launch, [grid, 1, 1], shared_bytes(|layout| wide::shared(layout, staged)));
+        return cuda.launch(launch, [grid, 1, 1], shared_bytes(|layout| wide::shared(layout, staged)));
     }
     let gradients = u32::from(dloss.is_some());
     let dloss = dloss.unwrap_or(0.0);
@@ -49,5 +49,5 @@ pub(super) fn classifier<T: Float>(cuda: &mut Cuda<T>, op: Classifier) -> Result
         None => classifier::classifier::<false, T>(logits, losses, targets, scalars, gradients, 0.0),
         Some(softcap) => classifier::classifier::<true, T>(logits, losses, targets, scalars, gradients, softcap),
     };
-    cuda.launch(&launch, [rows as u32, 1, 1], shared_bytes(|layout| classifier::shared::<T>(layout, staged)))
+    cuda.launch(launch, [rows as u32, 1, 1], shared_bytes(|layout| classifier::shared::<T>(layout, staged)))
 }

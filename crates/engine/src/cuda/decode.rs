@@ -4,18 +4,14 @@ use super::{Cuda, Float, matmul as linear, norm, shared_bytes};
 use crate::Result;
 use crate::ops::{
     Activation, AttentionShape, CacheFill, DecodeAttention, DecodeEmbed, DecodeMatmul, Epilogue, MatmulForward,
-    MatmulShape, NormForward, RotaryPairs, SampleTokens, Slot, decode_splits,
+    MatmulShape, RotaryPairs, SampleTokens, Slot, decode_splits,
 };
 use crate::tensor::Tensor;
 use anyhow::{Context, ensure};
-use cuda_std::{Global, GlobalMut};
+use cuda_std::GlobalMut;
 use gpu::decode::launch::{self, AttentionOperands, MatvecOperands, MatvecSize, Norm};
 use gpu::decode::{attention as kernels, embed as embeddings, sample as sampling};
 use gpu::launch::KernelLaunch;
-
-fn null<E>() -> Global<E> {
-    Global::new(std::ptr::null())
-}
 
 pub(super) fn embed<T: Float>(cuda: &mut Cuda<T>, op: DecodeEmbed) -> Result<()> {
     let DecodeEmbed { out, slots, wte, wpe, c } = op;
@@ -25,10 +21,10 @@ pub(super) fn embed<T: Float>(cuda: &mut Cuda<T>, op: DecodeEmbed) -> Result<()>
         cuda.output("out", out, b * c)?,
         cuda.input("slots", slots, b * Slot::WORDS)?,
         cuda.input("wte", wte, wte.len)?,
-        wpe.map_or(Ok(null()), |wpe| cuda.input("wpe", wpe, wpe.len))?,
+        cuda.optional_input("wpe", wpe, wpe.map_or(0, |wpe| wpe.len))?,
         c as u32,
     );
-    cuda.launch(&launch, embeddings::grid::<T>(c, b), 0)
+    cuda.launch(launch, embeddings::grid::<T>(c, b), 0)
 }
 
 /// Returns the kernel of a linear layer of few rows that reads `inp` (rows, C), before its norm.
@@ -52,8 +48,8 @@ fn matvec_kernel<T: Float>(
         out: cuda.output("out", out, rows * (oc / inputs))?,
         inp: cuda.input("inp", inp, rows * c)?,
         weight: cuda.input("weight", weight, oc * c)?,
-        bias: bias.map_or(Ok(null()), |bias| cuda.input("bias", bias, oc))?,
-        residual: residual.map_or(Ok(null()), |residual| cuda.input("residual", residual, rows * oc))?,
+        bias: cuda.optional_input("bias", bias, oc)?,
+        residual: cuda.optional_input("residual", residual, rows * oc)?,
         norm,
     };
     let sm_count = cuda.executor.sm_count();
@@ -64,54 +60,45 @@ fn matvec_kernel<T: Float>(
 /// Returns the kernel that computes the norm as well, if there is one.
 fn normed_kernel<T: Float>(cuda: &Cuda<T>, op: &DecodeMatmul) -> Result<Option<KernelLaunch>> {
     let c = op.matmul.shape.c;
-    let (inp, norm) = match op.norm {
-        None => (op.matmul.inp, Norm::None),
-        Some(NormForward::LayerNorm(norm)) => {
-            let (weight, bias) = (cuda.input("norm weight", norm.weight, c)?, cuda.input("norm bias", norm.bias, c)?);
-            (norm.inp, Norm::LayerNorm(weight, bias))
-        }
-        Some(NormForward::RmsNorm(norm)) => {
-            let weight = norm.weight.map_or(Ok(null()), |weight| cuda.input("norm weight", weight, c))?;
-            (norm.inp, Norm::RmsNorm(weight, norm.eps))
-        }
+    let Some(norm) = op.norm else { return matvec_kernel(cuda, &op.matmul, op.matmul.inp, Norm::None) };
+    let weight = cuda.optional_input("norm weight", norm.weight, c)?;
+    let fused = match norm.mean {
+        Some(_) => Norm::LayerNorm(weight, cuda.optional_input("norm bias", norm.bias, c)?),
+        None => Norm::RmsNorm(weight, norm.eps),
     };
-    matvec_kernel(cuda, &op.matmul, inp, norm)
+    matvec_kernel(cuda, &op.matmul, norm.inp, fused)
 }
 
 pub(super) fn matmul<T: Float>(cuda: &mut Cuda<T>, op: &DecodeMatmul) -> Result<()> {
     if let Some(kernel) = normed_kernel(cuda, op)? {
-        return cuda.launch_all(&[kernel]);
+        return cuda.launch_kernel(&kernel);
     }
     if let Some(of_input) = &op.norm {
         norm::forward(cuda, of_input)?;
     }
     match matvec_kernel(cuda, &op.matmul, op.matmul.inp, Norm::None)? {
-        Some(kernel) => cuda.launch_all(&[kernel]),
+        Some(kernel) => cuda.launch_kernel(&kernel),
         None => linear::forward(cuda, &op.matmul),
     }
 }
 
 pub(super) fn attention<T: Float>(cuda: &mut Cuda<T>, op: &DecodeAttention) -> Result<()> {
-    let DecodeAttention { out, qkv, keys, values, slots, partials, rotary, shape } = *op;
+    let DecodeAttention { out, qkv, keys, values, slots, partials, rotation, shape } = *op;
     let AttentionShape { b, t, heads, kv_heads, head_size: hs } = shape;
     shape.check()?;
     let (cache, splits) = (b * kv_heads * t * hs, decode_splits(b, kv_heads, t));
     // A few blocks for each SM hide the latency of memory; more only add partial results.
     let enough = (4 * cuda.executor.sm_count()).div_ceil(b * kv_heads);
     let splits = splits.min(enough);
-    let norm = rotary.and_then(|rotary| rotary.qk_norm);
-    let weights = norm.and_then(|norm| norm.weights);
-    let [q_weight, k_weight]: [Global<T>; 2] = match weights {
-        Some([q, k]) => [cuda.input("q weight", q, hs)?, cuda.input("k weight", k, hs)?],
-        None => [null(); 2],
-    };
+    let norm = rotation.and_then(|rotation| rotation.qk_norm);
+    let [q_weight, k_weight] = cuda.head_weights(norm.and_then(|norm| norm.weights), hs)?;
     let sizes = kernels::Sizes {
         heads: heads as u32,
         kv_heads: kv_heads as u32,
         head_size: hs as u32,
         capacity: t as u32,
         splits: splits as u32,
-        rotation: match rotary.map(|rotary| rotary.pairs) {
+        rotation: match rotation.map(|rotation| rotation.pairs) {
             None => kernels::NO_ROTATION,
             Some(RotaryPairs::HalfSplit) => kernels::HALF_SPLIT,
             Some(RotaryPairs::Interleaved) => kernels::INTERLEAVED,
@@ -121,7 +108,7 @@ pub(super) fn attention<T: Float>(cuda: &mut Cuda<T>, op: &DecodeAttention) -> R
         gain: norm.map_or(1.0, |norm| norm.gain),
     };
     let partials = match splits {
-        0 | 1 => GlobalMut::new(std::ptr::null_mut()),
+        0 | 1 => GlobalMut::null(),
         _ => cuda.output("partials", partials, b * heads * splits * (hs + 2))?,
     };
     let operands = AttentionOperands {
@@ -131,7 +118,7 @@ pub(super) fn attention<T: Float>(cuda: &mut Cuda<T>, op: &DecodeAttention) -> R
         values: cuda.output("values", values, cache)?,
         qkv: cuda.input("qkv", qkv, b * shape.packed_heads() * hs)?,
         slots: cuda.input("slots", slots, b * Slot::WORDS)?,
-        table: rotary.map_or(Ok(null()), |rotary| cuda.input("table", rotary.table, t * hs))?,
+        table: cuda.optional_input("table", rotation.map(|rotation| rotation.table), t * hs)?,
         q_weight,
         k_weight,
     };
@@ -156,7 +143,7 @@ pub(super) fn cache_fill<T: Float>(cuda: &mut Cuda<T>, op: CacheFill) -> Result<
     let qkv = cuda.input("qkv", qkv, t * shape.packed_heads() * hs)?;
     let [tokens, heads, kv, head_size, capacity] = [t, heads, kv_heads, hs, capacity].map(|size| size as u32);
     let launch = kernels::cache_fill::<T>(keys, values, qkv, tokens, heads, kv, head_size, capacity);
-    cuda.launch(&launch, [kernels::fill_grid::<T>(t, kv_heads, hs), 1, 1], 0)
+    cuda.launch(launch, [kernels::fill_grid::<T>(t, kv_heads, hs), 1, 1], 0)
 }
 
 pub(super) fn sample<T: Float>(cuda: &mut Cuda<T>, op: SampleTokens) -> Result<()> {
@@ -180,5 +167,5 @@ pub(super) fn sample<T: Float>(cuda: &mut Cuda<T>, op: SampleTokens) -> Result<(
         cuda.input("logits", logits, b * vp)?,
         sizes,
     );
-    cuda.launch(&launch, [b as u32, 1, 1], shared_bytes(sampling::shared))
+    cuda.launch(launch, [b as u32, 1, 1], shared_bytes(sampling::shared))
 }

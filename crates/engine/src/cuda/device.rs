@@ -21,7 +21,6 @@ use cuda_driver::{
 };
 use cuda_std::Global;
 use cuda_std::hopper::TensorMap;
-use cuda_std::launch::Launch;
 use gpu::launch::KernelLaunch;
 use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
@@ -270,18 +269,16 @@ impl Executor for Device {
         self.graphs.invalidate();
     }
 
-    unsafe fn launch(&mut self, launch: &Launch, grid: [u32; 3], shared_bytes: usize) -> Result<()> {
+    unsafe fn launch(&mut self, kernel: &KernelLaunch) -> Result<()> {
         // SAFETY: the caller's promise.
-        let queue = || unsafe { self.functions.launch(&self.stream, launch, grid, shared_bytes) };
-        profiled(&mut self.profile, &self.stream, || launch.name().to_owned(), queue)
+        let queue = || unsafe { self.functions.launch(&self.stream, kernel) };
+        profiled(&mut self.profile, &self.stream, || kernel.launch.name().to_owned(), queue)
     }
 
     unsafe fn launch_group(&mut self, name: &dyn Fn() -> String, kernels: &[KernelLaunch]) -> Result<()> {
         let (functions, stream) = (&mut self.functions, &self.stream);
         // SAFETY: the caller's promise.
-        let mut launch = |kernel: &KernelLaunch| unsafe {
-            functions.launch(stream, &kernel.launch, kernel.grid, kernel.shared_bytes)
-        };
+        let mut launch = |kernel: &KernelLaunch| unsafe { functions.launch(stream, kernel) };
         profiled(&mut self.profile, stream, name, || kernels.iter().try_for_each(&mut launch))
     }
 
@@ -416,12 +413,9 @@ impl GemmTimer for Device {
 
     unsafe fn time_kernels(&mut self, kernels: &[KernelLaunch], runs: u32) -> Result<f32> {
         let (functions, stream) = (&mut self.functions, &self.stream);
-        let mut run = || {
-            kernels.iter().try_for_each(|KernelLaunch { launch, grid, shared_bytes }| {
-                // SAFETY: the caller's promise.
-                unsafe { functions.launch(stream, launch, *grid, *shared_bytes) }
-            })
-        };
+        // SAFETY: the caller's promise.
+        let mut launch = |kernel: &KernelLaunch| unsafe { functions.launch(stream, kernel) };
+        let mut run = || kernels.iter().try_for_each(&mut launch);
         run()?;
         Stopwatch::new(stream)?.time(stream, runs, run)
     }

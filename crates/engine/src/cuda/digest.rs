@@ -28,7 +28,7 @@ pub(super) fn of_tensor<T: Float>(cuda: &mut Cuda<T>, tensor: Tensor, first: u64
         2 => digest::<2>(out, inp, start, n),
         _ => digest::<4>(out, inp, start, n),
     };
-    cuda.launch(&launch, [blocks, 1, 1], 0)?;
+    cuda.launch(launch, [blocks, 1, 1], 0)?;
     let mut bytes = vec![0; scratch.bytes()];
     cuda.read_bytes(scratch, &mut bytes)?;
     let mut sum = bytes.as_chunks().0.iter().map(|sum| u64::from_le_bytes(*sum)).fold(0, u64::wrapping_add);

@@ -11,7 +11,6 @@ use crate::{GeluFusion, GraphKey, HostBuffer, Peak, PendingRead, ReadResult, Res
 use anyhow::{Context, anyhow, ensure};
 use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
-use cuda_std::launch::Launch;
 use cuda_std::{E4m3, Global, GlobalMut, bf16};
 use gpu::launch::KernelLaunch;
 use std::collections::HashMap;
@@ -56,7 +55,7 @@ pub struct Times {
 
 /// Work that a graph can contain.
 enum Command {
-    Launch { launch: Launch, grid: [u32; 3], shared_bytes: usize },
+    Launch(KernelLaunch),
     Gemm { gemm: Gemm, operands: GemmOperands },
     Zero { to: *mut u8, bytes: usize },
     Copy { to: *mut u8, from: *const u8, bytes: usize },
@@ -100,11 +99,13 @@ impl Emulated {
     /// The requirements are those of [`submit`](Self::submit).
     unsafe fn run(&mut self, command: &Command) -> Result<()> {
         match *command {
-            Command::Launch { ref launch, grid, shared_bytes } if self.checked => {
+            Command::Launch(KernelLaunch { ref launch, grid, shared_bytes }) if self.checked => {
                 Ok(launch.emulate_checked(&mut self.memory, grid, shared_bytes)?)
             }
             // SAFETY: the caller's promise; device memory is host memory here.
-            Command::Launch { ref launch, grid, shared_bytes } => Ok(unsafe { launch.emulate(grid, shared_bytes) }?),
+            Command::Launch(KernelLaunch { ref launch, grid, shared_bytes }) => {
+                Ok(unsafe { launch.emulate(grid, shared_bytes) }?)
+            }
             Command::Gemm { ref gemm, ref operands } => reference::run(gemm, operands, &mut self.memory),
             Command::Zero { to, bytes } => Ok(self.memory.write(GlobalMut::new(to), &vec![0u8; bytes])?),
             Command::Copy { to, from, bytes } => {
@@ -211,16 +212,14 @@ impl Executor for Emulated {
         self.graphs.invalidate();
     }
 
-    unsafe fn launch(&mut self, launch: &Launch, grid: [u32; 3], shared_bytes: usize) -> Result<()> {
+    unsafe fn launch(&mut self, kernel: &KernelLaunch) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.submit(Command::Launch { launch: launch.clone(), grid, shared_bytes }) }
+        unsafe { self.submit(Command::Launch(kernel.clone())) }
     }
 
     unsafe fn launch_group(&mut self, _: &dyn Fn() -> String, kernels: &[KernelLaunch]) -> Result<()> {
-        kernels.iter().try_for_each(|KernelLaunch { launch, grid, shared_bytes }| {
-            // SAFETY: the caller's promise.
-            unsafe { self.launch(launch, *grid, *shared_bytes) }
-        })
+        // SAFETY: the caller's promise.
+        kernels.iter().try_for_each(|kernel| unsafe { self.launch(kernel) })
     }
 
     #[cfg(test)]

@@ -3,7 +3,6 @@
 use super::{Cuda, Float, shared_bytes};
 use crate::ops::{EncoderBackward, EncoderForward};
 use crate::{BatchLayout, Result, Workload};
-use cuda_std::{Global, GlobalMut};
 use gpu::encoder;
 
 /// Returns the f32 elements of scratch memory.
@@ -20,14 +19,11 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: EncoderForward) -> Resul
     let tokens = cuda.input("tokens", layout.tensor(batch, layout.inputs()), b * t)?;
     let wte = cuda.input("wte", wte, wte.len)?;
     let (positions, t, c) = ((b * t) as u32, t as u32, c as u32);
-    let launch = if let Some(wpe) = wpe {
-        let wpe = cuda.input("wpe", wpe, layout.t * op.c)?;
-        encoder::encoder_forward::<T, true>(out, tokens, wte, wpe, positions, t, c)
-    } else {
-        let absent = Global::new(std::ptr::null());
-        encoder::encoder_forward::<T, false>(out, tokens, wte, absent, positions, t, c)
-    };
-    cuda.launch(&launch, [encoder::encoder_forward_grid(b * layout.t), 1, 1], 0)
+    let has_wpe = wpe.is_some();
+    let wpe = cuda.optional_input("wpe", wpe, layout.t * op.c)?;
+    let kernel = if has_wpe { encoder::encoder_forward::<T, true> } else { encoder::encoder_forward::<T, false> };
+    let launch = kernel(out, tokens, wte, wpe, positions, t, c);
+    cuda.launch(launch, [encoder::encoder_forward_grid(b * layout.t), 1, 1], 0)
 }
 
 pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: EncoderBackward) -> Result<()> {
@@ -50,21 +46,20 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: EncoderBackward) -> Res
         seed,
         encoder::WteSizes { positions: positions as u32, channels: c as u32, chunk_len: chunk as u32 },
     );
-    cuda.launch(&launch, [encoder::encoder_backward_wte_grid::<T>(positions, c, chunk), 1, 1], 0)?;
+    cuda.launch(launch, [encoder::encoder_backward_wte_grid::<T>(positions, c, chunk), 1, 1], 0)?;
     let partials = cuda.input("scratch", scratch, len)?;
     let [sequences, sequence, channels, chunk_len] = [b, t, c, chunk].map(|size| size as u32);
-    let (launch, grid) = if let Some(dwpe) = dwpe {
-        let dwpe = cuda.output("dwpe", dwpe, t * c)?;
-        let launch = encoder::encoder_backward_rest::<T, true>(
-            dwte, dwpe, partials, dout, sorted, seed, sequences, sequence, channels, chunk_len,
-        );
-        (launch, encoder::encoder_backward_rest_grid::<T, true>(b, t, c, chunk))
+    let grid = if dwpe.is_some() {
+        encoder::encoder_backward_rest_grid::<T, true>(b, t, c, chunk)
     } else {
-        let absent = GlobalMut::new(std::ptr::null_mut());
-        let launch = encoder::encoder_backward_rest::<T, false>(
-            dwte, absent, partials, dout, sorted, seed, sequences, sequence, channels, chunk_len,
-        );
-        (launch, encoder::encoder_backward_rest_grid::<T, false>(b, t, c, chunk))
+        encoder::encoder_backward_rest_grid::<T, false>(b, t, c, chunk)
     };
-    cuda.launch(&launch, [grid, 1, 1], shared_bytes(encoder::encoder_backward_rest_shared::<T>))
+    let kernel = if dwpe.is_some() {
+        encoder::encoder_backward_rest::<T, true>
+    } else {
+        encoder::encoder_backward_rest::<T, false>
+    };
+    let dwpe = cuda.optional_output("dwpe", dwpe, t * c)?;
+    let launch = kernel(dwte, dwpe, partials, dout, sorted, seed, sequences, sequence, channels, chunk_len);
+    cuda.launch(launch, [grid, 1, 1], shared_bytes(encoder::encoder_backward_rest_shared::<T>))
 }

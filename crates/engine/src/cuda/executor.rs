@@ -12,7 +12,6 @@ use cublaslt::Finalists;
 use cublaslt::sys::MatmulAlgo;
 use cuda_std::Global;
 use cuda_std::hopper::TensorMap;
-use cuda_std::launch::Launch;
 use gpu::launch::KernelLaunch;
 
 /// The GPU that an emulator imitates.
@@ -118,9 +117,9 @@ pub trait Executor {
     /// Launches a kernel.
     ///
     /// # Safety
-    /// The pointer arguments cover every index that the kernel forms in this grid, and `shared_bytes` is the size of its
+    /// The pointer arguments cover every index that the kernel forms in its grid, and `shared_bytes` is the size of its
     /// shared-memory layout.
-    unsafe fn launch(&mut self, launch: &Launch, grid: [u32; 3], shared_bytes: usize) -> Result<()>;
+    unsafe fn launch(&mut self, kernel: &KernelLaunch) -> Result<()>;
 
     /// Launches kernels that a profile shows as one interval.
     ///

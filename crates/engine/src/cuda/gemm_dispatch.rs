@@ -197,10 +197,8 @@ pub(super) fn unsupported(gemm: &Gemm, error: anyhow::Error) -> anyhow::Error {
 /// # Safety
 /// Same as [`Executor::launch`], for each kernel.
 unsafe fn launch_all(kernels: &[KernelLaunch], executor: &mut dyn Executor) -> Result<()> {
-    kernels.iter().try_for_each(|KernelLaunch { launch, grid, shared_bytes }| {
-        // SAFETY: the caller's promise.
-        unsafe { executor.launch(launch, *grid, *shared_bytes) }
-    })
+    // SAFETY: the caller's promise.
+    kernels.iter().try_for_each(|kernel| unsafe { executor.launch(kernel) })
 }
 
 /// Adds a GEMM to those of a tuning pass. If its alternative is a GEMM and a kernel after it, that GEMM is tuned before, on its

@@ -14,7 +14,7 @@ pub(super) fn scratch<T: Float>(workload: &Workload, sm_count: usize) -> usize {
 pub(super) fn sum<T: Float>(cuda: &mut Cuda<T>, Sum { out, values }: Sum) -> Result<()> {
     let n = values.len;
     let launch = global_norm::sum(cuda.output("out", out, 1)?, cuda.input("values", values, n)?, n as u64);
-    cuda.launch(&launch, [1, 1, 1], shared_bytes(global_norm::shared))
+    cuda.launch(launch, [1, 1, 1], shared_bytes(global_norm::shared))
 }
 
 pub(super) fn global_norm<T: Float>(cuda: &mut Cuda<T>, GlobalNorm { norm, grads }: GlobalNorm) -> Result<()> {
@@ -35,7 +35,7 @@ pub(super) fn square_root<T: Float>(cuda: &mut Cuda<T>, SquareRoot { out, value 
 fn root_of_sum<T: Float>(cuda: &mut Cuda<T>, out: Tensor, values: Tensor) -> Result<()> {
     let n = values.len;
     let launch = global_norm::norm(cuda.output("norm", out, 1)?, cuda.input("partials", values, n)?, n as u64);
-    cuda.launch(&launch, [1, 1, 1], shared_bytes(global_norm::shared))
+    cuda.launch(launch, [1, 1, 1], shared_bytes(global_norm::shared))
 }
 
 /// Computes each block's sum of squares of each tensor, and returns them in scratch memory.
@@ -49,7 +49,7 @@ fn partial_sums<T: Float>(cuda: &mut Cuda<T>, values: &[Tensor]) -> Result<Tenso
         let n = values.len;
         let partials = cuda.output("scratch", scratch.slice(first, blocks as usize), blocks as usize)?;
         let launch = global_norm::squared_sum::<T>(partials, cuda.input("grads", *values, n)?, n as u64);
-        cuda.launch(&launch, [blocks, 1, 1], shared_bytes(global_norm::shared))?;
+        cuda.launch(launch, [blocks, 1, 1], shared_bytes(global_norm::shared))?;
         first += blocks as usize;
     }
     Ok(scratch)

@@ -192,7 +192,7 @@ impl<T: Float> Cuda<T> {
         if fused && self.runs_on_wgmma(dinp)? {
             return Ok(Some(kernel));
         }
-        self.launch(&kernel.launch, kernel.grid, kernel.shared_bytes)?;
+        self.launch_kernel(&kernel)?;
         Ok(None)
     }
 }
@@ -264,7 +264,7 @@ fn backward_fused<T: Float>(
         return backward_weight(cuda, op, bias_kernels);
     }
     if let Some(kernel) = forward {
-        cuda.launch(&kernel.launch, kernel.grid, kernel.shared_bytes)?;
+        cuda.launch_kernel(&kernel)?;
     }
     // The weight gradient reads `inp`. Then the sums of a gated activation's GEMM replace it.
     backward_weight(cuda, op, bias_kernels)?;

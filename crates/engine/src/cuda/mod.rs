@@ -41,7 +41,6 @@ pub use modules::{Choice, EMBEDDED, EmbeddedKernels, select};
 pub use profile::Profile;
 
 use crate::gemm::{Algorithms, Tuning};
-use crate::ops::NormForward;
 use crate::plan::{Constant, Group, Plan};
 use crate::tensor::{DType, Tensor};
 use crate::{
@@ -239,6 +238,16 @@ impl<T: Float> Cuda<T> {
         Ok(GlobalMut::new(self.arena.address(name, tensor, len)?))
     }
 
+    /// Like [`input`](Self::input); null if there is no tensor.
+    fn optional_input<E: Stored>(&self, name: &str, tensor: Option<Tensor>, len: usize) -> Result<Global<E>> {
+        tensor.map_or(Ok(Global::null()), |tensor| self.input(name, tensor, len))
+    }
+
+    /// Like [`output`](Self::output); null if there is no tensor.
+    fn optional_output<E: Stored>(&self, name: &str, tensor: Option<Tensor>, len: usize) -> Result<GlobalMut<E>> {
+        tensor.map_or(Ok(GlobalMut::null()), |tensor| self.output(name, tensor, len))
+    }
+
     /// Returns the scratch buffer, which must hold at least `len` f32.
     fn scratch(&self, len: usize) -> Result<Tensor> {
         match self.scratch {
@@ -250,17 +259,21 @@ impl<T: Float> Cuda<T> {
         }
     }
 
-    fn launch(&mut self, launch: &Launch, grid: [u32; 3], shared_bytes: usize) -> Result<()> {
-        if grid.contains(&0) || self.gemms.is_collecting() {
+    fn launch(&mut self, launch: Launch, grid: [u32; 3], shared_bytes: usize) -> Result<()> {
+        self.launch_kernel(&KernelLaunch { launch, grid, shared_bytes })
+    }
+
+    fn launch_kernel(&mut self, kernel: &KernelLaunch) -> Result<()> {
+        if kernel.grid.contains(&0) || self.gemms.is_collecting() {
             return Ok(());
         }
         // SAFETY: pointer arguments come from `input` and `output`, which check them against the lengths that the operation's
         // shape implies, and each operation passes the grid and the shared memory that the kernel's own functions state.
-        unsafe { self.executor.launch(launch, grid, shared_bytes) }
+        unsafe { self.executor.launch(kernel) }
     }
 
     fn launch_all(&mut self, kernels: &[KernelLaunch]) -> Result<()> {
-        kernels.iter().try_for_each(|kernel| self.launch(&kernel.launch, kernel.grid, kernel.shared_bytes))
+        kernels.iter().try_for_each(|kernel| self.launch_kernel(kernel))
     }
 }
 
@@ -289,10 +302,8 @@ impl<T: Float> Engine for Cuda<T> {
         match operation {
             Operation::EncoderForward(op) => encoder::forward(self, op),
             Operation::EncoderBackward(op) => encoder::backward(self, op),
-            Operation::LayerNormForward(op) => norm::forward(self, &NormForward::LayerNorm(op)),
-            Operation::LayerNormBackward(op) => norm::layernorm_backward(self, op),
-            Operation::RmsNormForward(op) => norm::forward(self, &NormForward::RmsNorm(op)),
-            Operation::RmsNormBackward(op) => norm::rmsnorm_backward(self, op),
+            Operation::NormForward(op) => norm::forward(self, &op),
+            Operation::NormBackward(op) => norm::backward(self, op),
             Operation::RotaryForward(op) => rotary::forward(self, op),
             Operation::RotaryBackward(op) => rotary::backward(self, op),
             Operation::MatmulForward(op) => matmul::forward(self, &op),

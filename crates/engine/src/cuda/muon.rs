@@ -1,12 +1,12 @@
 //! Muon: elementwise kernels, and Newton-Schulz iterations as GEMMs.
 
-use super::{Cuda, Float, shared_bytes};
+use super::{Cuda, Float, Stored, shared_bytes};
 use crate::Result;
 use crate::gemm::{Batch, Batching, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, Residual, Scale};
 use crate::ops::{Master, MuonApply, MuonMomentum, Orthogonalize};
 use crate::tensor::{DType, Tensor};
 use anyhow::{bail, ensure};
-use cuda_std::{GlobalMut, bf16};
+use cuda_std::bf16;
 use gpu::muon;
 
 pub(super) fn momentum<T: Float>(cuda: &mut Cuda<T>, op: MuonMomentum) -> Result<()> {
@@ -35,17 +35,13 @@ fn launch_momentum<T: Float, M: Float>(cuda: &mut Cuda<T>, op: MuonMomentum) -> 
         seed,
         n as u64,
     );
-    cuda.launch(&launch, [muon::grid::<T>(n), 1, 1], 0)
+    cuda.launch(launch, [muon::grid::<T>(n), 1, 1], 0)
 }
 
 pub(super) fn apply<T: Float>(cuda: &mut Cuda<T>, op: MuonApply) -> Result<()> {
-    let n = op.params.len;
     match (T::DTYPE, op.master) {
-        (_, Master::None) => launch_apply::<T, f32>(cuda, op, GlobalMut::new(std::ptr::null_mut())),
-        (_, Master::F32(masters)) => launch_apply(cuda, op, cuda.output::<f32>("master", masters, n)?),
-        (DType::Bf16, Master::Remainder(remainders)) => {
-            launch_apply(cuda, op, cuda.output::<u16>("remainder", remainders, n)?)
-        }
+        (_, Master::None | Master::F32(_)) => launch_apply::<T, f32>(cuda, op),
+        (DType::Bf16, Master::Remainder(_)) => launch_apply::<T, u16>(cuda, op),
         (params, Master::Remainder(_)) => {
             bail!("muon: expected remainders beside bf16 parameters, found {} parameters", params.name())
         }
@@ -53,22 +49,18 @@ pub(super) fn apply<T: Float>(cuda: &mut Cuda<T>, op: MuonApply) -> Result<()> {
 }
 
 /// Launches the kernel for master weights `W`.
-fn launch_apply<T: Float, W: gpu::weights::Master>(
-    cuda: &mut Cuda<T>,
-    op: MuonApply,
-    masters: GlobalMut<W>,
-) -> Result<()> {
-    let MuonApply { params, update, stats, learning_rate, scale, weight_decay, seed, .. } = op;
+fn launch_apply<T: Float, W: Stored + gpu::weights::Master>(cuda: &mut Cuda<T>, op: MuonApply) -> Result<()> {
+    let MuonApply { params, master, update, stats, learning_rate, scale, weight_decay, seed } = op;
     let n = params.len;
     let launch = muon::muon_apply::<T, W>(
         cuda.output("params", params, n)?,
-        masters,
+        cuda.optional_output("master", master.tensor(), n)?,
         cuda.input("update", update, n)?,
         cuda.input("stats", stats, 2)?,
         muon::Scalars { learning_rate, scale, weight_decay, seed },
         n as u64,
     );
-    cuda.launch(&launch, [muon::grid::<T>(n), 1, 1], 0)
+    cuda.launch(launch, [muon::grid::<T>(n), 1, 1], 0)
 }
 
 pub(super) fn orthogonalize<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize) -> Result<()> {
@@ -125,7 +117,7 @@ fn scale<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize, first: usize, run: Run
     let partials = partials.slice(first * muon::PARTIALS as usize, len);
     let inp = cuda.input("matrices", run.tensor, run.tensor.len)?;
     let sums = muon::muon_squared_sums::<T>(cuda.output("partials", partials, len)?, inp, run.stride as u64, n as u64);
-    cuda.launch(&sums, [muon::PARTIALS, matrices, 1], shared_bytes(muon::shared))?;
+    cuda.launch(sums, [muon::PARTIALS, matrices, 1], shared_bytes(muon::shared))?;
     let stride = Orthogonalize::stride(n);
     let out_len = (run.count - 1) * stride + n;
     let (factor, epsilon) = coefficients.scaling();
@@ -138,7 +130,7 @@ fn scale<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize, first: usize, run: Run
         run.stride as u64,
         n as u64,
     );
-    cuda.launch(&launch, [muon::grid::<T>(n), matrices, 1], shared_bytes(muon::shared))
+    cuda.launch(launch, [muon::grid::<T>(n), matrices, 1], shared_bytes(muon::shared))
 }
 
 /// The matrices of one operand of the steps.

@@ -1,13 +1,11 @@
 //! LayerNorm and RMSNorm.
 
 use super::{Cuda, Float, Stored, bias, quantize};
-use crate::ops::{
-    LayerNormBackward, LayerNormForward, MatmulShape, NormForward, Quantize, RmsNormBackward, RmsNormForward,
-};
+use crate::ops::{MatmulShape, NormBackward, NormForward};
 use crate::tensor::Tensor;
 use crate::{Result, Workload};
-use anyhow::{Context, bail};
-use cuda_std::{E4m3, Element, Global, GlobalMut, bf16};
+use anyhow::{Context, ensure};
+use cuda_std::{E4m3, Element, bf16};
 use gpu::norm::launch::{self, BackwardOperands, ForwardOperands, Kind, Shape, Size, Weight};
 
 /// Returns the f32 elements of scratch memory; 0 for channels that no kernel supports, which the first operation reports.
@@ -39,161 +37,82 @@ fn unsupported<T: Float>(channels: usize) -> String {
     )
 }
 
-/// The parts of a forward pass that both norms have.
-struct Forward {
-    norm: Kind,
-    out: Tensor,
-    mean: Option<Tensor>,
-    rstd: Tensor,
-    inp: Tensor,
-    weight: Option<Tensor>,
-    bias: Option<Tensor>,
-    eps: f32,
-    c: usize,
-    quantized: Option<Quantize>,
+/// Returns the sizes of a norm over `channels`, of which LayerNorm has means.
+fn size<T: Float>(cuda: &Cuda<T>, mean: Option<Tensor>, rstd: Tensor, channels: usize) -> Size {
+    let norm = if mean.is_some() { Kind::LayerNorm } else { Kind::RmsNorm };
+    Size { norm, rows: rstd.len, channels, sm_count: cuda.executor.sm_count() }
 }
 
-impl From<&NormForward> for Forward {
-    fn from(op: &NormForward) -> Self {
-        match *op {
-            NormForward::LayerNorm(LayerNormForward { out, mean, rstd, inp, weight, bias, c, quantized }) => Self {
-                norm: Kind::LayerNorm,
-                out,
-                mean: Some(mean),
-                rstd,
-                inp,
-                weight: Some(weight),
-                bias: Some(bias),
-                eps: 0.0,
-                c,
-                quantized,
-            },
-            NormForward::RmsNorm(RmsNormForward { out, rstd, inp, weight, c, eps, quantized }) => {
-                Self { norm: Kind::RmsNorm, out, mean: None, rstd, inp, weight, bias: None, eps, c, quantized }
-            }
-        }
-    }
-}
-
-impl Forward {
-    fn size<T: Float>(&self, cuda: &Cuda<T>) -> Size {
-        Size { norm: self.norm, rows: self.rstd.len, channels: self.c, sm_count: cuda.executor.sm_count() }
-    }
-
-    /// Returns the operands in a storage type.
-    fn operands<T: Float, S: Element + Stored>(&self, cuda: &Cuda<T>) -> Result<ForwardOperands<S>> {
-        let (rows, n) = (self.rstd.len, self.rstd.len * self.c);
-        let parameter =
-            |name, tensor: Option<Tensor>| tensor.map_or(Ok(Global::null()), |tensor| cuda.input(name, tensor, self.c));
-        Ok(ForwardOperands {
-            mean: self.mean.map_or(Ok(GlobalMut::null()), |mean| cuda.output("mean", mean, rows))?,
-            rstd: cuda.output("rstd", self.rstd, rows)?,
-            inp: cuda.input("inp", self.inp, n)?,
-            weight: parameter("weight", self.weight)?,
-            bias: parameter("bias", self.bias)?,
-            eps: self.eps,
-        })
-    }
+/// Returns the operands of a forward pass in a storage type.
+fn forward_operands<T: Float, S: Element + Stored>(cuda: &Cuda<T>, op: &NormForward) -> Result<ForwardOperands<S>> {
+    let (rows, n) = (op.rstd.len, op.rstd.len * op.c);
+    let parameter = |name, tensor: Option<Tensor>| tensor.map(|tensor| cuda.input(name, tensor, op.c)).transpose();
+    ensure!(
+        op.mean.is_some() == op.bias.is_some() && (op.mean.is_none() || op.weight.is_some()),
+        "norm_forward: expected a mean, a weight and a bias for LayerNorm, found only some of them"
+    );
+    Ok(ForwardOperands {
+        mean: op.mean.map(|mean| cuda.output("mean", mean, rows)).transpose()?.unwrap_or_default(),
+        rstd: cuda.output("rstd", op.rstd, rows)?,
+        inp: cuda.input("inp", op.inp, n)?,
+        weight: parameter("weight", op.weight)?.unwrap_or_default(),
+        bias: parameter("bias", op.bias)?.unwrap_or_default(),
+        eps: op.eps,
+    })
 }
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &NormForward) -> Result<()> {
-    let op = Forward::from(op);
-    let n = op.rstd.len * op.c;
+    let size = size(cuda, op.mean, op.rstd, op.c);
     // The kernel that quantizes its output in place of writing it, if there is one.
     if let Some(next) = &op.quantized
         && let Some(quantized) = cuda.fused_operands::<E4m3>(next)?
     {
-        let kernel = launch::forward_fp8(quantized, op.operands::<T, bf16>(cuda)?, op.size(cuda));
-        let kernel = kernel.with_context(|| unsupported::<T>(op.c))?;
-        cuda.launch(&kernel.launch, kernel.grid, kernel.shared_bytes)?;
+        let kernel = launch::forward_fp8(quantized, forward_operands::<T, bf16>(cuda, op)?, size);
+        cuda.launch_kernel(&kernel.with_context(|| unsupported::<T>(op.c))?)?;
         return quantize::transpose_quantized(cuda, next);
     }
-    let out = cuda.output("out", op.out, n)?;
-    let kernel = launch::forward::<T>(out, op.operands::<T, T>(cuda)?, op.size(cuda));
-    let kernel = kernel.with_context(|| unsupported::<T>(op.c))?;
-    cuda.launch(&kernel.launch, kernel.grid, kernel.shared_bytes)?;
+    let out = cuda.output("out", op.out, size.rows * op.c)?;
+    let kernel = launch::forward::<T>(out, forward_operands::<T, T>(cuda, op)?, size);
+    cuda.launch_kernel(&kernel.with_context(|| unsupported::<T>(op.c))?)?;
     op.quantized.map_or(Ok(()), |next| quantize::quantize(cuda, next))
 }
 
-/// The parts of a backward pass that both norms have.
-struct Backward {
-    norm: Kind,
-    dinp: Tensor,
-    dout: Tensor,
-    inp: Tensor,
-    mean: Option<Tensor>,
-    rstd: Tensor,
-    /// The weight and its gradient.
-    weight: Option<[Tensor; 2]>,
-    dbias: Option<Tensor>,
-    column_sums: Option<Tensor>,
-    c: usize,
-}
-
-impl Backward {
-    fn run<T: Float>(self, cuda: &mut Cuda<T>) -> Result<()> {
-        let Self { norm, dinp, dout, inp, mean, rstd, weight, dbias, column_sums, c } = self;
-        let (rows, n) = (rstd.len, rstd.len * c);
-        let size = Size { norm, rows, channels: c, sm_count: cuda.executor.sm_count() };
-        let sums = usize::from(weight.is_some()) + usize::from(dbias.is_some()) + usize::from(column_sums.is_some());
-        let partials = launch::backward_partials::<T>(size, sums).with_context(|| unsupported::<T>(c))?;
-        let output = |name, tensor: Option<Tensor>| tensor.map(|tensor| cuda.output(name, tensor, c)).transpose();
-        let weight = match weight {
-            Some([weight, dweight]) => Some(Weight {
-                weight: cuda.input("weight", weight, c)?,
-                dweight: cuda.output("dweight", dweight, c)?,
-                dbias: output("dbias", dbias)?,
-                column_sums: output("column_sums", column_sums)?,
-                partials: cuda.output("scratch", cuda.scratch(partials)?, partials)?,
-            }),
-            None => None,
-        };
-        let operands = BackwardOperands {
-            dinp: cuda.output("dinp", dinp, n)?,
-            dout: cuda.input("dout", dout, n)?,
-            inp: cuda.input("inp", inp, n)?,
-            mean: mean.map(|mean| cuda.input("mean", mean, rows)).transpose()?,
-            rstd: cuda.input("rstd", rstd, rows)?,
-            weight,
-        };
-        let kernels = launch::backward::<T>(operands, size).with_context(|| unsupported::<T>(c))?;
-        cuda.launch_all(&kernels)
-    }
-}
-
-pub(super) fn layernorm_backward<T: Float>(cuda: &mut Cuda<T>, op: LayerNormBackward) -> Result<()> {
-    let LayerNormBackward { dinp, dweight, dbias, column_sums, dout, inp, weight, mean, rstd, c } = op;
+pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: NormBackward) -> Result<()> {
+    let NormBackward { dinp, dweight, dbias, column_sums, dout, inp, weight, mean, rstd, c } = op;
+    let size = size(cuda, mean, rstd, c);
+    let (rows, n) = (size.rows, size.rows * c);
+    ensure!(
+        weight.is_some() == dweight.is_some(),
+        "norm_backward: expected both weight and dweight or neither, found one"
+    );
     let fused_sums = column_sums.filter(|_| fuses_column_sums::<T>(c));
-    let backward = Backward {
-        norm: Kind::LayerNorm,
-        dinp,
-        dout,
-        inp,
-        mean: Some(mean),
-        rstd,
-        weight: Some([weight, dweight]),
-        dbias: Some(dbias),
-        column_sums: fused_sums,
-        c,
+    let sums = [dweight, dbias, fused_sums].into_iter().flatten().count();
+    let partials = launch::backward_partials::<T>(size, sums).with_context(|| unsupported::<T>(c))?;
+    let output = |name, tensor: Option<Tensor>| tensor.map(|tensor| cuda.output(name, tensor, c)).transpose();
+    let weight = match weight.zip(dweight) {
+        Some((weight, dweight)) => Some(Weight {
+            weight: cuda.input("weight", weight, c)?,
+            dweight: cuda.output("dweight", dweight, c)?,
+            dbias: output("dbias", dbias)?,
+            column_sums: output("column_sums", fused_sums)?,
+            partials: cuda.output("scratch", cuda.scratch(partials)?, partials)?,
+        }),
+        None => None,
     };
-    backward.run(cuda)?;
+    let operands = BackwardOperands {
+        dinp: cuda.output("dinp", dinp, n)?,
+        dout: cuda.input("dout", dout, n)?,
+        inp: cuda.input("inp", inp, n)?,
+        mean: mean.map(|mean| cuda.input("mean", mean, rows)).transpose()?,
+        rstd: cuda.input("rstd", rstd, rows)?,
+        weight,
+    };
+    cuda.launch_all(&launch::backward::<T>(operands, size).with_context(|| unsupported::<T>(c))?)?;
     match column_sums {
         Some(sums) if fused_sums.is_none() => {
-            let shape = MatmulShape { rows: rstd.len, c, oc: c };
-            let kernels = bias::backward_kernels(cuda, sums, dinp, shape)?;
+            let kernels = bias::backward_kernels(cuda, sums, dinp, MatmulShape { rows, c, oc: c })?;
             cuda.launch_all(&kernels)
         }
         _ => Ok(()),
     }
-}
-
-pub(super) fn rmsnorm_backward<T: Float>(cuda: &mut Cuda<T>, op: RmsNormBackward) -> Result<()> {
-    let RmsNormBackward { dinp, dweight, dout, inp, weight, rstd, c } = op;
-    let weight = match (weight, dweight) {
-        (Some(weight), Some(dweight)) => Some([weight, dweight]),
-        (None, None) => None,
-        _ => bail!("rmsnorm_backward: expected both weight and dweight or neither, found one"),
-    };
-    let (norm, mean, dbias, column_sums) = (Kind::RmsNorm, None, None, None);
-    Backward { norm, dinp, dout, inp, mean, rstd, weight, dbias, column_sums, c }.run(cuda)
 }

@@ -58,7 +58,7 @@ impl<T: Float> Cuda<T> {
         let [rows, columns] = op.shape;
         let (sums, slices) = (self.output::<T>("column sums", sums, columns)?, quantize::sum_rows(rows) as u32);
         let launch = bias::bias_backward_reduce::<T>(sums, partials.reader(), slices, columns as u32);
-        self.launch(&launch, [column_sum::grid(columns), 1, 1], shared_bytes(column_sum::shared))
+        self.launch(launch, [column_sum::grid(columns), 1, 1], shared_bytes(column_sum::shared))
     }
 
     /// Returns the address of the largest magnitude, as f32 bits.
@@ -92,7 +92,7 @@ impl<T: Float> Cuda<T> {
         } else {
             self.quantize_kernel::<F, false>(op)?
         };
-        self.launch(&launch, grid, shared_bytes)?;
+        self.launch(launch, grid, shared_bytes)?;
         self.add_column_sums(op)
     }
 
@@ -115,7 +115,7 @@ impl<T: Float> Cuda<T> {
             ),
         };
         let grid = quantize::transpose_grid(rows, columns);
-        self.launch(&launch, grid, shared_bytes(quantize::tile_and_maxima))?;
+        self.launch(launch, grid, shared_bytes(quantize::tile_and_maxima))?;
         self.add_column_sums(op)
     }
 }
@@ -158,9 +158,9 @@ pub(super) fn quantize<T: Float>(cuda: &mut Cuda<T>, op: Quantize) -> Result<()>
         }
         let (n, amax) = (rows * columns, cuda.magnitude(&op)?);
         let launch = quantize::amax_bf16(amax, cuda.input("inp", op.inp, n)?, n as u64);
-        cuda.launch(&launch, [quantize::grid(n), 1, 1], shared_bytes(quantize::maxima))?;
+        cuda.launch(launch, [quantize::grid(n), 1, 1], shared_bytes(quantize::maxima))?;
         let scale = cuda.output("scale", op.scale.scale, 1)?;
-        cuda.launch(&quantize::current_scale(scale, amax.reader(), op.format.max()), [1; 3], 0)?;
+        cuda.launch(quantize::current_scale(scale, amax.reader(), op.format.max()), [1; 3], 0)?;
     }
     if let Some(counts) = op.scale.counts.filter(|_| op.scaling != Scaling::Given) {
         let n = rows * columns;
@@ -168,7 +168,7 @@ pub(super) fn quantize<T: Float>(cuda: &mut Cuda<T>, op: Quantize) -> Result<()>
         let counts = GlobalMut::new(cuda.arena.address::<i32>("counts", counts, 2)?.cast());
         let (largest, smallest) = (largest_rounded(op.format), op.format.largest_rounded_to_zero());
         let launch = quantize::count_losses(counts, inp, scale, n as u64, largest, smallest);
-        cuda.launch(&launch, [quantize::grid(n), 1, 1], 0)?;
+        cuda.launch(launch, [quantize::grid(n), 1, 1], 0)?;
     }
     match op.format {
         Fp8Format::E4m3 => cuda.launch_quantize::<E4m3>(&op),
@@ -188,5 +188,5 @@ pub(super) fn scales<T: Float>(cuda: &mut Cuda<T>, op: Fp8Scales) -> Result<()> 
     let steps = (amaxes.len / n) as u32;
     let (scales, amaxes) = (cuda.output("scales", scales, n)?, cuda.output("amaxes", amaxes, amaxes.len)?);
     let launch = quantize::delayed_scales(scales, amaxes, n as u32, steps, largest);
-    cuda.launch(&launch, [quantize::scales_grid(n), 1, 1], 0)
+    cuda.launch(launch, [quantize::scales_grid(n), 1, 1], 0)
 }

@@ -1,10 +1,10 @@
 //! Rotary position embedding, and the norm of queries and keys before it.
 
 use super::{Cuda, Float, shared_bytes};
-use crate::ops::{AttentionShape, QkNorm, RotaryBackward, RotaryForward, RotaryPairs, RotaryShape};
+use crate::ops::{AttentionShape, HeadNorm, RotaryBackward, RotaryForward, RotaryPairs, Rotation};
 use crate::tensor::Tensor;
 use crate::{Result, Workload};
-use anyhow::{bail, ensure};
+use anyhow::{Context, bail, ensure};
 use cuda_std::{Global, GlobalMut};
 use gpu::column_sum;
 use gpu::rotary::{self, Blocks, Norm, Sizes};
@@ -22,68 +22,86 @@ fn sizes(shape: AttentionShape) -> Sizes {
     Sizes { rows, sequence, heads, kv_heads, head_size }
 }
 
-/// Checks the shape and the table, and returns the sizes, the table, and the lengths of qkv and of its rotated heads.
-fn check<T: Float>(cuda: &Cuda<T>, shape: AttentionShape, table: Tensor) -> Result<(Sizes, Global<f32>, usize, usize)> {
-    let AttentionShape { b, t, heads, kv_heads, head_size } = shape;
+/// The operands that the forward and the backward pass have in common.
+struct Operands<T> {
+    /// The queries, keys and values, or their gradients.
+    qkv: GlobalMut<T>,
+    table: Global<f32>,
+    /// The weights of queries and keys; null if there are none.
+    weights: [Global<T>; 2],
+    sizes: Sizes,
+}
+
+/// Checks the shape and the rotation, and returns the operands.
+fn operands<T: Float>(cuda: &Cuda<T>, qkv: Tensor, rotation: &Rotation, shape: AttentionShape) -> Result<Operands<T>> {
+    let AttentionShape { b, t, head_size, .. } = shape;
     shape.check()?;
     ensure!(
         rotary::supports(head_size),
         "rotary: expected a head size that is a multiple of 16 up to 256, found {head_size}"
     );
-    ensure!(
-        table.len >= t * head_size,
-        "rotary: expected a table of at least {t} positions, found {}; use a shorter sequence",
-        table.len / head_size
-    );
-    let row = b * t * head_size;
-    let table = cuda.input("table", table, t * head_size)?;
-    Ok((sizes(shape), table, row * shape.packed_heads(), row * (heads + kv_heads)))
+    rotation.check_table(shape)?;
+    Ok(Operands {
+        qkv: cuda.output("qkv", qkv, b * t * shape.packed_heads() * head_size)?,
+        table: cuda.input("table", rotation.table, t * head_size)?,
+        weights: cuda.head_weights(rotation.weights(), head_size)?,
+        sizes: sizes(shape),
+    })
 }
 
-/// Returns the addresses of the norm's weights; null if there are none.
-fn weights<T: Float>(cuda: &Cuda<T>, norm: &QkNorm, head_size: usize) -> Result<[Global<T>; 2]> {
-    let Some([q, k]) = norm.weights else { return Ok([Global::new(std::ptr::null()); 2]) };
-    Ok([cuda.input("q weight", q, head_size)?, cuda.input("k weight", k, head_size)?])
+impl<T: Float> Cuda<T> {
+    /// Returns the weights of the norm of queries and keys; null if there are none.
+    pub(super) fn head_weights(&self, weights: Option<[Tensor; 2]>, head_size: usize) -> Result<[Global<T>; 2]> {
+        let Some([q, k]) = weights else { return Ok([Global::null(); 2]) };
+        Ok([self.input("q weight", q, head_size)?, self.input("k weight", k, head_size)?])
+    }
 }
 
-fn scalars(norm: &QkNorm) -> Norm {
-    Norm { eps: norm.eps, gain: norm.gain }
+/// Returns the queries and keys before the norm, and the scalars of the norm.
+fn norm_operands<T: Float>(
+    cuda: &Cuda<T>,
+    saved: Option<Tensor>,
+    norm: HeadNorm,
+    shape: AttentionShape,
+) -> Result<(GlobalMut<T>, Norm)> {
+    let AttentionShape { b, t, heads, kv_heads, head_size } = shape;
+    let saved = saved.context("rotary: expected memory for the queries and keys before their norm, found none")?;
+    let saved = cuda.output("saved", saved, b * t * (heads + kv_heads) * head_size)?;
+    Ok((saved, Norm { eps: norm.eps, gain: norm.gain }))
 }
 
-/// Launches the rotation of `qkv` by the angles of the table, times `sign`.
-fn rotate<T: Float>(cuda: &mut Cuda<T>, qkv: Tensor, table: Tensor, shape: RotaryShape, sign: f32) -> Result<()> {
-    let (sizes, table, len, _) = check(cuda, shape.attention, table)?;
-    let qkv = cuda.output("qkv", qkv, len)?;
-    let launch = match shape.pairs {
+/// Launches a rotation without norm by the angles of the table, times `sign`.
+fn rotate<T: Float>(cuda: &mut Cuda<T>, operands: &Operands<T>, pairs: RotaryPairs, sign: f32) -> Result<()> {
+    let Operands { qkv, table, sizes, .. } = *operands;
+    let launch = match pairs {
         RotaryPairs::HalfSplit => rotary::rotary::<T, false>(qkv, table, sizes, sign),
         RotaryPairs::Interleaved => rotary::rotary::<T, true>(qkv, table, sizes, sign),
     };
-    cuda.launch(&launch, [sizes.grid::<T>(), 1, 1], 0)
+    cuda.launch(launch, [sizes.grid::<T>(), 1, 1], 0)
 }
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: RotaryForward) -> Result<()> {
-    let RotaryForward { qkv, table, qk_norm, shape } = op;
-    let Some(norm) = qk_norm else { return rotate(cuda, qkv, table, shape, 1.0) };
-    let (sizes, table, len, rotated) = check(cuda, shape.attention, table)?;
-    let [q, k] = weights(cuda, &norm, shape.attention.head_size)?;
-    let (qkv, saved) = (cuda.output("qkv", qkv, len)?, cuda.output("saved", norm.saved, rotated)?);
-    let kernel = match shape.pairs {
+    let RotaryForward { qkv, saved, rotation, shape } = op;
+    let operands = operands(cuda, qkv, &rotation, shape)?;
+    let Some(norm) = rotation.qk_norm else { return rotate(cuda, &operands, rotation.pairs, 1.0) };
+    let (saved, norm) = norm_operands(cuda, saved, norm, shape)?;
+    let Operands { qkv, table, weights: [q, k], sizes } = operands;
+    let kernel = match rotation.pairs {
         RotaryPairs::HalfSplit => rotary::rotary_norm_forward::<T, false>,
         RotaryPairs::Interleaved => rotary::rotary_norm_forward::<T, true>,
     };
-    cuda.launch(&kernel(qkv, saved, table, q, k, sizes, scalars(&norm)), [sizes.norm_grid::<T>(), 1, 1], 0)
+    cuda.launch(kernel(qkv, saved, table, q, k, sizes, norm), [sizes.norm_grid::<T>(), 1, 1], 0)
 }
 
 pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: RotaryBackward) -> Result<()> {
-    let RotaryBackward { dqkv, table, qk_norm, dweights, shape } = op;
-    let Some(norm) = qk_norm else { return rotate(cuda, dqkv, table, shape, -1.0) };
-    let head_size = shape.attention.head_size;
-    let (sizes, table, len, rotated) = check(cuda, shape.attention, table)?;
+    let RotaryBackward { dqkv, saved, dweights, rotation, shape } = op;
+    let operands = operands(cuda, dqkv, &rotation, shape)?;
+    let Some(norm) = rotation.qk_norm else { return rotate(cuda, &operands, rotation.pairs, -1.0) };
+    let (saved, scalars) = norm_operands(cuda, saved, norm, shape)?;
+    let (Operands { qkv: dqkv, table, weights: [q, k], sizes }, head_size) = (operands, shape.head_size);
     let blocks = Blocks::new::<T>(sizes, cuda.executor.sm_count());
-    let [q, k] = weights(cuda, &norm, head_size)?;
-    let (dqkv, saved) = (cuda.output("dqkv", dqkv, len)?, cuda.input("saved", norm.saved, rotated)?);
     let (partials, gradients) = match (norm.weights, dweights) {
-        (None, None) => (GlobalMut::new(std::ptr::null_mut()), None),
+        (None, None) => (GlobalMut::null(), None),
         (Some(_), Some([dq, dk])) => {
             let len = blocks.partials(head_size);
             let partials = cuda.output("scratch", cuda.scratch(len)?, len)?;
@@ -96,16 +114,16 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: RotaryBackward) -> Resu
         }
     };
     let weighted = gradients.is_some();
-    let kernel = match (shape.pairs, weighted) {
+    let kernel = match (rotation.pairs, weighted) {
         (RotaryPairs::HalfSplit, false) => rotary::rotary_norm_backward::<T, false, false>,
         (RotaryPairs::HalfSplit, true) => rotary::rotary_norm_backward::<T, false, true>,
         (RotaryPairs::Interleaved, false) => rotary::rotary_norm_backward::<T, true, false>,
         (RotaryPairs::Interleaved, true) => rotary::rotary_norm_backward::<T, true, true>,
     };
-    let launch = kernel(dqkv, partials, saved, table, q, k, sizes, scalars(&norm), blocks);
+    let launch = kernel(dqkv, partials, saved.reader(), table, q, k, sizes, scalars, blocks);
     let shared = if weighted { shared_bytes(rotary::rotary_norm_backward_shared::<T>) } else { 0 };
-    cuda.launch(&launch, [blocks.grid(), 1, 1], shared)?;
+    cuda.launch(launch, [blocks.grid(), 1, 1], shared)?;
     let Some([dq, dk]) = gradients else { return Ok(()) };
     let launch = rotary::rotary_norm_backward_reduce::<T>(dq, dk, partials.reader(), blocks, head_size as u32);
-    cuda.launch(&launch, [column_sum::grid(head_size), 2, 1], shared_bytes(column_sum::shared))
+    cuda.launch(launch, [column_sum::grid(head_size), 2, 1], shared_bytes(column_sum::shared))
 }

@@ -3,7 +3,7 @@
 //! A *slot* is a sequence of a batch. What changes from token to token is in device memory (`slots`), so that one CUDA graph serves
 //! all tokens: see [`Slot`].
 
-use super::{AttentionShape, MatmulForward, NormForward, RotaryPairs};
+use super::{AttentionShape, MatmulForward, NormForward, Rotation};
 use crate::tensor::Tensor;
 
 /// The state of a slot: (8) i32 words of a `slots` tensor (B, 8). Floats are stored as their bits.
@@ -102,28 +102,6 @@ pub struct DecodeMatmul {
     pub matmul: MatmulForward,
 }
 
-/// Rotary positions and the norm of queries and keys before it, without values for a backward pass.
-#[derive(Clone, Copy, Debug)]
-pub struct DecodeRotary {
-    /// (max T, HS/2, 2) f32: cosine and sine of each angle.
-    pub table: Tensor,
-    /// The pairs that are rotated.
-    pub pairs: RotaryPairs,
-    /// Set if queries and keys are normalized before.
-    pub qk_norm: Option<DecodeQkNorm>,
-}
-
-/// RMSNorm of each head's query and key before the rotation.
-#[derive(Clone, Copy, Debug)]
-pub struct DecodeQkNorm {
-    /// (HS) float weights of queries and keys; all ones if absent.
-    pub weights: Option<[Tensor; 2]>,
-    /// Added to the mean square.
-    pub eps: f32,
-    /// Factor of the normalized queries and keys.
-    pub gain: f32,
-}
-
 /// Rotates the query and key of each slot's newest token, stores key and value in the cache at its position, and computes
 /// its attention over the cache.
 #[derive(Clone, Copy, Debug)]
@@ -141,7 +119,7 @@ pub struct DecodeAttention {
     /// (B, NH, [`decode_splits`], HS + 2) f32: undefined before and after.
     pub partials: Tensor,
     /// Set if positions are rotary.
-    pub rotary: Option<DecodeRotary>,
+    pub rotation: Option<Rotation>,
     /// B slots; T is the number of positions in the cache.
     pub shape: AttentionShape,
 }

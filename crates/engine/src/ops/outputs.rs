@@ -1,83 +1,78 @@
 //! The tensors that each operation writes.
 
-use super::{Epilogue, Fp8Scale, Master, MatmulBackward, MatmulForward, Operation, Quantize, Scaling};
+use super::{
+    DecodeEmbed, Epilogue, Fp8Scale, MatmulBackward, MatmulForward, Operation, Orthogonalize, Quantize, Scaling,
+    SquareRoot, SquaredSum, Sum,
+};
 use crate::tensor::Tensor;
 
+/// The written tensors by field, without those that are absent.
+type Outputs = Vec<Option<(&'static str, Tensor)>>;
+
 impl Operation<'_> {
-    /// Returns the name of the operation and the tensors that it writes and that later operations may read, by field.
-    pub fn outputs(&self) -> (&'static str, Vec<(&'static str, Tensor)>) {
-        let master = |master: Master| master.tensor().map(|tensor| ("master", tensor));
-        let (name, always, optional): (_, Vec<_>, Outputs) = match self {
-            Self::EncoderForward(op) => ("EncoderForward", vec![("out", op.out)], vec![]),
-            Self::EncoderBackward(op) => {
-                ("EncoderBackward", vec![("dwte", op.dwte)], vec![op.dwpe.map(|dwpe| ("dwpe", dwpe))])
+    /// Returns the tensors that the operation writes and that later operations may read, by field.
+    pub fn outputs(&self) -> Vec<(&'static str, Tensor)> {
+        let some = |name, tensor| Some((name, tensor));
+        let outputs: Outputs = match self {
+            Self::EncoderForward(op) => vec![some("out", op.out)],
+            Self::EncoderBackward(op) => vec![some("dwte", op.dwte), named("dwpe", op.dwpe)],
+            Self::NormForward(op) => {
+                let statistics = [named("mean", op.mean), some("rstd", op.rstd)];
+                let out = written(op.out, op.quantized.as_ref());
+                [out].into_iter().chain(statistics).chain(op.quantized.iter().flat_map(quantize)).collect()
             }
-            Self::LayerNormForward(op) => {
-                let statistics = [("mean", op.mean), ("rstd", op.rstd)];
-                ("LayerNormForward", vec![], normed(op.out, &statistics, op.quantized.as_ref()))
+            Self::NormBackward(op) => {
+                let sums = [("dweight", op.dweight), ("dbias", op.dbias), ("column_sums", op.column_sums)];
+                let sums = sums.map(|(name, tensor)| named(name, tensor));
+                [some("dinp", op.dinp)].into_iter().chain(sums).collect()
             }
-            Self::LayerNormBackward(op) => (
-                "LayerNormBackward",
-                vec![("dinp", op.dinp), ("dweight", op.dweight), ("dbias", op.dbias)],
-                vec![op.column_sums.map(|sums| ("column_sums", sums))],
-            ),
-            Self::RmsNormForward(op) => {
-                ("RmsNormForward", vec![], normed(op.out, &[("rstd", op.rstd)], op.quantized.as_ref()))
-            }
-            Self::RmsNormBackward(op) => {
-                ("RmsNormBackward", vec![("dinp", op.dinp)], vec![op.dweight.map(|dweight| ("dweight", dweight))])
-            }
-            Self::RotaryForward(op) => {
-                ("RotaryForward", vec![("qkv", op.qkv)], vec![op.qk_norm.map(|norm| ("saved", norm.saved))])
-            }
+            Self::RotaryForward(op) => vec![some("qkv", op.qkv), named("saved", op.saved)],
             Self::RotaryBackward(op) => {
                 let [query, key] = [0, 1].map(|i| op.dweights.map(|weights| ("dweights", weights[i])));
-                ("RotaryBackward", vec![("dqkv", op.dqkv)], vec![query, key])
+                vec![some("dqkv", op.dqkv), query, key]
             }
-            Self::MatmulForward(op) => ("MatmulForward", vec![], matmul_forward(op)),
-            Self::MatmulBackward(op) => ("MatmulBackward", vec![], matmul_backward(op)),
+            Self::MatmulForward(op) => matmul_forward(op),
+            Self::MatmulBackward(op) => matmul_backward(op),
             Self::AttentionForward(op) => {
-                let quantized = op.quantized.as_ref().map_or_else(Vec::new, quantize);
-                ("AttentionForward", vec![("out", op.out), ("lse", op.lse)], quantized)
+                let outputs = [some("out", op.out), some("lse", op.lse)];
+                outputs.into_iter().chain(op.quantized.iter().flat_map(quantize)).collect()
             }
-            Self::AttentionBackward(op) => ("AttentionBackward", vec![("dqkv", op.dqkv)], vec![]),
-            Self::Classifier(op) => {
-                let gradient = op.dloss.map(|_| ("logits", op.logits));
-                ("Classifier", vec![("losses", op.losses)], vec![gradient])
-            }
-            Self::Sum(op) => ("Sum", vec![("out", op.out)], vec![]),
-            Self::GlobalNorm(op) => ("GlobalNorm", vec![("norm", op.norm)], vec![]),
-            Self::SquaredSum(op) => ("SquaredSum", vec![("out", op.out)], vec![]),
-            Self::SquareRoot(op) => ("SquareRoot", vec![("out", op.out)], vec![]),
+            Self::AttentionBackward(op) => vec![some("dqkv", op.dqkv)],
+            Self::Classifier(op) => vec![some("losses", op.losses), op.dloss.map(|_| ("logits", op.logits))],
+            Self::Sum(Sum { out, .. })
+            | Self::SquaredSum(SquaredSum { out, .. })
+            | Self::SquareRoot(SquareRoot { out, .. })
+            | Self::Orthogonalize(Orthogonalize { out, .. })
+            | Self::DecodeEmbed(DecodeEmbed { out, .. }) => vec![some("out", *out)],
+            Self::GlobalNorm(op) => vec![some("norm", op.norm)],
             Self::AdamWUpdate(op) => {
-                ("AdamWUpdate", vec![("params", op.params), ("m", op.m), ("v", op.v)], vec![master(op.master)])
+                let master = named("master", op.master.tensor());
+                vec![some("params", op.params), some("m", op.m), some("v", op.v), master]
             }
-            Self::MuonMomentum(op) => ("MuonMomentum", vec![("update", op.update), ("m", op.m)], vec![]),
-            Self::Orthogonalize(op) => ("Orthogonalize", vec![("out", op.out)], vec![]),
-            Self::MuonApply(op) => ("MuonApply", vec![("params", op.params)], vec![master(op.master)]),
-            Self::Quantize(op) => ("Quantize", vec![], quantize(op)),
-            Self::Fp8Scales(op) => ("Fp8Scales", vec![("scales", op.scales), ("amaxes", op.amaxes)], vec![]),
-            Self::DecodeEmbed(op) => ("DecodeEmbed", vec![("out", op.out)], vec![]),
-            Self::DecodeMatmul(op) => ("DecodeMatmul", vec![], matmul_forward(&op.matmul)),
+            Self::MuonMomentum(op) => vec![some("update", op.update), some("m", op.m)],
+            Self::MuonApply(op) => vec![some("params", op.params), named("master", op.master.tensor())],
+            Self::Quantize(op) => quantize(op),
+            Self::Fp8Scales(op) => vec![some("scales", op.scales), some("amaxes", op.amaxes)],
+            Self::DecodeMatmul(op) => matmul_forward(&op.matmul),
             Self::DecodeAttention(op) => {
-                ("DecodeAttention", vec![("out", op.out), ("keys", op.keys), ("values", op.values)], vec![])
+                vec![some("out", op.out), some("keys", op.keys), some("values", op.values)]
             }
-            Self::CacheFill(op) => ("CacheFill", vec![("keys", op.keys), ("values", op.values)], vec![]),
+            Self::CacheFill(op) => vec![some("keys", op.keys), some("values", op.values)],
             Self::SampleTokens(op) => {
-                ("SampleTokens", vec![("sampled", op.sampled), ("slots", op.slots), ("seen", op.seen)], vec![])
+                vec![some("sampled", op.sampled), some("slots", op.slots), some("seen", op.seen)]
             }
         };
-        (name, always.into_iter().chain(optional.into_iter().flatten()).collect())
+        outputs.into_iter().flatten().collect()
     }
 }
 
-type Outputs = Vec<Option<(&'static str, Tensor)>>;
+fn named(name: &'static str, tensor: Option<Tensor>) -> Option<(&'static str, Tensor)> {
+    tensor.map(|tensor| (name, tensor))
+}
 
-fn normed(out: Tensor, statistics: &[(&'static str, Tensor)], quantized: Option<&Quantize>) -> Outputs {
-    // An engine may leave an output unwritten that it quantizes.
-    let out = quantized.is_none().then_some(("out", out));
-    let quantized = quantized.into_iter().flat_map(quantize);
-    [out].into_iter().chain(statistics.iter().copied().map(Some)).chain(quantized).collect()
+/// Returns `out`. An engine may leave an output unwritten that it quantizes.
+fn written(out: Tensor, quantized: Option<&Quantize>) -> Option<(&'static str, Tensor)> {
+    quantized.is_none().then_some(("out", out))
 }
 
 fn matmul_forward(op: &MatmulForward) -> Outputs {
@@ -85,15 +80,13 @@ fn matmul_forward(op: &MatmulForward) -> Outputs {
         Epilogue::Activation(_, preactivation) => Some(("preactivation", preactivation)),
         Epilogue::None | Epilogue::Residual(_) => None,
     };
-    let Some(fp8) = &op.fp8 else { return vec![Some(("out", op.out)), preactivation] };
-    // An engine may leave an output unwritten that it quantizes.
-    let mut outputs = vec![fp8.out.is_none().then_some(("out", op.out)), preactivation];
-    outputs.extend(fp8.out.iter().flat_map(quantize));
-    outputs
+    let quantized = op.fp8.as_ref().and_then(|fp8| fp8.out.as_ref());
+    let outputs = [written(op.out, quantized), preactivation];
+    outputs.into_iter().chain(quantized.into_iter().flat_map(quantize)).collect()
 }
 
 fn matmul_backward(op: &MatmulBackward) -> Outputs {
-    let gradients = [Some(("dweight", op.dweight)), op.dbias.map(|dbias| ("dbias", dbias))];
+    let gradients = [Some(("dweight", op.dweight)), named("dbias", op.dbias)];
     let Some(fp8) = &op.fp8 else { return [Some(("dinp", op.dinp))].into_iter().chain(gradients).collect() };
     let mut outputs = Vec::new();
     if !fp8.dout_is_quantized {
@@ -107,13 +100,9 @@ fn matmul_backward(op: &MatmulBackward) -> Outputs {
 }
 
 fn quantize(op: &Quantize) -> Outputs {
-    let mut outputs = vec![
-        op.out.map(|out| ("quantized", out)),
-        op.transposed.map(|transposed| ("transposed", transposed)),
-        op.column_sums.map(|sums| ("column_sums", sums)),
-    ];
-    outputs.extend(scale(&op.scale, op.scaling));
-    outputs
+    let tensors = [("quantized", op.out), ("transposed", op.transposed), ("column_sums", op.column_sums)];
+    let outputs = tensors.map(|(name, tensor)| named(name, tensor));
+    outputs.into_iter().chain(scale(&op.scale, op.scaling)).collect()
 }
 
 fn scale(scale: &Fp8Scale, scaling: Scaling) -> Outputs {

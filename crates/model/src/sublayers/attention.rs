@@ -2,16 +2,16 @@
 
 use crate::activations::Activations;
 use crate::decoder::{BackwardPass, Cache, DecodePass, Decoder, ForwardPass, NormBuffers, SubLayer};
-use crate::descriptor::{self, Descriptor, Positions};
+use crate::descriptor::{Descriptor, Positions, QkNorm};
 use crate::params::Param;
 use crate::recompute::Recompute;
 use crate::sharding::LayerHooks;
 use engine::ops::{
-    AttentionBackward, AttentionForward, DecodeAttention, DecodeMatmul, DecodeQkNorm, DecodeRotary, Epilogue,
-    MatmulForward, QkNorm, RotaryBackward, RotaryForward, RotaryShape,
+    AttentionBackward, AttentionForward, DecodeAttention, DecodeMatmul, Epilogue, HeadNorm, MatmulForward,
+    RotaryBackward, RotaryForward, Rotation,
 };
 use engine::tensor::{DType, Tensor};
-use engine::{BatchLayout, Engine, Result};
+use engine::{Engine, Result};
 use std::sync::Arc;
 
 /// The activations of attention in one layer.
@@ -60,25 +60,16 @@ fn qk_channels(d: &Descriptor) -> usize {
     (d.heads + d.kv_heads) * d.head_size
 }
 
-/// The operands that the rotation of queries and keys and its gradient share.
-struct Rotation {
-    table: Tensor,
-    qk_norm: Option<QkNorm>,
-    shape: RotaryShape,
-}
-
 impl Attention {
     /// Returns the rotation of queries and keys, or `None` if positions are learned.
-    fn rotation(&self, model: &Decoder, layout: BatchLayout) -> Option<Rotation> {
+    fn rotation(&self, model: &Decoder) -> Option<Rotation> {
         let d = &model.descriptor;
         let (Positions::Rotary(rotary), Some(table)) = (d.positions, model.rotary_table) else { return None };
-        let qk_norm = d.qk_norm.zip(self.qk_saved).map(|(norm, saved)| {
-            let descriptor::QkNorm { eps, weights, gain } = norm;
+        let qk_norm = d.qk_norm.map(|QkNorm { eps, weights, gain }| {
             let weights = weights.then(|| [Param::QNormw, Param::KNormw].map(|param| model.param(param, self.layer)));
-            QkNorm { saved, weights, eps, gain }
+            HeadNorm { weights, eps, gain }
         });
-        let shape = RotaryShape { attention: d.attention(layout.b, layout.t), pairs: rotary.pairs };
-        Some(Rotation { table, qk_norm, shape })
+        Some(Rotation { table, pairs: rotary.pairs, qk_norm })
     }
 
     fn qkv(&self, model: &Decoder) -> MatmulForward {
@@ -132,10 +123,10 @@ impl SubLayer for Attention {
         let Self { qkv, attended, lse, .. } = *self;
         let model = pass.model;
         engine.run(self.qkv(model))?;
-        if let Some(Rotation { table, qk_norm, shape }) = self.rotation(model, pass.layout) {
-            engine.run(RotaryForward { qkv, table, qk_norm, shape })?;
-        }
         let shape = model.descriptor.attention(pass.layout.b, pass.layout.t);
+        if let Some(rotation) = self.rotation(model) {
+            engine.run(RotaryForward { qkv, saved: self.qk_saved, rotation, shape })?;
+        }
         let quantized = model.fp8_input(self.layer, Param::Attprojw, attended);
         engine.run(AttentionForward { out: attended, lse, qkv, shape, quantized })?;
         if last { Ok(()) } else { engine.run(self.attproj(model, residual)) }
@@ -149,10 +140,10 @@ impl SubLayer for Attention {
         engine.run(pass.linear(layer, Param::Attprojw, [pass.dattention, pass.dresidual], attended, dbias))?;
         let (dout, shape) = (pass.dattention, d.attention(pass.layout.b, pass.layout.t));
         engine.run(AttentionBackward { dqkv, dout, qkv, out: attended, lse, shape })?;
-        if let Some(Rotation { table, qk_norm, shape }) = self.rotation(model, pass.layout) {
-            let weights = qk_norm.and_then(|norm| norm.weights);
+        if let Some(rotation) = self.rotation(model) {
+            let weights = rotation.qk_norm.and_then(|norm| norm.weights);
             let dweights = weights.map(|_| [Param::QNormw, Param::KNormw].map(|param| pass.grads.tensor(param, layer)));
-            engine.run(RotaryBackward { dqkv, table, qk_norm, dweights, shape })?;
+            engine.run(RotaryBackward { dqkv, saved: self.qk_saved, dweights, rotation, shape })?;
         }
         // The norms of all sub-layers share one buffer, which those that follow have overwritten.
         if pass.recompute >= Recompute::ActivationAndNorms {
@@ -167,11 +158,6 @@ impl SubLayer for Attention {
         let norm = Some(model.norm_of(&self.ln1, residual, None));
         engine.run(DecodeMatmul { norm, matmul: self.qkv(model) })?;
         let Cache { keys, values, partials, slots, .. } = pass.cache;
-        let rotation = self.rotation(model, BatchLayout { b: pass.rows, t: 1 });
-        let rotary = rotation.map(|Rotation { table, qk_norm, shape }| {
-            let qk_norm = qk_norm.map(|norm| DecodeQkNorm { weights: norm.weights, eps: norm.eps, gain: norm.gain });
-            DecodeRotary { table, pairs: shape.pairs, qk_norm }
-        });
         engine.run(DecodeAttention {
             out: self.attended,
             qkv: self.qkv,
@@ -179,7 +165,7 @@ impl SubLayer for Attention {
             values: values.part(self.layer, d.layers),
             slots,
             partials,
-            rotary,
+            rotation: self.rotation(model),
             shape: d.attention(pass.rows, pass.capacity),
         })?;
         engine.run(DecodeMatmul { norm: None, matmul: self.attproj(model, residual) })

@@ -8,9 +8,8 @@ use super::case::{Case, Init, Operand, Part, Work};
 use super::compare::Tolerance;
 use engine::ops::{
     Activation, ActivationForward, ActivationInput, AttentionBackward, AttentionForward, AttentionShape, Classifier,
-    EncoderBackward, EncoderForward, Epilogue, GlobalNorm, LayerNormBackward, LayerNormForward, MatmulBackward,
-    MatmulForward, MatmulShape, QkNorm, RmsNormBackward, RmsNormForward, RotaryBackward, RotaryForward, RotaryPairs,
-    RotaryShape, Sum,
+    EncoderBackward, EncoderForward, Epilogue, GlobalNorm, HeadNorm, MatmulBackward, MatmulForward, MatmulShape,
+    NormBackward, NormForward, RotaryBackward, RotaryForward, RotaryPairs, Rotation, Sum,
 };
 use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, Engine, Result, Workload};
@@ -335,8 +334,9 @@ fn layernorm_forward(rows: usize, c: usize) -> Case {
     operands.push(input("inp", rows * c, Init::Uniform { mean: 0.3, spread: 2.0 }));
     let work = Work { floats: 2 * rows * c, bytes: 8 * rows, flops: 0 };
     case("layernorm_forward", format!("{rows}x{c}"), workload(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
-        let (out, mean, rstd, weight, bias, inp) = (x[0], x[1], x[2], x[3], x[4], x[5]);
-        e.run(LayerNormForward { out, mean, rstd, inp, weight, bias, c, quantized: None })
+        let (out, rstd, inp) = (x[0], x[2], x[5]);
+        let [mean, weight, bias] = [x[1], x[3], x[4]].map(Some);
+        e.run(NormForward { out, mean, rstd, inp, weight, bias, c, eps: 0.0, quantized: None })
     })
 }
 
@@ -357,18 +357,10 @@ fn layernorm_backward(rows: usize, c: usize, column_sums: bool) -> Case {
     let work = Work { floats: 4 * rows * c, bytes: 8 * rows, flops: 0 };
     let shape = format!("{rows}x{c}{}", if column_sums { " column sums" } else { "" });
     let case = case("layernorm_backward", shape, workload(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
-        e.run(LayerNormBackward {
-            dinp: x[5],
-            dweight: x[6],
-            dbias: x[7],
-            column_sums: column_sums.then_some(x[10]),
-            dout: x[8],
-            inp: x[9],
-            weight: x[3],
-            mean: x[1],
-            rstd: x[2],
-            c,
-        })
+        let [dweight, dbias, weight, mean] = [x[6], x[7], x[3], x[1]].map(Some);
+        let (dinp, dout, inp, rstd) = (x[5], x[8], x[9], x[2]);
+        let column_sums = column_sums.then_some(x[10]);
+        e.run(NormBackward { dinp, dweight, dbias, column_sums, dout, inp, weight, mean, rstd, c })
     });
     Case { parts: vec![(Part::Kernel("norm_backward"), work)], ..case }
 }
@@ -399,7 +391,8 @@ fn rmsnorm_forward(rows: usize, c: usize, weighted: bool) -> Case {
     case("rmsnorm_forward", shape, workload, operands, work, move |e, x| {
         let weight = weighted.then_some(x[3]);
         // A large eps, so that an ignored one shows.
-        e.run(RmsNormForward { out: x[0], rstd: x[1], inp: x[2], weight, c, eps: 0.25, quantized: None })
+        let (out, rstd, inp) = (x[0], x[1], x[2]);
+        e.run(NormForward { out, mean: None, rstd, inp, weight, bias: None, c, eps: 0.25, quantized: None })
     })
 }
 
@@ -416,7 +409,9 @@ fn rmsnorm_backward(rows: usize, c: usize, weighted: bool) -> Case {
     let (shape, workload) = (rmsnorm_shape(rows, c, weighted), workload(1, rows, c, 1, 128, 0));
     let case = case("rmsnorm_backward", shape, workload, operands, work, move |e, x| {
         let [dweight, weight] = [x[1], x[5]].map(|tensor| weighted.then_some(tensor));
-        e.run(RmsNormBackward { dinp: x[0], dweight, dout: x[2], inp: x[3], weight, rstd: x[4], c })
+        let (dinp, dout, inp, rstd) = (x[0], x[2], x[3], x[4]);
+        let (dbias, column_sums, mean) = (None, None, None);
+        e.run(NormBackward { dinp, dweight, dbias, column_sums, dout, inp, weight, mean, rstd, c })
     });
     Case { parts: vec![(Part::Kernel("norm_backward"), work)], ..case }
 }
@@ -652,6 +647,13 @@ fn attention_backward(shape: AttentionShape) -> Case {
     }
 }
 
+/// The sizes of a rotation.
+#[derive(Clone, Copy)]
+struct RotaryShape {
+    attention: AttentionShape,
+    pairs: RotaryPairs,
+}
+
 /// Returns the forward and the backward pass without a norm, with a norm, and with a weighted norm.
 fn rotary(shape: RotaryShape) -> Vec<Case> {
     let norms = [None, Some(false), Some(true)];
@@ -689,9 +691,10 @@ fn rotary_workload(shape: RotaryShape) -> Workload {
     Workload { attention, ..workload(attention.b, attention.t, channels, attention.heads, 128, 0) }
 }
 
-/// Returns the norm of a case with the operands of [`rotary_operands`].
-fn qk_norm(x: &[Tensor], weighted: bool) -> QkNorm {
-    QkNorm { saved: x[2], weights: weighted.then_some([x[3], x[4]]), eps: 1e-5, gain: 1.25 }
+/// Returns the rotation of a case with the operands of [`rotary_operands`], and the queries and keys before its norm.
+fn rotation(x: &[Tensor], pairs: RotaryPairs, norm: Option<bool>) -> (Rotation, Option<Tensor>) {
+    let norm_of = |weighted: bool| HeadNorm { weights: weighted.then_some([x[3], x[4]]), eps: 1e-5, gain: 1.25 };
+    (Rotation { table: x[1], pairs, qk_norm: norm.map(norm_of) }, norm.map(|_| x[2]))
 }
 
 fn rotary_forward(shape: RotaryShape, norm: Option<bool>) -> Case {
@@ -702,8 +705,8 @@ fn rotary_forward(shape: RotaryShape, norm: Option<bool>) -> Case {
     }
     let work = Work { floats: rotated * if norm.is_some() { 3 } else { 2 }, bytes: 0, flops: 0 };
     let case = case("rotary_forward", name, rotary_workload(shape), operands, work, move |e, x| {
-        let qk_norm = norm.map(|weighted| qk_norm(x, weighted));
-        e.run(RotaryForward { qkv: x[0], table: x[1], qk_norm, shape })
+        let (rotation, saved) = rotation(x, shape.pairs, norm);
+        e.run(RotaryForward { qkv: x[0], saved, rotation, shape: shape.attention })
     });
     Case { exact: norm.is_none(), ..case }
 }
@@ -716,9 +719,9 @@ fn rotary_backward(shape: RotaryShape, norm: Option<bool>) -> Case {
     }
     let work = Work { floats: rotated * if norm.is_some() { 3 } else { 2 }, bytes: 0, flops: 0 };
     let case = case("rotary_backward", name, rotary_workload(shape), operands, work, move |e, x| {
-        let qk_norm = norm.map(|weighted| qk_norm(x, weighted));
+        let (rotation, saved) = rotation(x, shape.pairs, norm);
         let dweights = (norm == Some(true)).then_some([x[5], x[6]]);
-        e.run(RotaryBackward { dqkv: x[0], table: x[1], qk_norm, dweights, shape })
+        e.run(RotaryBackward { dqkv: x[0], saved, dweights, rotation, shape: shape.attention })
     });
     Case { exact: norm.is_none(), ..case }
 }

@@ -5,8 +5,8 @@ mod norms;
 use super::*;
 use crate::ops::{
     Activation, ActivationForward, ActivationInput, AdamW, AdamWUpdate, AttentionBackward, AttentionForward,
-    AttentionShape, Classifier, EncoderBackward, EncoderForward, Epilogue, GlobalNorm, LayerNormBackward,
-    LayerNormForward, Master, MatmulBackward, MatmulForward, MatmulShape, Sum, UpdateRange,
+    AttentionShape, Classifier, EncoderBackward, EncoderForward, Epilogue, GlobalNorm, Master, MatmulBackward,
+    MatmulForward, MatmulShape, NormBackward, NormForward, Sum, UpdateRange,
 };
 use proptest::prelude::*;
 use rng::Mt19937;
@@ -219,7 +219,9 @@ proptest! {
         let (dinp, dout) = (bench.normal(rows * c), bench.normal(rows * c));
         let (dweight, dbias, column_sums) = (bench.normal(c), bench.normal(c), bench.normal(c));
         bench.ready();
-        bench.dyn_engine().run(LayerNormForward { out, mean, rstd, inp, weight, bias, c, quantized: None }).unwrap();
+        let [given_mean, given_weight] = [mean, weight].map(Some);
+        let forward = NormForward { out, mean: given_mean, rstd, inp, weight: given_weight, bias: Some(bias), c, eps: 0.0, quantized: None };
+        bench.dyn_engine().run(forward).unwrap();
         let x = bench.before(inp);
         let (w, beta) = (bench.before(weight), bench.before(bias));
         let means: Vec<f64> = x.chunks(c).map(|row| row.iter().sum::<f64>() / c as f64).collect();
@@ -236,7 +238,9 @@ proptest! {
         bench.assert("out", out, &expected);
 
         let summed = summed.then_some(column_sums);
-        bench.dyn_engine().run(LayerNormBackward { dinp, dweight, dbias, column_sums: summed, dout, inp, weight, mean, rstd, c }).unwrap();
+        let gradients = [dweight, dbias].map(Some);
+        let backward = NormBackward { dinp, dweight: gradients[0], dbias: gradients[1], column_sums: summed, dout, inp, weight: given_weight, mean: given_mean, rstd, c };
+        bench.dyn_engine().run(backward).unwrap();
         let d = bench.before(dout);
         let (mut dw, mut db) = (bench.before(dweight), bench.before(dbias));
         let mut dx = bench.before(dinp);

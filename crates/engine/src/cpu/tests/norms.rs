@@ -1,7 +1,7 @@
 //! RMSNorm and rotary embeddings.
 
 use super::*;
-use crate::ops::{QkNorm, RmsNormBackward, RmsNormForward, RotaryBackward, RotaryForward, RotaryPairs, RotaryShape};
+use crate::ops::{HeadNorm, NormBackward, NormForward, RotaryBackward, RotaryForward, RotaryPairs, Rotation};
 
 /// Returns the gradient of Σ dout · f(x) with respect to each x, by central differences.
 fn gradient(x: &[f64], dout: &[f64], f: impl Fn(&[f64]) -> Vec<f64>) -> Vec<f64> {
@@ -35,8 +35,11 @@ proptest! {
         let (dinp, dout) = (bench.normal(rows * c), bench.normal(rows * c));
         bench.ready();
         let of = |tensor| weighted.then_some(tensor);
-        bench.dyn_engine().run(RmsNormForward { out, rstd, inp, weight: of(weight), c, eps, quantized: None }).unwrap();
-        let backward = RmsNormBackward { dinp, dweight: of(dweight), dout, inp, weight: of(weight), rstd, c };
+        let weights = of(weight);
+        let forward = NormForward { out, mean: None, rstd, inp, weight: weights, bias: None, c, eps, quantized: None };
+        bench.dyn_engine().run(forward).unwrap();
+        let (dweight_of, dbias, column_sums) = (of(dweight), None, None);
+        let backward = NormBackward { dinp, dweight: dweight_of, dbias, column_sums, dout, inp, weight: weights, mean: None, rstd, c };
         bench.dyn_engine().run(backward).unwrap();
 
         let (x, d, eps) = (bench.before(inp), bench.before(dout), f64::from(eps));
@@ -66,10 +69,9 @@ proptest! {
         norm in 0usize..3,
     ) {
         let (heads, hs) = (group * kv_heads, 2 * half);
-        let attention = AttentionShape { b, t, heads, kv_heads, head_size: hs };
+        let shape = AttentionShape { b, t, heads, kv_heads, head_size: hs };
         let pairs = if interleaved { RotaryPairs::Interleaved } else { RotaryPairs::HalfSplit };
-        let shape = RotaryShape { attention, pairs };
-        let (rotated, packed) = (heads + kv_heads, attention.packed_heads());
+        let (rotated, packed) = (heads + kv_heads, shape.packed_heads());
         let mut bench = Bench::new();
         let (qkv, dqkv) = (bench.normal(b * t * packed * hs), bench.normal(b * t * packed * hs));
         let saved = bench.normal(b * t * rotated * hs);
@@ -80,10 +82,11 @@ proptest! {
         let table = bench.with(angles.flat_map(|a| [a.cos() as f32, a.sin() as f32]).collect());
         bench.ready();
         let (eps, gain) = (1e-3, 1.25);
-        let qk_norm = (norm > 0).then_some(QkNorm { saved, weights: (norm > 1).then_some(weights), eps, gain });
-        bench.dyn_engine().run(RotaryForward { qkv, table, qk_norm, shape }).unwrap();
+        let qk_norm = (norm > 0).then_some(HeadNorm { weights: (norm > 1).then_some(weights), eps, gain });
+        let (rotation, saved) = (Rotation { table, pairs, qk_norm }, (norm > 0).then_some(saved));
+        bench.dyn_engine().run(RotaryForward { qkv, saved, rotation, shape }).unwrap();
         let given = (norm > 1).then_some(dweights);
-        bench.dyn_engine().run(RotaryBackward { dqkv, table, qk_norm, dweights: given, shape }).unwrap();
+        bench.dyn_engine().run(RotaryBackward { dqkv, saved, dweights: given, rotation, shape }).unwrap();
 
         let [q_weight, k_weight] = weights.map(|w| if norm > 1 { bench.before(w) } else { vec![1.0; hs] });
         let rotate = |position: usize, x: &[f64], w: &[f64]| {

@@ -4,9 +4,8 @@ use super::{UNIT, case, exact, f32, i32, if_present, input, output, workload};
 use crate::selftest::case::{Case, Init, Operand, Work};
 use crate::selftest::compare::Tolerance;
 use engine::ops::{
-    Activation, AttentionShape, CacheFill, DecodeAttention, DecodeEmbed, DecodeMatmul, DecodeQkNorm, DecodeRotary,
-    Epilogue, LayerNormForward, MatmulForward, MatmulShape, NormForward, RmsNormForward, RotaryPairs, SampleTokens,
-    Slot, SlotSampling, decode_splits,
+    Activation, AttentionShape, CacheFill, DecodeAttention, DecodeEmbed, DecodeMatmul, Epilogue, HeadNorm,
+    MatmulForward, MatmulShape, NormForward, RotaryPairs, Rotation, SampleTokens, Slot, SlotSampling, decode_splits,
 };
 use engine::tensor::Tensor;
 
@@ -125,7 +124,7 @@ fn embed(b: usize, c: usize, vocab: usize, positions: bool) -> Case {
 }
 
 /// Returns a linear layer.
-fn matmul(shape: MatmulShape, norm: DecodeNorm, bias: bool, epilogue: After) -> Case {
+fn matmul(shape: MatmulShape, norm: DecodeNorm, biased: bool, epilogue: After) -> Case {
     let MatmulShape { rows, c, oc } = shape;
     let activation = if let After::Activation(activation) = epilogue { Some(activation) } else { None };
     let columns = oc / activation.map_or(1, Activation::inputs);
@@ -153,28 +152,10 @@ fn matmul(shape: MatmulShape, norm: DecodeNorm, bias: bool, epilogue: After) -> 
     let work = Work { floats: rows * (c + columns) + oc * c + added, bytes: 0, flops: 2 * rows * c * oc };
     let run = move |x: &[Tensor]| {
         let (out, inp) = (x[6], x[1]);
-        let normed = match norm {
-            DecodeNorm::None => None,
-            DecodeNorm::Layer => Some(NormForward::LayerNorm(LayerNormForward {
-                out,
-                mean: x[7],
-                rstd: x[8],
-                inp,
-                weight: x[9],
-                bias: x[10],
-                c,
-                quantized: None,
-            })),
-            DecodeNorm::Rms => Some(NormForward::RmsNorm(RmsNormForward {
-                out,
-                rstd: x[8],
-                inp,
-                weight: Some(x[9]),
-                c,
-                eps: 1e-5,
-                quantized: None,
-            })),
-        };
+        let [mean, bias] = [x[7], x[10]].map(|tensor| (norm == DecodeNorm::Layer).then_some(tensor));
+        let (rstd, weight) = (x[8], Some(x[9]));
+        let normed = NormForward { out, mean, rstd, inp, weight, bias, c, eps: 1e-5, quantized: None };
+        let normed = (norm != DecodeNorm::None).then_some(normed);
         let epilogue = match epilogue {
             After::Nothing => Epilogue::None,
             After::Residual => Epilogue::Residual(x[4]),
@@ -182,7 +163,7 @@ fn matmul(shape: MatmulShape, norm: DecodeNorm, bias: bool, epilogue: After) -> 
         };
         let inp = if normed.is_some() { x[6] } else { inp };
         let matmul =
-            MatmulForward { out: x[0], inp, weight: x[2], bias: bias.then_some(x[3]), epilogue, shape, fp8: None };
+            MatmulForward { out: x[0], inp, weight: x[2], bias: biased.then_some(x[3]), epilogue, shape, fp8: None };
         DecodeMatmul { norm: normed, matmul }
     };
     let kind = match (activation, epilogue) {
@@ -191,7 +172,7 @@ fn matmul(shape: MatmulShape, norm: DecodeNorm, bias: bool, epilogue: After) -> 
         _ => String::new(),
     };
     let norm_name = if norm == DecodeNorm::None { String::new() } else { format!("{norm:?} ") };
-    let bias_name = if bias { "bias " } else { "" };
+    let bias_name = if biased { "bias " } else { "" };
     let name = format!("{rows}x{oc}x{c} {norm_name}{bias_name}{kind}").trim_end().to_owned();
     case("decode_matmul", name, workload(1, rows, c, 1, 128, 0), operands, work, move |e, x| e.run(run(x)))
 }
@@ -221,10 +202,10 @@ fn attention(shape: AttentionShape, pairs: Option<RotaryPairs>, norm: bool) -> C
     };
     let name = format!("B{b} T{t} NH{heads} KV{kv_heads} HS{hs}{kind}");
     case("decode_attention", name, workload(b, 1, heads * hs, heads, 128, 0), operands, work, move |e, x| {
-        let qk_norm = norm.then_some(DecodeQkNorm { weights: Some([x[7], x[8]]), eps: 1e-5, gain: 1.2 });
-        let rotary = pairs.map(|pairs| DecodeRotary { table: x[6], pairs, qk_norm });
+        let qk_norm = norm.then_some(HeadNorm { weights: Some([x[7], x[8]]), eps: 1e-5, gain: 1.2 });
+        let rotation = pairs.map(|pairs| Rotation { table: x[6], pairs, qk_norm });
         let [out, qkv, keys, values, slots, partials] = [0, 1, 2, 3, 4, 5].map(|i| x[i]);
-        e.run(DecodeAttention { out, qkv, keys, values, slots, partials, rotary, shape })
+        e.run(DecodeAttention { out, qkv, keys, values, slots, partials, rotation, shape })
     })
 }
 

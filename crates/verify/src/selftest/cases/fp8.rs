@@ -9,8 +9,7 @@ use super::{
 };
 use engine::ops::{
     Activation, ActivationInput, AttentionForward, AttentionShape, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format,
-    Fp8Forward, Fp8Scale, Fp8Scales, LayerNormForward, MatmulBackward, MatmulForward, MatmulShape, Quantize,
-    RmsNormForward, Scaling,
+    Fp8Forward, Fp8Scale, Fp8Scales, MatmulBackward, MatmulForward, MatmulShape, NormForward, Quantize, Scaling,
 };
 
 /// Returns every operation in FP8 at small shapes, which are multiples of 16.
@@ -543,11 +542,9 @@ fn quantized_norm(shape: MatmulShape, is_layernorm: bool, scaling: Scaling) -> C
             shape: [rows, c],
             column_sums: None,
         });
-        if is_layernorm {
-            e.run(LayerNormForward { out: normed, mean, rstd, inp, weight, bias, c, quantized })?;
-        } else {
-            e.run(RmsNormForward { out: normed, rstd, inp, weight: Some(weight), c, eps: 1e-5, quantized })?;
-        }
+        let [mean, bias] = [mean, bias].map(|tensor| is_layernorm.then_some(tensor));
+        let weight = Some(weight);
+        e.run(NormForward { out: normed, mean, rstd, inp, weight, bias, c, eps: 1e-5, quantized })?;
         let accumulation = Fp8Accumulation::Fast;
         let forward = Fp8Forward {
             inp: x[n],
