@@ -1,21 +1,19 @@
 //! Matmul plans, which are prepared once and run many times.
 
 use crate::handle::{Handle, Workspace};
-use crate::matmul::{Batch, Element, Operands, Problem, Scale};
+use crate::matmul::{Batch, GemmKey, GemmOperands, Scale, library_epilogue, operand_types, storage_type};
 use crate::result::{Error, NOT_SUPPORTED, Owned, Result, check};
 use crate::sys::{self, Functions, HeuristicResult, MatmulAlgo};
 use cuda_driver::Stream;
+use gpu::matmul::gemm::{Bias, Gemm, GemmLayout, GemmOutput, GemmPrecision};
 use std::collections::HashMap;
 use std::ffi::c_void;
 
-/// The key that an algorithm is selected by: the matmul and the alignments of its operands.
-pub(crate) type Key = (Problem, [u32; 5]);
-
 /// The matmuls of one stream. The descriptors and the algorithm of a matmul are created at its first run and kept.
 pub struct Matmuls {
-    pub(crate) plans: HashMap<(Key, Option<Batch>), Plan>,
+    pub(crate) plans: HashMap<(GemmKey, Option<Batch>), Plan>,
     /// Selected algorithms. A plan that is created later uses them.
-    pub(crate) chosen: HashMap<Key, MatmulAlgo>,
+    pub(crate) chosen: HashMap<GemmKey, MatmulAlgo>,
     workspace: Workspace,
     pub(crate) handle: Handle,
 }
@@ -39,19 +37,19 @@ impl Matmuls {
     /// Queues a matmul. All matmuls of `self` must use the same `stream`, because they share a workspace.
     ///
     /// # Safety
-    /// The addresses must be device memory of the sizes that `problem` implies. D and the outputs of the epilogue must not
+    /// The addresses must be device memory of the sizes that `gemm` implies. The outputs must not
     /// overlap other operands. Nothing else may access the operands until the stream has completed the matmul.
-    pub unsafe fn run(&mut self, stream: &Stream, problem: &Problem, operands: &Operands) -> Result<()> {
-        operands.validate(problem)?;
-        let key = (*problem, operands.alignments());
+    pub unsafe fn run(&mut self, stream: &Stream, gemm: &Gemm, operands: &GemmOperands) -> Result<()> {
+        operands.validate(gemm)?;
+        let key = (*gemm, operands.alignments());
         let plan_key = (key, operands.batch);
         if !self.plans.contains_key(&plan_key) {
-            let plan = Plan::new(&self.handle, problem, operands, self.chosen.get(&key))?;
+            let plan = Plan::new(&self.handle, gemm, operands, self.chosen.get(&key))?;
             self.plans.insert(plan_key, plan);
         }
         let plan = self.plans.get_mut(&plan_key).expect("inserted above");
         // SAFETY: the caller's promise.
-        unsafe { plan.run(&self.handle, &self.workspace, stream, problem, operands) }
+        unsafe { plan.run(&self.handle, &self.workspace, stream, gemm, operands) }
     }
 
     /// Queues a matmul with `plan`, which need not be one of the plans of `self`.
@@ -62,11 +60,11 @@ impl Matmuls {
         &self,
         plan: &mut Plan,
         stream: &Stream,
-        problem: &Problem,
-        operands: &Operands,
+        gemm: &Gemm,
+        operands: &GemmOperands,
     ) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { plan.run(&self.handle, &self.workspace, stream, problem, operands) }
+        unsafe { plan.run(&self.handle, &self.workspace, stream, gemm, operands) }
     }
 }
 
@@ -76,25 +74,25 @@ fn device(address: u64) -> *mut c_void {
 
 impl Error {
     /// Adds the matmul to the description of a failed call.
-    fn of(self, problem: &Problem) -> Self {
+    fn of(self, gemm: &Gemm) -> Self {
         match self {
-            Self::Call { call, status } => Self::Call { call: format!("{call} of {problem}"), status },
+            Self::Call { call, status } => Self::Call { call: format!("{call} of {gemm}"), status },
             other => other,
         }
     }
 }
 
 impl Owned {
-    fn set_pointers(&mut self, operands: &Operands) -> Result<()> {
+    fn set_pointers(&mut self, operands: &GemmOperands) -> Result<()> {
         if let Some(bias) = operands.bias {
             self.set(sys::DESC_BIAS_POINTER, bias)?;
         }
-        if let Some(aux) = operands.aux {
-            self.set(sys::DESC_EPILOGUE_AUX_POINTER, aux)?;
+        if let Some(preactivation) = operands.preactivation {
+            self.set(sys::DESC_EPILOGUE_AUX_POINTER, preactivation)?;
         }
         if let Some([a, b]) = operands.fp8_scales {
-            self.set(sys::DESC_A_SCALE_POINTER, a)?;
-            self.set(sys::DESC_B_SCALE_POINTER, b)?;
+            self.set(sys::DESC_A_SCALE_POINTER, b)?;
+            self.set(sys::DESC_B_SCALE_POINTER, a)?;
         }
         Ok(())
     }
@@ -102,19 +100,19 @@ impl Owned {
 
 impl Plan {
     /// Creates a plan with the `chosen` algorithm if cuBLASLt supports it, otherwise with the first choice of its heuristic.
-    fn new(handle: &Handle, problem: &Problem, operands: &Operands, chosen: Option<&MatmulAlgo>) -> Result<Self> {
+    fn new(handle: &Handle, gemm: &Gemm, operands: &GemmOperands, chosen: Option<&MatmulAlgo>) -> Result<Self> {
         if let Some(algo) = chosen {
-            let plan = Self::with(handle, problem, operands, *algo)?;
+            let plan = Self::with(handle, gemm, operands, *algo)?;
             if plan.is_possible(handle) {
                 return Ok(plan);
             }
         }
-        let best = candidates(handle, problem, operands, 1)?;
-        Self::with(handle, problem, operands, best[0])
+        let best = candidates(handle, gemm, operands, 1)?;
+        Self::with(handle, gemm, operands, best[0])
     }
 
-    pub(crate) fn with(handle: &Handle, problem: &Problem, operands: &Operands, algo: MatmulAlgo) -> Result<Self> {
-        let (desc, [a, b, d]) = describe(handle.lt, problem, operands).map_err(|error| error.of(problem))?;
+    pub(crate) fn with(handle: &Handle, gemm: &Gemm, operands: &GemmOperands, algo: MatmulAlgo) -> Result<Self> {
+        let (desc, [a, b, d]) = describe(handle.lt, gemm, operands).map_err(|error| error.of(gemm))?;
         Ok(Self { desc, a, b, d, algo })
     }
 
@@ -141,17 +139,17 @@ impl Plan {
     /// Queues the matmul.
     ///
     /// # Safety
-    /// See [`Matmuls::run`]. `problem` must be the one that the plan was created for.
+    /// See [`Matmuls::run`]. `gemm` must be the one that the plan was created for.
     unsafe fn run(
         &mut self,
         handle: &Handle,
         workspace: &Workspace,
         stream: &Stream,
-        problem: &Problem,
-        operands: &Operands,
+        gemm: &Gemm,
+        operands: &GemmOperands,
     ) -> Result<()> {
         self.desc.set_pointers(operands)?;
-        let unscaled = Scale { alpha: 1.0, beta: f32::from(u8::from(problem.accumulate)) };
+        let unscaled = Scale { alpha: 1.0, beta: f32::from(u8::from(gemm.epilogue.residual.is_some())) };
         let Scale { alpha, beta } = operands.scale.unwrap_or(unscaled);
         // SAFETY: the descriptors are live and describe the operands, which are the caller's promise. The workspace has the
         // size that the algorithm was selected for. The call reads alpha and beta before it returns.
@@ -160,14 +158,14 @@ impl Plan {
                 handle.raw,
                 self.desc.raw(),
                 (&raw const alpha).cast(),
-                device(operands.a),
-                self.a.raw(),
                 device(operands.b),
+                self.a.raw(),
+                device(operands.a),
                 self.b.raw(),
                 (&raw const beta).cast(),
-                device(operands.c.unwrap_or(operands.d)),
+                device(operands.residual.unwrap_or(operands.out)),
                 self.d.raw(),
-                device(operands.d),
+                device(operands.out),
                 self.d.raw(),
                 &raw const self.algo,
                 device(workspace.address()),
@@ -175,19 +173,19 @@ impl Plan {
                 stream.as_raw(),
             )
         };
-        check(status, "cublasLtMatmul").map_err(|error| error.of(problem))
+        check(status, "cublasLtMatmul").map_err(|error| error.of(gemm))
     }
 }
 
 /// Returns up to `most` algorithms, in the order of cuBLASLt's heuristic, best first.
 pub(crate) fn candidates(
     handle: &Handle,
-    problem: &Problem,
-    operands: &Operands,
+    gemm: &Gemm,
+    operands: &GemmOperands,
     most: usize,
 ) -> Result<Vec<MatmulAlgo>> {
-    let (desc, [a, b, d]) = describe(handle.lt, problem, operands).map_err(|error| error.of(problem))?;
-    let preference = prefer(handle.lt, problem, operands)?;
+    let (desc, [a, b, d]) = describe(handle.lt, gemm, operands).map_err(|error| error.of(gemm))?;
+    let preference = prefer(handle.lt, gemm, operands)?;
     // SAFETY: this plain structure may be all zeros.
     let mut results = vec![unsafe { std::mem::zeroed::<HeuristicResult>() }; most];
     let mut count = 0;
@@ -210,51 +208,55 @@ pub(crate) fn candidates(
     results.retain(|result| result.state == 0);
     // cuBLASLt returns 15, not supported, if it finds no algorithm.
     if status == NOT_SUPPORTED || (status == 0 && results.is_empty()) {
-        return Err(Error::NoAlgorithm { problem: problem.to_string() });
+        return Err(Error::NoAlgorithm { gemm: *gemm });
     }
-    check(status, "cublasLtMatmulAlgoGetHeuristic").map_err(|error| error.of(problem))?;
+    check(status, "cublasLtMatmulAlgoGetHeuristic").map_err(|error| error.of(gemm))?;
     Ok(results.iter().map(|result| result.algo).collect())
 }
 
-/// Creates the descriptors of the matmul and of A, B and D.
-fn describe(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<(Owned, [Owned; 3])> {
-    let Problem { m, n, k, transpose_a, transpose_b, element, epilogue, .. } = *problem;
-    let mut desc = Owned::matmul(lt, element == Element::Tf32)?;
+/// Creates the descriptors of the matmul and of cuBLASLt's A, B and D. Its matrices are column-major, so the row-major
+/// out = op(a) · op(b) is its Dᵀ = op(b)ᵀ · op(a)ᵀ: its A is our b, its B is our a, its m is our n, and its n is our m.
+fn describe(lt: &Functions, gemm: &Gemm, operands: &GemmOperands) -> Result<(Owned, [Owned; 3])> {
+    let Gemm { m, n, k, layout, precision, epilogue, .. } = *gemm;
+    let stored = storage_type(precision);
+    let mut desc = Owned::matmul(lt, precision == GemmPrecision::Tf32)?;
     let op = |transposed| if transposed { sys::OP_T } else { sys::OP_N };
-    desc.set(sys::DESC_TRANSA, op(transpose_a))?;
-    desc.set(sys::DESC_TRANSB, op(transpose_b))?;
-    let raw = epilogue.raw();
-    desc.set(sys::DESC_EPILOGUE, raw)?;
-    if let Element::Fp8(fp8) = element {
-        desc.set(sys::DESC_FAST_ACCUM, i8::from(fp8.fast_accumulation))?;
+    desc.set(sys::DESC_TRANSA, op(layout == GemmLayout::Nt))?;
+    desc.set(sys::DESC_TRANSB, op(layout == GemmLayout::Tn))?;
+    let lacking = || Error::Operand { gemm: *gemm, what: "expected an epilogue that cuBLASLt has".to_owned() };
+    desc.set(sys::DESC_EPILOGUE, library_epilogue(gemm).ok_or_else(lacking)?)?;
+    if let GemmPrecision::Fp8 { exact, .. } = precision {
+        desc.set(sys::DESC_FAST_ACCUM, i8::from(!exact))?;
     }
-    if epilogue.uses_bias() {
-        desc.set(sys::DESC_BIAS_DATA_TYPE, element.raw())?;
+    if epilogue.bias == Some(Bias::Add) {
+        desc.set(sys::DESC_BIAS_DATA_TYPE, stored)?;
     }
-    if epilogue.uses_aux() {
-        desc.set(sys::DESC_EPILOGUE_AUX_DATA_TYPE, element.raw())?;
-        desc.set(sys::DESC_EPILOGUE_AUX_LD, m as i64)?;
+    if epilogue.activation.is_some() {
+        desc.set(sys::DESC_EPILOGUE_AUX_DATA_TYPE, stored)?;
+        desc.set(sys::DESC_EPILOGUE_AUX_LD, n as i64)?;
     }
     // The heuristic reads the pointers' alignment.
     desc.set_pointers(operands)?;
 
-    let swap_if = |swap, (rows, columns)| if swap { (columns, rows) } else { (rows, columns) };
-    let layout = |raw, (rows, columns), stride: fn(Batch) -> usize| -> Result<Owned> {
-        let mut layout = Owned::layout(lt, raw, rows, columns)?;
+    // A row-major (rows, columns) matrix is a column-major (columns, rows) matrix.
+    let matrix = |raw, rows, columns, stride: fn(Batch) -> usize| -> Result<Owned> {
+        let mut matrix = Owned::layout(lt, raw, columns, rows)?;
         if let Some(batch) = operands.batch {
-            layout.set(sys::LAYOUT_BATCH_COUNT, batch.count as i32)?;
-            layout.set(sys::LAYOUT_STRIDED_BATCH_OFFSET, stride(batch) as i64)?;
+            matrix.set(sys::LAYOUT_BATCH_COUNT, batch.count as i32)?;
+            matrix.set(sys::LAYOUT_STRIDED_BATCH_OFFSET, stride(batch) as i64)?;
         }
-        Ok(layout)
+        Ok(matrix)
     };
-    let [a_type, b_type] = element.raw_operands();
-    let (a, b) = (swap_if(transpose_a, (m, k)), swap_if(transpose_b, (k, n)));
-    let layouts = [
-        layout(a_type, a, |batch| batch.a)?,
-        layout(b_type, b, |batch| batch.b)?,
-        layout(problem.stored().raw(), (m, n), |batch| batch.d)?,
+    let [a_type, b_type] = operand_types(precision);
+    let (a_rows, a_columns) = if layout == GemmLayout::Tn { (k, m) } else { (m, k) };
+    let (b_rows, b_columns) = if layout == GemmLayout::Nt { (n, k) } else { (k, n) };
+    let out_type = if epilogue.output == GemmOutput::F32 { sys::R_32F } else { stored };
+    let matrices = [
+        matrix(b_type, b_rows, b_columns, |batch| batch.b)?,
+        matrix(a_type, a_rows, a_columns, |batch| batch.a)?,
+        matrix(out_type, m, n, |batch| batch.d)?,
     ];
-    Ok((desc, layouts))
+    Ok((desc, matrices))
 }
 
 /// Creates the preferences of the heuristic: the size of the workspace, the alignments of the operands, and split-K only for
@@ -263,8 +265,8 @@ fn describe(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<(O
 /// A weight gradient has few tiles and a long K, and would leave most of the GPU idle without split-K. Its partial sums are
 /// in f32 and are added in a fixed order. Other matmuls are not split: with split-K and a DGELU epilogue, cuBLASLt 13.1 reads
 /// the output although beta is 0, so that a NaN in it remains.
-fn prefer(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<Owned> {
-    let accumulates = problem.accumulate && operands.c.is_none();
+fn prefer(lt: &Functions, gemm: &Gemm, operands: &GemmOperands) -> Result<Owned> {
+    let accumulates = gemm.epilogue.residual.is_some() && operands.residual.is_none();
     let schemes = if accumulates { sys::REDUCTION_SCHEME_COMPUTE_TYPE } else { sys::REDUCTION_SCHEME_NONE };
     let mut preference = Owned::preference(lt)?;
     preference.set(sys::PREF_MAX_WORKSPACE_BYTES, Workspace::BYTES)?;
@@ -284,9 +286,24 @@ fn prefer(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<Owne
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Epilogue::{Bias, DGelu, GeluAuxBias, None as Plain};
-    use crate::Fp8;
-    use crate::{Epilogue, handle};
+    use crate::handle;
+    use cuda_std::fp8::Fp8Format;
+    use gpu::activation::Activation;
+    use gpu::matmul::gemm::{Batching, GemmEpilogue, Pass};
+
+    const NT: Gemm = Gemm {
+        m: 32,
+        n: 64,
+        k: 16,
+        layout: GemmLayout::Nt,
+        precision: GemmPrecision::Bf16,
+        batching: Batching::One,
+        epilogue: GemmEpilogue::NONE,
+    };
+
+    fn fp8(exact: bool) -> GemmPrecision {
+        GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact }
+    }
 
     /// Descriptors are host memory, so that cuBLASLt can create them without a GPU. If the library is not installed, the test
     /// checks the error message instead.
@@ -301,87 +318,81 @@ mod tests {
                 return;
             }
         };
-        let fp8 = Element::Fp8(Fp8 { a_e5m2: false, b_e5m2: true, fast_accumulation: true });
-        for element in [Element::Bf16, Element::F32, Element::Tf32, fp8] {
-            for epilogue in [Plain, Bias, GeluAuxBias, DGelu] {
-                for (transpose_a, transpose_b) in [(true, false), (false, true)] {
-                    if transpose_b && element == fp8 {
+        let plain = GemmEpilogue::NONE;
+        let gelu = GemmEpilogue::BIAS.with(Activation::Gelu, Pass::Forward);
+        let dgelu = plain.with(Activation::Gelu, Pass::Backward);
+        for precision in [GemmPrecision::Bf16, GemmPrecision::F32, GemmPrecision::Tf32, fp8(false)] {
+            for epilogue in [plain, GemmEpilogue::BIAS, gelu, dgelu] {
+                for layout in [GemmLayout::Nt, GemmLayout::Tn] {
+                    if layout == GemmLayout::Tn && precision == fp8(false) {
                         continue;
                     }
-                    let problem = Problem {
-                        m: 3072,
-                        n: 256,
-                        k: 768,
-                        transpose_a,
-                        transpose_b,
-                        element,
-                        epilogue,
-                        accumulate: false,
-                        output: (transpose_b && epilogue == Plain).then_some(Element::F32),
-                        batched: epilogue == Plain && !transpose_b,
-                    };
+                    let f32_output = layout == GemmLayout::Tn && epilogue == plain;
+                    let output = if f32_output { GemmOutput::F32 } else { GemmOutput::Storage };
+                    let batched = epilogue == plain && layout == GemmLayout::Nt;
+                    let batching = if batched { Batching::Strided } else { Batching::One };
+                    let epilogue = GemmEpilogue { output, ..epilogue };
+                    let gemm = Gemm { m: 256, n: 3072, k: 768, layout, precision, batching, epilogue };
                     let address_if = |used: bool| used.then_some(0x1000);
-                    let operands = Operands {
-                        a: 0x100,
-                        b: 0x210,
-                        d: 0x320,
-                        c: None,
-                        bias: address_if(epilogue.uses_bias()),
-                        aux: address_if(epilogue.uses_aux()),
-                        scale: None,
-                        batch: problem.batched.then_some(Batch {
-                            count: 5,
-                            a: 3072 * 768,
-                            b: 768 * 256,
-                            d: 3072 * 256,
-                        }),
-                        fp8_scales: None,
+                    let batch = Batch { count: 5, a: 768 * 256, b: 3072 * 768, d: 3072 * 256 };
+                    let operands = GemmOperands {
+                        a: 0x210,
+                        b: 0x100,
+                        out: 0x320,
+                        bias: address_if(epilogue.bias.is_some()),
+                        preactivation: address_if(epilogue.activation.is_some()),
+                        batch: batched.then_some(batch),
+                        fp8_scales: gemm.is_fp8().then_some([0x100, 0x200]),
+                        ..GemmOperands::default()
                     };
-                    operands.validate(&problem).unwrap();
-                    describe(lt, &problem, &operands).unwrap_or_else(|error| panic!("{problem}: {error}"));
-                    prefer(lt, &problem, &operands).unwrap();
+                    operands.validate(&gemm).unwrap();
+                    describe(lt, &gemm, &operands).unwrap_or_else(|error| panic!("{gemm}: {error}"));
+                    prefer(lt, &gemm, &operands).unwrap();
                 }
             }
         }
     }
 
     #[test]
+    fn epilogues_that_cublaslt_lacks_are_refused() {
+        let fp8_output = GemmEpilogue { output: GemmOutput::Fp8, ..GemmEpilogue::NONE };
+        for epilogue in [
+            GemmEpilogue::BIAS_GRADIENT,
+            fp8_output,
+            GemmEpilogue::NONE.with(Activation::Gelu, Pass::Forward),
+            GemmEpilogue::NONE.with(Activation::Gelu, Pass::BackwardAndValue),
+            GemmEpilogue::BIAS.with(Activation::SwiGlu, Pass::Forward),
+        ] {
+            assert_eq!(library_epilogue(&Gemm { epilogue, ..NT }), None);
+        }
+    }
+
+    #[test]
     fn each_part_of_the_key_selects_another_plan() {
-        let problem = Problem {
-            m: 64,
-            n: 32,
-            k: 16,
-            transpose_a: true,
-            transpose_b: false,
-            element: Element::Bf16,
-            epilogue: Epilogue::None,
-            accumulate: false,
-            output: None,
-            batched: false,
-        };
-        let at = Operands { a: 0x100, b: 0x200, d: 0x300, ..Operands::default() };
-        let fp8 = |fast_accumulation| Element::Fp8(Fp8 { a_e5m2: false, b_e5m2: false, fast_accumulation });
+        let at = GemmOperands { a: 0x100, b: 0x200, out: 0x300, ..GemmOperands::default() };
+        let residual = Gemm { epilogue: GemmEpilogue::RESIDUAL, ..NT };
+        let f32_output = GemmEpilogue { output: GemmOutput::F32, ..GemmEpilogue::NONE };
         let keys = [
-            (problem, at),
-            (Problem { m: 128, ..problem }, at),
-            (Problem { n: 64, ..problem }, at),
-            (Problem { k: 32, ..problem }, at),
-            (Problem { transpose_a: false, ..problem }, at),
-            (Problem { transpose_b: true, ..problem }, at),
-            (Problem { element: Element::F32, ..problem }, at),
-            (Problem { element: Element::Tf32, ..problem }, at),
-            (Problem { element: fp8(true), ..problem }, at),
-            (Problem { element: fp8(false), ..problem }, at),
-            (Problem { epilogue: Epilogue::Bias, ..problem }, at),
-            (Problem { accumulate: true, ..problem }, at),
-            (Problem { accumulate: true, ..problem }, Operands { c: Some(0x410), ..at }),
-            (Problem { output: Some(Element::F32), ..problem }, at),
-            (Problem { batched: true, ..problem }, at),
-            (problem, Operands { b: 0x210, ..at }),
+            (NT, at),
+            (Gemm { m: 128, ..NT }, at),
+            (Gemm { n: 128, ..NT }, at),
+            (Gemm { k: 32, ..NT }, at),
+            (Gemm { layout: GemmLayout::Nn, ..NT }, at),
+            (Gemm { layout: GemmLayout::Tn, ..NT }, at),
+            (Gemm { precision: GemmPrecision::F32, ..NT }, at),
+            (Gemm { precision: GemmPrecision::Tf32, ..NT }, at),
+            (Gemm { precision: fp8(true), ..NT }, at),
+            (Gemm { precision: fp8(false), ..NT }, at),
+            (Gemm { epilogue: GemmEpilogue::BIAS, ..NT }, at),
+            (residual, at),
+            (residual, GemmOperands { residual: Some(0x410), ..at }),
+            (Gemm { epilogue: f32_output, ..NT }, at),
+            (Gemm { batching: Batching::Strided, ..NT }, at),
+            (NT, GemmOperands { a: 0x210, ..at }),
         ];
-        let distinct: std::collections::HashSet<_> = keys.iter().map(|(p, o)| (*p, o.alignments())).collect();
+        let distinct: std::collections::HashSet<_> = keys.iter().map(|(gemm, at)| (*gemm, at.alignments())).collect();
         assert_eq!(distinct.len(), keys.len());
         // Other addresses of the same alignment share a plan.
-        assert!(distinct.contains(&(problem, Operands { a: 0x1100, ..at }.alignments())));
+        assert!(distinct.contains(&(NT, GemmOperands { b: 0x1100, ..at }.alignments())));
     }
 }

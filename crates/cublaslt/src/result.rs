@@ -1,6 +1,7 @@
 //! Errors and owned descriptors.
 
 use crate::sys::{self, Functions, Status};
+use gpu::matmul::gemm::Gemm;
 use std::ffi::{c_int, c_void};
 use std::path::PathBuf;
 
@@ -36,17 +37,17 @@ pub enum Error {
     },
 
     /// cuBLASLt has no algorithm for a matmul.
-    #[error("cuBLASLt has no algorithm for {problem}{}", advice(15))]
+    #[error("cuBLASLt has no algorithm for {gemm}{}", advice(15))]
     NoAlgorithm {
         /// The matmul.
-        problem: String,
+        gemm: Gemm,
     },
 
     /// The operands do not fit the matmul.
-    #[error("{problem}: {what}")]
+    #[error("{gemm}: {what}")]
     Operand {
-        /// The matmul.
-        problem: String,
+        /// The GEMM.
+        gemm: Gemm,
         /// The violated rule.
         what: String,
     },

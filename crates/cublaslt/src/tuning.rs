@@ -1,11 +1,12 @@
 //! Selects the fastest cuBLASLt algorithm of a matmul by timing. The first choice of the heuristic is often a few percent
 //! slower.
 
-use crate::matmul::{Operands, Problem};
+use crate::matmul::{GemmKey, GemmOperands};
 use crate::plans::{Matmuls, Plan, candidates};
 use crate::result::{Error, Result};
 use crate::sys::MatmulAlgo;
 use cuda_driver::{Stopwatch, Stream};
+use gpu::matmul::gemm::Gemm;
 
 /// The number of algorithms that the heuristic is asked for. It orders them by expected time.
 const CANDIDATES: usize = 24;
@@ -19,19 +20,6 @@ const ROUNDS: usize = 7;
 const TURN: f32 = 1.0;
 /// A candidate replaces another only if its time is below this fraction of the other's. A smaller difference is noise.
 pub const MARGIN: f32 = 0.995;
-
-/// The result of tuning a matmul.
-#[derive(Clone, Copy, Debug)]
-pub struct Timing {
-    /// The matmul.
-    pub problem: Problem,
-    /// The number of algorithms that were timed.
-    pub candidates: usize,
-    /// The milliseconds of the heuristic's first choice.
-    pub first: f32,
-    /// The milliseconds of the selected algorithm.
-    pub best: f32,
-}
 
 /// The algorithms of a matmul that are worth a race.
 #[derive(Clone, Debug)]
@@ -82,9 +70,9 @@ pub fn fastest(times: &[f32]) -> Option<usize> {
 }
 
 impl Matmuls {
-    /// Returns the algorithm selected for a problem by [`tune`](Self::tune) or [`select`](Self::select).
-    pub fn algorithm(&self, problem: &Problem, alignments: [u32; 5]) -> Option<MatmulAlgo> {
-        self.chosen.get(&(*problem, alignments)).copied()
+    /// Returns the algorithm selected for a GEMM by [`tune`](Self::tune) or [`select`](Self::select).
+    pub fn algorithm(&self, key: &GemmKey) -> Option<MatmulAlgo> {
+        self.chosen.get(key).copied()
     }
 
     /// Selects the fastest algorithm for the matmul. Waits for the stream. Without any algorithm that cuBLASLt runs, the error is
@@ -92,14 +80,14 @@ impl Matmuls {
     ///
     /// # Safety
     /// See [`run`](Self::run). The outputs of the matmul are undefined afterwards.
-    pub unsafe fn tune(&mut self, stream: &Stream, problem: &Problem, operands: &Operands) -> Result<Timing> {
+    pub unsafe fn tune(&mut self, stream: &Stream, gemm: &Gemm, operands: &GemmOperands) -> Result<()> {
         // SAFETY: the caller's promise.
-        let Finalists { candidates, algos } = unsafe { self.finalists(stream, problem, operands) }?;
+        let Finalists { algos, .. } = unsafe { self.finalists(stream, gemm, operands) }?;
         // SAFETY: the caller's promise.
-        let times = race(algos.len(), |i, runs| unsafe { self.time(stream, problem, operands, algos[i], runs) })?;
+        let times = race(algos.len(), |i, runs| unsafe { self.time(stream, gemm, operands, algos[i], runs) })?;
         let best = fastest(&times).expect("there is a finalist");
-        self.select((*problem, operands.alignments()), algos[best]);
-        Ok(Timing { problem: *problem, candidates, first: times[0], best: times[best] })
+        self.select((*gemm, operands.alignments()), algos[best]);
+        Ok(())
     }
 
     /// Times the matmul with each candidate algorithm and returns the heuristic's first choice and the fastest others. Candidates
@@ -107,18 +95,18 @@ impl Matmuls {
     ///
     /// # Safety
     /// See [`run`](Self::run). The outputs of the matmul are undefined afterwards.
-    pub unsafe fn finalists(&self, stream: &Stream, problem: &Problem, operands: &Operands) -> Result<Finalists> {
-        operands.validate(problem)?;
+    pub unsafe fn finalists(&self, stream: &Stream, gemm: &Gemm, operands: &GemmOperands) -> Result<Finalists> {
+        operands.validate(gemm)?;
         let mut timed = Vec::new();
-        for algo in candidates(&self.handle, problem, operands, CANDIDATES)? {
+        for algo in candidates(&self.handle, gemm, operands, CANDIDATES)? {
             // SAFETY: the caller's promise.
-            match unsafe { self.time(stream, problem, operands, algo, SCREENING_RUNS) } {
+            match unsafe { self.time(stream, gemm, operands, algo, SCREENING_RUNS) } {
                 Err(error) if error.is_unsupported() => {}
                 milliseconds => timed.push((milliseconds?, algo)),
             }
         }
         let Some(&(_, first)) = timed.first() else {
-            return Err(Error::NoAlgorithm { problem: problem.to_string() });
+            return Err(Error::NoAlgorithm { gemm: *gemm });
         };
         timed.sort_by(|a, b| a.0.total_cmp(&b.0));
         let others = timed.iter().map(|(_, algo)| *algo).filter(|algo| *algo != first);
@@ -133,20 +121,20 @@ impl Matmuls {
     pub unsafe fn time(
         &self,
         stream: &Stream,
-        problem: &Problem,
-        operands: &Operands,
+        gemm: &Gemm,
+        operands: &GemmOperands,
         algo: MatmulAlgo,
         runs: u32,
     ) -> Result<f32> {
-        let mut plan = Plan::with(&self.handle, problem, operands, algo)?;
+        let mut plan = Plan::with(&self.handle, gemm, operands, algo)?;
         // SAFETY: the caller's promise.
-        let mut run = || unsafe { self.run_plan(&mut plan, stream, problem, operands) };
+        let mut run = || unsafe { self.run_plan(&mut plan, stream, gemm, operands) };
         run()?;
         Stopwatch::new(stream)?.time(stream, runs, run)
     }
 
     /// Uses an algorithm for a problem with operands of these alignments from now on, if this version of cuBLASLt supports it.
-    pub fn select(&mut self, key: (Problem, [u32; 5]), algo: MatmulAlgo) {
+    pub fn select(&mut self, key: GemmKey, algo: MatmulAlgo) {
         self.chosen.insert(key, algo);
         self.plans.retain(|(other, _), _| *other != key);
     }

@@ -3,10 +3,11 @@
 use crate::registry::{Kernel, Needs};
 use crate::session::{Gemm, Session, Size, Verified, Work};
 use anyhow::{Context, Result};
-use cublaslt::{Element, Epilogue, Handle, Matmuls, Operands, Problem};
+use cublaslt::{GemmOperands, Handle, Matmuls};
 use cuda_driver::{DeviceMemory, Function, Gpu, LaunchConfig, Module, Stopwatch, Stream};
 use cuda_std::bf16;
 use gpu::launch::KernelLaunch;
+use gpu::matmul::gemm::{self, Batching, GemmEpilogue, GemmLayout, GemmPrecision};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::rc::Rc;
@@ -237,27 +238,23 @@ impl Device {
     /// Returns the seconds of a GEMM by cuBLASLt's fastest algorithm. `None` without cuBLASLt.
     fn time_cublaslt(&mut self, Gemm { a, b, out, mnk: [m, n, k] }: Gemm) -> Result<Option<f64>> {
         let Ok(matmuls) = &mut self.cublaslt else { return Ok(None) };
-        // cuBLASLt's matrices are column-major, so it sees all three transposed: outᵀ (N, M) = bᵀ (N, K) · aᵀ (K, M).
-        let problem = Problem {
-            m: n,
-            n: m,
+        let gemm = gemm::Gemm {
+            m,
+            n,
             k,
-            transpose_a: false,
-            transpose_b: false,
-            element: Element::Bf16,
-            epilogue: Epilogue::None,
-            accumulate: false,
-            output: None,
-            batched: false,
+            layout: GemmLayout::Nn,
+            precision: GemmPrecision::Bf16,
+            batching: Batching::One,
+            epilogue: GemmEpilogue::NONE,
         };
-        let operands = Operands { a: b, b: a, d: out, ..Operands::default() };
-        if matmuls.algorithm(&problem, operands.alignments()).is_none() {
-            // SAFETY: the addresses are arrays of a session with the sizes of the problem, which only this stream uses. The
+        let operands = GemmOperands { a, b, out, ..GemmOperands::default() };
+        if matmuls.algorithm(&(gemm, operands.alignments())).is_none() {
+            // SAFETY: the addresses are arrays of a session with the sizes of the GEMM, which only this stream uses. The
             // session outlives the work on the stream.
-            unsafe { matmuls.tune(&self.stream, &problem, &operands) }?;
+            unsafe { matmuls.tune(&self.stream, &gemm, &operands) }?;
         }
         // SAFETY: as above.
-        let time = rounds(&self.stream, || unsafe { Ok(matmuls.run(&self.stream, &problem, &operands)?) })?;
+        let time = rounds(&self.stream, || unsafe { Ok(matmuls.run(&self.stream, &gemm, &operands)?) })?;
         Ok(Some(time.median))
     }
 }

@@ -9,7 +9,7 @@ use super::noise::noise;
 use super::profile::Profile;
 use super::tensor_maps::{Extents, Key, TensorMaps};
 use super::{MatmulBackend, Options, Precision, modules, peak};
-use crate::gemm::{Gemm, GemmKey, GemmOperands, cublaslt as translation};
+use crate::gemm::{Gemm, GemmKey, GemmOperands};
 use crate::plan::Plan;
 use crate::tensor::DType;
 use crate::{GeluFusion, GraphKey, HostBuffer, Interval, Peak, PendingRead, ReadResult, Result};
@@ -283,9 +283,8 @@ impl Executor for Device {
     }
 
     unsafe fn library_gemm(&mut self, gemm: &Gemm, operands: &GemmOperands) -> Result<()> {
-        let (problem, operands) = translation::call(gemm, operands);
         // SAFETY: the caller's promise; all GEMMs run on the one stream.
-        let run = || Ok(unsafe { self.cublaslt.run(&self.stream, &problem, &operands) }?);
+        let run = || Ok(unsafe { self.cublaslt.run(&self.stream, gemm, operands) }?);
         profiled(&mut self.profile, &self.stream, || format!("{gemm} cuBLASLt"), run)
     }
 
@@ -394,9 +393,8 @@ impl GemmTimer for Device {
     }
 
     unsafe fn library_finalists(&mut self, gemm: &Gemm, operands: &GemmOperands) -> Result<Finalists> {
-        let (problem, operands) = translation::call(gemm, operands);
         // SAFETY: the caller's promise.
-        Ok(unsafe { self.cublaslt.finalists(&self.stream, &problem, &operands) }?)
+        Ok(unsafe { self.cublaslt.finalists(&self.stream, gemm, operands) }?)
     }
 
     unsafe fn time_library(
@@ -406,9 +404,8 @@ impl GemmTimer for Device {
         algo: MatmulAlgo,
         runs: u32,
     ) -> Result<f32> {
-        let (problem, operands) = translation::call(gemm, operands);
         // SAFETY: the caller's promise.
-        Ok(unsafe { self.cublaslt.time(&self.stream, &problem, &operands, algo, runs) }?)
+        Ok(unsafe { self.cublaslt.time(&self.stream, gemm, operands, algo, runs) }?)
     }
 
     unsafe fn time_kernels(&mut self, kernels: &[KernelLaunch], runs: u32) -> Result<f32> {
@@ -420,12 +417,12 @@ impl GemmTimer for Device {
         Stopwatch::new(stream)?.time(stream, runs, run)
     }
 
-    fn library_algorithm(&self, (gemm, alignments): &GemmKey) -> Option<MatmulAlgo> {
-        self.cublaslt.algorithm(&translation::problem(gemm), *alignments)
+    fn library_algorithm(&self, key: &GemmKey) -> Option<MatmulAlgo> {
+        self.cublaslt.algorithm(key)
     }
 
-    fn set_library_algorithm(&mut self, (gemm, alignments): &GemmKey, algo: MatmulAlgo) {
-        self.cublaslt.select((translation::problem(gemm), *alignments), algo);
+    fn set_library_algorithm(&mut self, key: &GemmKey, algo: MatmulAlgo) {
+        self.cublaslt.select(*key, algo);
     }
 }
 

@@ -230,7 +230,7 @@ impl Executor for Emulated {
     unsafe fn library_gemm(&mut self, gemm: &Gemm, operands: &GemmOperands) -> Result<()> {
         #[cfg(test)]
         if self.library_refuses {
-            return Err(cublaslt::Error::NoAlgorithm { problem: gemm.to_string() }.into());
+            return Err(cublaslt::Error::NoAlgorithm { gemm: *gemm }.into());
         }
         // SAFETY: the caller's promise.
         unsafe { self.submit(Command::Gemm { gemm: *gemm, operands: *operands }) }
@@ -297,7 +297,7 @@ mod timer {
 
         unsafe fn library_finalists(&mut self, gemm: &Gemm, _operands: &GemmOperands) -> Result<Finalists> {
             if self.library_refuses {
-                return Err(cublaslt::Error::NoAlgorithm { problem: gemm.to_string() }.into());
+                return Err(cublaslt::Error::NoAlgorithm { gemm: *gemm }.into());
             }
             let algos: Vec<_> = (0..self.times().library.len()).map(|i| MatmulAlgo([i as u64; 8])).collect();
             Ok(Finalists { candidates: algos.len(), algos })

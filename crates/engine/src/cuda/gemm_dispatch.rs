@@ -5,7 +5,7 @@ use super::executor::{EmulatedGpu, Executor};
 use super::gemm_cache::Cache;
 use super::wgmma::{Scratch, WgmmaGemm};
 use crate::Result;
-use crate::gemm::{Algorithms, Choice, Gemm, GemmCall, GemmKey, KernelConfig, is_in_library, library_part, validate};
+use crate::gemm::{Algorithms, Choice, Gemm, GemmCall, GemmKey, KernelConfig, is_in_library, library_part};
 use anyhow::Context;
 use gpu::launch::KernelLaunch;
 use std::collections::{HashMap, HashSet};
@@ -154,7 +154,7 @@ impl GemmDispatch {
             collect(call, collected);
             return Ok(());
         }
-        validate(&call.gemm, &call.operands)?;
+        call.operands.validate(&call.gemm)?;
         if let Some((gemm, config)) = self.kernel_for(&call, executor.sm_count())? {
             let kernels = gemm.launches(config, self.scratch, executor)?;
             // SAFETY: the caller's promise.
@@ -444,7 +444,7 @@ mod tests {
             ]
         );
         for call in &collected {
-            validate(&call.gemm, &call.operands).unwrap();
+            call.operands.validate(&call.gemm).unwrap();
         }
     }
 

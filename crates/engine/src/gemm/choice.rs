@@ -133,7 +133,6 @@ fn named(name: &str) -> Option<GemmEpilogue> {
 
 impl From<&Gemm> for StoredProblem {
     fn from(gemm: &Gemm) -> Self {
-        let (transpose_a, transpose_b) = super::cublaslt::transposed(gemm);
         let element = match gemm.precision {
             GemmPrecision::Bf16 => StoredElement::Bf16,
             GemmPrecision::F32 => StoredElement::F32,
@@ -142,13 +141,13 @@ impl From<&Gemm> for StoredProblem {
                 StoredElement::Fp8 { a_e5m2: false, b_e5m2: a == Fp8Format::E5m2, fast_accumulation: !exact }
             }
         };
-        let Gemm { m, n, k, epilogue, batching, .. } = *gemm;
+        let Gemm { m, n, k, layout, epilogue, batching, .. } = *gemm;
         Self {
             m: n,
             n: m,
             k,
-            transpose_a,
-            transpose_b,
+            transpose_a: layout == GemmLayout::Nt,
+            transpose_b: layout == GemmLayout::Tn,
             element,
             epilogue: stored_name(epilogue),
             accumulate: epilogue.residual.is_some(),

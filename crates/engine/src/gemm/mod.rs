@@ -1,66 +1,23 @@
 //! General matrix multiplications (GEMMs): a row-major description that every backend understands.
 //!
 //! A model operation such as [`MatmulBackward`](crate::ops::MatmulBackward) becomes one or more [`Gemm`]s. Three backends
-//! compute them: cuBLASLt ([`cublaslt`]), this project's wgmma kernels (`cuda/wgmma.rs`), and a CPU reference for the
+//! compute them: cuBLASLt (the crate [`cublaslt`]), this project's wgmma kernels (`cuda/wgmma.rs`), and a CPU reference for the
 //! emulator ([`mod@reference`]). `cuda/gemm_dispatch.rs` selects the backend, and `cuda/gemm_tuner.rs` times the alternatives.
-//! Column-major terms appear in [`cublaslt`] only.
 //!
 //! The description is that of the kernels ([`gpu::matmul::gemm`]). cuBLASLt lacks some epilogues: [`library_part`] states what is
 //! left for kernels around it.
 
 mod choice;
-pub mod cublaslt;
 pub mod reference;
 
-pub use ::cublaslt::{Batch, Scale};
 pub use choice::{Algorithms, Choice, KernelConfig, Timing, Tuning};
+pub use cublaslt::{Alignments, Batch, GELU_COLUMNS, GemmKey, GemmOperands, Scale};
 pub use gpu::matmul::gemm::{
     Batching, Bias, Gemm, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass, Residual,
 };
 
-use crate::Result;
 use crate::ops::Activation;
-use anyhow::bail;
 use gpu::launch::KernelLaunch;
-
-/// Device addresses of a GEMM's matrices, each a multiple of 16.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct GemmOperands {
-    /// Left operand.
-    pub a: u64,
-    /// Right operand.
-    pub b: u64,
-    /// Output.
-    pub out: u64,
-    /// The residual, if it is not the output.
-    pub residual: Option<u64>,
-    /// A bias, or its gradient.
-    pub bias: Option<u64>,
-    /// Argument of an activation function.
-    pub preactivation: Option<u64>,
-    /// Output for a recomputed activation.
-    pub activation: Option<u64>,
-    /// Output for the sums (M, N) if cuBLASLt computes the GEMM of the backward pass of a gated activation.
-    pub sums: Option<u64>,
-    /// Factors of [`Residual::Scaled`]. Algorithms do not depend on them, so they are not part of the [`Gemm`].
-    pub scale: Option<Scale>,
-    /// The batch of a batched GEMM: the number of matrices, and the elements from the start of one to that of the next in
-    /// a, b, and `d`: out and residual. Algorithms must not depend on the number, so that the bits of a matrix do not depend
-    /// on the others. So the batch is not part of the [`Gemm`].
-    pub batch: Option<Batch>,
-    /// Addresses of the f32 factors that restore a and b from their FP8 values.
-    pub fp8_scales: Option<[u64; 2]>,
-    /// Addresses of an FP8 output's scale, and of its largest magnitude as f32 bits, which becomes the maximum of itself and the
-    /// magnitudes of the output before it is divided by the scale.
-    pub fp8_output: Option<[u64; 2]>,
-}
-
-/// Alignments of the operands b, a, output (and residual), bias and preactivation: the largest power of two up to 256 that divides each
-/// address, 0 for none. An algorithm may rely on them.
-pub type Alignments = [u32; 5];
-
-/// A GEMM and its alignments: the key under which an algorithm is stored.
-pub type GemmKey = (Gemm, Alignments);
 
 /// A GEMM with its addresses, ready to run.
 #[derive(Clone, Debug)]
@@ -95,8 +52,11 @@ impl GemmCall {
             out: plain_out.unwrap_or(out),
             bias: self.operands.bias.filter(|_| gemm.epilogue.bias.is_some()),
             preactivation: preactivation.filter(|_| gemm.epilogue.activation.is_some()),
-            activation: self.operands.activation.filter(|_| recomputes(&gemm)),
-            sums: sums.filter(|_| uses_sums(&gemm)),
+            activation: self
+                .operands
+                .activation
+                .filter(|_| matches!(gemm.epilogue.activation, Some((_, Pass::BackwardAndValue)))),
+            sums: sums.filter(|_| gemm.epilogue.is_gated() && !gemm.epilogue.writes_preactivation()),
             ..self.operands
         };
         let after = if gemm == part(&gemm) { Vec::new() } else { self.after.clone() };
@@ -109,18 +69,6 @@ impl GemmCall {
         if part.gemm == self.gemm { part } else { part.library_part() }
     }
 }
-
-impl GemmOperands {
-    /// Returns the alignments of the addresses.
-    pub fn alignments(&self) -> Alignments {
-        let of = |address: u64| 1 << address.trailing_zeros().min(8);
-        let out = self.out | self.residual.unwrap_or(0);
-        [of(self.b), of(self.a), of(out), self.bias.map_or(0, of), self.preactivation.map_or(0, of)]
-    }
-}
-
-/// The columns of a `preactivation` are a multiple of this: cuBLASLt requires it of a leading dimension.
-pub const GELU_COLUMNS: usize = 8;
 
 /// Returns the GEMM without one step of its epilogue. See [`GemmCall::part`].
 fn part(gemm: &Gemm) -> Gemm {
@@ -150,71 +98,6 @@ pub fn is_in_library(gemm: &Gemm) -> bool {
     let GemmEpilogue { bias, residual, output, .. } = gemm.epilogue;
     let both = bias == Some(Bias::Add) && residual.is_some();
     !(gemm.is_fp8() && (both || output == GemmOutput::Fp8)) && gemm.batching != Batching::Grouped
-}
-
-/// Returns true if the epilogue recomputes an activation.
-fn recomputes(gemm: &Gemm) -> bool {
-    matches!(gemm.epilogue.activation, Some((_, Pass::BackwardAndValue)))
-}
-
-/// Returns true if the output has other columns than the sums, so that unfused sums need separate memory.
-fn uses_sums(gemm: &Gemm) -> bool {
-    gemm.epilogue.is_gated() && !gemm.epilogue.writes_preactivation()
-}
-
-/// Checks that the operands match the epilogue and are aligned.
-pub fn validate(gemm: &Gemm, operands: &GemmOperands) -> Result<()> {
-    let GemmOperands { a, b, out, residual, bias, preactivation, activation, sums, scale, batch, .. } = *operands;
-    let GemmOperands { fp8_scales, fp8_output, .. } = *operands;
-    let (fp8, epilogue) = (gemm.is_fp8(), gemm.epilogue);
-    let quantizes = epilogue.output == GemmOutput::Fp8;
-    for (name, given, used) in [
-        ("factors", scale.is_some(), epilogue.residual == Some(Residual::Scaled)),
-        ("batch", batch.is_some(), gemm.batching != Batching::One),
-        ("scales of FP8 operands", fp8_scales.is_some(), fp8),
-        ("scale of an FP8 output", fp8_output.is_some(), quantizes),
-    ] {
-        if given != used {
-            let (expected, found) = if used { ("some", "none") } else { ("none", "some") };
-            bail!("{gemm}: {name}: expected {expected} for this epilogue, found {found}");
-        }
-    }
-    if quantizes && !fp8 {
-        bail!("{gemm}: an FP8 output: expected FP8 operands");
-    }
-    if fp8 && (gemm.layout != GemmLayout::Nt || !gemm.n.is_multiple_of(16) || !gemm.k.is_multiple_of(16)) {
-        bail!("{gemm}: FP8: expected layout NT, and multiples of 16 as N and K");
-    }
-    if gemm.batching == Batching::Symmetric && (a != b || gemm.m != gemm.n || gemm.layout == GemmLayout::Nn) {
-        bail!("{gemm}: a symmetric output: expected one matrix as a and b, multiplied by its transpose");
-    }
-    if residual.is_some() && epilogue.residual.is_none() {
-        bail!("{gemm}: operand residual: expected none, found an address");
-    }
-    let optional = [
-        ("bias", bias, epilogue.bias.is_some()),
-        ("preactivation", preactivation, epilogue.activation.is_some()),
-        ("activation", activation, recomputes(gemm)),
-        ("sums", sums, uses_sums(gemm)),
-    ];
-    for (name, address, used) in optional {
-        if address.is_some() != used {
-            let (expected, found) = if used { ("an address", "none") } else { ("none", "an address") };
-            bail!("{gemm}: operand {name}: expected {expected}, found {found}");
-        }
-    }
-    let required = [("a", Some(a)), ("b", Some(b)), ("out", Some(out)), ("residual", residual)];
-    for (name, address) in required.into_iter().chain(optional.map(|(name, address, _)| (name, address))) {
-        if let Some(address) = address
-            && (address == 0 || !address.is_multiple_of(16))
-        {
-            bail!("{gemm}: operand {name}: expected an address that is a multiple of 16 bytes, found {address:#x}");
-        }
-    }
-    if epilogue.activation.is_some() && !gemm.n.is_multiple_of(GELU_COLUMNS) {
-        bail!("{gemm}: activation epilogues: expected a multiple of {GELU_COLUMNS} columns, found {}", gemm.n);
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -249,7 +132,7 @@ mod tests {
     const BIAS_RESIDUAL: GemmEpilogue = GemmEpilogue { residual: Some(Residual::Add), ..GemmEpilogue::BIAS };
 
     fn refusal(gemm: Gemm, operands: GemmOperands) -> String {
-        validate(&gemm, &operands).unwrap_err().to_string()
+        operands.validate(&gemm).unwrap_err().to_string()
     }
 
     #[test]
@@ -261,7 +144,7 @@ mod tests {
 
     #[test]
     fn operands_must_match_the_epilogue() {
-        validate(&FORWARD, &AT).unwrap();
+        AT.validate(&FORWARD).unwrap();
         assert!(refusal(FORWARD, GemmOperands { bias: None, ..AT }).ends_with("bias: expected an address, found none"));
         let gelu = Gemm {
             layout: GemmLayout::Nn,
@@ -270,30 +153,34 @@ mod tests {
         };
         assert!(refusal(gelu, AT).ends_with("bias: expected none, found an address"));
         let at = GemmOperands { bias: None, preactivation: Some(0x5000), ..AT };
-        validate(&gelu, &at).unwrap();
+        at.validate(&gelu).unwrap();
         assert!(refusal(Gemm { n: 2300, ..gelu }, at).ends_with("expected a multiple of 8 columns, found 2300"));
         let recompute = Gemm { epilogue: GemmEpilogue::NONE.with(Activation::Gelu, Pass::BackwardAndValue), ..gelu };
         assert!(refusal(recompute, at).ends_with("activation: expected an address, found none"));
         let both = GemmOperands { activation: Some(0x6000), ..at };
-        validate(&recompute, &both).unwrap();
+        both.validate(&recompute).unwrap();
         assert!(refusal(gelu, both).ends_with("activation: expected none, found an address"));
         let residual = GemmOperands { residual: Some(0x5000), ..AT };
-        validate(&Gemm { epilogue: BIAS_RESIDUAL, ..FORWARD }, &residual).unwrap();
+        residual.validate(&Gemm { epilogue: BIAS_RESIDUAL, ..FORWARD }).unwrap();
         assert!(refusal(FORWARD, residual).contains("residual"));
         let scale = Some(Scale { alpha: 1.0, beta: 0.5 });
         let batch = Some(Batch { count: 2, a: 256 * 768, b: 768 * 2304, d: 256 * 2304 });
         let epilogue = GemmEpilogue { residual: Some(Residual::Scaled), ..GemmEpilogue::NONE };
         let batched = Gemm { layout: GemmLayout::Nn, batching: Batching::Strided, epilogue, ..FORWARD };
         let scaled = GemmOperands { bias: None, scale, batch, ..residual };
-        validate(&batched, &scaled).unwrap();
+        scaled.validate(&batched).unwrap();
         assert!(refusal(batched, GemmOperands { scale: None, ..scaled }).contains("factors: expected some"));
         assert!(refusal(batched, GemmOperands { batch: None, ..scaled }).contains("batch: expected some"));
         assert!(refusal(FORWARD, GemmOperands { scale, ..AT }).contains("factors: expected none"));
         assert!(refusal(FORWARD, GemmOperands { batch, ..AT }).contains("batch: expected none"));
+        for wrong in [Batch { b: 768 * 2304 - 128, ..batch.unwrap() }, Batch { d: 256 * 2304 + 64, ..batch.unwrap() }] {
+            let text = refusal(batched, GemmOperands { batch: Some(wrong), ..scaled });
+            assert!(text.contains("strides: expected multiples of 128"), "{text}");
+        }
         let (batching, epilogue) = (Batching::Symmetric, GemmEpilogue::NONE);
         let symmetric = Gemm { n: 256, layout: GemmLayout::Tn, batching, epilogue, ..FORWARD };
         let gram = GemmOperands { b: AT.a, residual: None, scale: None, ..scaled };
-        validate(&symmetric, &gram).unwrap();
+        gram.validate(&symmetric).unwrap();
         assert!(
             refusal(symmetric, GemmOperands { b: AT.b, ..gram }).contains("a symmetric output: expected one matrix")
         );
@@ -307,7 +194,7 @@ mod tests {
         let gemm = Gemm { layout: GemmLayout::Tn, epilogue: GemmEpilogue::BIAS_GRADIENT, ..FORWARD };
         let call = GemmCall { gemm, operands: AT, fallback: Vec::new(), after: Vec::new() }.library_part();
         assert_eq!((call.gemm.epilogue, call.operands.bias), (GemmEpilogue::RESIDUAL, None));
-        validate(&call.gemm, &call.operands).unwrap();
+        call.operands.validate(&call.gemm).unwrap();
         assert_eq!(library_part(&FORWARD), FORWARD);
     }
 
@@ -315,7 +202,7 @@ mod tests {
     fn fp8_operands_have_scales_and_one_layout() {
         let precision = GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact: true };
         let (gemm, at) = (Gemm { precision, ..FORWARD }, GemmOperands { fp8_scales: Some([0x10, 0x14]), ..AT });
-        validate(&gemm, &at).unwrap();
+        at.validate(&gemm).unwrap();
         assert_eq!(gemm.to_string(), "256x2304x768 NT e5m2 exact bias");
         assert!(refusal(gemm, AT).contains("scales of FP8 operands: expected some"));
         assert!(refusal(FORWARD, at).contains("scales of FP8 operands: expected none"));
@@ -326,7 +213,7 @@ mod tests {
         let gelu = GemmEpilogue::BIAS.with(Activation::Gelu, Pass::Forward);
         let quantized = Gemm { epilogue: GemmEpilogue { output: GemmOutput::Fp8, ..gelu }, ..gemm };
         let output = GemmOperands { preactivation: Some(0x5000), fp8_output: Some([0x20, 0x24]), ..at };
-        validate(&quantized, &output).unwrap();
+        output.validate(&quantized).unwrap();
         assert!(!is_in_library(&quantized) && library_part(&quantized) == quantized);
         assert!(refusal(quantized, GemmOperands { fp8_output: None, ..output }).contains("FP8 output: expected some"));
         assert!(
@@ -338,12 +225,12 @@ mod tests {
         let gelu = Gemm { epilogue: gelu, ..gemm };
         let operands = GemmOperands { preactivation: Some(0x5000), ..at };
         let call = GemmCall { gemm: gelu, operands, fallback: Vec::new(), after: Vec::new() }.part();
-        validate(&call.gemm, &call.operands).unwrap();
+        call.operands.validate(&call.gemm).unwrap();
         assert_eq!((call.gemm.epilogue, call.operands.out), (GemmEpilogue::BIAS, 0x5000));
         let backward = Gemm { epilogue: GemmEpilogue::NONE.with(Activation::Gelu, Pass::Backward), ..gemm };
         let operands = GemmOperands { bias: None, ..operands };
         let call = GemmCall { gemm: backward, operands, fallback: Vec::new(), after: Vec::new() }.library_part();
-        validate(&call.gemm, &call.operands).unwrap();
+        call.operands.validate(&call.gemm).unwrap();
         assert_eq!((call.gemm.epilogue, call.operands.out), (GemmEpilogue::NONE, AT.out));
     }
 
@@ -376,14 +263,14 @@ mod tests {
             ),
         ] {
             let gemm = Gemm { epilogue, ..FORWARD };
-            validate(&gemm, &operands).unwrap();
+            operands.validate(&gemm).unwrap();
             let call = GemmCall { gemm, operands, fallback: vec![kernel.clone()], after: vec![kernel.clone()] };
             let found = call.part();
-            validate(&found.gemm, &found.operands).unwrap();
+            found.operands.validate(&found.gemm).unwrap();
             assert_eq!((found.gemm.epilogue, found.operands.out), (part, out));
             assert_eq!((found.fallback.len(), found.after.len()), (0, usize::from(part != GemmEpilogue::NONE)));
             let library = call.library_part();
-            validate(&library.gemm, &library.operands).unwrap();
+            library.operands.validate(&library.gemm).unwrap();
             assert_eq!((library.gemm, library.after.len()), (Gemm { epilogue: GemmEpilogue::NONE, ..gemm }, 0));
             assert_eq!(library_part(&gemm), library.gemm);
             assert_eq!(found.part().operands.out, library.operands.out);
