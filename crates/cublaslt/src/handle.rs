@@ -1,9 +1,9 @@
-//! The opened library, its context on a device, and its workspace.
+//! The opened library and its context on a device.
 
-use crate::result::{Error, Result, check};
+use crate::result::{Result, check};
 use crate::sys::{Functions, LtHandle};
+use cuda_driver::Gpu;
 use cuda_driver::library::SearchPath;
-use cuda_driver::{DeviceMemory, Gpu};
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
@@ -64,23 +64,6 @@ impl Drop for Handle {
             // SAFETY: the handle is live and not used again.
             unsafe { (self.lt.destroy)(self.raw) };
         }
-    }
-}
-
-/// Device memory for the temporary data of matmuls. Matmuls that share a workspace must run on one stream.
-pub struct Workspace(DeviceMemory);
-
-impl Workspace {
-    /// The size in bytes that NVIDIA recommends for compute capability 9.0. Earlier GPUs need less.
-    pub const BYTES: usize = 32 << 20;
-
-    /// Allocates a workspace.
-    pub fn new(gpu: &Gpu) -> Result<Self> {
-        DeviceMemory::new(gpu, Self::BYTES).map(Self).map_err(Error::from)
-    }
-
-    pub(crate) fn address(&self) -> u64 {
-        self.0.address()
     }
 }
 

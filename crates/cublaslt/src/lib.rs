@@ -1,7 +1,7 @@
 //! cuBLASLt, opened at run time.
 //!
 //! The crate has three layers. [`sys`] declares the types and functions of cuBLASLt, [`result`] converts its status codes
-//! to errors and owns its descriptors, and [`Handle`], [`Workspace`] and [`Matmuls`] are the interface for programs.
+//! to errors and owns its descriptors, and [`Handle`] and [`Matmuls`] are the interface for programs.
 //!
 //! A GEMM is described in the row-major terms of the kernels ([`gpu::matmul::gemm`]). cuBLASLt's column-major terms appear only
 //! where its descriptors are created.
@@ -15,7 +15,7 @@ pub mod result;
 pub mod sys;
 mod tuning;
 
-pub use handle::{Handle, Workspace, find};
+pub use handle::{Handle, find};
 pub use matmul::{Alignments, Batch, GELU_COLUMNS, GemmKey, GemmOperands, Scale};
 pub use plans::Matmuls;
 pub use result::{Error, Result};

@@ -1,20 +1,24 @@
 //! Matmul plans, which are prepared once and run many times.
 
-use crate::handle::{Handle, Workspace};
+use crate::handle::Handle;
 use crate::matmul::{Batch, GemmKey, GemmOperands, Scale, library_epilogue, operand_types, storage_type};
 use crate::result::{Error, NOT_SUPPORTED, Owned, Result, check};
 use crate::sys::{self, Functions, HeuristicResult, MatmulAlgo};
-use cuda_driver::Stream;
+use cuda_driver::{DeviceMemory, Stream};
 use gpu::matmul::gemm::{Bias, Gemm, GemmLayout, GemmOutput, GemmPrecision};
 use std::collections::HashMap;
 use std::ffi::c_void;
+
+/// The size of the workspace that NVIDIA recommends for compute capability 9.0. Earlier GPUs need less.
+const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// The matmuls of one stream. The descriptors and the algorithm of a matmul are created at its first run and kept.
 pub struct Matmuls {
     pub(crate) plans: HashMap<(GemmKey, Option<Batch>), Plan>,
     /// Selected algorithms. A plan that is created later uses them.
     pub(crate) chosen: HashMap<GemmKey, MatmulAlgo>,
-    workspace: Workspace,
+    /// Memory for the temporary data of matmuls.
+    workspace: DeviceMemory,
     pub(crate) handle: Handle,
 }
 
@@ -30,7 +34,7 @@ pub(crate) struct Plan {
 impl Matmuls {
     /// Allocates a workspace. No plans exist yet.
     pub fn new(handle: Handle) -> Result<Self> {
-        let workspace = Workspace::new(handle.gpu())?;
+        let workspace = DeviceMemory::new(handle.gpu(), WORKSPACE_BYTES)?;
         Ok(Self { plans: HashMap::new(), chosen: HashMap::new(), workspace, handle })
     }
 
@@ -133,7 +137,7 @@ impl Plan {
                 &raw mut result,
             )
         };
-        status == 0 && result.state == 0 && result.workspace_bytes <= Workspace::BYTES
+        status == 0 && result.state == 0 && result.workspace_bytes <= WORKSPACE_BYTES
     }
 
     /// Queues the matmul.
@@ -143,7 +147,7 @@ impl Plan {
     unsafe fn run(
         &mut self,
         handle: &Handle,
-        workspace: &Workspace,
+        workspace: &DeviceMemory,
         stream: &Stream,
         gemm: &Gemm,
         operands: &GemmOperands,
@@ -169,7 +173,7 @@ impl Plan {
                 self.d.raw(),
                 &raw const self.algo,
                 device(workspace.address()),
-                Workspace::BYTES,
+                WORKSPACE_BYTES,
                 stream.as_raw(),
             )
         };
@@ -269,7 +273,7 @@ fn prefer(lt: &Functions, gemm: &Gemm, operands: &GemmOperands) -> Result<Owned>
     let accumulates = gemm.epilogue.residual.is_some() && operands.residual.is_none();
     let schemes = if accumulates { sys::REDUCTION_SCHEME_COMPUTE_TYPE } else { sys::REDUCTION_SCHEME_NONE };
     let mut preference = Owned::preference(lt)?;
-    preference.set(sys::PREF_MAX_WORKSPACE_BYTES, Workspace::BYTES)?;
+    preference.set(sys::PREF_MAX_WORKSPACE_BYTES, WORKSPACE_BYTES)?;
     preference.set(sys::PREF_REDUCTION_SCHEME_MASK, schemes)?;
     let [a, b, d, ..] = operands.alignments();
     for (attribute, bytes) in [

@@ -244,7 +244,10 @@ pub trait Engine {
     fn write_bytes(&mut self, to: Tensor, bytes: &[u8]) -> Result<()>;
 
     /// Copies 32-bit integers into a tensor of the same length.
-    fn write_i32(&mut self, to: Tensor, values: &[i32]) -> Result<()>;
+    fn write_i32(&mut self, to: Tensor, values: &[i32]) -> Result<()> {
+        anyhow::ensure!(to.dtype == DType::I32, "write_i32: expected an i32 tensor, found {}", to.dtype.name());
+        self.write_bytes(to, bytemuck::cast_slice(values))
+    }
 
     /// Begins to copy an f32 tensor to the host.
     fn read_async(&mut self, from: Tensor) -> Result<PendingRead>;

@@ -1,7 +1,7 @@
 //! Selects an engine from `--device` and `--precision`.
 
 use super::cpu::Cpu;
-use super::cuda::{EmulatedGpu, Options};
+use super::cuda::{CudaOptions, EmulatedGpu};
 pub use super::cuda::{MatmulBackend, Precision};
 use super::{Engine, Result};
 use anyhow::{Context, anyhow, bail};
@@ -51,7 +51,7 @@ const PLANNED_FOR: EmulatedGpu = EmulatedGpu {
 };
 
 /// Opens an engine. `precision` is the value of the flag; without it a GPU uses `gpu.precision` and the CPU uses fp32.
-pub fn open(device: Device, precision: Option<Precision>, gpu: &Options) -> Result<Opened> {
+pub fn open(device: Device, precision: Option<Precision>, gpu: &CudaOptions) -> Result<Opened> {
     let cuda = || -> Result<Opened> { Ok(on_cuda(super::cuda::open(gpu)?, gpu)) };
     // The CPU engine rounds exactly as a GPU does in FP8, and stores everything else as f32.
     let on_cpu = precision.unwrap_or(Precision::Fp32);
@@ -109,7 +109,7 @@ fn start_threads() -> Result<()> {
     })
 }
 
-fn on_cuda(engine: Box<dyn Engine>, gpu: &Options) -> Opened {
+fn on_cuda(engine: Box<dyn Engine>, gpu: &CudaOptions) -> Opened {
     let tf32 = gpu.tf32 && gpu.precision == Precision::Fp32;
     let precision = gpu.precision;
     Opened { engine, device: Device::Cuda, precision, tf32, plans_only: false, note: None }
@@ -122,7 +122,7 @@ pub fn planning_engine(precision: Precision) -> Box<dyn Engine> {
 }
 
 /// Opens an engine to plan a run. Unlike [`open`], `--device cuda` works without a GPU.
-pub fn open_to_plan(device: Device, precision: Option<Precision>, gpu: &Options) -> Result<Opened> {
+pub fn open_to_plan(device: Device, precision: Option<Precision>, gpu: &CudaOptions) -> Result<Opened> {
     open(device, precision, gpu).or_else(|why| {
         if device != Device::Cuda {
             return Err(why);

@@ -160,7 +160,6 @@ impl Engine for Tracer<'_> {
         read(&mut self, from: Tensor) -> Result<Vec<f32>>;
         read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()>;
         write_bytes(&mut self, to: Tensor, bytes: &[u8]) -> Result<()>;
-        write_i32(&mut self, to: Tensor, values: &[i32]) -> Result<()>;
         read_async(&mut self, from: Tensor) -> Result<PendingRead>;
         wait(&mut self, read: PendingRead) -> Result<ReadResult>;
         load_batch(&mut self, to: Tensor, layout: BatchLayout, words: HostBuffer) -> Result<Option<HostBuffer>>;

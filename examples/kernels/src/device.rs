@@ -110,9 +110,8 @@ impl Device {
         let stream = Rc::new(Stream::new(&gpu)?);
         let mut modules = Vec::new();
         for (name, embedded) in [("kernels", built::MODULES), ("gpu", engine::cuda::EMBEDDED.modules()?)] {
-            let choice = engine::cuda::select(embedded, gpu.info(), None)?;
-            let (engine::cuda::Choice::Cubin(module, _) | engine::cuda::Choice::Ptx { module, .. }) = choice;
-            modules.push((Module::load(&gpu, name, choice.image())?, module));
+            let code = engine::cuda::select(embedded, gpu.info(), None)?;
+            modules.push((Module::load(&gpu, name, code.image())?, code.module));
         }
         let cublaslt = Handle::new(&gpu).and_then(Matmuls::new).map_err(|error| error.to_string());
         let ceilings = Ceilings { bytes: f64::NAN, flops: None };

@@ -4,7 +4,7 @@ use crate::terminal;
 use crate::values::{level, switch};
 use anyhow::{Result, ensure};
 use clap::ArgAction;
-use engine::cuda::Options;
+use engine::cuda::CudaOptions;
 use engine::open::{self, Device, MatmulBackend, Opened, Precision};
 use engine::ops::Fp8Accumulation;
 use engine::{Engine, GeluFusion};
@@ -130,8 +130,8 @@ impl Hardware {
     }
 
     /// Returns the settings of an engine on GPU `gpu`.
-    pub fn gpu(&self, gpu: usize) -> Options {
-        Options {
+    pub fn gpu(&self, gpu: usize) -> CudaOptions {
+        CudaOptions {
             gpu,
             precision: self.precision.unwrap_or(Precision::Bf16),
             tf32: self.tf32,

@@ -130,12 +130,6 @@ impl Cpu {
     }
 }
 
-fn copy_words<T: bytemuck::Pod>(to: &mut [f32], values: &[T]) -> Result<()> {
-    ensure!(to.len() == values.len(), "write: expected {} values, found {}", to.len(), values.len());
-    bytemuck::cast_slice_mut(to).copy_from_slice(values);
-    Ok(())
-}
-
 impl Engine for Cpu {
     fn describe(&self) -> String {
         match rayon::current_num_threads() {
@@ -198,8 +192,10 @@ impl Engine for Cpu {
 
     fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
         ensure!(to.dtype == DType::F32, "write: expected an f32 tensor, found {}", to.dtype.name());
+        ensure!(to.len == values.len(), "write: expected {} values, found {}", to.len, values.len());
         let [to] = self.arena.split("write", [("to", to, to.len)])?;
-        copy_words(to, values)
+        to.copy_from_slice(values);
+        Ok(())
     }
 
     fn read(&mut self, from: Tensor) -> Result<Vec<f32>> {
@@ -218,12 +214,6 @@ impl Engine for Cpu {
         let [to] = self.arena.split("write_bytes", [("to", to, to.len)])?;
         bytemuck::cast_slice_mut(to).copy_from_slice(bytes);
         Ok(())
-    }
-
-    fn write_i32(&mut self, to: Tensor, values: &[i32]) -> Result<()> {
-        ensure!(to.dtype == DType::I32, "write_i32: expected an i32 tensor, found {}", to.dtype.name());
-        let [to] = self.arena.split("write_i32", [("to", to, to.len)])?;
-        copy_words(to, values)
     }
 
     fn read_async(&mut self, from: Tensor) -> Result<PendingRead> {

@@ -66,18 +66,6 @@ pub(super) fn forward_kernel<T: Float>(
     Ok(KernelLaunch { launch, grid: [grid::<T>(n), 1, 1], shared_bytes: 0 })
 }
 
-/// Computes out (rows, columns) = activation(preactivation).
-pub(super) fn forward<T: Float>(
-    cuda: &mut Cuda<T>,
-    activation: Activation,
-    out: Tensor,
-    preactivation: Tensor,
-    shape: Shape,
-) -> Result<()> {
-    let kernel = forward_kernel(cuda, activation, out, preactivation, shape)?;
-    cuda.launch_kernel(&kernel)
-}
-
 /// Returns the kernel of dinp (rows, columns · [`Activation::inputs`]) = dout (rows, columns) times the derivative of the
 /// activation.
 ///
@@ -99,19 +87,6 @@ pub(super) fn backward_kernel<T: Float>(
     Ok(KernelLaunch { launch, grid: [grid::<T>(n), 1, 1], shared_bytes: 0 })
 }
 
-/// Runs [`backward_kernel`].
-pub(super) fn backward<T: Float>(
-    cuda: &mut Cuda<T>,
-    activation: Activation,
-    dinp: Tensor,
-    dout: Tensor,
-    preactivation: Tensor,
-    shape: Shape,
-) -> Result<()> {
-    let kernel = backward_kernel(cuda, activation, dinp, dout, preactivation, shape)?;
-    cuda.launch_kernel(&kernel)
-}
-
 /// Quantizes activation(preactivation): in the kernel that computes it, or else after it has been written to `op.inp`.
 pub(super) fn quantize_forward<T: Float>(
     cuda: &mut Cuda<T>,
@@ -122,7 +97,8 @@ pub(super) fn quantize_forward<T: Float>(
     let [rows, columns] = op.shape;
     let given = cuda.given_scale(&op)?.filter(|_| op.format == Fp8Format::E4m3 && op.column_sums.is_none());
     let Some((amax, scale)) = given else {
-        forward(cuda, activation, op.inp, preactivation, Shape { rows, columns })?;
+        let shape = Shape { rows, columns };
+        cuda.launch_kernel(&forward_kernel(cuda, activation, op.inp, preactivation, shape)?)?;
         return quantize(cuda, op);
     };
     let (n, r, c) = (rows * columns, rows as u32, columns as u32);
@@ -149,12 +125,12 @@ pub(super) fn quantize_backward<T: Float>(
         Fp8Format::E4m3 => gradient_kernel::<T, E4m3>(cuda, activation, [dout, preactivation], &op)?,
         Fp8Format::E5m2 => gradient_kernel::<T, E5m2>(cuda, activation, [dout, preactivation], &op)?,
     };
-    if let Some(KernelLaunch { launch, grid, shared_bytes }) = kernel {
-        cuda.launch(launch, grid, shared_bytes)?;
+    if let Some(kernel) = kernel {
+        cuda.launch_kernel(&kernel)?;
         return cuda.add_column_sums(&op);
     }
     let shape = Shape { rows: op.shape[0], columns: op.shape[1] / activation.inputs() };
-    backward(cuda, activation, op.inp, dout, preactivation, shape)?;
+    cuda.launch_kernel(&backward_kernel(cuda, activation, op.inp, dout, preactivation, shape)?)?;
     quantize(cuda, op)
 }
 

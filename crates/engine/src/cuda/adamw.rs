@@ -1,6 +1,6 @@
 //! The optimizer.
 
-use super::{Cuda, Float, Stored};
+use super::{Cuda, Float, StorageType};
 use crate::ops::{AdamWUpdate, Master, UpdateRange};
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
@@ -89,7 +89,7 @@ struct Operands<T, M, W> {
 }
 
 /// Returns the operands, or `None` if there are no elements to update.
-fn operands<T: Float, P: Float, M: Float, W: Stored>(
+fn operands<T: Float, P: Float, M: Float, W: StorageType>(
     cuda: &mut Cuda<T>,
     op: &AdamWUpdate,
 ) -> Result<Option<Operands<P, M, W>>> {
@@ -128,7 +128,10 @@ fn operands<T: Float, P: Float, M: Float, W: Stored>(
 }
 
 /// Launches the kernel for parameters `T`, moments `M` and master weights `W`.
-fn launch<T: Float, M: Float, W: Stored + gpu::weights::Master>(cuda: &mut Cuda<T>, op: AdamWUpdate) -> Result<()> {
+fn launch<T: Float, M: Float, W: StorageType + gpu::weights::Master>(
+    cuda: &mut Cuda<T>,
+    op: AdamWUpdate,
+) -> Result<()> {
     let Some(operands) = operands::<T, T, M, W>(cuda, &op)? else { return Ok(()) };
     let Operands { params, masters, m, v, grads, stats, ranges, scalars, grid } = operands;
     let launch = adamw::adamw::<T, M, W>(params, masters, m, v, grads, stats, ranges, scalars);

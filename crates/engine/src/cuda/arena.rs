@@ -1,6 +1,6 @@
 //! Translation of plan offsets to addresses.
 
-use super::{Fp8Bits, Stored};
+use super::{Fp8Bits, StorageType};
 use crate::Result;
 use crate::tensor::{DType, Tensor};
 use anyhow::{bail, ensure};
@@ -31,7 +31,7 @@ impl Arena {
     }
 
     /// Returns the address of `tensor`, which must be of type `E`, have at least `len` elements and lie in one region.
-    pub fn address<E: Stored>(&self, name: &str, tensor: Tensor, len: usize) -> Result<*mut E> {
+    pub fn address<E: StorageType>(&self, name: &str, tensor: Tensor, len: usize) -> Result<*mut E> {
         let Tensor { offset, dtype, .. } = tensor;
         ensure!(dtype == E::DTYPE, "{name}: expected {}, found {}", E::DTYPE.name(), dtype.name());
         ensure!(tensor.len >= len, "{name}: expected at least {len} elements, found {}", tensor.len);

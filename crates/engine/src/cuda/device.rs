@@ -7,8 +7,8 @@ use super::functions::Functions;
 use super::gemm_cache::Cache;
 use super::noise::noise;
 use super::profile::Profile;
-use super::tensor_maps::{Extents, Key, TensorMaps};
-use super::{MatmulBackend, Options, Precision, modules, peak};
+use super::tensor_maps::{Extents, TensorMapKey, TensorMaps};
+use super::{CudaOptions, MatmulBackend, Precision, modules, peak};
 use crate::gemm::{Gemm, GemmKey, GemmOperands};
 use crate::plan::Plan;
 use crate::tensor::DType;
@@ -47,13 +47,11 @@ pub struct Device {
     /// Set if the module has kernels that use TMA.
     tensor_maps: Option<TensorMaps>,
     memory: Option<DeviceMemory>,
-    matmul: MatmulBackend,
-    kernel_config: Option<usize>,
     profile: Option<Profile>,
     /// For example `sm_90a cubin`.
     code: String,
     architecture: &'static str,
-    tf32: bool,
+    emulation: EmulatedGpu,
     gpu: Gpu,
 }
 
@@ -86,13 +84,13 @@ impl Clock {
 
 impl Device {
     /// Opens the GPU and loads the newest kernels that it can run.
-    pub fn open(options: &Options) -> Result<Self> {
+    pub fn open(options: &CudaOptions) -> Result<Self> {
         let gpu = Gpu::open(options.gpu)?;
-        let choice = modules::select(modules::EMBEDDED.modules()?, gpu.info(), options.kernels.as_deref())?;
-        let module = Module::load(&gpu, &choice.to_string(), choice.image())?;
+        let code = modules::select(modules::EMBEDDED.modules()?, gpu.info(), options.kernels.as_deref())?;
+        let module = Module::load(&gpu, &code.to_string(), code.image())?;
         ensure!(
-            options.matmul != MatmulBackend::Rust || (choice.is_hopper() && options.precision != Precision::Fp32),
-            "--matmul rust: expected bf16 on compute capability 9.0, found {} with {choice} kernels; use --matmul auto",
+            options.matmul != MatmulBackend::Rust || (code.is_hopper() && options.precision != Precision::Fp32),
+            "--matmul rust: expected bf16 on compute capability 9.0, found {} with {code} kernels; use --matmul auto",
             if options.precision == Precision::Fp32 { "fp32" } else { "bf16" }
         );
         ensure!(
@@ -100,10 +98,18 @@ impl Device {
             "--precision fp8: expected a GPU of compute capability 8.9 or later, found {}; use --precision bf16",
             gpu.info().name
         );
-        let tensor_maps = choice.is_hopper().then(|| TensorMaps::new(&gpu)).transpose()?;
+        let tensor_maps = code.is_hopper().then(|| TensorMaps::new(&gpu)).transpose()?;
         let cublaslt = Matmuls::new(Handle::new(&gpu)?)?;
         let stream = Stream::new(&gpu)?;
         let clock = Clock::start(&gpu, &stream)?;
+        let emulation = EmulatedGpu {
+            sm_count: gpu.info().sm_count as usize,
+            hopper: code.is_hopper(),
+            fp8: has_fp8(gpu.info()),
+            tf32: options.tf32 && options.precision == Precision::Fp32,
+            matmul: options.matmul,
+            kernel_config: options.kernel_config,
+        };
         Ok(Self {
             stream,
             graphs: CudaGraphs::default(),
@@ -116,12 +122,10 @@ impl Device {
             functions: Functions::new(module),
             tensor_maps,
             memory: None,
-            matmul: options.matmul,
-            kernel_config: options.kernel_config,
             profile: None,
-            code: choice.to_string(),
-            architecture: choice.architecture(),
-            tf32: options.tf32 && options.precision == Precision::Fp32,
+            code: code.to_string(),
+            architecture: code.module.arch,
+            emulation,
             gpu,
         })
     }
@@ -169,14 +173,7 @@ impl Executor for Device {
     }
 
     fn emulation(&self) -> EmulatedGpu {
-        EmulatedGpu {
-            sm_count: self.gpu.info().sm_count as usize,
-            hopper: self.tensor_maps.is_some(),
-            fp8: has_fp8(self.gpu.info()),
-            tf32: self.tf32,
-            matmul: self.matmul,
-            kernel_config: self.kernel_config,
-        }
+        self.emulation
     }
 
     fn shared_memory(&self, blocks: usize) -> usize {
@@ -200,7 +197,7 @@ impl Executor for Device {
         tile: (u32, u32),
     ) -> Result<Option<Global<TensorMap>>> {
         let Some(maps) = &mut self.tensor_maps else { return Ok(None) };
-        let key = Key { tensor, dtype, extents, tile };
+        let key = TensorMapKey { tensor, dtype, extents, tile };
         if let Some(map) = maps.get(&key) {
             return Ok(Some(map));
         }

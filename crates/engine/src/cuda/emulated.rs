@@ -3,7 +3,7 @@
 use super::arena::Arena;
 use super::cuda_graphs::{CudaGraphs, GraphAction};
 use super::executor::{EmulatedGpu, Executor};
-use super::tensor_maps::{Extents, Key};
+use super::tensor_maps::{Extents, TensorMapKey};
 use crate::gemm::{Gemm, GemmOperands, reference};
 use crate::plan::{Group, Plan};
 use crate::tensor::DType;
@@ -25,7 +25,7 @@ pub struct Emulated {
     checked: bool,
     /// The buffers of the plan, each with its own bounds, and the tensor maps.
     memory: Memory,
-    tensor_maps: HashMap<Key, Global<TensorMap>>,
+    tensor_maps: HashMap<TensorMapKey, Global<TensorMap>>,
     uploading: Option<HostBuffer>,
     reads: HashMap<u64, ReadResult>,
     next_read: u64,
@@ -154,7 +154,7 @@ impl Executor for Emulated {
         if !self.gpu.hopper {
             return Ok(None);
         }
-        let key = Key { tensor, dtype, extents, tile };
+        let key = TensorMapKey { tensor, dtype, extents, tile };
         // A GPU has the same limitation.
         let exists = self.tensor_maps.contains_key(&key);
         ensure!(

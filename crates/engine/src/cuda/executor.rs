@@ -27,7 +27,7 @@ pub struct EmulatedGpu {
     pub tf32: bool,
     /// Which kernels compute GEMMs.
     pub matmul: MatmulBackend,
-    /// See [`Options::kernel_config`](super::Options::kernel_config).
+    /// See [`CudaOptions::kernel_config`](super::CudaOptions::kernel_config).
     pub kernel_config: Option<usize>,
 }
 

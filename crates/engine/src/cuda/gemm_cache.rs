@@ -2,7 +2,7 @@
 //! number of tile shapes, in the user's cache directory.
 
 use crate::Result;
-use crate::gemm::Choice;
+use crate::gemm::GemmChoice;
 use anyhow::Context;
 use cuda_driver::Gpu;
 use gpu::matmul::launch::TileShape;
@@ -37,13 +37,13 @@ impl Cache {
     }
 
     /// Returns the stored choices; none if the file is missing or damaged, because they can be measured again.
-    pub fn load(&self) -> Vec<Choice> {
+    pub fn load(&self) -> Vec<GemmChoice> {
         let text = self.path.as_ref().and_then(|path| fs::read(path).ok());
         text.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
     }
 
     /// Adds choices that the file lacks. A choice that another run has stored meanwhile stays.
-    pub fn save(&self, choices: &[Choice]) -> Result<()> {
+    pub fn save(&self, choices: &[GemmChoice]) -> Result<()> {
         let path = self.path.as_ref().context("no cache directory: set XDG_CACHE_HOME or HOME")?;
         let mut all: HashMap<_, _> = choices.iter().map(|choice| (choice.key(), *choice)).collect();
         all.extend(self.load().iter().map(|choice| (choice.key(), *choice)));
@@ -59,7 +59,7 @@ mod tests {
     use crate::gemm::{Batching, Gemm, GemmEpilogue, GemmLayout, GemmPrecision, KernelConfig};
     use cublaslt::sys::MatmulAlgo;
 
-    fn choice(n: usize, algo: u64) -> Choice {
+    fn choice(n: usize, algo: u64) -> GemmChoice {
         let gemm = Gemm {
             m: 32,
             n,
@@ -69,7 +69,7 @@ mod tests {
             batching: Batching::One,
             epilogue: GemmEpilogue::BIAS,
         };
-        Choice {
+        GemmChoice {
             gemm,
             alignments: [256, 16, 256, 64, 0],
             algo: MatmulAlgo([algo; 8]),

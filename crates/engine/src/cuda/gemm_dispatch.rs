@@ -5,7 +5,7 @@ use super::executor::{EmulatedGpu, Executor};
 use super::gemm_cache::Cache;
 use super::wgmma::{Scratch, WgmmaGemm};
 use crate::Result;
-use crate::gemm::{Algorithms, Choice, Gemm, GemmCall, GemmKey, KernelConfig, is_in_library, library_part};
+use crate::gemm::{Algorithms, Gemm, GemmCall, GemmChoice, GemmKey, KernelConfig, is_in_library, library_part};
 use anyhow::Context;
 use gpu::launch::KernelLaunch;
 use std::collections::{HashMap, HashSet};
@@ -13,14 +13,14 @@ use std::collections::{HashMap, HashSet};
 /// The GEMMs of an engine, and the algorithm of each.
 pub struct GemmDispatch {
     backend: MatmulBackend,
-    /// See [`Options::kernel_config`](super::Options::kernel_config).
+    /// See [`CudaOptions::kernel_config`](super::CudaOptions::kernel_config).
     kernel_config: Option<usize>,
     /// Whether the executor runs kernels for sm_90a.
     hopper: bool,
     /// Whether kernels are used without timing them, as in the emulator.
     untimed: bool,
     pub(super) scratch: Scratch,
-    pub(super) choices: HashMap<GemmKey, Choice>,
+    pub(super) choices: HashMap<GemmKey, GemmChoice>,
     /// GEMMs that cuBLASLt has refused, and that kernels compute.
     refused: HashSet<GemmKey>,
     /// The calls of a tuning pass, in which nothing runs.
@@ -60,7 +60,7 @@ impl GemmDispatch {
     }
 
     /// Uses these choices from now on. Captured graphs become invalid.
-    pub fn set_choices(&mut self, choices: &[Choice], executor: &mut dyn Executor) {
+    pub fn set_choices(&mut self, choices: &[GemmChoice], executor: &mut dyn Executor) {
         executor.invalidate_graphs();
         self.choices.extend(choices.iter().map(|choice| (choice.key(), *choice)));
         let Some(timer) = executor.gemm_timer() else { return };
@@ -363,7 +363,7 @@ mod tests {
             .map(|&(call, kernel_wins)| {
                 let (gemm, alignments) = call.key();
                 let kernel = WgmmaGemm::new(&gemm, &call.operands).map(|gemm| gemm.configs(4, Scratch::NONE)[0]);
-                Choice { gemm, alignments, algo: MatmulAlgo([0; 8]), kernel, kernel_wins }
+                GemmChoice { gemm, alignments, algo: MatmulAlgo([0; 8]), kernel, kernel_wins }
             })
             .collect();
         dispatch.set_choices(&choices, &mut mlp.executor);
@@ -480,7 +480,7 @@ mod tests {
     }
 
     /// Tunes the GEMMs of the MLP, and returns the choice of the GEMM of the forward pass.
-    fn tune(mlp: &mut Mlp, library: &[f32], kernel: f32) -> Choice {
+    fn tune(mlp: &mut Mlp, library: &[f32], kernel: f32) -> GemmChoice {
         mlp.executor.times = Some(Times { library: library.to_vec(), kernel, ..Times::default() });
         let mut dispatch = tuned(mlp, &[]);
         dispatch.begin_tuning();

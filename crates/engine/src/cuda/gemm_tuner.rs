@@ -3,7 +3,7 @@
 use super::executor::{Executor, GemmTimer};
 use super::gemm_dispatch::{GemmDispatch, unsupported};
 use super::wgmma::WgmmaGemm;
-use crate::gemm::{Choice, GemmCall, KernelConfig, Timing, Tuning};
+use crate::gemm::{GemmCall, GemmChoice, GemmTiming, KernelConfig, Tuning};
 use crate::{COOLDOWN, Result};
 use anyhow::Context;
 use cublaslt::Finalists;
@@ -40,14 +40,14 @@ impl GemmDispatch {
             progress.add(1);
         }
         timer_of(executor)?.zero_memory()?;
-        let choices: Vec<Choice> = self.choices.values().copied().collect();
+        let choices: Vec<GemmChoice> = self.choices.values().copied().collect();
         let cache_error = self.cache.as_ref().and_then(|cache| cache.save(&choices).err());
         let cache_error = cache_error.map(|error| format!("{error:#}"));
         Ok(Tuning { timings, seconds: start.elapsed().as_secs_f64(), cache_error })
     }
 
     /// Races the finalists of both libraries in one list, and the kernels around the library part.
-    fn tune(&mut self, call: &GemmCall, retune: bool, executor: &mut dyn Executor) -> Result<Timing> {
+    fn tune(&mut self, call: &GemmCall, retune: bool, executor: &mut dyn Executor) -> Result<GemmTiming> {
         // Times that are reported must begin with the same clock. Where only the choice matters, startup time matters more.
         if retune {
             sleep(COOLDOWN);
@@ -83,7 +83,7 @@ impl GemmDispatch {
         let kernel = kernel.map(|((config, _), milliseconds)| (*config, *milliseconds));
         let milliseconds =
             |i: Option<usize>| i.and_then(|i| of_algos.get(i)).map_or(f32::INFINITY, |time| time + added);
-        let timing = Timing {
+        let timing = GemmTiming {
             gemm: call.gemm,
             candidates,
             library_first: milliseconds(Some(0)),
@@ -97,7 +97,7 @@ impl GemmDispatch {
         };
         let (gemm, alignments) = call.key();
         let (kernel, kernel_wins) = (kernel.map(|(config, _)| config), timing.kernel_wins());
-        self.choices.insert(call.key(), Choice { gemm, alignments, algo, kernel, kernel_wins });
+        self.choices.insert(call.key(), GemmChoice { gemm, alignments, algo, kernel, kernel_wins });
         Ok(timing)
     }
 

@@ -209,7 +209,7 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward) -> Resul
             let unfused = MatmulForward { out: preactivation, epilogue: Epilogue::None, ..*op };
             cuda.run_gemm(cuda.forward_gemm(&unfused)?)?;
             let shape = activation::Shape { rows: op.shape.rows, columns: op.shape.oc / activation.inputs() };
-            activation::forward(cuda, activation, op.out, preactivation, shape)
+            cuda.launch_kernel(&activation::forward_kernel(cuda, activation, op.out, preactivation, shape)?)
         }
         _ => cuda.run_gemm(cuda.forward_gemm(op)?),
     }
@@ -284,11 +284,11 @@ fn backward_gated<T: Float>(
     let shape = activation::Shape { rows: op.shape.rows, columns: op.shape.c };
     if recompute.is_some() {
         // GEMM epilogues apply the activation to rounded sums, so this kernel gives the bits of the forward pass.
-        activation::forward(cuda, activation, op.inp, preactivation, shape)?;
+        cuda.launch_kernel(&activation::forward_kernel(cuda, activation, op.inp, preactivation, shape)?)?;
     }
     backward_weight(cuda, op, bias_kernels)?;
     backward_input(cuda, &MatmulBackward { dinp: op.inp, activation: None, ..*op })?;
-    activation::backward(cuda, activation, op.dinp, op.inp, preactivation, shape)
+    cuda.launch_kernel(&activation::backward_kernel(cuda, activation, op.dinp, op.inp, preactivation, shape)?)
 }
 
 /// Computes dinp (rows, C) = dout (rows, OC) · weight (OC, C), times the derivative of an activation of one input.
@@ -320,7 +320,7 @@ fn backward_input<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Result<(
     match activation {
         Some(ActivationInput { activation, preactivation, .. }) if fused.is_none() => {
             let shape = activation::Shape { rows, columns: c };
-            activation::backward(cuda, activation, dinp, dinp, preactivation, shape)
+            cuda.launch_kernel(&activation::backward_kernel(cuda, activation, dinp, dinp, preactivation, shape)?)
         }
         _ => Ok(()),
     }

@@ -99,7 +99,7 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
             return activation::quantize_forward(cuda, activation, preactivation, next);
         }
         let shape = activation::Shape { rows, columns: oc / activation.inputs() };
-        return activation::forward(cuda, activation, out, preactivation, shape);
+        return cuda.launch_kernel(&activation::forward_kernel(cuda, activation, out, preactivation, shape)?);
     }
     let kernel = activation.map(|(activation, preactivation)| {
         let shape = activation::Shape { rows, columns: oc / activation.inputs() };
@@ -210,7 +210,7 @@ fn input_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Ba
             activation::quantize_backward(cuda, activation, dact, preactivation, next)
         }
         (Some(ActivationInput { activation, preactivation, .. }), None) => {
-            activation::backward(cuda, activation, dinp, dact, preactivation, shape)
+            cuda.launch_kernel(&activation::backward_kernel(cuda, activation, dinp, dact, preactivation, shape)?)
         }
         (None, Some(next)) => quantize(cuda, next),
         (None, None) => Ok(()),

@@ -37,7 +37,7 @@ mod wgmma;
 
 pub use cuda_std::launch::HAS_EMULATOR;
 pub use executor::EmulatedGpu;
-pub use modules::{Choice, EMBEDDED, EmbeddedKernels, select};
+pub use modules::{EMBEDDED, EmbeddedKernels, KernelCode, select};
 pub use profile::Profile;
 
 use crate::gemm::{Algorithms, Tuning};
@@ -75,7 +75,7 @@ pub enum Precision {
 
 /// Settings of an engine on a GPU.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct CudaOptions {
     /// The driver's index of the GPU.
     pub gpu: usize,
     /// Storage type.
@@ -107,7 +107,7 @@ pub enum MatmulBackend {
 }
 
 /// Opens the engine on a GPU. Errors say what is missing: driver, GPU, kernels in this program, cuBLASLt.
-pub fn open(options: &Options) -> Result<Box<dyn Engine>> {
+pub fn open(options: &CudaOptions) -> Result<Box<dyn Engine>> {
     let device = device::Device::open(options)?;
     let cache = device.gemm_cache()?;
     let fusion = options.gelu_fusion;
@@ -135,20 +135,20 @@ pub fn emulated(
 }
 
 /// A type that an arena can store.
-trait Stored: bytemuck::Pod + Send {
+trait StorageType: bytemuck::Pod + Send {
     const DTYPE: DType;
 }
 
-impl Stored for f32 {
+impl StorageType for f32 {
     const DTYPE: DType = DType::F32;
 }
-impl Stored for bf16 {
+impl StorageType for bf16 {
     const DTYPE: DType = DType::Bf16;
 }
-impl Stored for i32 {
+impl StorageType for i32 {
     const DTYPE: DType = DType::I32;
 }
-impl Stored for u16 {
+impl StorageType for u16 {
     const DTYPE: DType = DType::U16;
 }
 
@@ -156,12 +156,12 @@ impl Stored for u16 {
 #[repr(transparent)]
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 struct Fp8Bits(u8);
-impl Stored for Fp8Bits {
+impl StorageType for Fp8Bits {
     const DTYPE: DType = DType::Fp8;
 }
 
 /// An engine's storage type.
-trait Float: Stored + TensorCore {}
+trait Float: StorageType + TensorCore {}
 impl Float for f32 {}
 impl Float for bf16 {}
 
@@ -229,22 +229,22 @@ impl<T: Float> Cuda<T> {
     }
 
     /// Returns the address of a kernel's input: `tensor`, which must hold at least `len` elements of `E`.
-    fn input<E: Stored>(&self, name: &str, tensor: Tensor, len: usize) -> Result<Global<E>> {
+    fn input<E: StorageType>(&self, name: &str, tensor: Tensor, len: usize) -> Result<Global<E>> {
         Ok(Global::new(self.arena.address::<E>(name, tensor, len)?))
     }
 
     /// Returns the address of a kernel's output: `tensor`, which must hold at least `len` elements of `E`.
-    fn output<E: Stored>(&self, name: &str, tensor: Tensor, len: usize) -> Result<GlobalMut<E>> {
+    fn output<E: StorageType>(&self, name: &str, tensor: Tensor, len: usize) -> Result<GlobalMut<E>> {
         Ok(GlobalMut::new(self.arena.address(name, tensor, len)?))
     }
 
     /// Like [`input`](Self::input); null if there is no tensor.
-    fn optional_input<E: Stored>(&self, name: &str, tensor: Option<Tensor>, len: usize) -> Result<Global<E>> {
+    fn optional_input<E: StorageType>(&self, name: &str, tensor: Option<Tensor>, len: usize) -> Result<Global<E>> {
         tensor.map_or(Ok(Global::null()), |tensor| self.input(name, tensor, len))
     }
 
     /// Like [`output`](Self::output); null if there is no tensor.
-    fn optional_output<E: Stored>(&self, name: &str, tensor: Option<Tensor>, len: usize) -> Result<GlobalMut<E>> {
+    fn optional_output<E: StorageType>(&self, name: &str, tensor: Option<Tensor>, len: usize) -> Result<GlobalMut<E>> {
         tensor.map_or(Ok(GlobalMut::null()), |tensor| self.output(name, tensor, len))
     }
 
@@ -468,7 +468,7 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
-        fn send<E: Stored>(
+        fn send<E: StorageType>(
             executor: &mut dyn Executor,
             arena: &Arena,
             to: Tensor,
@@ -497,7 +497,7 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn read(&mut self, from: Tensor) -> Result<Vec<f32>> {
-        fn fetch<E: Stored>(
+        fn fetch<E: StorageType>(
             executor: &mut dyn Executor,
             arena: &Arena,
             from: Tensor,
@@ -536,14 +536,6 @@ impl<T: Float> Engine for Cuda<T> {
         let address = self.arena.bytes_of("the tensor written to", to)?;
         // SAFETY: `address` covers the tensor's bytes of the arena.
         unsafe { self.executor.upload(address, bytes) }
-    }
-
-    fn write_i32(&mut self, to: Tensor, values: &[i32]) -> Result<()> {
-        self.ensure_not_capturing("a copy from the host")?;
-        ensure!(values.len() == to.len, "write: expected {} values, found {}", to.len, values.len());
-        let address = self.arena.address::<i32>("the tensor written to", to, values.len())?;
-        // SAFETY: `address` covers that many elements of the arena.
-        unsafe { self.executor.upload(address.cast(), bytemuck::cast_slice(values)) }
     }
 
     fn read_async(&mut self, from: Tensor) -> Result<PendingRead> {

@@ -2,58 +2,41 @@
 
 use crate::Result;
 use anyhow::{Context, ensure};
-use cuda_builder::Module;
+use cuda_builder::{Module, ModuleChoice};
 use cuda_driver::DeviceInfo;
 use std::fmt;
 
 /// The code that a GPU loads.
 #[derive(Clone, Copy, Debug)]
-pub enum Choice<'a> {
-    /// Machine code.
-    Cubin(&'a Module, &'a [u8]),
-    /// PTX, which the driver compiles.
-    Ptx {
-        /// The module.
-        module: &'a Module,
-        /// The architecture of faster kernels that this GPU cannot run, because the program was built without their cubins.
-        missing_cubin: Option<&'static str>,
-    },
+pub struct KernelCode<'a> {
+    /// The module.
+    pub module: &'a Module,
+    /// Machine code. The driver compiles the module's PTX if there is none.
+    pub cubin: Option<&'a [u8]>,
+    /// The architecture of faster kernels that this GPU cannot run, because the program was built without their cubins.
+    pub missing_cubin: Option<&'static str>,
 }
 
-impl Choice<'_> {
-    /// Returns the architecture, for example `sm_90a`.
-    pub fn architecture(&self) -> &'static str {
-        let (Self::Cubin(module, _) | Self::Ptx { module, .. }) = self;
-        module.arch
-    }
-
-    /// Reports whether the code uses Hopper's own instructions (TMA, wgmma).
+impl KernelCode<'_> {
+    /// Returns true if the module has kernels that use TMA and wgmma.
     pub fn is_hopper(&self) -> bool {
-        cuda_builder::has_feature(self.architecture(), "wgmma")
+        cuda_builder::has_feature(self.module.arch, "wgmma")
     }
 
-    /// Returns the bytes to load.
+    /// Returns the code.
     pub fn image(&self) -> &[u8] {
-        match self {
-            Self::Cubin(_, cubin) => cubin,
-            Self::Ptx { module, .. } => module.ptx.as_bytes(),
-        }
+        self.cubin.unwrap_or(self.module.ptx.as_bytes())
     }
 }
 
-impl fmt::Display for Choice<'_> {
+impl fmt::Display for KernelCode<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Cubin(module, _) => write!(f, "{} cubin", module.arch),
-            Self::Ptx { module, missing_cubin: None } => write!(f, "{} PTX", module.arch),
-            Self::Ptx { module, missing_cubin: Some(arch) } => {
-                write!(
-                    f,
-                    "{} PTX (slow: built without the cubins of {arch}, see LLM_RS_CUBINS in README.md)",
-                    module.arch
-                )
-            }
+        let Self { module: Module { arch, .. }, cubin, missing_cubin } = self;
+        write!(f, "{arch} {}", if cubin.is_some() { "cubin" } else { "PTX" })?;
+        if let Some(missing) = missing_cubin {
+            write!(f, " (slow: built without the cubins of {missing}, see LLM_RS_CUBINS in README.md)")?;
         }
+        Ok(())
     }
 }
 
@@ -84,15 +67,15 @@ impl EmbeddedKernels {
 
 /// Returns the newest architecture that the GPU can run, or the `wanted` one.
 ///
-/// [`cuda_builder::ModuleChoice::newest`] has the rules.
-pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo, wanted: Option<&str>) -> Result<Choice<'a>> {
+/// [`ModuleChoice::newest`] has the rules.
+pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo, wanted: Option<&str>) -> Result<KernelCode<'a>> {
     let (major, minor) = info.compute_capability;
     ensure!(
         major >= 8,
         "{} has compute capability {major}.{minor}; the kernels need 8.0 (Ampere) or later: run with --device cpu",
         info.name
     );
-    let best = cuda_builder::ModuleChoice::newest(modules, (major, minor), wanted);
+    let best = ModuleChoice::newest(modules, (major, minor), wanted);
     let best = best.with_context(|| {
         let have: Vec<_> = modules.iter().map(|module| module.arch).collect();
         let asked = wanted.map_or(String::new(), |arch| format!(", --kernels {arch} was asked for"));
@@ -108,10 +91,10 @@ pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo, wanted: Option<&str>
         )
     })?;
     Ok(match best {
-        cuda_builder::ModuleChoice::Cubin(module, cubin) => Choice::Cubin(module, cubin),
-        cuda_builder::ModuleChoice::Ptx(module) => {
-            let faster = cuda_builder::ModuleChoice::made_for(modules, (major, minor)).filter(|_| wanted.is_none());
-            Choice::Ptx { module, missing_cubin: faster.map(|module| module.arch) }
+        ModuleChoice::Cubin(module, cubin) => KernelCode { module, cubin: Some(cubin), missing_cubin: None },
+        ModuleChoice::Ptx(module) => {
+            let faster = ModuleChoice::made_for(modules, (major, minor)).filter(|_| wanted.is_none());
+            KernelCode { module, cubin: None, missing_cubin: faster.map(|module| module.arch) }
         }
     })
 }

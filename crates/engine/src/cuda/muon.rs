@@ -1,6 +1,6 @@
 //! Muon: elementwise kernels, and Newton-Schulz iterations as GEMMs.
 
-use super::{Cuda, Float, Stored, shared_bytes};
+use super::{Cuda, Float, StorageType, shared_bytes};
 use crate::Result;
 use crate::gemm::{Batch, Batching, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, Residual, Scale};
 use crate::ops::{Master, MuonApply, MuonMomentum, Orthogonalize};
@@ -49,7 +49,7 @@ pub(super) fn apply<T: Float>(cuda: &mut Cuda<T>, op: MuonApply) -> Result<()> {
 }
 
 /// Launches the kernel for master weights `W`.
-fn launch_apply<T: Float, W: Stored + gpu::weights::Master>(cuda: &mut Cuda<T>, op: MuonApply) -> Result<()> {
+fn launch_apply<T: Float, W: StorageType + gpu::weights::Master>(cuda: &mut Cuda<T>, op: MuonApply) -> Result<()> {
     let MuonApply { params, master, update, stats, learning_rate, scale, weight_decay, seed } = op;
     let n = params.len;
     let launch = muon::muon_apply::<T, W>(

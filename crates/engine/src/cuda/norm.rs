@@ -1,6 +1,6 @@
 //! LayerNorm and RMSNorm.
 
-use super::{Cuda, Float, Stored, bias, quantize};
+use super::{Cuda, Float, StorageType, bias, quantize};
 use crate::ops::{MatmulShape, NormBackward, NormForward};
 use crate::tensor::Tensor;
 use crate::{Result, Workload};
@@ -44,7 +44,10 @@ fn size<T: Float>(cuda: &Cuda<T>, mean: Option<Tensor>, rstd: Tensor, channels: 
 }
 
 /// Returns the operands of a forward pass in a storage type.
-fn forward_operands<T: Float, S: Element + Stored>(cuda: &Cuda<T>, op: &NormForward) -> Result<ForwardOperands<S>> {
+fn forward_operands<T: Float, S: Element + StorageType>(
+    cuda: &Cuda<T>,
+    op: &NormForward,
+) -> Result<ForwardOperands<S>> {
     let (rows, n) = (op.rstd.len, op.rstd.len * op.c);
     let parameter = |name, tensor: Option<Tensor>| tensor.map(|tensor| cuda.input(name, tensor, op.c)).transpose();
     ensure!(

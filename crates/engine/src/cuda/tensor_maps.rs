@@ -14,7 +14,7 @@ const CAPACITY: usize = 16384;
 
 /// Identifies a map: a tensor in bf16 or FP8 at a device address, and the rows and columns of a box.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Key {
+pub struct TensorMapKey {
     pub tensor: u64,
     pub dtype: DType,
     pub extents: Extents,
@@ -23,7 +23,7 @@ pub struct Key {
 
 pub struct TensorMaps {
     memory: DeviceMemory,
-    slots: HashMap<Key, usize>,
+    slots: HashMap<TensorMapKey, usize>,
 }
 
 impl TensorMaps {
@@ -44,12 +44,12 @@ impl TensorMaps {
         self.memory.address() + (slot * size_of::<TensorMap>()) as u64
     }
 
-    pub fn get(&self, key: &Key) -> Option<Global<TensorMap>> {
+    pub fn get(&self, key: &TensorMapKey) -> Option<Global<TensorMap>> {
         self.slots.get(key).map(|&slot| Global::from_address(self.address(slot)))
     }
 
     /// Creates a map that does not exist yet.
-    pub fn add(&mut self, stream: &Stream, key: Key) -> Result<Global<TensorMap>> {
+    pub fn add(&mut self, stream: &Stream, key: TensorMapKey) -> Result<Global<TensorMap>> {
         ensure!(!self.is_full(), "all {CAPACITY} tensor maps are in use");
         let map = encode(key)?;
         let at = self.address(self.slots.len());
@@ -61,7 +61,9 @@ impl TensorMaps {
     }
 }
 
-fn encode(Key { tensor, dtype, extents, tile: (tile_rows, tile_columns) }: Key) -> Result<cuda_driver::TensorMap> {
+fn encode(
+    TensorMapKey { tensor, dtype, extents, tile: (tile_rows, tile_columns) }: TensorMapKey,
+) -> Result<cuda_driver::TensorMap> {
     let (Extents::Matrix([rows, columns])
     | Extents::Matrices([_, rows, columns])
     | Extents::Batch([_, rows, columns], _)
@@ -78,25 +80,18 @@ fn encode(Key { tensor, dtype, extents, tile: (tile_rows, tile_columns) }: Key) 
     let l2 = L2Promotion::B256;
     let wide = |extent: usize| extent as u64;
     let (row, matrix) = (wide(bytes * columns), wide(bytes * rows * columns));
-    let map = match extents {
+    let (extents, tile, strides) = match extents {
         Extents::Matrix(_) => {
             let (extents, tile) = ([columns, rows].map(wide), [tile_columns, tile_rows]);
-            cuda_driver::TensorMap::tiled(element, tensor, extents, &[row], tile, swizzle, l2)
+            return Ok(cuda_driver::TensorMap::tiled(element, tensor, extents, &[row], tile, swizzle, l2)?);
         }
-        Extents::Matrices([matrices, ..]) => {
-            let (extents, tile) = ([columns, rows, matrices].map(wide), [tile_columns, tile_rows, 1]);
-            cuda_driver::TensorMap::tiled(element, tensor, extents, &[row, matrix], tile, swizzle, l2)
-        }
+        Extents::Matrices([matrices, ..]) => ([columns, rows, matrices], [tile_columns, tile_rows, 1], [row, matrix]),
         Extents::Batch([matrices, ..], stride) => {
-            let (extents, tile) = ([columns, rows, matrices].map(wide), [tile_columns, tile_rows, 1]);
-            let strides = [row, wide(bytes * stride)];
-            cuda_driver::TensorMap::tiled(element, tensor, extents, &strides, tile, swizzle, l2)
+            ([columns, rows, matrices], [tile_columns, tile_rows, 1], [row, wide(bytes * stride)])
         }
         Extents::Interleaved([_, matrices, _]) => {
-            let (extents, tile) = ([columns, matrices, rows].map(wide), [tile_columns, 1, tile_rows]);
-            let strides = [row, row * wide(matrices)];
-            cuda_driver::TensorMap::tiled(element, tensor, extents, &strides, tile, swizzle, l2)
+            ([columns, matrices, rows], [tile_columns, 1, tile_rows], [row, row * wide(matrices)])
         }
     };
-    Ok(map?)
+    Ok(cuda_driver::TensorMap::tiled(element, tensor, extents.map(wide), &strides, tile, swizzle, l2)?)
 }

@@ -43,8 +43,8 @@ impl fmt::Display for KernelConfig {
 
 /// The algorithm of a GEMM. Valid for one GPU model, driver and version of cuBLASLt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "Stored", into = "Stored")]
-pub struct Choice {
+#[serde(try_from = "StoredChoice", into = "StoredChoice")]
+pub struct GemmChoice {
     /// The GEMM.
     pub gemm: Gemm,
     /// Alignments of its operands.
@@ -57,7 +57,7 @@ pub struct Choice {
     pub kernel_wins: bool,
 }
 
-impl Choice {
+impl GemmChoice {
     /// Returns the key of the GEMM.
     pub fn key(&self) -> GemmKey {
         (self.gemm, self.alignments)
@@ -66,7 +66,7 @@ impl Choice {
 
 /// The stored form, in cuBLASLt's column-major terms as in every checkpoint since version 0.1: A is our b, B our a, m our n.
 #[derive(Serialize, Deserialize)]
-struct Stored {
+struct StoredChoice {
     problem: StoredProblem,
     alignments: Alignments,
     algo: MatmulAlgo,
@@ -191,18 +191,18 @@ impl StoredProblem {
     }
 }
 
-impl From<Choice> for Stored {
-    fn from(choice: Choice) -> Self {
-        let Choice { gemm, alignments, algo, kernel, kernel_wins } = choice;
+impl From<GemmChoice> for StoredChoice {
+    fn from(choice: GemmChoice) -> Self {
+        let GemmChoice { gemm, alignments, algo, kernel, kernel_wins } = choice;
         Self { problem: (&gemm).into(), alignments, algo, kernel, kernel_wins }
     }
 }
 
-impl TryFrom<Stored> for Choice {
+impl TryFrom<StoredChoice> for GemmChoice {
     type Error = String;
 
-    fn try_from(stored: Stored) -> Result<Self, String> {
-        let Stored { problem, alignments, algo, kernel, kernel_wins } = stored;
+    fn try_from(stored: StoredChoice) -> Result<Self, String> {
+        let StoredChoice { problem, alignments, algo, kernel, kernel_wins } = stored;
         let gemm = problem.gemm().ok_or_else(|| format!("unknown GEMM with epilogue {}", problem.epilogue))?;
         Ok(Self { gemm, alignments, algo, kernel, kernel_wins })
     }
@@ -214,12 +214,12 @@ pub struct Algorithms {
     /// GPU and versions for which these are valid.
     pub machine: String,
     /// One entry for each GEMM.
-    pub choices: Vec<Choice>,
+    pub choices: Vec<GemmChoice>,
 }
 
 /// Measured times of one GEMM, in milliseconds.
 #[derive(Clone, Copy, Debug)]
-pub struct Timing {
+pub struct GemmTiming {
     /// The GEMM.
     pub gemm: Gemm,
     /// Number of cuBLASLt's algorithms that were timed.
@@ -234,7 +234,7 @@ pub struct Timing {
     pub unfused: Option<f32>,
 }
 
-impl Timing {
+impl GemmTiming {
     /// Reports whether the wgmma kernel is the fastest, by more than the measurement noise.
     pub fn kernel_wins(&self) -> bool {
         self.kernel.is_some_and(|(_, milliseconds)| {
@@ -248,7 +248,7 @@ impl Timing {
 #[derive(Clone, Debug, Default)]
 pub struct Tuning {
     /// One entry for each GEMM that was timed.
-    pub timings: Vec<Timing>,
+    pub timings: Vec<GemmTiming>,
     /// Duration of the pass.
     pub seconds: f64,
     /// The reason why the result could not be cached.
@@ -272,7 +272,7 @@ mod tests {
     #[test]
     fn the_kernel_wins_only_if_nothing_else_is_faster() {
         let config = KernelConfig { tile_m: 128, tile_n: 192, split_k: 1 };
-        let timing = Timing {
+        let timing = GemmTiming {
             gemm: GEMM,
             candidates: 1,
             library_first: 2.0,
@@ -281,22 +281,22 @@ mod tests {
             unfused: None,
         };
         assert!(timing.kernel_wins());
-        assert!(!Timing { kernel: Some((config, 0.997)), ..timing }.kernel_wins(), "the difference is noise");
-        assert!(Timing { unfused: Some(0.99), ..timing }.kernel_wins());
-        assert!(!Timing { unfused: Some(0.97), ..timing }.kernel_wins());
-        assert!(!Timing { kernel: None, ..timing }.kernel_wins());
+        assert!(!GemmTiming { kernel: Some((config, 0.997)), ..timing }.kernel_wins(), "the difference is noise");
+        assert!(GemmTiming { unfused: Some(0.99), ..timing }.kernel_wins());
+        assert!(!GemmTiming { unfused: Some(0.97), ..timing }.kernel_wins());
+        assert!(!GemmTiming { kernel: None, ..timing }.kernel_wins());
     }
 
     /// The text is from a checkpoint of version 0.1.
     #[test]
     fn choices_of_old_checkpoints_are_read_and_written_unchanged() {
         let text = r#"{"problem":{"m":64,"n":32,"k":16,"transpose_a":false,"transpose_b":false,"element":"Bf16","epilogue":"DGeluAndGelu","accumulate":false,"batch":1,"output":null},"alignments":[256,16,256,64,0],"algo":[1,2,3,4,5,6,7,8],"rows":256,"kernel":192,"splits":5,"kernel_wins":true}"#;
-        let choice: Choice = serde_json::from_str(text).unwrap();
+        let choice: GemmChoice = serde_json::from_str(text).unwrap();
         assert_eq!(choice.gemm, GEMM);
         assert_eq!(choice.kernel, Some(KernelConfig { tile_m: 256, tile_n: 192, split_k: 5 }));
         assert_eq!(serde_json::to_string(&choice).unwrap(), text);
         let without_kernel = text.replace(r#","rows":256,"kernel":192,"splits":5,"kernel_wins":true"#, "");
-        let choice: Choice = serde_json::from_str(&without_kernel).unwrap();
+        let choice: GemmChoice = serde_json::from_str(&without_kernel).unwrap();
         assert_eq!((choice.kernel, choice.kernel_wins), (None, false));
     }
     /// Every name that a checkpoint of version 0.1 may contain.
@@ -342,9 +342,9 @@ mod tests {
         ] {
             let gemm = Gemm { m: 3, n: 16, k: 5, layout, precision, batching, epilogue };
             let choice =
-                Choice { gemm, alignments: [16; 5], algo: MatmulAlgo([1; 8]), kernel: None, kernel_wins: false };
+                GemmChoice { gemm, alignments: [16; 5], algo: MatmulAlgo([1; 8]), kernel: None, kernel_wins: false };
             let text = serde_json::to_string(&choice).unwrap();
-            assert_eq!(serde_json::from_str::<Choice>(&text).unwrap(), choice, "{text}");
+            assert_eq!(serde_json::from_str::<GemmChoice>(&text).unwrap(), choice, "{text}");
         }
     }
 }

@@ -10,7 +10,7 @@
 mod choice;
 pub mod reference;
 
-pub use choice::{Algorithms, Choice, KernelConfig, Timing, Tuning};
+pub use choice::{Algorithms, GemmChoice, GemmTiming, KernelConfig, Tuning};
 pub use cublaslt::{Alignments, Batch, GELU_COLUMNS, GemmKey, GemmOperands, Scale};
 pub use gpu::matmul::gemm::{
     Batching, Bias, Gemm, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass, Residual,

@@ -46,27 +46,27 @@ struct Matrices<'a> {
 }
 
 /// Storage type of a matrix.
-trait Stored: cuda_std::Element + Pod {}
-impl Stored for f32 {}
-impl Stored for bf16 {}
-impl Stored for E4m3 {}
-impl Stored for E5m2 {}
+trait MatrixElement: cuda_std::Element + Pod {}
+impl MatrixElement for f32 {}
+impl MatrixElement for bf16 {}
+impl MatrixElement for E4m3 {}
+impl MatrixElement for E5m2 {}
 
 impl Matrices<'_> {
     /// Returns `len` elements, widened.
-    fn read<T: Stored>(&self, name: &'static str, address: u64, len: usize) -> Result<Vec<f32>> {
+    fn read<T: MatrixElement>(&self, name: &'static str, address: u64, len: usize) -> Result<Vec<f32>> {
         let values = self.memory.slice(GlobalMut::<T>::from_address(address).reader(), len).context(name)?;
         Ok(values.iter().map(|value| value.to_f32()).collect())
     }
 
-    fn write<T: Stored>(&mut self, name: &'static str, address: u64, values: &[f32]) -> Result<()> {
+    fn write<T: MatrixElement>(&mut self, name: &'static str, address: u64, values: &[f32]) -> Result<()> {
         let rounded: Vec<T> = values.iter().map(|&value| T::from_f32(value)).collect();
         self.memory.write(GlobalMut::from_address(address), &rounded).context(name)
     }
 }
 
 /// The epilogue's operands are stored as `T`, the output as `Out`.
-fn typed<A: Stored, B: Stored, T: Stored, Out: Stored>(
+fn typed<A: MatrixElement, B: MatrixElement, T: MatrixElement, Out: MatrixElement>(
     gemm: &Gemm,
     operands: &GemmOperands,
     memory: &mut Memory,

@@ -4,7 +4,7 @@ use super::table::{Cell, Column, Json, Table};
 use crate::commands::resources::Hardware;
 use crate::values::count;
 use anyhow::ensure;
-use engine::gemm::{Pass, Timing};
+use engine::gemm::{GemmTiming, Pass};
 use engine::ops::{
     Activation, ActivationForward, ActivationInput, AttentionShape, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format,
     Fp8Forward, Fp8Scale, MatmulBackward, MatmulForward, MatmulShape, Scaling,
@@ -138,7 +138,7 @@ fn layers(options: &Gemm, descriptor: &Descriptor) -> Vec<Layer> {
         .to_vec()
 }
 
-fn row(timing: &Timing) -> [Cell; 8] {
+fn row(timing: &GemmTiming) -> [Cell; 8] {
     let gemm = timing.gemm;
     let us = |milliseconds: f32| 1e3 * f64::from(milliseconds);
     let rate = |milliseconds: f32| 2.0 * (gemm.m * gemm.n * gemm.k) as f64 / us(milliseconds) / 1e6;
@@ -188,7 +188,7 @@ fn tune(
     engine: &mut dyn Engine,
     Layer { shape, bias, gelu }: Layer,
     fp8: Option<Fp8Accumulation>,
-) -> Result<Vec<Timing>> {
+) -> Result<Vec<GemmTiming>> {
     let MatmulShape { rows, c, oc } = shape;
     let mut plan = Plan::new();
     let dtype = engine.dtype();
