@@ -19,12 +19,10 @@ pub(super) struct Arena {
 /// An operand: its name, the tensor, and the number of elements that it must have.
 pub(super) type Operand = (&'static str, Tensor, usize);
 
-/// Represents an optional operand that is absent.
-pub(super) const ABSENT: Tensor = Tensor { offset: 0, len: 0, dtype: DType::F32 };
-
 /// Returns an operand that may be absent. It is empty then.
 pub(super) fn optional(name: &'static str, tensor: Option<Tensor>, len: usize) -> Operand {
-    (name, tensor.unwrap_or(ABSENT), tensor.map_or(0, |_| len))
+    let absent = Tensor { offset: 0, len: 0, dtype: DType::F32 };
+    (name, tensor.unwrap_or(absent), tensor.map_or(0, |_| len))
 }
 
 impl Arena {

@@ -1,6 +1,6 @@
 //! Text generation with a KV cache, and matmuls of few rows.
 
-use super::arena::{ABSENT, Arena, optional};
+use super::arena::{Arena, optional};
 use super::{activation, encoder, matmul as linear, norm, rotary};
 use crate::Result;
 use crate::ops::{
@@ -33,10 +33,14 @@ fn position(slot: &Slot, t: usize) -> Result<usize> {
 pub(super) fn embed(arena: &mut Arena, op: DecodeEmbed) -> Result<()> {
     let DecodeEmbed { out, slots: words, wte, wpe, c } = op;
     let b = words.len / Slot::WORDS;
-    let (vocab, wpe) = (encoder::embedding_rows("wte", wte, c)?, wpe.unwrap_or(ABSENT));
-    let positions = encoder::embedding_rows("wpe", wpe, c)?;
-    let operands =
-        [("out", out, b * c), ("slots", words, b * Slot::WORDS), ("wte", wte, wte.len), ("wpe", wpe, wpe.len)];
+    let vocab = encoder::embedding_rows("wte", wte, c)?;
+    let positions = wpe.map_or(Ok(0), |wpe| encoder::embedding_rows("wpe", wpe, c))?;
+    let operands = [
+        ("out", out, b * c),
+        ("slots", words, b * Slot::WORDS),
+        ("wte", wte, wte.len),
+        optional("wpe", wpe, positions * c),
+    ];
     let [out, words, wte, wpe] = arena.split("decode_embed", operands)?;
     for (out, slot) in out.chunks_mut(c).zip(slots(words)) {
         encoder::check_tokens(&[slot.token], vocab)?;
@@ -60,17 +64,17 @@ pub(super) fn matmul(arena: &mut Arena, op: &DecodeMatmul) -> Result<()> {
 fn few_rows(arena: &mut Arena, op: &MatmulForward) -> Result<()> {
     let MatmulForward { out, inp, weight, bias, epilogue, shape: MatmulShape { rows, c, oc }, fp8: _ } = *op;
     let (residual, activation) = match epilogue {
-        Epilogue::None => (ABSENT, None),
-        Epilogue::Residual(residual) => (residual, None),
-        Epilogue::Activation(activation, _) => (ABSENT, Some(activation)),
+        Epilogue::None => (None, None),
+        Epilogue::Residual(residual) => (Some(residual), None),
+        Epilogue::Activation(activation, _) => (None, Some(activation)),
     };
     let columns = oc / activation.map_or(1, crate::ops::Activation::inputs);
     let operands = [
         ("out", out, rows * columns),
         ("inp", inp, rows * c),
         ("weight", weight, oc * c),
-        ("bias", bias.unwrap_or(ABSENT), bias.map_or(0, |_| oc)),
-        ("residual", residual, if residual.len == 0 { 0 } else { rows * oc }),
+        optional("bias", bias, oc),
+        optional("residual", residual, rows * oc),
     ];
     let [out, inp, weight, bias, residual] = arena.split("decode_matmul", operands)?;
     // (OC, rows), so that a task writes contiguous memory.

@@ -1,4 +1,4 @@
-use super::arena::{ABSENT, Arena, Operand};
+use super::arena::{Arena, Operand, optional};
 use crate::ops::{EncoderBackward, EncoderForward};
 use crate::tensor::Tensor;
 use crate::{BatchLayout, Result};
@@ -28,24 +28,24 @@ pub(super) fn check_tokens(tokens: &[i32], rows: usize) -> Result<()> {
     }
 }
 
-/// Returns the position embeddings, or an absent tensor, and their number.
-fn positions(name: &'static str, wpe: Option<Tensor>, layout: BatchLayout, c: usize) -> Result<(Tensor, usize)> {
-    let Some(wpe) = wpe else { return Ok((ABSENT, 0)) };
+/// Returns the number of position embeddings, which may be absent.
+fn positions(name: &'static str, wpe: Option<Tensor>, layout: BatchLayout, c: usize) -> Result<usize> {
+    let Some(wpe) = wpe else { return Ok(0) };
     let rows = embedding_rows(name, wpe, c)?;
     ensure!(layout.t <= rows, "sequence length: expected at most {rows}, the positions of wpe, found {}", layout.t);
-    Ok((wpe, rows))
+    Ok(rows)
 }
 
 pub(super) fn forward(arena: &mut Arena, op: EncoderForward) -> Result<()> {
     let EncoderForward { out, batch, layout, wte, wpe, c } = op;
     let vocab = embedding_rows("wte", wte, c)?;
-    let (wpe, positions) = positions("wpe", wpe, layout, c)?;
+    let positions = positions("wpe", wpe, layout, c)?;
     let tokens = layout.tensor(batch, layout.inputs());
     let operands: [Operand; 4] = [
         ("out", out, layout.b * layout.t * c),
         ("tokens", tokens, tokens.len),
         ("wte", wte, vocab * c),
-        ("wpe", wpe, positions * c),
+        optional("wpe", wpe, positions * c),
     ];
     let [out, tokens, wte, wpe] = arena.split("encoder_forward", operands)?;
     let tokens: &[i32] = bytemuck::cast_slice(tokens);
@@ -78,11 +78,11 @@ fn runs<'a>(table: &'a mut [f32], c: usize, sorted: &[i32]) -> Vec<(&'a mut [f32
 pub(super) fn backward(arena: &mut Arena, op: EncoderBackward) -> Result<()> {
     let EncoderBackward { dwte, dwpe, dout, batch, layout, c } = op;
     let vocab = embedding_rows("dwte", dwte, c)?;
-    let (dwpe, positions) = positions("dwpe", dwpe, layout, c)?;
+    let positions = positions("dwpe", dwpe, layout, c)?;
     let words = batch.slice(0, layout.words());
     let operands: [Operand; 4] = [
         ("dwte", dwte, vocab * c),
-        ("dwpe", dwpe, positions * c),
+        optional("dwpe", dwpe, positions * c),
         ("dout", dout, layout.b * layout.t * c),
         ("batch", words, layout.words()),
     ];

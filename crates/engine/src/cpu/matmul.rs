@@ -1,11 +1,9 @@
 use super::activation;
-use super::arena::{ABSENT, Arena};
+use super::arena::{Arena, optional};
 use super::gemm::{Into, Matrix, Parallelism, multiply};
 use super::quantize;
 use crate::Result;
-use crate::ops::{
-    ActivationInput, Epilogue, Fp8Backward, Fp8Format, MatmulBackward, MatmulForward, MatmulShape, Quantize, Scaling,
-};
+use crate::ops::{ActivationInput, Epilogue, MatmulBackward, MatmulForward, MatmulShape};
 use crate::tensor::Tensor;
 use rayon::prelude::*;
 
@@ -23,18 +21,17 @@ pub(super) fn forward(arena: &mut Arena, op: &MatmulForward) -> Result<()> {
         None => (inp, weight, 1.0),
     };
     let (residual, preactivation, inputs) = match epilogue {
-        Epilogue::None => (ABSENT, ABSENT, 1),
-        Epilogue::Residual(residual) => (residual, ABSENT, 1),
-        Epilogue::Activation(activation, preactivation) => (ABSENT, preactivation, activation.inputs()),
+        Epilogue::None => (None, None, 1),
+        Epilogue::Residual(residual) => (Some(residual), None, 1),
+        Epilogue::Activation(activation, preactivation) => (None, Some(preactivation), activation.inputs()),
     };
-    let whole = |tensor: Tensor| if tensor.len == 0 { 0 } else { rows * oc };
     let operands = [
         ("out", out, rows * (oc / inputs)),
         ("inp", inp, rows * c),
         ("weight", weight, oc * c),
-        ("bias", bias.unwrap_or(ABSENT), bias.map_or(0, |_| oc)),
-        ("residual", residual, whole(residual)),
-        ("preactivation", preactivation, whole(preactivation)),
+        optional("bias", bias, oc),
+        optional("residual", residual, rows * oc),
+        optional("preactivation", preactivation, rows * oc),
     ];
     let [out, inp, weight, bias, residual, preactivation] = arena.split("matmul_forward", operands)?;
     let sums = if preactivation.is_empty() { &mut *out } else { &mut *preactivation };
@@ -75,39 +72,6 @@ pub(super) fn add_column_sums(to: &mut [f32], values: &[f32], columns: usize) {
     });
 }
 
-/// Quantizes the gradient of a linear layer's output, and its input, for its backward pass.
-fn quantize_for_backward(arena: &mut Arena, op: &MatmulBackward, fp8: &Fp8Backward) -> Result<()> {
-    let MatmulShape { rows, c, oc } = op.shape;
-    let Fp8Backward { dout: [dout, transposed], dout_scale, scaling, format, inp_transposed, inp_scale, .. } = *fp8;
-    if !fp8.dout_is_quantized {
-        let gradient = Quantize {
-            out: Some(dout),
-            transposed: Some(transposed),
-            inp: op.dout,
-            scale: dout_scale,
-            scaling,
-            format,
-            shape: [rows, oc],
-            column_sums: op.dbias,
-        };
-        quantize::quantize(arena, gradient)?;
-    }
-    if fp8.inp_is_quantized {
-        return Ok(());
-    }
-    let input = Quantize {
-        out: None,
-        transposed: Some(inp_transposed),
-        inp: op.inp,
-        scale: inp_scale,
-        scaling: Scaling::Given,
-        format: Fp8Format::E4m3,
-        shape: [rows, c],
-        column_sums: None,
-    };
-    quantize::quantize(arena, input)
-}
-
 fn scales_product(arena: &Arena, a: Tensor, b: Tensor) -> Result<f32> {
     Ok(quantize::scalar(arena, "scale", a)? * quantize::scalar(arena, "scale", b)?)
 }
@@ -116,46 +80,42 @@ pub(super) fn backward(arena: &mut Arena, op: &MatmulBackward) -> Result<()> {
     let MatmulBackward { dinp, dweight, dbias, dout, inp, weight, activation, shape, fp8 } = *op;
     let MatmulShape { rows, c, oc } = shape;
     let (preactivation, inputs) = match activation {
-        Some(ActivationInput { activation, preactivation, .. }) => (preactivation, activation.inputs()),
-        None => (ABSENT, 1),
+        Some(ActivationInput { activation, preactivation, .. }) => (Some(preactivation), activation.inputs()),
+        None => (None, 1),
     };
     // Quantization sums the gradient of the output in FP8.
     let dbias = dbias.filter(|_| fp8.is_none());
     let gated = inputs == 2;
     // An input that has been quantized may share memory with other operands.
-    let inp_len = if fp8.is_some_and(|fp8| fp8.inp_is_quantized) && !gated { 0 } else { rows * c };
-    let inp = if inp_len == 0 { ABSENT } else { inp };
+    let reads_inp = gated || !fp8.is_some_and(|fp8| fp8.inp_is_quantized);
     if let Some(ActivationInput { activation, recompute: Some(_), .. }) = activation {
         // `preactivation` holds the unrounded sums, so only the activation is recomputed.
-        let operands = [("inp", inp, rows * c), ("preactivation", preactivation, rows * c * inputs)];
+        let operands = [("inp", inp, rows * c), optional("preactivation", preactivation, rows * c * inputs)];
         let [inp, preactivation] = arena.split("matmul_backward", operands)?;
         activation::forward(activation, inp, preactivation, c);
     }
     let (scale, weight_gradient_scale) = match fp8 {
         Some(fp8) => {
-            quantize_for_backward(arena, op, &fp8)?;
+            for next in fp8.quantize_dout(op).into_iter().chain(fp8.quantize_inp(op)) {
+                quantize::quantize(arena, next)?;
+            }
             let of = |other| scales_product(arena, fp8.dout_scale.scale, other);
             (of(fp8.weight_scale)?, of(fp8.inp_scale.scale)?)
         }
         None => (1.0, 1.0),
     };
-    let in_fp8 = |tensor: Option<Tensor>, len| (tensor.unwrap_or(ABSENT), tensor.map_or(0, |_| len));
-    let (dout8, dout8_len) = in_fp8(fp8.map(|fp8| fp8.dout[0]), rows * oc);
-    let (dout8_t, dout8_t_len) = in_fp8(fp8.map(|fp8| fp8.dout[1]), rows * oc);
-    let (inp8_t, inp8_t_len) = in_fp8(fp8.map(|fp8| fp8.inp_transposed), rows * c);
-    let (weight8_t, weight8_t_len) = in_fp8(fp8.map(|fp8| fp8.weight_transposed), oc * c);
     let operands = [
         ("dinp", dinp, rows * c * inputs),
         ("dweight", dweight, oc * c),
-        ("dbias", dbias.unwrap_or(ABSENT), dbias.map_or(0, |_| oc)),
+        optional("dbias", dbias, oc),
         ("dout", dout, rows * oc),
-        ("inp", inp, inp_len),
+        optional("inp", reads_inp.then_some(inp), rows * c),
         ("weight", weight, oc * c),
-        ("preactivation", preactivation, activation.map_or(0, |_| rows * c * inputs)),
-        ("dout in FP8", dout8, dout8_len),
-        ("dout in FP8, transposed", dout8_t, dout8_t_len),
-        ("inp in FP8, transposed", inp8_t, inp8_t_len),
-        ("weight in FP8, transposed", weight8_t, weight8_t_len),
+        optional("preactivation", preactivation, rows * c * inputs),
+        optional("dout in FP8", fp8.map(|fp8| fp8.dout[0]), rows * oc),
+        optional("dout in FP8, transposed", fp8.map(|fp8| fp8.dout[1]), rows * oc),
+        optional("inp in FP8, transposed", fp8.map(|fp8| fp8.inp_transposed), rows * c),
+        optional("weight in FP8, transposed", fp8.map(|fp8| fp8.weight_transposed), oc * c),
     ];
     let [dinp, dweight, dbias, dout, inp, weight, preactivation, dout8, dout8_t, inp8_t, weight8_t] =
         arena.split("matmul_backward", operands)?;

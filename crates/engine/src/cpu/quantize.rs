@@ -1,7 +1,7 @@
 //! FP8 on the CPU. FP8 numbers are stored as f32: rounding is exact, and products of two numbers are exact in f32.
 
 use super::CHUNK;
-use super::arena::{ABSENT, Arena};
+use super::arena::{Arena, optional};
 use crate::Result;
 use crate::ops::{Fp8Format, Fp8Scale, Fp8Scales, Quantize, Scaling, largest_rounded};
 use crate::tensor::Tensor;
@@ -57,12 +57,11 @@ pub(super) fn quantize(arena: &mut Arena, op: Quantize) -> Result<()> {
         Fp8Format::E4m3 => E4m3::from_f32(scaled(x, factor)).to_f32(),
         Fp8Format::E5m2 => E5m2::from_f32(scaled(x, factor)).to_f32(),
     };
-    let len = |tensor: Option<Tensor>| tensor.map_or(0, |_| rows * columns);
     let operands = [
-        ("out", out.unwrap_or(ABSENT), len(out)),
-        ("transposed", transposed.unwrap_or(ABSENT), len(transposed)),
+        optional("out", out, rows * columns),
+        optional("transposed", transposed, rows * columns),
         ("inp", inp, rows * columns),
-        ("column sums", column_sums.unwrap_or(ABSENT), column_sums.map_or(0, |_| columns)),
+        optional("column sums", column_sums, columns),
     ];
     let [out, transposed, inp, sums] = arena.split("quantize", operands)?;
     out.par_iter_mut().with_min_len(CHUNK).zip(&*inp).for_each(|(out, &x)| *out = round(x));

@@ -1,10 +1,9 @@
 //! Translation of plan offsets to addresses.
 
-use super::{Fp8Bits, StorageType};
+use super::StorageType;
 use crate::Result;
-use crate::tensor::{DType, Tensor};
+use crate::tensor::Tensor;
 use anyhow::{bail, ensure};
-use cuda_std::bf16;
 
 /// Maps plan offsets to addresses: one region on a GPU, one for each buffer of the plan in the emulator.
 #[derive(Default)]
@@ -32,32 +31,26 @@ impl Arena {
 
     /// Returns the address of `tensor`, which must be of type `E`, have at least `len` elements and lie in one region.
     pub fn address<E: StorageType>(&self, name: &str, tensor: Tensor, len: usize) -> Result<*mut E> {
-        let Tensor { offset, dtype, .. } = tensor;
+        let dtype = tensor.dtype;
         ensure!(dtype == E::DTYPE, "{name}: expected {}, found {}", E::DTYPE.name(), dtype.name());
         ensure!(tensor.len >= len, "{name}: expected at least {len} elements, found {}", tensor.len);
-        let after = self.regions.partition_point(|region| region.offset <= offset);
-        let region = after.checked_sub(1).map(|i| &self.regions[i]);
-        let region = region.filter(|region| offset + tensor.bytes() <= region.offset + region.bytes);
-        match region {
-            Some(region) if offset.is_multiple_of(E::DTYPE.bytes()) => {
-                Ok(region.base.wrapping_add(offset - region.offset).cast())
-            }
-            _ => bail!(
-                "{name} at {offset} (+{} bytes) does not lie in the engine's memory of {} bytes",
-                tensor.bytes(),
-                self.bytes()
-            ),
-        }
+        Ok(self.bytes_of(name, tensor)?.cast())
     }
 
-    /// Returns the address of a tensor of any type.
+    /// Returns the address of a tensor of any type, which must lie in one region.
     pub fn bytes_of(&self, name: &str, tensor: Tensor) -> Result<*mut u8> {
-        match tensor.dtype {
-            DType::F32 => Ok(self.address::<f32>(name, tensor, tensor.len)?.cast()),
-            DType::Bf16 => Ok(self.address::<bf16>(name, tensor, tensor.len)?.cast()),
-            DType::I32 => Ok(self.address::<i32>(name, tensor, tensor.len)?.cast()),
-            DType::U16 => Ok(self.address::<u16>(name, tensor, tensor.len)?.cast()),
-            DType::Fp8 => Ok(self.address::<Fp8Bits>(name, tensor, tensor.len)?.cast()),
+        let (offset, bytes) = (tensor.offset, tensor.bytes());
+        let after = self.regions.partition_point(|region| region.offset <= offset);
+        let region = after.checked_sub(1).map(|i| &self.regions[i]);
+        let region = region.filter(|region| offset + bytes <= region.offset + region.bytes);
+        match region {
+            Some(region) if offset.is_multiple_of(tensor.dtype.bytes()) => {
+                Ok(region.base.wrapping_add(offset - region.offset))
+            }
+            _ => bail!(
+                "{name} at {offset} (+{bytes} bytes) does not lie in the engine's memory of {} bytes",
+                self.bytes()
+            ),
         }
     }
 }

@@ -111,35 +111,15 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
 }
 
 pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Backward) -> Result<()> {
-    let MatmulBackward { dout, dbias, inp, activation, shape: MatmulShape { rows, c, oc }, .. } = *op;
+    let MatmulBackward { dbias, activation, .. } = *op;
     ensure!(
         !(fp8.dout_is_quantized && dbias.is_some()),
         "matmul_backward in FP8: expected the bias gradient of a gradient that is quantized here, found one that is quantized"
     );
-    if !fp8.dout_is_quantized {
-        let gradient = Quantize {
-            out: Some(fp8.dout[0]),
-            transposed: Some(fp8.dout[1]),
-            inp: dout,
-            scale: fp8.dout_scale,
-            scaling: fp8.scaling,
-            format: fp8.format,
-            shape: [rows, oc],
-            column_sums: dbias,
-        };
+    if let Some(gradient) = fp8.quantize_dout(op) {
         quantize(cuda, gradient)?;
     }
-    if !fp8.inp_is_quantized {
-        let input = Quantize {
-            out: None,
-            transposed: Some(fp8.inp_transposed),
-            inp,
-            scale: fp8.inp_scale,
-            scaling: Scaling::Given,
-            format: Fp8Format::E4m3,
-            shape: [rows, c],
-            column_sums: None,
-        };
+    if let Some(input) = fp8.quantize_inp(op) {
         match activation {
             // The forward pass applied the activation to rounded sums, so this gives the same bits.
             Some(ActivationInput { activation, preactivation, recompute: Some(_) }) => {

@@ -3,6 +3,7 @@
 //! A tensor is stored as x / scale in an FP8 format, rounded to nearest even and saturating at the largest number of the format.
 //! One f32 scale belongs to the whole tensor. NaN and infinities become NaN, so saturation hides neither.
 
+use super::MatmulBackward;
 use crate::tensor::Tensor;
 pub use cuda_std::fp8::Fp8Format;
 use serde::{Deserialize, Serialize};
@@ -114,6 +115,36 @@ pub struct Fp8Backward {
     /// Set if `dinp` is the gradient of another linear layer's output: quantizes it to `format`. Then nothing else reads it, and
     /// an engine may leave it unwritten.
     pub dinp: Option<Quantize>,
+}
+
+impl Fp8Backward {
+    /// Returns the quantization of the gradient of a linear layer's output, unless it is quantized.
+    pub(crate) fn quantize_dout(&self, op: &MatmulBackward) -> Option<Quantize> {
+        (!self.dout_is_quantized).then_some(Quantize {
+            out: Some(self.dout[0]),
+            transposed: Some(self.dout[1]),
+            inp: op.dout,
+            scale: self.dout_scale,
+            scaling: self.scaling,
+            format: self.format,
+            shape: [op.shape.rows, op.shape.oc],
+            column_sums: op.dbias,
+        })
+    }
+
+    /// Returns the quantization of a linear layer's input, unless it is quantized.
+    pub(crate) fn quantize_inp(&self, op: &MatmulBackward) -> Option<Quantize> {
+        (!self.inp_is_quantized).then_some(Quantize {
+            out: None,
+            transposed: Some(self.inp_transposed),
+            inp: op.inp,
+            scale: self.inp_scale,
+            scaling: Scaling::Given,
+            format: Fp8Format::E4m3,
+            shape: [op.shape.rows, op.shape.c],
+            column_sums: None,
+        })
+    }
 }
 
 /// Determines how a GPU accumulates FP8 products. The CPU engine always uses f32.
