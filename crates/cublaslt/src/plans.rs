@@ -14,16 +14,16 @@ const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// The matmuls of one stream. The descriptors and the algorithm of a matmul are created at its first run and kept.
 pub struct Matmuls {
-    pub(crate) plans: HashMap<(GemmKey, Option<Batch>), Plan>,
+    pub(crate) plans: HashMap<(GemmKey, Option<Batch>), MatmulPlan>,
     /// Selected algorithms. A plan that is created later uses them.
     pub(crate) chosen: HashMap<GemmKey, MatmulAlgo>,
     /// Memory for the temporary data of matmuls.
-    workspace: DeviceMemory,
+    pub(crate) workspace: DeviceMemory,
     pub(crate) handle: Handle,
 }
 
 /// The descriptors and the algorithm of a matmul.
-pub(crate) struct Plan {
+pub(crate) struct MatmulPlan {
     desc: Owned,
     a: Owned,
     b: Owned,
@@ -48,25 +48,10 @@ impl Matmuls {
         let key = (*gemm, operands.alignments());
         let plan_key = (key, operands.batch);
         if !self.plans.contains_key(&plan_key) {
-            let plan = Plan::new(&self.handle, gemm, operands, self.chosen.get(&key))?;
+            let plan = MatmulPlan::new(&self.handle, gemm, operands, self.chosen.get(&key))?;
             self.plans.insert(plan_key, plan);
         }
         let plan = self.plans.get_mut(&plan_key).expect("inserted above");
-        // SAFETY: the caller's promise.
-        unsafe { plan.run(&self.handle, &self.workspace, stream, gemm, operands) }
-    }
-
-    /// Queues a matmul with `plan`, which need not be one of the plans of `self`.
-    ///
-    /// # Safety
-    /// See [`run`](Self::run).
-    pub(crate) unsafe fn run_plan(
-        &self,
-        plan: &mut Plan,
-        stream: &Stream,
-        gemm: &Gemm,
-        operands: &GemmOperands,
-    ) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { plan.run(&self.handle, &self.workspace, stream, gemm, operands) }
     }
@@ -102,7 +87,7 @@ impl Owned {
     }
 }
 
-impl Plan {
+impl MatmulPlan {
     /// Creates a plan with the `chosen` algorithm if cuBLASLt supports it, otherwise with the first choice of its heuristic.
     fn new(handle: &Handle, gemm: &Gemm, operands: &GemmOperands, chosen: Option<&MatmulAlgo>) -> Result<Self> {
         if let Some(algo) = chosen {
@@ -144,7 +129,7 @@ impl Plan {
     ///
     /// # Safety
     /// See [`Matmuls::run`]. `gemm` must be the one that the plan was created for.
-    unsafe fn run(
+    pub(crate) unsafe fn run(
         &mut self,
         handle: &Handle,
         workspace: &DeviceMemory,

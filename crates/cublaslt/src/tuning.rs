@@ -2,7 +2,7 @@
 //! slower.
 
 use crate::matmul::{GemmKey, GemmOperands};
-use crate::plans::{Matmuls, Plan, candidates};
+use crate::plans::{MatmulPlan, Matmuls, candidates};
 use crate::result::{Error, Result};
 use crate::sys::MatmulAlgo;
 use cuda_driver::{Stopwatch, Stream};
@@ -126,9 +126,9 @@ impl Matmuls {
         algo: MatmulAlgo,
         runs: u32,
     ) -> Result<f32> {
-        let mut plan = Plan::with(&self.handle, gemm, operands, algo)?;
+        let mut plan = MatmulPlan::with(&self.handle, gemm, operands, algo)?;
         // SAFETY: the caller's promise.
-        let mut run = || unsafe { self.run_plan(&mut plan, stream, gemm, operands) };
+        let mut run = || unsafe { plan.run(&self.handle, &self.workspace, stream, gemm, operands) };
         run()?;
         Stopwatch::new(stream)?.time(stream, runs, run)
     }

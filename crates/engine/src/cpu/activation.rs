@@ -7,16 +7,16 @@ use rayon::prelude::*;
 
 /// Computes out = activation(preactivation). out has rows of `columns` elements.
 pub(super) fn forward(activation: Activation, out: &mut [f32], preactivation: &[f32], columns: usize) {
-    activation.visit(Forward { out, preactivation, columns });
+    activation.visit(ForwardVisitor { out, preactivation, columns });
 }
 
-struct Forward<'a> {
+struct ForwardVisitor<'a> {
     out: &'a mut [f32],
     preactivation: &'a [f32],
     columns: usize,
 }
 
-impl Visitor for Forward<'_> {
+impl Visitor for ForwardVisitor<'_> {
     type Output = ();
 
     fn visit<A: ActivationFunction>(self) {
@@ -42,17 +42,17 @@ impl Visitor for Forward<'_> {
 /// Computes dinp, the gradient of the preactivation, given that of the activation (rows, columns): `dout` if the activation is
 /// gated, otherwise `dinp`, which is overwritten.
 pub(super) fn backward(activation: Activation, dinp: &mut [f32], dout: &[f32], preactivation: &[f32], columns: usize) {
-    activation.visit(Backward { dinp, dout, preactivation, columns });
+    activation.visit(BackwardVisitor { dinp, dout, preactivation, columns });
 }
 
-struct Backward<'a> {
+struct BackwardVisitor<'a> {
     dinp: &'a mut [f32],
     dout: &'a [f32],
     preactivation: &'a [f32],
     columns: usize,
 }
 
-impl Visitor for Backward<'_> {
+impl Visitor for BackwardVisitor<'_> {
     type Output = ();
 
     fn visit<A: ActivationFunction>(self) {

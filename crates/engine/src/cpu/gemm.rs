@@ -69,7 +69,7 @@ pub(crate) fn multiply(
     if m == 0 || n == 0 {
         return;
     }
-    let (a, b) = (Operand::of(a), Operand::of(b));
+    let (a, b) = (StridedOperand::of(a), StridedOperand::of(b));
     let out_row_stride = n as isize;
     // The kernels prefer a column-major output. A row-major output with several columns is its transpose: outᵀ = bᵀ · aᵀ.
     let (m, n, out_column, out_row, a, b) =
@@ -102,13 +102,13 @@ pub(crate) fn multiply(
 }
 
 /// The arguments of a kernel for an operand.
-struct Operand {
+struct StridedOperand {
     first: *const f32,
     column_stride: isize,
     row_stride: isize,
 }
 
-impl Operand {
+impl StridedOperand {
     fn of(matrix: Matrix<'_>) -> Self {
         let Matrix { values, row_stride, col_stride, .. } = matrix;
         Self { first: values.as_ptr(), column_stride: col_stride as isize, row_stride: row_stride as isize }

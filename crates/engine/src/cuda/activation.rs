@@ -26,13 +26,13 @@ pub(super) fn check<T: Float>(workload: &Workload) -> Result<()> {
 
 /// Sizes of an activation's output.
 #[derive(Clone, Copy)]
-pub(super) struct Shape {
+pub(super) struct ActivationShape {
     pub rows: usize,
     /// Columns of the output; the preactivation has [`Activation::inputs`] times as many.
     pub columns: usize,
 }
 
-impl Shape {
+impl ActivationShape {
     /// Returns the elements of the output, and the columns by which a kernel finds up and gate.
     fn elements<T: Float>(self, activation: Activation) -> Result<(usize, u32)> {
         ensure!(
@@ -56,7 +56,7 @@ pub(super) fn forward_kernel<T: Float>(
     activation: Activation,
     out: Tensor,
     preactivation: Tensor,
-    shape: Shape,
+    shape: ActivationShape,
 ) -> Result<KernelLaunch> {
     let (n, columns) = shape.elements::<T>(activation)?;
     let inp = cuda.input("preactivation", preactivation, n * activation.inputs())?;
@@ -76,7 +76,7 @@ pub(super) fn backward_kernel<T: Float>(
     dinp: Tensor,
     dout: Tensor,
     preactivation: Tensor,
-    shape: Shape,
+    shape: ActivationShape,
 ) -> Result<KernelLaunch> {
     let (n, columns) = shape.elements::<T>(activation)?;
     let inp = cuda.input("preactivation", preactivation, n * activation.inputs())?;
@@ -97,7 +97,7 @@ pub(super) fn quantize_forward<T: Float>(
     let [rows, columns] = op.shape;
     let given = cuda.given_scale(&op)?.filter(|_| op.format == Fp8Format::E4m3 && op.column_sums.is_none());
     let Some((amax, scale)) = given else {
-        let shape = Shape { rows, columns };
+        let shape = ActivationShape { rows, columns };
         cuda.launch_kernel(&forward_kernel(cuda, activation, op.inp, preactivation, shape)?)?;
         return quantize(cuda, op);
     };
@@ -129,7 +129,7 @@ pub(super) fn quantize_backward<T: Float>(
         cuda.launch_kernel(&kernel)?;
         return cuda.add_column_sums(&op);
     }
-    let shape = Shape { rows: op.shape[0], columns: op.shape[1] / activation.inputs() };
+    let shape = ActivationShape { rows: op.shape[0], columns: op.shape[1] / activation.inputs() };
     cuda.launch_kernel(&backward_kernel(cuda, activation, op.inp, dout, preactivation, shape)?)?;
     quantize(cuda, op)
 }

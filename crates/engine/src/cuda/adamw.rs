@@ -75,7 +75,7 @@ pub(super) fn adamw<T: Float>(cuda: &mut Cuda<T>, op: AdamWUpdate) -> Result<()>
 }
 
 /// The operands of the kernels for parameters `T`, moments `M` and master weights `W`.
-struct Operands<T, M, W> {
+struct AdamWOperands<T, M, W> {
     params: GlobalMut<T>,
     masters: GlobalMut<W>,
     m: GlobalMut<M>,
@@ -92,7 +92,7 @@ struct Operands<T, M, W> {
 fn operands<T: Float, P: Float, M: Float, W: StorageType>(
     cuda: &mut Cuda<T>,
     op: &AdamWUpdate,
-) -> Result<Option<Operands<P, M, W>>> {
+) -> Result<Option<AdamWOperands<P, M, W>>> {
     let AdamWUpdate { params, grads, m, v, master, ranges, stats, settings } = *op;
     let range = |range: &UpdateRange| Range::new(range.elements.start, range.elements.len(), range.decayed, range.seed);
     let mut ranges: Vec<_> = ranges.iter().map(range).collect();
@@ -114,7 +114,7 @@ fn operands<T: Float, P: Float, M: Float, W: StorageType>(
         range_count: ranges.len() as u32,
     };
     let n = params.len;
-    Ok(Some(Operands {
+    Ok(Some(AdamWOperands {
         params: cuda.output("params", params, n)?,
         masters: cuda.optional_output("master", master.tensor(), n)?,
         m: cuda.output("m", m, n)?,
@@ -133,7 +133,7 @@ fn launch<T: Float, M: Float, W: StorageType + gpu::weights::Master>(
     op: AdamWUpdate,
 ) -> Result<()> {
     let Some(operands) = operands::<T, T, M, W>(cuda, &op)? else { return Ok(()) };
-    let Operands { params, masters, m, v, grads, stats, ranges, scalars, grid } = operands;
+    let AdamWOperands { params, masters, m, v, grads, stats, ranges, scalars, grid } = operands;
     let launch = adamw::adamw::<T, M, W>(params, masters, m, v, grads, stats, ranges, scalars);
     cuda.launch(launch, [grid, 1, 1], 0)
 }
@@ -141,7 +141,7 @@ fn launch<T: Float, M: Float, W: StorageType + gpu::weights::Master>(
 /// Launches the kernel for bf16 parameters and moments, and remainders.
 fn launch_compact<T: Float>(cuda: &mut Cuda<T>, op: AdamWUpdate) -> Result<()> {
     let Some(operands) = operands::<T, bf16, bf16, u16>(cuda, &op)? else { return Ok(()) };
-    let Operands { params, masters, m, v, grads, stats, ranges, scalars, grid } = operands;
+    let AdamWOperands { params, masters, m, v, grads, stats, ranges, scalars, grid } = operands;
     let scaled = compact::Scaled::new(&scalars);
     let launch = compact::adamw_compact(params, masters, m, v, grads, stats, ranges, scalars, scaled);
     cuda.launch(launch, [grid, 1, 1], 0)

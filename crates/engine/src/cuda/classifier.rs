@@ -24,6 +24,8 @@ pub(super) fn classifier<T: Float>(cuda: &mut Cuda<T>, op: Classifier) -> Result
         softcap.unwrap_or_default()
     );
     let staged = classifier::staged::<T>(vp, cuda.executor.shared_memory(RESIDENT_BLOCKS));
+    let losses = cuda.output("losses", losses, rows)?;
+    let targets = cuda.input("targets", targets, rows)?;
     // Without gradients, a row is read once anyway.
     if T::DTYPE == DType::Bf16
         && let Some(dloss) = dloss
@@ -33,8 +35,6 @@ pub(super) fn classifier<T: Float>(cuda: &mut Cuda<T>, op: Classifier) -> Result
     {
         let scalars = Scalars { dloss, vocabulary: v as u32, padded: vp as u32, staged };
         let logits = cuda.output("logits", logits, rows * vp)?;
-        let losses = cuda.output("losses", losses, rows)?;
-        let targets = cuda.input("targets", targets, rows)?;
         let launch = wide::classifier_wide(logits, losses, targets, scalars, rows as u32);
         let grid = rows.min(cuda.executor.sm_count()) as u32;
         return cuda.launch(launch, [grid, 1, 1], shared_bytes(|layout| wide::shared(layout, staged)));
@@ -43,8 +43,6 @@ pub(super) fn classifier<T: Float>(cuda: &mut Cuda<T>, op: Classifier) -> Result
     let dloss = dloss.unwrap_or(0.0);
     let scalars = Scalars { dloss, vocabulary: v as u32, padded: vp as u32, staged: staged as u32 };
     let logits = cuda.output("logits", logits, rows * vp)?;
-    let losses = cuda.output("losses", losses, rows)?;
-    let targets = cuda.input("targets", targets, rows)?;
     let launch = match softcap {
         None => classifier::classifier::<false, T>(logits, losses, targets, scalars, gradients, 0.0),
         Some(softcap) => classifier::classifier::<true, T>(logits, losses, targets, scalars, gradients, softcap),

@@ -17,11 +17,11 @@ pub enum GraphAction {
 
 /// The graphs of an executor; `G` is an executable graph.
 pub struct CudaGraphs<G> {
-    states: HashMap<u64, State<G>>,
+    states: HashMap<u64, GraphState<G>>,
     capturing: Option<u64>,
 }
 
-enum State<G> {
+enum GraphState<G> {
     /// The work has run once: its kernels are loaded, its tensor maps and GEMM plans exist.
     Warm,
     Captured(G),
@@ -40,12 +40,12 @@ impl<G> CudaGraphs<G> {
     pub fn next_action(&mut self, key: &GraphKey) -> GraphAction {
         match self.states.get(&key.0) {
             None => {
-                self.states.insert(key.0, State::Warm);
+                self.states.insert(key.0, GraphState::Warm);
                 GraphAction::Launch
             }
-            Some(State::Warm) => GraphAction::Capture,
-            Some(State::Captured(_)) => GraphAction::Replay,
-            Some(State::Failed) => GraphAction::Launch,
+            Some(GraphState::Warm) => GraphAction::Capture,
+            Some(GraphState::Captured(_)) => GraphAction::Replay,
+            Some(GraphState::Failed) => GraphAction::Launch,
         }
     }
 
@@ -63,8 +63,8 @@ impl<G> CudaGraphs<G> {
     pub fn end_capture(&mut self, graph: Result<G>) -> Result<()> {
         let key = self.capturing.take().context("the graph was invalidated while it was captured")?;
         let (state, outcome) = match graph {
-            Ok(graph) => (State::Captured(graph), Ok(())),
-            Err(error) => (State::Failed, Err(error)),
+            Ok(graph) => (GraphState::Captured(graph), Ok(())),
+            Err(error) => (GraphState::Failed, Err(error)),
         };
         self.states.insert(key, state);
         outcome
@@ -73,7 +73,7 @@ impl<G> CudaGraphs<G> {
     /// Returns the captured graph of a key.
     pub fn get(&mut self, key: &GraphKey) -> Result<&mut G> {
         match self.states.get_mut(&key.0) {
-            Some(State::Captured(graph)) => Ok(graph),
+            Some(GraphState::Captured(graph)) => Ok(graph),
             _ => bail!("no graph was captured for {key:?}"),
         }
     }

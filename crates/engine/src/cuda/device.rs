@@ -4,7 +4,7 @@ use super::arena::Arena;
 use super::cuda_graphs::{CudaGraphs, GraphAction};
 use super::executor::{EmulatedGpu, Executor, GemmTimer};
 use super::functions::Functions;
-use super::gemm_cache::Cache;
+use super::gemm_cache::GemmCache;
 use super::noise::noise;
 use super::profile::Profile;
 use super::tensor_maps::{Extents, TensorMapKey, TensorMaps};
@@ -32,7 +32,7 @@ const NOISE_BYTES: usize = 8 << 20;
 const UPLOADS_IN_FLIGHT: usize = 2;
 
 /// A GPU.
-pub struct Device {
+pub struct CudaDevice {
     // Fields drop in this order: launched work first, the context (held by each of them) last.
     stream: Stream,
     /// Graphs refer to the memory, the tensor maps, cuBLASLt's workspace and the kernels below.
@@ -40,7 +40,7 @@ pub struct Device {
     uploads: VecDeque<(HostBuffer, Event)>,
     downloads: HashMap<u64, Download>,
     idle_downloads: Vec<Download>,
-    clock: Clock,
+    clock: EventClock,
     next_read: u64,
     cublaslt: Matmuls,
     functions: Functions,
@@ -63,12 +63,12 @@ struct Download {
 }
 
 /// GPU time, accumulated from event to event: the difference of two distant events would lose precision.
-struct Clock {
+struct EventClock {
     last: TimedEvent,
     seconds: f64,
 }
 
-impl Clock {
+impl EventClock {
     fn start(gpu: &Gpu, stream: &Stream) -> Result<Self> {
         let last = TimedEvent::new(gpu)?;
         last.record(stream)?;
@@ -82,7 +82,7 @@ impl Clock {
     }
 }
 
-impl Device {
+impl CudaDevice {
     /// Opens the GPU and loads the newest kernels that it can run.
     pub fn open(options: &CudaOptions) -> Result<Self> {
         let gpu = Gpu::open(options.gpu)?;
@@ -101,7 +101,7 @@ impl Device {
         let tensor_maps = code.is_hopper().then(|| TensorMaps::new(&gpu)).transpose()?;
         let cublaslt = Matmuls::new(Handle::new(&gpu)?)?;
         let stream = Stream::new(&gpu)?;
-        let clock = Clock::start(&gpu, &stream)?;
+        let clock = EventClock::start(&gpu, &stream)?;
         let emulation = EmulatedGpu {
             sm_count: gpu.info().sm_count as usize,
             hopper: code.is_hopper(),
@@ -131,8 +131,8 @@ impl Device {
     }
 
     /// Returns the cache of the autotuner's choices for this GPU.
-    pub fn gemm_cache(&self) -> Result<Cache> {
-        Cache::new(&self.gpu, self.architecture)
+    pub fn gemm_cache(&self) -> Result<GemmCache> {
+        GemmCache::new(&self.gpu, self.architecture)
     }
 }
 
@@ -159,7 +159,7 @@ fn address<T>(pointer: *const T) -> u64 {
     pointer.addr() as u64
 }
 
-impl Executor for Device {
+impl Executor for CudaDevice {
     fn describe(&self) -> String {
         format!("{}, {}", self.gpu.info().name, self.code)
     }
@@ -266,12 +266,6 @@ impl Executor for Device {
         self.graphs.invalidate();
     }
 
-    unsafe fn launch(&mut self, kernel: &KernelLaunch) -> Result<()> {
-        // SAFETY: the caller's promise.
-        let queue = || unsafe { self.functions.launch(&self.stream, kernel) };
-        profiled(&mut self.profile, &self.stream, || kernel.launch.name().to_owned(), queue)
-    }
-
     unsafe fn launch_group(&mut self, name: &dyn Fn() -> String, kernels: &[KernelLaunch]) -> Result<()> {
         let (functions, stream) = (&mut self.functions, &self.stream);
         // SAFETY: the caller's promise.
@@ -367,7 +361,7 @@ impl Executor for Device {
     }
 }
 
-impl GemmTimer for Device {
+impl GemmTimer for CudaDevice {
     fn fill_with_noise(&mut self, gemm: &Gemm) -> Result<()> {
         let Some(memory) = &self.memory else { return Ok(()) };
         let noise = noise(gemm.precision, memory.bytes().min(NOISE_BYTES));
@@ -423,7 +417,7 @@ impl GemmTimer for Device {
     }
 }
 
-impl Drop for Device {
+impl Drop for CudaDevice {
     /// Waits for the stream, because buffers must outlive the copies that use them.
     fn drop(&mut self) {
         // A failure was or will be reported by the call that encounters it first; nothing is left to copy then.

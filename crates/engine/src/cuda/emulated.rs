@@ -212,14 +212,9 @@ impl Executor for Emulated {
         self.graphs.invalidate();
     }
 
-    unsafe fn launch(&mut self, kernel: &KernelLaunch) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.submit(Command::Launch(kernel.clone())) }
-    }
-
     unsafe fn launch_group(&mut self, _: &dyn Fn() -> String, kernels: &[KernelLaunch]) -> Result<()> {
         // SAFETY: the caller's promise.
-        kernels.iter().try_for_each(|kernel| unsafe { self.launch(kernel) })
+        kernels.iter().try_for_each(|kernel| unsafe { self.submit(Command::Launch(kernel.clone())) })
     }
 
     #[cfg(test)]

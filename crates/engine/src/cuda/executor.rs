@@ -119,7 +119,10 @@ pub trait Executor {
     /// # Safety
     /// The pointer arguments cover every index that the kernel forms in its grid, and `shared_bytes` is the size of its
     /// shared-memory layout.
-    unsafe fn launch(&mut self, kernel: &KernelLaunch) -> Result<()>;
+    unsafe fn launch(&mut self, kernel: &KernelLaunch) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_group(&|| kernel.launch.name().to_owned(), std::slice::from_ref(kernel)) }
+    }
 
     /// Launches kernels that a profile shows as one interval.
     ///

@@ -12,13 +12,13 @@ use std::io::Write;
 use std::path::PathBuf;
 
 /// The cache file of this machine.
-pub struct Cache {
+pub struct GemmCache {
     machine: String,
     /// `None` if the user has no cache directory.
     path: Option<PathBuf>,
 }
 
-impl Cache {
+impl GemmCache {
     /// Returns the cache for a GPU and the kernels' architecture.
     pub fn new(gpu: &Gpu, architecture: &str) -> Result<Self> {
         let (_, library) = cublaslt::find()?;
@@ -81,7 +81,7 @@ mod tests {
     #[test]
     fn stored_choices_are_read_back_and_the_first_one_is_kept() {
         let dir = tempfile::tempdir().unwrap();
-        let cache = Cache { machine: String::new(), path: Some(dir.path().join("a/b/gpu.json")) };
+        let cache = GemmCache { machine: String::new(), path: Some(dir.path().join("a/b/gpu.json")) };
         assert_eq!(cache.load(), []);
         cache.save(&[choice(64, 1)]).unwrap();
         // Two runs that tune the same GEMM must compute the same bits afterwards.

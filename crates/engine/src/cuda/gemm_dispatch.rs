@@ -2,7 +2,7 @@
 
 use super::MatmulBackend;
 use super::executor::{EmulatedGpu, Executor};
-use super::gemm_cache::Cache;
+use super::gemm_cache::GemmCache;
 use super::wgmma::{Scratch, WgmmaGemm};
 use crate::Result;
 use crate::gemm::{Algorithms, Gemm, GemmCall, GemmChoice, GemmKey, KernelConfig, is_in_library, library_part};
@@ -12,11 +12,7 @@ use std::collections::{HashMap, HashSet};
 
 /// The GEMMs of an engine, and the algorithm of each.
 pub struct GemmDispatch {
-    backend: MatmulBackend,
-    /// See [`CudaOptions::kernel_config`](super::CudaOptions::kernel_config).
-    kernel_config: Option<usize>,
-    /// Whether the executor runs kernels for sm_90a.
-    hopper: bool,
+    gpu: EmulatedGpu,
     /// Whether kernels are used without timing them, as in the emulator.
     untimed: bool,
     pub(super) scratch: Scratch,
@@ -25,16 +21,14 @@ pub struct GemmDispatch {
     refused: HashSet<GemmKey>,
     /// The calls of a tuning pass, in which nothing runs.
     pub(super) collected: Option<Vec<GemmCall>>,
-    pub(super) cache: Option<Cache>,
+    pub(super) cache: Option<GemmCache>,
 }
 
 impl GemmDispatch {
     /// Creates the dispatch for an executor. Without a `cache` algorithms are not timed.
-    pub fn new(gpu: EmulatedGpu, cache: Option<Cache>, executor: &mut dyn Executor) -> Self {
+    pub fn new(gpu: EmulatedGpu, cache: Option<GemmCache>, executor: &mut dyn Executor) -> Self {
         let mut dispatch = Self {
-            backend: gpu.matmul,
-            kernel_config: gpu.kernel_config,
-            hopper: gpu.hopper,
+            gpu,
             untimed: cache.is_none(),
             scratch: Scratch::NONE,
             choices: HashMap::new(),
@@ -90,7 +84,7 @@ impl GemmDispatch {
 
     /// Reports whether kernels compute GEMMs, where they are the fastest.
     pub fn uses_kernels(&self) -> bool {
-        self.hopper && self.backend != MatmulBackend::Cublaslt
+        self.gpu.hopper && self.gpu.matmul != MatmulBackend::Cublaslt
     }
 
     /// Reports whether a kernel could compute a GEMM, whether or not it is the fastest.
@@ -107,7 +101,7 @@ impl GemmDispatch {
     /// cuBLASLt's support of FP8 depends on shapes, and shows only when the matmul runs.
     pub(super) fn falls_back(&mut self, call: &GemmCall, error: &anyhow::Error) -> bool {
         let refused = error.downcast_ref::<cublaslt::Error>().is_some_and(cublaslt::Error::is_unsupported);
-        let falls_back = refused && self.hopper && WgmmaGemm::new(&call.gemm, &call.operands).is_some();
+        let falls_back = refused && self.gpu.hopper && WgmmaGemm::new(&call.gemm, &call.operands).is_some();
         if falls_back {
             self.refused.insert(call.key());
         }
@@ -116,8 +110,8 @@ impl GemmDispatch {
 
     /// Returns the kernel that computes a GEMM, or `None` if the library does.
     pub fn kernel_for(&self, call: &GemmCall, sm_count: usize) -> Result<Option<(WgmmaGemm, KernelConfig)>> {
-        let backend = if self.may_use_library(call) { self.backend } else { MatmulBackend::Rust };
-        if !self.hopper || backend == MatmulBackend::Cublaslt {
+        let backend = if self.may_use_library(call) { self.gpu.matmul } else { MatmulBackend::Rust };
+        if !self.gpu.hopper || backend == MatmulBackend::Cublaslt {
             return Ok(None);
         }
         let gemm = WgmmaGemm::new(&call.gemm, &call.operands);
@@ -127,12 +121,12 @@ impl GemmDispatch {
             let configs = gemm.configs(sm_count, self.scratch);
             configs[n % configs.len()]
         };
-        let config = self.kernel_config.unwrap_or(0);
+        let config = self.gpu.kernel_config.unwrap_or(0);
         if self.untimed {
             let gemm = if backend == MatmulBackend::Rust { Some(required()?) } else { gemm };
             return Ok(gemm.map(|gemm| (gemm, nth(&gemm, config))));
         }
-        let known = self.choices.get(&call.key()).filter(|_| self.kernel_config.is_none());
+        let known = self.choices.get(&call.key()).filter(|_| self.gpu.kernel_config.is_none());
         if backend == MatmulBackend::Auto && !known.is_some_and(|choice| choice.kernel_wins) {
             return Ok(None);
         }
@@ -468,7 +462,7 @@ mod tests {
         let mut mlp = Mlp::new(gpu(MatmulBackend::Auto));
         mlp.executor.library_refuses = true;
         let mut dispatch = tuned(&mut mlp, &[]);
-        dispatch.hopper = false;
+        dispatch.gpu.hopper = false;
         let call = mlp.forward().library_part();
         let gemm = call.gemm;
         // SAFETY: the tensors have the sizes that the GEMM implies.

@@ -104,7 +104,7 @@ impl<T: Float> Cuda<T> {
             return Ok(None);
         }
         let epilogue = GemmEpilogue::NONE.with(activation, Pass::Forward);
-        let shape = activation::Shape { rows: op.shape.rows, columns: op.shape.oc / activation.inputs() };
+        let shape = activation::ActivationShape { rows: op.shape.rows, columns: op.shape.oc / activation.inputs() };
         let unfused = self.forward_gemm(&MatmulForward { out: preactivation, epilogue: Epilogue::None, ..*op })?;
         let operands = GemmOperands {
             out: self.operand("out", op.out, shape.rows * shape.columns)?,
@@ -135,7 +135,7 @@ impl<T: Float> Cuda<T> {
             sums: sums.map(|sums| self.operand("inp", sums, rows * c)).transpose()?,
             ..GemmOperands::default()
         };
-        let (shape, dact) = (activation::Shape { rows, columns: c }, sums.unwrap_or(dinp));
+        let (shape, dact) = (activation::ActivationShape { rows, columns: c }, sums.unwrap_or(dinp));
         let after = vec![activation::backward_kernel(self, activation, dinp, dact, preactivation, shape)?];
         let call = GemmCall { gemm, operands, fallback: Vec::new(), after };
         Ok(self.gemms.may_use_kernel(&call).then_some(call))
@@ -176,7 +176,7 @@ impl<T: Float> Cuda<T> {
         forward: ActivationForward,
         dinp: &GemmCall,
     ) -> Result<Option<KernelLaunch>> {
-        let shape = activation::Shape { rows: dinp.gemm.m, columns: dinp.gemm.n };
+        let shape = activation::ActivationShape { rows: dinp.gemm.m, columns: dinp.gemm.n };
         let kernel = activation::forward_kernel(self, input.activation, inp, input.preactivation, shape)?;
         let fused = dinp.gemm.epilogue.activation.is_some();
         if fused && self.gemms.is_collecting() {
@@ -208,7 +208,7 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward) -> Resul
             }
             let unfused = MatmulForward { out: preactivation, epilogue: Epilogue::None, ..*op };
             cuda.run_gemm(cuda.forward_gemm(&unfused)?)?;
-            let shape = activation::Shape { rows: op.shape.rows, columns: op.shape.oc / activation.inputs() };
+            let shape = activation::ActivationShape { rows: op.shape.rows, columns: op.shape.oc / activation.inputs() };
             cuda.launch_kernel(&activation::forward_kernel(cuda, activation, op.out, preactivation, shape)?)
         }
         _ => cuda.run_gemm(cuda.forward_gemm(op)?),
@@ -247,7 +247,7 @@ fn backward_fused<T: Float>(
     call: GemmCall,
     bias_kernels: Vec<KernelLaunch>,
 ) -> Result<()> {
-    let shape = activation::Shape { rows: op.shape.rows, columns: op.shape.c };
+    let shape = activation::ActivationShape { rows: op.shape.rows, columns: op.shape.c };
     let forward = activation::forward_kernel(cuda, input.activation, op.inp, input.preactivation, shape)?;
     let forward = input.recompute.map(|_| forward);
     let recomputing = forward.clone().map(|kernel| cuda.with_recompute(&call, op.inp, kernel)).transpose()?;
@@ -281,7 +281,7 @@ fn backward_gated<T: Float>(
     bias_kernels: Vec<KernelLaunch>,
 ) -> Result<()> {
     let ActivationInput { activation, preactivation, recompute } = input;
-    let shape = activation::Shape { rows: op.shape.rows, columns: op.shape.c };
+    let shape = activation::ActivationShape { rows: op.shape.rows, columns: op.shape.c };
     if recompute.is_some() {
         // GEMM epilogues apply the activation to rounded sums, so this kernel gives the bits of the forward pass.
         cuda.launch_kernel(&activation::forward_kernel(cuda, activation, op.inp, preactivation, shape)?)?;
@@ -319,7 +319,7 @@ fn backward_input<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Result<(
     }
     match activation {
         Some(ActivationInput { activation, preactivation, .. }) if fused.is_none() => {
-            let shape = activation::Shape { rows, columns: c };
+            let shape = activation::ActivationShape { rows, columns: c };
             cuda.launch_kernel(&activation::backward_kernel(cuda, activation, dinp, dinp, preactivation, shape)?)
         }
         _ => Ok(()),

@@ -98,11 +98,11 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
         if let Some(next) = fp8.out {
             return activation::quantize_forward(cuda, activation, preactivation, next);
         }
-        let shape = activation::Shape { rows, columns: oc / activation.inputs() };
+        let shape = activation::ActivationShape { rows, columns: oc / activation.inputs() };
         return cuda.launch_kernel(&activation::forward_kernel(cuda, activation, out, preactivation, shape)?);
     }
     let kernel = activation.map(|(activation, preactivation)| {
-        let shape = activation::Shape { rows, columns: oc / activation.inputs() };
+        let shape = activation::ActivationShape { rows, columns: oc / activation.inputs() };
         activation::forward_kernel(cuda, activation, out, preactivation, shape)
     });
     let after = kernel.transpose()?.into_iter().collect();
@@ -172,7 +172,7 @@ fn input_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Ba
         fp8_scales: cuda.scale_addresses([fp8.dout_scale.scale, fp8.weight_scale])?,
         ..GemmOperands::default()
     };
-    let shape = activation::Shape { rows, columns: c };
+    let shape = activation::ActivationShape { rows, columns: c };
     if let Some(ActivationInput { activation, preactivation, .. }) = fused {
         if let Some(next) = fp8.dinp
             && next.format == fp8.format

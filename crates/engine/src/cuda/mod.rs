@@ -108,7 +108,7 @@ pub enum MatmulBackend {
 
 /// Opens the engine on a GPU. Errors say what is missing: driver, GPU, kernels in this program, cuBLASLt.
 pub fn open(options: &CudaOptions) -> Result<Box<dyn Engine>> {
-    let device = device::Device::open(options)?;
+    let device = device::CudaDevice::open(options)?;
     let cache = device.gemm_cache()?;
     let fusion = options.gelu_fusion;
     Ok(match options.precision {
@@ -186,7 +186,11 @@ struct Cuda<T> {
 }
 
 impl<T: Float> Cuda<T> {
-    fn new(mut executor: Box<dyn Executor>, cache: Option<gemm_cache::Cache>, gelu_fusion: Option<GeluFusion>) -> Self {
+    fn new(
+        mut executor: Box<dyn Executor>,
+        cache: Option<gemm_cache::GemmCache>,
+        gelu_fusion: Option<GeluFusion>,
+    ) -> Self {
         let gelu_fusion = gelu_fusion.unwrap_or_else(|| executor.best_gelu_fusion(T::DTYPE));
         let gemms = GemmDispatch::new(executor.emulation(), cache, &mut *executor);
         Self {

@@ -84,7 +84,7 @@ pub(super) fn orthogonalize<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize) -> 
 
 /// Matrices at equal distances.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Run {
+struct EvenlySpaced {
     /// The memory from the first matrix to the end of the last.
     tensor: Tensor,
     count: usize,
@@ -93,19 +93,19 @@ struct Run {
 }
 
 /// Returns as many matrices as possible, from the first on.
-fn evenly_spaced(matrices: &[Tensor]) -> Run {
+fn evenly_spaced(matrices: &[Tensor]) -> EvenlySpaced {
     let first = matrices[0];
     let bytes = first.dtype.bytes();
     let distance = |pair: &[Tensor]| pair[1].offset.checked_sub(pair[0].offset).map(|distance| distance / bytes);
     // The kernels read vectors of 8 elements.
     let stride = matrices.windows(2).next().and_then(distance).filter(|stride| stride.is_multiple_of(8));
-    let Some(stride) = stride else { return Run { tensor: first, count: 1, stride: 0 } };
+    let Some(stride) = stride else { return EvenlySpaced { tensor: first, count: 1, stride: 0 } };
     let count = 1 + matrices.windows(2).take_while(|pair| distance(pair) == Some(stride)).count();
-    Run { tensor: Tensor { len: (count - 1) * stride + first.len, ..first }, count, stride }
+    EvenlySpaced { tensor: Tensor { len: (count - 1) * stride + first.len, ..first }, count, stride }
 }
 
 /// Writes the matrices of a run, divided by their norms, to `next`, where they begin with number `first`.
-fn scale<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize, first: usize, run: Run) -> Result<()> {
+fn scale<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize, first: usize, run: EvenlySpaced) -> Result<()> {
     let Orthogonalize { next, partials, rows, cols, coefficients, .. } = op;
     let (n, matrices) = (rows * cols, run.count as u32);
     ensure!(
@@ -135,17 +135,23 @@ fn scale<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize, first: usize, run: Run
 
 /// The matrices of one operand of the steps.
 #[derive(Clone, Copy)]
-struct Operand {
+struct BatchOperand {
     address: u64,
     /// Elements from the start of a matrix to that of the next.
     stride: usize,
 }
 
 /// Returns the address of a batch of matrices with `elements` elements each.
-fn operand<T: Float>(cuda: &Cuda<T>, name: &str, batch: Tensor, op: Orthogonalize, elements: usize) -> Result<Operand> {
+fn operand<T: Float>(
+    cuda: &Cuda<T>,
+    name: &str,
+    batch: Tensor,
+    op: Orthogonalize,
+    elements: usize,
+) -> Result<BatchOperand> {
     let stride = Orthogonalize::stride(elements);
     let address = cuda.operand(name, batch, (op.matrices.len() - 1) * stride + elements)?;
-    Ok(Operand { address, stride })
+    Ok(BatchOperand { address, stride })
 }
 
 /// Computes one Newton-Schulz step from the matrices `from` to the matrices `to`.
@@ -175,8 +181,8 @@ fn run<T: Float>(
     layout: GemmLayout,
     batching: Batching,
     count: usize,
-    [a, b, out]: [Operand; 3],
-    scale: Option<(Operand, Scale)>,
+    [a, b, out]: [BatchOperand; 3],
+    scale: Option<(BatchOperand, Scale)>,
 ) -> Result<()> {
     let epilogue = GemmEpilogue { residual: scale.map(|_| Residual::Scaled), ..GemmEpilogue::NONE };
     let gemm = Gemm { batching, ..cuda.gemm([m, n, k], layout, epilogue) };
@@ -200,7 +206,7 @@ mod tests {
     fn runs_are_as_long_as_possible() {
         let at = |i: usize| Tensor { offset: 2 * i, len: 24, dtype: DType::Bf16 };
         let of = |starts: &[usize]| evenly_spaced(&starts.iter().map(|&i| at(i)).collect::<Vec<_>>());
-        let run = |count, stride, len| Run { tensor: Tensor { len, ..at(8) }, count, stride };
+        let run = |count, stride, len| EvenlySpaced { tensor: Tensor { len, ..at(8) }, count, stride };
         assert_eq!(of(&[8]), run(1, 0, 24));
         assert_eq!(of(&[8, 32, 56]), run(3, 24, 72));
         assert_eq!(of(&[8, 108, 148, 188]), run(1, 0, 24), "100 is not a multiple of 8");

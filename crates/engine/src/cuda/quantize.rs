@@ -5,8 +5,8 @@ use crate::ops::{Fp8Format, Fp8Scales, Quantize, Scaling, largest_rounded};
 use crate::tensor::{DType, Tensor};
 use crate::{Engine, Result, Workload};
 use anyhow::{Context, ensure};
-use cuda_std::launch::Launch;
 use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, bf16};
+use gpu::launch::KernelLaunch;
 use gpu::quantize::QuantizedOperands;
 use gpu::{bias, column_sum, quantize};
 
@@ -16,8 +16,8 @@ impl<T: Float> Cuda<T> {
         Ok(GlobalMut::new(self.arena.address::<Fp8Bits>(name, tensor, len)?.cast()))
     }
 
-    /// Returns the kernel that quantizes, with its grid and shared memory. With `AMAX`, it also computes the largest magnitude.
-    fn quantize_kernel<F: Fp8, const AMAX: bool>(&self, op: &Quantize) -> Result<(Launch, [u32; 3], usize)> {
+    /// Returns the kernel that quantizes. With `AMAX`, it also computes the largest magnitude.
+    fn quantize_kernel<F: Fp8, const AMAX: bool>(&self, op: &Quantize) -> Result<KernelLaunch> {
         let [rows, columns] = op.shape;
         let (none, unused) = (GlobalMut::from_address(0), GlobalMut::from_address(0));
         let n = rows * columns;
@@ -27,7 +27,8 @@ impl<T: Float> Cuda<T> {
         let Some(transposed) = op.transposed else {
             let out = out.unwrap_or(GlobalMut::from_address(0));
             let launch = quantize::quantize::<F, AMAX>(out, amax, inp, scale, n as u64);
-            return Ok((launch, [quantize::grid(n), 1, 1], shared_bytes(quantize::maxima)));
+            let (grid, shared_bytes) = ([quantize::grid(n), 1, 1], shared_bytes(quantize::maxima));
+            return Ok(KernelLaunch { launch, grid, shared_bytes });
         };
         let transposed = self.fp8::<F>("transposed", transposed, n)?;
         let sums = self.partial_sums(op)?;
@@ -43,7 +44,8 @@ impl<T: Float> Cuda<T> {
                 quantize::quantize_transpose::<F, false, AMAX, false>(unused, transposed, amax, none, inp, scale, r, c)
             }
         };
-        Ok((launch, quantize::transpose_grid(rows, columns), shared_bytes(quantize::tile_and_maxima)))
+        let (grid, shared_bytes) = (quantize::transpose_grid(rows, columns), shared_bytes(quantize::tile_and_maxima));
+        Ok(KernelLaunch { launch, grid, shared_bytes })
     }
 
     /// Returns the memory for the partial sums of the columns, if the operation sums them.
@@ -87,12 +89,12 @@ impl<T: Float> Cuda<T> {
     }
 
     fn launch_quantize<F: Fp8>(&mut self, op: &Quantize) -> Result<()> {
-        let (launch, grid, shared_bytes) = if op.scaling == Scaling::Delayed {
+        let kernel = if op.scaling == Scaling::Delayed {
             self.quantize_kernel::<F, true>(op)?
         } else {
             self.quantize_kernel::<F, false>(op)?
         };
-        self.launch(launch, grid, shared_bytes)?;
+        self.launch_kernel(&kernel)?;
         self.add_column_sums(op)
     }
 

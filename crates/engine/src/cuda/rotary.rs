@@ -23,7 +23,7 @@ fn sizes(shape: AttentionShape) -> Sizes {
 }
 
 /// The operands that the forward and the backward pass have in common.
-struct Operands<T> {
+struct RotaryOperands<T> {
     /// The queries, keys and values, or their gradients.
     qkv: GlobalMut<T>,
     table: Global<f32>,
@@ -33,7 +33,12 @@ struct Operands<T> {
 }
 
 /// Checks the shape and the rotation, and returns the operands.
-fn operands<T: Float>(cuda: &Cuda<T>, qkv: Tensor, rotation: &Rotation, shape: AttentionShape) -> Result<Operands<T>> {
+fn operands<T: Float>(
+    cuda: &Cuda<T>,
+    qkv: Tensor,
+    rotation: &Rotation,
+    shape: AttentionShape,
+) -> Result<RotaryOperands<T>> {
     let AttentionShape { b, t, head_size, .. } = shape;
     shape.check()?;
     ensure!(
@@ -41,7 +46,7 @@ fn operands<T: Float>(cuda: &Cuda<T>, qkv: Tensor, rotation: &Rotation, shape: A
         "rotary: expected a head size that is a multiple of 16 up to 256, found {head_size}"
     );
     rotation.check_table(shape)?;
-    Ok(Operands {
+    Ok(RotaryOperands {
         qkv: cuda.output("qkv", qkv, b * t * shape.packed_heads() * head_size)?,
         table: cuda.input("table", rotation.table, t * head_size)?,
         weights: cuda.head_weights(rotation.weights(), head_size)?,
@@ -71,8 +76,8 @@ fn norm_operands<T: Float>(
 }
 
 /// Launches a rotation without norm by the angles of the table, times `sign`.
-fn rotate<T: Float>(cuda: &mut Cuda<T>, operands: &Operands<T>, pairs: RotaryPairs, sign: f32) -> Result<()> {
-    let Operands { qkv, table, sizes, .. } = *operands;
+fn rotate<T: Float>(cuda: &mut Cuda<T>, operands: &RotaryOperands<T>, pairs: RotaryPairs, sign: f32) -> Result<()> {
+    let RotaryOperands { qkv, table, sizes, .. } = *operands;
     let launch = match pairs {
         RotaryPairs::HalfSplit => rotary::rotary::<T, false>(qkv, table, sizes, sign),
         RotaryPairs::Interleaved => rotary::rotary::<T, true>(qkv, table, sizes, sign),
@@ -85,7 +90,7 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: RotaryForward) -> Result
     let operands = operands(cuda, qkv, &rotation, shape)?;
     let Some(norm) = rotation.qk_norm else { return rotate(cuda, &operands, rotation.pairs, 1.0) };
     let (saved, norm) = norm_operands(cuda, saved, norm, shape)?;
-    let Operands { qkv, table, weights: [q, k], sizes } = operands;
+    let RotaryOperands { qkv, table, weights: [q, k], sizes } = operands;
     let kernel = match rotation.pairs {
         RotaryPairs::HalfSplit => rotary::rotary_norm_forward::<T, false>,
         RotaryPairs::Interleaved => rotary::rotary_norm_forward::<T, true>,
@@ -98,7 +103,7 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: RotaryBackward) -> Resu
     let operands = operands(cuda, dqkv, &rotation, shape)?;
     let Some(norm) = rotation.qk_norm else { return rotate(cuda, &operands, rotation.pairs, -1.0) };
     let (saved, scalars) = norm_operands(cuda, saved, norm, shape)?;
-    let (Operands { qkv: dqkv, table, weights: [q, k], sizes }, head_size) = (operands, shape.head_size);
+    let (RotaryOperands { qkv: dqkv, table, weights: [q, k], sizes }, head_size) = (operands, shape.head_size);
     let blocks = Blocks::new::<T>(sizes, cuda.executor.sm_count());
     let (partials, gradients) = match (norm.weights, dweights) {
         (None, None) => (GlobalMut::null(), None),
