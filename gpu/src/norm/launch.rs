@@ -133,7 +133,7 @@ pub fn backward<T: Element>(operands: BackwardOperands<T>, size: Size) -> Option
     let launch = norm_backward_select::<T>(keys, dinp, partials, dout, inp, of_weight, mean, rstd, rows, channels)?;
     let first = KernelLaunch { launch, grid: [blocks, 1, 1], shared_bytes: shape.backward_shared_bytes::<T>() };
     let Some(Weight { dweight, dbias, column_sums, partials, .. }) = weight else { return Some(vec![first]) };
-    let [dbias, column_sums] = [dbias, column_sums].map(|sums| sums.unwrap_or_default());
+    let [dbias, column_sums] = [dbias, column_sums].map(Option::unwrap_or_default);
     let launch = norm_backward_reduce::<T>(dweight, dbias, column_sums, partials.reader(), blocks, channels);
     let grid = [column_sum::grid(sums * size.channels), 1, 1];
     let reduce = KernelLaunch { launch, grid, shared_bytes: shared_bytes(column_sum::shared) };
