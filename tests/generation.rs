@@ -6,7 +6,7 @@ use engine::ops::{Activation, RotaryPairs, SlotSampling};
 use engine::{Engine, Result};
 use host::generate::{Finish, Request, generate};
 use host::sample::{self, Sampling};
-use model::descriptor::{Biases, Norm, Positions, QkNorm, Rotary};
+use model::descriptor::{Biases, Normalization, Positions, QkNorm, Rotary};
 use model::{Decoder, Descriptor, Generator, PlanOptions, Unsharded, init};
 
 /// Returns a small model of every architecture. Kernels of attention need heads of at least 64 channels.
@@ -18,7 +18,7 @@ fn models() -> Vec<(&'static str, Descriptor)> {
         kv_heads: 2,
         head_size: 64,
         mlp_channels: 72,
-        norm: Norm::RmsNorm { eps: 1e-5, weights: true },
+        norm: Normalization::RmsNorm { eps: 1e-5, weights: true },
         positions: rotary(RotaryPairs::HalfSplit),
         activation: Activation::SwiGlu,
         biases: Biases::None,
@@ -29,7 +29,7 @@ fn models() -> Vec<(&'static str, Descriptor)> {
     let qwen2 = Descriptor { biases: Biases::Qkv, heads: 6, tied: true, ..llama };
     let qwen3 = Descriptor { qk_norm: norm(true, 1.0), head_size: 80, ..llama };
     let modern = Descriptor {
-        norm: Norm::RmsNorm { eps: 1e-6, weights: false },
+        norm: Normalization::RmsNorm { eps: 1e-6, weights: false },
         qk_norm: norm(false, 1.2),
         activation: Activation::ReluSquared,
         embedding_norm: true,

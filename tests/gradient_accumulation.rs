@@ -10,7 +10,7 @@ use host::log::Log;
 use host::signals::Stop;
 use host::train::{HardwareChecks, OptimizerSettings, Run, Settings};
 use model::guards::Limits;
-use model::schedule::{Kind, Schedule};
+use model::schedule::{Schedule, ScheduleKind};
 use model::{Decoder, Descriptor, PlanOptions};
 use rng::Mt19937;
 use std::fs;
@@ -30,7 +30,14 @@ fn trained(b: usize) -> Vec<(f64, f64)> {
     let settings = Settings {
         steps: 6,
         grad_accum: 8 / b,
-        schedule: Schedule { kind: Kind::Linear, peak: 1e-2, warmup: 2, steps: 6, final_fraction: 0.0, warmdown: 0.0 },
+        schedule: Schedule {
+            kind: ScheduleKind::Linear,
+            peak: 1e-2,
+            warmup: 2,
+            steps: 6,
+            final_fraction: 0.0,
+            warmdown: 0.0,
+        },
         optimizer: OptimizerSettings::default(),
         weight_decay: 0.1,
         clip: 1.0,

@@ -16,7 +16,7 @@ use host::log::Log;
 use host::signals::Stop;
 use host::train::{HardwareChecks, OptimizerSettings, Outcome, Run, Settings};
 use model::guards::Limits;
-use model::schedule::{Kind, Schedule};
+use model::schedule::{Schedule, ScheduleKind};
 use model::{Decoder, Descriptor, Param, PlanOptions};
 use rng::Mt19937;
 use serde_json::Value;
@@ -102,7 +102,7 @@ impl Trial {
             Some(step) => Log::resume(out, step, true).unwrap(),
             None => Log::create(Some(out)).unwrap(),
         };
-        let (kind, peak) = (Kind::Constant, self.learning_rate);
+        let (kind, peak) = (ScheduleKind::Constant, self.learning_rate);
         let settings = Settings {
             steps: self.steps,
             grad_accum: self.grad_accum,

@@ -14,7 +14,7 @@ use host::signals::Stop;
 use host::train::{CLIP, HardwareChecks, OptimizerSettings, Run, Settings};
 use model::guards::Limits;
 use model::init::{SEED, generate};
-use model::schedule::{Kind, Schedule};
+use model::schedule::{Schedule, ScheduleKind};
 use model::{Decoder, Descriptor, Param, PlanOptions, TrainStep};
 use rng::Mt19937;
 use std::fs;
@@ -187,7 +187,14 @@ fn trained(tokens: &Tokens, steps: usize) -> (Vec<f32>, Vec<[f64; 3]>) {
     let settings = Settings {
         steps,
         grad_accum: ACCUM,
-        schedule: Schedule { kind: Kind::Linear, peak: 0.02, warmup: 2, steps: 10, final_fraction: 0.1, warmdown: 0.0 },
+        schedule: Schedule {
+            kind: ScheduleKind::Linear,
+            peak: 0.02,
+            warmup: 2,
+            steps: 10,
+            final_fraction: 0.1,
+            warmdown: 0.0,
+        },
         optimizer: OptimizerSettings::default(),
         weight_decay: DECAY,
         clip: CLIP,

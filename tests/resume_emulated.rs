@@ -13,7 +13,7 @@ use host::log::Log;
 use host::signals::Stop;
 use host::train::{HardwareChecks, MuonSettings, OptimizerSettings, Run, Settings};
 use model::guards::Limits;
-use model::schedule::{Kind, Schedule};
+use model::schedule::{Schedule, ScheduleKind};
 use model::{Decoder, Descriptor, MasterWeights, Moments, Optimizer, PlanOptions, Recompute};
 use rng::Mt19937;
 use std::fs;
@@ -81,7 +81,7 @@ fn train(out: &Path, storage: Storage, recompute: Recompute) {
         steps: STEPS,
         grad_accum: GRAD_ACCUM,
         schedule: Schedule {
-            kind: Kind::Constant,
+            kind: ScheduleKind::Constant,
             peak: 1e-2,
             warmup: 0,
             steps: STEPS,

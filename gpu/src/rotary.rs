@@ -295,14 +295,14 @@ pub fn rotary<T: Element, const INTERLEAVED: bool>(qkv: GlobalMut<T>, table: Glo
 /// The scalars of the norm. Passed to the kernels by value.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub struct Norm {
+pub struct NormScalars {
     /// Added to the mean square.
     pub eps: f32,
     /// Factor of the normalized queries and keys.
     pub gain: f32,
 }
 
-impl Norm {
+impl NormScalars {
     /// Returns the reciprocal root mean square of a head with this sum of squares.
     #[inline(always)]
     fn reciprocal_rms(self, squares: f32, head_size: u32) -> f32 {
@@ -326,7 +326,7 @@ pub fn rotary_norm_forward<T: Element, const INTERLEAVED: bool>(
     q_weight: Global<T>,
     k_weight: Global<T>,
     sizes: Sizes,
-    norm: Norm,
+    norm: NormScalars,
 ) {
     let slots = sizes.rotated::<T>(NORM_BATCH);
     let unit = Unit::<T, INTERLEAVED>::new(thread::block_idx_x() * FORWARD_WARPS + warp::index(), slots, sizes);
@@ -421,7 +421,7 @@ pub fn rotary_norm_backward<T: Element, const INTERLEAVED: bool, const WEIGHTED:
     q_weight: Global<T>,
     k_weight: Global<T>,
     sizes: Sizes,
-    norm: Norm,
+    norm: NormScalars,
     blocks: Blocks,
 ) {
     let keys = thread::block_idx_x() >= blocks.queries;
@@ -453,7 +453,7 @@ fn add_unit<T: Element, const INTERLEAVED: bool, const WEIGHTED: bool>(
     saved: Global<T>,
     table: Global<f32>,
     weight: Global<T>,
-    (sizes, norm): (Sizes, Norm),
+    (sizes, norm): (Sizes, NormScalars),
     sums: &mut [f32; 16],
 ) {
     let (packed, kept) = (sizes.heads + 2 * sizes.kv_heads, sizes.heads + sizes.kv_heads);

@@ -15,7 +15,7 @@ use host::log::Log;
 use host::signals::Stop;
 use host::train::{HardwareChecks, MuonSettings, OptimizerSettings, Run, Settings};
 use model::guards::Limits;
-use model::schedule::{Kind, Schedule};
+use model::schedule::{Schedule, ScheduleKind};
 use model::{
     Decoder, Descriptor, MasterWeights, Moments, Optimizer, Param, Params, PlanOptions, Shard, Store, Unit, Zero,
 };
@@ -265,7 +265,14 @@ impl Threads {
         Settings {
             steps,
             grad_accum: accum,
-            schedule: Schedule { kind: Kind::Linear, peak, warmup: 2, steps, final_fraction: 0.0, warmdown: 0.0 },
+            schedule: Schedule {
+                kind: ScheduleKind::Linear,
+                peak,
+                warmup: 2,
+                steps,
+                final_fraction: 0.0,
+                warmdown: 0.0,
+            },
             optimizer: OptimizerSettings {
                 muon: self.muon.then_some(MuonSettings::DEFAULT),
                 ..OptimizerSettings::default()

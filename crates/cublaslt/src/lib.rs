@@ -15,8 +15,9 @@ pub mod result;
 pub mod sys;
 mod tuning;
 
+pub use gpu::matmul::launch::{ScaleFactors, StridedBatch};
 pub use handle::{Handle, find};
-pub use matmul::{Alignments, Batch, GELU_COLUMNS, GemmKey, GemmOperands, Scale};
+pub use matmul::{Alignments, BATCH_ALIGNMENT, GELU_COLUMNS, GemmKey, GemmOperands};
 pub use plans::Matmuls;
 pub use result::{Error, Result};
 pub use tuning::{FINALISTS, Finalists, MARGIN, SCREENING_RUNS, fastest, race};

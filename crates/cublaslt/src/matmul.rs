@@ -5,33 +5,10 @@ use crate::sys;
 use cuda_std::fp8::Fp8Format;
 use gpu::activation::Activation;
 use gpu::matmul::gemm::{Batching, Bias, Gemm, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass, Residual};
+use gpu::matmul::launch::{ScaleFactors, StridedBatch};
 
-/// The factors of a scaled residual: out = alpha · a · b + beta · residual. Algorithms do not depend on them.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Scale {
-    /// Factor of a · b.
-    pub alpha: f32,
-    /// Factor of the residual.
-    pub beta: f32,
-}
-
-/// The matrices of a batched GEMM: their number, and the elements from the start of one to that of the next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Batch {
-    /// The number of matrices.
-    pub count: usize,
-    /// The stride of a.
-    pub a: usize,
-    /// The stride of b.
-    pub b: usize,
-    /// The stride of out and residual.
-    pub d: usize,
-}
-
-impl Batch {
-    /// Strides are multiples of this many elements, so that all matrices of a batch have the alignment of the first.
-    pub const ALIGNMENT: usize = 128;
-}
+/// Strides of a batch are multiples of this many elements, so that all of its matrices have the alignment of the first.
+pub const BATCH_ALIGNMENT: usize = 128;
 
 /// Device addresses of a GEMM's matrices, each a multiple of 16. Some are for kernels, because cuBLASLt lacks their epilogues.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -53,10 +30,10 @@ pub struct GemmOperands {
     /// Output for the sums (M, N) if cuBLASLt computes the GEMM of the backward pass of a gated activation.
     pub sums: Option<u64>,
     /// Factors of [`Residual::Scaled`]. Algorithms do not depend on them, so they are not part of the [`Gemm`].
-    pub scale: Option<Scale>,
+    pub scale: Option<ScaleFactors>,
     /// The matrices of a batched GEMM. Algorithms must not depend on their number, so that the bits of a matrix do not depend
     /// on the others. So the batch is not part of the [`Gemm`].
-    pub batch: Option<Batch>,
+    pub batch: Option<StridedBatch>,
     /// Addresses of the f32 factors that restore a and b from their FP8 values.
     pub fp8_scales: Option<[u64; 2]>,
     /// Addresses of an FP8 output's scale, and of its largest magnitude as f32 bits, which becomes the maximum of itself and the
@@ -141,11 +118,11 @@ impl GemmOperands {
                 gemm.n
             ));
         }
-        if let Some(Batch { a, b, d, .. }) = batch {
-            let (strides, Gemm { m, n, k, .. }) = ([a, b, d], *gemm);
-            let fits = |(stride, len): (usize, usize)| stride >= len && stride.is_multiple_of(Batch::ALIGNMENT);
+        if let Some(StridedBatch { a, b, out, .. }) = batch {
+            let (strides, Gemm { m, n, k, .. }) = ([a, b, out], *gemm);
+            let fits = |(stride, len): (usize, usize)| stride >= len && stride.is_multiple_of(BATCH_ALIGNMENT);
             if !strides.into_iter().zip([m * k, k * n, m * n]).all(fits) {
-                let alignment = Batch::ALIGNMENT;
+                let alignment = BATCH_ALIGNMENT;
                 return fail(format!(
                     "strides: expected multiples of {alignment} that cover the matrices, found {strides:?}"
                 ));

@@ -1,11 +1,12 @@
 //! Matmul plans, which are prepared once and run many times.
 
 use crate::handle::Handle;
-use crate::matmul::{Batch, GemmKey, GemmOperands, Scale, library_epilogue, operand_types, storage_type};
+use crate::matmul::{GemmKey, GemmOperands, library_epilogue, operand_types, storage_type};
 use crate::result::{Error, NOT_SUPPORTED, Owned, Result, check};
 use crate::sys::{self, Functions, HeuristicResult, MatmulAlgo};
 use cuda_driver::{DeviceMemory, Stream};
 use gpu::matmul::gemm::{Bias, Gemm, GemmLayout, GemmOutput, GemmPrecision};
+use gpu::matmul::launch::{ScaleFactors, StridedBatch};
 use std::collections::HashMap;
 use std::ffi::c_void;
 
@@ -14,7 +15,7 @@ const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// The matmuls of one stream. The descriptors and the algorithm of a matmul are created at its first run and kept.
 pub struct Matmuls {
-    pub(crate) plans: HashMap<(GemmKey, Option<Batch>), MatmulPlan>,
+    pub(crate) plans: HashMap<(GemmKey, Option<StridedBatch>), MatmulPlan>,
     /// Selected algorithms. A plan that is created later uses them.
     pub(crate) chosen: HashMap<GemmKey, MatmulAlgo>,
     /// Memory for the temporary data of matmuls.
@@ -138,8 +139,8 @@ impl MatmulPlan {
         operands: &GemmOperands,
     ) -> Result<()> {
         self.desc.set_pointers(operands)?;
-        let unscaled = Scale { alpha: 1.0, beta: f32::from(u8::from(gemm.epilogue.residual.is_some())) };
-        let Scale { alpha, beta } = operands.scale.unwrap_or(unscaled);
+        let unscaled = ScaleFactors { alpha: 1.0, beta: f32::from(u8::from(gemm.epilogue.residual.is_some())) };
+        let ScaleFactors { alpha, beta } = operands.scale.unwrap_or(unscaled);
         // SAFETY: the descriptors are live and describe the operands, which are the caller's promise. The workspace has the
         // size that the algorithm was selected for. The call reads alpha and beta before it returns.
         let status = unsafe {
@@ -228,7 +229,7 @@ fn describe(lt: &Functions, gemm: &Gemm, operands: &GemmOperands) -> Result<(Own
     desc.set_pointers(operands)?;
 
     // A row-major (rows, columns) matrix is a column-major (columns, rows) matrix.
-    let matrix = |raw, rows, columns, stride: fn(Batch) -> usize| -> Result<Owned> {
+    let matrix = |raw, rows, columns, stride: fn(StridedBatch) -> usize| -> Result<Owned> {
         let mut matrix = Owned::layout(lt, raw, columns, rows)?;
         if let Some(batch) = operands.batch {
             matrix.set(sys::LAYOUT_BATCH_COUNT, batch.count as i32)?;
@@ -243,7 +244,7 @@ fn describe(lt: &Functions, gemm: &Gemm, operands: &GemmOperands) -> Result<(Own
     let matrices = [
         matrix(b_type, b_rows, b_columns, |batch| batch.b)?,
         matrix(a_type, a_rows, a_columns, |batch| batch.a)?,
-        matrix(out_type, m, n, |batch| batch.d)?,
+        matrix(out_type, m, n, |batch| batch.out)?,
     ];
     Ok((desc, matrices))
 }
@@ -323,7 +324,7 @@ mod tests {
                     let epilogue = GemmEpilogue { output, ..epilogue };
                     let gemm = Gemm { m: 256, n: 3072, k: 768, layout, precision, batching, epilogue };
                     let address_if = |used: bool| used.then_some(0x1000);
-                    let batch = Batch { count: 5, a: 768 * 256, b: 3072 * 768, d: 3072 * 256 };
+                    let batch = StridedBatch { count: 5, a: 768 * 256, b: 3072 * 768, out: 3072 * 256 };
                     let operands = GemmOperands {
                         a: 0x210,
                         b: 0x100,

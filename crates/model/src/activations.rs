@@ -1,7 +1,7 @@
 //! The memory of activations: which of them are kept for every layer, and which share one buffer.
 
 use super::decoder::NormBuffers;
-use super::descriptor::{Descriptor, Norm};
+use super::descriptor::{Descriptor, Normalization};
 use super::params::Param;
 use super::recompute::Recompute;
 use engine::plan::{Group, Plan};
@@ -48,7 +48,7 @@ impl<'a> Activations<'a> {
             kept: if recompute < Recompute::Layers { kept_outputs } else { 1 },
             kept_outputs,
             channels: d.channels,
-            has_mean: d.norm == Norm::LayerNorm,
+            has_mean: d.norm == Normalization::LayerNorm,
             // In FP8, transposed copies are kept instead.
             keeps_norms: training && recompute < Recompute::ActivationAndNorms && !fp8,
             normed: plan.add(Group::Activations, "normed", &[b, t, d.channels], dtype),

@@ -31,7 +31,7 @@ impl Decoder {
         let encoded = self.encoded.slice(0, rows * c);
         let embedding_norm = self.embedding_norm.map(|norm| norm.rows(rows, c));
         let embedded = embedding_norm.map_or(encoded, |norm| norm.out);
-        let layer_norm = d.norm == descriptor::Norm::LayerNorm && d.biases == Biases::All;
+        let layer_norm = d.norm == descriptor::Normalization::LayerNorm && d.biases == Biases::All;
         let pass = BackwardPass {
             model: self,
             layout,

@@ -33,7 +33,7 @@ pub struct Descriptor {
     /// Size of the vocabulary without padding (V).
     pub vocab: usize,
     /// Normalization before attention, MLP and head.
-    pub norm: Norm,
+    pub norm: Normalization,
     /// How attention knows the positions of tokens.
     pub positions: Positions,
     /// Normalization of queries and keys.
@@ -55,7 +55,7 @@ pub struct Descriptor {
 /// A normalization.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Norm {
+pub enum Normalization {
     /// LayerNorm with weight and bias, eps 1e-5
     LayerNorm,
     /// RMSNorm
@@ -203,7 +203,7 @@ impl Descriptor {
             mlp_channels: channels.saturating_mul(4),
             max_seq_len,
             vocab,
-            norm: Norm::LayerNorm,
+            norm: Normalization::LayerNorm,
             positions: Positions::Learned,
             qk_norm: None,
             activation: Activation::Gelu,
@@ -327,7 +327,7 @@ impl Descriptor {
     }
 }
 
-impl Norm {
+impl Normalization {
     /// Returns the number that is added to the mean square, or `None` for LayerNorm, where it is fixed.
     pub const fn eps(self) -> Option<f32> {
         match self {

@@ -13,7 +13,7 @@
 //! [`TrainStep`](crate::TrainStep) adds it.
 
 use super::descriptor::Descriptor;
-use super::params::{Input, Kind, Output, Param};
+use super::params::{Input, Output, Param, ParamKind};
 use super::recompute::Recompute;
 use super::sharding::Zero;
 use anyhow::{Context, ensure};
@@ -169,12 +169,12 @@ pub(super) struct Buffers {
 impl Buffers {
     /// Returns the operand that holds the input of a linear layer.
     pub(super) fn input(&self, weight: Param) -> Tensor {
-        if matches!(weight.kind(), Kind::Linear(Input::Activation, _)) { self.wide } else { self.narrow }
+        if matches!(weight.kind(), ParamKind::Linear(Input::Activation, _)) { self.wide } else { self.narrow }
     }
 
     /// Returns the operands that hold the gradient of a linear layer's output, of `len` elements, and its transpose.
     pub(super) fn output_gradient(&self, weight: Param, len: usize) -> [Tensor; 2] {
-        let narrow = matches!(weight.kind(), Kind::Linear(_, Output::Residual));
+        let narrow = matches!(weight.kind(), ParamKind::Linear(_, Output::Residual));
         [if narrow { self.narrow } else { self.wide }, self.dout_transposed].map(|operand| operand.slice(0, len))
     }
 }
@@ -200,8 +200,8 @@ pub(super) fn buffers(d: &Descriptor, rows: usize, recompute: Recompute) -> [(&'
 /// activation, unless they are recomputed. Attention's backward pass reads its output in the engine's type.
 pub(super) fn keeps_input(weight: Param, recompute: Recompute) -> bool {
     match weight.kind() {
-        Kind::Linear(Input::Norm, _) => recompute < Recompute::ActivationAndNorms,
-        Kind::Linear(Input::Activation, _) => recompute < Recompute::Activation,
+        ParamKind::Linear(Input::Norm, _) => recompute < Recompute::ActivationAndNorms,
+        ParamKind::Linear(Input::Activation, _) => recompute < Recompute::Activation,
         _ => false,
     }
 }

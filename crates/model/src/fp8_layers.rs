@@ -1,7 +1,7 @@
 //! The operations of linear layers in FP8: what they quantize, and the operands that they read.
 
 use super::decoder::{Decoder, NormBuffers};
-use super::params::{Input, Kind, Output, Param};
+use super::params::{Input, Output, Param, ParamKind};
 use engine::ops::{Fp8Backward, Fp8Format, Fp8Forward, MatmulShape, Quantize, Scaling};
 use engine::tensor::Tensor;
 use engine::{Engine, Result};
@@ -106,7 +106,7 @@ impl Decoder {
     /// Returns the FP8 operands of a linear layer's backward pass.
     pub(super) fn fp8_backward(&self, layer: usize, weight: Param, shape: MatmulShape) -> Option<Fp8Backward> {
         let (fp8, d) = (self.fp8.as_ref()?, &self.descriptor);
-        let Kind::Linear(input, output) = weight.kind() else { return None };
+        let ParamKind::Linear(input, output) = weight.kind() else { return None };
         let kept = fp8.kept_input(d, layer, weight, [shape.rows, shape.c]);
         Some(Fp8Backward {
             dout: fp8.buffers.output_gradient(weight, shape.rows * shape.oc),

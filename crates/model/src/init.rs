@@ -1,7 +1,7 @@
 //! Initial weights, bit-identical to PyTorch's from the same seed.
 
 use super::descriptor::Init;
-use super::params::{Kind, Output};
+use super::params::{Output, ParamKind};
 use super::{Decoder, Descriptor, Param};
 use anyhow::Result;
 use engine::Engine;
@@ -43,7 +43,7 @@ pub fn generate(
     }
     let vectors = descriptor.params().filter(|param| !param.is_matrix());
     for param in vectors {
-        let value = if param.kind() == Kind::NormWeight { 1.0 } else { 0.0 };
+        let value = if param.kind() == ParamKind::NormWeight { 1.0 } else { 0.0 };
         for layer in 0..if param.layered() { descriptor.layers } else { 1 } {
             write(param, layer, &vec![value; param.len(descriptor)])?;
         }
@@ -76,12 +76,12 @@ fn matrices(descriptor: &Descriptor) -> impl Iterator<Item = (Param, usize, usiz
     let residual = STD * (1.0 / (2.0 * d.layers as f32).sqrt());
     let fan_in = 1.0 / (d.channels as f32).sqrt();
     let std = move |param: Param| match (d.init, param.kind()) {
-        (Init::Gpt2, Kind::Linear(_, Output::Residual)) => residual,
+        (Init::Gpt2, ParamKind::Linear(_, Output::Residual)) => residual,
         (Init::Gpt2 | Init::Normal, _) => STD,
-        (Init::DepthScaled, Kind::TokenEmbedding) => WTE_STD,
-        (Init::DepthScaled, Kind::Head) => HEAD_STD,
-        (Init::DepthScaled, Kind::Linear(_, Output::Residual)) => 0.0,
-        (Init::DepthScaled, Kind::Linear(_, Output::Activation)) => FC_FACTOR * fan_in,
+        (Init::DepthScaled, ParamKind::TokenEmbedding) => WTE_STD,
+        (Init::DepthScaled, ParamKind::Head) => HEAD_STD,
+        (Init::DepthScaled, ParamKind::Linear(_, Output::Residual)) => 0.0,
+        (Init::DepthScaled, ParamKind::Linear(_, Output::Activation)) => FC_FACTOR * fan_in,
         (Init::DepthScaled, _) => fan_in,
     };
     let drawn = move |param: Param, layer| {

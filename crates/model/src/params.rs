@@ -4,7 +4,7 @@
 //! `[wte wpe lm_head] [layer 0] … [layer L-1] [lnfw lnfb]`. Tensors that a model lacks take no memory. In a layer's block the matrices (weight-decayed) come first. llm.c's
 //! files hold the tensors in [`Param::ALL`] order with all layers of one tensor together; [`Params::file_order`] translates.
 
-use super::descriptor::{Biases, Descriptor, Norm, Positions};
+use super::descriptor::{Biases, Descriptor, Normalization, Positions};
 use engine::ops::UpdateRange;
 use engine::tensor::Tensor;
 use gpu::noise;
@@ -13,7 +13,7 @@ use std::ops::Range;
 
 /// The kind of a parameter, which determines its initialization, weight decay, optimizer, FP8 use and layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum ParamKind {
     /// One row for each token of the padded vocabulary.
     TokenEmbedding,
     /// One row for each position.
@@ -73,8 +73,8 @@ macro_rules! params {
             }
 
             /// Returns what the parameter is.
-            pub const fn kind(self) -> Kind {
-                use Kind::{Bias, Head, Linear, NormWeight, PositionEmbedding, TokenEmbedding};
+            pub const fn kind(self) -> ParamKind {
+                use ParamKind::{Bias, Head, Linear, NormWeight, PositionEmbedding, TokenEmbedding};
                 match self {
                     $(Self::$param => $kind,)*
                 }
@@ -103,7 +103,7 @@ params! { d;
     /// The head, if it is not `Wte`.
     LmHead = "lm_head", Head, !d.tied, (d.padded_vocab(), d.channels);
     Ln1w = "ln1w", NormWeight, d.norm.has_weights(), (1, d.channels);
-    Ln1b = "ln1b", Bias, d.norm == Norm::LayerNorm, (1, d.channels);
+    Ln1b = "ln1b", Bias, d.norm == Normalization::LayerNorm, (1, d.channels);
     /// Rows of queries, keys and values.
     Qkvw = "qkvw", Linear(Input::Norm, Output::Heads), true, (d.qkv_channels(), d.channels);
     Qkvb = "qkvb", Bias, d.biases != Biases::None, (1, d.qkv_channels());
@@ -114,14 +114,14 @@ params! { d;
     Attprojw = "attprojw", Linear(Input::Attention, Output::Residual), true, (d.channels, d.attention_channels());
     Attprojb = "attprojb", Bias, d.biases == Biases::All, (1, d.channels);
     Ln2w = "ln2w", NormWeight, d.norm.has_weights(), (1, d.channels);
-    Ln2b = "ln2b", Bias, d.norm == Norm::LayerNorm, (1, d.channels);
+    Ln2b = "ln2b", Bias, d.norm == Normalization::LayerNorm, (1, d.channels);
     /// With a gated activation: rows of up, then of gate.
     Fcw = "fcw", Linear(Input::Norm, Output::Activation), true, (d.fc_channels(), d.channels);
     Fcb = "fcb", Bias, d.biases == Biases::All, (1, d.fc_channels());
     Fcprojw = "fcprojw", Linear(Input::Activation, Output::Residual), true, (d.channels, d.mlp_channels);
     Fcprojb = "fcprojb", Bias, d.biases == Biases::All, (1, d.channels);
     Lnfw = "lnfw", NormWeight, d.norm.has_weights(), (1, d.channels);
-    Lnfb = "lnfb", Bias, d.norm == Norm::LayerNorm, (1, d.channels);
+    Lnfb = "lnfb", Bias, d.norm == Normalization::LayerNorm, (1, d.channels);
 }
 
 /// The contiguous part of the parameter block that holds a parameter.
@@ -133,7 +133,7 @@ enum Part {
     LastNorm,
 }
 
-impl Kind {
+impl ParamKind {
     /// Reports whether the parameter is the weight of a layer's linear layer.
     pub const fn is_linear(self) -> bool {
         matches!(self, Self::Linear(..))
@@ -149,9 +149,9 @@ impl Param {
     const fn part(self) -> Part {
         match (self, self.kind()) {
             (Self::Lnfw | Self::Lnfb, _) => Part::LastNorm,
-            (_, Kind::TokenEmbedding | Kind::PositionEmbedding | Kind::Head) => Part::Embeddings,
-            (_, Kind::Linear(..)) => Part::LayerMatrices,
-            (_, Kind::Bias | Kind::NormWeight) => Part::LayerVectors,
+            (_, ParamKind::TokenEmbedding | ParamKind::PositionEmbedding | ParamKind::Head) => Part::Embeddings,
+            (_, ParamKind::Linear(..)) => Part::LayerMatrices,
+            (_, ParamKind::Bias | ParamKind::NormWeight) => Part::LayerVectors,
         }
     }
 
@@ -162,7 +162,7 @@ impl Param {
 
     /// Reports whether the tensor has one row for each token of the padded vocabulary.
     pub const fn has_vocab_rows(self) -> bool {
-        matches!(self.kind(), Kind::TokenEmbedding | Kind::Head)
+        matches!(self.kind(), ParamKind::TokenEmbedding | ParamKind::Head)
     }
 
     /// Reports whether every layer has such a tensor.
@@ -184,10 +184,10 @@ impl Param {
     /// Returns the number of rows of each matrix in a linear layer's weight: queries, keys and values, or up and gate.
     pub fn matrices(self, d: &Descriptor) -> Vec<usize> {
         match self.kind() {
-            Kind::Linear(_, Output::Heads) => {
+            ParamKind::Linear(_, Output::Heads) => {
                 [d.heads, d.kv_heads, d.kv_heads].map(|heads| heads * d.head_size).to_vec()
             }
-            Kind::Linear(_, Output::Activation) => vec![d.mlp_channels; d.activation.inputs()],
+            ParamKind::Linear(_, Output::Activation) => vec![d.mlp_channels; d.activation.inputs()],
             _ => vec![self.shape(d).0],
         }
     }

@@ -6,7 +6,7 @@ use std::f64::consts::PI;
 /// Shape of a schedule after warmup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Kind {
+pub enum ScheduleKind {
     /// Half a cosine period from the peak to the final learning rate
     Cosine,
     /// Linear from the peak to the final learning rate
@@ -23,7 +23,7 @@ pub enum Kind {
 #[derive(Clone, Copy, Debug)]
 pub struct Schedule {
     /// Shape after warmup.
-    pub kind: Kind,
+    pub kind: ScheduleKind,
     /// Highest learning rate.
     pub peak: f32,
     /// Number of steps of the linear warmup from `peak / warmup` to `peak`.
@@ -40,31 +40,31 @@ impl Schedule {
     /// Returns the learning rate of a step, counted from 0.
     pub fn at(&self, step: usize) -> f32 {
         let Self { kind, peak, warmup, steps, final_fraction, warmdown } = *self;
-        if kind == Kind::Constant {
+        if kind == ScheduleKind::Constant {
             return peak;
         }
         // The order of operations follows llm.c, so that the bits agree.
         if step < warmup {
             let (done, all) = ((step + 1) as f32, warmup as f32);
-            return if kind == Kind::Wsd { peak * (done / all) } else { peak * done / all };
+            return if kind == ScheduleKind::Wsd { peak * (done / all) } else { peak * done / all };
         }
         let last = peak * final_fraction;
         let share = |from: usize| ((step - from) as f32 / steps.saturating_sub(from).max(1) as f32).min(1.0);
         match kind {
-            Kind::Cosine => {
+            ScheduleKind::Cosine => {
                 let angle = (PI * f64::from(share(warmup))) as f32;
                 last + 0.5 * (1.0 + angle.cos()) * (peak - last)
             }
-            Kind::Linear => peak - share(warmup) * (peak - last),
-            Kind::Wsd => {
+            ScheduleKind::Linear => peak - share(warmup) * (peak - last),
+            ScheduleKind::Wsd => {
                 let decay = (0.8 * steps as f32) as usize;
                 if step < decay { peak } else { last + (1.0 - share(decay).sqrt()) * (peak - last) }
             }
-            Kind::Trapezoidal => {
+            ScheduleKind::Trapezoidal => {
                 let decay = (steps - ((warmdown * steps as f64).round() as usize).min(steps)).max(warmup);
                 if step < decay { peak } else { peak - share(decay) * (peak - last) }
             }
-            Kind::Constant => peak,
+            ScheduleKind::Constant => peak,
         }
     }
 }
@@ -73,7 +73,7 @@ impl Schedule {
 mod tests {
     use super::*;
 
-    fn rates(kind: Kind, steps: &[usize]) -> Vec<f32> {
+    fn rates(kind: ScheduleKind, steps: &[usize]) -> Vec<f32> {
         let schedule = Schedule { kind, peak: 1.0, warmup: 10, steps: 110, final_fraction: 0.1, warmdown: 0.5 };
         steps.iter().map(|&s| schedule.at(s)).collect()
     }
@@ -85,14 +85,14 @@ mod tests {
 
     #[test]
     fn values_agree_with_the_formulas() {
-        close(&rates(Kind::Cosine, &[0, 9, 10, 60, 110]), &[0.1, 1.0, 1.0, 0.55, 0.1]);
+        close(&rates(ScheduleKind::Cosine, &[0, 9, 10, 60, 110]), &[0.1, 1.0, 1.0, 0.55, 0.1]);
         // 0.1 + 0.45 (1 + cos(pi / 4))
-        close(&rates(Kind::Cosine, &[35]), &[0.868_198_05]);
-        close(&rates(Kind::Linear, &[4, 10, 35, 110]), &[0.5, 1.0, 0.775, 0.1]);
-        close(&rates(Kind::Constant, &[0, 50, 110]), &[1.0, 1.0, 1.0]);
+        close(&rates(ScheduleKind::Cosine, &[35]), &[0.868_198_05]);
+        close(&rates(ScheduleKind::Linear, &[4, 10, 35, 110]), &[0.5, 1.0, 0.775, 0.1]);
+        close(&rates(ScheduleKind::Constant, &[0, 50, 110]), &[1.0, 1.0, 1.0]);
         // Decay begins at step 88 of 110.
         close(
-            &rates(Kind::Wsd, &[0, 10, 87, 88, 99, 110]),
+            &rates(ScheduleKind::Wsd, &[0, 10, 87, 88, 99, 110]),
             &[0.1, 1.0, 1.0, 1.0, 0.1 + 0.9 * (1.0 - 0.5f32.sqrt()), 0.1],
         );
     }
@@ -100,9 +100,9 @@ mod tests {
     #[test]
     fn a_trapezoidal_schedule_decays_in_the_last_steps() {
         // Decay begins at step 55 of 110.
-        close(&rates(Kind::Trapezoidal, &[0, 9, 10, 54, 55, 66, 110]), &[0.1, 1.0, 1.0, 1.0, 1.0, 0.82, 0.1]);
+        close(&rates(ScheduleKind::Trapezoidal, &[0, 9, 10, 54, 55, 66, 110]), &[0.1, 1.0, 1.0, 1.0, 1.0, 0.82, 0.1]);
         let at = |warmdown, step| {
-            let kind = Kind::Trapezoidal;
+            let kind = ScheduleKind::Trapezoidal;
             Schedule { kind, peak: 2.0, warmup: 10, steps: 20, final_fraction: 0.0, warmdown }.at(step)
         };
         close(&[at(0.0, 19), at(1.0, 10), at(1.0, 15), at(1.0, 20)], &[2.0, 2.0, 1.0, 0.0]);
@@ -121,20 +121,26 @@ mod tests {
             0x38b3c182, 0x3933c182, peak, peak, 0x3a1d3efc, 0x39eb5b34, 0x390336c2, 0x38fa374c, 0x38ee8229, 0x387c4dea,
             0x387ba883,
         ];
-        assert_eq!(rates(Kind::Cosine), cosine);
+        assert_eq!(rates(ScheduleKind::Cosine), cosine);
         let linear = [
             0x38b3c182, 0x3933c182, peak, peak, 0x3a1bc3a8, 0x39d61cca, 0x393ec5f0, 0x3938af46, 0x3932989e, 0x388a0190,
             0x387ba880,
         ];
-        assert_eq!(rates(Kind::Linear), linear);
-        assert_eq!(rates(Kind::Constant), [peak; 11]);
+        assert_eq!(rates(ScheduleKind::Linear), linear);
+        assert_eq!(rates(ScheduleKind::Constant), [peak; 11]);
         let wsd = [0x38b3c183, 0x3933c183, peak, peak, peak, peak, peak, peak, 0x39fb4429, 0x389a80f5, 0x387ba883];
-        assert_eq!(rates(Kind::Wsd), wsd);
+        assert_eq!(rates(ScheduleKind::Wsd), wsd);
     }
 
     #[test]
     fn short_runs_stay_in_bounds() {
-        for kind in [Kind::Cosine, Kind::Linear, Kind::Constant, Kind::Wsd, Kind::Trapezoidal] {
+        for kind in [
+            ScheduleKind::Cosine,
+            ScheduleKind::Linear,
+            ScheduleKind::Constant,
+            ScheduleKind::Wsd,
+            ScheduleKind::Trapezoidal,
+        ] {
             for (warmup, steps) in [(0, 0), (0, 1), (5, 3), (3, 3)] {
                 let schedule = Schedule { kind, peak: 1.0, warmup, steps, final_fraction: 0.0, warmdown: 0.4 };
                 for step in 0..=steps {

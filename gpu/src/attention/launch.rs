@@ -15,7 +15,7 @@ pub const HEAD_SIZES: [usize; 4] = [64, 80, 96, 128];
 
 /// The shape of an attention operation.
 #[derive(Clone, Copy, Debug)]
-pub struct Shape {
+pub struct AttentionSizes {
     /// B, the batch size.
     pub b: usize,
     /// T, the sequence length.
@@ -28,7 +28,7 @@ pub struct Shape {
     pub hs: usize,
 }
 
-impl Shape {
+impl AttentionSizes {
     /// Returns the kernels' arguments B, T, KV, and the number of query heads of a key-value head.
     pub(crate) fn arguments(self) -> [u32; 4] {
         [self.b, self.t, self.kv, self.nh / self.kv].map(|size| size as u32)
@@ -58,7 +58,7 @@ pub fn forward<T: TensorCore>(
     out: GlobalMut<T>,
     lse: GlobalMut<f32>,
     qkv: Global<T>,
-    shape: Shape,
+    shape: AttentionSizes,
 ) -> Option<KernelLaunch> {
     let [_, t, kv, group] = shape.arguments();
     let launch = attention_forward_select::<T>((shape.hs,), out, lse, qkv, t, kv, group);
@@ -66,7 +66,12 @@ pub fn forward<T: TensorCore>(
 }
 
 /// Returns the kernel that computes d (B,NH,T) = rowsum(dout ∘ out) from dout and out (B,T,NH,HS).
-pub fn backward_dot<T: TensorCore>(d: GlobalMut<f32>, dout: Global<T>, out: Global<T>, shape: Shape) -> KernelLaunch {
+pub fn backward_dot<T: TensorCore>(
+    d: GlobalMut<f32>,
+    dout: Global<T>,
+    out: Global<T>,
+    shape: AttentionSizes,
+) -> KernelLaunch {
     let launch = attention_backward_dot::<T>(d, dout, out, shape.t as u32, shape.nh as u32, shape.hs as u32);
     KernelLaunch { launch, grid: shape.grid(DOT_ROWS, shape.nh), shared_bytes: 0 }
 }
@@ -82,7 +87,7 @@ pub fn backward<T: TensorCore>(
     qkv: Global<T>,
     out: Global<T>,
     lse: Global<f32>,
-    shape: Shape,
+    shape: AttentionSizes,
 ) -> Option<[KernelLaunch; 3]> {
     let [_, t, kv, group] = shape.arguments();
     let dot = backward_dot(d, dout, out, shape);

@@ -6,7 +6,7 @@ use super::dq::Dq;
 use super::forward::{attention_forward_wgmma_exists, attention_forward_wgmma_select, attention_forward_wgmma_values};
 use super::fused::{self, PANEL_ELEMENTS, attention_backward_convert_dq, attention_backward_fused_wgmma};
 use super::{CONSUMERS, TILE};
-use crate::attention::launch::{Shape, backward_dot};
+use crate::attention::launch::{AttentionSizes, backward_dot};
 use crate::launch::{KernelLaunch, shared_bytes};
 use crate::quantize::QuantizedOperands;
 use cuda_std::hopper::TensorMap;
@@ -33,7 +33,7 @@ pub fn forward(
     quantized: Option<QuantizedOperands<E4m3>>,
     lse: GlobalMut<f32>,
     qkv: Global<TensorMap>,
-    shape: Shape,
+    shape: AttentionSizes,
     sm_count: usize,
 ) -> KernelLaunch {
     let (key, [b, t, kv, group]) = ((shape.hs as u32, quantized.is_some()), shape.arguments());
@@ -79,17 +79,17 @@ pub struct FusedScratch {
 }
 
 /// Returns the number of panels of 64 queries of all sequences and query heads.
-fn fused_panels(shape: Shape) -> usize {
+fn fused_panels(shape: AttentionSizes) -> usize {
     shape.b * shape.nh * CONSUMERS as usize * shape.t.div_ceil(TILE as usize)
 }
 
 /// Returns the elements of [`FusedScratch::dq`].
-pub fn fused_dq_elements(shape: Shape) -> usize {
+pub fn fused_dq_elements(shape: AttentionSizes) -> usize {
     fused_panels(shape) * PANEL_ELEMENTS
 }
 
 /// Returns the elements of [`FusedScratch::counters`].
-pub fn fused_counters(shape: Shape) -> usize {
+pub fn fused_counters(shape: AttentionSizes) -> usize {
     fused_panels(shape) * CONSUMERS as usize + 1
 }
 
@@ -100,7 +100,7 @@ pub fn fused_counters(shape: Shape) -> usize {
 pub fn backward(
     operands: BackwardOperands,
     scratch: Option<FusedScratch>,
-    shape: Shape,
+    shape: AttentionSizes,
     sm_count: usize,
 ) -> [KernelLaunch; 3] {
     let fits = scratch.is_some() == is_fused(shape.hs);

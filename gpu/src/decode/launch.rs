@@ -12,7 +12,7 @@ pub const MAX_NORMED_ROWS: usize = 2;
 
 /// The norm before a linear layer.
 #[derive(Clone, Copy)]
-pub enum Norm<T> {
+pub enum InputNorm<T> {
     /// No norm.
     None,
     /// LayerNorm: weight (C) and bias (C).
@@ -35,7 +35,7 @@ pub struct MatvecOperands<T> {
     /// (R, OC) or null
     pub residual: Global<T>,
     /// The norm of inp.
-    pub norm: Norm<T>,
+    pub norm: InputNorm<T>,
 }
 
 /// The sizes of a linear layer, and the GPU's.
@@ -69,7 +69,7 @@ impl MatvecSize {
 
 /// Returns the kernel, or `None` if there is none: too many rows, or rows that are not multiples of the packet.
 pub fn matvec<T: Element>(operands: MatvecOperands<T>, size: MatvecSize) -> Option<KernelLaunch> {
-    let normed = !matches!(operands.norm, Norm::None);
+    let normed = !matches!(operands.norm, InputNorm::None);
     let most = if normed { MAX_NORMED_ROWS } else { MAX_ROWS };
     let supported = 0 < size.rows && size.rows <= most && size.channels.is_multiple_of(T::PACKET) && size.channels > 0;
     let even = size.outputs.is_multiple_of(size.activation.map_or(1, Activation::inputs));
@@ -79,9 +79,9 @@ pub fn matvec<T: Element>(operands: MatvecOperands<T>, size: MatvecSize) -> Opti
     let MatvecOperands { out, inp, weight, bias, residual, norm } = operands;
     let null = Global::null();
     let (kind, norm_weight, norm_bias, eps) = match norm {
-        Norm::None => (matvec::PLAIN, null, null, 0.0),
-        Norm::LayerNorm(weight, bias) => (matvec::LAYERNORM, weight, bias, 0.0),
-        Norm::RmsNorm(weight, eps) => (matvec::RMSNORM, weight, null, eps),
+        InputNorm::None => (matvec::PLAIN, null, null, 0.0),
+        InputNorm::LayerNorm(weight, bias) => (matvec::LAYERNORM, weight, bias, 0.0),
+        InputNorm::RmsNorm(weight, eps) => (matvec::RMSNORM, weight, null, eps),
     };
     let [rows, channels, outputs] = [size.rows, size.channels, size.outputs].map(|size| size as u32);
     let key = (size.rows.next_power_of_two(), kind);

@@ -34,7 +34,7 @@ impl TileShape {
 
 /// The matrices of a batched GEMM: their number, and the elements from the start of a matrix to that of the next. out and aux
 /// have the same stride. Strides are multiples of 8.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct StridedBatch {
     /// Number of matrices.
     pub count: usize,

@@ -1,7 +1,7 @@
 //! The backward kernels. [`rows`](super::rows) describes how rows are distributed over threads and read.
 
-use super::rows::{RowPart, Shape, THREADS, backward_shared, stages};
-use super::{Kind, LayerNorm, Norm, RmsNorm};
+use super::rows::{RowPart, RowShape, THREADS, backward_shared, stages};
+use super::{LayerNorm, Norm, NormKind, RmsNorm};
 use crate::column_sum;
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, Packet, async_copy, bf16, kernel, math, thread, warp};
@@ -13,7 +13,7 @@ use cuda_std::{Element, Global, GlobalMut, Packet, async_copy, bf16, kernel, mat
 /// also writes the block's column sums to `partials` (blocks, SUMS, C), which may be uninitialized, and
 /// [`norm_backward_reduce`] must follow: of dweight, dbias, and the columns of the updated dinp. Otherwise g = dout, and weight
 /// and partials may be null. RMSNorm does not use mean.
-/// Grid: [`Shape::backward_grid`]. Shared memory: [`Shape::backward_shared_bytes`].
+/// Grid: [`RowShape::backward_grid`]. Shared memory: [`RowShape::backward_shared_bytes`].
 #[kernel(
     threads = 256,
     axes(
@@ -27,7 +27,7 @@ use cuda_std::{Element, Global, GlobalMut, Packet, async_copy, bf16, kernel, mat
         element * [layernorm = LayerNorm] * summing_shape * [sums = 3],
         element * [rmsnorm = RmsNorm] * shape * [_ = 1, plain = 0]
     ),
-    select(N::KIND: Kind, Shape(PACKETS, WARPS, ROWS): Shape, SUMS: usize)
+    select(N::KIND: NormKind, RowShape(PACKETS, WARPS, ROWS): RowShape, SUMS: usize)
 )]
 pub fn norm_backward<
     T: Element,

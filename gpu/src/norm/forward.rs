@@ -1,7 +1,7 @@
 //! The forward kernels. [`rows`](super::rows) describes how rows are distributed over threads and read.
 
-use super::rows::{MAX_ROWS, RowOutput, RowPart, Shape, THREADS, forward_pipeline, scratch};
-use super::{Kind, LayerNorm, Norm, RmsNorm};
+use super::rows::{MAX_ROWS, RowOutput, RowPart, RowShape, THREADS, forward_pipeline, scratch};
+use super::{LayerNorm, Norm, NormKind, RmsNorm};
 use crate::quantize::{self, QuantizedOutput, store_block_amax};
 use cuda_std::shared::Layout;
 use cuda_std::{E4m3, Element, Fp8, Global, GlobalMut, Packet, async_copy, bf16, device, kernel, math, thread};
@@ -116,12 +116,12 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
 /// Computes out (rows, C), mean (rows) and rstd (rows) from inp (rows, C), weight (C) and bias (C). RMSNorm uses neither mean
 /// nor bias, its weight may be null, and it adds `eps` to the mean square.
 ///
-/// Grid: [`Shape::forward_grid`]. Shared memory: [`Shape::forward_shared_bytes`].
+/// Grid: [`RowShape::forward_grid`]. Shared memory: [`RowShape::forward_shared_bytes`].
 #[kernel(
     threads = 256,
     axes(shape = [p2 = <2, 1, 1>, p1x4 = <1, 4, 2>, p1x8 = <1, 8, 2>, p4x8 = <4, 8, 1>, p8x8 = <8, 8, 1>]),
     instances([bf16 = bf16, f32 = f32] * [layernorm = LayerNorm, rmsnorm = RmsNorm] * shape),
-    select(N::KIND: Kind, Shape(PACKETS, WARPS, ROWS): Shape)
+    select(N::KIND: NormKind, RowShape(PACKETS, WARPS, ROWS): RowShape)
 )]
 pub fn norm_forward<T: Element, N: Norm, const PACKETS: usize, const WARPS: usize, const ROWS: usize>(
     out: GlobalMut<T>,
@@ -141,12 +141,12 @@ pub fn norm_forward<T: Element, N: Norm, const PACKETS: usize, const WARPS: usiz
 /// Does what [`norm_forward`] does in bf16, and quantizes out with a given scale (1) instead of storing it: its bits are those of
 /// [`quantize`](crate::quantize::quantize) for an output in bf16, as are those of `amax` (1), which may be null.
 ///
-/// Grid: [`Shape::forward_grid`]. Shared memory: [`Shape::forward_shared_bytes`].
+/// Grid: [`RowShape::forward_grid`]. Shared memory: [`RowShape::forward_shared_bytes`].
 #[kernel(
     threads = 256,
     axes(shape = [p2 = <2, 1, 1>, p1x4 = <1, 4, 2>, p1x8 = <1, 8, 2>, p4x8 = <4, 8, 1>, p8x8 = <8, 8, 1>]),
     instances([e4m3 = E4m3] * [layernorm = LayerNorm, rmsnorm = RmsNorm] * shape),
-    select(N::KIND: Kind, Shape(PACKETS, WARPS, ROWS): Shape)
+    select(N::KIND: NormKind, RowShape(PACKETS, WARPS, ROWS): RowShape)
 )]
 pub fn norm_forward_fp8<F: Fp8, N: Norm, const PACKETS: usize, const WARPS: usize, const ROWS: usize>(
     out: GlobalMut<F>,

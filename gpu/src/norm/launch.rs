@@ -2,7 +2,7 @@
 
 use super::backward::{norm_backward_exists, norm_backward_reduce, norm_backward_select};
 use super::forward::{norm_forward_fp8_select, norm_forward_select};
-pub use super::{Kind, rows::Shape};
+pub use super::{NormKind, rows::RowShape};
 use crate::column_sum;
 use crate::launch::{KernelLaunch, shared_bytes};
 use crate::quantize::QuantizedOperands;
@@ -13,10 +13,10 @@ use cuda_std::{E4m3, Element, Global, GlobalMut, bf16};
 #[derive(Clone, Copy, Debug)]
 pub struct Size {
     /// The norm.
-    pub norm: Kind,
+    pub norm: NormKind,
     /// Rows.
     pub rows: usize,
-    /// C, a number of channels for which [`Shape::of`] returns a shape.
+    /// C, a number of channels for which [`RowShape::of`] returns a shape.
     pub channels: usize,
     /// Number of SMs.
     pub sm_count: usize,
@@ -24,7 +24,7 @@ pub struct Size {
 
 impl Size {
     /// Returns the launch of a forward kernel.
-    fn forward<T: Element>(self, launch: Option<Launch>, shape: Shape, fp8: bool) -> Option<KernelLaunch> {
+    fn forward<T: Element>(self, launch: Option<Launch>, shape: RowShape, fp8: bool) -> Option<KernelLaunch> {
         let grid = [shape.forward_grid(self.rows, self.sm_count, fp8), 1, 1];
         Some(KernelLaunch { launch: launch?, grid, shared_bytes: shape.forward_shared_bytes::<T>(fp8) })
     }
@@ -49,7 +49,7 @@ pub struct ForwardOperands<T> {
 
 /// Returns the kernel that writes out (rows, C), or `None` if no kernel supports the number of channels.
 pub fn forward<T: Element>(out: GlobalMut<T>, operands: ForwardOperands<T>, size: Size) -> Option<KernelLaunch> {
-    let shape = Shape::of::<T>(size.channels)?;
+    let shape = RowShape::of::<T>(size.channels)?;
     let ForwardOperands { mean, rstd, inp, weight, bias, eps } = operands;
     let (keys, rows, channels) = ((size.norm, shape), size.rows as u32, size.channels as u32);
     let launch = norm_forward_select::<T>(keys, out, mean, rstd, inp, weight, bias, eps, rows, channels);
@@ -62,7 +62,7 @@ pub fn forward_fp8(
     operands: ForwardOperands<bf16>,
     size: Size,
 ) -> Option<KernelLaunch> {
-    let shape = Shape::of::<bf16>(size.channels)?;
+    let shape = RowShape::of::<bf16>(size.channels)?;
     let QuantizedOperands { out, amax, scale } = quantized;
     let ForwardOperands { mean, rstd, inp, weight, bias, eps } = operands;
     let (keys, rows, channels) = ((size.norm, shape), size.rows as u32, size.channels as u32);
@@ -112,19 +112,19 @@ impl<T> Weight<T> {
 
 /// Returns whether LayerNorm's backward kernel has an instance that computes the column sums of dinp.
 pub fn sums_columns<T: Element>(channels: usize) -> bool {
-    Shape::of::<T>(channels).is_some_and(|shape| norm_backward_exists::<T>((Kind::LayerNorm, shape, 3)))
+    RowShape::of::<T>(channels).is_some_and(|shape| norm_backward_exists::<T>((NormKind::LayerNorm, shape, 3)))
 }
 
 /// Returns the number of f32 elements of [`Weight::partials`] for `sums` column sums, or `None` if no kernel supports the number of
 /// channels.
 pub fn backward_partials<T: Element>(size: Size, sums: usize) -> Option<usize> {
-    Some(Shape::of::<T>(size.channels)?.backward_grid(size.rows, size.sm_count) as usize * sums * size.channels)
+    Some(RowShape::of::<T>(size.channels)?.backward_grid(size.rows, size.sm_count) as usize * sums * size.channels)
 }
 
 /// Returns the backward kernels in the order in which they must run, or `None` if no kernel supports the number of
 /// channels.
 pub fn backward<T: Element>(operands: BackwardOperands<T>, size: Size) -> Option<Vec<KernelLaunch>> {
-    let (shape, rows, channels) = (Shape::of::<T>(size.channels)?, size.rows as u32, size.channels as u32);
+    let (shape, rows, channels) = (RowShape::of::<T>(size.channels)?, size.rows as u32, size.channels as u32);
     let blocks = shape.backward_grid(size.rows, size.sm_count);
     let BackwardOperands { dinp, dout, inp, mean, rstd, weight } = operands;
     let sums = weight.as_ref().map_or(0, Weight::sums);

@@ -32,7 +32,7 @@ pub use forward::{norm_forward, norm_forward_fp8};
 
 /// A norm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum NormKind {
     /// LayerNorm.
     LayerNorm,
     /// RMSNorm.
@@ -42,9 +42,9 @@ pub enum Kind {
 /// A norm as the type parameter of a kernel.
 pub trait Norm: 'static {
     /// The norm.
-    const KIND: Kind;
+    const KIND: NormKind;
     /// True if the norm subtracts the mean, and then adds a bias.
-    const CENTERED: bool = matches!(Self::KIND, Kind::LayerNorm);
+    const CENTERED: bool = matches!(Self::KIND, NormKind::LayerNorm);
 }
 
 /// LayerNorm.
@@ -53,9 +53,9 @@ pub struct LayerNorm;
 pub struct RmsNorm;
 
 impl Norm for LayerNorm {
-    const KIND: Kind = Kind::LayerNorm;
+    const KIND: NormKind = NormKind::LayerNorm;
 }
 
 impl Norm for RmsNorm {
-    const KIND: Kind = Kind::RmsNorm;
+    const KIND: NormKind = NormKind::RmsNorm;
 }

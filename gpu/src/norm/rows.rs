@@ -2,7 +2,7 @@
 //! shared memory of the pipelines that read rows, and the first stage of the column sums.
 //!
 //! C is a multiple of the packet. Each row is read once and kept on chip until its last use, as PACKETS packets per lane
-//! of WARPS warps, so C is at most PACKETS * WARPS * 32 * `T::PACKET`. [`Shape::ALL`] lists the combinations, which cover up to 16384 channels in bf16 and 8192 in f32.
+//! of WARPS warps, so C is at most PACKETS * WARPS * 32 * `T::PACKET`. [`RowShape::ALL`] lists the combinations, which cover up to 16384 channels in bf16 and 8192 in f32.
 //!
 //! * WARPS is 1 (eight rows per block, no barrier), 4 (two groups of warps, each with its own named barrier), or 8 (one
 //!   group).
@@ -30,9 +30,9 @@ const LANES: usize = warp::LANES as usize;
 
 /// How the kernels distribute a row over threads: the generic arguments PACKETS, WARPS and ROWS of their instances.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Shape(pub usize, pub usize, pub usize);
+pub struct RowShape(pub usize, pub usize, pub usize);
 
-impl Shape {
+impl RowShape {
     /// All shapes, from the smallest to the largest.
     pub const ALL: [Self; 5] = [Self(2, 1, 1), Self(1, 4, 2), Self(1, 8, 2), Self(4, 8, 1), Self(8, 8, 1)];
 

@@ -8,7 +8,7 @@ use crate::common::attention::{
 use crate::common::{for_all, read, rounded, run};
 use cuda_std::bf16;
 use cuda_std::emulate::Memory;
-use gpu::attention::launch::{self, HEAD_SIZES, Shape};
+use gpu::attention::launch::{self, AttentionSizes, HEAD_SIZES};
 use gpu::launch::KernelLaunch;
 use proptest::sample::select;
 use proptest::strategy::Strategy;
@@ -85,7 +85,7 @@ const GROUPS: [(usize, usize, usize); 6] = [(1, 2, 1), (65, 4, 2), (17, 8, 1), (
 fn grouped_queries_match_f64_reference<T: Precision>() {
     for (i, (t, nh, kv)) in GROUPS.into_iter().enumerate() {
         let (b, hs) = (1 + i % 2, HEAD_SIZES[i % 4]);
-        let inputs = Inputs::random::<T>(Shape { b, t, nh, kv, hs }, 2.0, 1 + t as u32);
+        let inputs = Inputs::random::<T>(AttentionSizes { b, t, nh, kv, hs }, 2.0, 1 + t as u32);
         assert_agrees(&inputs, &attend::<T>(&inputs), T::ERRORS);
     }
 }
@@ -96,14 +96,9 @@ fn groups_share_keys_and_values<T: Precision>() {
     });
 }
 
-fn shapes() -> impl Strategy<Value = Shape> {
-    (1..3usize, 1..140usize, 1..3usize, 1..4usize, select(&HEAD_SIZES)).prop_map(|(b, t, kv, group, hs)| Shape {
-        b,
-        t,
-        nh: kv * group,
-        kv,
-        hs,
-    })
+fn shapes() -> impl Strategy<Value = AttentionSizes> {
+    (1..3usize, 1..140usize, 1..3usize, 1..4usize, select(&HEAD_SIZES))
+        .prop_map(|(b, t, kv, group, hs)| AttentionSizes { b, t, nh: kv * group, kv, hs })
 }
 
 fn outputs_are_convex_combinations_of_values<T: Precision>() {
@@ -158,13 +153,13 @@ fn large_scores_do_not_overflow<T: Precision>() {
 /// The lengths are not multiples of a tile: the rows that fill the last tile must not come from the next sequence.
 fn nan_stays_in_its_head<T: Precision>() {
     for (hs, (t, nh)) in HEAD_SIZES.into_iter().zip([(65, 3), (33, 6), (17, 6), (70, 3)]) {
-        check_spoilt_head::<T>(attend::<T>, Shape { b: 2, t, nh, kv: 3, hs }, [1, 1]);
+        check_spoilt_head::<T>(attend::<T>, AttentionSizes { b: 2, t, nh, kv: 3, hs }, [1, 1]);
     }
 }
 
 fn nan_of_a_query_head_reaches_only_its_group<T: Precision>() {
     for (hs, (t, h)) in HEAD_SIZES.into_iter().zip([(66, 0), (17, 1), (33, 2), (5, 3)]) {
-        check_spoilt_query_head::<T>(attend::<T>, Shape { b: 2, t, nh: 4, kv: 2, hs }, [1, h]);
+        check_spoilt_query_head::<T>(attend::<T>, AttentionSizes { b: 2, t, nh: 4, kv: 2, hs }, [1, h]);
     }
 }
 

@@ -9,7 +9,7 @@ use crate::common::{Tolerance, assert_same, for_all, quantized, read, rounded, r
 use cuda_std::emulate::Memory;
 use cuda_std::hopper::{Extents, TensorMap};
 use cuda_std::{E4m3, GlobalMut, bf16};
-use gpu::attention::launch::{HEAD_SIZES, Shape};
+use gpu::attention::launch::{AttentionSizes, HEAD_SIZES};
 use gpu::attention_wgmma::BOX;
 use gpu::attention_wgmma::launch::{self, BackwardOperands, FusedScratch};
 use gpu::launch::KernelLaunch;
@@ -35,7 +35,7 @@ const BLOCKS: usize = 3;
 fn attend(blocks: usize) -> impl Fn(&Inputs) -> Results {
     move |inputs| {
         let shape = inputs.shape;
-        let Shape { b, t, nh, kv, hs } = shape;
+        let AttentionSizes { b, t, nh, kv, hs } = shape;
         let rows = b * t * nh;
         let mut memory = Memory::new();
         let qkv = memory.input("qkv", &rounded::<bf16>(&inputs.qkv));
@@ -68,8 +68,8 @@ fn attend(blocks: usize) -> impl Fn(&Inputs) -> Results {
 
 /// Compares the kernel that quantizes its output with `scale` with [`attend`] and separate quantization. `replaced` is the position and
 /// the new value of an element of V in the last head of the last sequence.
-fn check_quantized(shape: Shape, scale: f32, amax_before: Option<f32>, replaced: Option<(usize, f64)>) {
-    let Shape { b, t, nh, kv, hs } = shape;
+fn check_quantized(shape: AttentionSizes, scale: f32, amax_before: Option<f32>, replaced: Option<(usize, f64)>) {
+    let AttentionSizes { b, t, nh, kv, hs } = shape;
     let mut inputs = Inputs::random::<bf16>(shape, 2.0, 1 + t as u32);
     if let Some((position, value)) = replaced {
         let at = inputs.qkv.len() - 1 - (t - 1 - position) * (nh + 2 * kv) * hs;
@@ -95,7 +95,7 @@ fn quantized_output_has_the_bits_of_separate_quantization() {
     for hs in SIZES {
         // More blocks than work tiles, fewer, and a partial tile. The second scale saturates.
         check_quantized(multi_head(1, 64, 1, hs), 1.0 / 64.0, Some(0.0), None);
-        check_quantized(Shape { b: 2, t: 144, nh: 4, kv: 2, hs }, 1.0 / 300.0, Some(0.1), None);
+        check_quantized(AttentionSizes { b: 2, t: 144, nh: 4, kv: 2, hs }, 1.0 / 300.0, Some(0.1), None);
         check_quantized(multi_head(2, 128, 3, hs), 0.01, None, None);
         check_quantized(multi_head(1, 90, 1, hs), 0.01, Some(100.0), None);
         check_quantized(multi_head(1, 90, 1, hs), 0.01, Some(0.0), Some((45, f64::NAN)));
@@ -110,7 +110,7 @@ const SIZES: [usize; 2] = [64, 128];
 /// Rows of a work tile.
 const TILE: usize = 128;
 
-fn check(shape: Shape, blocks: usize) {
+fn check(shape: AttentionSizes, blocks: usize) {
     let inputs = Inputs::random::<bf16>(shape, 2.0, 1 + shape.t as u32);
     assert_agrees(&inputs, &attend(blocks)(&inputs), bf16::ERRORS);
 }
@@ -171,14 +171,14 @@ fn grouped_queries_match_reference() {
         (3, 150, 4, 2, 128, 2),
         (3, 100, 8, 4, 64, 7),
     ] {
-        check(Shape { b, t, nh, kv, hs }, blocks);
+        check(AttentionSizes { b, t, nh, kv, hs }, blocks);
     }
 }
 
 /// Every sum has a fixed order: neither the number of blocks nor the block that computes a work tile changes a bit.
 fn results_are_the_same_for_every_grid() {
     for (b, t, nh, kv, hs) in [(1, 300, 2, 2, 64), (1, 300, 2, 2, 128), (2, 257, 6, 3, 128), (1, 130, 4, 1, 128)] {
-        let shape = Shape { b, t, nh, kv, hs };
+        let shape = AttentionSizes { b, t, nh, kv, hs };
         let inputs = Inputs::random::<bf16>(shape, 2.0, 7);
         let want = attend(1)(&inputs);
         for blocks in [2, 5, 20] {
@@ -200,8 +200,8 @@ fn only_head_sizes_64_and_128_are_supported() {
     assert!(HEAD_SIZES.iter().all(|&hs| launch::supports(hs) == SIZES.contains(&hs)));
 }
 
-fn shapes() -> impl Strategy<Value = Shape> {
-    (1..4usize, 1..300usize, 1..4usize, 1..3usize, 0..2usize).prop_map(|(b, t, kv, group, size)| Shape {
+fn shapes() -> impl Strategy<Value = AttentionSizes> {
+    (1..4usize, 1..300usize, 1..4usize, 1..3usize, 0..2usize).prop_map(|(b, t, kv, group, size)| AttentionSizes {
         b,
         t,
         nh: kv * group,
@@ -263,13 +263,13 @@ fn large_scores_match_reference() {
 fn non_finite_head_does_not_spread() {
     for (t, hs) in [(17, 64), (65, 128), (200, 64)] {
         check_spoilt_head::<bf16>(attend(BLOCKS), multi_head(3, t, 3, hs), [1, 1]);
-        check_spoilt_head::<bf16>(attend(BLOCKS), Shape { b: 2, t, nh: 6, kv: 3, hs }, [1, 1]);
+        check_spoilt_head::<bf16>(attend(BLOCKS), AttentionSizes { b: 2, t, nh: 6, kv: 3, hs }, [1, 1]);
     }
 }
 
 fn non_finite_query_head_reaches_only_its_group() {
     for (hs, h) in [(64, 0), (64, 1), (128, 2), (128, 3)] {
-        check_spoilt_query_head::<bf16>(attend(BLOCKS), Shape { b: 2, t: 130, nh: 4, kv: 2, hs }, [1, h]);
+        check_spoilt_query_head::<bf16>(attend(BLOCKS), AttentionSizes { b: 2, t: 130, nh: 4, kv: 2, hs }, [1, h]);
     }
 }
 

@@ -8,7 +8,7 @@ use cuda_std::emulate::Memory;
 use cuda_std::{Global, GlobalMut};
 use gpu::activation::Activation;
 use gpu::decode::attention::{self, HALF_SPLIT, INTERLEAVED, NO_ROTATION};
-use gpu::decode::launch::{self, AttentionOperands, MatvecOperands, MatvecSize, Norm};
+use gpu::decode::launch::{self, AttentionOperands, InputNorm, MatvecOperands, MatvecSize};
 use gpu::decode::{WORDS, embed, matvec, sample};
 use proptest::bool::ANY;
 use proptest::sample::select;
@@ -103,9 +103,9 @@ impl Layer {
         let (bias, residual) = (input("bias", self.bias.as_ref()), input("residual", self.residual.as_ref()));
         let norm_weight = input("norm weight", self.norm.1.as_ref()).unwrap_or(null());
         let norm = match self.norm.0 {
-            matvec::PLAIN => Norm::None,
-            matvec::LAYERNORM => Norm::LayerNorm(norm_weight, input("norm bias", Some(&self.norm.2)).unwrap()),
-            _ => Norm::RmsNorm(norm_weight, self.eps),
+            matvec::PLAIN => InputNorm::None,
+            matvec::LAYERNORM => InputNorm::LayerNorm(norm_weight, input("norm bias", Some(&self.norm.2)).unwrap()),
+            _ => InputNorm::RmsNorm(norm_weight, self.eps),
         };
         let (bias, residual) = (bias.unwrap_or(null()), residual.unwrap_or(null()));
         let operands = MatvecOperands { out, inp, weight, bias, residual, norm };
@@ -264,12 +264,18 @@ fn unsupported_matmuls_have_no_kernel<T: Tolerance>() {
         launch::matvec(operands, MatvecSize { rows, channels, outputs, activation, sm_count: 1 })
     };
     let packet = T::PACKET;
-    assert!(kernel(16, packet, 3, None, Norm::None).is_some() && kernel(17, packet, 3, None, Norm::None).is_none());
-    assert!(kernel(0, packet, 3, None, Norm::None).is_none() && kernel(1, packet + 1, 3, None, Norm::None).is_none());
-    assert!(kernel(1, packet, 3, Some(Activation::SwiGlu), Norm::None).is_none());
-    assert!(kernel(2, packet, 3, None, Norm::RmsNorm(null(), 1.0)).is_some());
-    assert!(kernel(3, packet, 3, None, Norm::RmsNorm(null(), 1.0)).is_none());
-    assert!(kernel(3, packet, 3, None, Norm::LayerNorm(null(), null())).is_none());
+    assert!(
+        kernel(16, packet, 3, None, InputNorm::None).is_some()
+            && kernel(17, packet, 3, None, InputNorm::None).is_none()
+    );
+    assert!(
+        kernel(0, packet, 3, None, InputNorm::None).is_none()
+            && kernel(1, packet + 1, 3, None, InputNorm::None).is_none()
+    );
+    assert!(kernel(1, packet, 3, Some(Activation::SwiGlu), InputNorm::None).is_none());
+    assert!(kernel(2, packet, 3, None, InputNorm::RmsNorm(null(), 1.0)).is_some());
+    assert!(kernel(3, packet, 3, None, InputNorm::RmsNorm(null(), 1.0)).is_none());
+    assert!(kernel(3, packet, 3, None, InputNorm::LayerNorm(null(), null())).is_none());
 }
 
 /// Attention of slots at `positions`.

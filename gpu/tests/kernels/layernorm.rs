@@ -4,7 +4,7 @@ use crate::common::norm::{
     Backward, Norm, assert_orthogonal, check_gradients, check_quantization, exact_sums, noise_around, shapes,
 };
 use crate::common::{Tolerance, assert_close, assert_same, for_all, integers, noise, rounded, wide};
-use gpu::norm::launch::{Shape, sums_columns};
+use gpu::norm::launch::{RowShape, sums_columns};
 use proptest::prop_oneof;
 
 tests! {
@@ -210,7 +210,7 @@ fn nan_gradients_stay_in_their_row_and_column<T: Tolerance>() {
 }
 
 fn every_channel_count_has_a_shape<T: Tolerance>() {
-    assert!((T::PACKET..=64 * 32 * T::PACKET).step_by(T::PACKET).all(|channels| Shape::of::<T>(channels).is_some()));
-    assert_eq!(Shape::of::<T>(T::PACKET + 1), None);
-    assert_eq!(Shape::of::<T>(64 * 32 * T::PACKET + T::PACKET), None);
+    assert!((T::PACKET..=64 * 32 * T::PACKET).step_by(T::PACKET).all(|channels| RowShape::of::<T>(channels).is_some()));
+    assert_eq!(RowShape::of::<T>(T::PACKET + 1), None);
+    assert_eq!(RowShape::of::<T>(64 * 32 * T::PACKET + T::PACKET), None);
 }

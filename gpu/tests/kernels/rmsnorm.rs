@@ -4,7 +4,7 @@ use crate::common::norm::{
     Backward, Norm, assert_orthogonal, check_gradients, check_quantization, exact_sums, noise_around, shapes,
 };
 use crate::common::{Tolerance, assert_close, assert_same, for_all, integers, noise, rounded, wide};
-use gpu::norm::launch::{Kind, Size, backward_partials};
+use gpu::norm::launch::{NormKind, Size, backward_partials};
 use proptest::bool::ANY;
 
 tests! {
@@ -226,7 +226,7 @@ fn nan_gradients_stay_in_their_row_and_column<T: Tolerance>() {
 }
 
 fn unsupported_channels_have_no_kernel<T: Tolerance>() {
-    let size = |channels| Size { norm: Kind::RmsNorm, rows: 1, channels, sm_count: 1 };
+    let size = |channels| Size { norm: NormKind::RmsNorm, rows: 1, channels, sm_count: 1 };
     let partials = |channels| backward_partials::<T>(size(channels), 1);
     assert!((T::PACKET..=64 * 32 * T::PACKET).step_by(T::PACKET).all(|channels| partials(channels) == Some(channels)));
     assert_eq!(partials(T::PACKET + 1), None);

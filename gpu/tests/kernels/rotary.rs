@@ -5,7 +5,7 @@ use cuda_std::Global;
 use cuda_std::emulate::Memory;
 use gpu::column_sum;
 use gpu::rotary::{
-    Blocks, Norm, Sizes, rotary, rotary_norm_backward, rotary_norm_backward_reduce, rotary_norm_backward_shared,
+    Blocks, NormScalars, Sizes, rotary, rotary_norm_backward, rotary_norm_backward_reduce, rotary_norm_backward_shared,
     rotary_norm_forward, supports,
 };
 
@@ -18,11 +18,11 @@ tests! {
     once: supported_head_sizes_are_multiples_of_16;
 }
 
-const NORM: Norm = Norm { eps: 1e-3, gain: 1.25 };
+const NORM: NormScalars = NormScalars { eps: 1e-3, gain: 1.25 };
 
 /// The shape of a launch.
 #[derive(Clone, Copy, Debug)]
-struct Shape {
+struct RotaryCase {
     batch: usize,
     sequence: usize,
     heads: usize,
@@ -30,7 +30,7 @@ struct Shape {
     head_size: usize,
 }
 
-impl Shape {
+impl RotaryCase {
     fn sizes(self) -> Sizes {
         let [rows, sequence, heads, kv_heads, head_size] =
             [self.rows(), self.sequence, self.heads, self.kv_heads, self.head_size].map(|size| size as u32);
@@ -82,7 +82,7 @@ fn rotated(head: &[f64], table: &[f32], interleaved: bool, back: bool) -> Vec<f6
     out
 }
 
-fn rotate<T: Tolerance>(qkv: &[T], table: &[f32], shape: Shape, interleaved: bool, sign: f32) -> Vec<T> {
+fn rotate<T: Tolerance>(qkv: &[T], table: &[f32], shape: RotaryCase, interleaved: bool, sign: f32) -> Vec<T> {
     let mut memory = Memory::new();
     let (qkv, table, sizes) = (memory.buffer("qkv", qkv), memory.input("table", table), shape.sizes());
     let launch = if interleaved {
@@ -94,7 +94,7 @@ fn rotate<T: Tolerance>(qkv: &[T], table: &[f32], shape: Shape, interleaved: boo
     memory.read(qkv)
 }
 
-fn check_rotation<T: Tolerance>(shape: Shape, interleaved: bool, seed: u32) {
+fn check_rotation<T: Tolerance>(shape: RotaryCase, interleaved: bool, seed: u32) {
     let (qkv, table) = shape.random::<T>(seed);
     for (sign, back) in [(1.0, false), (-1.0, true)] {
         let mut want = wide(&qkv);
@@ -109,15 +109,15 @@ fn check_rotation<T: Tolerance>(shape: Shape, interleaved: bool, seed: u32) {
 }
 
 /// All head sizes, with fewer, as many and more heads than slots.
-fn shapes() -> Vec<Shape> {
+fn shapes() -> Vec<RotaryCase> {
     let mut shapes = Vec::new();
     for head_size in [16, 32, 48, 64, 80, 96, 128, 176, 256] {
         for (batch, sequence, heads, kv_heads) in [(1, 1, 1, 1), (2, 5, 14, 2), (3, 3, 4, 4)] {
-            shapes.push(Shape { batch, sequence, heads, kv_heads, head_size });
+            shapes.push(RotaryCase { batch, sequence, heads, kv_heads, head_size });
         }
     }
-    shapes.push(Shape { batch: 1, sequence: 7, heads: 32, kv_heads: 8, head_size: 128 });
-    shapes.push(Shape { batch: 3, sequence: 37, heads: 3, kv_heads: 1, head_size: 64 });
+    shapes.push(RotaryCase { batch: 1, sequence: 7, heads: 32, kv_heads: 8, head_size: 128 });
+    shapes.push(RotaryCase { batch: 3, sequence: 37, heads: 3, kv_heads: 1, head_size: 64 });
     shapes
 }
 
@@ -130,10 +130,10 @@ fn rotation_matches_f64_reference<T: Tolerance>() {
 }
 
 /// Returns a strategy for shapes with at most 40 tokens.
-fn any_shape() -> impl proptest::strategy::Strategy<Value = Shape> {
+fn any_shape() -> impl proptest::strategy::Strategy<Value = RotaryCase> {
     use proptest::strategy::Strategy;
     (1..4usize, 1..14usize, 1..6usize, 1..5usize, 1..17usize).prop_map(
-        |(batch, sequence, kv_heads, group, sixteens)| Shape {
+        |(batch, sequence, kv_heads, group, sixteens)| RotaryCase {
             batch,
             sequence,
             heads: group * kv_heads,
@@ -151,7 +151,7 @@ fn rotation_of_random_shapes_matches_f64_reference<T: Tolerance>() {
 
 /// Quarter turns are exact: the opposite turn restores every bit, and four turns do, too.
 fn rotating_back_restores_the_heads<T: Tolerance>() {
-    let shape = Shape { batch: 2, sequence: 3, heads: 3, kv_heads: 1, head_size: 80 };
+    let shape = RotaryCase { batch: 2, sequence: 3, heads: 3, kv_heads: 1, head_size: 80 };
     let (qkv, _) = shape.random::<T>(3);
     let table: Vec<f32> = (0..3 * 40).flat_map(|i| [[0.0, 1.0], [-1.0, 0.0], [1.0, 0.0]][i % 3]).collect();
     for interleaved in [false, true] {
@@ -167,7 +167,7 @@ fn norm_forward<T: Tolerance>(
     qkv: &[T],
     table: &[f32],
     weights: Option<[&[T]; 2]>,
-    shape: Shape,
+    shape: RotaryCase,
     interleaved: bool,
 ) -> [Vec<T>; 2] {
     let (mut memory, sizes) = (Memory::new(), shape.sizes());
@@ -202,7 +202,7 @@ struct Backward<'a, T> {
 
 impl<T: Tolerance> Backward<'_, T> {
     /// Returns dqkv and the gradients of the weights.
-    fn run(&self, shape: Shape, interleaved: bool) -> [Vec<T>; 3] {
+    fn run(&self, shape: RotaryCase, interleaved: bool) -> [Vec<T>; 3] {
         let (mut memory, sizes, hs) = (Memory::new(), shape.sizes(), shape.head_size);
         let blocks = Blocks::new::<T>(sizes, self.sm_count);
         let (dqkv, saved) = (memory.buffer("dqkv", self.dqkv), memory.input("saved", self.saved));
@@ -238,7 +238,7 @@ fn random_weights<T: Tolerance>(head_size: usize, seed: u32) -> [Vec<T>; 2] {
     [1, 2].map(|i| rounded(&noise(head_size, seed + i).iter().map(|w| 1.0 + w / 2.0).collect::<Vec<_>>()))
 }
 
-fn check_norm<T: Tolerance>(shape: Shape, interleaved: bool, weighted: bool, seed: u32) {
+fn check_norm<T: Tolerance>(shape: RotaryCase, interleaved: bool, weighted: bool, seed: u32) {
     let what = format!("{shape:?} {interleaved} {weighted}");
     let hs = shape.head_size;
     let (qkv, table) = shape.random::<T>(seed);
@@ -300,7 +300,7 @@ fn norm_matches_f64_reference<T: Tolerance>() {
         }
     }
     for sm_count in 0..3 {
-        let shape = Shape { batch: 5, sequence: 13, heads: 6, kv_heads: 2, head_size: 96 };
+        let shape = RotaryCase { batch: 5, sequence: 13, heads: 6, kv_heads: 2, head_size: 96 };
         check_norm::<T>(shape, false, true, sm_count);
     }
 }
@@ -314,7 +314,7 @@ fn norm_of_random_shapes_matches_f64_reference<T: Tolerance>() {
 
 /// The gradient of a sum of outputs, against the difference of the f64 norm at two points.
 fn gradient_of_the_norm_matches_finite_differences<T: Tolerance>() {
-    let shape = Shape { batch: 1, sequence: 1, heads: 1, kv_heads: 1, head_size: 64 };
+    let shape = RotaryCase { batch: 1, sequence: 1, heads: 1, kv_heads: 1, head_size: 64 };
     let (qkv, table) = shape.random::<T>(5);
     let [q, k] = random_weights::<T>(64, 6);
     let dout = rounded::<T>(&noise(qkv.len(), 7));
@@ -343,7 +343,7 @@ fn gradient_of_the_norm_matches_finite_differences<T: Tolerance>() {
 }
 
 fn weight_gradient_is_deterministic<T: Tolerance>() {
-    let shape = Shape { batch: 3, sequence: 11, heads: 6, kv_heads: 3, head_size: 128 };
+    let shape = RotaryCase { batch: 3, sequence: 11, heads: 6, kv_heads: 3, head_size: 128 };
     let (qkv, table) = shape.random::<T>(8);
     let [q, k] = random_weights::<T>(128, 9);
     let saved = rounded::<T>(&noise(shape.rows() * shape.rotated() * 128, 10));
@@ -357,7 +357,7 @@ fn weight_gradient_is_deterministic<T: Tolerance>() {
 
 /// NaN and infinity change only their own head, and the weight gradient of its kind.
 fn nan_stays_in_its_head<T: Tolerance>() {
-    let shape = Shape { batch: 1, sequence: 3, heads: 5, kv_heads: 2, head_size: 80 };
+    let shape = RotaryCase { batch: 1, sequence: 3, heads: 5, kv_heads: 2, head_size: 80 };
     let hs = shape.head_size;
     let (clean, table) = shape.random::<T>(11);
     let mut bad = clean.clone();
@@ -392,7 +392,7 @@ fn nan_stays_in_its_head<T: Tolerance>() {
 
 /// Heads far from 1 are normalized to about 1; a head of zeros stays zero because of eps.
 fn large_and_small_heads_are_normalized<T: Tolerance>() {
-    let shape = Shape { batch: 1, sequence: 1, heads: 3, kv_heads: 1, head_size: 64 };
+    let shape = RotaryCase { batch: 1, sequence: 1, heads: 3, kv_heads: 1, head_size: 64 };
     let table: Vec<f32> = (0..32).flat_map(|_| [1.0, 0.0]).collect();
     let scales = [1e15, 1e6, 0.0, 1e3, 1.0];
     let qkv: Vec<_> = noise(5 * 64, 12).iter().enumerate().map(|(i, x)| x * scales[i / 64]).collect();

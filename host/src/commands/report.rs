@@ -12,7 +12,7 @@ use engine::plan::{Group, Plan};
 use engine::{Engine, GeluFusion};
 use model::fit::RunLimits;
 use model::guards::{Limits, Skips};
-use model::schedule::Kind;
+use model::schedule::ScheduleKind;
 use model::{
     Decoder, Descriptor, Fp8Gradients, Fp8Recipe, MasterWeights, Moments, Optimizer, PlanOptions, Recompute, Shard,
     Zero,
@@ -101,7 +101,7 @@ impl Setup<'_> {
         let micro_batches = format!("{}{}", config.grad_accum(self.ranks), self.by_ranks());
         let warmdown = flags.warmdown.map_or_else(String::new, |part| format!(", warmdown {part} of the steps"));
         let schedule = match flags.schedule {
-            Kind::Constant => format!("constant, {lr:.2e}"),
+            ScheduleKind::Constant => format!("constant, {lr:.2e}"),
             kind => {
                 let (kind, last) = (format!("{kind:?}").to_lowercase(), lr * config.final_fraction);
                 let constant =

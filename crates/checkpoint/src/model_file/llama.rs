@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use engine::ops::{Activation, RotaryPairs};
 use engine::tensor::DType;
 use model::Descriptor;
-use model::descriptor::{Biases, Init, Norm, Positions, Rotary, RotaryScaling};
+use model::descriptor::{Biases, Init, Normalization, Positions, Rotary, RotaryScaling};
 use std::io::Write;
 use system::fs::File;
 
@@ -59,7 +59,7 @@ pub(super) fn read_header(file: &File, name: &str) -> Result<Header> {
         mlp_channels: mlp_channels(channels, multiplier, multiple_of),
         max_seq_len,
         vocab,
-        norm: Norm::RmsNorm { eps: float(1), weights: true },
+        norm: Normalization::RmsNorm { eps: float(1), weights: true },
         positions: Positions::Rotary(rotary),
         qk_norm: None,
         activation: Activation::SwiGlu,
@@ -105,7 +105,7 @@ pub fn write_header(out: &mut impl Write, descriptor: &Descriptor, dtype: DType)
 
 /// Returns the rotary embedding and eps of a model that the format can represent.
 fn representable(d: &Descriptor) -> Result<(Rotary, f32)> {
-    let (Positions::Rotary(rotary), Norm::RmsNorm { eps, weights: true }) = (d.positions, d.norm) else {
+    let (Positions::Rotary(rotary), Normalization::RmsNorm { eps, weights: true }) = (d.positions, d.norm) else {
         anyhow::bail!("llm.c: expected a Llama or GPT-2 model, found one with {d}; export it with --format hf");
     };
     let plain = d.qk_norm.is_none() && d.biases == Biases::None && d.softcap.is_none() && !d.embedding_norm;

@@ -9,7 +9,7 @@ use crate::{Result, Workload};
 use anyhow::{Context, ensure};
 use cuda_std::hopper::TensorMap;
 use cuda_std::{Global, GlobalMut, bf16};
-use gpu::attention::launch::{self, HEAD_SIZES, Shape};
+use gpu::attention::launch::{self, AttentionSizes, HEAD_SIZES};
 use gpu::attention_wgmma;
 use gpu::attention_wgmma::launch::{BackwardOperands, FusedScratch};
 
@@ -39,8 +39,8 @@ pub(super) fn counters<T: Float>(workload: &Workload, executor: &dyn Executor) -
     if fused { attention_wgmma::launch::fused_counters(shape_of(workload.attention)) } else { 0 }
 }
 
-fn shape_of(shape: AttentionShape) -> Shape {
-    Shape { b: shape.b, t: shape.t, nh: shape.heads, kv: shape.kv_heads, hs: shape.head_size }
+fn shape_of(shape: AttentionShape) -> AttentionSizes {
+    AttentionSizes { b: shape.b, t: shape.t, nh: shape.heads, kv: shape.kv_heads, hs: shape.head_size }
 }
 
 /// Returns the elements of qkv.

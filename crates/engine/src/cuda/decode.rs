@@ -9,7 +9,7 @@ use crate::ops::{
 use crate::tensor::Tensor;
 use anyhow::{Context, ensure};
 use cuda_std::GlobalMut;
-use gpu::decode::launch::{self, AttentionOperands, MatvecOperands, MatvecSize, Norm};
+use gpu::decode::launch::{self, AttentionOperands, InputNorm, MatvecOperands, MatvecSize};
 use gpu::decode::{attention as kernels, embed as embeddings, sample as sampling};
 use gpu::launch::KernelLaunch;
 
@@ -32,7 +32,7 @@ fn matvec_kernel<T: Float>(
     cuda: &Cuda<T>,
     op: &MatmulForward,
     inp: Tensor,
-    norm: Norm<T>,
+    norm: InputNorm<T>,
 ) -> Result<Option<KernelLaunch>> {
     let MatmulForward { out, weight, bias, epilogue, shape: MatmulShape { rows, c, oc }, .. } = *op;
     if rows > launch::MAX_ROWS {
@@ -60,11 +60,11 @@ fn matvec_kernel<T: Float>(
 /// Returns the kernel that computes the norm as well, if there is one.
 fn normed_kernel<T: Float>(cuda: &Cuda<T>, op: &DecodeMatmul) -> Result<Option<KernelLaunch>> {
     let c = op.matmul.shape.c;
-    let Some(norm) = op.norm else { return matvec_kernel(cuda, &op.matmul, op.matmul.inp, Norm::None) };
+    let Some(norm) = op.norm else { return matvec_kernel(cuda, &op.matmul, op.matmul.inp, InputNorm::None) };
     let weight = cuda.optional_input("norm weight", norm.weight, c)?;
     let fused = match norm.mean {
-        Some(_) => Norm::LayerNorm(weight, cuda.optional_input("norm bias", norm.bias, c)?),
-        None => Norm::RmsNorm(weight, norm.eps),
+        Some(_) => InputNorm::LayerNorm(weight, cuda.optional_input("norm bias", norm.bias, c)?),
+        None => InputNorm::RmsNorm(weight, norm.eps),
     };
     matvec_kernel(cuda, &op.matmul, norm.inp, fused)
 }
@@ -76,7 +76,7 @@ pub(super) fn matmul<T: Float>(cuda: &mut Cuda<T>, op: &DecodeMatmul) -> Result<
     if let Some(of_input) = &op.norm {
         norm::forward(cuda, of_input)?;
     }
-    match matvec_kernel(cuda, &op.matmul, op.matmul.inp, Norm::None)? {
+    match matvec_kernel(cuda, &op.matmul, op.matmul.inp, InputNorm::None)? {
         Some(kernel) => cuda.launch_kernel(&kernel),
         None => linear::forward(cuda, &op.matmul),
     }

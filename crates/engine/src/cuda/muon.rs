@@ -2,7 +2,9 @@
 
 use super::{Cuda, Float, StorageType, shared_bytes};
 use crate::Result;
-use crate::gemm::{Batch, Batching, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, Residual, Scale};
+use crate::gemm::{
+    Batching, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, Residual, ScaleFactors, StridedBatch,
+};
 use crate::ops::{Master, MuonApply, MuonMomentum, Orthogonalize};
 use crate::tensor::{DType, Tensor};
 use anyhow::{bail, ensure};
@@ -166,11 +168,11 @@ fn step<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize, [a, b, c]: [f32; 3], fr
 
     let layout = if rows <= cols { GemmLayout::Nt } else { GemmLayout::Tn };
     run(cuda, [side, side, rows.max(cols)], layout, Batching::Symmetric, count, [x, x, gram], None)?;
-    let scale = Some((gram, Scale { alpha: c, beta: b }));
+    let scale = Some((gram, ScaleFactors { alpha: c, beta: b }));
     let operands = [gram, gram, polynomial];
     run(cuda, [side; 3], GemmLayout::Nt, Batching::Symmetric, count, operands, scale)?;
     let (left, right) = if rows <= cols { (polynomial, x) } else { (x, polynomial) };
-    let scale = Some((x, Scale { alpha: 1.0, beta: a }));
+    let scale = Some((x, ScaleFactors { alpha: 1.0, beta: a }));
     run(cuda, [rows, cols, side], GemmLayout::Nn, Batching::Strided, count, [left, right, out], scale)
 }
 
@@ -182,7 +184,7 @@ fn run<T: Float>(
     batching: Batching,
     count: usize,
     [a, b, out]: [BatchOperand; 3],
-    scale: Option<(BatchOperand, Scale)>,
+    scale: Option<(BatchOperand, ScaleFactors)>,
 ) -> Result<()> {
     let epilogue = GemmEpilogue { residual: scale.map(|_| Residual::Scaled), ..GemmEpilogue::NONE };
     let gemm = Gemm { batching, ..cuda.gemm([m, n, k], layout, epilogue) };
@@ -192,7 +194,7 @@ fn run<T: Float>(
         out: out.address,
         residual: scale.map(|(residual, _)| residual.address),
         scale: scale.map(|(_, scale)| scale),
-        batch: Some(Batch { count, a: a.stride, b: b.stride, d: out.stride }),
+        batch: Some(StridedBatch { count, a: a.stride, b: b.stride, out: out.stride }),
         ..GemmOperands::default()
     };
     cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })

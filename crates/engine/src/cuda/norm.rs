@@ -6,12 +6,12 @@ use crate::tensor::Tensor;
 use crate::{Result, Workload};
 use anyhow::{Context, ensure};
 use cuda_std::{E4m3, Element, bf16};
-use gpu::norm::launch::{self, BackwardOperands, ForwardOperands, Kind, Shape, Size, Weight};
+use gpu::norm::launch::{self, BackwardOperands, ForwardOperands, NormKind, RowShape, Size, Weight};
 
 /// Returns the f32 elements of scratch memory; 0 for channels that no kernel supports, which the first operation reports.
 pub(super) fn scratch<T: Float>(workload: &Workload, sm_count: usize) -> usize {
     let (rows, channels) = (workload.rows(), workload.channels);
-    let size = Size { norm: Kind::LayerNorm, rows, channels, sm_count };
+    let size = Size { norm: NormKind::LayerNorm, rows, channels, sm_count };
     let sums = if fuses_column_sums::<T>(channels) { 3 } else { 2 };
     launch::backward_partials::<T>(size, sums).unwrap_or(0)
 }
@@ -23,7 +23,7 @@ pub(super) fn fuses_column_sums<T: Float>(channels: usize) -> bool {
 
 /// Checks that the kernels support the channels.
 pub(super) fn check<T: Float>(workload: &Workload) -> Result<()> {
-    Shape::of::<T>(workload.channels).with_context(|| unsupported::<T>(workload.channels)).map(drop)
+    RowShape::of::<T>(workload.channels).with_context(|| unsupported::<T>(workload.channels)).map(drop)
 }
 
 /// Returns the message for channels that no kernel supports.
@@ -33,13 +33,13 @@ fn unsupported<T: Float>(channels: usize) -> String {
          --device cpu",
         T::DTYPE.name(),
         T::PACKET,
-        Shape::max_channels::<T>()
+        RowShape::max_channels::<T>()
     )
 }
 
 /// Returns the sizes of a norm over `channels`, of which LayerNorm has means.
 fn size<T: Float>(cuda: &Cuda<T>, mean: Option<Tensor>, rstd: Tensor, channels: usize) -> Size {
-    let norm = if mean.is_some() { Kind::LayerNorm } else { Kind::RmsNorm };
+    let norm = if mean.is_some() { NormKind::LayerNorm } else { NormKind::RmsNorm };
     Size { norm, rows: rstd.len, channels, sm_count: cuda.executor.sm_count() }
 }
 

@@ -7,7 +7,7 @@ use crate::{Result, Workload};
 use anyhow::{Context, bail, ensure};
 use cuda_std::{Global, GlobalMut};
 use gpu::column_sum;
-use gpu::rotary::{self, Blocks, Norm, Sizes};
+use gpu::rotary::{self, Blocks, NormScalars, Sizes};
 
 /// Returns the f32 elements of scratch memory.
 pub(super) fn scratch<T: Float>(workload: &Workload, sm_count: usize) -> usize {
@@ -68,11 +68,11 @@ fn norm_operands<T: Float>(
     saved: Option<Tensor>,
     norm: HeadNorm,
     shape: AttentionShape,
-) -> Result<(GlobalMut<T>, Norm)> {
+) -> Result<(GlobalMut<T>, NormScalars)> {
     let AttentionShape { b, t, heads, kv_heads, head_size } = shape;
     let saved = saved.context("rotary: expected memory for the queries and keys before their norm, found none")?;
     let saved = cuda.output("saved", saved, b * t * (heads + kv_heads) * head_size)?;
-    Ok((saved, Norm { eps: norm.eps, gain: norm.gain }))
+    Ok((saved, NormScalars { eps: norm.eps, gain: norm.gain }))
 }
 
 /// Launches a rotation without norm by the angles of the table, times `sign`.

@@ -8,7 +8,7 @@ use anyhow::{Context, ensure};
 use cuda_std::{Global, GlobalMut};
 use gpu::launch::KernelLaunch;
 use gpu::matmul::gemm::Batching;
-use gpu::matmul::launch::{self, KernelOperands, Map, ScaleFactors, StridedBatch, TileConfig, TileShape};
+use gpu::matmul::launch::{self, KernelOperands, Map, TileConfig, TileShape};
 
 /// Device memory for the partial sums of weight gradients.
 #[derive(Clone, Copy)]
@@ -101,9 +101,7 @@ impl WgmmaGemm {
             "{self:?} with {config:?}: expected {needed} f32 of scratch memory, found {scratch_len}"
         );
         let GemmOperands { a, b, out, residual, bias, preactivation, activation, scale, batch, .. } = self.operands;
-        let factors = scale.map(|scale| ScaleFactors { alpha: scale.alpha, beta: scale.beta }).unwrap_or_default();
-        let batch = batch.map(|batch| StridedBatch { count: batch.count, a: batch.a, b: batch.b, out: batch.d });
-        let batch = batch.unwrap_or_default();
+        let (factors, batch) = (scale.unwrap_or_default(), batch.unwrap_or_default());
         let (aux, second) = if self.gemm.epilogue.writes_preactivation() {
             (None, preactivation)
         } else {

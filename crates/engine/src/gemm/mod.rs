@@ -11,7 +11,7 @@ mod choice;
 pub mod reference;
 
 pub use choice::{Algorithms, GemmChoice, GemmTiming, KernelConfig, Tuning};
-pub use cublaslt::{Alignments, Batch, GELU_COLUMNS, GemmKey, GemmOperands, Scale};
+pub use cublaslt::{Alignments, GELU_COLUMNS, GemmKey, GemmOperands, ScaleFactors, StridedBatch};
 pub use gpu::matmul::gemm::{
     Batching, Bias, Gemm, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass, Residual,
 };
@@ -163,8 +163,8 @@ mod tests {
         let residual = GemmOperands { residual: Some(0x5000), ..AT };
         residual.validate(&Gemm { epilogue: BIAS_RESIDUAL, ..FORWARD }).unwrap();
         assert!(refusal(FORWARD, residual).contains("residual"));
-        let scale = Some(Scale { alpha: 1.0, beta: 0.5 });
-        let batch = Some(Batch { count: 2, a: 256 * 768, b: 768 * 2304, d: 256 * 2304 });
+        let scale = Some(ScaleFactors { alpha: 1.0, beta: 0.5 });
+        let batch = Some(StridedBatch { count: 2, a: 256 * 768, b: 768 * 2304, out: 256 * 2304 });
         let epilogue = GemmEpilogue { residual: Some(Residual::Scaled), ..GemmEpilogue::NONE };
         let batched = Gemm { layout: GemmLayout::Nn, batching: Batching::Strided, epilogue, ..FORWARD };
         let scaled = GemmOperands { bias: None, scale, batch, ..residual };
@@ -173,7 +173,10 @@ mod tests {
         assert!(refusal(batched, GemmOperands { batch: None, ..scaled }).contains("batch: expected some"));
         assert!(refusal(FORWARD, GemmOperands { scale, ..AT }).contains("factors: expected none"));
         assert!(refusal(FORWARD, GemmOperands { batch, ..AT }).contains("batch: expected none"));
-        for wrong in [Batch { b: 768 * 2304 - 128, ..batch.unwrap() }, Batch { d: 256 * 2304 + 64, ..batch.unwrap() }] {
+        for wrong in [
+            StridedBatch { b: 768 * 2304 - 128, ..batch.unwrap() },
+            StridedBatch { out: 256 * 2304 + 64, ..batch.unwrap() },
+        ] {
             let text = refusal(batched, GemmOperands { batch: Some(wrong), ..scaled });
             assert!(text.contains("strides: expected multiples of 128"), "{text}");
         }

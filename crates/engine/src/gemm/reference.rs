@@ -3,7 +3,7 @@
 //! Inputs are widened to f32 (and rounded to 10 bits of mantissa for TF32). Sums and epilogues are in f32. Outputs are rounded
 //! to nearest.
 
-use super::{Bias, Gemm, GemmLayout, GemmOperands, GemmOutput, GemmPrecision, Pass, Scale, library_part};
+use super::{Bias, Gemm, GemmLayout, GemmOperands, GemmOutput, GemmPrecision, Pass, ScaleFactors, library_part};
 use crate::Result;
 use crate::cpu::gemm::{Into, Matrix, Parallelism, multiply};
 use anyhow::{Context, ensure};
@@ -21,8 +21,8 @@ pub fn run(gemm: &Gemm, operands: &GemmOperands, memory: &mut Memory) -> Result<
     (0..batch.count).try_for_each(|i| {
         let at = |address: u64, stride: usize| address + (i * stride * bytes) as u64;
         let GemmOperands { a, b, out, residual, .. } = *operands;
-        let residual = residual.map(|residual| at(residual, batch.d));
-        let one = GemmOperands { a: at(a, batch.a), b: at(b, batch.b), out: at(out, batch.d), residual, ..*operands };
+        let residual = residual.map(|residual| at(residual, batch.out));
+        let one = GemmOperands { a: at(a, batch.a), b: at(b, batch.b), out: at(out, batch.out), residual, ..*operands };
         run_one(gemm, &one, memory)
     })
 }
@@ -81,7 +81,7 @@ fn typed<A: MatrixElement, B: MatrixElement, T: MatrixElement, Out: MatrixElemen
     if epilogue.residual.is_some() {
         out = matrices.read::<Out>("residual", operands.residual.unwrap_or(operands.out), m * n)?;
     }
-    let Scale { mut alpha, beta } = operands.scale.unwrap_or(Scale { alpha: 1.0, beta: 1.0 });
+    let ScaleFactors { mut alpha, beta } = operands.scale.unwrap_or(ScaleFactors { alpha: 1.0, beta: 1.0 });
     for address in operands.fp8_scales.into_iter().flatten() {
         alpha *= matrices.read::<f32>("scale", address, 1)?[0];
     }

@@ -209,7 +209,7 @@ impl Orthogonalize<'_> {
     /// Returns the elements from the start of a matrix of `elements` elements to that of the next in a batch. All matrices of
     /// a batch have the alignment of the first.
     pub const fn stride(elements: usize) -> usize {
-        elements.next_multiple_of(cublaslt::Batch::ALIGNMENT)
+        elements.next_multiple_of(cublaslt::BATCH_ALIGNMENT)
     }
 
     /// Returns the place of result `i` in `out`.

@@ -4,7 +4,7 @@ use super::{Architecture, Part, Setting, TensorNames, part, tensor};
 use crate::keys::Keys;
 use anyhow::{Context, Result, bail, ensure};
 use engine::ops::{Activation, RotaryPairs};
-use model::descriptor::{Biases, Init, Norm, Positions, QkNorm, Rotary, RotaryScaling};
+use model::descriptor::{Biases, Init, Normalization, Positions, QkNorm, Rotary, RotaryScaling};
 use model::{Descriptor, Param};
 use serde_json::{Map, Value, json};
 
@@ -131,7 +131,7 @@ pub fn descriptor(keys: Keys, biases: Biases, qk_norm: Option<QkNorm>, head_size
         mlp_channels,
         max_seq_len: keys.size("max_position_embeddings")?,
         vocab: keys.size("vocab_size")?,
-        norm: Norm::RmsNorm { eps: keys.float("rms_norm_eps", EPS)?, weights: true },
+        norm: Normalization::RmsNorm { eps: keys.float("rms_norm_eps", EPS)?, weights: true },
         positions: Positions::Rotary(rotary(keys)?),
         qk_norm,
         activation: match keys.get("hidden_act").as_str() {
@@ -410,7 +410,7 @@ mod tests {
         );
         let descriptor = llama(&absent).unwrap();
         assert_eq!((descriptor.head_size, descriptor.kv_heads, descriptor.tied), (64, 32, false));
-        assert_eq!(descriptor.norm, Norm::RmsNorm { eps: 1e-6, weights: true });
+        assert_eq!(descriptor.norm, Normalization::RmsNorm { eps: 1e-6, weights: true });
         let rotary = Rotary { theta: 10_000.0, scaling: None, pairs: RotaryPairs::HalfSplit };
         assert_eq!(descriptor.positions, Positions::Rotary(rotary));
     }

@@ -9,7 +9,7 @@ use super::{Architecture, LLAMA, Part, Setting, part, tensor};
 use crate::keys::Keys;
 use anyhow::{Context, Result};
 use engine::ops::Activation;
-use model::descriptor::{Biases, Init, Norm, QkNorm};
+use model::descriptor::{Biases, Init, Normalization, QkNorm};
 use model::{Descriptor, Param};
 use serde_json::{Map, Value, json};
 
@@ -57,7 +57,7 @@ fn descriptor(keys: Keys) -> Result<Descriptor> {
         _ => Some(keys.float(SOFTCAP, DEFAULT_SOFTCAP)?),
     };
     let descriptor = Descriptor {
-        norm: Norm::RmsNorm { eps, weights: false },
+        norm: Normalization::RmsNorm { eps, weights: false },
         qk_norm: Some(QkNorm { eps, weights: false, gain: 1.0 }),
         activation: Activation::ReluSquared,
         embedding_norm: true,

@@ -1,7 +1,9 @@
 //! The names of known shapes: `FAMILY:SIZE`, where GPT-2 is the default family.
 
 use super::RotaryScaling;
-use super::{Activation, Biases, Descriptor, DescriptorError, GPT2_VOCAB, Init, Norm, Positions, QkNorm, Rotary};
+use super::{
+    Activation, Biases, Descriptor, DescriptorError, GPT2_VOCAB, Init, Normalization, Positions, QkNorm, Rotary,
+};
 use engine::ops::RotaryPairs;
 use std::str::FromStr;
 
@@ -98,7 +100,7 @@ impl Descriptor {
             mlp_channels,
             max_seq_len: 131_072,
             vocab: LLAMA3_VOCAB,
-            norm: Norm::RmsNorm { eps, weights: true },
+            norm: Normalization::RmsNorm { eps, weights: true },
             positions: Positions::Rotary(rotary),
             qk_norm: None,
             activation: Activation::SwiGlu,
@@ -166,7 +168,7 @@ fn modern(layers: usize) -> Option<Descriptor> {
     Some(Descriptor {
         max_seq_len: 2048,
         vocab: MODERN_VOCAB,
-        norm: Norm::RmsNorm { eps: MODERN_EPS, weights: false },
+        norm: Normalization::RmsNorm { eps: MODERN_EPS, weights: false },
         qk_norm: Some(QkNorm { eps: MODERN_EPS, weights: false, gain: 1.2 }),
         activation: Activation::ReluSquared,
         tied: false,

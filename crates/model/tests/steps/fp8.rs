@@ -26,7 +26,7 @@ fn descriptor() -> Descriptor {
 /// Returns models with the norms and activations of GPT-2, Llama and nanochat.
 fn families() -> [Descriptor; 4] {
     let gpt2 = descriptor();
-    let norm = model::descriptor::Norm::RmsNorm { eps: 1e-5, weights: true };
+    let norm = model::descriptor::Normalization::RmsNorm { eps: 1e-5, weights: true };
     let llama = Descriptor {
         norm,
         activation: engine::ops::Activation::SwiGlu,

@@ -13,7 +13,7 @@ use engine::ops::{
 };
 use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, Engine, Result, Workload};
-use model::descriptor::{Biases, Norm, Positions};
+use model::descriptor::{Biases, Normalization, Positions};
 use model::{Descriptor, LOGIT_ROWS, MasterWeights, Moments, Params};
 
 /// Returns every operation at small and odd shapes, which are multiples of the smallest factor that an operation
@@ -164,12 +164,14 @@ pub fn training_step_cases(descriptor: &Descriptor, b: usize, t: usize, engine: 
     let [qkv, attproj] = [linear(c, d.qkv_channels()), linear(d.attention_channels(), c)];
     let [fc, fcproj] = [linear(c, d.fc_channels()), linear(d.mlp_channels, c)];
     let (qkv_bias, biases) = (d.biases != Biases::None, d.biases == Biases::All);
-    let norms_sum_columns = d.norm == Norm::LayerNorm && biases && engine.fuses_column_sums(c);
+    let norms_sum_columns = d.norm == Normalization::LayerNorm && biases && engine.fuses_column_sums(c);
     let residual_biases = biases && !norms_sum_columns;
     let learned = d.positions == Positions::Learned;
     let (norm_forward, norm_backward) = match d.norm {
-        Norm::LayerNorm => (layernorm_forward(rows, c), layernorm_backward(rows, c, norms_sum_columns)),
-        Norm::RmsNorm { weights, .. } => (rmsnorm_forward(rows, c, weights), rmsnorm_backward(rows, c, weights)),
+        Normalization::LayerNorm => (layernorm_forward(rows, c), layernorm_backward(rows, c, norms_sum_columns)),
+        Normalization::RmsNorm { weights, .. } => {
+            (rmsnorm_forward(rows, c, weights), rmsnorm_backward(rows, c, weights))
+        }
     };
     let update_ranges: Vec<_> = layout.decay_ranges().iter().filter_map(|range| range.within(&(0..n))).collect();
     vec![

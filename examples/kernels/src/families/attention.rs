@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use cuda_std::hopper::Extents;
 use cuda_std::launch::Launch;
 use cuda_std::{Global, GlobalMut, bf16};
-use gpu::attention::launch::Shape;
+use gpu::attention::launch::AttentionSizes;
 use gpu::attention_wgmma;
 use gpu::launch::KernelLaunch;
 use kernels_gpu::attention::{self, HS, Sizes};
@@ -99,17 +99,22 @@ pub const FAMILY: Family = Family {
 pub const TIMED_SHAPE: [usize; 4] = [8, 12, 1024, HS];
 
 /// Returns the shape.
-pub(super) fn shape(s: &Session) -> Shape {
+pub(super) fn shape(s: &Session) -> AttentionSizes {
     let [b, nh, t, hs] = s.pick([2, 2, 72, HS], TIMED_SHAPE);
-    Shape { b, t, nh, kv: nh, hs }
+    AttentionSizes { b, t, nh, kv: nh, hs }
 }
 
-pub(super) fn sizes_of(Shape { b, t, nh, .. }: Shape) -> Sizes {
+pub(super) fn sizes_of(AttentionSizes { b, t, nh, .. }: AttentionSizes) -> Sizes {
     Sizes { batch: b as u32, sequence: t as u32, heads: nh as u32 }
 }
 
 /// Returns a launch with one block for each `rows` positions of each head.
-pub(super) fn tiles(launch: Launch, Shape { b, t, nh, .. }: Shape, rows: usize, shared_bytes: usize) -> KernelLaunch {
+pub(super) fn tiles(
+    launch: Launch,
+    AttentionSizes { b, t, nh, .. }: AttentionSizes,
+    rows: usize,
+    shared_bytes: usize,
+) -> KernelLaunch {
     KernelLaunch { launch, grid: [t.div_ceil(rows) as u32, (b * nh) as u32, 1], shared_bytes }
 }
 
@@ -118,9 +123,9 @@ pub(super) fn probabilities(
     scores: GlobalMut<f32>,
     lse: GlobalMut<f32>,
     qkv: Global<bf16>,
-    shape: Shape,
+    shape: AttentionSizes,
 ) -> [KernelLaunch; 2] {
-    let Shape { b, t, nh, .. } = shape;
+    let AttentionSizes { b, t, nh, .. } = shape;
     let launch = attention::unfused::attention_scores(scores, qkv, sizes_of(shape));
     let grid = [t.div_ceil(128) as u32, t as u32, (b * nh) as u32];
     let softmax = attention::unfused::attention_softmax(scores, lse, sizes_of(shape));
@@ -128,7 +133,12 @@ pub(super) fn probabilities(
 }
 
 /// Returns the launch of version 2.
-pub(super) fn online(out: GlobalMut<bf16>, lse: GlobalMut<f32>, qkv: Global<bf16>, shape: Shape) -> KernelLaunch {
+pub(super) fn online(
+    out: GlobalMut<bf16>,
+    lse: GlobalMut<f32>,
+    qkv: Global<bf16>,
+    shape: AttentionSizes,
+) -> KernelLaunch {
     tiles(attention::online::attention_online(out, lse, qkv, sizes_of(shape)), shape, 128, 0)
 }
 
@@ -136,7 +146,7 @@ pub(super) fn online(out: GlobalMut<bf16>, lse: GlobalMut<f32>, qkv: Global<bf16
 pub(super) fn map(
     s: &mut Session,
     tensor: Global<bf16>,
-    Shape { b, t, nh, hs, .. }: Shape,
+    AttentionSizes { b, t, nh, hs, .. }: AttentionSizes,
     parts: usize,
 ) -> Result<Global<cuda_std::hopper::TensorMap>> {
     s.tensor_map(tensor, Extents::Matrices([b, t, parts * nh * hs]), attention_wgmma::BOX)
@@ -146,7 +156,7 @@ pub(super) fn map(
 #[derive(Clone)]
 pub(super) struct Heads {
     pub qkv: Values<bf16>,
-    pub shape: Shape,
+    pub shape: AttentionSizes,
 }
 
 impl Heads {
@@ -174,12 +184,12 @@ struct Problem {
     out: GlobalMut<bf16>,
     lse: GlobalMut<f32>,
     qkv: Global<bf16>,
-    shape: Shape,
+    shape: AttentionSizes,
 }
 
 fn problem(s: &mut Session) -> Result<Problem> {
     let shape = shape(s);
-    let Shape { b, t, nh, .. } = shape;
+    let AttentionSizes { b, t, nh, .. } = shape;
     let (rows, n) = (b * nh * t, b * t * nh * HS);
     let qkv = s.noise::<bf16>("qkv", 3 * n, 2.0)?;
     let (out, lse) = (s.output::<bf16>("out", n)?, s.output::<f32>("lse", rows)?);

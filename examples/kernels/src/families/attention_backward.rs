@@ -8,7 +8,7 @@ use crate::values::Values;
 use anyhow::{Context, Result};
 use bytemuck::Pod;
 use cuda_std::{Element, Global, GlobalMut, bf16};
-use gpu::attention::launch::Shape;
+use gpu::attention::launch::AttentionSizes;
 use gpu::attention_wgmma::launch::BackwardOperands;
 use kernels_gpu::attention::HS;
 use kernels_gpu::attention_backward;
@@ -90,18 +90,18 @@ struct Problem<T> {
     qkv: Global<bf16>,
     out: Global<bf16>,
     lse: Global<f32>,
-    shape: Shape,
+    shape: AttentionSizes,
 }
 
 /// Returns scratch memory for D (B, NH, T).
-fn scratch(s: &mut Session, Shape { b, t, nh, .. }: Shape) -> Result<GlobalMut<f32>> {
+fn scratch(s: &mut Session, AttentionSizes { b, t, nh, .. }: AttentionSizes) -> Result<GlobalMut<f32>> {
     s.output("d", b * nh * t)
 }
 
 fn unfused(s: &mut Session) -> Result<()> {
     use attention_backward::unfused::{attention_backward_inputs, attention_backward_scores};
     let Problem { dqkv, dout, qkv, shape, .. } = problem::<bf16>(s)?;
-    let Shape { b, t, nh, .. } = shape;
+    let AttentionSizes { b, t, nh, .. } = shape;
     let matrix = b * nh * t * t;
     let (p, ds) = (s.output::<f32>("probabilities", matrix)?, s.output::<f32>("dscores", matrix)?);
     let unused_lse = s.output("lse of probabilities", b * nh * t)?;
@@ -126,7 +126,7 @@ struct Reference {
 impl Reference {
     /// Returns an element of dout.
     fn dout(&self, [b, h]: [usize; 2], t: usize, i: usize) -> f64 {
-        let Shape { t: length, nh, .. } = self.heads.shape;
+        let AttentionSizes { t: length, nh, .. } = self.heads.shape;
         self.dout.at(((b * length + t) * nh + h) * HS + i)
     }
 
@@ -137,7 +137,7 @@ impl Reference {
 
     /// Returns lse and D of each query of a head.
     fn statistics(&self, head @ [b, h]: [usize; 2]) -> &[[f64; 2]] {
-        let Shape { t, nh, .. } = self.heads.shape;
+        let AttentionSizes { t, nh, .. } = self.heads.shape;
         let of_query = |query| {
             let (scores, lse) = self.heads.scores(head, query);
             let d = scores.iter().enumerate().map(|(key, s)| (s - lse).exp() * self.dp(head, query, key)).sum();
@@ -156,7 +156,7 @@ impl Reference {
 
     /// Returns element `index` of dqkv.
     fn gradient(&self, index: usize) -> f64 {
-        let Shape { t: length, nh, .. } = self.heads.shape;
+        let AttentionSizes { t: length, nh, .. } = self.heads.shape;
         let (i, h, part, row) = (index % HS, index / HS % nh, index / (HS * nh) % 3, index / (3 * HS * nh));
         let (head, t) = ([row / length, h], row % length);
         match part {
@@ -170,7 +170,7 @@ impl Reference {
 /// `T` is the type of the gradient. The forward pass runs as a preparation.
 fn problem<T: Element + Pod>(s: &mut Session) -> Result<Problem<T>> {
     let shape = shape(s);
-    let Shape { b, t, nh, .. } = shape;
+    let AttentionSizes { b, t, nh, .. } = shape;
     let (rows, n) = (b * nh * t, b * t * nh * HS);
     let (qkv, dout) = (s.noise::<bf16>("qkv", 3 * n, 2.0)?, s.noise::<bf16>("dout", n, 1.0)?);
     let (out, lse) = (s.output::<bf16>("out", n)?, s.output::<f32>("lse", rows)?);

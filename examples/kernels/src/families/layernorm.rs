@@ -6,7 +6,7 @@ use crate::session::{Session, Tolerance, blocks};
 use crate::values::Values;
 use anyhow::{Context, Result};
 use cuda_std::{Global, GlobalMut, bf16};
-use gpu::norm::launch::{ForwardOperands, Kind, Size, forward};
+use gpu::norm::launch::{ForwardOperands, NormKind, Size, forward};
 use kernels_gpu::layernorm;
 
 /// Launches a kernel of this family with `$rows` rows for each block.
@@ -68,7 +68,7 @@ pub const FAMILY: Family = Family {
             |s| {
                 let Problem { out, mean, rstd, inp, weight, bias, rows, channels } = problem(s)?;
                 let operands = ForwardOperands { mean, rstd, inp, weight, bias, eps: 0.0 };
-                let size = Size { norm: Kind::LayerNorm, rows, channels, sm_count: s.sm_count() };
+                let size = Size { norm: NormKind::LayerNorm, rows, channels, sm_count: s.sm_count() };
                 let kernel = forward::<bf16>(out, operands, size).context("no instance for these channels")?;
                 s.launch_all([kernel]);
                 Ok(())

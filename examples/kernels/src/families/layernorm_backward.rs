@@ -8,7 +8,7 @@ use crate::values::Values;
 use anyhow::{Context, Result};
 use bytemuck::Pod;
 use cuda_std::{Element, Global, GlobalMut, bf16};
-use gpu::norm::launch::{BackwardOperands, Kind, Size, Weight, backward, backward_partials};
+use gpu::norm::launch::{BackwardOperands, NormKind, Size, Weight, backward, backward_partials};
 use kernels_gpu::layernorm_backward;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
@@ -201,7 +201,7 @@ fn columns(s: &mut Session) -> Result<()> {
 
 fn production(s: &mut Session) -> Result<()> {
     let Problem { dinp, dweight, dbias, dout, inp, weight, mean, rstd, rows, channels } = problem::<bf16>(s)?;
-    let size = Size { norm: Kind::LayerNorm, rows, channels, sm_count: s.sm_count() };
+    let size = Size { norm: NormKind::LayerNorm, rows, channels, sm_count: s.sm_count() };
     let partials = backward_partials::<bf16>(size, 2).context("no instance for these channels")?;
     let partials = s.output("partials", partials)?;
     let weight = Weight { weight, dweight, dbias: Some(dbias), column_sums: None, partials };

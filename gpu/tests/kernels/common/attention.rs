@@ -3,7 +3,7 @@
 use super::{noise, rounded, wide};
 use cuda_std::Element;
 use cuda_std::mma::TensorCore;
-use gpu::attention::launch::Shape;
+use gpu::attention::launch::AttentionSizes;
 
 /// Denotes the queries, the first NH heads of qkv.
 pub const Q: usize = 0;
@@ -15,12 +15,12 @@ pub const V: usize = 2;
 pub const DOUT: usize = 3;
 
 /// Returns a shape of multi-head attention: one key-value head for each query head.
-pub fn multi_head(b: usize, t: usize, nh: usize, hs: usize) -> Shape {
-    Shape { b, t, nh, kv: nh, hs }
+pub fn multi_head(b: usize, t: usize, nh: usize, hs: usize) -> AttentionSizes {
+    AttentionSizes { b, t, nh, kv: nh, hs }
 }
 
 /// Returns the number of query heads of a key-value head.
-fn group(shape: Shape) -> usize {
+fn group(shape: AttentionSizes) -> usize {
     shape.nh / shape.kv
 }
 
@@ -28,7 +28,7 @@ fn group(shape: Shape) -> usize {
 pub type Place = [usize; 3];
 
 /// Returns the indices of all rows of a part.
-pub fn places(Shape { b, t, nh, kv, .. }: Shape, part: usize) -> impl Iterator<Item = Place> {
+pub fn places(AttentionSizes { b, t, nh, kv, .. }: AttentionSizes, part: usize) -> impl Iterator<Item = Place> {
     let heads = if part == K || part == V { kv } else { nh };
     (0..b).flat_map(move |b| (0..t).flat_map(move |t| (0..heads).map(move |h| [b, t, h])))
 }
@@ -36,14 +36,14 @@ pub fn places(Shape { b, t, nh, kv, .. }: Shape, part: usize) -> impl Iterator<I
 /// qkv (B,T,NH+2KV,HS) and dout (B,T,NH,HS).
 #[derive(Clone)]
 pub struct Inputs {
-    pub shape: Shape,
+    pub shape: AttentionSizes,
     pub qkv: Vec<f64>,
     pub dout: Vec<f64>,
 }
 
 impl Inputs {
     /// Returns random Q, K and V in ±`range` and dout in ±1, all representable in `T`.
-    pub fn random<T: Element>(shape: Shape, range: f64, seed: u32) -> Self {
+    pub fn random<T: Element>(shape: AttentionSizes, range: f64, seed: u32) -> Self {
         let zeros = Self::zeros(shape);
         let qkv: Vec<_> = noise(zeros.qkv.len(), seed).iter().map(|x| range * x).collect();
         let exact = |values: &[f64]| wide(&rounded::<T>(values));
@@ -51,14 +51,14 @@ impl Inputs {
     }
 
     /// Returns inputs of zeros.
-    pub fn zeros(shape: Shape) -> Self {
+    pub fn zeros(shape: AttentionSizes) -> Self {
         let elements = |heads: usize| vec![0.0; shape.b * shape.t * heads * shape.hs];
         Self { shape, qkv: elements(shape.nh + 2 * shape.kv), dout: elements(shape.nh) }
     }
 
     /// Returns the same attention with a copy of K and V for each query head.
     pub fn replicated(&self) -> Self {
-        let Shape { b, t, nh, hs, .. } = self.shape;
+        let AttentionSizes { b, t, nh, hs, .. } = self.shape;
         let mut copies = Self { dout: self.dout.clone(), ..Self::zeros(multi_head(b, t, nh, hs)) };
         for place in places(copies.shape, Q) {
             copies.row_mut(Q, place).copy_from_slice(self.row(Q, place));
@@ -85,12 +85,12 @@ impl Inputs {
 }
 
 /// Returns the indices of the keys and values that a query head reads at its own position.
-fn key_place(shape: Shape, [b, t, h]: Place) -> Place {
+fn key_place(shape: AttentionSizes, [b, t, h]: Place) -> Place {
     [b, t, h / group(shape)]
 }
 
 /// Returns the index of the first element of a row in qkv or dout.
-fn element(Shape { t: length, nh, kv, hs, .. }: Shape, part: usize, [b, t, h]: Place) -> usize {
+fn element(AttentionSizes { t: length, nh, kv, hs, .. }: AttentionSizes, part: usize, [b, t, h]: Place) -> usize {
     let row = b * length + t;
     match part {
         DOUT => (row * nh + h) * hs,
@@ -124,7 +124,7 @@ pub const ALL: [Tensor; 5] = [Tensor::Out, Tensor::Lse, Tensor::DQ, Tensor::DK, 
 
 /// out (B,T,NH,HS), lse (B,NH,T), dqkv (B,T,NH+2KV,HS).
 pub struct Results {
-    pub shape: Shape,
+    pub shape: AttentionSizes,
     pub out: Vec<f64>,
     pub lse: Vec<f64>,
     pub dqkv: Vec<f64>,
@@ -153,7 +153,7 @@ impl Results {
 /// Computes softmax(Q Kᵀ / sqrt(HS) + causal mask) V and its derivatives.
 pub fn reference(inputs: &Inputs) -> Results {
     let shape = inputs.shape;
-    let Shape { b, t, nh, hs, .. } = shape;
+    let AttentionSizes { b, t, nh, hs, .. } = shape;
     let zeros = Inputs::zeros(shape);
     let mut results = Results { shape, out: zeros.dout, lse: vec![0.0; b * nh * t], dqkv: zeros.qkv };
     let scale = 1.0 / (hs as f64).sqrt();
@@ -340,7 +340,7 @@ pub fn check_causal(attend: impl Attend, inputs: &Inputs, other: &Inputs, positi
 /// Checks that groups of heads, of all sequences, do not depend on each other or on their position: shifts them by
 /// `shift`.
 pub fn check_heads(attend: impl Attend, inputs: &Inputs, shift: usize) {
-    let Shape { b, nh, kv, .. } = inputs.shape;
+    let AttentionSizes { b, nh, kv, .. } = inputs.shape;
     let origin = |part, [sequence, t, h]: Place| {
         let (heads, shift) = if part == K || part == V { (kv, shift) } else { (nh, shift * group(inputs.shape)) };
         let head = (sequence * heads + h + shift) % (b * heads);
@@ -386,7 +386,7 @@ pub fn check_groups(attend: impl Attend, inputs: &Inputs, part: f64) {
 /// dout over the queries of the group, and the sum of dK is 0. `part` is the allowed error relative to the root mean square of the
 /// summands times the square root of their number.
 pub fn check_sums(attend: impl Attend, inputs: &Inputs, part: f64) {
-    let Shape { b, t, kv, hs, .. } = inputs.shape;
+    let AttentionSizes { b, t, kv, hs, .. } = inputs.shape;
     let group = group(inputs.shape);
     let got = attend(inputs);
     for (b, h, i) in (0..b).flat_map(|b| (0..kv).flat_map(move |h| (0..hs).map(move |i| (b, h, i)))) {
@@ -407,7 +407,7 @@ pub fn check_sums(attend: impl Attend, inputs: &Inputs, part: f64) {
 }
 
 /// Checks scores of 0: outputs are running means, and dQ and dK are 0.
-pub fn check_zeros(attend: impl Attend, shape: Shape, errors: Errors) {
+pub fn check_zeros(attend: impl Attend, shape: AttentionSizes, errors: Errors) {
     let mut inputs = Inputs::zeros(shape);
     let got = attend(&inputs);
     assert_agrees(&inputs, &got, errors);
@@ -419,7 +419,7 @@ pub fn check_zeros(attend: impl Attend, shape: Shape, errors: Errors) {
 }
 
 /// Checks large scores that are equal for all keys of a query: outputs are running means.
-pub fn check_equal_scores<T: Precision>(attend: impl Attend, shape: Shape) {
+pub fn check_equal_scores<T: Precision>(attend: impl Attend, shape: AttentionSizes) {
     let mut inputs = Inputs::random::<T>(shape, 4.0, 11);
     let key = inputs.row(K, [0, 0, 0]).to_vec();
     for place in places(shape, K) {
@@ -439,7 +439,7 @@ pub fn check_equal_scores<T: Precision>(attend: impl Attend, shape: Shape) {
 ///
 /// The outputs of these queries are the key's value, its dV is the sum of their dout, and the gradients of all scores
 /// vanish.
-pub fn check_dominant_key<T: Precision>(attend: impl Attend, shape: Shape, key: usize) {
+pub fn check_dominant_key<T: Precision>(attend: impl Attend, shape: AttentionSizes, key: usize) {
     let mut inputs = Inputs::random::<T>(shape, 2.0, 12);
     let strong = 48.0;
     for place in places(shape, Q) {
@@ -469,7 +469,7 @@ pub fn check_dominant_key<T: Precision>(attend: impl Attend, shape: Shape, key: 
 }
 
 /// Checks scores near ±10^4, where any key may have the maximum.
-pub fn check_large_scores<T: Precision>(attend: impl Attend, shape: Shape) {
+pub fn check_large_scores<T: Precision>(attend: impl Attend, shape: AttentionSizes) {
     let inputs = Inputs::random::<T>(shape, 170.0, 9);
     let (got, want) = (attend(&inputs), reference(&inputs));
     assert!(want.lse.iter().any(|&lse| lse > 8e3) && want.lse.iter().any(|&lse| lse < -2e3));
@@ -486,7 +486,7 @@ pub fn check_large_scores<T: Precision>(attend: impl Attend, shape: Shape) {
 }
 
 /// Checks that NaN and infinity in one key-value head of one sequence and its query heads do not change other groups.
-pub fn check_spoilt_head<T: Precision>(attend: impl Attend, shape: Shape, [b, kv_head]: [usize; 2]) {
+pub fn check_spoilt_head<T: Precision>(attend: impl Attend, shape: AttentionSizes, [b, kv_head]: [usize; 2]) {
     let clean = Inputs::random::<T>(shape, 2.0, 13);
     let want = attend(&clean);
     let in_group = |part, [sequence, _, h]: Place| {
@@ -513,7 +513,7 @@ pub fn check_spoilt_head<T: Precision>(attend: impl Attend, shape: Shape, [b, kv
 
 /// Checks that NaN and infinity in Q and dout of one query head of one sequence do not change other heads, except dK and
 /// dV of its group.
-pub fn check_spoilt_query_head<T: Precision>(attend: impl Attend, shape: Shape, [b, h]: [usize; 2]) {
+pub fn check_spoilt_query_head<T: Precision>(attend: impl Attend, shape: AttentionSizes, [b, h]: [usize; 2]) {
     let clean = Inputs::random::<T>(shape, 2.0, 15);
     let want = attend(&clean);
     for x in [f64::NAN, f64::INFINITY] {
@@ -540,7 +540,7 @@ pub fn check_spoilt_query_head<T: Precision>(attend: impl Attend, shape: Shape, 
 /// Masked positions must not affect the result, with one exception for positions of the same tile of `tile` positions:
 /// V (for out and dQ), K (for dQ), and Q and dout (for dK and dV) are multiplied by probabilities of 0, which gives
 /// NaN.
-pub fn check_spoilt_position<T: Precision>(attend: impl Attend, shape: Shape, position: usize, tile: usize) {
+pub fn check_spoilt_position<T: Precision>(attend: impl Attend, shape: AttentionSizes, position: usize, tile: usize) {
     let clean = Inputs::random::<T>(shape, 2.0, 14);
     let want = attend(&clean);
     let (tile_begin, tile_end) = (position / tile * tile, position / tile * tile + tile);

@@ -3,11 +3,11 @@
 use super::{Tolerance, assert_close, assert_same, noise, quantized, read, rounded, run, wide};
 use cuda_std::emulate::Memory;
 use cuda_std::{E4m3, Element, GlobalMut, bf16};
-use gpu::norm::launch::{self, BackwardOperands, ForwardOperands, Kind, Size, Weight};
+use gpu::norm::launch::{self, BackwardOperands, ForwardOperands, NormKind, Size, Weight};
 use gpu::quantize::QuantizedOperands;
 
 /// (rows, C). Covers one row, the channels of GPT-2, Llama and Qwen models, multiples of 80 that leave lanes idle, every
-/// `Shape` of both types, fewer rows than a block processes at a time, and several iterations per block.
+/// `RowShape` of both types, fewer rows than a block processes at a time, and several iterations per block.
 const SHAPES: [(usize, usize); 15] = [
     (45, 1280),
     (1, 8),
@@ -51,7 +51,7 @@ pub struct Forward {
 
 /// A norm with its parameters.
 pub struct Norm<T> {
-    kind: Kind,
+    kind: NormKind,
     channels: usize,
     pub weight: Option<Vec<T>>,
     bias: Option<Vec<T>>,
@@ -61,15 +61,21 @@ pub struct Norm<T> {
 
 impl<T: Tolerance> Norm<T> {
     pub fn layernorm(weight: Vec<T>, bias: Vec<T>) -> Self {
-        Self { kind: Kind::LayerNorm, channels: weight.len(), weight: Some(weight), bias: Some(bias), eps: f32::NAN }
+        Self {
+            kind: NormKind::LayerNorm,
+            channels: weight.len(),
+            weight: Some(weight),
+            bias: Some(bias),
+            eps: f32::NAN,
+        }
     }
 
     pub fn rmsnorm(channels: usize, weight: Option<Vec<T>>, eps: f32) -> Self {
-        Self { kind: Kind::RmsNorm, channels, weight, bias: None, eps }
+        Self { kind: NormKind::RmsNorm, channels, weight, bias: None, eps }
     }
 
     fn is_layernorm(&self) -> bool {
-        self.kind == Kind::LayerNorm
+        self.kind == NormKind::LayerNorm
     }
 
     /// Normalizes in f64.

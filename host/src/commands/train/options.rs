@@ -14,7 +14,7 @@ use checkpoint::config;
 use clap::{Arg, ArgAction, Args, Command};
 use distributed::rendezvous::Endpoint;
 use engine::ops::MuonCoefficients;
-use model::schedule::Kind;
+use model::schedule::ScheduleKind;
 use model::{MasterWeights, Moments, Optimizer, Recompute};
 use serde::Serialize;
 use std::env;
@@ -145,7 +145,7 @@ pub struct TrainOptions {
 
     /// Schedule of the learning rate
     #[arg(short = 'k', long, value_enum, default_value = "cosine", help_heading = OPTIMIZER)]
-    pub schedule: Kind,
+    pub schedule: ScheduleKind,
 
     /// With --schedule trapezoidal: fraction of the steps, at the end, in which the learning rate decays [default: 0.4]
     #[arg(long, value_name = "FRACTION", value_parser = fraction, help_heading = OPTIMIZER)]

@@ -11,7 +11,7 @@ use data::{Geometry, Loader, MultipleChoice, Tokens, check, tokens};
 use engine::open::Opened;
 use engine::tensor::DType;
 use interchange::ModelSource;
-use model::schedule::Kind;
+use model::schedule::ScheduleKind;
 use model::{Descriptor, Fp8Settings, MasterWeights, Moments, Optimizer, fit};
 use std::path::Path;
 use tokenizer::Tokenizer;
@@ -181,7 +181,7 @@ fn check_optimizer(options: &TrainOptions, descriptor: Descriptor, opened: &Open
         ensure!(bf16 || !given, "{flag}: expected bf16 parameters, found f32; omit this flag");
     }
     ensure!(
-        options.warmdown.is_none() || options.schedule == Kind::Trapezoidal,
+        options.warmdown.is_none() || options.schedule == ScheduleKind::Trapezoidal,
         "--warmdown: expected --schedule trapezoidal, found another schedule; add it or omit this flag"
     );
     ensure!(
@@ -285,7 +285,7 @@ fn config(
     opened: &Opened,
 ) -> Result<Config> {
     let final_fraction = match options.schedule {
-        Kind::Trapezoidal => 0.0,
+        ScheduleKind::Trapezoidal => 0.0,
         _ if options.spelled_for_llm_c && options.train.is_some() => FINAL_FRACTION_OF_LLM_C,
         _ => defaults.final_fraction,
     };
@@ -319,7 +319,7 @@ fn flags(options: &TrainOptions, defaults: &Defaults, fp8: Option<Fp8Settings>, 
     let mut flags = options.clone();
     flags.out = options.out().map(Path::to_owned);
     flags.sample_every = options.sample_every.or(defaults.sample_every);
-    if options.schedule == Kind::Trapezoidal {
+    if options.schedule == ScheduleKind::Trapezoidal {
         flags.warmdown.get_or_insert(WARMDOWN);
     }
     if options.optimizer == Optimizer::Muon {

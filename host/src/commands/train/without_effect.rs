@@ -5,7 +5,7 @@ use engine::GeluFusion;
 use engine::open::{Device, MatmulBackend, Opened, Precision};
 use model::MasterWeights;
 use model::guards::WINDOW;
-use model::schedule::Kind;
+use model::schedule::ScheduleKind;
 
 /// Returns a note for each flag that has no effect, with the reason.
 pub fn notes(options: &TrainOptions, config: &Config, opened: &Opened, ranks: usize) -> Vec<String> {
@@ -35,9 +35,9 @@ pub fn notes(options: &TrainOptions, config: &Config, opened: &Opened, ranks: us
         ("--local-rank", cpu && single && launch.local_rank.is_some(), on_cpu),
         ("--tf32", hardware.tf32 && cpu, on_cpu),
         ("--tf32", hardware.tf32 && opened.precision != Precision::Fp32, "the precision is not fp32"),
-        ("--warmup", config.warmup > config.steps && flags.schedule != Kind::Constant, &warmup),
-        ("--warmup", options.warmup.is_some_and(|n| n > 0) && flags.schedule == Kind::Constant, constant),
-        ("--final-fraction", options.final_fraction.is_some() && flags.schedule == Kind::Constant, constant),
+        ("--warmup", config.warmup > config.steps && flags.schedule != ScheduleKind::Constant, &warmup),
+        ("--warmup", options.warmup.is_some_and(|n| n > 0) && flags.schedule == ScheduleKind::Constant, constant),
+        ("--final-fraction", options.final_fraction.is_some() && flags.schedule == ScheduleKind::Constant, constant),
         ("--zero-stage", single && flags.zero_stage > 0, one_rank),
         ("--zero-stage", grouped == Some(1) && flags.zero_stage > 0, "--shard-size is 1"),
         ("--shard-size", single && options.shard_size.is_some(), one_rank),
