@@ -8,6 +8,7 @@ The first command writes, for NAME = tiny (or another of the SHAPES below):
     tiny.bin              model, fp32 (version 3)
     tiny_debug_state.bin  inputs, targets, logits, loss and the gradient of every parameter
     tiny_losses.json      losses and gradient norms of ten AdamW steps on that batch, for several settings
+    tiny_losses.txt       the losses with the settings of examples/train_gpt2, which are those of llm.c's test_gpt2
 Values are computed in double precision on DEVICE (cpu, or cuda for large models) and stored in single precision. The second
 command prints CRC-32s of normally distributed tensors.
 Without ATEN_CPU_CAPABILITY=default, PyTorch draws normal values with vector instructions, which round differently.
@@ -41,6 +42,8 @@ SETTINGS = [
     {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "clip": 1.0},
     {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0},
 ]
+# Decays all parameters and does not clip.
+TEST_GPT2 = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "clip": math.inf}
 
 
 def make_parameters(generator):
@@ -91,11 +94,11 @@ def loss_of(logits, y):
     return F.cross_entropy(logits.reshape(-1, V), y.reshape(-1))
 
 
-def train(parameters, x, y, settings):
+def train(parameters, x, y, settings, decayed=DECAYED):
     p = {name: value.double().to(x.device, copy=True).requires_grad_() for name, value in parameters.items()}
     groups = [
-        {"params": [p[n] for n in ORDER if n in DECAYED], "weight_decay": settings["weight_decay"]},
-        {"params": [p[n] for n in ORDER if n not in DECAYED], "weight_decay": 0.0},
+        {"params": [p[n] for n in ORDER if n in decayed], "weight_decay": settings["weight_decay"]},
+        {"params": [p[n] for n in ORDER if n not in decayed], "weight_decay": 0.0},
     ]
     betas = (settings["beta1"], settings["beta2"])
     optimizer = torch.optim.AdamW(groups, lr=settings["learning_rate"], betas=betas, eps=settings["eps"])
@@ -142,6 +145,8 @@ def write_reference(name, folder, device):
 
     runs = [train(parameters, x, y, settings) for settings in SETTINGS]
     (folder / f"{name}_losses.json").write_text(json.dumps(runs, indent=1) + "\n")
+    losses = train(parameters, x, y, TEST_GPT2, set(ORDER))["losses"]
+    (folder / f"{name}_losses.txt").write_text("".join(f"{loss:.9f}\n" for loss in losses))
 
 
 def print_normal():
