@@ -42,7 +42,7 @@ unsafe impl Send for Handle {}
 unsafe impl Sync for Handle {}
 
 impl Handle {
-    /// Opens cuBLASLt and creates a context. Returns [`Error::Missing`] if the library is not found.
+    /// Opens cuBLASLt and creates a context. Returns [`Error::Missing`](crate::Error::Missing) if the library is not found.
     pub fn new(gpu: &Gpu) -> Result<Self> {
         let lt = library()?;
         gpu.make_current()?;
