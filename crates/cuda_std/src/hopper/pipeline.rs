@@ -84,6 +84,7 @@ pub struct PipelineBarriers {
 
 impl PipelineBarriers {
     /// Takes the barriers of `stages` stages from `layout`.
+    #[cfg(not(all(target_arch = "nvptx64", feature = "checked")))]
     pub fn new(layout: &mut Layout, stages: usize) -> Self {
         Self { full: layout.mbarriers(stages), empty: layout.mbarriers(stages) }
     }
