@@ -164,7 +164,8 @@ mod tests {
         residual.validate(&Gemm { epilogue: BIAS_RESIDUAL, ..FORWARD }).unwrap();
         assert!(refusal(FORWARD, residual).contains("residual"));
         let scale = Some(ScaleFactors { alpha: 1.0, beta: 0.5 });
-        let batch = Some(StridedBatch { count: 2, a: 256 * 768, b: 768 * 2304, out: 256 * 2304 });
+        let strides = StridedBatch { count: 2, a: 256 * 768, b: 768 * 2304, out: 256 * 2304 };
+        let batch = Some(strides);
         let epilogue = GemmEpilogue { residual: Some(Residual::Scaled), ..GemmEpilogue::NONE };
         let batched = Gemm { layout: GemmLayout::Nn, batching: Batching::Strided, epilogue, ..FORWARD };
         let scaled = GemmOperands { bias: None, scale, batch, ..residual };
@@ -173,10 +174,8 @@ mod tests {
         assert!(refusal(batched, GemmOperands { batch: None, ..scaled }).contains("batch: expected some"));
         assert!(refusal(FORWARD, GemmOperands { scale, ..AT }).contains("factors: expected none"));
         assert!(refusal(FORWARD, GemmOperands { batch, ..AT }).contains("batch: expected none"));
-        for wrong in [
-            StridedBatch { b: 768 * 2304 - 128, ..batch.unwrap() },
-            StridedBatch { out: 256 * 2304 + 64, ..batch.unwrap() },
-        ] {
+        for wrong in [StridedBatch { b: 768 * 2304 - 128, ..strides }, StridedBatch { out: 256 * 2304 + 64, ..strides }]
+        {
             let text = refusal(batched, GemmOperands { batch: Some(wrong), ..scaled });
             assert!(text.contains("strides: expected multiples of 128"), "{text}");
         }
