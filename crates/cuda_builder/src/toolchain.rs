@@ -259,7 +259,6 @@ fn subdirectories(directory: &Path) -> Vec<PathBuf> {
 #[cfg(test)]
 mod tests {
     use std::fs;
-    use std::os::unix::fs::PermissionsExt;
 
     use super::*;
 
@@ -273,8 +272,12 @@ mod tests {
         let rustc = prefix.join("bin/rustc");
         let about = format!("release: {release}\\nhost: x86_64-unknown-linux-gnu\\nLLVM version: 22.1.8");
         let answer = format!("#!/bin/sh\nif [ $1 = -vV ]; then echo '{about}'; else echo {}; fi\n", prefix.display());
-        fs::write(&rustc, answer.replace("\\n", "\n"))?;
-        fs::set_permissions(&rustc, fs::Permissions::from_mode(0o755))?;
+        let script = prefix.join("rustc.sh");
+        fs::write(&script, answer.replace("\\n", "\n"))?;
+        // Another process writes the program. A program cannot start while a file descriptor is open that can write it, and processes that
+        // other tests start inherit the file descriptors of this one.
+        let installed = Command::new("install").arg("-m755").args([&script, &rustc]).status()?;
+        assert!(installed.success(), "install: {installed}");
         for tool in LLVM_TOOLS {
             fs::write(prefix.join("lib/llvm-22/bin").join(tool), "")?;
         }
