@@ -3,7 +3,7 @@
 use crate::common::{fail, succeed};
 use serde_json::Value;
 
-const MEASURED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/bench/plan");
+const MEASURED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/internals/bench/plan");
 const CLUSTER: &[&str] = &["plan", "--model", "d12", "--gpus", "16", "--intra", "450GB/s", "--inter", "400Gb/s"];
 
 fn with<'a>(more: &[&'a str]) -> Vec<&'a str> {

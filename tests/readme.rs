@@ -1,5 +1,5 @@
 //! Statements of the documents about the program: the README's commands from text to a Hugging Face directory, at a smaller size,
-//! the budget of packages in CONTRIBUTING.md, and the order of crates in docs/architecture.md.
+//! the budget of packages in CONTRIBUTING.md, and the order of crates in docs/internals/architecture.md.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::env;
@@ -107,7 +107,7 @@ fn manifest(directory: &Path) -> toml::Table {
 #[test]
 fn crates_depend_only_on_those_above_them_in_the_architecture() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-    let text = fs::read_to_string(root.join("docs/architecture.md")).unwrap();
+    let text = fs::read_to_string(root.join("docs/internals/architecture.md")).unwrap();
     let section = text.split("### Crate dependencies\n").nth(1).and_then(|rest| rest.split("\n### ").next()).unwrap();
     let rows = section.lines().filter(|line| line.starts_with("| `"));
     // Crates in one row may depend on each other.
@@ -115,8 +115,9 @@ fn crates_depend_only_on_those_above_them_in_the_architecture() {
     for (row, line) in rows.enumerate() {
         rank.extend(line.split('|').nth(1).unwrap().split('`').skip(1).step_by(2).map(|name| (name.to_owned(), row)));
     }
-    let listed =
-        |path: &str| *rank.get(path).unwrap_or_else(|| panic!("docs/architecture.md: no crate {path} in the list"));
+    let listed = |path: &str| {
+        *rank.get(path).unwrap_or_else(|| panic!("docs/internals/architecture.md: no crate {path} in the list"))
+    };
 
     let workspace = manifest(root)["workspace"]["dependencies"].as_table().unwrap().clone();
     let path_of = |name: &str| workspace.get(name)?.get("path")?.as_str().map(str::to_owned);
@@ -128,7 +129,7 @@ fn crates_depend_only_on_those_above_them_in_the_architecture() {
         for path in tables.flat_map(|table| table.keys()).filter_map(|name| path_of(name)) {
             assert!(
                 listed(&path) <= listed(directory),
-                "docs/architecture.md: {directory} depends on {path}, which is below it"
+                "docs/internals/architecture.md: {directory} depends on {path}, which is below it"
             );
             edges += 1;
         }

@@ -16,7 +16,7 @@ impl<'a> ModuleChoice<'a> {
     ///
     /// A cubin runs on its own major version from its minor version on. PTX runs on every newer architecture. Code for an "a" or "f"
     /// architecture is used on exactly that one, and only as a cubin: the compiler in driver 580 miscompiles large kernels from its PTX
-    /// (docs/performance/toolchain.md).
+    /// (docs/internals/performance/toolchain.md).
     pub fn newest(modules: &'a [Module], (major, minor): (u32, u32), wanted: Option<&str>) -> Option<Self> {
         let runs = |module: &&Module| {
             Architecture::of(module).is_some_and(|arch| {

@@ -22,7 +22,7 @@
 //! the time of a device build. Set `LLM_RS_CUBINS=1` to build cubins anyway, for programs that run on other machines and to
 //! check kernels for register spills. [`CudaBuilder::only_for_local_gpus`] builds nothing there. Without cubins, the driver compiles the PTX of `sm_80` when the program starts, and
 //! the kernels for `sm_90a` are not available (the driver's compiler miscompiles them, see
-//! docs/performance/toolchain.md). `LLM_RS_CUBINS=0` turns cubins off.
+//! docs/internals/performance/toolchain.md). `LLM_RS_CUBINS=0` turns cubins off.
 //!
 //! # Files
 //!

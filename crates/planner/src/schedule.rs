@@ -12,7 +12,7 @@ use model::{Optimizer, Param, Unit};
 use serde::Serialize;
 
 /// Measured loss of kernels beside collectives, as a multiple of the time of the collectives: two H200 with NVLink
-/// (docs/scaling.md).
+/// (docs/internals/scaling.md).
 pub const SLOWDOWN: f64 = 1.5;
 
 /// The ranks of a collective.

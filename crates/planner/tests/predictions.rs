@@ -1,4 +1,4 @@
-//! Predictions against measurements of one and two GPUs. With `--nocapture` it prints the table of docs/scaling.md.
+//! Predictions against measurements of one and two GPUs. With `--nocapture` it prints the table of docs/internals/scaling.md.
 
 use engine::open::{Precision, planning_engine};
 use model::MasterWeights;
@@ -7,7 +7,7 @@ use planner::measured::{MeasuredStep, Sweep};
 use planner::{Cluster, Links, Planned, Request, fit, schedule};
 use std::path::{Path, PathBuf};
 
-const DIRECTORY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/bench/plan");
+const DIRECTORY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/internals/bench/plan");
 
 /// Returns all measured steps whose file names begin with `prefix`, in the order of names.
 fn steps(prefix: &str) -> Vec<MeasuredStep> {

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::Command;
 
 /// The output of `kernels run all --device cuda --json FILE`.
-const TIMES: &str = "docs/bench/kernel-examples.json";
+const TIMES: &str = "docs/internals/bench/kernel-examples.json";
 
 /// The recorded run.
 #[derive(Deserialize)]
@@ -187,7 +187,7 @@ mod tests {
     #[test]
     fn a_table_has_the_times_of_the_recorded_run() {
         let directory = tempfile::tempdir().unwrap();
-        fs::create_dir_all(directory.path().join("docs/bench")).unwrap();
+        fs::create_dir_all(directory.path().join("docs/internals/bench")).unwrap();
         let json = r#"{"machine": "a GPU", "copy_gbs": 4000.0, "gemm_tflops": 700.0, "rows": [{"name": "gelu_bf16", "us": 10.0,
             "bytes": 30000000, "flops": 0, "bound": "memory", "percent_of_roofline": 75.0}]}"#;
         fs::write(directory.path().join(TIMES), json).unwrap();
@@ -199,7 +199,7 @@ mod tests {
     #[test]
     fn a_table_has_a_library_if_a_kernel_is_compared_with_one() {
         let directory = tempfile::tempdir().unwrap();
-        fs::create_dir_all(directory.path().join("docs/bench")).unwrap();
+        fs::create_dir_all(directory.path().join("docs/internals/bench")).unwrap();
         let json = r#"{"machine": "a GPU", "copy_gbs": 4000.0, "gemm_tflops": 700.0, "rows": [{"name": "gemm_mma", "us": 2000.0,
             "bytes": 1, "flops": 4e9, "bound": "compute", "percent_of_roofline": 0.25, "library": "cuBLASLt", "percent_of_library": 11.2}]}"#;
         fs::write(directory.path().join(TIMES), json).unwrap();

@@ -7,7 +7,7 @@ use std::fs;
 use std::path::Path;
 
 /// The output of `examples/kernels/profile.py`.
-const PROFILES: &str = "docs/bench/kernel-profiles.json";
+const PROFILES: &str = "docs/internals/bench/kernel-profiles.json";
 /// Percentage from which a kernel counts as one that uses tensor cores. The counter of kernels without them is up to 2.
 const TENSOR_CORES: f64 = 5.0;
 
@@ -102,7 +102,7 @@ mod tests {
 
     fn repository() -> tempfile::TempDir {
         let directory = tempfile::tempdir().unwrap();
-        fs::create_dir_all(directory.path().join("docs/bench")).unwrap();
+        fs::create_dir_all(directory.path().join("docs/internals/bench")).unwrap();
         let json = r#"{"machine": "a GPU", "rows": [
             {"entry": "gelu_naive", "us": 205.4, "dram_percent": 52.4, "tensor_percent": 2.0, "issue_percent": 36.1,
              "warps_percent": 72.0, "registers": 16, "stalls": [["long_scoreboard", 24.4], ["wait", 2.4]], "arch": "sm_90a"},
@@ -136,7 +136,10 @@ mod tests {
     #[test]
     fn an_unknown_entry_point_is_an_error() {
         let error = table(repository().path(), &["gelu_naive", "gelu_fast"]).unwrap_err().to_string();
-        assert!(error.starts_with("docs/bench/kernel-profiles.json: expected entry point gelu_fast"), "{error}");
+        assert!(
+            error.starts_with("docs/internals/bench/kernel-profiles.json: expected entry point gelu_fast"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -200,7 +200,7 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
         } else {
             // Even for a single group, the group is computed from the thread index. ptxas then treats the row as
             // thread-dependent, allocates twice the registers in the backward kernel, and schedules its loads earlier.
-            // This makes it 7 to 12 % faster (docs/performance/memory-bound.md).
+            // This makes it 7 to 12 % faster (docs/internals/performance/memory-bound.md).
             let thread = thread::thread_idx_x() as usize;
             (thread / (WARPS * LANES), thread % (WARPS * LANES))
         };
