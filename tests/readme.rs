@@ -1,5 +1,5 @@
-//! Statements of the documents about the program: the README's commands from text to a Hugging Face directory, at a smaller size,
-//! the budget of packages in CONTRIBUTING.md, and the order of crates in docs/internals/architecture.md.
+//! Statements of the documents about the program: the commands of docs/train.md from text to a Hugging Face directory, at a smaller
+//! size, the budget of packages in CONTRIBUTING.md, and the order of crates in docs/internals/architecture.md.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::env;
@@ -7,7 +7,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// Flags of the README with values that make the training run small.
+/// Flags of the guide with values that make the training run small.
 const SMALL: &[(&str, &str)] = &[
     ("--layers", "1"),
     ("--batch", "2"),
@@ -18,9 +18,9 @@ const SMALL: &[(&str, &str)] = &[
     ("--val-batches", "2"),
 ];
 
-/// Returns the commands of the README's section for the CPU: the indented lines after it, with continuations joined.
-fn commands(readme: &str) -> Vec<Vec<String>> {
-    let section = readme.split("**On a CPU**").nth(1).expect("the README has a section for the CPU");
+/// Returns the commands of the guide's section for the CPU: its first indented lines, with continuations joined.
+fn commands(guide: &str) -> Vec<Vec<String>> {
+    let section = guide.split("## All steps on a CPU\n").nth(1).expect("docs/train.md has a section for the CPU");
     let lines =
         section.lines().skip_while(|line| !line.starts_with("    ")).take_while(|line| line.starts_with("    "));
     let block = lines.collect::<Vec<_>>().join("\n").replace("\\\n", " ");
@@ -31,15 +31,15 @@ fn commands(readme: &str) -> Vec<Vec<String>> {
 fn commands_from_text_to_a_hugging_face_directory_work() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let directory = tempfile::tempdir().unwrap();
-    // A part of the text that the README names.
+    // A part of the text that the guide names.
     for name in ["docs", "crates"] {
         fs::create_dir(directory.path().join(name)).unwrap();
     }
-    fs::copy(root.join("docs/testing.md"), directory.path().join("docs/testing.md")).unwrap();
+    fs::copy(root.join("docs/internals/architecture.md"), directory.path().join("docs/architecture.md")).unwrap();
     fs::copy(root.join("crates/rng/src/lib.rs"), directory.path().join("crates/rng.rs")).unwrap();
 
-    let mut commands = commands(&fs::read_to_string(root.join("README.md")).unwrap());
-    assert_eq!(commands.len(), 4, "{commands:?}");
+    let mut commands = commands(&fs::read_to_string(root.join("docs/train.md")).unwrap());
+    assert_eq!(commands.len(), 6, "{commands:?}");
     for command in &mut commands {
         if command[1] == "train" {
             for (flag, value) in SMALL {
@@ -58,7 +58,7 @@ fn commands_from_text_to_a_hugging_face_directory_work() {
         assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
     }
 
-    let out = commands[3].last().unwrap();
+    let out = commands[5].last().unwrap();
     for file in ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"] {
         assert!(directory.path().join(out).join(file).is_file(), "{out}/{file}");
     }
