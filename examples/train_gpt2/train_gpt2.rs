@@ -28,6 +28,11 @@ use std::{fs, thread};
 
 type Result<T> = std::result::Result<T, String>;
 
+/// Prints a line. Ends the program if nothing reads its output anymore.
+macro_rules! say {
+    ($($text:tt)*) => { if writeln!(std::io::stdout(), $($text)*).is_err() { std::process::exit(1) } };
+}
+
 // -------- The model: sizes, tensors, forward and backward pass --------
 
 /// The sizes of a model, and of the batches that it reads.
@@ -186,12 +191,12 @@ impl Gpt2 {
             matmul_forward(&mut a.qkv, &a.ln1, &p.qkvw, Some(&p.qkvb), c);
             attention_forward(&mut a.atty, &mut a.att, &a.qkv, *s);
             matmul_forward(&mut a.residual2, &a.atty, &p.attprojw, Some(&p.attprojb), c);
-            add(&mut a.residual2, residual);
+            add_scaled(&mut a.residual2, residual, 1.0);
             layernorm_forward(&mut a.ln2, &mut a.ln2_stats, &a.residual2, &p.ln2w, &p.ln2b);
             matmul_forward(&mut a.fch, &a.ln2, &p.fcw, Some(&p.fcb), c);
             gelu_forward(&mut a.fch_gelu, &a.fch);
             matmul_forward(&mut a.residual3, &a.fch_gelu, &p.fcprojw, Some(&p.fcprojb), 4 * c);
-            add(&mut a.residual3, &a.residual2);
+            add_scaled(&mut a.residual3, &a.residual2, 1.0);
             residual = &a.residual3;
         }
         layernorm_forward(&mut o.lnf, &mut o.lnf_stats, residual, &params.outer.lnfw, &params.outer.lnfb);
@@ -264,14 +269,14 @@ fn parallel(out: &mut [f32], width: usize, f: impl Fn(usize, &mut [f32]) + Sync)
 fn encoder_forward(out: &mut [f32], tokens: &[u16], wte: &[f32], wpe: &[f32], s: Sizes) {
     for (i, (out, &token)) in out.chunks_mut(s.c).zip(tokens).enumerate() {
         out.copy_from_slice(row(wte, token as usize, s.c));
-        add(out, row(wpe, i % s.t, s.c));
+        add_scaled(out, row(wpe, i % s.t, s.c), 1.0);
     }
 }
 
 fn encoder_backward(dwte: &mut [f32], dwpe: &mut [f32], dout: &[f32], tokens: &[u16], s: Sizes) {
     for (i, (dout, &token)) in dout.chunks(s.c).zip(tokens).enumerate() {
-        add(row_mut(dwte, token as usize, s.c), dout);
-        add(row_mut(dwpe, i % s.t, s.c), dout);
+        add_scaled(row_mut(dwte, token as usize, s.c), dout, 1.0);
+        add_scaled(row_mut(dwpe, i % s.t, s.c), dout, 1.0);
     }
 }
 
@@ -332,7 +337,7 @@ fn matmul_backward(
     gemm(dinp, c, Matrix::new(dout, oc), Matrix::new(weight, c));
     gemm(dweight, c, Matrix::new(dout, oc).transposed(), Matrix::new(inp, c));
     if let Some(dbias) = dbias {
-        dout.chunks(oc).for_each(|dout| add(dbias, dout));
+        dout.chunks(oc).for_each(|dout| add_scaled(dbias, dout, 1.0));
     }
 }
 
@@ -500,10 +505,6 @@ fn row_mut(tensor: &mut [f32], i: usize, width: usize) -> &mut [f32] {
     &mut tensor[i * width..(i + 1) * width]
 }
 
-fn add(out: &mut [f32], inp: &[f32]) {
-    add_scaled(out, inp, 1.0);
-}
-
 fn add_scaled(out: &mut [f32], inp: &[f32], factor: f32) {
     out.iter_mut().zip(inp).for_each(|(out, inp)| *out += inp * factor);
 }
@@ -594,7 +595,9 @@ fn gemm_part(mut out: Vec<&mut [f32]>, a: Matrix, b: Matrix, first_row: usize, c
                 b.pack::<NR>(&mut b_panel, depth.clone(), col + j, col + cols);
                 for (a_panel, out) in a_panels.chunks(depth.len()).zip(out.chunks_mut(MR)) {
                     let (sums, width) = (multiply(a_panel, &b_panel), NR.min(cols - j));
-                    out.iter_mut().zip(&sums).for_each(|(out, sums)| add(&mut out[j..j + width], &sums[..width]));
+                    out.iter_mut()
+                        .zip(&sums)
+                        .for_each(|(out, sums)| add_scaled(&mut out[j..j + width], &sums[..width], 1.0));
                 }
             }
         }
@@ -731,12 +734,11 @@ impl Tokenizer {
         Self { tokens: (0..=255).map(|byte| vec![byte]).collect(), end_of_text: u16::from(b'\n') }
     }
 
-    /// Prints a token as soon as it is there. Characters of several tokens may look broken.
+    /// Prints a token as soon as it is there.
     fn print(&self, token: u16) {
         let bytes = self.tokens.get(token as usize).map_or(&[][..], |bytes| &bytes[..]);
         if !matches!(bytes, &[byte] if byte.is_ascii_control() && !byte.is_ascii_whitespace()) {
-            print!("{}", String::from_utf8_lossy(bytes));
-            let _ = std::io::stdout().flush();
+            let _ = std::io::stdout().write_all(bytes).and_then(|()| std::io::stdout().flush());
         }
     }
 }
@@ -838,7 +840,7 @@ impl Run {
     fn from_text() -> Result<Self> {
         let mut text = Vec::new();
         collect_text(Path::new("."), &mut text)?;
-        println!("no files of llm.c here: training a small model on {} bytes of text in this directory", text.len());
+        say!("no files of llm.c here: training a small model on {} bytes of text in this directory", text.len());
         let sizes = Sizes { b: 8, t: 64, c: 128, nh: 4, l: 4, v: 256, vp: 256, max_t: 64 };
         let mut tokens: Vec<u16> = text.into_iter().map(u16::from).collect();
         let val = DataLoader::new(tokens.split_off(tokens.len() * 9 / 10), sizes, "the text")?;
@@ -849,19 +851,18 @@ impl Run {
 
     fn train(mut self) {
         let Sizes { max_t, v, vp, l, nh, c, .. } = self.model.sizes;
-        println!("[GPT-2]\nmax_seq_len: {max_t}\nvocab_size: {v}\npadded_vocab_size: {vp}");
-        println!("num_layers: {l}\nnum_heads: {nh}\nchannels: {c}");
+        say!("[GPT-2]\nmax_seq_len: {max_t}\nvocab_size: {v}\npadded_vocab_size: {vp}");
         let total = |tensors: Vec<(_, &mut Vec<f32>)>| tensors.iter().map(|(_, tensor)| tensor.len()).sum::<usize>();
-        println!("num_parameters: {}", total(self.model.params.tensors()));
+        say!("num_layers: {l}\nnum_heads: {nh}\nchannels: {c}\nnum_parameters: {}", total(self.model.params.tensors()));
         let (train, val) = (self.train.num_batches(), self.val.num_batches());
-        println!("train dataset num_batches: {train}\nval dataset num_batches: {val}");
+        say!("train dataset num_batches: {train}\nval dataset num_batches: {val}");
         let layers: usize = self.model.layers.iter_mut().map(|layer| total(layer.tensors())).sum();
-        println!("num_activations: {}", layers + total(self.model.outer.tensors()));
+        say!("num_activations: {}", layers + total(self.model.outer.tensors()));
         let optimizer = AdamW { learning_rate: self.learning_rate, beta1: 0.9, beta2: 0.999, eps: 1e-8, decay: 0.0 };
         let mut rng = Rng(1337);
         for step in 0..=self.steps {
             if step % (self.steps / 4) == 0 {
-                println!("val loss {:.6}", self.validate());
+                say!("val loss {:.6}", self.validate());
             }
             if step > 0 && step % (self.steps / 2) == 0 {
                 self.generate(&mut rng);
@@ -876,15 +877,14 @@ impl Run {
             self.model.zero_grad();
             self.model.backward(tokens, targets);
             self.model.update(&optimizer, step as i32 + 1);
-            println!("step {step}: train loss {loss:.6} (took {:.6} ms)", start.elapsed().as_secs_f64() * 1e3);
+            say!("step {step}: train loss {loss:.6} (took {:.6} ms)", start.elapsed().as_secs_f64() * 1e3);
         }
     }
 
     /// Returns the mean loss of the first five batches of the validation data.
     fn validate(&mut self) -> f32 {
         self.val.position = 0;
-        let batches = self.val.num_batches().min(5);
-        let mut sum = 0.0;
+        let (mut sum, batches) = (0.0, self.val.num_batches().min(5));
         for _ in 0..batches {
             let (tokens, targets) = self.val.next_batch();
             self.model.forward(tokens);
@@ -898,16 +898,16 @@ impl Run {
         let Sizes { b, t, v, vp, .. } = self.model.sizes;
         let start = self.tokenizer.as_ref().map_or(v as u16 - 1, |tokenizer| tokenizer.end_of_text);
         let mut tokens = vec![start; b * t];
-        println!("generating:\n---");
+        say!("generating:\n---");
         for position in 1..t {
             self.model.forward(&tokens);
             tokens[position] = rng.sample(&row(&self.model.outer.probs, position - 1, vp)[..v]) as u16;
             match &self.tokenizer {
                 Some(tokenizer) => tokenizer.print(tokens[position]),
-                None => print!("{} ", tokens[position]),
+                None => say!("{}", tokens[position]),
             }
         }
-        println!("\n---");
+        say!("\n---");
     }
 }
 
@@ -934,12 +934,13 @@ fn test(model: &str, state: &str, losses: Option<&str>) -> Result<()> {
     let (header, body) = read_file(state, 20_240_327, &[2])?;
     (sizes.b, sizes.t) = (header[2] as usize, header[3] as usize);
     let Sizes { b, t, v, vp, max_t, .. } = sizes;
-    if b == 0 || t == 0 || t > max_t || b.saturating_mul(t) > body.len() {
-        return Err(format!("{state}: expected a batch of at most {max_t} positions, found B = {b}, T = {t}"));
+    if b == 0 || t == 0 || t > max_t || b.saturating_mul(8 * t) > body.len() {
+        return Err(format!("{state}: expected tokens of at most {max_t} positions, found B = {b}, T = {t}"));
     }
-    let Some((ids, mut rest)) = body.split_at_checked(2 * b * t * 4) else {
-        return Err(format!("{state}: expected {} token numbers, found {} bytes", 2 * b * t, body.len()));
-    };
+    let (ids, mut rest) = body.split_at(8 * b * t);
+    if let Some(id) = words(ids).find(|&id| id as usize >= v) {
+        return Err(format!("{state}: expected token numbers below {v}, found {id}"));
+    }
     let ids: Vec<u16> = words(ids).map(|id| id as u16).collect();
     let (tokens, targets) = ids.split_at(b * t);
     let mut next = |n: usize| take_floats(state, &mut rest, n);
@@ -950,7 +951,7 @@ fn test(model: &str, state: &str, losses: Option<&str>) -> Result<()> {
         let agreeing = differences.clone().filter(|difference| *difference <= tolerance).count();
         let (wrong, relative) = (found.len() - agreeing, differences.fold(0.0, f32::max));
         let verdict = if wrong == 0 { "OK" } else { "NOT OK" };
-        println!("{verdict:6} {name:8} {wrong} of {} differ; largest difference {relative:.1e}", found.len());
+        say!("{verdict:6} {name:8} {wrong} of {} differ; largest difference {relative:.1e}", found.len());
         okay &= wrong == 0;
     };
 
@@ -975,7 +976,7 @@ fn test(model: &str, state: &str, losses: Option<&str>) -> Result<()> {
         gpt2.backward(tokens, targets);
         gpt2.update(&optimizer, step as i32 + 1);
     }
-    println!("overall okay: {}", i32::from(okay));
+    say!("overall okay: {}", i32::from(okay));
     okay.then_some(()).ok_or(format!("{model} does not compute what {state} expects"))
 }
 
