@@ -235,7 +235,7 @@ impl Gpt2 {
     }
 
     fn zero_grad(&mut self) {
-        self.grads.tensors().into_iter().for_each(|(_, tensor)| parallel(tensor, 1, |_, part| part.fill(0.0)));
+        self.grads.tensors().into_iter().for_each(|(_, tensor)| tensor.fill(0.0));
     }
 
     /// Updates the parameters by their gradients. `step` counts from 1.
@@ -421,7 +421,7 @@ fn attention_backward(dqkv: &mut [f32], datt: &mut [f32], dout: &[f32], qkv: &[f
 
 /// exp(x), to 1e-7. Unlike that of the standard library, it is inlined and computed for several numbers at once.
 fn exp(x: f32) -> f32 {
-    // exp(x) = 2^n exp(r): adding 1.5 * 2^23 rounds x / ln(2) to the integer n, in the last bits of the sum, and |r| < 0.35.
+    // exp(x) = 2^n exp(r), |r| < 0.35: adding 1.5 * 2^23 rounds x / ln(2) to the integer n. r subtracts n ln(2) in two parts.
     let x = x.clamp(-87.0, 88.0);
     let sum = x * std::f32::consts::LOG2_E + 12_582_912.0;
     let n = sum - 12_582_912.0;
@@ -522,7 +522,7 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
     sums.iter().sum::<f32>() + rest
 }
 
-// -------- Matrix multiplication: nine tenths of the time --------
+// -------- Matrix multiplication: most of the time --------
 // Parts of both matrices that fit in a core's cache are copied into the order in which the innermost loop reads them. That loop computes
 // MR x NR elements of the result, which stay in registers: each step of K reads MR + NR numbers for MR * NR multiplications.
 
@@ -530,7 +530,7 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
 const MR: usize = 6;
 const NR: usize = [8, 16, 32][cfg!(target_feature = "avx") as usize + cfg!(target_feature = "avx512f") as usize];
 /// Rows of a block of the left matrix, and its depth.
-const MC: usize = 22 * 12;
+const MC: usize = 44 * MR;
 const KC: usize = 256;
 
 /// A matrix: element (i, j) is `data[i * row + j * col]`.

@@ -1,6 +1,5 @@
-//! Builds the HTML files: expands directives and formulas, renders, and checks links and warnings.
+//! Builds the HTML files: converts formulas and links, renders, and checks links and warnings.
 
-use crate::directive::Sources;
 use crate::{formula, links};
 use anyhow::{Context, Result, ensure};
 use mdbook_driver::MDBook;
@@ -17,7 +16,7 @@ use tracing_subscriber::filter::LevelFilter;
 /// `repository` is the address before the paths of linked source files; without it, the links lead to the files of this checkout.
 ///
 /// # Errors
-/// A directive, formula, link or figure is wrong, a chapter is missing in `SUMMARY.md`, or mdBook warns.
+/// A formula, link or figure is wrong, a chapter is missing in `SUMMARY.md`, or mdBook warns.
 pub fn build(out: &Path, repository: Option<&str>) -> Result<()> {
     let root = repository_root()?;
     fs::create_dir_all(out).with_context(|| format!("--out: cannot create {}", out.display()))?;
@@ -38,7 +37,7 @@ pub fn build(out: &Path, repository: Option<&str>) -> Result<()> {
     tracing::subscriber::with_default(subscriber, || -> Result<()> {
         let mut book = MDBook::load(&book)?;
         book.config.build.build_dir.clone_from(&out);
-        book.with_preprocessor(Expand { sources: Sources::new(root.clone(), base) });
+        book.with_preprocessor(Convert { base });
         book.build()
     })?;
     let warnings = warnings.text();
@@ -48,19 +47,23 @@ pub fn build(out: &Path, repository: Option<&str>) -> Result<()> {
 }
 
 /// Returns the root of the repository that this program was built from.
+///
+/// # Errors
+/// It is no longer there.
 pub fn repository_root() -> Result<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     root.canonicalize().with_context(|| format!("{}: the sources of the book are not there", root.display()))
 }
 
-/// Expands directives, formulas and links to source files.
-struct Expand {
-    sources: Sources,
+/// Converts formulas, and links to files outside of the chapters.
+struct Convert {
+    /// The address before the path of a linked file.
+    base: String,
 }
 
-impl Preprocessor for Expand {
+impl Preprocessor for Convert {
     fn name(&self) -> &'static str {
-        "sources"
+        "formulas-and-links"
     }
 
     fn run(&self, _: &PreprocessorContext, mut book: Book) -> Result<Book> {
@@ -70,20 +73,18 @@ impl Preprocessor for Expand {
                 && outcome.is_ok()
             {
                 let name = chapter.path.clone().unwrap_or_default();
-                match self.chapter(&chapter.content).with_context(|| format!("docs/book/chapters/{}", name.display())) {
+                let address = |link: &str| {
+                    let path = links::normal(&Path::new("docs/book/chapters").join(link));
+                    format!("{}/{}", self.base, path.display())
+                };
+                let content = formula::convert(&chapter.content, address);
+                match content.with_context(|| format!("docs/book/chapters/{}", name.display())) {
                     Ok(content) => chapter.content = content,
                     Err(error) => outcome = Err(error),
                 }
             }
         });
         outcome.map(|()| book)
-    }
-}
-
-impl Expand {
-    fn chapter(&self, text: &str) -> Result<String> {
-        let text = self.sources.expand(text)?;
-        formula::convert(&text, &self.sources)
     }
 }
 

@@ -4,17 +4,10 @@ use anyhow::{Context, Result, ensure};
 use syn::spanned::Spanned;
 use syn::{ImplItem, Item, Type};
 
-/// The text of an item.
-#[derive(Debug, PartialEq, Eq)]
-pub struct Found {
-    /// Its first line in the file, counted from 1.
-    pub line: usize,
-    /// Its lines with documentation and attributes, and without common indentation.
-    pub text: String,
-}
-
-/// Returns an item of a file: `name` of a function, type, constant, trait or macro, or `Type::method`.
-pub fn find(source: &str, name: &str) -> Result<Found> {
+/// Returns the lines of an item with its documentation and attributes, and without common indentation.
+///
+/// `name` is that of a function, type, constant, trait or macro, `Type::method`, or `macro!` for its only use outside of functions.
+pub fn find(source: &str, name: &str) -> Result<String> {
     let file = syn::parse_file(source).context("expected a Rust file")?;
     let mut spans = Vec::new();
     collect(&file.items, name, &mut spans);
@@ -24,9 +17,7 @@ pub fn find(source: &str, name: &str) -> Result<Found> {
     let lines: Vec<_> = source.lines().skip(first - 1).take(last + 1 - first).collect();
     let indent = lines.iter().filter(|line| !line.trim().is_empty()).map(|line| line.len() - line.trim_start().len());
     let indent = indent.min().unwrap_or(0);
-    let text =
-        lines.iter().map(|line| line.get(indent..).unwrap_or_default().to_owned() + "\n").collect::<Vec<_>>().concat();
-    Ok(Found { line: first, text })
+    Ok(lines.iter().map(|line| line.get(indent..).unwrap_or_default().to_owned() + "\n").collect())
 }
 
 /// Collects the first and last lines of the items with that name, also in modules except those of tests.
@@ -43,6 +34,10 @@ fn collect(items: &[Item], name: &str, spans: &mut Vec<(usize, usize)>) {
             Item::Struct(item) => &item.ident,
             Item::Trait(item) => &item.ident,
             Item::Type(item) => &item.ident,
+            Item::Macro(call) if name.strip_suffix('!').is_some_and(|name| call.mac.path.is_ident(name)) => {
+                add(item);
+                continue;
+            }
             _ => continue,
         };
         if of.is_none() && ident == name {
@@ -82,14 +77,12 @@ mod tests {
 
     #[test]
     fn items_have_their_documentation_and_attributes() {
-        let expected = Found { line: 3, text: "/// Adds.\n#[inline]\nfn add() {\n    1;\n}\n".into() };
-        assert_eq!(find(SOURCE, "add").unwrap(), expected);
+        assert_eq!(find(SOURCE, "add").unwrap(), "/// Adds.\n#[inline]\nfn add() {\n    1;\n}\n");
     }
 
     #[test]
     fn methods_lose_their_indentation() {
-        let expected = Found { line: 12, text: "/// Gets.\nfn get(&self) {\n    2;\n}\n".into() };
-        assert_eq!(find(SOURCE, "A::get").unwrap(), expected);
+        assert_eq!(find(SOURCE, "A::get").unwrap(), "/// Gets.\nfn get(&self) {\n    2;\n}\n");
     }
 
     #[test]

@@ -7,14 +7,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
-/// Requires that an anchor, unless empty, names a heading of a Markdown file.
-pub fn check_anchor(file: &Path, anchor: &str) -> Result<()> {
-    let is_heading =
-        anchor.is_empty() || file.extension() != Some("md".as_ref()) || outline(&read(file)?).0.contains(anchor);
-    ensure!(is_heading, "{}: expected a heading #{anchor}, found none", file.display());
-    Ok(())
-}
-
 /// Requires that `SUMMARY.md` names each chapter, and that a chapter shows each figure.
 pub fn check_listed(chapters: &Path) -> Result<()> {
     let mut text = String::new();
@@ -64,27 +56,43 @@ pub fn check_html(out: &Path) -> Result<()> {
     report(&dead)
 }
 
-/// Checks the links between the Markdown files of the repository: those in its root, in `docs`, and the README of each crate.
+/// Checks the links of all Markdown files of the repository, except in hidden directories and in `target`.
 ///
 /// # Errors
 /// A link leads to no file of the repository, or to no heading of a Markdown file.
 pub fn check_markdown(root: &Path) -> Result<()> {
-    let patterns = ["*.md", "docs/*.md", "docs/*/*.md", "crates/*/*.md", "examples/*/*.md"];
+    let mut outlines = BTreeMap::new();
+    for path in markdown_files(root)? {
+        let outline = outline(&read(&path)?);
+        outlines.insert(path, outline);
+    }
     let mut dead = BTreeSet::new();
-    for pattern in patterns {
-        for path in files(&root.join(pattern))? {
-            if path.starts_with(root.join("docs/book")) {
-                continue;
-            }
-            for link in outline(&read(&path)?).1 {
-                let Some((file, anchor)) = resolve(&path, &link) else { continue };
-                if !file.starts_with(root) || !file.exists() || check_anchor(&file, &anchor).is_err() {
-                    dead.insert(format!("{}: {link}", path.strip_prefix(root).unwrap_or(&path).display()));
-                }
+    for (path, (_, links)) in &outlines {
+        for link in links {
+            let Some((file, anchor)) = resolve(path, link) else { continue };
+            let has_anchor = anchor.is_empty() || outlines.get(&file).is_none_or(|(ids, _)| ids.contains(&anchor));
+            if !file.starts_with(root) || !file.exists() || !has_anchor {
+                dead.insert(format!("{}: {link}", path.strip_prefix(root).unwrap_or(path).display()));
             }
         }
     }
     report(&dead)
+}
+
+fn markdown_files(directory: &Path) -> Result<Vec<PathBuf>> {
+    let mut out = Vec::new();
+    for entry in fs::read_dir(directory).with_context(|| format!("cannot read {}", directory.display()))? {
+        let entry = entry?;
+        let (path, name) = (entry.path(), entry.file_name());
+        if entry.file_type()?.is_dir() {
+            if !name.as_encoded_bytes().starts_with(b".") && name != "target" {
+                out.extend(markdown_files(&path)?);
+            }
+        } else if path.extension() == Some("md".as_ref()) {
+            out.push(path);
+        }
+    }
+    Ok(out)
 }
 
 fn report(dead: &BTreeSet<String>) -> Result<()> {
@@ -106,7 +114,7 @@ fn resolve(from: &Path, link: &str) -> Option<(PathBuf, String)> {
 }
 
 /// Returns a path without `.` and `..`.
-fn normal(path: &Path) -> PathBuf {
+pub fn normal(path: &Path) -> PathBuf {
     let mut out = PathBuf::new();
     for part in path.components() {
         match part {
@@ -134,6 +142,8 @@ fn outline(text: &str) -> (BTreeSet<String>, Vec<String>) {
                 anchors.insert(if *count == 0 { slug } else { format!("{slug}-{count}") });
                 *count += 1;
             }
+            // A directive of mdBook, which GitHub would show as it is.
+            Event::Text(part) if part.starts_with("{{#") => links.push(part.into_string()),
             Event::Text(part) | Event::Code(part) => {
                 if let Some(text) = &mut heading {
                     *text += &part;
@@ -155,12 +165,12 @@ fn slug(text: &str) -> String {
     kept.replace(' ', "-")
 }
 
-fn files(pattern: &Path) -> Result<Vec<PathBuf>> {
+pub fn files(pattern: &Path) -> Result<Vec<PathBuf>> {
     let paths = glob::glob(&pattern.to_string_lossy()).with_context(|| pattern.display().to_string())?;
     Ok(paths.collect::<Result<_, _>>()?)
 }
 
-fn read(path: &Path) -> Result<String> {
+pub fn read(path: &Path) -> Result<String> {
     fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
 }
 
@@ -193,8 +203,14 @@ mod tests {
         fs::write(root.join("docs/b.md"), "# Title\n\n## A `code`, twice\n\n## A code twice\n").unwrap();
         fs::write(root.join("a.md"), "[x](docs/b.md#a-code-twice) [y](docs/b.md#a-code-twice-1) [z](docs)\n").unwrap();
         check_markdown(&root).unwrap();
-        fs::write(root.join("a.md"), "[x](docs/b.md#nothing) [y](c.md) `[z](d.md)`\n").unwrap();
+        fs::write(root.join("a.md"), "[y](c.md) `[z](d.md)`\n\n{{#include b.md}}\n").unwrap();
+        fs::write(root.join("docs/c.md"), "[x](b.md#nothing) [y](../../a.md)\n").unwrap();
         let error = check_markdown(&root).unwrap_err().to_string();
-        assert!(error.ends_with("found 2 others:\na.md: c.md\na.md: docs/b.md#nothing"), "{error}");
+        assert!(
+            error.ends_with(
+                "found 4 others:\na.md: c.md\na.md: {{#include b.md}}\ndocs/c.md: ../../a.md\ndocs/c.md: b.md#nothing"
+            ),
+            "{error}"
+        );
     }
 }

@@ -1,10 +1,10 @@
-//! Builds the book. `cargo run --release -p book` writes it to `target/book`.
+//! Writes the listings of the chapters and builds the book. `cargo run --release -p book` writes it to `target/book`.
 
 use clap::Parser;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Build the book
+/// Update the listings in the chapters and build the book
 #[derive(Debug, Parser)]
 #[command(name = "book", version)]
 struct Cli {
@@ -19,7 +19,12 @@ struct Cli {
 
 fn main() -> ExitCode {
     let Cli { out, repository } = Cli::parse();
-    match book::build(&out, repository.as_deref()) {
+    match book::update_listings().and_then(|updated| {
+        for place in updated {
+            println!("updated {place}");
+        }
+        book::build(&out, repository.as_deref())
+    }) {
         Ok(()) => {
             println!("{}", out.join("index.html").display());
             ExitCode::SUCCESS

@@ -1,6 +1,9 @@
-//! The book builds without warnings and dead links.
+//! The listings in the chapters are those of the sources, and the book builds without warnings and dead links.
 
-use std::path::Path;
+#[test]
+fn the_listings_of_the_chapters_are_those_of_their_sources() {
+    book::check_listings().unwrap();
+}
 
 #[test]
 fn the_book_builds_without_warnings_and_dead_links() {
@@ -10,7 +13,6 @@ fn the_book_builds_without_warnings_and_dead_links() {
 }
 
 #[test]
-fn links_between_the_markdown_files_of_the_repository_work() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap();
-    book::check_markdown(&root).unwrap();
+fn links_in_the_markdown_files_of_the_repository_work() {
+    book::check_markdown(&book::repository_root().unwrap()).unwrap();
 }

@@ -60,7 +60,7 @@ mod tests {
         format!("{:.1}", (elements * bytes) as f64 / 1_048_576.0)
     }
 
-    /// The table that `train` prints for d48 and 8 ranks (docs/distributed.md).
+    /// The table that `train` prints for d48 and 8 ranks (docs/internals/distributed.md).
     #[test]
     fn memory_of_d48_on_eight_ranks() {
         let row = |stage| {
