@@ -142,7 +142,7 @@ fn nanochat_models_of_transformers_are_fine_tuned_and_exported() {
     assert_eq!(loss(&run, &tokens).to_bits(), loss(&tuned, &tokens).to_bits());
     fail(
         &["export", "--format", "gguf", text(&run), text(&dir.path().join("x.gguf"))],
-        &["found nanochat, which it does not have"],
+        &["expected an architecture that llama.cpp supports, found nanochat"],
     );
 }
 
@@ -191,9 +191,9 @@ fn impossible_shapes_are_errors() {
         (vec!["--model", "modern:d1"], &["unknown model 'modern:d1'"]),
         (vec!["--layers", "2", "--kv-heads", "1"], &["expected all three without --model"]),
         (llama_with(&["--ffn", HUGE]), &["parameters: expected at most 2199023255552", "choose smaller sizes"]),
-        (llama_with(&["--channels", HUGE, "--heads", "1", "--kv-heads", "1"]), &["beyond what any memory holds"]),
-        (llama_with(&["--head-size", HUGE]), &["beyond what any memory holds"]),
-        (llama_with(&["--heads", HUGE, "--kv-heads", "1", "--head-size", "2"]), &["beyond what any memory holds"]),
+        (llama_with(&["--channels", HUGE, "--heads", "1", "--kv-heads", "1"]), &["larger than any address space"]),
+        (llama_with(&["--head-size", HUGE]), &["larger than any address space"]),
+        (llama_with(&["--heads", HUGE, "--kv-heads", "1", "--head-size", "2"]), &["larger than any address space"]),
         (llama_with(&["--layers", HUGE]), &["layers: expected at most 8192, found 2147483647"]),
         (llama_with(&["--seq", "131073"]), &["--seq 131073: expected at most 131072", "max_position_embeddings"]),
         (llama_with(&["--seq", HUGE, "--batch", "2"]), &["tokens at once"]),
@@ -213,7 +213,7 @@ fn impossible_shapes_are_errors() {
                 "--batch",
                 "2000000",
             ]),
-            &["expected activations that a memory could hold"],
+            &["expected activations that fit into an address space"],
         ),
     ] {
         fail(&[&["train", "--device", "cpu"][..], &args].concat(), parts);

@@ -196,7 +196,7 @@ fn a_run_without_a_directory_says_that_nothing_is_kept() {
             error.contains("standard output: expected an open file or pipe, found a closed one (Broken pipe"),
             "{error}"
         );
-        assert!(error.ends_with("; nothing is kept with --out none"), "{error}");
+        assert!(error.ends_with("; nothing is saved with --out none"), "{error}");
     }
 }
 
@@ -254,7 +254,7 @@ fn resuming_needs_a_checkpoint_unless_it_is_automatic() {
 
     // If flags have changed, the error says how to resume with the previous ones.
     let hint = "resume with the previous settings by --config ru/config.toml --resume";
-    world.fail("ru", &with(&["--resume", "--lr", "0.001"]), &["--lr was 0.003, is 0.001", hint]);
+    world.fail("ru", &with(&["--resume", "--lr", "0.001"]), &["--lr was 0.003, is now 0.001", hint]);
     world.fail("ru", &with(&["--resume", "--model", "d6"]), &["2 layers", "6 layers", hint]);
     let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
     command.current_dir(world.dir.path()).args(["train", "--config", "ru/config.toml", "--resume"]);

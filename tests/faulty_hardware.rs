@@ -46,7 +46,7 @@ fn a_flipped_bit_is_detected_at_each_of_ten_places() {
         {
             assert!(error.contains(part), "expected {part:?}: {error}");
         }
-        assert!(error.contains("0 of 2 further computations gave the first bits"), "{error}");
+        assert!(error.contains("0 of 2 repetitions gave the same bits as the first computation"), "{error}");
         // Step 4 was verified: its checkpoint is good.
         assert!(error.contains("model_00000004.bin of step 4"), "{error}");
         let done: Vec<String> =

@@ -162,7 +162,10 @@ fn conversations_fill_the_context() {
     assert!(err.contains("error: message: expected at most 32 tokens with its template, found 33; "), "{err}");
     assert!(!err.contains("--context"), "{err}");
     let (_, err) = chat(&[32], "33");
-    assert!(err.contains("note: --context 33: the longest sequence of the model has 32 tokens, "), "{err}");
+    assert!(
+        err.contains("note: --context 33 is longer than the longest sequence of the model; the context is 32 tokens"),
+        "{err}"
+    );
 }
 
 #[test]

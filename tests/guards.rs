@@ -422,8 +422,8 @@ fn diverged_run_resumes_from_the_checkpoint_named_in_its_error() {
     let (code, printed) = program.train(&[&again[..], &["--lr", "1e30", "-n", "8", "--max-bad-steps", "4"]].concat());
     assert_eq!(code, 1, "{printed}");
     for part in [
-        "step 8: update skipped: loss NaN, norm NaN; 1 in a row, 4 end the run\n",
-        "step 11: update skipped: loss NaN, norm NaN; 4 in a row, 4 end the run\n",
+        "step 8: update skipped: loss NaN, norm NaN; 1 in a row; the run ends after 4\n",
+        "step 11: update skipped: loss NaN, norm NaN; 4 in a row; the run ends after 4\n",
         "no checkpoint of step 8: nothing has changed since step 7\n",
         "error: the last 4 steps, 8 to 11, had no finite loss and gradient norm (loss NaN, norm NaN)",
         "the last good checkpoint is run/model_00000006.bin; resume after step 6 with the same command and --resume",
@@ -442,8 +442,7 @@ fn guard_flags_accept_llm_c_names_and_reject_invalid_values() {
     let program = Program::new();
     let (code, printed) = program.train(&["--steps", "2", "-sl", "7", "-sg", "6.5"]);
     assert_eq!(code, 0, "{printed}");
-    let table =
-        "not finite (10 in a row end the run), z-score of the loss above 7, z-score of the gradient norm above 6.5\n";
+    let table = "not finite (the run ends after 10 in a row), z-score of the loss above 7, z-score of the gradient norm above 6.5\n";
     // Z-scores are printed only after their window is full.
     assert!(printed.contains(table) && !printed.contains("z)| "), "{printed}");
     let refuse = |more: &[&str], parts: &[&str]| {
@@ -459,7 +458,7 @@ fn guard_flags_accept_llm_c_names_and_reject_invalid_values() {
     let run = ["--out", "run", "--steps", "2"];
     assert_eq!(program.train(&run).0, 0);
     let resume = |more: &[&'static str]| [&run[..], &["--resume"], more].concat();
-    refuse(&resume(&["-sl", "5"]), &["--skip-loss-z was 0.0, is 5.0", "--force-resume"]);
+    refuse(&resume(&["-sl", "5"]), &["--skip-loss-z was 0.0, is now 5.0", "--force-resume"]);
     let (code, printed) = program.train(&resume(&["--max-bad-steps", "20"]));
-    assert!(code == 0 && printed.contains("--max-bad-steps was 10, is 20"), "{printed}");
+    assert!(code == 0 && printed.contains("--max-bad-steps was 10, is now 20"), "{printed}");
 }

@@ -136,7 +136,7 @@ fn sharded_state_files_of_two_ranks_are_assembled() {
     loaded.assert_holds(training.v, |i| value(Values::V, i));
     loaded.assert_holds(training.master.tensor().unwrap(), |i| value(Values::Masters, i));
     assert_eq!(loaded.state.step, STEP);
-    assert!(loaded.notes[1].starts_with("the world size was 2, is 1"), "{:?}", loaded.notes);
+    assert!(loaded.notes[1].starts_with("the world size was 2 and is now 1"), "{:?}", loaded.notes);
     // Each state file has half of the tensors of an unsharded one.
     let size =
         |name: &str, rank| fs::metadata(directory(name).join(format!("state_00000009_0000{rank}.bin"))).unwrap().len();

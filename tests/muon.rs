@@ -100,7 +100,7 @@ fn flags_that_do_not_apply_are_errors() {
         fails(&flags, &[flags[0], "expected --optimizer muon, found adamw"]);
     }
     fails(&["--warmdown", "0.5"], &["--warmdown: expected --schedule trapezoidal"]);
-    fails(&["--head-lr", "0.5"], &["--head-lr: expected a model with a head of its own", "use --embedding-lr"]);
+    fails(&["--head-lr", "0.5"], &["--head-lr: expected a model with an untied head", "use --embedding-lr"]);
     fails(&["--optimizer", "muon", "--muon-momentum", "1"], &["--muon-momentum", "below 1"]);
     for flags in [["--moments", "bf16"], ["--master-weights", "2"]] {
         fails(&flags, &[flags[0], "expected bf16 parameters, found f32"]);

@@ -45,7 +45,8 @@ fn a_directory_with_files_that_a_run_would_overwrite_is_refused() {
             fs::write(project.join(name), config).unwrap();
         }
         let before = contents(&project);
-        let expected = ["--out proj: expected an empty directory or that of a run, found ", "choose another --out"];
+        let expected =
+            ["--out proj: expected an empty directory or the directory of a run, found ", "choose another --out"];
         for more in [&[][..], &["--resume=auto"], &["--dry-run"]] {
             world.fail("proj", more, &[&expected[..], &files[..1]].concat());
         }
@@ -109,7 +110,7 @@ fn runs_of_versions_without_the_marker_are_recognized() {
     // Settings that were copied from a run do not make a run.
     fs::create_dir(world.path("copy")).unwrap();
     fs::copy(world.path("run/config.toml"), world.path("copy/config.toml")).unwrap();
-    world.fail("copy", &short, &["expected an empty directory or that of a run, found config.toml"]);
+    world.fail("copy", &short, &["expected an empty directory or the directory of a run, found config.toml"]);
 }
 
 #[test]
@@ -225,7 +226,7 @@ fn a_run_follows_its_directory_when_it_is_moved() {
         assert!(output.status.success(), "{shown}");
         let now = moved.canonicalize().unwrap();
         let warning =
-            format!("warning: {name} was moved to {0} during the run: the run continues in {0}", now.display());
+            format!("warning: {name} was moved to {0} during the run; the run continues in {0}", now.display());
         assert_eq!(shown.matches("warning: ").count(), 1, "{shown}");
         assert!(shown.contains(&warning), "{shown}");
         assert!(shown.contains(&format!("\nmodel: {}/model_00000600.bin\n", now.display())), "{shown}");

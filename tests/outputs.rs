@@ -147,7 +147,7 @@ fn export_replaces_only_exports_of_its_format() {
         ("llmc", run, &gguf, "found another file"),
         ("llmc", run, &weights, "found another file"),
         ("llmc", run, &fixture.model, "the same"),
-        ("llmc", text(&bin), &bin, "expected another file than the input"),
+        ("llmc", text(&bin), &bin, "expected a file other than the input"),
         ("llmc", text(&bin), &link, "the same"),
         ("llmc", text(&bin), &other.join("model_00000001.bin"), "found the checkpoint of step 1"),
         ("llmc", text(&bin), &checkpoint, "found the checkpoint of step 1"),
@@ -157,7 +157,7 @@ fn export_replaces_only_exports_of_its_format() {
         Fixture::refused(&["export", "--format", format, from], out, part);
     }
     let in_place = ["export", "--format", "hf", "--dtype", "bf16", "--overwrite", text(&hf), text(&hf)];
-    fail(&in_place, &["expected another file than the input"]);
+    fail(&in_place, &["expected a file other than the input"]);
 }
 
 /// The model may be an export itself, and its path may be relative to a directory above the run.
@@ -176,7 +176,7 @@ fn export_does_not_replace_the_model_from_which_a_run_started() {
         let weights = if out.is_dir() { out.join("model.safetensors") } else { out.clone() };
         let before = fs::read(&weights).unwrap();
         let export = ["export", "--format", format, "--overwrite", text(&tuned), text(out)];
-        fail(&export, &["expected another place than the model ", "from which the run started, found the same"]);
+        fail(&export, &["expected a path other than the model ", "from which the run started, found the same path"]);
         assert!(fs::read(&weights).unwrap() == before, "{model}");
         fs::remove_dir_all(&tuned).unwrap();
     }
@@ -234,7 +234,7 @@ fn a_run_does_not_write_into_the_directory_of_its_model() {
     let train =
         ["train", "--device", "cpu", "--steps", "1", "--batch", "1", "--seq", "8", "--model", text(&hf), "--out"];
     for out in [&hf, &link] {
-        fail(&[&train[..], &[text(out)]].concat(), &["--out: expected another directory than that of the model"]);
+        fail(&[&train[..], &[text(out)]].concat(), &["--out: expected a directory other than that of the model"]);
     }
     assert!(!hf.join("config.toml").exists() && !hf.join("run.lock").exists());
 }

@@ -260,7 +260,7 @@ fn sizes_beyond_the_limits_are_rejected() {
     let shape = |l, c| ["--layers", l, "--heads", "1", "--channels", c];
     let rejects = |rest: &[&str], parts: &[&str]| fail(&with(&plan, rest), parts);
     rejects(&shape(most, "64"), &["--layers", "at most 8192, found 2147483647"]);
-    rejects(&shape("1", most), &["--channels", "beyond what any memory holds"]);
+    rejects(&shape("1", most), &["--channels", "larger than any address space"]);
     rejects(&with(&shape("8192", "2048"), &["--batch", "16", "--seq", "64"]), &["does not fit"]);
     rejects(&["--batch", "33554431", "--seq", "64"], &["built-in corpus", "--batch"]);
     rejects(&["--batch", most, "--seq", "64"], &["--batch 2147483647 x --seq 64", "2147483647 tokens at once"]);
@@ -366,7 +366,7 @@ fn settings_without_effect_are_reported() {
         ),
         (
             &["-k", "constant", "--warmup", "2"],
-            "--warmup has no effect: --schedule constant has no other learning rate than the peak",
+            "--warmup has no effect: --schedule constant has no learning rate other than the peak",
         ),
         (&["--zero-stage", "2"], "--zero-stage has no effect: the run has one rank"),
         (&["--shard-size", "2"], "--shard-size has no effect: the run has one rank"),

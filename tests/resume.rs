@@ -62,13 +62,13 @@ fn changed_settings_are_refused_and_named() {
         let parts = [parts, &["checkpoint of step 6", "--force-resume"]].concat();
         world.fail("run", &resume(more), &parts);
     };
-    refuse(&["--lr", "0.001"], &["--lr was 0.003, is 0.001;"]);
+    refuse(&["--lr", "0.001"], &["--lr was 0.003, is now 0.001;"]);
     refuse(
         &["--weight-decay", "0", "--seed", "1", "--schedule", "wsd"],
-        &["--weight-decay was 0.1, is 0.0", "--seed was 42, is 1", "--schedule was cosine, is wsd"],
+        &["--weight-decay was 0.1, is now 0.0", "--seed was 42, is now 1", "--schedule was cosine, is now wsd"],
     );
-    world.fail("run", &["--resume", "--steps", "7"], &["--steps was 6, is 7"]);
-    refuse(&["--shuffle", "0"], &["--shuffle was true, is false"]);
+    world.fail("run", &["--resume", "--steps", "7"], &["--steps was 6, is now 7"]);
+    refuse(&["--shuffle", "0"], &["--shuffle was true, is now false"]);
     refuse(&["--train", "train_[01].bin"], &["training data was 3 files with", "is 2 files with"]);
     refuse(&["--val", "train_1.bin"], &["validation data was val_0.bin", "is train_1.bin"]);
     world.fail("run", &resume(&["--model", "d6"]), &["2 layers", "6 layers", "step 6"]);
@@ -76,7 +76,9 @@ fn changed_settings_are_refused_and_named() {
 
     // Settings that do not affect the results may change, with a note.
     let printed = world.succeed("run", &resume(&["--checkpoint-every", "5", "--val-every", "2"]));
-    for part in ["--checkpoint-every was 3, is 5", "--val-every was 7, is 2", "resumed after 6 of 6 steps", "next: "] {
+    for part in
+        ["--checkpoint-every was 3, is now 5", "--val-every was 7, is now 2", "resumed after 6 of 6 steps", "next: "]
+    {
         assert!(printed.contains(part), "{part}: {printed}");
     }
     // The last step was evaluated before its checkpoint.
@@ -90,10 +92,13 @@ fn changed_settings_are_refused_and_named() {
 
     let more = ["--resume", "--force-resume", "--steps", "9", "--lr", "0.001"];
     let printed = world.succeed("run", &more);
-    assert!(printed.contains("--lr was 0.003, is 0.001") && printed.contains("step    9/9"), "{printed}");
+    assert!(printed.contains("--lr was 0.003, is now 0.001") && printed.contains("step    9/9"), "{printed}");
     fs::remove_file(world.path("train_00.bin")).unwrap();
     let printed = world.succeed("run", &["--resume", "--force-resume", "--steps", "12", "--lr", "0.001"]);
-    assert!(printed.contains("the training data starts anew") && printed.contains("step   12/12"), "{printed}");
+    assert!(
+        printed.contains("the training data starts from the beginning") && printed.contains("step   12/12"),
+        "{printed}"
+    );
 }
 
 /// An epoch takes 14 steps. No shard is a whole number of steps.
@@ -160,7 +165,7 @@ fn checkpoints_without_a_shuffle_setting_are_shuffled() {
     let printed = world.succeed("run", &["--resume", "--steps", "3"]);
     assert!(printed.contains("resumed after 3 of 3 steps") && !printed.contains("--shuffle"), "{printed}");
     let in_order = ["--resume", "--steps", "3", "--shuffle", "0"];
-    world.fail("run", &in_order, &["--shuffle was true, is false", "--force-resume"]);
+    world.fail("run", &in_order, &["--shuffle was true, is now false", "--force-resume"]);
     // Checkpoints of llm.c have no sidecar.
     fs::remove_file(&path).unwrap();
     world.fail("run", &in_order, &["expected data shuffled, as in the checkpoint, found data in order", "--shuffle"]);
@@ -456,7 +461,7 @@ fn stopping_without_an_output_directory_says_that_nothing_is_kept() {
     printed.find(|line| line.as_ref().unwrap().starts_with("step    1/")).unwrap().unwrap();
     signal(&child, "INT");
     let last = printed.map(Result::unwrap).last().unwrap();
-    assert!(last.contains("stopped after") && last.contains("nothing is kept with --out none"), "{last}");
+    assert!(last.contains("stopped after") && last.contains("nothing is saved with --out none"), "{last}");
     assert_eq!(child.wait().unwrap().code(), Some(130));
 }
 
@@ -660,7 +665,11 @@ fn log_lines_wait_for_disk_space() {
         println!("skipped: user namespaces are not available");
         return;
     };
-    assert!(printed.contains("warning: log lines wait in memory: cannot write full/run/main."), "{printed}");
+    assert!(
+        printed
+            .contains("warning: log lines are held in memory until they can be written: cannot write full/run/main."),
+        "{printed}"
+    );
     Results::read(&world.path("result"), 1500)
         .assert_equals(&Results::read(&world.path("reference"), 1500), "after a full disk");
 }

@@ -100,7 +100,7 @@ fn sweeps_reject_invalid_flags_before_the_first_run() {
     reject(&["--flag", "lr"], &["--flag <NAME=VALUE,VALUE>", "such as lr=1e-4,3e-4"]);
     reject(&["--flag", "lr=1e-3,fast"], &["'fast'", "--lr"]);
     reject(&["--flag", "rate=1,2"], &["'--rate'"]);
-    reject(&["--flag", "out=a,b"], &["expected another flag than out"]);
+    reject(&["--flag", "out=a,b"], &["expected a flag other than out"]);
     reject(&["--flag", "lr=1", "--flag", "lr=2"], &["--flag lr: expected each flag once"]);
     reject(&["--flag", "lr=1,1"], &["expected different values for each run"]);
     reject(&["--flag", "batch=1,2"], &["--batch <B>: expected this flag once, found it several times"]);

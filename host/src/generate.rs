@@ -15,7 +15,7 @@ use std::collections::VecDeque;
 pub struct Request {
     /// At least one token. Only the end of a prompt beyond the generator's capacity is read.
     pub prompt: Vec<u32>,
-    /// Most tokens to generate.
+    /// Maximum number of tokens to generate.
     pub tokens: usize,
     /// Seed of the random numbers.
     pub seed: u32,
@@ -63,8 +63,7 @@ struct Active {
 
 /// Generates the texts of `requests` in the generator's slots, in order as slots become free, and returns why each ended.
 ///
-/// `each` receives the index of a request and its next token, and returns whether the text goes on. See [`Scheduler`] for
-/// `run_ahead`.
+/// `each` receives the index of a request and its next token, and returns whether the text continues. See [`Scheduler`] for `run_ahead`.
 pub fn generate(
     generator: &Generator,
     engine: &mut dyn Engine,
@@ -150,8 +149,8 @@ impl Scheduler {
 
     /// Computes a step and waits for the tokens of the oldest one. Returns false if there was nothing to do.
     ///
-    /// `each` receives the number of a request and its next token, and returns whether the text goes on. `ended` receives the number
-    /// of each request that ends.
+    /// `each` receives the number of a request and its next token, and returns whether the text continues. `ended` receives the number of
+    /// each request that ends.
     pub fn advance(
         &mut self,
         generator: &Generator,
@@ -236,8 +235,8 @@ fn begin_window(
     if kept < text.len() { generator.mark_seen(engine, slot, text) } else { Ok(()) }
 }
 
-/// Returns the index of the first token that the cache holds, of a text of `len` tokens. Windows start anew, with the newest half of a
-/// cache, whenever it is full.
+/// Returns the index of the first token that the cache holds, of a text of `len` tokens. When the cache is full, the next window starts
+/// with its newest half.
 fn window_start(prompt: usize, len: usize, capacity: usize) -> usize {
     let kept = (capacity / 2).max(1);
     let mut start = if prompt <= capacity { 0 } else { prompt - kept };

@@ -72,7 +72,7 @@ impl GpuInfo {
     }
 }
 
-/// Errors that a GPU's memory and driver report while a run goes on.
+/// Errors that a GPU's memory and driver report during a run.
 pub struct GpuErrors {
     lines: Receiver<String>,
     /// Dropped with this value, which ends the thread that waits for events.

@@ -35,7 +35,8 @@ impl Invocation {
         arguments.into_iter().fold(self.program.clone(), |command, argument| command + " " + &quote(argument))
     }
 
-    /// Returns this command with `--resume` and the directory `out`, whatever it said about both. Without a checkpoint it starts anew.
+    /// Returns this command with `--resume` and the directory `out`, whatever it said about both. Without a checkpoint, the run starts from
+    /// the beginning.
     pub fn resuming(&self, out: &Path, has_checkpoint: bool) -> String {
         let is_value = |text: &str| crate::values::resume(text).is_ok();
         let out = out.to_string_lossy();

@@ -236,8 +236,8 @@ impl Log {
                 continue;
             }
             process::print_error(&format!(
-                "warning: {}: expected the lines of {step} steps, found no file; the log begins after them, unless you restore it and \
-                 resume again",
+                "warning: {}: expected the lines of {step} steps, found no file; the log begins after these steps unless you \
+                 restore the file and resume again",
                 path.display()
             ));
         }

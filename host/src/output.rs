@@ -70,7 +70,7 @@ pub fn is_same(one: &Path, other: &Path) -> bool {
 pub fn check_input(path: &Path, input: &Path) -> Result<()> {
     ensure!(
         !is_same(path, input),
-        "cannot write {}: expected another file than the input {}, found the same; choose another name",
+        "cannot write {}: expected a file other than the input {}, found the same file; choose another name",
         path.display(),
         input.display()
     );

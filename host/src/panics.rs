@@ -14,8 +14,7 @@ fn text(info: &PanicHookInfo) -> String {
     let message = message.unwrap_or("a value without text").split_whitespace().collect::<Vec<_>>().join(" ");
     let place = info.location().map_or("an unknown place".to_owned(), ToString::to_string);
     format!(
-        "the program: expected no defect, found a panic at {place}: {message}; report it with the command line, and continue a run with \
-         --resume"
+        "internal error: panic at {place}: {message}; please report it with the command line, and resume the run with --resume"
     )
 }
 
@@ -37,11 +36,9 @@ mod tests {
         panic::set_hook(before);
         let texts = texts.lock().unwrap().clone();
         for (found, message) in [(&texts[0], "two lines"), (&texts[1], "3")] {
-            let expected = format!(": {message}; report it with the command line, and continue a run with --resume");
-            assert!(
-                found.starts_with("the program: expected no defect, found a panic at host/src/panics.rs:"),
-                "{found}"
-            );
+            let expected =
+                format!(": {message}; please report it with the command line, and resume the run with --resume");
+            assert!(found.starts_with("internal error: panic at host/src/panics.rs:"), "{found}");
             assert!(found.ends_with(&expected), "{found}");
         }
     }

@@ -133,7 +133,7 @@ fn assert_continues_without(removed: usize, out: &'static str, world: &World, mo
         remaining.join(", ")
     );
     assert!(text.contains(&expected), "{expected}: {text}");
-    assert!(text.contains("note: the world size was 4, is 3: "), "{text}");
+    assert!(text.contains("note: the world size was 4 and is now 3: "), "{text}");
     let (sharded, more) = (out == "sharded", &more[..more.len().min(2)]);
     let more = if sharded { [more, &["--shard-size", "3"]].concat() } else { Vec::new() };
     assert_eq!(sharded, text.contains("note: --shard-size is 3 instead of 2: 2 does not divide 3 ranks\n"), "{text}");
@@ -179,7 +179,7 @@ fn a_new_rank_joins_at_the_next_restart() {
     let text = ranks.complete();
     let steps = resumed_after(&text);
     let grown = *steps.last().unwrap();
-    assert!(grown >= 60 && text.contains("note: the world size was 3, is 4: "), "{steps:?}: {text}");
+    assert!(grown >= 60 && text.contains("note: the world size was 3 and is now 4: "), "{steps:?}: {text}");
     resume(&world, "out", grown, 4, "reference", &[]);
     assert_same_files(&world, "out", "reference", 1);
     // A rank that comes after the end has nothing to do, and changes nothing.

@@ -42,7 +42,7 @@ fn verification_by_other_ranks_finds_a_flipped_bit_and_changes_no_result() {
         assert!(read("plain") == read("verified"), "{name}");
     }
     // Step 4 is verified on the same rank, step 5 on the other one.
-    for (step, second) in [(4, "when it was computed again"), (5, "on rank 0")] {
+    for (step, second) in [(4, "when it was recomputed"), (5, "on rank 0")] {
         let (out, flip) = (format!("flipped{step}"), format!("{step}:1:5:5:3"));
         let error = error_of_rank_0(&run(&world, &out, Some(&flip), &["--verify-every", "1"]), PERMANENT);
         for part in ["faulty hardware: micro-batch of rank 1", second, "`out` of AttentionForward in layer 0", "CPU"] {

@@ -33,10 +33,7 @@ fn no_request_is_lost_under_load() {
                         }
                         let error: Value = serde_json::from_str(&text).unwrap();
                         assert_eq!((status, &error["error"]["type"]), (429, &"rate_limit_error".into()), "{text}");
-                        assert_eq!(
-                            error["error"]["message"],
-                            "16 requests are waiting, which is the limit; try again later"
-                        );
+                        assert_eq!(error["error"]["message"], "the queue is full with 16 requests; try again later");
                         refused.fetch_add(1, Ordering::Relaxed);
                         sleep(Duration::from_millis(20));
                     }

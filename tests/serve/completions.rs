@@ -116,7 +116,7 @@ fn requests_that_are_wrong_have_clear_errors() {
     completions(&"[".repeat(100_000), 400, "expected JSON");
     completions(&json!({ "prompt": [300] }).to_string(), 400, "below 256, found 300");
     let long = json!({ "prompt": "x".repeat(64) }).to_string();
-    completions(&long, 400, "prompt: expected at most 64 tokens, which the context holds, found 65");
+    completions(&long, 400, "prompt: expected at most 64 tokens, the size of the context, found 65");
     let truncated = json!({ "prompt": "x".repeat(64), "truncate_prompt_tokens": 10, "max_tokens": 1 });
     assert_eq!(server.complete(&truncated)["usage"]["prompt_tokens"], 10);
     // A text ends when the context is full: all tokens but the last one have a place in it.
@@ -205,7 +205,10 @@ fn the_start_warns_of_a_broken_template_and_a_context_that_is_too_long() {
     let output = child.wait_with_output().unwrap();
     let err = String::from_utf8_lossy(&output.stderr);
     assert!(err.contains("warning: ") && err.contains("chat_template.jinja: expected a valid chat template"), "{err}");
-    assert!(err.contains("note: --context 65: the longest sequence of the model has 64 tokens"), "{err}");
+    assert!(
+        err.contains("note: --context 65 is longer than the longest sequence of the model; the context is 64 tokens"),
+        "{err}"
+    );
 }
 
 #[test]

@@ -13,7 +13,7 @@ pub fn run() -> Result<()> {
     let mut script = tempfile::NamedTempFile::new().context("cannot create a temporary file")?;
     script.write_all(SCRIPT.as_bytes()).context("cannot write the setup script to a temporary file")?;
     let status = Command::new("bash").arg(script.path()).arg(tools_directory()).status().context("cannot run bash")?;
-    ensure!(status.success(), "setup: expected all tools to be installed, found a failure; see the message above");
+    ensure!(status.success(), "setup: not all tools could be installed; see the message above");
     Ok(())
 }
 

@@ -26,8 +26,8 @@ pub fn recovery_hint(point: Option<&RecoveryPoint>) -> String {
     let delete = suspect
         .map_or(String::new(), |done| format!("; the checkpoint after it has the weights that failed: delete {done}"));
     format!(
-        "the last good checkpoint is {}{delete}; resume after step {step} with the same command and --resume, and if the \
-         run fails here again, with a lower --lr and --force-resume, or with --precision fp32",
+        "the last good checkpoint is {}{delete}; resume after step {step} with the same command and --resume, and if the run fails \
+         at the same step again, with a lower --lr and --force-resume, or with --precision fp32",
         file.display()
     )
 }

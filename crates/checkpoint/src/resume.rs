@@ -53,7 +53,7 @@ pub fn find_newest(directory: &Path) -> Result<FoundCheckpoint> {
                 if checkpoint.sidecar.is_none() {
                     notes.push(format!(
                         "the checkpoint of step {step} has no {} (llm.c writes none): settings, data set and files cannot \
-                         be verified, and averages start anew",
+                         be verified, and moving averages are reset",
                         sidecar_name(step)
                     ));
                 }
@@ -61,7 +61,7 @@ pub fn find_newest(directory: &Path) -> Result<FoundCheckpoint> {
             }
             Err(error) if !is_damage(&error) && !is_of_disk(&error) => {
                 return Err(error.context(format!(
-                    "the checkpoint of step {step}: expected files that can be read; repair the cause, or delete {} to continue from \
+                    "the checkpoint of step {step} cannot be read; fix the cause, or delete {} to continue from \
                      an older one",
                     directory.join(done_name(step)).display()
                 )));
@@ -187,18 +187,18 @@ impl Checkpoint {
         let mut notes: Vec<String> = mutable.into_iter().map(|(_, change)| change).collect();
         let mut refused: Vec<String> = fixed.into_iter().map(|(_, change)| change).collect();
         let data_change = |what, was: &_, now: &_| {
-            fingerprint::difference(was, now).map(|[was, now]| format!("{what} data was {was}, is {now}"))
+            fingerprint::difference(was, now).map(|[was, now]| format!("{what} data was {was}, is now {now}"))
         };
         refused.extend(data_change("training", &was.train, &now.train));
         match (&was.val, &now.val) {
             (Some(was), Some(now)) => refused.extend(data_change("validation", was, now)),
-            (None, Some(_)) => notes.push("validation data was none".to_owned()),
-            (Some(_), None) => notes.push("validation data is none".to_owned()),
+            (None, Some(_)) => notes.push("the checkpoint's run had no validation data".to_owned()),
+            (Some(_), None) => notes.push("this run has no validation data".to_owned()),
             (None, None) => {}
         }
         if was.engine != now.engine {
             notes.push(format!(
-                "the device was {}, is {}: results may differ in their last bits",
+                "the device was {} and is now {}: results may differ in their last bits",
                 was.engine, now.engine
             ));
         }
@@ -257,8 +257,8 @@ impl Checkpoint {
         let world_size = loader.ranks();
         if world_size != previous_world_size {
             notes.push(format!(
-                "the world size was {previous_world_size}, is {world_size}: the data resumes after the tokens trained on, in the \
-                 order of {world_size} ranks"
+                "the world size was {previous_world_size} and is now {world_size}: the data resumes after the tokens trained on, \
+                 in the order of {world_size} ranks"
             ));
         }
         let other_order = match loader.check_order(&self.state.data) {
@@ -273,7 +273,7 @@ impl Checkpoint {
             if !force {
                 return Err(error);
             }
-            notes.push(format!("the training data starts anew: {error:#}"));
+            notes.push(format!("the training data starts from the beginning: {error:#}"));
         }
         Ok(RunState {
             step: self.step,
@@ -289,7 +289,10 @@ impl Checkpoint {
         let training = model.training.context("the model was planned for inference only")?;
         self.model.load_tensors(model, engine)?;
         if training.master != Master::None && !self.state.has_master_weights() {
-            notes.push("the checkpoint has no master weights: they start as the weights of the model file".to_owned());
+            notes.push(
+                "the checkpoint has no master weights: they are initialized from the weights of the model file"
+                    .to_owned(),
+            );
         }
         self.state.load(model, engine)
     }
@@ -305,6 +308,6 @@ fn changes(was: &Map<String, Value>, now: &Map<String, Value>) -> Vec<(String, S
         Some(value) => value.to_string(),
     };
     keys.into_iter()
-        .map(|key| (key.clone(), format!("--{key} was {}, is {}", describe(was.get(key)), describe(now.get(key)))))
+        .map(|key| (key.clone(), format!("--{key} was {}, is now {}", describe(was.get(key)), describe(now.get(key)))))
         .collect()
 }

@@ -37,7 +37,8 @@ pub enum Error {
 
     /// The builder would build the package that calls it, which would build itself again.
     #[error(
-        "device crate {krate:?}: expected another package than the one that builds it, found the same; move the kernels to a crate of their own"
+        "device crate {krate:?}: expected a package other than the one that builds it, found the same package; move the kernels to \
+         a crate of their own"
     )]
     OwnPackage { krate: PathBuf },
 

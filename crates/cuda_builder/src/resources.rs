@@ -57,7 +57,7 @@ impl Resources {
         if spill_stores + spill_loads > 0 {
             Some(format!(
                 "spills at {registers} registers: {spill_stores} bytes stored, {spill_loads} bytes loaded per thread; \
-                 allow more registers (fewer threads or blocks_per_sm) or keep fewer values"
+                 allow more registers (fewer threads or blocks_per_sm) or keep fewer live values"
             ))
         } else if stack > 0 {
             Some(format!("uses {stack} bytes of local memory per thread; {LOCAL_MEMORY_FIX}"))

@@ -192,7 +192,7 @@ fn prints_the_error_of_a_builder_for_this_directory() {
 fn builders_do_not_build_the_package_that_calls_them() {
     let test = std::env::current_exe().expect("a test has a path");
     for (variable, expected) in [
-        ("OUT_DIR", "expected another package than the one that builds it, found the same"),
+        ("OUT_DIR", "expected a package other than the one that builds it, found the same package"),
         ("CUDA_BUILDER_RUNNING", "expected device crates without a build script that calls CudaBuilder"),
     ] {
         let mut command = Command::new(&test);

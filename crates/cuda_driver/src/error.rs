@@ -50,7 +50,7 @@ pub enum Error {
 
     /// There is too little free device memory.
     #[error(
-        "out of GPU memory: asked for {asked} bytes, {free} of {total} are free{}",
+        "out of GPU memory: requested {asked} bytes, but only {free} of {total} are free{}",
         advice(sys::CUDA_ERROR_OUT_OF_MEMORY)
     )]
     OutOfMemory {
@@ -138,7 +138,7 @@ pub enum Error {
         buffers: usize,
     },
 
-    /// A checked launch on a stream of another GPU than the module's.
+    /// A checked launch on a stream of a GPU other than the module's.
     #[error(
         "kernel {kernel}: expected a stream of GPU {module}, where its module is loaded, found one of GPU {stream}; load it there too"
     )]
@@ -153,8 +153,8 @@ pub enum Error {
 
     /// Checked work on a stream whose work is captured.
     #[error(
-        "stream: expected one that runs its work, found one that is captured as a CUDA graph, which could run after its buffers are \
-         released; use unchecked launches and DeviceMemory in graphs"
+        "stream: expected a stream that is not being captured, found one that is captured as a CUDA graph; the graph could run \
+         after its buffers are released, so use unchecked launches and DeviceMemory in graphs"
     )]
     Capturing,
 

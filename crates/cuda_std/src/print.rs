@@ -127,12 +127,12 @@ arguments! {
     Passed8(A: 0, B: 1, C: 2, D: 3, E: 4, F: 5, G: 6, H: 7);
 }
 
-/// Longest format of a line, in bytes.
-const LONGEST: usize = 1024;
+/// Maximum length of the format of a line, in bytes.
+const MAX_BYTES: usize = 1024;
 
 /// Returns the format of `printf` for a text with these conversions in place of `{}`, with a newline and a zero.
-const fn format(text: &str, conversions: &[&str]) -> [u8; LONGEST] {
-    let (text, mut format) = (text.as_bytes(), [0; LONGEST]);
+const fn format(text: &str, conversions: &[&str]) -> [u8; MAX_BYTES] {
+    let (text, mut format) = (text.as_bytes(), [0; MAX_BYTES]);
     let (mut i, mut length, mut argument) = (0, 0, 0);
     while i < text.len() {
         if text[i] == b'{' || text[i] == b'}' {
@@ -164,7 +164,7 @@ const fn format(text: &str, conversions: &[&str]) -> [u8; LONGEST] {
         i += 1;
     }
     assert!(argument == conversions.len(), "gpu_println!: expected {{}} for each argument");
-    assert!(length + 2 <= LONGEST, "gpu_println!: expected at most 1022 bytes");
+    assert!(length + 2 <= MAX_BYTES, "gpu_println!: expected at most 1022 bytes");
     format[length] = b'\n';
     format
 }

@@ -75,8 +75,8 @@ impl Parameter {
         }
     }
 
-    /// Returns the statement that builds the view from the parameters of the entry point, or checks that a scalar is one.
-    /// `is_body` tells whether the body of the kernel follows, in which the parameter may be mutable.
+    /// Returns the statement that builds the view from the parameters of the entry point, or checks that a scalar is one. `is_body` states
+    /// whether the body of the kernel follows, in which the parameter may be mutable.
     pub fn build(&self, is_body: bool) -> TokenStream {
         let (name, declared) = (&self.name, &self.declared);
         let mutable = (is_body && self.is_mutable).then(|| quote!(mut));

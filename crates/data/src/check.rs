@@ -41,7 +41,7 @@ struct Part {
     documents: usize,
     /// Position of the first and the last document token.
     marks: Option<(usize, usize)>,
-    /// Longest distance between document tokens.
+    /// Maximum distance between document tokens.
     longest: usize,
     largest: u32,
     invalid: usize,

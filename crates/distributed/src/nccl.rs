@@ -220,7 +220,7 @@ impl Communicator for Nccl {
         self.launch((Operation::Broadcast, scope), tensor.bytes(), |nccl| match tensor.dtype {
             DType::F32 | DType::I32 => nccl.queue_broadcast::<f32>(scope, at, root),
             DType::Bf16 | DType::U16 => nccl.queue_broadcast::<bf16>(scope, at, root),
-            DType::Fp8 => bail!("broadcast: expected a tensor of another type than fp8"),
+            DType::Fp8 => bail!("broadcast: expected a tensor of a type other than fp8"),
         })
     }
 
@@ -242,7 +242,7 @@ impl Communicator for Nccl {
         self.launch((Operation::AllGather, Scope::ShardGroup), of.shard.bytes(), |nccl| match of.shard.dtype {
             DType::F32 | DType::I32 => nccl.queue_all_gather::<f32>(to, from, of.shard.len),
             DType::Bf16 | DType::U16 => nccl.queue_all_gather::<bf16>(to, from, of.shard.len),
-            DType::Fp8 => bail!("all-gather: expected a tensor of another type than fp8"),
+            DType::Fp8 => bail!("all-gather: expected a tensor of a type other than fp8"),
         })
     }
 

@@ -474,8 +474,8 @@ impl Listener {
 
 fn open_to_anyone(address: &str) -> String {
     format!(
-        "warning: rendezvous: whoever reaches {address} can join this run, because it has no secret; set {} to the same random text \
-         on all ranks, or give --rendezvous-secret FILE",
+        "warning: rendezvous: anyone who can reach {address} can join this run, because it has no secret; set {} to the same \
+         random text on all ranks, or give --rendezvous-secret FILE",
         secret::VARIABLE
     )
 }

@@ -12,7 +12,7 @@ use rayon::prelude::*;
 /// Elements of one task.
 const CHUNK: usize = 1 << 16;
 
-/// Most bytes that are copied to the host at a time.
+/// Maximum number of bytes copied to the host at a time.
 const PART: usize = 64 << 20;
 
 /// Returns the digest of little-endian elements of `size` bytes, 1, 2 or 4. The first of them is at position `first`.

@@ -97,9 +97,9 @@ pub struct Workload {
     pub padded_vocab: usize,
     /// Elements of the parameter block.
     pub parameters: usize,
-    /// Most tensors in one [`ops::SquaredSum`].
+    /// Maximum number of tensors in one [`ops::SquaredSum`].
     pub norm_tensors: usize,
-    /// Most ranges that AdamW updates in a step.
+    /// Maximum number of ranges that AdamW updates in a step.
     pub update_ranges: usize,
     /// Runs backward passes and updates.
     pub training: bool,

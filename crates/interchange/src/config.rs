@@ -11,7 +11,7 @@ use std::path::Path;
 /// Name of the file.
 pub const FILE: &str = "config.json";
 
-/// Key that tells whether the head is the token embedding.
+/// Key that states whether the head is the token embedding.
 const TIED: &str = "tie_word_embeddings";
 
 /// Keys of the ids of the tokens before (BOS) and after (EOS) a document.
@@ -45,7 +45,7 @@ impl ModelConfig {
         let known = || ARCHITECTURES.iter().map(|known| known.model_type).collect::<Vec<_>>().join(" or ");
         let architecture = ARCHITECTURES.iter().copied().find(|known| known.model_type == found);
         let architecture = architecture.with_context(|| {
-            format!("model_type: expected {}, found {found}; llm-rs has no other architecture", known())
+            format!("model_type: expected {}, found {found}; llm-rs supports no other architecture", known())
         })?;
         let descriptor = (architecture.descriptor)(Keys(&keys))?;
         for setting in architecture.settings {
@@ -53,7 +53,7 @@ impl ModelConfig {
             let found = text_of(value);
             ensure!(
                 setting.accepted.contains(&found.as_str()),
-                "{}: expected {}, found {found}; llm-rs computes no other value",
+                "{}: expected {}, found {found}; llm-rs supports no other value",
                 setting.key,
                 setting.accepted.join(" or ")
             );
@@ -191,13 +191,13 @@ mod tests {
             (
                 "model_type",
                 Some(r#""opt""#),
-                "model_type: expected gpt2 or llama or qwen2 or qwen3 or nanochat, found opt; llm-rs has no other architecture",
+                "model_type: expected gpt2 or llama or qwen2 or qwen3 or nanochat, found opt; llm-rs supports no other architecture",
             ),
             ("model_type", None, "model_type: expected gpt2 or llama or qwen2 or qwen3 or nanochat, found none"),
             (
                 "activation_function",
                 Some(r#""relu""#),
-                "activation_function: expected gelu_new or gelu_pytorch_tanh, found relu; llm-rs computes no other value",
+                "activation_function: expected gelu_new or gelu_pytorch_tanh, found relu; llm-rs supports no other value",
             ),
             ("activation_function", Some(r#""gelu""#), "found gelu;"),
             ("layer_norm_epsilon", Some("1e-6"), "layer_norm_epsilon: expected 0.00001, found 0.000001;"),

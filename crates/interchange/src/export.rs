@@ -157,7 +157,7 @@ pub fn gguf(
     let (architecture, descriptor) = (source.architecture()?, source.descriptor());
     let pairs = architecture.gguf_pairs.with_context(|| {
         format!(
-            "{}: expected an architecture of llama.cpp, found {}, which it does not have; export with --format hf",
+            "{}: expected an architecture that llama.cpp supports, found {}; export with --format hf",
             source.path().display(),
             architecture.model_type
         )
@@ -216,8 +216,8 @@ fn rope_factors(source: &ModelSource) -> Result<Option<Vec<f32>>> {
     };
     ensure!(
         architecture.model_type == LLAMA.model_type,
-        "gguf: expected rotary embeddings without scaling for {}, found {scaling:?}; llama.cpp scales only Llama in this way, so \
-         export with --format hf",
+        "gguf: expected rotary embeddings without scaling for {}, found {scaling:?}; llama.cpp supports this scaling only for \
+         Llama, so export with --format hf",
         architecture.model_type
     );
     let frequencies = |rotary: Rotary| rotary.frequencies(descriptor.head_size);

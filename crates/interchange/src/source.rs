@@ -34,7 +34,7 @@ enum Kind {
 /// Extensions of the files beside the weights of a model.
 const OTHER_FILES: [&str; 5] = ["jinja", "json", "model", "toml", "txt"];
 
-/// Most models that an error names.
+/// Maximum number of models that an error names.
 const MAX_NAMED: usize = 5;
 
 /// Returns whether a directory is that of a model or of a run with a checkpoint.

@@ -33,7 +33,7 @@ pub enum Unit {
 const MAX_DECADES_WITH_MINOR_TICKS: f64 = 6.0;
 
 /// Largest magnitude of an end of an axis.
-const LARGEST: f64 = 1e100;
+const MAX_LIMIT: f64 = 1e100;
 
 impl AxisScale {
     /// Returns a scale over a range of values that is not empty: `low` and `high` are finite, and positive if `log` is set.
@@ -41,8 +41,8 @@ impl AxisScale {
     /// A range of one value is widened.
     pub fn new(low: f64, high: f64, log: bool) -> Self {
         // Differences and ratios within this range are finite.
-        let [low, high] =
-            [low, high].map(|end| if log { end.clamp(1.0 / LARGEST, LARGEST) } else { end.clamp(-LARGEST, LARGEST) });
+        let [low, high] = [low, high]
+            .map(|end| if log { end.clamp(1.0 / MAX_LIMIT, MAX_LIMIT) } else { end.clamp(-MAX_LIMIT, MAX_LIMIT) });
         // A shorter range is a rounding error.
         if high - low > 1e-9 * low.abs().max(high.abs()) {
             return Self { low, high, log };

@@ -11,7 +11,7 @@ use anyhow::{Result, ensure};
 use serde::Serialize;
 use std::fmt::Write;
 
-/// Largest number of runs in a figure.
+/// Maximum number of runs in a figure.
 pub const MAX_RUNS: usize = 64;
 
 /// The settings of a figure.
@@ -93,7 +93,7 @@ const NARROW_HEIGHT: f64 = 240.0;
 pub(crate) const TITLE: f64 = 17.0;
 const HEADING: f64 = 13.0;
 pub(crate) const LABEL: f64 = 11.0;
-/// Largest number of evaluations that are drawn as dots.
+/// Maximum number of evaluations that are drawn as dots.
 const MAX_DOTS: usize = 60;
 /// Opacity of raw values behind a smoothed curve.
 const RAW_OPACITY: f64 = 0.25;

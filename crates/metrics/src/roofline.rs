@@ -14,7 +14,7 @@ use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
 const ROW_HEIGHT: f64 = 19.0;
-/// Largest number of operations in a figure. The longest ones are kept.
+/// Maximum number of operations in a figure. The longest ones are kept.
 const MAX_OPERATIONS: usize = 200;
 /// Percentage at the right end of the bars.
 const MAX_PERCENT: f64 = 120.0;
@@ -63,7 +63,7 @@ impl Roofline {
         let expected =
             || format!("{name}: expected the JSON of `bench kernels --json FILE`; measure again with this version");
         let mut all: Self = serde_json::from_slice(text).with_context(expected)?;
-        ensure!(all.bench == "kernels", "{}: it is of `bench {}`", expected(), all.bench);
+        ensure!(all.bench == "kernels", "{}: this file is of `bench {}`", expected(), all.bench);
         let rates = [all.copy_gbs, all.product_tflops];
         ensure!(
             rates.iter().all(|rate| rate.is_normal() && *rate > 0.0),

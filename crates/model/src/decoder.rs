@@ -133,13 +133,13 @@ pub(super) trait SubLayer: fmt::Debug + Send + Sync {
     fn decode(&self, engine: &mut dyn Engine, pass: &DecodePass, residual: Tensor) -> Result<()>;
 }
 
-/// What the sub-layers share in a forward pass.
+/// Values that the sub-layers share in a forward pass.
 pub(super) struct ForwardPass<'a> {
     pub(super) model: &'a Decoder,
     pub(super) layout: BatchLayout,
 }
 
-/// What the sub-layers share in a backward pass.
+/// Values that the sub-layers share in a backward pass.
 pub(super) struct BackwardPass<'a> {
     pub(super) model: &'a Decoder,
     pub(super) layout: BatchLayout,
@@ -155,12 +155,12 @@ pub(super) struct BackwardPass<'a> {
     pub(super) dwide: Tensor,
 }
 
-/// What the sub-layers share when each of the sequences in B slots gets one token.
+/// Values that the sub-layers share when each of the sequences in B slots gets one token.
 pub(super) struct DecodePass<'a> {
     pub(super) model: &'a Decoder,
     /// Number of slots (B).
     pub(super) rows: usize,
-    /// Most tokens of a sequence in the cache (T).
+    /// Maximum number of tokens of a sequence in the cache (T).
     pub(super) capacity: usize,
     pub(super) cache: Cache,
 }

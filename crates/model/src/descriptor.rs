@@ -28,7 +28,7 @@ pub struct Descriptor {
     pub channels: usize,
     /// Channels between the two linear layers of the MLP (F).
     pub mlp_channels: usize,
-    /// Longest sequence.
+    /// Maximum sequence length.
     pub max_seq_len: usize,
     /// Size of the vocabulary without padding (V).
     pub vocab: usize,
@@ -172,7 +172,7 @@ pub enum DescriptorError {
     },
     /// The number of parameters is above the limit.
     #[error(
-        "parameters: expected at most {MAX_PARAMETERS}, found {0}, which are beyond what any memory holds; choose smaller sizes"
+        "parameters: expected at most {MAX_PARAMETERS}, found {0}, which is larger than any address space; choose smaller sizes"
     )]
     TooLarge(u128),
 }
@@ -398,7 +398,7 @@ mod tests {
         assert_eq!(error(1, 1, 64, 8, 1_048_577), "vocab: expected at most 1048576, found 1048577");
         let many = usize::MAX;
         for (c, t) in [(1 << 20, 8), (64, 1 << 40), (many, 8), (64, many), (many, many)] {
-            assert!(error(1, 1, c, t, 256).contains("which are beyond what any memory holds"), "{c} {t}");
+            assert!(error(1, 1, c, t, 256).contains("which is larger than any address space"), "{c} {t}");
         }
         let text = error(1, 1, 1 << 20, 8, 256);
         assert!(text.starts_with("parameters: expected at most 2199023255552, found 13194416357376, which"), "{text}");

@@ -61,7 +61,7 @@ impl Decoder {
         Ok(digests)
     }
 
-    /// Returns the digests of the values that every rank has, and of this rank's shards. `sharded` tells whether ranks shard the
+    /// Returns the digests of the values that every rank has, and of this rank's shards. `sharded` states whether ranks shard the
     /// embeddings, and the layers.
     fn digest_of(&self, engine: &mut dyn Engine, store: Store, sharded: [bool; 2]) -> Result<[u64; 2]> {
         let mut sums = [0u64; 2];

@@ -8,16 +8,17 @@ use distributed::ShardGroups;
 use engine::Engine;
 use engine::plan::Plan;
 
-/// Most tokens of a batch: positions are stored as i32.
+/// Maximum number of tokens in a batch: positions are stored as i32.
 const MAX_TOKENS: usize = i32::MAX as usize;
 
-/// Most values of activations. Up to it, the size of a plan in bytes fits a `usize`: a layer keeps less than 8 tensors of each width.
+/// Maximum number of values of activations. Up to this limit, the size of a plan in bytes fits into a `usize`: a layer keeps fewer than 8
+/// tensors of each width.
 const MAX_VALUES: u128 = 1 << 56;
 
-/// Shortest sequence that the advice names.
-const SHORTEST_ADVISED: usize = 64;
+/// Minimum sequence length that the advice names.
+const MIN_ADVISED_SEQ: usize = 64;
 
-/// Most ranks that the advice names.
+/// Maximum number of ranks that the advice names.
 const MAX_RANKS_ADVISED: usize = 1024;
 
 /// Settings of a run that bound the changes by which it could fit.
@@ -96,7 +97,7 @@ pub fn check_batch(descriptor: &Descriptor, b: usize, t: usize) -> Result<()> {
         "--seq {t}: expected at most {}, the longest sequence of the model; {}",
         descriptor.max_seq_len,
         match descriptor.positions {
-            Positions::Learned => "it has no embeddings for further positions",
+            Positions::Learned => "it has no embeddings for later positions",
             Positions::Rotary(_) =>
                 "for longer ones, raise max_position_embeddings in the config.json of a Hugging Face directory",
         }
@@ -106,7 +107,8 @@ pub fn check_batch(descriptor: &Descriptor, b: usize, t: usize) -> Result<()> {
     let values = (b * t) as u128 * (descriptor.layers as u128 * width + descriptor.padded_vocab() as u128);
     ensure!(
         values < MAX_VALUES,
-        "--batch {b} x --seq {t}: expected activations that a memory could hold, found {values} values; use a smaller batch or model"
+        "--batch {b} x --seq {t}: expected activations that fit into an address space, found {values} values; use a smaller batch \
+         or model"
     );
     Ok(())
 }
@@ -137,11 +139,11 @@ impl Search<'_> {
         let same_storage = self.levels(self.options);
         let enough = same_storage.iter().copied().skip(1).find(|&level| self.fits(level));
         let unchanged = self.largest_batch(self.options);
-        let divisors = if self.limits.total_batch.is_some() { " of those that divide --total-batch" } else { "" };
-        let smaller = format!("the largest{divisors} that fits is --batch {unchanged}");
+        let divides = if self.limits.total_batch.is_some() { "divides --total-batch and " } else { "" };
+        let smaller = format!("the largest batch that {divides}fits is --batch {unchanged}");
         if let Some(level) = enough {
-            let without = if unchanged > 0 { format!("; without, {smaller}") } else { String::new() };
-            return format!("{} makes it fit{without}", self.changes(level));
+            let otherwise = if unchanged > 0 { format!("; otherwise, {smaller}") } else { String::new() };
+            return format!("use {}{otherwise}", self.changes(level));
         }
         match (unchanged, self.largest_of(&same_storage)) {
             (0, (b @ 1.., level)) => format!("--batch {b} with {} fits", self.changes(level)),
@@ -165,7 +167,7 @@ impl Search<'_> {
         }
         let mut resorts = vec!["use a smaller --model".to_owned()];
         let single = PlanOptions { b: 1, ..self.options };
-        let halves = std::iter::successors(Some(single.t / 2), |t| Some(t / 2)).take_while(|&t| t >= SHORTEST_ADVISED);
+        let halves = std::iter::successors(Some(single.t / 2), |t| Some(t / 2)).take_while(|&t| t >= MIN_ADVISED_SEQ);
         let shorter: Vec<_> = halves.flat_map(|t| self.levels(PlanOptions { t, ..single })).collect();
         if let Some(found) = shorter.into_iter().find(|&level| self.is_allowed(level) && self.fits(level)) {
             resorts.push(format!("--seq {} with {}", found.t, ["--batch 1", &self.changes(found)].join(" ").trim()));
@@ -367,7 +369,7 @@ mod tests {
         let free = of_d12(PlanOptions { zero: zero(8), ..options });
         assert!(free < of_d12(options));
         let advice = |free| Search { options, limits, free, bytes: &mut of_d12 }.advice();
-        assert_eq!(advice(free), "--shard-size 8 makes it fit");
+        assert_eq!(advice(free), "use --shard-size 8");
         assert!(
             advice(free - 1).contains("16 ranks with --zero-stage 3 --shard-size 16 --recompute 3"),
             "{}",
@@ -382,19 +384,19 @@ mod tests {
         let [nothing, gelu, norms, layers] = Recompute::ALL;
         assert!([layers, norms, gelu, nothing].map(|level| bytes(8, level)).is_sorted());
         let text = advice(8, nothing, bytes(8, gelu));
-        assert!(text.starts_with("--recompute 1 makes it fit; without, the largest that fits is --batch "), "{text}");
+        assert!(text.starts_with("use --recompute 1; otherwise, the largest batch that fits is --batch "), "{text}");
         let text = advice(8, nothing, bytes(8, gelu) - 1);
-        assert!(text.starts_with("--recompute 2 makes it fit"), "{text}");
-        assert_eq!(advice(1, nothing, bytes(1, norms)), "--recompute 2 makes it fit");
+        assert!(text.starts_with("use --recompute 2"), "{text}");
+        assert_eq!(advice(1, nothing, bytes(1, norms)), "use --recompute 2");
         // 20 sequences fit without recomputation, more with it, but fewer than requested.
         let text = advice(256, nothing, bytes(20, nothing));
-        assert!(text.starts_with("the largest that fits is --batch 20, or --batch "), "{text}");
+        assert!(text.starts_with("the largest batch that fits is --batch 20, or --batch "), "{text}");
         assert!(text.ends_with(" with --recompute 3"), "{text}");
-        assert_eq!(advice(64, layers, bytes(20, layers)), "the largest that fits is --batch 20");
+        assert_eq!(advice(64, layers, bytes(20, layers)), "the largest batch that fits is --batch 20");
         assert_eq!(advice(64, nothing, bytes(1, layers)), "--batch 1 with --recompute 3 fits");
         let inference = PlanOptions { training: false, ..options(64, nothing) };
         let free = of_d12(PlanOptions { b: 5, ..inference });
-        assert_eq!(super::tests::advice(inference, free), "the largest that fits is --batch 5");
+        assert_eq!(super::tests::advice(inference, free), "the largest batch that fits is --batch 5");
     }
 
     /// A GPU that stores bf16, without its memory.
@@ -415,8 +417,8 @@ mod tests {
         let all = of(at(3, Recompute::Layers));
         assert!(of(options) > zero_1 && zero_1 > zero_3 && zero_3 > all);
         let mut advice = |free| Search { options, limits, free, bytes: &mut of }.advice();
-        assert!(advice(zero_1).starts_with("--zero-stage 1 makes it fit; without, "), "{}", advice(zero_1));
-        assert!(advice(all).starts_with("--zero-stage 3 --recompute 3 makes it fit"), "{}", advice(all));
+        assert!(advice(zero_1).starts_with("use --zero-stage 1; otherwise, "), "{}", advice(zero_1));
+        assert!(advice(all).starts_with("use --zero-stage 3 --recompute 3"), "{}", advice(all));
         assert!(advice(all - 1).contains("--zero-stage 3 --recompute 3"), "{}", advice(all - 1));
     }
 

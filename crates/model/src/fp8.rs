@@ -27,7 +27,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fp8Recipe {
-    /// Scales fit the largest magnitude of each tensor, which an additional pass finds
+    /// Scales fit the largest magnitude of each tensor, found in an additional pass
     Current,
     /// Scales of inputs and gradients fit the largest magnitudes of the last 16 steps
     #[default]
@@ -38,7 +38,7 @@ pub enum Fp8Recipe {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fp8Gradients {
-    /// 5 exponent bits and 2 mantissa bits: the range that gradients need, whose magnitudes vary more than those of inputs
+    /// 5 exponent bits and 2 mantissa bits, for the wide range of gradients
     #[default]
     E5m2,
     /// 4 exponent bits and 3 mantissa bits

@@ -34,7 +34,7 @@ pub struct Generator {
     pub decoder: Decoder,
     /// Number of slots (B).
     slots: usize,
-    /// Most tokens of a sequence in the cache (T).
+    /// Maximum number of tokens of a sequence in the cache (T).
     capacity: usize,
     cache: Cache,
     graph: GraphKey,

@@ -19,9 +19,9 @@ use engine::{BatchLayout, Engine, Workload};
 /// Sizes and options of a memory plan.
 #[derive(Clone, Copy, Debug)]
 pub struct PlanOptions {
-    /// Most sequences of a batch.
+    /// Maximum number of sequences in a batch.
     pub b: usize,
-    /// Most tokens of a sequence.
+    /// Maximum number of tokens in a sequence.
     pub t: usize,
     /// Plans gradients, optimizer state and the activations of every layer; otherwise a forward pass only.
     pub training: bool,
@@ -33,7 +33,7 @@ pub struct PlanOptions {
     pub recompute: Recompute,
     /// Tensors that ranks shard.
     pub zero: Zero,
-    /// Most rows of logits that exist at a time. More are used if the memory is available anyway.
+    /// Maximum number of rows of logits that exist at a time. More rows are used if the memory is available anyway.
     pub logit_rows: usize,
     /// Optimizer of the layers' matrices.
     pub optimizer: Optimizer,

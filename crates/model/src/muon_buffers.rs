@@ -71,7 +71,7 @@ pub(super) fn shapes(matrices: &[Matrix]) -> Vec<Vec<usize>> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Batches {
     pub(super) layers: usize,
-    /// Most matrices of a batch. Large matrices have smaller batches, see [`largest_batch`].
+    /// Maximum number of matrices in a batch. Large matrices have smaller batches, see [`largest_batch`].
     matrices: usize,
 }
 

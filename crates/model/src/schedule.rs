@@ -9,13 +9,13 @@ use std::f64::consts::PI;
 pub enum ScheduleKind {
     /// Half a cosine period from the peak to the final learning rate
     Cosine,
-    /// Linear from the peak to the final learning rate
+    /// Linear decay from the peak to the final learning rate
     Linear,
     /// The peak in every step, without warmup
     Constant,
-    /// Warmup-stable-decay: the peak until 80 % of the steps, then 1 - sqrt decay
+    /// Warmup-stable-decay: the peak for 80 % of the steps, then 1 - sqrt decay
     Wsd,
-    /// The peak, then linear to the final learning rate during the last --warmdown of the steps
+    /// The peak, then linear decay to the final learning rate over the last --warmdown of the steps
     Trapezoidal,
 }
 

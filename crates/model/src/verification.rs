@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
 use std::fmt;
 
-/// Number of further computations after a difference, which tell whether it recurs.
+/// Number of repetitions after a difference, which show whether it recurs.
 const REPLAYS: usize = 2;
 
 /// Two computations of a micro-batch gave different bits.
@@ -42,7 +42,7 @@ pub struct Difference {
 }
 
 impl Difference {
-    /// Returns the rank with the GPU that is probably faulty. `None` if no replay tells.
+    /// Returns the rank with the GPU that is probably faulty. `None` if the replays are inconclusive.
     pub fn suspect(&self) -> Option<usize> {
         if self.rank == self.second || !self.replays.iter().all(|same| *same) {
             Some(self.rank)
@@ -55,7 +55,7 @@ impl Difference {
 impl fmt::Display for Difference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { rank, second, entry, found, output: (index, count), replays } = self;
-        let again = if rank == second { "when it was computed again".to_owned() } else { format!("on rank {second}") };
+        let again = if rank == second { "when it was recomputed".to_owned() } else { format!("on rank {second}") };
         write!(
             f,
             "micro-batch of rank {rank}: expected the same bits {again}, found a difference that begins with {entry} (tensor {index} \
@@ -63,7 +63,7 @@ impl fmt::Display for Difference {
             entry.digest
         )?;
         let same = replays.iter().filter(|same| **same).count();
-        write!(f, "; {same} of {} further computations gave the first bits", replays.len())
+        write!(f, "; {same} of {} repetitions gave the same bits as the first computation", replays.len())
     }
 }
 

@@ -19,7 +19,7 @@ pub struct Members {
     pub ranks: usize,
     /// Nodes on which they are.
     pub nodes: usize,
-    /// Least number of them on one node.
+    /// Minimum number of them on one node.
     pub per_node: usize,
 }
 

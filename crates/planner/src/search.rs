@@ -174,7 +174,7 @@ impl Request {
         let settings = self.settings();
         ensure!(
             !settings.is_empty(),
-            "--total-batch {}: expected a multiple of --batch x --seq x --gpus, at least {}, found none; use a larger or another one",
+            "--total-batch {}: expected a multiple of --batch x --seq x --gpus, at least {}, found another number; use such a multiple",
             self.total_batch.unwrap_or_default(),
             self.batches.iter().min().unwrap_or(&1) * self.seq * self.cluster.gpus
         );
@@ -276,7 +276,7 @@ fn bottleneck(timeline: &Timeline) -> Bottleneck {
     }
 }
 
-/// Least gain in speed for which missing memory counts as the bottleneck.
+/// Minimum gain in speed for which missing memory counts as the bottleneck.
 const MATTERS: f64 = 1.01;
 
 /// Marks settings that are slower than one of the same stage and shard size that does not fit.

@@ -63,7 +63,7 @@ pub fn spawn<T: Send + 'static>(
     let (is_finished, job_name) = (finished.clone(), name.clone());
     let job = move |idle: Sender<Job>| {
         let result = catch_unwind(AssertUnwindSafe(run));
-        // Before the end is visible, so that whoever waits for it can use the thread again.
+        // Before the end is visible, so that a waiting caller can use the thread again.
         IDLE.lock().unwrap_or_else(PoisonError::into_inner).insert(job_name, idle);
         // The receiver is gone if nobody waits for the result.
         let _ = send_result.send(result);
@@ -164,8 +164,8 @@ pub fn check(count: usize) -> IoResult<()> {
     }
     started.map_err(|error| {
         let text = format!(
-            "threads: expected {count} more that can start, found {found}: {error}; raise the limits of the process (ulimit -u, \
-             ulimit -v)"
+            "threads: {count} more threads are needed, but only {found} could be started: {error}; raise the limits of the process \
+             (ulimit -u, ulimit -v)"
         );
         Error::new(error.kind(), text)
     })

@@ -32,7 +32,7 @@ pub struct Pair {
 }
 
 /// Pieces with more bytes are merged with a heap instead of repeated scans.
-const LONGEST_SCANNED_PIECE: usize = 64;
+const MAX_SCANNED_PIECE: usize = 64;
 
 /// No token.
 const NO_TOKEN: u32 = u32::MAX;
@@ -110,7 +110,7 @@ impl Bpe {
 
     /// Appends the ids of a piece, which is not empty.
     fn merge(&self, piece: &[u8], out: &mut Vec<u32>) {
-        if piece.len() <= LONGEST_SCANNED_PIECE {
+        if piece.len() <= MAX_SCANNED_PIECE {
             self.merge_by_scanning(piece, out);
         } else {
             self.merge_by_heap(piece, out);
@@ -123,9 +123,9 @@ impl Bpe {
 
     /// Merges a short piece: each round finds the lowest rank in the list of pairs.
     fn merge_by_scanning(&self, piece: &[u8], out: &mut Vec<u32>) {
-        let mut ids = [0; LONGEST_SCANNED_PIECE];
+        let mut ids = [0; MAX_SCANNED_PIECE];
         // `ranks[i]` is the rank of merging tokens i and i + 1.
-        let mut ranks = [NO_RANK; LONGEST_SCANNED_PIECE];
+        let mut ranks = [NO_RANK; MAX_SCANNED_PIECE];
         let mut len = piece.len();
         for (id, &byte) in ids.iter_mut().zip(piece) {
             *id = self.bytes[usize::from(byte)];

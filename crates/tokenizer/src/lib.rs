@@ -392,7 +392,7 @@ impl Tokenizer {
             return Ok(Vec::new());
         }
         let encoding = quiet_panic::catch(|| tokenizer.encode_fast(text, false))
-            .with_context(|| format!("{self} cannot encode the text: its parts contradict each other"))?;
+            .with_context(|| format!("{self} cannot encode the text: its parts are inconsistent"))?;
         let encoding = encoding.map_err(|error| anyhow::anyhow!("{self} cannot encode the text: {error}"))?;
         Ok(encoding.get_ids().to_vec())
     }

@@ -17,7 +17,7 @@ use model::{Decoder, Param, PlanOptions, TrainStep, Unsharded};
 use std::path::Path;
 use system::progress::{self, Unit};
 
-/// Largest number of logit rows that are read at once.
+/// Maximum number of logit rows that are read at once.
 const ROWS: usize = 64;
 
 /// The error of a tensor against its reference.

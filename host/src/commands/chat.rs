@@ -15,23 +15,23 @@ use std::io::{BufRead, IsTerminal, Read, Write, stderr, stdin, stdout};
 use template::{ChatTemplate, Message};
 use tokenizer::Tokenizer;
 
-/// Tokens for an answer, for which the oldest messages are forgotten. Of a short context, at most a quarter.
+/// Tokens reserved for an answer: the oldest messages are removed to make room. At most a quarter of a short context is reserved.
 const MIN_ANSWER: usize = 64;
 
-/// Longest line of a conversation in bytes, with its end.
+/// Maximum length of a line of a conversation in bytes, including the line break.
 const MAX_LINE: u64 = 1 << 20;
 
 /// Talk to a model in the terminal
 ///
 /// A model with a chat template (chat_template in tokenizer_config.json, or chat_template.jinja) answers messages. Any other model
-/// continues the text. /clear begins a new conversation, /exit or the end of the input ends the program.
+/// continues the text. /clear begins a new conversation. /exit or the end of the input ends the program.
 #[derive(Debug, clap::Args)]
 pub struct Chat {
     #[command(flatten)]
     model: ModelPath,
 
-    /// Tokenizer: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: that next to the model, or by
-    /// the vocabulary size]
+    /// Tokenizer: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: the tokenizer next to the model, or the built-in one with
+    /// the model's vocabulary size]
     #[arg(long, value_name = "NAME|FILE")]
     tokenizer: Option<String>,
 
@@ -39,11 +39,11 @@ pub struct Chat {
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
 
-    /// Most tokens of an answer
+    /// Maximum number of tokens in an answer
     #[arg(short = 'g', long, value_name = "N", default_value = "512", value_parser = count)]
     tokens: usize,
 
-    /// Most tokens of the conversation that the model reads [default: 8192, or the longest sequence of the model]
+    /// Maximum number of tokens of the conversation that the model reads [default: 8192, or the longest sequence of the model]
     #[arg(long, value_name = "N", value_parser = count)]
     context: Option<usize>,
 
@@ -67,7 +67,7 @@ pub fn run(args: &Chat) -> Result<()> {
     let template = ChatTemplate::of(&source)?;
     if template.is_none() && args.system.is_some() {
         bail!(
-            "--system: expected a model with a chat template, found none in {}; leave out --system",
+            "--system: expected a model with a chat template, found none in {}; omit --system",
             source.directory().display()
         );
     }

@@ -32,8 +32,8 @@ pub struct Eval {
     #[arg(short = 'j', long, value_name = "GLOB", required_unless_present_any = ["hellaswag", "mmlu"])]
     val: Option<String>,
 
-    /// Tokenizer: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: that next to the model, or that of the token files,
-    /// or by the vocabulary size]
+    /// Tokenizer: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: the tokenizer next to the model, or that of the token
+    /// files, or the built-in one with the model's vocabulary size]
     #[arg(long, value_name = "NAME|FILE")]
     tokenizer: Option<String>,
 
@@ -57,16 +57,17 @@ pub struct Eval {
     #[arg(short, long, value_name = "B", default_value = "4", value_parser = count)]
     batch: usize,
 
-    /// Tokens in a sequence [default: for --val and a run, those of the run; else 1024, or the model's maximum if that is smaller]
+    /// Tokens in a sequence [default: for --val and a run, the sequence length of the run; otherwise 1024, or the model's maximum if that
+    /// is smaller]
     #[arg(short = 't', long, value_name = "T", value_parser = count)]
     seq: Option<usize>,
 
-    /// Number of batches, at most those that the data has [default: all]
+    /// Number of batches to evaluate, at most as many as the data has [default: all]
     #[arg(short = 'm', long, value_name = "N", value_parser = count)]
     val_batches: Option<usize>,
 
-    /// Also write the logits and the loss of each target token of --val to this file, as safetensors of f32. It takes 4 bytes for
-    /// each token of the vocabulary and each target token
+    /// Also write the logits and the loss of each target token of --val to this file, as safetensors of f32. Each target token takes 4
+    /// bytes for each token of the vocabulary
     #[arg(long, value_name = "FILE", requires = "val")]
     logits: Option<PathBuf>,
 

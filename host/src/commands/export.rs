@@ -42,7 +42,8 @@ pub struct Export {
     #[arg(long, value_enum, value_name = "bf16|fp32", hide_possible_values = true)]
     dtype: Option<Precision>,
 
-    /// Tokenizer: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: that next to the model, or by the vocabulary size]
+    /// Tokenizer: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: the tokenizer next to the model, or the built-in one with
+    /// the model's vocabulary size]
     #[arg(long, value_name = "NAME|FILE")]
     tokenizer: Option<String>,
 
@@ -117,7 +118,8 @@ pub fn run(args: &Export) -> Result<()> {
 }
 
 impl Export {
-    /// Fails if the output is the model itself, that from which the run started, or an existing file that is no export of this format.
+    /// Fails if the output is the model itself, the model from which the run started, or an existing file that is not an export in this
+    /// format.
     fn check_output(&self, source: &ModelSource) -> Result<()> {
         let (out, directory) = (self.out.as_path(), source.companions());
         for input in [source.path(), source.directory()].into_iter().chain(directory.as_deref()) {
@@ -125,8 +127,8 @@ impl Export {
         }
         if let Some(model) = models_of_run(source.directory()).into_iter().find(|model| output::is_same(out, model)) {
             bail!(
-                "cannot write {}: expected another place than the model {} from which the run started, found the same; choose another \
-                 name",
+                "cannot write {}: expected a path other than the model {} from which the run started, found the same path; choose \
+                 another name",
                 out.display(),
                 model.display()
             );

@@ -12,7 +12,7 @@ use model::Generator;
 use std::path::Path;
 use tokenizer::Tokenizer;
 
-const SAMPLING: &str = "Choice of tokens";
+const SAMPLING: &str = "Sampling";
 
 /// Texts of special tokens that end a text or a turn of a conversation.
 const END_TOKENS: [&str; 8] = [
@@ -29,10 +29,10 @@ const END_TOKENS: [&str; 8] = [
 /// Files of a Hugging Face directory that state the tokens which end a text.
 const END_FILES: [&str; 2] = ["generation_config.json", "config.json"];
 
-/// Longest context unless --context says otherwise.
+/// Maximum context unless --context is given.
 const DEFAULT_CONTEXT: usize = 8192;
 
-/// Most rows that the kernels for few sequences take. For more, GEMMs are timed and the fastest is chosen.
+/// Maximum number of rows for the kernels for few sequences. For more rows, GEMMs are timed and the fastest is chosen.
 const FEW_SEQUENCES: usize = gpu::decode::launch::MAX_ROWS;
 
 /// Returns the command that tries a model: `chat` if it has a chat template, else `sample`.
@@ -56,7 +56,7 @@ pub struct SamplingFlags {
     #[arg(long, value_name = "N", default_value = "0", value_parser = whole_number, help_heading = SAMPLING)]
     top_k: usize,
 
-    /// Sample from the fewest most likely tokens whose probabilities sum to X
+    /// Sample from the smallest set of most likely tokens whose probabilities sum to at least X
     #[arg(long, value_name = "X", default_value = "1.0", value_parser = probability, help_heading = SAMPLING)]
     top_p: f32,
 
@@ -102,7 +102,7 @@ pub fn context(source: &ModelSource, wanted: Option<usize>) -> (usize, Option<St
     let longest = source.descriptor().max_seq_len;
     let note = wanted.filter(|&wanted| wanted > longest).map(|wanted| {
         format!(
-            "note: --context {wanted}: the longest sequence of the model has {longest} tokens, which is the context"
+            "note: --context {wanted} is longer than the longest sequence of the model; the context is {longest} tokens"
         )
     });
     (longest.min(wanted.unwrap_or(DEFAULT_CONTEXT)), note)

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 /// Print the final values of runs, or export their logs as CSV or for TensorBoard
 #[derive(Clone, Debug, clap::Args)]
 pub struct Log {
-    /// Directories of runs, or their main.jsonl or main.log, also of llm.c. NAME=RUN sets the name
+    /// Directories of runs, or their main.jsonl or main.log; main.log may be llm.c's. NAME=RUN sets the name
     #[arg(value_name = "RUN", required = true)]
     runs: Vec<PathBuf>,
 

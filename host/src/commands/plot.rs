@@ -37,7 +37,7 @@ Examples:
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Plot {
-    /// Directories of runs, or their main.jsonl or main.log, also of llm.c. NAME=RUN sets the name in the legend
+    /// Directories of runs, or their main.jsonl or main.log; main.log may be llm.c's. NAME=RUN sets the name in the legend
     #[arg(value_name = "RUN", required_unless_present = "roofline")]
     runs: Vec<PathBuf>,
 
@@ -57,11 +57,11 @@ pub struct Plot {
     #[arg(long, value_enum, default_value_t)]
     x: XAxis,
 
-    /// Tokens of an optimizer step, for logs without token counts, such as llm.c's
+    /// Tokens per optimizer step, for logs without token counts, such as llm.c's
     #[arg(long, value_name = "N", value_parser = count)]
     tokens_per_step: Option<usize>,
 
-    /// Values to draw, separated by commas [default: all that the logs have]
+    /// Values to draw, separated by commas [default: all that the logs contain]
     #[arg(long, value_enum, value_name = "NAME,…", value_delimiter = ',')]
     metrics: Vec<Metric>,
 

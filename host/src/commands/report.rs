@@ -211,7 +211,11 @@ fn skipped_updates(config: &Config) -> String {
     let Limits { loss_z, norm_z, bad_steps } = config.limits();
     let above =
         |what, limit: Option<f64>| limit.map_or(String::new(), |z| format!(", z-score of the {what} above {z}"));
-    format!("not finite ({bad_steps} in a row end the run){}{}", above("loss", loss_z), above("gradient norm", norm_z))
+    format!(
+        "not finite (the run ends after {bad_steps} in a row){}{}",
+        above("loss", loss_z),
+        above("gradient norm", norm_z)
+    )
 }
 
 fn parameter_storage(config: &Config) -> String {

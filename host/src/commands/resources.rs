@@ -60,7 +60,7 @@ pub struct ModelPath {
     #[arg(value_name = "RUN|MODEL", required_unless_present = "model", conflicts_with = "model")]
     path: Option<PathBuf>,
 
-    /// The same as a flag
+    /// The same argument as a flag
     #[arg(short = 'e', long, value_name = "RUN|MODEL")]
     model: Option<PathBuf>,
 }

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 use system::progress::{self, Progress, Unit};
 
-/// Most sequences that are generated at a time.
+/// Maximum number of sequences to generate at the same time.
 const MAX_SLOTS: usize = 64;
 
 /// Generate text with a model
@@ -30,8 +30,8 @@ pub struct Sample {
     #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
     prompt_file: Option<PathBuf>,
 
-    /// Tokenizer: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: that next to the model, or by
-    /// the vocabulary size]
+    /// Tokenizer: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: the tokenizer next to the model, or the built-in one with
+    /// the model's vocabulary size]
     #[arg(long, value_name = "NAME|FILE")]
     tokenizer: Option<String>,
 
@@ -39,7 +39,7 @@ pub struct Sample {
     #[arg(short = 'g', long, value_name = "N", default_value = "256", value_parser = count)]
     tokens: usize,
 
-    /// Number of texts. Text i has seed + i
+    /// Number of texts. Text i uses seed + i
     #[arg(short, long, value_name = "N", default_value = "1", value_parser = count)]
     n: usize,
 
@@ -146,7 +146,7 @@ impl Output<'_> {
         if self.streams() { print(self.prompt) } else { Ok(()) }
     }
 
-    /// Takes a token of text `i` and returns whether the text goes on.
+    /// Takes a token of text `i` and returns whether the text continues.
     fn take(&mut self, i: usize, token: u32) -> Result<bool> {
         let new = self.streams[i].push(token);
         self.texts[i].1.push(token);

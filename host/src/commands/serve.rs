@@ -38,60 +38,60 @@ use tokio::sync::{Notify, Semaphore, watch};
 use tokio::time::sleep;
 use worker::{Settings, Status, Worker};
 
-/// Shortest token.
+/// Minimum length of a token in bytes.
 const MIN_TOKEN: usize = 16;
 /// Threads that handle connections. The model has a thread of its own.
 const THREADS: usize = 2;
 /// Threads that wait for chat templates.
 const RENDERERS: usize = 2;
-/// Longest time that a stopping server waits for the step in progress, or for a model that is being loaded.
+/// Maximum time that a stopping server waits for the step in progress, or for a model that is being loaded.
 const LAST_STEP: Duration = Duration::from_secs(3);
-/// Time for responses after the server has stopped to accept connections and to generate texts.
+/// Time for sending responses after the server has stopped accepting connections and generating texts.
 const LAST_RESPONSES: Duration = Duration::from_millis(200);
-/// Texts at a time unless --slots says otherwise. A step computes all slots, so a CPU has few.
+/// Default of --slots. A step computes all slots, so a CPU has few.
 const GPU_SLOTS: usize = 16;
 const CPU_SLOTS: usize = 4;
 
 /// Show a run in the browser, and answer completions with its newest checkpoint
 ///
-/// The page shows the curves while the run continues, and a chat with the newest checkpoint. /v1/completions and
-/// /v1/chat/completions follow OpenAI's API. The server only reads. It loads the model for the first request.
+/// The page shows the curves while the run continues, and a chat with the newest checkpoint. /v1/completions and /v1/chat/completions
+/// follow OpenAI's API. The server does not change the run. It loads the model when the first request arrives.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Serve {
     /// Directory of a run, model file (.bin or .safetensors) or Hugging Face directory
     #[arg(value_name = "RUN|MODEL", default_value = ".")]
     path: PathBuf,
 
-    /// Port; 0: any free one
+    /// Port; 0: any free port
     #[arg(long, value_name = "N", default_value = "8080")]
     port: u16,
 
-    /// Address to listen on. Any other than a loopback address requires a token
+    /// Address to listen on. Any address other than a loopback address requires a token
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     host: IpAddr,
 
-    /// File whose first line is the token that clients must send [default: none on a loopback address, else a random one]
+    /// File whose first line is the token that clients must send [default: none on a loopback address, otherwise a random one]
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
 
-    /// Texts that are generated at a time [default: 16 on a GPU, 4 on the CPU]
+    /// Number of texts to generate at the same time [default: 16 on a GPU, 4 on the CPU]
     #[arg(long, value_name = "N", value_parser = count)]
     slots: Option<usize>,
 
-    /// Requests that may wait. More are refused
+    /// Maximum number of waiting requests. Further requests are refused
     #[arg(long, value_name = "N", default_value = "64", value_parser = count)]
     queue: usize,
 
-    /// Longest time of a request in seconds, including the time in the queue
+    /// Maximum duration of a request in seconds, including its time in the queue
     #[arg(long, value_name = "SECONDS", default_value = "300", value_parser = count)]
     timeout: usize,
 
-    /// Most tokens of a prompt and its text [default: 8192, or the longest sequence of the model]
+    /// Maximum number of tokens in a prompt and its completion [default: 8192, or the longest sequence of the model]
     #[arg(long, value_name = "N", value_parser = count)]
     context: Option<usize>,
 
-    /// Tokenizer: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: that next to the model, or by
-    /// the vocabulary size]
+    /// Tokenizer: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: the tokenizer next to the model, or the built-in one with
+    /// the model's vocabulary size]
     #[arg(long, value_name = "NAME|FILE")]
     tokenizer: Option<String>,
 
@@ -210,12 +210,12 @@ impl Serve {
 fn warn_of_template(directory: &Path) -> Result<()> {
     let template = ChatTemplate::in_directory(directory);
     if let Err(error) = template.and_then(|template| Ok(template.as_ref().map_or(Ok(()), ChatTemplate::check)?)) {
-        writeln!(stderr(), "warning: {error:#}; until it is valid, chats are answered with this error")?;
+        writeln!(stderr(), "warning: {error:#}; the server answers chats with this error until the template is valid")?;
     }
     Ok(())
 }
 
-/// Prints where the server listens. All addresses are that of this machine and its name.
+/// Prints where the server listens. If it listens on all addresses, prints this machine's address and name.
 fn announce(listener: &TcpListener, token: Option<&str>) -> Result<()> {
     let mut address = listener.local_addr()?;
     let is_every = address.ip().is_unspecified();

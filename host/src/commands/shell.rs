@@ -28,7 +28,7 @@ pub struct Completions {
 /// Write a manual page for each command, such as llm-rs-train.1
 #[derive(Clone, Debug, clap::Args)]
 pub struct Man {
-    /// Directory, which is created. `man` finds pages in ~/.local/share/man/man1
+    /// Directory to create. `man` finds pages in ~/.local/share/man/man1
     #[arg(value_name = "DIR")]
     directory: PathBuf,
 }

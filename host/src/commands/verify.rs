@@ -23,7 +23,7 @@ pub struct Verify {
     /// Debug state of the model, written by train_gpt2.py or train_llama3.py of llm.c (…_debug_state.bin)
     state: PathBuf,
 
-    /// Expected losses of ten AdamW steps, one per line. By default those in the debug state, if it has any
+    /// Expected losses of ten AdamW steps, one per line [default: the losses in the debug state, if any]
     #[arg(long, value_name = "FILE")]
     losses: Option<PathBuf>,
 

@@ -50,7 +50,7 @@ impl Run<'_> {
         self.log.hashes(self.state.step, &hashes)
     }
 
-    /// Converts the error of a verification into a fault that names the GPUs, and tells which checkpoint is good. Returns other errors.
+    /// Converts the error of a verification into a fault that names the GPUs, and states which checkpoint is good. Returns other errors.
     pub(super) fn hardware_fault(&mut self, error: Error, session: &Session) -> Result<Error, Error> {
         let difference = error.downcast::<Difference>()?;
         self.console.finish();
@@ -64,11 +64,7 @@ impl Run<'_> {
         } else {
             let suspect =
                 difference.suspect().map_or(String::new(), |rank| format!("; that of rank {rank} is suspected"));
-            format!(
-                "the GPUs are that of rank {rank}, {}, and that of rank {second}, {}{suspect}",
-                name(rank),
-                name(second)
-            )
+            format!("the GPU of rank {rank} is {}, and that of rank {second} is {}{suspect}", name(rank), name(second))
         };
         let kept = self.good_checkpoint(session);
         let stage = self.stage();
@@ -78,11 +74,11 @@ impl Run<'_> {
     /// Returns which checkpoint is good. Those after the last verification may contain wrong values.
     fn good_checkpoint(&self, session: &Session) -> String {
         let Some(checkpoints) = &self.checkpoints else {
-            return if self.ranks.is_first() { "nothing is kept with --out none" } else { "see the output of rank 0" }
+            return if self.ranks.is_first() { "nothing is saved with --out none" } else { "see the output of rank 0" }
                 .to_owned();
         };
         let Some(verified) = session.verified.0 else {
-            return "this process has verified no earlier step: do not trust its checkpoints".to_owned();
+            return "this process has not verified an earlier step: do not trust its checkpoints".to_owned();
         };
         let RecoveryPoint { last_good, suspect } = match checkpoints.recovery_point(verified + 1) {
             Ok(point) => point,

@@ -62,7 +62,8 @@ impl Run<'_> {
         };
         self.log.step(&step)?;
         if let Some(trouble) = self.log.take_trouble() {
-            self.console.line(&format!("warning: log lines wait in memory: {trouble}"))?;
+            self.console
+                .line(&format!("warning: log lines are held in memory until they can be written: {trouble}"))?;
         }
         self.console.step(&step, tokens as f64 / smoothed)?;
         self.report_skip(&step, session)
@@ -104,7 +105,7 @@ impl Run<'_> {
             format!("the z-score of the {what} is {z:.2}, above {limit}")
         };
         let reason = match skipped {
-            Skipped::NotFinite => format!("loss {loss}, norm {norm}; {bad} in a row, {bad_steps} end the run"),
+            Skipped::NotFinite => format!("loss {loss}, norm {norm}; {bad} in a row; the run ends after {bad_steps}"),
             Skipped::Loss => outlier("loss", verdict.loss_z, loss_z),
             Skipped::Norm => outlier("gradient norm", verdict.norm_z, norm_z),
         };

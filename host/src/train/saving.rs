@@ -70,7 +70,7 @@ impl Run<'_> {
         let Some(now) = checkpoints.moved() else { return Ok(()) };
         let before = checkpoints.directory().display();
         console.line(&format!(
-            "warning: {before} was moved to {0} during the run: the run continues in {0}",
+            "warning: {before} was moved to {0} during the run; the run continues in {0}",
             now.display()
         ))?;
         log.follow(&now);
@@ -130,7 +130,7 @@ impl Run<'_> {
             let _ = self.console.line(&format!("warning: no checkpoint of step {step}: {error:#}"));
         }
         if let Err(error) = self.log.finish() {
-            let _ = self.console.line(&format!("warning: the last lines of the log are lost: {error:#}"));
+            let _ = self.console.line(&format!("warning: the last lines of the log were not written: {error:#}"));
         }
         self.continuation()
     }
@@ -141,7 +141,7 @@ impl Run<'_> {
             return None;
         }
         let Some(checkpoints) = &self.checkpoints else {
-            return Some("nothing is kept with --out none".to_owned());
+            return Some("nothing is saved with --out none".to_owned());
         };
         let command = Invocation::current().resuming(checkpoints.directory(), true);
         Some(match checkpoints.newest() {

@@ -111,12 +111,12 @@ fn representable(d: &Descriptor) -> Result<(Rotary, f32)> {
     let plain = d.qk_norm.is_none() && d.biases == Biases::None && d.softcap.is_none() && !d.embedding_norm;
     ensure!(
         plain && d.activation == Activation::SwiGlu && d.attention_channels() == d.channels,
-        "llm.c: expected a model with Llama's operations, found one with others; export it with --format hf"
+        "llm.c: expected a model with Llama's operations, found other operations; export it with --format hf"
     );
     ensure!(
         rotary.scaling.is_none_or(|scaling| scaling == SCALING),
-        "llm.c: expected the rotary scaling of Llama 3.1 (factor 8, 1 to 4, 8192 tokens) or none, found {:?}; llm.c has no other, so \
-         export it with --format hf",
+        "llm.c: expected the rotary scaling of Llama 3.1 (factor 8, 1 to 4, 8192 tokens) or none, found {:?}; llm.c supports no \
+         other, so export it with --format hf",
         rotary.scaling
     );
     Ok((rotary, eps))

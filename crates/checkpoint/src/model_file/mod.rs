@@ -358,7 +358,7 @@ mod tests {
         assert!(with(4, -1).contains("layers: expected at least 1, found 0"));
         assert!(with(5, 3).contains("heads: expected a divisor of the 8 channels, found 3"));
         assert!(with(6, 10_000).contains("truncated"));
-        assert!(with(6, i32::MAX - 1).contains("beyond what any memory holds"));
+        assert!(with(6, i32::MAX - 1).contains("larger than any address space"));
         assert!(with(4, i32::MAX).contains("layers: expected at most 8192"));
         assert!(with(7, 199).contains("at least 200, found 199"));
     }

@@ -397,7 +397,7 @@ impl Checker {
             let offset = relative(self.shared_start, address);
             match self.shared_bytes {
                 0 => format!(
-                    "shared memory {offset}, of which the launch has none; name its layout in #[kernel(shared = …)]"
+                    "shared memory {offset}, but the launch has no shared memory; name its layout in #[kernel(shared = …)]"
                 ),
                 bytes => format!("shared memory {offset}, which has {bytes} bytes"),
             }

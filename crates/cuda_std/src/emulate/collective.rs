@@ -153,7 +153,7 @@ fn masked(
     });
     if invalid {
         let message = format!(
-            "invalid operand: mask {mask:#010x}: expected lanes of this warp, this lane among them ({})",
+            "invalid operand: mask {mask:#010x}: expected lanes of this warp, including this lane ({})",
             Line(at)
         );
         fail(Fault::Operand, at, None, message);

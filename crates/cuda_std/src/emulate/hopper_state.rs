@@ -90,7 +90,7 @@ impl MBarrier {
         match self.bytes {
             0 => (),
             bytes @ 1.. => missing.push(format!("{bytes} expected bytes are missing")),
-            bytes => missing.push(format!("{} bytes were copied that no arrival announced", -bytes)),
+            bytes => missing.push(format!("{} bytes were copied without an arrival that announced them", -bytes)),
         }
         format!("; {}", missing.join(" and "))
     }

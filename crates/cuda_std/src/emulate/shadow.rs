@@ -1,5 +1,5 @@
-//! Shadow memory: the access history of every two bytes (the last write and the reads since), and one bit per byte that
-//! tells whether it was ever written.
+//! Shadow memory: the access history of every two bytes (the last write and the reads since), and one bit per byte that states whether it
+//! was ever written.
 
 use super::LANES;
 use std::collections::HashMap;

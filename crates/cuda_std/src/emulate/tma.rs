@@ -24,8 +24,10 @@ impl Map {
         let [magic, base, rows, columns, row_bytes, box_rows, box_columns, matrices, matrix_bytes, element_bytes, ..] =
             words;
         if magic != MAGIC {
-            let message =
-                format!("invalid operand: the tensor map was not encoded by TensorMap::emulated… ({})", Line(at));
+            let message = format!(
+                "invalid operand: the tensor map was not encoded by a TensorMap::emulated… function ({})",
+                Line(at)
+            );
             fail(Fault::Operand, at, None, message);
         }
         let matrices = (matrices > 0).then_some([matrices, matrix_bytes]);

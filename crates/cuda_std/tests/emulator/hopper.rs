@@ -618,7 +618,7 @@ fn mbarrier_and_tma_faults_are_reported() {
     expect(&found(Planted::WrittenWithoutProxyFence), Fault::DataRace, "load_over_write", Some("plain_write"));
     let nobody = found(Planted::NobodyArrives);
     expect(&nobody, Fault::Deadlock, "wait_for_nobody", None);
-    let missing = "1 of 1 arrivals are missing and 2048 bytes were copied that no arrival announced";
+    let missing = "1 of 1 arrivals are missing and 2048 bytes were copied without an arrival that announced them";
     assert!(nobody.to_string().contains(missing) && nobody.to_string().contains("threads 0-63: waiting"), "{nobody}");
 }
 

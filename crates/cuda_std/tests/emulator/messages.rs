@@ -40,7 +40,7 @@ fn undeclared_shared_memory_names_the_option() {
     let report = undeclared_shared(memory.output_slice("out", 32)).emulate(&mut memory, [1, 1, 1]).unwrap_err();
     let text = report.to_string();
     assert_eq!(report.fault, Fault::OutOfBounds, "{text}");
-    assert!(text.contains("of which the launch has none; name its layout in #[kernel(shared = …)]"), "{text}");
+    assert!(text.contains("but the launch has no shared memory; name its layout in #[kernel(shared = …)]"), "{text}");
 }
 
 #[test]

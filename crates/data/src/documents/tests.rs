@@ -488,7 +488,7 @@ fn damaged_parquet_files_are_errors_that_name_the_file() {
             if let Err(error) = read_with(&path, &field("text")) {
                 let message = format!("{error:#}");
                 assert!(message.contains("a.parquet"), "{message}");
-                contradictory += usize::from(message.contains("contradictory data"));
+                contradictory += usize::from(message.contains("inconsistent data"));
             }
         }
     }

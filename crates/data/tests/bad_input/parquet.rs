@@ -116,7 +116,7 @@ fn damaged(kinds: &mut Kinds) {
     kinds.rejects("page header of ones", "a.parquet", &with(&good, start, &[0xff; 8]), &pages);
     kinds.rejects("page of zeros", "a.parquet", &with(&good, start, &vec![0; len]), &pages);
     kinds.rejects("page data of ones", "a.parquet", &with(&good, start + len - 40, &[0xff; 40]), &pages);
-    let parts = ["expected a complete parquet file, found contradictory data", "download it again"];
+    let parts = ["expected a complete parquet file, found inconsistent data", "download it again"];
     kinds.rejects("file for which the parquet crate panics", "a.parquet", &catch_a_panic(), &parts);
     let path = kinds.file("none.parquet", b"");
     kinds.skips("empty file", path, &["empty files: 1", "none.parquet"]);
@@ -216,7 +216,7 @@ pub fn catch_a_panic() -> Vec<u8> {
     let panics = |bytes: &Vec<u8>| {
         fs::write(&path, bytes).unwrap();
         let read = documents::read(&path, &Reading::default(), &Progress::default(), &mut Panics(None));
-        read.is_err_and(|error| error.to_string().contains("contradictory data"))
+        read.is_err_and(|error| error.to_string().contains("inconsistent data"))
     };
     damaged.find(panics).expect("the parquet crate panics for some damaged files")
 }

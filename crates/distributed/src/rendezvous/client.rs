@@ -160,7 +160,7 @@ impl Attempt<'_> {
             world_size: self.world.world_size,
             host: Host::here(),
             process: system::process::id(),
-            nonce: Nonce::random().map_err(|error| RequestError::NoReply(format!("was sent nothing: {error:#}")))?,
+            nonce: Nonce::random().map_err(|error| RequestError::NoReply(format!("received nothing: {error:#}")))?,
             applicant,
         };
         let hello = serde_json::to_vec(&hello).map_err(|error| RequestError::NoReply(error.to_string()))?;
@@ -175,18 +175,18 @@ impl Attempt<'_> {
                     )));
                 };
                 if !secret.verifies(Side::Rank0, &hello, nonce, &proof) {
-                    return Err(RequestError::Secret("has another secret than this rank".to_owned()));
+                    return Err(RequestError::Secret("has a different secret from this rank".to_owned()));
                 }
                 let proof = secret
                     .prove(Side::OtherRank, &hello, nonce)
-                    .map_err(|error| RequestError::Secret(format!("got no proof: {error:#}")))?;
+                    .map_err(|error| RequestError::Secret(format!("received no proof: {error:#}")))?;
                 let _ = send_json(&stream, &proof);
                 receive_within(&stream, limit(2 * HELLO_TIMEOUT))
             }
             Ok(Reply::Wait | Reply::Accepted { .. } | Reply::Waiting { .. } | Reply::Assigned(_))
                 if secret.is_some() =>
             {
-                return Err(RequestError::Secret("does not prove that it knows the secret of this rank".to_owned()));
+                return Err(RequestError::Secret("did not prove that it knows the secret of this rank".to_owned()));
             }
             first => first,
         };

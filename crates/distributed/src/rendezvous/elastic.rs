@@ -51,7 +51,7 @@ const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time between two looks at the other processes while a run is in progress.
 const IDLE_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Longest time for which a process waits for its part.
+/// Maximum time that a process waits for its part.
 const FOREVER: Duration = Duration::from_hours(24 * 365);
 
 /// The settings of an elastic run besides those of the rendezvous.
@@ -456,11 +456,12 @@ impl Waiting<'_> {
         let (place, fix) = match &self.place {
             Place::Address(address) => (
                 format!("tcp://{address}"),
-                "only ranks on that host can lead the rendezvous: if it is lost, start all ranks with --rendezvous file:///DIR",
+                "only ranks on that host can lead the rendezvous: if that host has failed, start all ranks with --rendezvous \
+                 file:///DIR",
             ),
             Place::File(path) => (
                 path.with_extension("json").display().to_string(),
-                "check that the other ranks are reachable, and end the process that has locked the file if it is stopped",
+                "check that the other ranks are reachable, and end the process that has locked the file if that process is stopped",
             ),
         };
         Fault::Startup(format!(

@@ -17,7 +17,7 @@ use std::path::Path;
 /// The environment variable with the secret.
 pub const VARIABLE: &str = "LLM_RS_SECRET";
 
-/// Least number of bytes of a secret. Whoever observes a proof can try shorter ones.
+/// Minimum number of bytes in a secret. An attacker who observes a proof could guess a shorter one.
 const MIN_BYTES: usize = 16;
 
 /// Largest size of a file with a secret.

@@ -18,7 +18,7 @@ fn rendezvous(worlds: Vec<World>, endpoint: Option<&Endpoint>, timeout: Duration
     rendezvous_with_secrets(worlds, endpoint, timeout)
 }
 
-/// As [`rendezvous`]. Each rank has its secret.
+/// Does the same as [`rendezvous`], with a secret for each rank.
 fn rendezvous_with_secrets(
     worlds: Vec<(World, Option<Secret>)>,
     endpoint: Option<&Endpoint>,
@@ -363,9 +363,9 @@ fn ranks_with_one_secret_connect() {
 fn ranks_with_different_secrets_do_not_connect() {
     let ours = || Some(secret("the secret of this run"));
     for (zero, one, expected) in [
-        (ours(), Some(secret("another run's secret")), "has another secret than this rank"),
+        (ours(), Some(secret("another run's secret")), "has a different secret from this rank"),
         (ours(), None, "asks for the secret of the run; set LLM_RS_SECRET to the same text on all ranks"),
-        (None, ours(), "does not prove that it knows the secret of this rank"),
+        (None, ours(), "did not prove that it knows the secret of this rank"),
     ] {
         let worlds = vec![(world(0, 2, "differ"), zero), (world(1, 2, "differ"), one)];
         let all = rendezvous_with_secrets(worlds, Some(&free_endpoint()), SHORT);

@@ -10,7 +10,7 @@ use crate::ops::{
 use anyhow::ensure;
 use rayon::prelude::*;
 
-/// Most rows of a matmul that reads the weights once for all of them. More rows amortize the copies of a blocked GEMM.
+/// Maximum number of rows of a matmul that reads the weights once for all rows. More rows amortize the copies of a blocked GEMM.
 const FEW_ROWS: usize = 16;
 
 /// Output channels of one task of a matmul of few rows.

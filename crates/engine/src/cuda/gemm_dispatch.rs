@@ -116,7 +116,7 @@ impl GemmDispatch {
         }
         let gemm = WgmmaGemm::new(&call.gemm, &call.operands);
         let required =
-            || gemm.with_context(|| format!("--matmul rust: no kernel computes {}; expected --matmul auto", call.gemm));
+            || gemm.with_context(|| format!("--matmul rust: no kernel computes {}; use --matmul auto", call.gemm));
         let nth = |gemm: &WgmmaGemm, n: usize| {
             let configs = gemm.configs(sm_count, self.scratch);
             configs[n % configs.len()]

@@ -78,7 +78,7 @@ pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo, wanted: Option<&str>
     let best = ModuleChoice::newest(modules, (major, minor), wanted);
     let best = best.with_context(|| {
         let have: Vec<_> = modules.iter().map(|module| module.arch).collect();
-        let asked = wanted.map_or(String::new(), |arch| format!(", --kernels {arch} was asked for"));
+        let asked = wanted.map_or(String::new(), |arch| format!(", and --kernels {arch} was requested"));
         format!(
             "{} has compute capability {major}.{minor}{asked}; this program has kernels for {}{}",
             info.name,
@@ -145,11 +145,11 @@ mod tests {
         assert!(text.starts_with("sm_80 PTX (slow: built without the cubins of sm_90a"), "{text}");
         assert_eq!(select(&without_cubins, &gpu((9, 0)), Some("sm_80")).unwrap().to_string(), "sm_80 PTX");
         let text = select(&without_cubins, &gpu((9, 0)), Some("sm_90a")).unwrap_err().to_string();
-        assert!(text.contains("--kernels sm_90a was asked for") && text.contains("scripts/setup"), "{text}");
+        assert!(text.contains("--kernels sm_90a was requested") && text.contains("scripts/setup"), "{text}");
         assert_eq!(select(&both, &gpu((9, 0)), Some("sm_80")).unwrap().to_string(), "sm_80 PTX");
         let text = select(&both, &gpu((8, 0)), Some("sm_90a")).unwrap_err().to_string();
         assert!(
-            text.contains("8.0, --kernels sm_90a was asked for; this program has kernels for sm_80, sm_90a"),
+            text.contains("8.0, and --kernels sm_90a was requested; this program has kernels for sm_80, sm_90a"),
             "{text}"
         );
     }

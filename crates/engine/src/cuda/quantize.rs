@@ -128,7 +128,7 @@ pub(super) fn scratch(workload: &Workload) -> usize {
     workload.linear_layers.iter().map(|&(oc, _)| partials(oc)).max().unwrap_or(0)
 }
 
-/// Does what [`quantize`] does after another kernel has computed `out` and the largest magnitude.
+/// Does the same as [`quantize`] after another kernel has computed `out` and the largest magnitude.
 pub(super) fn transpose_quantized<T: Float>(cuda: &mut Cuda<T>, op: &Quantize) -> Result<()> {
     match op.format {
         Fp8Format::E4m3 => cuda.launch_transpose::<E4m3>(op),

@@ -23,7 +23,7 @@ impl Scratch {
     /// No memory.
     pub const NONE: Self = Self { partials: GlobalMut::from_address(0), len: 0 };
 
-    /// Most elements that are worth having: a gradient in more parts than these hold gains nothing.
+    /// Maximum number of useful elements: a gradient in more parts than these hold gains nothing.
     const MAX_LEN: usize = 16 << 20;
 
     /// Returns the number of elements that the weights of a transformer layer and the vocabulary need.

@@ -127,15 +127,15 @@ pub struct DecodeAttention {
 /// Returns the most parts into which a kernel may split the positions of a cache of `t` positions. Few sequences are split into many
 /// parts, so that they fill a GPU.
 pub const fn decode_splits(b: usize, kv_heads: usize, t: usize) -> usize {
-    /// Least positions of a part.
-    const LEAST: usize = 64;
+    /// Minimum number of positions in a part.
+    const MIN_POSITIONS: usize = 64;
     /// Blocks that fill every GPU.
     const BLOCKS: usize = 1024;
-    /// Most parts: the second stage reads them one after another.
-    const MOST: usize = 32;
-    let (by_length, by_blocks) = (t.div_ceil(LEAST), BLOCKS.div_ceil(b * kv_heads));
+    /// Maximum number of parts: the second stage reads them one after another.
+    const MAX_PARTS: usize = 32;
+    let (by_length, by_blocks) = (t.div_ceil(MIN_POSITIONS), BLOCKS.div_ceil(b * kv_heads));
     let few = if by_length < by_blocks { by_length } else { by_blocks };
-    if few < MOST { few } else { MOST }
+    if few < MAX_PARTS { few } else { MAX_PARTS }
 }
 
 /// Copies keys and values of one sequence, computed by a forward pass, to the first positions of a slot's cache.

@@ -65,7 +65,7 @@ fn descriptor(keys: Keys) -> Result<Descriptor> {
     let mlp = keys.get("n_inner");
     ensure!(
         mlp.is_null() || mlp.as_u64() == Some(4 * channels as u64),
-        "n_inner: expected null or 4 x n_embd = {}, found {mlp}; llm-rs has no other MLP width",
+        "n_inner: expected null or 4 x n_embd = {}, found {mlp}; llm-rs supports no other MLP width",
         4 * channels
     );
     Ok(descriptor)

@@ -152,7 +152,7 @@ fn layer_types(keys: Keys) -> Result<()> {
     let types = keys.get("layer_types");
     let Some(types) = types.as_array() else { return Ok(()) };
     match types.iter().find(|kind| *kind != "full_attention") {
-        Some(other) => bail!("layer_types: expected full_attention, found {other}; llm-rs computes no other attention"),
+        Some(other) => bail!("layer_types: expected full_attention, found {other}; llm-rs supports no other attention"),
         None => Ok(()),
     }
 }
@@ -163,7 +163,7 @@ fn sliding_window(keys: Keys) -> Result<()> {
     let longest = keys.size("max_position_embeddings")?;
     ensure!(
         window >= longest || !keys.flag("use_sliding_window", true)?,
-        "sliding_window: expected null or at least max_position_embeddings = {longest}, found {window}; llm-rs computes no other \
+        "sliding_window: expected null or at least max_position_embeddings = {longest}, found {window}; llm-rs supports no other \
          attention, so set it to null if the model was trained without the window"
     );
     Ok(())
@@ -252,7 +252,7 @@ fn rotary_scaling(scaling: Keys) -> Result<Option<RotaryScaling>> {
         })),
         None if kind.is_null() && scaling.get("factor").is_null() => Ok(None),
         found => bail!(
-            "rope_type: expected default or llama3, found {}; llm-rs has no other scaling",
+            "rope_type: expected default or llama3, found {}; llm-rs supports no other scaling",
             found.map_or_else(|| if kind.is_null() { "none".to_owned() } else { kind.to_string() }, str::to_owned)
         ),
     }
@@ -473,7 +473,7 @@ mod tests {
             ),
             (r#"{"intermediate_size": 0}"#, "MLP channels: expected at least 1, found 0"),
             (r#"{"num_key_value_heads": 0}"#, "key-value heads: expected at least 1, found 0"),
-            (r#"{"hidden_size": 18446744073709551615}"#, "beyond what any memory holds"),
+            (r#"{"hidden_size": 18446744073709551615}"#, "larger than any address space"),
             (r#"{"max_position_embeddings": 0}"#, "seq: expected at least 1, found 0"),
             (r#"{"rms_norm_eps": 0.0}"#, "norm eps: expected a positive number, found 0"),
             (r#"{"rms_norm_eps": "1e-5"}"#, "rms_norm_eps: expected a number, found"),

@@ -315,7 +315,7 @@ const UNREADABLE: [(DecoderChange, &str); 24] = [
         |c, _| c["model_type"] = "qwen2_moe".into(),
         "model_type: expected gpt2 or llama or qwen2 or qwen3 or nanochat, found qwen2_moe",
     ),
-    (|c, _| c["model_type"] = "mixtral".into(), "found mixtral; llm-rs has no other architecture"),
+    (|c, _| c["model_type"] = "mixtral".into(), "found mixtral; llm-rs supports no other architecture"),
     (|c, _| c["use_sliding_window"] = true.into(), "use_sliding_window: expected false, found true"),
     (
         |c, _| c["layer_types"] = json!(["sliding_attention"]),

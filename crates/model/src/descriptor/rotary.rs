@@ -28,7 +28,7 @@ pub struct RotaryScaling {
     pub low_freq_factor: f32,
     /// Waves shorter than `original_max_seq_len / high_freq_factor` stay.
     pub high_freq_factor: f32,
-    /// Longest sequence of the pretraining.
+    /// Maximum sequence length of the pretraining.
     pub original_max_seq_len: usize,
 }
 

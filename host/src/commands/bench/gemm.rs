@@ -21,10 +21,10 @@ pub struct Gemm {
     /// Model, for example d12, d24 or gpt3:c768
     #[arg(short = 'e', long, default_value = "d12")]
     model: String,
-    /// Sequences of a micro-batch
+    /// Sequences in a micro-batch
     #[arg(short, long, default_value = "64")]
     batch: usize,
-    /// Tokens of a sequence
+    /// Tokens in a sequence
     #[arg(short = 't', long, default_value = "1024")]
     seq: usize,
 
@@ -32,7 +32,7 @@ pub struct Gemm {
     #[arg(long, value_name = "N", value_parser = count)]
     square: Option<usize>,
 
-    /// Time linear layers of these rows, output channels and input channels instead of a model's (repeatable)
+    /// Time a linear layer with this number of rows, output channels and input channels instead of a model's; may be repeated
     #[arg(long, value_name = "ROWS,OUT,IN", value_parser = shape)]
     shape: Vec<MatmulShape>,
 

@@ -20,7 +20,7 @@ pub struct Generate {
     /// Model size, for example d12 or llama3:1b; or a model file (.bin) or directory, as in `train`
     #[arg(short = 'e', long, value_name = "NAME|FILE|DIR", default_value = "d12")]
     model: String,
-    /// Numbers of sequences that are generated at a time, separated by commas
+    /// Numbers of sequences to generate at the same time, separated by commas
     #[arg(short, long, value_name = "B", value_delimiter = ',', default_values_t = [1, 64], value_parser = count)]
     batch: Vec<usize>,
     /// Tokens of each prompt
@@ -29,7 +29,7 @@ pub struct Generate {
     /// Tokens to generate in each sequence
     #[arg(short = 'g', long, value_name = "N", default_value = "256", value_parser = count)]
     tokens: usize,
-    /// Elements of the copy that is the ceiling
+    /// Number of elements in the copy that measures the ceiling
     #[arg(long, value_name = "N", default_value = "134217728", value_parser = count)]
     copy: usize,
 

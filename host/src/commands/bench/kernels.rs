@@ -26,10 +26,10 @@ pub struct Kernels {
     /// Tokens in a sequence
     #[arg(short = 't', long, value_name = "T", default_value = "1024", value_parser = count)]
     seq: usize,
-    /// Elements of the copy that is the ceiling of memory-bound operations
+    /// Number of elements in the copy that measures the ceiling of memory-bound operations
     #[arg(long, value_name = "N", default_value = "536870912", value_parser = count)]
     copy: usize,
-    /// Rows and columns of the GEMM that is the ceiling of compute-bound operations
+    /// Rows and columns of the GEMM that measures the ceiling of compute-bound operations
     #[arg(long, alias = "product", value_name = "N", default_value = "8192", value_parser = count)]
     gemm: usize,
 

@@ -39,7 +39,7 @@ pub struct Step {
     /// Tokens in a sequence
     #[arg(short = 't', long, default_value = "1024", value_parser = count)]
     seq: usize,
-    /// Micro-batches of a step
+    /// Micro-batches per step
     #[arg(short = 'a', long, default_value = "8", value_parser = count)]
     grad_accum: usize,
     /// Recomputation level, as in `train`

@@ -17,7 +17,7 @@ const COMMAND: &str = "render-chat-template";
 const MAX_SECONDS: u64 = 2;
 const MAX_BYTES: u64 = 1 << 30;
 
-/// Longest result as JSON in bytes. A body of a request has at most 1 MiB.
+/// Maximum length of a result as JSON in bytes. The body of a request has at most 1 MiB.
 const MAX_RESULT: u64 = 16 << 20;
 
 /// Renders in a process. An error means that the process has exceeded its limits.

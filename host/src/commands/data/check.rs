@@ -15,7 +15,7 @@ use tokenizer::Tokenizer;
 /// Vocabulary size and document token of llm.c's 32-bit files.
 const LLAMA3: (usize, u32) = (128_256, 128_000);
 
-/// Check token files: header, size, ids, and the hashes in dataset.json, or the tokens that precede documents
+/// Check token files: header, size, ids, and the hashes in dataset.json, or the token before each document
 #[derive(Debug, clap::Args)]
 pub struct Check {
     /// Token files (.bin), or patterns for them

@@ -21,7 +21,8 @@ pub struct Mmlu {
     #[arg(long, value_name = "NAME", default_value = "test", value_parser = split)]
     split: Split,
 
-    /// Tokens of the longest question with its longest choice. Longer questions lose their beginning. llm.c requires fewer than 1024
+    /// Maximum number of tokens in a question with its longest choice. Longer questions are truncated at the beginning. llm.c requires
+    /// fewer than 1024
     #[arg(long, value_name = "N", default_value = "1023", value_parser = count)]
     max_tokens: usize,
 
@@ -49,7 +50,7 @@ pub fn run(args: &Mmlu) -> Result<()> {
     writeln!(stdout(), "read {found} in {files}")?;
     if questions.shortened > 0 {
         let (shortened, most) = (counted(questions.shortened, "question"), args.max_tokens);
-        writeln!(stdout(), "{shortened} of more than {most} tokens lost the beginning (--max-tokens)")?;
+        writeln!(stdout(), "truncated {shortened} of more than {most} tokens at the beginning (--max-tokens)")?;
     }
     evaluation::write("--mmlu", &out, &questions.examples)
 }

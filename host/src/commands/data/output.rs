@@ -44,7 +44,7 @@ pub fn print_summary(directory: &Path, names: ShardNames, written: &Summary) -> 
     if written.forced_cuts > 0 {
         writeln!(
             out,
-            "warning: long documents were cut at {} where the tokens may differ from those of the whole document",
+            "warning: long documents were split at {} where the tokens may differ from those of the whole document",
             counted(written.forced_cuts, "place")
         )?;
     }

@@ -31,7 +31,7 @@ const MANY_CORES: usize = 16;
 /// Peak learning rate for a model that has been trained.
 const FINE_TUNING_RATE: &str = "3e-5";
 
-/// Fewest tokens of a validation shard that is used.
+/// Minimum number of tokens of a validation shard that is used.
 const MIN_VALIDATION: usize = 33;
 
 /// The device that `train` uses by default.

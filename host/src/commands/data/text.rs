@@ -34,7 +34,7 @@ pub struct Text {
     #[arg(long, value_name = "NAME", default_value = "text")]
     field: String,
 
-    /// Text that ends a document in a text file, with the line break after it; without it, each file is one document
+    /// Text that ends a document in a text file, together with the line break after it. Without --separator, each file is one document
     #[arg(long, value_name = "TEXT")]
     separator: Option<String>,
 

@@ -26,8 +26,8 @@ const SETTINGS: &str = "Settings to compare";
 
 /// Predict memory, communication and speed on a cluster for each ZeRO stage, shard size, micro-batch and recomputation level
 ///
-/// Pass measurements of your GPU: `bench step --json` with --measured, and `bench collectives --json` with --collectives. What was not
-/// measured is assumed, and the output says so.
+/// Pass measurements of your GPU: `bench step --json` with --measured, and `bench collectives --json` with --collectives. Values without a
+/// measurement are assumed, and the output lists them.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Plan {
     /// Model size, for example d12, d24 or llama3:8b; or a model file (.bin) or directory, as in `train`
@@ -36,7 +36,7 @@ pub struct Plan {
     /// Number of GPUs
     #[arg(long, value_name = "N", value_parser = count)]
     gpus: usize,
-    /// GPUs of a node [default: 8, or all if there are fewer]
+    /// GPUs per node [default: 8, or all if there are fewer]
     #[arg(long, value_name = "N", value_parser = count)]
     gpus_per_node: Option<usize>,
     /// Bus bandwidth between the GPUs of a node, such as 450GB/s
@@ -45,7 +45,7 @@ pub struct Plan {
     /// Bandwidth between nodes for each GPU, such as 50GB/s or 400Gb/s
     #[arg(long, value_name = "RATE", value_parser = bandwidth)]
     inter: Option<f64>,
-    /// Files of `bench collectives --json`, measured on one node or on several: they replace --intra or --inter
+    /// Files of `bench collectives --json`, measured on one node or on several. They replace --intra or --inter
     #[arg(long, value_name = "FILE", num_args = 1..)]
     collectives: Vec<PathBuf>,
     /// Memory of a GPU, such as 80GB or 80GiB
@@ -55,7 +55,7 @@ pub struct Plan {
     /// Tokens in a sequence [default: 1024, or the model's maximum if that is smaller]
     #[arg(short = 't', long, value_parser = count)]
     seq: Option<usize>,
-    /// Tokens of a step over all GPUs [default: one micro-batch on each GPU]
+    /// Tokens in a step over all GPUs [default: one micro-batch on each GPU]
     #[arg(short = 'd', long, value_name = "TOKENS", value_parser = count)]
     total_batch: Option<usize>,
 
@@ -68,7 +68,7 @@ pub struct Plan {
     /// ZeRO stages, separated by commas
     #[arg(short = 'z', long, value_delimiter = ',', default_value = "0,1,2,3", value_parser = zero_stage, help_heading = SETTINGS)]
     zero_stage: Vec<u8>,
-    /// Numbers of ranks that shard together, separated by commas [default: the GPUs of a node, and all]
+    /// Numbers of ranks that shard together, separated by commas [default: the GPUs of one node, and all GPUs]
     #[arg(long, value_name = "N", value_delimiter = ',', value_parser = count, help_heading = SETTINGS)]
     shard_size: Vec<usize>,
 
@@ -92,13 +92,13 @@ pub struct Plan {
     /// Without measurements: model FLOPs utilization of a GPU while it computes
     #[arg(long, value_name = "FRACTION", default_value = "0.5", value_parser = utilization, help_heading = COMPUTE)]
     mfu: f64,
-    /// Peak rate of a GPU, also for the MFU that is printed
+    /// Peak throughput of a GPU, from which the MFU is also computed
     #[arg(long, value_name = "RATE", default_value = "989TFLOPS", value_parser = arithmetic_rate, help_heading = COMPUTE)]
     peak: f64,
     /// Without measurements: memory bandwidth of a GPU
     #[arg(long, value_name = "RATE", default_value = "3.35TB/s", value_parser = bandwidth, help_heading = COMPUTE)]
     memory_bandwidth: f64,
-    /// Seconds that kernels lose beside a collective of one second; the default was measured on two H200
+    /// Seconds that kernels lose while they overlap with one second of a collective; the default was measured on two H200s
     #[arg(long, value_name = "FACTOR", default_value_t = schedule::SLOWDOWN, value_parser = slowdown, help_heading = COMPUTE)]
     slowdown: f64,
 

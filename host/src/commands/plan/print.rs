@@ -112,7 +112,7 @@ pub fn assumptions(request: &Request, connections: &Connections, planned: &[Plan
             .push(format!("{:.0} GB/s per GPU between nodes, with NCCL's latencies", connections.links.inter[0] / 1e9));
     }
     if intra || inter {
-        assumed.push(format!("kernels lose {} s beside one second of collectives", request.slowdown));
+        assumed.push(format!("kernels lose {} s while they overlap with one second of collectives", request.slowdown));
         assumed.push("equally fast GPUs; no data loading, checkpoints, failures".to_owned());
     }
     assumed
@@ -188,7 +188,7 @@ pub fn details(planned: &Planned) -> Result<()> {
     }
     if communication > 0.0 {
         let (all, hidden) = (1e3 * communication, 100.0 * timeline.hidden());
-        row("collectives", &format!("{all:>9.2} ms, {hidden:.0} % hidden behind computing"))?;
+        row("collectives", &format!("{all:>9.2} ms, {hidden:.0} % hidden behind compute"))?;
         terminal::line("")?;
         let mut table = Table::of("plan", COLLECTIVES, "", "", &NOT_SAVED());
         table.print_heading()?;

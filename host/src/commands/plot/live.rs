@@ -13,7 +13,7 @@ use std::env;
 use std::io::{IsTerminal, Write, stdout};
 use std::time::{Duration, Instant};
 
-/// Shortest time between two reads of the log.
+/// Minimum time between two reads of the log.
 const INTERVAL: Duration = Duration::from_secs(1);
 /// Blue, yellow, green, magenta, cyan and red.
 const COLORS: [Style; 6] = ["34", "33", "32", "35", "36", "31"];

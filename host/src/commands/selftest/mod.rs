@@ -20,7 +20,8 @@ use verify::selftest::{Case, ErrorStats, Outcome, edge_cases, fp8, model_cases};
 
 /// Check every operation of a GPU against the CPU
 ///
-/// Without a GPU, the kernels run in the emulator, on small shapes, if the program was built with the feature `emulator`. The NAME fp8 selects the operations in FP8.
+/// Without a GPU, the kernels run in the emulator, on small shapes, if the program was built with the feature `emulator`. The NAME fp8
+/// selects the operations in FP8.
 #[derive(Clone, Debug, clap::Args)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a flag")]
 pub struct Selftest {
@@ -76,7 +77,9 @@ pub fn run(options: &Selftest) -> Result<()> {
          emulator -- selftest"
     );
     let engine = &mut *if without_gpu {
-        terminal::note("no GPU: the kernels run in the emulator, on small shapes; GEMMs are those of a reference")?;
+        terminal::note(
+            "no GPU: the kernels run in the emulator, on small shapes; GEMMs use a reference implementation",
+        )?;
         let fp8 = options.filter.as_ref().is_some_and(|filter| filter.contains("fp8"));
         let precision = if fp8 { Precision::Bf16 } else { options.hardware.precision.unwrap_or(Precision::Fp32) };
         emulated(EmulatedGpu { fp8, ..EmulatedGpu::new(fp8) }, precision, options.hardware.gelu_fusion, true)

@@ -36,11 +36,11 @@ impl ApiError {
 
     /// A body that did not arrive in time.
     pub fn slow_body(seconds: u64) -> Self {
-        let message = format!("body: expected all of it within {seconds} s, found less; send it faster");
+        let message = format!("body: expected the complete body within {seconds} s, found only a part; send it faster");
         Self::new(StatusCode::REQUEST_TIMEOUT, message)
     }
 
-    /// A body of another type than JSON.
+    /// A body of a type other than JSON.
     pub fn not_json(found: &str) -> Self {
         let found = if found.is_empty() { "none" } else { found };
         let message = format!("Content-Type: expected application/json, found {found}; set this header");
@@ -59,7 +59,7 @@ impl ApiError {
     pub fn forbidden_host(found: &str) -> Self {
         let found = if found.is_empty() { "none" } else { found };
         let message = format!(
-            "Host: expected localhost or an IP address, found {found:.100}; a server with --token-file answers all names"
+            "Host: expected localhost or an IP address, found {found:.100}; a server with --token-file accepts any host name"
         );
         Self::new(StatusCode::FORBIDDEN, message)
     }
@@ -100,7 +100,7 @@ impl ApiError {
 
     /// A request that the server cannot answer because it is stopping.
     pub fn stopping() -> Self {
-        Self::unavailable("the server is stopping; try again after it has started again".to_owned())
+        Self::unavailable("the server is stopping; try again after it has restarted".to_owned())
     }
 
     /// A model that cannot be used now.

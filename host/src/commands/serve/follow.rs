@@ -17,7 +17,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant, SystemTime};
 use tokio::sync::watch::Sender;
 
-/// Shortest time between two updates.
+/// Minimum time between two updates.
 const INTERVAL: Duration = Duration::from_secs(1);
 /// Number of the newest texts that the page shows, and the part of the file that is searched for them, in bytes.
 const MAX_SAMPLES: usize = 5;

@@ -36,9 +36,9 @@ pub const MAX_BYTES: usize = 1 << 20;
 /// Largest body that is read to its end, without keeping it, before it is refused. Most clients read the response only after they have
 /// sent the whole body, and see a reset connection instead of the error if the server stops reading.
 const MAX_DISCARDED_BYTES: usize = 64 << 20;
-/// Most connections at a time. More wait until one is closed.
+/// Maximum number of open connections. Further connections wait until one is closed.
 const MAX_CONNECTIONS: usize = 512;
-/// Most pages that follow a run at a time.
+/// Maximum number of pages that follow a run at the same time.
 pub const MAX_PAGES: usize = 64;
 /// Largest head of a request in bytes.
 const MAX_HEAD_BYTES: usize = 64 << 10;
@@ -69,7 +69,7 @@ pub struct Server {
     pub model: String,
     /// The token that clients must send, if any.
     pub token: Option<String>,
-    /// Longest time of a request.
+    /// Maximum duration of a request.
     pub timeout: Duration,
     /// The newest events of the page: the run, and the state of model and machine.
     pub events: [watch::Receiver<Arc<str>>; 2],
@@ -259,7 +259,7 @@ async fn body(request: Request) -> Result<Vec<u8>, ApiError> {
         let (mut bytes, mut len) = (Vec::new(), 0);
         while let Some(part) = parts.next().await {
             let part = part.map_err(|error| {
-                ApiError::invalid(None, format!("body: expected all of it, found an error: {error}"))
+                ApiError::invalid(None, format!("body: expected the complete body, found an error: {error}"))
             })?;
             len += part.len();
             if len > most {
@@ -388,7 +388,7 @@ struct Follower {
 /// Sends the state of the run, the model and the machine whenever it changes.
 async fn events(State(server): State<Shared>) -> Result<Response, ApiError> {
     let permit = Arc::clone(&server.pages).try_acquire_owned();
-    let permit = permit.map_err(|_| ApiError::busy(&format!("{MAX_PAGES} pages are open, which is the limit")))?;
+    let permit = permit.map_err(|_| ApiError::busy(&format!("the maximum of {MAX_PAGES} pages is open")))?;
     let mut events = server.events.clone();
     events.iter_mut().for_each(watch::Receiver::mark_changed);
     let follower = Follower { events, heartbeat: interval(HEARTBEAT), _permit: permit };

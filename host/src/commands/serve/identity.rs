@@ -1,4 +1,4 @@
-//! The identity of a model's files, which tells whether they have been replaced.
+//! The identity of a model's files, which shows whether they have been replaced.
 
 use anyhow::{Context, Result};
 use checkpoint::resume::newest_model_path;

@@ -8,11 +8,11 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::fmt::Display;
 
-/// Most texts that one request may ask for.
+/// Maximum number of texts in one request.
 const MAX_TEXTS: usize = 64;
-/// Most stop strings of a request, and their longest length in bytes.
+/// Maximum number of stop strings in a request, and their maximum length in bytes.
 const MAX_STOPS: usize = 16;
-const LONGEST_STOP: usize = 1024;
+const MAX_STOP_BYTES: usize = 1024;
 /// The maximum number of log probabilities for each token of a response, as in vLLM.
 const MAX_LOGPROBS: usize = 20;
 /// Tokens of a completion unless the request says otherwise, as in OpenAI's API.
@@ -69,7 +69,7 @@ pub struct Completion {
     pub prompts: Vec<Prompt>,
     /// Number of texts for each prompt.
     pub n: usize,
-    /// Most tokens of each text; `None`: as many as the context holds.
+    /// Maximum number of tokens in each text; `None`: as many as the context holds.
     pub tokens: Option<usize>,
     /// How tokens are chosen.
     pub sampling: SlotSampling,
@@ -189,7 +189,7 @@ impl Completion {
             if effect {
                 return Err(ApiError::invalid(
                     Some(name),
-                    format!("{name}: expected its default, because other values are not implemented; leave it out"),
+                    format!("{name}: expected its default, because other values are not implemented; omit it"),
                 ));
             }
         }
@@ -258,7 +258,7 @@ impl Body {
         };
         let top = value.as_u64().and_then(|top| usize::try_from(top).ok()).filter(|top| *top <= MAX_LOGPROBS);
         check("logprobs", top.is_some(), "a whole number from 0 to 20", value)?;
-        check("logprobs", !stream, "a request without stream", "one with stream; leave out one of the two")?;
+        check("logprobs", !stream, "a request without stream", "one with stream; omit one of the two")?;
         Ok(top)
     }
 
@@ -269,7 +269,7 @@ impl Body {
             Some(Stop::Several(stops)) => stops.clone(),
         };
         let longest = stops.iter().map(String::len).max().unwrap_or(0);
-        let valid = stops.len() <= MAX_STOPS && longest <= LONGEST_STOP;
+        let valid = stops.len() <= MAX_STOPS && longest <= MAX_STOP_BYTES;
         let found = format!("{} strings of up to {longest} bytes", stops.len());
         check("stop", valid, "at most 16 strings of up to 1024 bytes", found)?;
         Ok(stops)

@@ -80,7 +80,7 @@ impl Queue {
             waiting.jobs.retain(|job| !job.is_abandoned());
         }
         if waiting.jobs.len() >= self.limit {
-            return Err(ApiError::busy(&format!("{} requests are waiting, which is the limit", self.limit)));
+            return Err(ApiError::busy(&format!("the queue is full with {} requests", self.limit)));
         }
         waiting.jobs.push_back(Job { completion, events, deadline: Instant::now() + timeout });
         self.changed.notify_one();

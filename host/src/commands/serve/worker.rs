@@ -27,7 +27,7 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 const MAX_POSTPONEMENT: Duration = Duration::from_secs(30);
 /// Time after which the server tries whether a model that could not be used can be, unless the files change before.
 const FAILURE_INTERVAL: Duration = Duration::from_secs(30);
-/// Longest time over which the speed is measured.
+/// Maximum time over which the speed is measured.
 const SPEED_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How to load and use the model.
@@ -65,7 +65,7 @@ pub struct Status {
     pub active: usize,
     /// Texts that can be generated at a time.
     pub slots: usize,
-    /// Most tokens of a prompt and its text.
+    /// Maximum number of tokens in a prompt and its completion.
     pub context: Option<usize>,
     /// Tokens generated per second, measured over a second or until all texts have ended. 0 before the first text.
     pub tokens_per_second: f64,
@@ -272,7 +272,7 @@ impl Worker {
         });
     }
 
-    /// Takes up a request, or answers that it is impossible.
+    /// Starts a request, or answers that it is impossible.
     fn admit(&mut self, job: Job) {
         let loaded = self.ensure_model();
         let prepared = loaded.and_then(|()| {
@@ -497,7 +497,7 @@ fn send(running: &mut Running, event: Event) {
     }
 }
 
-/// Takes a token of a text and returns whether the text goes on.
+/// Takes a token of a text and returns whether the text continues.
 fn take(active: &mut [Text], running: &mut [Running], id: usize, token: u32) -> bool {
     let Some(text) = active.iter_mut().find(|text| text.id == id) else { return false };
     let Some(running) = running.iter_mut().find(|running| running.id == text.job) else { return false };
@@ -608,7 +608,7 @@ impl Model {
         let (capacity, found) = (self.loaded.generator.capacity(), prompt.len());
         if found > capacity {
             return Err(ApiError::context(format!(
-                "prompt: expected at most {capacity} tokens, which the context holds, found {found}; shorten it"
+                "prompt: expected at most {capacity} tokens, the size of the context, found {found}; shorten it"
             )));
         }
         // The last token of a text needs no place in the cache.

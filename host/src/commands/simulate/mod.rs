@@ -24,10 +24,10 @@ Examples:
   Run 1,000 seeds on two cores:
     llm-rs simulate --seeds 1000 --threads 2
 
-  Repeat a seed, and print what its ranks print:
+  Repeat a seed, and print the output of its ranks:
     llm-rs simulate --first 4711 --seeds 1 --verbose";
 
-/// Upper bound of the threads of a seed: those of four ranks, each with connections to the others.
+/// Maximum number of threads of a seed: four ranks, each with connections to the others.
 const SEED_THREADS: usize = 48;
 
 /// Seeds between two lines of progress, where no progress bar is shown.
@@ -35,9 +35,9 @@ const PROGRESS: u64 = 1000;
 
 /// Train with simulated faults of processes, network and disk, and check that nothing is lost
 ///
-/// Each seed trains a small model with 1 to 4 ranks on a simulated network, disk and clock. The seed determines the faults. A run must
-/// end with the bits of an undisturbed run, or all ranks must stop in time with an error that names the cause, and the resumed run must
-/// end with these bits. The ranks are those of `train`.
+/// Each seed trains a small model with 1 to 4 ranks on a simulated network, disk and clock. The seed determines the faults. A run must end
+/// with bitwise the same result as a run without faults. Alternatively, all ranks must stop in time with an error that names the cause, and
+/// the resumed run must end with the same result. The ranks run the code of `train`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Simulate {
@@ -53,11 +53,11 @@ pub struct Simulate {
     #[arg(long, value_name = "N", default_value = "1", value_parser = crate::values::count)]
     threads: usize,
 
-    /// Run each seed twice, and check that both runs are equal
+    /// Run each seed twice, and check that both runs are identical
     #[arg(long)]
     twice: bool,
 
-    /// Print the faults of each seed, and what its ranks print
+    /// Print the faults of each seed, and the output of its ranks
     #[arg(long)]
     verbose: bool,
 
@@ -117,7 +117,7 @@ impl Simulate {
         if self.twice {
             let again = trial::run(seed, references)?;
             if again.trace != verdict.trace {
-                verdict.failure.get_or_insert("a repetition of the seed took another course".to_owned());
+                verdict.failure.get_or_insert("a second run of the seed differed from the first".to_owned());
             }
         }
         if self.verbose {

@@ -19,7 +19,7 @@ struct Counts {
     /// Runs that stopped and ended with these bits after they were resumed.
     resumed: u64,
     failed: u64,
-    /// Longest simulated time from the loss of a rank to the end of the others.
+    /// Maximum simulated time from the failure of a rank to the end of the others.
     longest: Duration,
 }
 

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use system::simulation::{Disk, End, Ended, Fault, Simulation, Trigger};
 
-/// Longest simulated time from the loss of a rank to the end of all others.
+/// Maximum simulated time from the failure of a rank to the end of all others.
 const END_LIMIT: Duration = Duration::from_secs(30);
 
 /// Ranks that have been silent for less are not lost.
@@ -28,7 +28,7 @@ pub struct Verdict {
     pub faults: u64,
     /// Number of restarts.
     pub restarts: usize,
-    /// Longest time from the loss of a rank to the end of the others.
+    /// Maximum time from the failure of a rank to the end of the others.
     pub end_after_loss: Duration,
     /// Hash of the course of all starts.
     pub trace: u64,

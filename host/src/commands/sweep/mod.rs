@@ -21,7 +21,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use system::progress::{self, Unit};
 
-/// The file in a run's directory that receives what the run prints.
+/// The file in a run's directory for the output of the run.
 const OUTPUT: &str = "output.txt";
 
 const EXAMPLES: &str = "\
@@ -41,7 +41,7 @@ pub struct Sweep {
     #[arg(long = "flag", value_name = "NAME=VALUE,VALUE", required = true, value_parser = axis)]
     axes: Vec<Axis>,
 
-    /// Directory for the tables sweep.csv and sweep.md, and for a directory of each run
+    /// Directory for the tables sweep.csv and sweep.md, and for one directory per run
     #[arg(short, long, value_name = "DIR")]
     out: PathBuf,
 

@@ -32,7 +32,7 @@ pub fn axis(text: &str) -> Result<Axis, String> {
         return Err(expected.to_owned());
     }
     if RESERVED.contains(&flag) {
-        return Err(format!("expected another flag than {flag}, which the sweep sets for each run"));
+        return Err(format!("expected a flag other than {flag}, which the sweep sets for each run"));
     }
     Ok(Axis { flag: flag.to_owned(), values })
 }

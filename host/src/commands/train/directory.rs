@@ -73,8 +73,8 @@ impl OutDirectory {
         let found = if resumes { resume::find_newest(path)? } else { FoundCheckpoint::default() };
         ensure!(
             options.resume != Resume::Required || found.checkpoint.is_some(),
-            "--resume: expected a checkpoint in {}, found {}; check --out, or start a new run if there is none with \
-             --resume=auto{}",
+            "--resume: expected a checkpoint in {}, found {}; check --out, or use --resume=auto, which starts a new run if there \
+             is no checkpoint{}",
             path.display(),
             if locked.is_some() { "none" } else { "no such directory" },
             options.relative_paths()
@@ -90,8 +90,8 @@ impl OutDirectory {
     pub fn create(name: &str) -> Result<Self> {
         let cannot = |error: anyhow::Error| {
             anyhow!(
-                "{RUNS}: expected a directory in which this process can create another, found an error: {error:#}; start in another \
-                 directory, state --out DIR, or keep nothing with --out none"
+                "{RUNS}: expected a directory in which this process can create directories, found an error: {error:#}; start in \
+                 another directory, give --out DIR, or save nothing with --out none"
             )
         };
         let path = create_numbered(name).map_err(cannot)?;
@@ -212,8 +212,8 @@ fn check_names(path: &Path, exists: bool) -> Result<()> {
     foreign.truncate(MAX_NAMES);
     ensure!(
         foreign.is_empty(),
-        "--out {}: expected an empty directory or that of a run, found {}{}, which would be overwritten; choose another --out, such \
-         as {}",
+        "--out {}: expected an empty directory or the directory of a run, found {}{}, which would be overwritten; choose another \
+         --out, such as {}",
         path.display(),
         foreign.join(", "),
         if more > 0 { format!(" and {more} more") } else { String::new() },

@@ -35,7 +35,8 @@ pub fn join(args: &TrainOptions, min_ranks: usize) -> Result<Option<Part>> {
     let directory = args.out().context("--min-ranks: expected --out, found none; add it")?;
     let Some(Count::Some(steps)) = args.steps else {
         bail!(
-            "--min-ranks: expected a number of --steps, found none; add it, because an epoch may have another number with fewer ranks"
+            "--min-ranks: expected a number of --steps, found none; add it, because the number of steps in an epoch may depend on \
+             the number of ranks"
         );
     };
     let cpu = args.hardware.device == Device::Cpu;

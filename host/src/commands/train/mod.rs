@@ -210,7 +210,7 @@ fn check_out(args: &TrainOptions) -> Result<()> {
     let canonical = |path: &Path| path.canonicalize().ok();
     ensure!(
         !is_hugging_face || canonical(Path::new(model)) != canonical(out),
-        "--out: expected another directory than that of the model, found {}; choose a new one",
+        "--out: expected a directory other than that of the model, found {}; choose a new one",
         out.display()
     );
     Ok(())
@@ -296,7 +296,7 @@ impl PlannedRun {
         if let Some(fp8) = state.progress.fp8.as_ref().filter(|_| config.precision == Precision::Fp8)
             && !fp8.restore(&model, engine, settings.dloss(&model, train.layout()))?
         {
-            notes.push("the FP8 scales start anew, because the recipe or the size of gradients has changed".to_owned());
+            notes.push("the FP8 scales are reset, because the recipe or the size of gradients has changed".to_owned());
         }
         report_start(&console, &notes, state.step, config.steps)?;
         let (log, mut checkpoints) = match out {
@@ -493,7 +493,7 @@ fn check_hashes(model: &Decoder, engine: &mut dyn Engine, ranks: &mut Ranks, sta
     for (name, expected) in saved {
         let Some(found) = loaded.get(name).filter(|found| *found != expected) else { continue };
         bail!(
-            "{name} of the checkpoint of step {}: expected hash {expected} as before it was written, found {found} in memory; the \
+            "{name} of the checkpoint of step {}: expected hash {expected}, as before it was written, found {found} in memory; the \
              memory of this machine, its GPU or its disk may be faulty: resume from an earlier checkpoint on another machine",
             state.step
         );

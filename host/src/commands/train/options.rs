@@ -30,7 +30,7 @@ const OUTPUT: &str = "Output and checkpoints";
 const MEMORY: &str = "Memory";
 const DISTRIBUTED: &str = "Distributed training";
 const HARDWARE_CHECKS: &str = "Detection of faulty hardware";
-/// Heading of the flags that fit nowhere else, `--help` among them.
+/// Heading of the flags that fit nowhere else, such as `--help`.
 pub const GENERAL: &str = "General";
 
 const EXAMPLES: &str = "\
@@ -68,8 +68,8 @@ pub struct TrainOptions {
     #[arg(short = 'j', long, value_name = "GLOB", requires = "train", help_heading = DATA)]
     pub val: Option<String>,
 
-    /// Tokenizer of the token files: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: that of the model, or that in
-    /// dataset.json next to the token files, or by the vocabulary size]
+    /// Tokenizer of the token files: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: the tokenizer of the model, or the one
+    /// in dataset.json next to the token files, or the built-in one with the model's vocabulary size]
     #[arg(long, value_name = "NAME|FILE", help_heading = DATA)]
     pub tokenizer: Option<String>,
 
@@ -90,7 +90,7 @@ pub struct TrainOptions {
     #[arg(short = 'e', long, value_name = "NAME|FILE|DIR", help_heading = MODEL)]
     pub model: Option<String>,
 
-    /// Number of layers. Replaces that of the shape. Without --model: a GPT-2 of --layers, --heads and --channels
+    /// Number of layers, instead of that of --model. Without --model, --layers, --heads and --channels define a GPT-2
     #[arg(long, value_name = "N", value_parser = count, help_heading = MODEL)]
     pub layers: Option<usize>,
 
@@ -98,11 +98,11 @@ pub struct TrainOptions {
     #[arg(long, value_name = "N", value_parser = count, help_heading = MODEL)]
     pub heads: Option<usize>,
 
-    /// Number of key-value heads, a divisor of --heads [default: that of the shape]
+    /// Number of key-value heads, a divisor of --heads [default: from --model]
     #[arg(long, value_name = "N", value_parser = count, help_heading = MODEL)]
     pub kv_heads: Option<usize>,
 
-    /// Channels of a head. A GPU needs 64, 80, 96 or 128 [default: channels / heads]
+    /// Channels per head. A GPU needs 64, 80, 96 or 128 [default: channels / heads]
     #[arg(long, value_name = "N", value_parser = count, help_heading = MODEL)]
     pub head_size: Option<usize>,
 
@@ -110,7 +110,7 @@ pub struct TrainOptions {
     #[arg(long, value_name = "N", value_parser = count, help_heading = MODEL)]
     pub channels: Option<usize>,
 
-    /// Channels between the two linear layers of the MLP [default: that of the shape; with --channels 4 C, or 8 C / 3 rounded up to a
+    /// Channels between the two linear layers of the MLP [default: from --model; with --channels C: 4 C, or 8 C / 3 rounded up to a
     /// multiple of 256 if the activation is gated]
     #[arg(long, value_name = "N", value_parser = count, help_heading = MODEL)]
     pub ffn: Option<usize>,
@@ -147,7 +147,7 @@ pub struct TrainOptions {
     #[arg(short = 'k', long, value_enum, default_value = "cosine", help_heading = OPTIMIZER)]
     pub schedule: ScheduleKind,
 
-    /// With --schedule trapezoidal: fraction of the steps, at the end, in which the learning rate decays [default: 0.4]
+    /// With --schedule trapezoidal: fraction of the steps, at the end of the run, over which the learning rate decays [default: 0.4]
     #[arg(long, value_name = "FRACTION", value_parser = fraction, help_heading = OPTIMIZER)]
     pub warmdown: Option<f64>,
 
@@ -160,7 +160,7 @@ pub struct TrainOptions {
     #[arg(long, value_name = "LR", value_parser = non_negative, help_heading = OPTIMIZER)]
     pub embedding_lr: Option<f32>,
 
-    /// Peak learning rate of the head, if it is not the token embedding [default: --lr]
+    /// Peak learning rate of the head, if it is not tied to the token embedding [default: --lr]
     #[arg(long, value_name = "LR", value_parser = non_negative, help_heading = OPTIMIZER)]
     pub head_lr: Option<f32>,
 
@@ -172,7 +172,7 @@ pub struct TrainOptions {
     #[arg(long, value_name = "X", value_parser = momentum, help_heading = OPTIMIZER)]
     pub muon_momentum: Option<f32>,
 
-    /// Steps in which Muon's momentum increases from 0.85 to --muon-momentum [default: 300]
+    /// Steps over which Muon's momentum increases from 0.85 to --muon-momentum [default: 300]
     #[arg(long, value_name = "STEPS", value_parser = whole_number, help_heading = OPTIMIZER)]
     pub muon_momentum_warmup: Option<usize>,
 
@@ -224,12 +224,12 @@ pub struct TrainOptions {
     #[arg(short, long, value_name = "0|1|2|3", default_value = "0", value_parser = level::<Recompute>, help_heading = MEMORY)]
     pub recompute: Recompute,
 
-    /// With bf16: f32 master weights. 0 (none): updates are rounded stochastically to bf16, 1 (f32): a copy in f32, 2 (remainder):
-    /// as exact, but 2 bytes per weight less
+    /// With bf16: f32 master weights. 0 (none): updates are rounded stochastically to bf16, 1 (f32): a copy in f32, 2 (remainder): as exact
+    /// as 1, but 2 bytes smaller per weight
     #[arg(short = 'w', long, value_name = "0|1|2", default_value = "1", help_heading = MEMORY)]
     pub master_weights: MasterWeights,
 
-    /// With bf16: type of the optimizer's moments. bf16 takes 4 bytes per weight less, and is rounded stochastically
+    /// With bf16: type of the optimizer's moments. bf16 saves 4 bytes per weight and is rounded stochastically
     #[arg(long, value_name = "TYPE", value_enum, default_value = "f32", help_heading = MEMORY)]
     #[serde(skip_serializing_if = "Moments::is_default")]
     pub moments: Moments,
@@ -239,7 +239,7 @@ pub struct TrainOptions {
     #[serde(skip)]
     pub val_every: Option<usize>,
 
-    /// Batches of a validation; -1: the whole validation set [default: 20]
+    /// Batches per validation; -1: the whole validation set [default: 20]
     #[arg(short = 'm', long, value_name = "N", value_parser = count_or_all, help_heading = EVALUATION)]
     #[serde(skip)]
     pub val_batches: Option<Count>,
@@ -256,7 +256,7 @@ pub struct TrainOptions {
     #[arg(short, long, value_name = "N", value_parser = interval, help_heading = EVALUATION)]
     pub sample_every: Option<usize>,
 
-    /// Tokens of a generated text [default: 64]
+    /// Tokens per generated text [default: 64]
     #[arg(short = 'g', long, value_name = "N", value_parser = count, help_heading = EVALUATION)]
     #[serde(skip)]
     pub sample_length: Option<usize>,
@@ -270,8 +270,8 @@ pub struct TrainOptions {
     #[serde(skip)]
     pub fp8_stats: usize,
 
-    /// Directory for main.log, main.jsonl, config.toml and checkpoints. It must be new, empty or that of a run. none: nothing is
-    /// saved [default: runs/MODEL-N with the next number N]
+    /// Directory for main.log, main.jsonl, config.toml and checkpoints. It must be new, empty or the directory of an earlier run. none:
+    /// save nothing [default: runs/MODEL-N, where N is the next free number]
     #[arg(short, long, value_name = "DIR", help_heading = OUTPUT)]
     pub out: Option<PathBuf>,
 
@@ -304,7 +304,7 @@ pub struct TrainOptions {
     #[serde(skip)]
     pub force_resume: bool,
 
-    /// Also write event files for TensorBoard into --out. A resumed run continues to write them
+    /// Also write event files for TensorBoard into --out. A resumed run continues them
     #[arg(long, help_heading = OUTPUT)]
     #[serde(skip)]
     pub tensorboard: bool,
@@ -325,8 +325,8 @@ pub struct TrainOptions {
     #[serde(skip)]
     pub verbose: bool,
 
-    /// Print every N-th step, the first, the last and those before an evaluation. A terminal shows a progress bar instead, and main.log
-    /// has every step [default: 1 to 100 steps, above so that a run prints about 100]
+    /// Print every N-th step, the first, the last and those before an evaluation. A terminal shows a progress bar instead, and main.log has
+    /// every step [default: chosen so that a run prints about 100 lines]
     #[arg(long, value_name = "N", value_parser = count, help_heading = GENERAL)]
     #[serde(skip)]
     pub log_every: Option<usize>,
@@ -345,13 +345,13 @@ pub struct TrainOptions {
     #[arg(short = 'z', long, value_name = "0|1|2|3", default_value = "0", value_parser = zero_stage, help_heading = DISTRIBUTED)]
     pub zero_stage: u8,
 
-    /// With --zero-stage: number of consecutive ranks that shard together, a divisor of the number of ranks. Each such group has a
-    /// copy of everything (hybrid sharding) [default: all ranks]
+    /// With --zero-stage: number of consecutive ranks that shard together, a divisor of the number of ranks. Each such group holds a
+    /// complete copy (hybrid sharding) [default: all ranks]
     #[arg(long, value_name = "N", value_parser = count, help_heading = DISTRIBUTED)]
     pub shard_size: Option<usize>,
 
-    /// Start and restart with fewer ranks, at least N, if not all come within --rendezvous-timeout. The batch of a step stays the
-    /// same. Ranks that come later join at the next restart. Implies --resume=auto; all ranks must share --out [default: all ranks]
+    /// Start and restart with fewer ranks, but at least N, if some do not join within --rendezvous-timeout. The total batch of a step stays
+    /// the same. Ranks that arrive later join at the next restart. Implies --resume=auto; all ranks must share --out [default: all ranks]
     #[arg(long, value_name = "N", value_parser = count, requires_all = ["out", "batch", "seq", "total_batch", "steps"], help_heading = DISTRIBUTED)]
     #[serde(skip)]
     pub min_ranks: Option<usize>,
@@ -365,8 +365,8 @@ pub struct TrainOptions {
     #[serde(skip)]
     pub launch: Launch,
 
-    /// Every N steps, compute a micro-batch twice, on the same GPU or in turn on those of other ranks, and end the run if a bit
-    /// differs, which means faulty hardware; 0: never
+    /// Every N steps, compute a micro-batch twice: on the same GPU, or in turn on the GPUs of other ranks. Stop the run if a bit differs,
+    /// because the hardware is then faulty. 0: never
     #[arg(long, value_name = "N", default_value = "0", value_parser = interval, help_heading = HARDWARE_CHECKS)]
     pub verify_every: usize,
 
@@ -374,7 +374,7 @@ pub struct TrainOptions {
     #[arg(long, value_name = "N", default_value = "0", value_parser = interval, help_heading = HARDWARE_CHECKS)]
     pub hash_every: usize,
 
-    /// Whether the flags are spelled as for llm.c, whose default of --final-fraction then holds.
+    /// Whether the flags are spelled as for llm.c. If so, the default of --final-fraction is llm.c's.
     #[arg(skip)]
     #[serde(skip)]
     pub spelled_for_llm_c: bool,
@@ -397,7 +397,7 @@ impl TrainOptions {
         self.out.as_deref().filter(|_| !self.saves_nothing())
     }
 
-    /// Returns the end of an error for a path that does not exist. The paths in the settings of a run may be relative to another directory
+    /// Returns the end of an error for a path that does not exist. The paths in the settings of a run may be relative to a directory other
     /// than the current one.
     pub fn relative_paths(&self) -> String {
         let origin = || {
@@ -428,8 +428,8 @@ impl TrainOptions {
     }
 }
 
-/// The place of this process among the ranks of a run: one process for each GPU. Unset flags are read from the environment that
-/// mpirun, srun or torchrun sets.
+/// The rank of this process in a run. Each GPU has one process. Unset flags are read from the environment that mpirun, srun or torchrun
+/// sets.
 #[derive(Clone, Debug, Args)]
 pub struct Launch {
     /// Rank of this process, from 0 [default: from the launcher]
@@ -440,7 +440,7 @@ pub struct Launch {
     #[arg(long, value_name = "N", value_parser = count, requires = "rank", help_heading = DISTRIBUTED)]
     pub world_size: Option<usize>,
 
-    /// Rank of this process on its host, which is the number of its GPU [default: from the launcher, or from --rank]
+    /// Rank of this process on its host. It selects the GPU [default: from the launcher, or from --rank]
     #[arg(long, value_name = "N", value_parser = whole_number, help_heading = DISTRIBUTED)]
     pub local_rank: Option<usize>,
 
@@ -449,12 +449,12 @@ pub struct Launch {
     #[arg(long, value_name = "PLACE", help_heading = DISTRIBUTED)]
     pub rendezvous: Option<Endpoint>,
 
-    /// File with a secret that the ranks prove to each other, readable by its owner only [default: the environment variable
-    /// LLM_RS_SECRET; with --rendezvous file:///DIR rank 0 creates one]
+    /// File with the secret by which the ranks authenticate each other. Only its owner may be able to read it [default: the environment
+    /// variable LLM_RS_SECRET; with --rendezvous file:///DIR rank 0 creates one]
     #[arg(long, value_name = "FILE", help_heading = DISTRIBUTED)]
     pub rendezvous_secret: Option<PathBuf>,
 
-    /// Seconds to wait for all ranks to meet. With --min-ranks, the run starts after this time without those that did not come
+    /// Seconds to wait for all ranks to meet. With --min-ranks, the run then starts without the missing ranks
     #[arg(long, value_name = "SECONDS", value_parser = count, default_value = "60", help_heading = DISTRIBUTED)]
     pub rendezvous_timeout: usize,
 

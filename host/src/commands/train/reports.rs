@@ -1,4 +1,4 @@
-//! What `train` prints before its first and after its last step.
+//! Prints the reports of `train` before its first and after its last step.
 
 use super::Config;
 use crate::commands::generation::trial_command;
@@ -75,7 +75,7 @@ fn stopped(step: usize, config: &Config, has_checkpoint: bool) -> String {
     let stopped = format!("stopped after {step} of {} steps", config.steps);
     match &config.flags.out {
         Some(out) => format!("{stopped}\n\nnext: {}", Invocation::current().resuming(out, has_checkpoint)),
-        None => format!("{stopped}; nothing is kept with --out none"),
+        None => format!("{stopped}; nothing is saved with --out none"),
     }
 }
 

@@ -38,9 +38,9 @@ pub const UNKNOWN_STEPS: usize = u32::MAX as usize;
 fn without_data(options: &TrainOptions) -> Option<String> {
     options.model.as_ref().filter(|_| options.dry_run)?;
     match options.train.as_deref() {
-        None => {
-            Some("planned without data, for the vocabulary of the model; add --train for that of the data".to_owned())
-        }
+        None => Some(
+            "planned without data, for the vocabulary of the model; add --train to use that of the data".to_owned(),
+        ),
         Some(train) => tokens::find(train)
             .err()
             .map(|missing| format!("planned without data, for the vocabulary of the model: --train: {missing}")),
@@ -186,7 +186,7 @@ fn check_optimizer(options: &TrainOptions, descriptor: Descriptor, opened: &Open
     );
     ensure!(
         options.head_lr.is_none() || !descriptor.tied,
-        "--head-lr: expected a model with a head of its own, found one whose head is the token embedding; use --embedding-lr"
+        "--head-lr: expected a model with an untied head, found one whose head is the token embedding; use --embedding-lr"
     );
     Ok(())
 }

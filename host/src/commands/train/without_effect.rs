@@ -18,7 +18,7 @@ pub fn notes(options: &TrainOptions, config: &Config, opened: &Opened, ranks: us
     let on_cpu = "the run uses the CPU";
     let one_rank = "the run has one rank";
     let grouped = options.shard_size.filter(|_| !single);
-    let constant = "--schedule constant has no other learning rate than the peak";
+    let constant = "--schedule constant has no learning rate other than the peak";
     let warmup = format!("the run ends after {} steps, during the warmup", config.steps);
     let ends = format!("the run ends after {} steps", config.steps);
     let short = format!("{ends}, and the first z-score is that of step {}", WINDOW + 1);

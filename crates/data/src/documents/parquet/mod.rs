@@ -127,7 +127,7 @@ fn open_file(path: &Path) -> Result<SerializedFileReader<File>> {
 /// Calls the parquet crate, which panics for some damaged files. Such a panic is an error of the file.
 fn decode<T>(path: &Path, call: impl FnOnce() -> T) -> Result<T> {
     quiet_panic::catch(call).with_context(|| {
-        format!("{}: expected a complete parquet file, found contradictory data; download it again", path.display())
+        format!("{}: expected a complete parquet file, found inconsistent data; download it again", path.display())
     })
 }
 

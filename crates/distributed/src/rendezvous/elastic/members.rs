@@ -6,7 +6,7 @@ use std::time::Duration;
 /// The possible world sizes of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorldSizes {
-    /// Least number of ranks (`--min-ranks`).
+    /// Minimum number of ranks (`--min-ranks`).
     pub min_ranks: usize,
     /// Micro-batches in a step of all ranks together. The world size divides it, so that all ranks compute equally many.
     pub micro_batches: usize,
