@@ -45,7 +45,7 @@ struct Sizes {
     l: usize,
     v: usize,
     vp: usize,
-    /// Most tokens of a sequence.
+    /// Maximum number of tokens in a sequence.
     max_t: usize,
 }
 

@@ -78,7 +78,7 @@ fn sum4([a, b, c, d]: [f32; 4]) -> f32 {
 // ---------------------------------------------------------------------------------------------------------------------------------
 // Encoder
 
-/// Computes out (B, T, C): out[b, t] = wte[token[b, t]] + wpe[t], with wte (Vp, C) and wpe (maxT, C).
+/// Computes out (B, T, C): `out[b, t] = wte[token[b, t]] + wpe[t]`, with wte (Vp, C) and wpe (maxT, C).
 ///
 /// Each thread computes 4 channels. Threads: B T ceil(C / 4).
 #[kernel(threads = 256)]
@@ -102,7 +102,7 @@ pub fn encoder_forward(
     }
 }
 
-/// Adds the gradient of wte: dwte[token] += the sum of dout[b, t] over the positions (b, t) of the token.
+/// Adds the gradient of wte: `dwte[token]` += the sum of `dout[b, t]` over the positions (b, t) of the token.
 ///
 /// `order` (B T) contains all positions, sorted by token. `starts` contains the index in `order` of the first position of each distinct
 /// token, and B T at the end. Each block adds 256 channels of one token. Grid: number of distinct tokens, ceil(C / 256).
@@ -128,7 +128,7 @@ pub fn wte_backward(
     }
 }
 
-/// Adds the gradient of wpe: dwpe[t] += the sum of dout[b, t] over b. Each thread adds 4 of the T C elements.
+/// Adds the gradient of wpe: `dwpe[t]` += the sum of `dout[b, t]` over b. Each thread adds 4 of the T C elements.
 #[kernel(threads = 256)]
 pub fn wpe_backward(dwpe: GlobalMut<f32>, dout: Global<f32>, b: u32, t: u32, c: u32) {
     let (i, tc) = (thread::index_1d() * 4, t as usize * c as usize);
@@ -384,7 +384,7 @@ pub fn unpermute(out: GlobalMut<f32>, inp: Global<f32>, heads: Heads) {
     }
 }
 
-/// Computes att[t, t2] = softmax over t2 <= t of preatt[t, t2] scale, in each matrix (T, T) of (B NH). The matrices are `stride`
+/// Computes `att[t, t2]` = softmax over t2 <= t of `preatt[t, t2] scale`, in each matrix (T, T) of (B NH). The matrices are `stride`
 /// elements apart.
 ///
 /// Elements with t2 > t are neither read nor written. Each warp computes a row. Grid: ceil(rows / 8), with rows = B NH T.
@@ -417,7 +417,7 @@ pub fn softmax_forward(att: GlobalMut<f32>, preatt: Global<f32>, scale: f32, row
     }
 }
 
-/// Computes dpreatt[t, t2] = att[t, t2] (datt[t, t2] - sum over t3 <= t of att[t, t3] datt[t, t3]) scale for t2 <= t.
+/// Computes `dpreatt[t, t2] = att[t, t2] (datt[t, t2] - sum over t3 <= t of att[t, t3] datt[t, t3]) scale` for t2 <= t.
 ///
 /// Shapes, grid and untouched elements are those of [`softmax_forward`].
 #[kernel(threads = 256)]
@@ -500,7 +500,7 @@ pub fn classifier_scratch(layout: &mut Layout) -> SharedArray<f32> {
     layout.array(32)
 }
 
-/// Computes losses (B T) = -ln(p[target]), with p = softmax of the first V logits of a row. Replaces the logits (B T, Vp) by the
+/// Computes losses (B T) = `-ln(p[target])`, with p = softmax of the first V logits of a row. Replaces the logits (B T, Vp) by the
 /// gradient of the mean loss: (p - 1 for the target) / (B T), and 0 in the padding.
 ///
 /// Each block computes a row. Grid: B T.
