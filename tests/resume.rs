@@ -69,8 +69,8 @@ fn changed_settings_are_refused_and_named() {
     );
     world.fail("run", &["--resume", "--steps", "7"], &["--steps was 6, is now 7"]);
     refuse(&["--shuffle", "0"], &["--shuffle was true, is now false"]);
-    refuse(&["--train", "train_[01].bin"], &["training data was 3 files with", "is 2 files with"]);
-    refuse(&["--val", "train_1.bin"], &["validation data was val_0.bin", "is train_1.bin"]);
+    refuse(&["--train", "train_[01].bin"], &["training data was 3 files with", "is now 2 files with"]);
+    refuse(&["--val", "train_1.bin"], &["validation data was val_0.bin", "is now train_1.bin"]);
     world.fail("run", &resume(&["--model", "d6"]), &["2 layers", "6 layers", "step 6"]);
     assert_eq!(entries(&world.path("run")), before);
 
