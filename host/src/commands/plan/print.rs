@@ -188,7 +188,7 @@ pub fn details(planned: &Planned) -> Result<()> {
     }
     if communication > 0.0 {
         let (all, hidden) = (1e3 * communication, 100.0 * timeline.hidden());
-        row("collectives", &format!("{all:>9.2} ms, {hidden:.0} % hidden behind compute"))?;
+        row("collectives", &format!("{all:>9.2} ms, {hidden:.0} % hidden behind computation"))?;
         terminal::line("")?;
         let mut table = Table::of("plan", COLLECTIVES, "", "", &NOT_SAVED());
         table.print_heading()?;
