@@ -112,7 +112,7 @@ pub fn assumptions(request: &Request, connections: &Connections, planned: &[Plan
             .push(format!("{:.0} GB/s per GPU between nodes, with NCCL's latencies", connections.links.inter[0] / 1e9));
     }
     if intra || inter {
-        assumed.push(format!("kernels lose {} s while they overlap with one second of collectives", request.slowdown));
+        assumed.push(format!("kernels lose {} s per second of overlapping collectives", request.slowdown));
         assumed.push("equally fast GPUs; no data loading, checkpoints, failures".to_owned());
     }
     assumed
