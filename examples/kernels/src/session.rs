@@ -28,7 +28,7 @@ pub enum Size {
 pub struct Work {
     /// Bytes of the arguments, each read or written once.
     pub bytes: usize,
-    /// Multiplications and additions of matrix products. 0 for operations without any.
+    /// Multiplications and additions of matmuls. 0 for operations without any.
     pub flops: usize,
 }
 

@@ -58,7 +58,7 @@ pub const FAMILY: Family = Family {
             64,
             "attention_mma",
             file!("attention/mma.rs"),
-            "Tensor cores for both products; the probabilities stay in registers.",
+            "Tensor cores for both matmuls; the probabilities stay in registers.",
             |s| {
                 let Problem { out, lse, qkv, shape } = problem(s)?;
                 let launch = attention::mma::attention_mma(out, lse, qkv, sizes_of(shape));

@@ -58,7 +58,7 @@ pub const FAMILY: Family = Family {
             70,
             "attention_backward_production",
             "gpu/src/attention/dkdv.rs",
-            "Tiles in shared memory with cp.async, and tensor cores for all products.",
+            "Tiles in shared memory with cp.async, and tensor cores for all matmuls.",
             |s| {
                 let Problem { dqkv, dout, qkv, out, lse, shape } = problem::<bf16>(s)?;
                 let d = scratch(s, shape)?;

@@ -1,7 +1,7 @@
 //! Attention, version 4: tensor cores (FlashAttention-2).
 //!
 //! Problem: see the module.
-//! Idea: a block of 4 warps computes 64 queries, 16 for each warp, against tiles of 64 keys. Both matrix products use `mma.sync`.
+//! Idea: a block of 4 warps computes 64 queries, 16 for each warp, against tiles of 64 keys. Both matmuls use `mma.sync`.
 //! A lane has elements of two rows of the scores, and the four lanes of a row combine its maximum and sum by shuffles. After
 //! rounding, the fragments of the probabilities have the layout of a left operand: they multiply V without leaving registers.
 //! Limit: copies and arithmetic alternate, as in version 7 of GEMM, and a fragment of K or V serves only 16 queries. The version in
