@@ -385,10 +385,9 @@ fn shared_items(function: &ItemFn, options: &KernelAttributes, arguments: &[Iden
     });
     quote! {
         #on_host
-        #[allow(non_camel_case_types)]
+        #[allow(non_camel_case_types, reason = "the name contains that of the kernel")]
         struct #key #generics (::core::marker::PhantomData<(#(#types,)*)>) #predicate;
         #on_host
-        #[allow(non_snake_case)]
         fn #table() -> &'static [::cuda_std::launch::Instance] {
             #items
             static INSTANCES: &[::cuda_std::launch::Instance] = &[#(::cuda_std::launch::Instance {
@@ -460,7 +459,6 @@ fn select_items(
     });
     Ok(quote! {
         #on_host
-        #[allow(non_snake_case, clippy::type_complexity)]
         fn #find #kept_generics (instance_keys: (#(#key_types,)*))
             -> ::core::option::Option<(&'static ::cuda_std::launch::Instance, (#(#value_types,)*))>
         #predicate {
@@ -481,7 +479,7 @@ fn select_items(
         }
         #on_host
         #[doc = #of_exists]
-        #[allow(dead_code)]
+        #[allow(dead_code, reason = "not every program asks whether an instance exists")]
         #vis fn #exists #kept_generics (instance_keys: (#(#key_types,)*)) -> bool #predicate {
             #find #turbofish (instance_keys).is_some()
         }
