@@ -7,7 +7,7 @@ use engine::plan::Plan;
 use engine::{BatchLayout, Engine};
 use model::{Decoder, Descriptor, LOGIT_ROWS, Param, PlanOptions, Recompute, TrainStep, Unsharded};
 
-const LAYOUT: BatchLayout = BatchLayout { b: 3, t: 17 };
+const LAYOUT: BatchLayout = BatchLayout::new(3, 17);
 const ROWS: usize = LAYOUT.b * LAYOUT.t;
 const VOCAB: usize = 300;
 

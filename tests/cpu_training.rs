@@ -130,7 +130,7 @@ impl Reference {
 
         let mut state = Words::new(DEBUG_STATE);
         assert_eq!(state.header[..2], [20_240_327, 2]);
-        let layout = BatchLayout { b: state.header[2] as usize, t: state.header[3] as usize };
+        let layout = BatchLayout::new(state.header[2] as usize, state.header[3] as usize);
         let tokens = layout.b * layout.t;
         let batch = TokenBatch { layout, inputs: state.ints(tokens), targets: state.ints(tokens) };
         let logits = state.floats(tokens * descriptor.vocab);
@@ -238,7 +238,7 @@ fn reference_weights_are_four_times_the_initial_weights() {
 /// Returns a model and a batch with odd shapes, which are multiples of no block size.
 fn odd_run() -> Run {
     let descriptor = Descriptor::gpt2(2, 3, 27, 13, 61).unwrap();
-    let layout = BatchLayout { b: 3, t: 11 };
+    let layout = BatchLayout::new(3, 11);
     let mut rng = Mt19937::new(7);
     let mut tokens = || (0..33).map(|_| rng.below(61) as i32).collect();
     let batch = TokenBatch { layout, inputs: tokens(), targets: tokens() };

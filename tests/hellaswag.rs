@@ -79,7 +79,7 @@ fn planned(engine: &mut dyn Engine, b: usize, t: usize) -> (Decoder, BatchLayout
     let options = PlanOptions { logit_rows: 100, ..PlanOptions::inference(b, t) };
     let (model, plan) = Decoder::plan(descriptor(), options, engine);
     engine.allocate(&plan).unwrap();
-    (model, BatchLayout { b, t })
+    (model, BatchLayout::new(b, t))
 }
 
 /// Scores examples without sharding.
@@ -111,7 +111,7 @@ fn reference_losses(examples: &[Example]) -> Vec<[f64; COMPLETIONS]> {
     let vp = descriptor().padded_vocab();
     let mut mean = |context: &[u32], completion: &[u32]| {
         let row = [context, completion].concat();
-        let layout = BatchLayout { b: 1, t: row.len() };
+        let layout = BatchLayout::new(1, row.len());
         let mut words = engine.host_buffer(layout.words()).unwrap();
         for (word, &token) in words.iter_mut().zip(&row) {
             *word = token as i32;

@@ -159,7 +159,7 @@ fn batch_order_matches_llm_c() {
     assert_eq!(first_tokens(Geometry { b: 2, t: 8, ranks: 2, rank: 1 }, expected_rank_1.len()), expected_rank_1);
 }
 
-const LAYOUT: BatchLayout = BatchLayout { b: 2, t: 8 };
+const LAYOUT: BatchLayout = BatchLayout::new(2, 8);
 const ACCUM: usize = 3;
 const DECAY: f32 = 0.1;
 /// Learning rates: two warmup steps to 0.02, then linear decay to 0.002 at step ten.
@@ -171,7 +171,7 @@ fn loader(tokens: &Tokens) -> Loader {
 
 fn planned(engine: &mut Cpu) -> Decoder {
     let descriptor = Descriptor::gpt2(2, 2, 16, LAYOUT.t, 50).unwrap();
-    let BatchLayout { b, t } = LAYOUT;
+    let BatchLayout { b, t, .. } = LAYOUT;
     let options = PlanOptions::training(b, t);
     let (model, plan) = Decoder::plan(descriptor, options, engine);
     engine.allocate(&plan).unwrap();

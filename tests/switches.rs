@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use std::process::{Command, Output};
 use tempfile::TempDir;
 
-const LAYOUT: BatchLayout = BatchLayout { b: 2, t: 16 };
+const LAYOUT: BatchLayout = BatchLayout::new(2, 16);
 const LAYERS: usize = 3;
 const CHANNELS: usize = 64;
 

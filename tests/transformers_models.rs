@@ -13,7 +13,7 @@ use safetensors::SafeTensors;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const LAYOUT: BatchLayout = BatchLayout { b: 2, t: 24 };
+const LAYOUT: BatchLayout = BatchLayout::new(2, 24);
 
 fn folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/transformers").join(name)

@@ -41,7 +41,7 @@ pub fn generate(
     for _ in 0..tokens {
         hooks.between_batches()?;
         let seen = &text[text.len().saturating_sub(window)..];
-        let layout = BatchLayout { b: 1, t: seen.len().next_multiple_of(PADDING).min(window) };
+        let layout = BatchLayout::new(1, seen.len().next_multiple_of(PADDING).min(window));
         let mut words = engine.host_buffer(layout.words())?;
         words.fill(0);
         // Attention is causal, so the padding after the text does not affect its logits.

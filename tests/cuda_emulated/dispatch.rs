@@ -36,7 +36,7 @@ fn memory_errors_name_the_tensor() {
     assert_eq!(text, "out + 32 was never written");
 
     // A token outside the vocabulary reads beyond wte, even though another tensor is allocated there.
-    let layout = BatchLayout { b: 1, t: 8 };
+    let layout = BatchLayout::new(1, 8);
     let (mut engine, x) = checked(&[("batch", layout.words(), DType::I32), ("wte", 8, f32), ("wpe", 64, f32)]);
     engine.write(x[2], &[0.0; 64]).unwrap();
     let text = engine

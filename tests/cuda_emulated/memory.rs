@@ -98,7 +98,7 @@ fn operations_reject_tensors_of_the_wrong_shape_or_type() {
     let text = engine.zero(elsewhere).unwrap_err().to_string();
     assert!(text.contains("does not lie in the engine's memory of 128 bytes"), "{text}");
 
-    let layout = BatchLayout { b: 1, t: 8 };
+    let layout = BatchLayout::new(1, 8);
     let words = engine.host_buffer(3).unwrap();
     let text = engine.load_batch(tensor, layout, words).map(drop).unwrap_err().to_string();
     assert!(text.starts_with("load_batch: expected ") && text.ends_with(", found 3"), "{text}");
@@ -157,7 +157,7 @@ fn prefetch_continues_after_smaller_batches() {
     for _ in 0..3 {
         data.load_next(&mut *engine, batch, 0).unwrap();
         for t in [1, 5, 9] {
-            let small = BatchLayout { b: 1, t };
+            let small = BatchLayout::new(1, t);
             let words = engine.host_buffer(small.words()).unwrap();
             engine.load_batch(batch.slice(0, small.words()), small, words).unwrap();
         }

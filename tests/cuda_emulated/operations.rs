@@ -2,7 +2,7 @@
 
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, MatmulBackend, Precision, emulated};
-use engine::ops::{AttentionBackward, AttentionForward, AttentionShape};
+use engine::ops::{AttentionBackward, AttentionForward, AttentionMask, AttentionShape};
 use engine::plan::{Group, Plan};
 use engine::tensor::DType;
 use engine::{Engine, Workload};
@@ -112,9 +112,9 @@ fn attention_gradients_are_the_same_in_every_order_of_blocks() {
         engine.allocate(&plan).unwrap();
         engine.write(qkv, &values(qkv_len)).unwrap();
         engine.write(dout, &values(n)).unwrap();
-        engine.run(AttentionForward { out, lse, qkv, shape, quantized: None }).unwrap();
+        engine.run(AttentionForward { out, lse, qkv, shape, mask: AttentionMask::default(), quantized: None }).unwrap();
         [0; 2].map(|_| {
-            engine.run(AttentionBackward { dqkv, dout, qkv, out, lse, shape }).unwrap();
+            engine.run(AttentionBackward { dqkv, dout, qkv, out, lse, shape, mask: AttentionMask::default() }).unwrap();
             engine.read(dqkv).unwrap()
         })
     };

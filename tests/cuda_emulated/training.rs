@@ -21,7 +21,7 @@ fn load_batch(model: &Decoder, engine: &mut dyn Engine, layout: BatchLayout, see
 /// Trains a small model for two steps and returns the losses and gradient norms.
 fn train(engine: &mut dyn Engine, recompute: Recompute) -> Vec<f32> {
     let descriptor = Descriptor::gpt2(2, 2, 128, 24, 50).unwrap();
-    let layout = BatchLayout { b: 3, t: 17 };
+    let layout = BatchLayout::new(3, 17);
     let options = PlanOptions { recompute, ..PlanOptions::training(layout.b, 24) };
     let (model, plan) = Decoder::plan(descriptor, options, engine);
     engine.allocate(&plan).unwrap();
@@ -64,7 +64,7 @@ fn training_steps_match_cpu_engine_without_memory_errors() {
 /// Returns the name and gradient of each parameter tensor after one micro-batch, for a model of two layers.
 fn gradients(engine: &mut dyn Engine, channels: usize) -> Vec<(String, Vec<f32>)> {
     let descriptor = Descriptor::gpt2(2, channels / 64, channels, 16, 50).unwrap();
-    let layout = BatchLayout { b: 2, t: 9 };
+    let layout = BatchLayout::new(2, 9);
     let recompute = Recompute::ActivationAndNorms;
     let options =
         PlanOptions { master_weights: MasterWeights::None, recompute, ..PlanOptions::training(layout.b, layout.t) };

@@ -191,7 +191,7 @@ impl Threads {
         let error = outcome.err().map(|error| ranks.abort(error));
         let training = model.training.unwrap();
         let numbers = |key| numbers(dir.path(), key);
-        let layout = BatchLayout { b: self.b, t: T };
+        let layout = BatchLayout::new(self.b, T);
         let mut batch = vec![0; model.batch.bytes()];
         engine.read_bytes(model.batch, &mut batch).unwrap();
         let words: Vec<i32> = batch.as_chunks().0.iter().map(|&bytes| i32::from_ne_bytes(bytes)).collect();

@@ -162,7 +162,7 @@ impl Loader {
 
     /// Returns the layout of a batch.
     pub fn layout(&self) -> BatchLayout {
-        BatchLayout { b: self.geometry.b, t: self.geometry.t }
+        BatchLayout::new(self.geometry.b, self.geometry.t)
     }
 
     /// Returns the position of the next batch.

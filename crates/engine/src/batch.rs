@@ -1,5 +1,6 @@
 //! The layout of a batch of tokens in memory.
 
+use crate::ops::Documents;
 use crate::tensor::Tensor;
 use std::ops::{DerefMut, Range};
 
@@ -13,16 +14,37 @@ pub struct BatchLayout {
     pub b: usize,
     /// Tokens of a sequence.
     pub t: usize,
+    /// Whether the batch states its documents, for attention within documents.
+    pub documents: bool,
 }
 
+/// Rows of the tiles whose order a batch with documents states: the work tiles of the `sm_90a` attention kernels.
+const TILE: usize = gpu::attention_wgmma::TILE as usize;
+
 impl BatchLayout {
+    /// Creates the layout of a batch without documents.
+    pub const fn new(b: usize, t: usize) -> Self {
+        Self { b, t, documents: false }
+    }
+
+    /// Returns the layout of a batch of the same size with documents.
+    pub const fn with_documents(self) -> Self {
+        Self { documents: true, ..self }
+    }
+
     const fn tokens(self) -> usize {
         self.b * self.t
     }
 
+    /// Returns the tiles of a sequence.
+    const fn tiles(self) -> usize {
+        self.t.div_ceil(TILE)
+    }
+
     /// Returns the words of a whole batch.
     pub const fn words(self) -> usize {
-        4 * self.tokens() + 1
+        let documents = if self.documents { 2 * (self.tokens() + self.b * self.tiles()) } else { 0 };
+        4 * self.tokens() + 1 + documents
     }
 
     /// Returns the range of the input tokens (B, T).
@@ -47,7 +69,7 @@ impl BatchLayout {
 
     /// Returns the range of the seed (1) of stochastic rounding in the backward pass, a u32.
     pub fn seed(self) -> Range<usize> {
-        4 * self.tokens()..self.words()
+        4 * self.tokens()..4 * self.tokens() + 1
     }
 
     /// Writes the seed.
@@ -68,8 +90,54 @@ impl BatchLayout {
         }
     }
 
+    /// Returns the documents of the batch `batch`, if it states them.
+    pub fn documents_of(self, batch: Tensor) -> Option<Documents> {
+        let (n, tiles, start) = (self.tokens(), self.b * self.tiles(), self.seed().end);
+        self.documents.then(|| Documents {
+            first_keys: batch.slice(start, n),
+            last_queries: batch.slice(start + n, n),
+            query_tiles: batch.slice(start + 2 * n, tiles),
+            key_tiles: batch.slice(start + 2 * n + tiles, tiles),
+        })
+    }
+
+    /// Computes the parts of [`documents_of`](Self::documents_of) from `inputs`, if the layout has them. A document begins at each
+    /// `separator`, and at the start of a sequence.
+    pub fn find_documents(self, words: &mut [i32], separator: i32) {
+        if !self.documents {
+            return;
+        }
+        let (head, documents) = words.split_at_mut(self.seed().end);
+        let (first_keys, rest) = documents.split_at_mut(self.tokens());
+        let (last_queries, order) = rest.split_at_mut(self.tokens());
+        let (query_tiles, key_tiles) = order.split_at_mut(self.b * self.tiles());
+        for (b, inputs) in head[self.inputs()].chunks(self.t).enumerate() {
+            let positions = b * self.t..(b + 1) * self.t;
+            let (first_keys, last_queries) = (&mut first_keys[positions.clone()], &mut last_queries[positions]);
+            let mut starts: Vec<_> = (0..self.t).filter(|&i| i == 0 || inputs[i] == separator).collect();
+            starts.push(self.t);
+            for document in starts.windows(2) {
+                first_keys[document[0]..document[1]].fill(document[0] as i32);
+                last_queries[document[0]..document[1]].fill(document[1] as i32 - 1);
+            }
+            // The tiles with the most keys, or queries, come first.
+            let tiles = b * self.tiles()..(b + 1) * self.tiles();
+            let last = |tile: i32| ((tile as usize + 1) * TILE).min(self.t) - 1;
+            sort_tiles(&mut query_tiles[tiles.clone()], |tile| tile - first_keys[tile as usize * TILE] / TILE as i32);
+            sort_tiles(&mut key_tiles[tiles], |tile| last_queries[last(tile)] / TILE as i32 - tile);
+        }
+    }
+
     /// Returns a part of the batch as a tensor.
     pub fn tensor(self, batch: Tensor, part: Range<usize>) -> Tensor {
         batch.slice(part.start, part.len())
     }
+}
+
+/// Sorts the indices of tiles by descending cost.
+fn sort_tiles(tiles: &mut [i32], cost: impl Fn(i32) -> i32) {
+    for (i, tile) in tiles.iter_mut().enumerate() {
+        *tile = i as i32;
+    }
+    tiles.sort_by_key(|&tile| std::cmp::Reverse(cost(tile)));
 }

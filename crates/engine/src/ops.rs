@@ -325,6 +325,28 @@ impl AttentionShape {
     }
 }
 
+/// What hides keys from queries, besides the causal mask. The default hides nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct AttentionMask {
+    /// A query attends only to keys of its own document.
+    pub documents: Option<Documents>,
+    /// Number of keys that a query attends to at most, including its own position. Not 0.
+    pub window: Option<usize>,
+}
+
+/// The documents of a batch, i32. [`BatchLayout::find_documents`](crate::BatchLayout::find_documents) computes them.
+#[derive(Clone, Copy, Debug)]
+pub struct Documents {
+    /// (B, T): the first position of the document at each position.
+    pub first_keys: Tensor,
+    /// (B, T): the last position of the document at each position.
+    pub last_queries: Tensor,
+    /// (B, tiles): the order of the tiles of queries in the `sm_90a` kernels, which does not change results.
+    pub query_tiles: Tensor,
+    /// (B, tiles): the order of the tiles of keys.
+    pub key_tiles: Tensor,
+}
+
 /// Computes causal attention.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionForward {
@@ -336,6 +358,8 @@ pub struct AttentionForward {
     pub qkv: Tensor,
     /// Sizes.
     pub shape: AttentionShape,
+    /// What hides keys.
+    pub mask: AttentionMask,
     /// Quantizes `out` for a linear layer in FP8.
     pub quantized: Option<Quantize>,
 }
@@ -355,6 +379,8 @@ pub struct AttentionBackward {
     pub lse: Tensor,
     /// Sizes.
     pub shape: AttentionShape,
+    /// What hides keys, as in the forward pass.
+    pub mask: AttentionMask,
 }
 
 /// Adds the cross-entropy of softmax(logits) and targets to `losses`, and optionally replaces the logits by their gradient.

@@ -293,7 +293,7 @@ impl Generator {
 
     /// Returns the layout of a prompt of `tokens` tokens.
     fn layout_of(&self, tokens: usize) -> BatchLayout {
-        BatchLayout { b: 1, t: tokens.next_multiple_of(PADDING).min(self.capacity) }
+        BatchLayout::new(1, tokens.next_multiple_of(PADDING).min(self.capacity))
     }
 
     /// Lets the engine time the GEMMs of a step and choose the fastest implementation of each.

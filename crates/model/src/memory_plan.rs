@@ -221,7 +221,7 @@ impl Decoder {
                 fp8,
             }
         });
-        let batch = plan.add(Group::Batch, "batch", &[BatchLayout { b, t }.words()], DType::I32);
+        let batch = plan.add(Group::Batch, "batch", &[BatchLayout::new(b, t).with_documents().words()], DType::I32);
         engine.plan(&mut plan, &workload(&descriptor, &options));
         let model = Self {
             descriptor,

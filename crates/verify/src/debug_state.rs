@@ -43,7 +43,7 @@ impl DebugState {
         let order = FORMATS[which].1;
         let [b, t] = [2, 3].map(|i| header.word(i));
         ensure!(b > 0 && t > 0, "{name}: expected B and T of at least 1, found B = {b}, T = {t}");
-        let layout = BatchLayout { b: b as usize, t: t as usize };
+        let layout = BatchLayout::new(b as usize, t as usize);
         ensure!(
             layout.t <= descriptor.max_seq_len,
             "{name}: expected sequences of at most {} tokens, the model's limit, found T = {t}",

@@ -97,7 +97,7 @@ impl<'a> Verification<'a> {
         let layout = state.layout();
         let inputs = state.tokens("inputs", descriptor.vocab)?;
         let targets = state.tokens("targets", descriptor.vocab)?;
-        let BatchLayout { b, t } = layout;
+        let BatchLayout { b, t, .. } = layout;
         let capacity = PlanOptions::training(b, t);
         let (model, plan) = fit::plan(descriptor, capacity, engine)?;
         engine.allocate(&plan)?;

@@ -5,9 +5,10 @@
 //! left operand of the next matmul needs: dV = Pᵀ dout, dK = dSᵀ Q / sqrt(HS).
 
 use super::Head;
-use super::mask::mask_scores_transposed;
+use super::mask::{mask_after, mask_scores_transposed};
 use super::softmax::{exponent_scale, exponent_shift, scale};
 use super::tiles::{Accumulators, Columns, LeftOperand, Rows, THREADS, load_async, stage, warp_row};
+use super::visibility::Visibility;
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, SharedArray, SharedTile, async_copy, bf16, device, kernel, math, thread};
@@ -57,6 +58,7 @@ impl<T: TensorCore, const HS: usize, const ROWS: usize, const QUERIES: usize> Sh
 }
 
 /// Computes the K and V parts of dqkv (B,T,NH+2KV,HS) from dout (B,T,NH,HS), qkv (B,T,NH+2KV,HS), lse and d (B,NH,T).
+/// `last_queries` (B,T) and `window` are the bounds of [`Visibility`].
 ///
 /// Grid: (tiles of ROWS keys, KV, B).
 #[kernel(
@@ -82,10 +84,14 @@ pub fn attention_backward_dkdv<T: TensorCore, const HS: usize, const ROWS: usize
     t: u32,
     kv: u32,
     group: u32,
+    last_queries: Global<u32>,
+    window: u32,
 ) {
     // The first keys are visible to the most queries, so the blocks with the most work start first.
     let first_key = thread::block_idx_x() as usize * ROWS;
-    let tiles = t.div_ceil(QUERIES as u32);
+    let visible = Visibility::new(Global::null(), last_queries, window, t);
+    let last_query_of = |key| visible.last_query(thread::block_idx_z(), key);
+    let tiles = last_query_of((first_key + ROWS - 1) as u32) / QUERIES as u32 + 1;
     let head_of_group = |member: u32| Head::of_group(member, t, kv, group, HS);
 
     let shared = Shared::<T, HS, ROWS, QUERIES>::new(&mut Layout::new());
@@ -129,6 +135,8 @@ pub fn attention_backward_dkdv<T: TensorCore, const HS: usize, const ROWS: usize
     load_async(shared.v, qkv, head_of_group(0).value(), first_key);
     let exponent_scale = exponent_scale::<HS>();
     let last_key = first_key + warp_row::<ROWS>() + ROWS / 4 - 1;
+    // Queries after this one do not attend to one of the warp's keys.
+    let cut = last_query_of((first_key + warp_row::<ROWS>()) as u32) as usize;
     let mut dk = Accumulators::<ROWS, HS>::zero();
     let mut dv = Accumulators::<ROWS, HS>::zero();
     let mut member = 0;
@@ -159,6 +167,9 @@ pub fn attention_backward_dkdv<T: TensorCore, const HS: usize, const ROWS: usize
             p.add_matmul_transposed::<T, HS>(|strip, i| k.fragment(strip, i), queries.q);
             if last_key > first_query {
                 mask_scores_transposed(&mut p, first_key, first_query);
+            }
+            if first_query + QUERIES > cut + 1 {
+                mask_after(&mut p, first_key, first_query, last_query_of);
             }
             let shift = Columns::load::<QUERIES>(queries.shift);
             p.map(|_, _, col, s| math::exp2(math::fma(s, exponent_scale, shift.at(col))));

@@ -3,9 +3,10 @@
 //! A block owns ROWS queries of one head and iterates over tiles of keys up to the diagonal: dQ = dS K / sqrt(HS).
 
 use super::Head;
-use super::mask::{crosses_diagonal, mask_scores};
+use super::mask::{crosses_diagonal, mask_before, mask_scores};
 use super::softmax::{exponent_scale, exponent_shift, scale};
 use super::tiles::{Accumulators, KeyTile, KeyTiles, LeftOperand, lane_row, load_async, warp_row};
+use super::visibility::Visibility;
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, SharedTile, async_copy, bf16, kernel, math, thread};
@@ -19,6 +20,7 @@ fn shared<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>(
 }
 
 /// Computes the Q part of dqkv (B,T,NH+2KV,HS) from dout (B,T,NH,HS), qkv (B,T,NH+2KV,HS), lse and d (B,NH,T).
+/// `first_keys` (B,T) and `window` are the bounds of [`Visibility`].
 ///
 /// Grid: (tiles of ROWS queries, NH, B).
 #[kernel(
@@ -44,12 +46,17 @@ pub fn attention_backward_dq<T: TensorCore, const HS: usize, const ROWS: usize, 
     t: u32,
     kv: u32,
     group: u32,
+    first_keys: Global<u32>,
+    window: u32,
 ) {
     let head = Head::of_block(t, kv, group, HS);
     // The queries with the most keys first, as in the forward kernel.
     let tiles = head.t.div_ceil(ROWS);
     let first_query = (tiles - 1 - thread::block_idx_x() as usize) * ROWS;
     let key_tiles = head.t.min(first_query + ROWS).div_ceil(KEYS);
+    let visible = Visibility::new(first_keys, Global::null(), window, t);
+    let first_key_of = |query| visible.first_key(thread::block_idx_z(), query);
+    let first_tile = first_key_of(first_query as u32) as usize / KEYS;
 
     let ([query_tile, dout_tile], keys) = shared::<T, HS, ROWS, KEYS>(&mut Layout::new());
     let load = |tile: usize| {
@@ -60,9 +67,11 @@ pub fn attention_backward_dq<T: TensorCore, const HS: usize, const ROWS: usize, 
     };
     load_async(query_tile, qkv, head.query(), first_query);
     load_async(dout_tile, dout, head.plain(), first_query);
-    load(0);
+    load(first_tile);
 
     let warp_query = first_query + warp_row::<ROWS>();
+    // Keys before this one are hidden from one of the warp's queries.
+    let cut = first_key_of((warp_query + ROWS / 4 - 1) as u32) as usize;
     let mut shift = [[0.0; 2]; 2];
     let mut dot = [[0.0; 2]; 2];
     for strip in 0..Accumulators::<ROWS, HS>::STRIPS {
@@ -80,7 +89,7 @@ pub fn attention_backward_dq<T: TensorCore, const HS: usize, const ROWS: usize, 
 
     let exponent_scale = exponent_scale::<HS>();
     let mut dq = Accumulators::<ROWS, HS>::zero();
-    for tile in 0..key_tiles {
+    for tile in first_tile..key_tiles {
         if tile + 1 < key_tiles {
             load(tile + 1);
         }
@@ -91,6 +100,9 @@ pub fn attention_backward_dq<T: TensorCore, const HS: usize, const ROWS: usize, 
             p.add_matmul_transposed::<T, HS>(|strip, i| q.fragment(strip, i), k);
             if crosses_diagonal(warp_query, first_key, KEYS) {
                 mask_scores(&mut p, first_query, first_key);
+            }
+            if first_key < cut {
+                mask_before(&mut p, first_query, first_key, first_key_of);
             }
             p.map(|strip, row, _, s| math::exp2(math::fma(s, exponent_scale, shift[strip][row])));
 

@@ -1,9 +1,10 @@
 //! The forward kernel. A block owns ROWS queries of one head and iterates over tiles of keys up to the diagonal.
 
 use super::Head;
-use super::mask::{crosses_diagonal, mask_scores};
+use super::mask::{crosses_diagonal, mask_before, mask_scores};
 use super::softmax::{OnlineSoftmax, exponent_scale, scale};
 use super::tiles::{Accumulators, KeyTile, KeyTiles, LeftOperand, lane_column, lane_row, load_async, warp_row};
+use super::visibility::Visibility;
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, SharedTile, async_copy, bf16, kernel, thread};
@@ -18,8 +19,8 @@ fn shared<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>(
 
 /// Computes out (B,T,NH,HS) = softmax(Q Kᵀ / sqrt(HS) + causal mask) V from qkv (B,T,NH+2KV,HS).
 ///
-/// Also writes lse (B,NH,T), the natural log-sum-exp of each query's scaled scores. Grid: (tiles of ROWS queries, NH,
-/// B).
+/// Also writes lse (B,NH,T), the natural log-sum-exp of each query's scaled scores. `first_keys` (B,T) and `window` are the bounds of
+/// [`Visibility`]. Grid: (tiles of ROWS queries, NH, B).
 #[kernel(
     threads = 128,
     instances(
@@ -41,6 +42,8 @@ pub fn attention_forward<T: TensorCore, const HS: usize, const ROWS: usize, cons
     t: u32,
     kv: u32,
     group: u32,
+    first_keys: Global<u32>,
+    window: u32,
 ) {
     let head = Head::of_block(t, kv, group, HS);
     // Blocks start in the order of x. The queries with the most keys come first, so that the blocks that start last are
@@ -48,6 +51,9 @@ pub fn attention_forward<T: TensorCore, const HS: usize, const ROWS: usize, cons
     let tiles = head.t.div_ceil(ROWS);
     let first_query = (tiles - 1 - thread::block_idx_x() as usize) * ROWS;
     let key_tiles = head.t.min(first_query + ROWS).div_ceil(KEYS);
+    let visible = Visibility::new(first_keys, Global::null(), window, t);
+    let first_key_of = |query| visible.first_key(thread::block_idx_z(), query);
+    let first_tile = first_key_of(first_query as u32) as usize / KEYS;
 
     let (query_tile, keys) = shared::<T, HS, ROWS, KEYS>(&mut Layout::new());
     let load = |tile: usize| {
@@ -58,7 +64,7 @@ pub fn attention_forward<T: TensorCore, const HS: usize, const ROWS: usize, cons
     };
     load_async(query_tile, qkv, head.query(), first_query);
     async_copy::commit();
-    load(0);
+    load(first_tile);
     async_copy::wait::<1>();
     thread::sync_threads();
     let q = LeftOperand::new(query_tile, size_of::<T>() == 2);
@@ -66,9 +72,11 @@ pub fn attention_forward<T: TensorCore, const HS: usize, const ROWS: usize, cons
     let exponent_scale = exponent_scale::<HS>();
     let warp_query = first_query + warp_row::<ROWS>();
     let last_query = warp_query + ROWS / 4 - 1;
+    // Keys before this one are hidden from one of the warp's queries.
+    let cut = first_key_of(last_query as u32) as usize;
     let mut softmax = [OnlineSoftmax::new(); 2];
     let mut o = Accumulators::<ROWS, HS>::zero();
-    for tile in 0..key_tiles {
+    for tile in first_tile..key_tiles {
         // One barrier per tile: it makes this tile visible to all threads, and ensures that all have finished reading
         // the buffer that the next tile overwrites.
         async_copy::wait::<0>();
@@ -83,6 +91,9 @@ pub fn attention_forward<T: TensorCore, const HS: usize, const ROWS: usize, cons
             s.add_matmul_transposed::<T, HS>(|strip, i| q.fragment(strip, i), k);
             if crosses_diagonal(warp_query, first_key, KEYS) {
                 mask_scores(&mut s, first_query, first_key);
+            }
+            if first_key < cut {
+                mask_before(&mut s, first_query, first_key, first_key_of);
             }
             for strip in 0..Accumulators::<ROWS, HS>::STRIPS {
                 let factor = softmax[strip].update(&mut s, strip, exponent_scale);

@@ -28,6 +28,48 @@ pub struct AttentionSizes {
     pub hs: usize,
 }
 
+/// What hides keys from queries, besides the causal mask. The default hides nothing.
+#[derive(Clone, Copy, Default)]
+pub struct Mask {
+    /// A query attends only to keys of its own document.
+    pub documents: Option<Documents>,
+    /// Number of keys that a query attends to at most, including its own position.
+    pub window: Option<u32>,
+}
+
+/// The documents of a batch.
+#[derive(Clone, Copy)]
+pub struct Documents {
+    /// The first position of the document at each position (B, T).
+    pub first_keys: Global<u32>,
+    /// The last position of the document at each position (B, T).
+    pub last_queries: Global<u32>,
+    /// The order in which the `sm_90a` kernels process the tiles of [`TILE`](crate::attention_wgmma::TILE) queries of each sequence
+    /// (B, ceil(T / TILE)): those with the most keys first. It does not change results.
+    pub query_tiles: Global<u32>,
+    /// The same for tiles of keys: those with the most queries first.
+    pub key_tiles: Global<u32>,
+}
+
+impl Mask {
+    /// Returns true if nothing is hidden besides the causal mask.
+    pub(crate) fn is_causal(self) -> bool {
+        self.documents.is_none() && self.window.is_none()
+    }
+
+    /// Returns the arrays of the documents, which are null if there are none.
+    pub(crate) fn documents(self) -> Documents {
+        let null = Global::null();
+        let none = Documents { first_keys: null, last_queries: null, query_tiles: null, key_tiles: null };
+        self.documents.unwrap_or(none)
+    }
+
+    /// Returns the kernels' argument `window`.
+    pub(crate) fn window(self) -> u32 {
+        self.window.unwrap_or(u32::MAX)
+    }
+}
+
 impl AttentionSizes {
     /// Returns the kernels' arguments B, T, KV, and the number of query heads of a key-value head.
     pub(crate) fn arguments(self) -> [u32; 4] {
@@ -59,9 +101,10 @@ pub fn forward<T: TensorCore>(
     lse: GlobalMut<f32>,
     qkv: Global<T>,
     shape: AttentionSizes,
+    mask: Mask,
 ) -> Option<KernelLaunch> {
-    let [_, t, kv, group] = shape.arguments();
-    let launch = attention_forward_select::<T>((shape.hs,), out, lse, qkv, t, kv, group);
+    let ([_, t, kv, group], first_keys) = (shape.arguments(), mask.documents().first_keys);
+    let launch = attention_forward_select::<T>((shape.hs,), out, lse, qkv, t, kv, group, first_keys, mask.window());
     shape.launch(launch, attention_forward_values::<T>((shape.hs,)), shape.nh)
 }
 
@@ -88,12 +131,15 @@ pub fn backward<T: TensorCore>(
     out: Global<T>,
     lse: Global<f32>,
     shape: AttentionSizes,
+    mask: Mask,
 ) -> Option<[KernelLaunch; 3]> {
-    let [_, t, kv, group] = shape.arguments();
+    let ([_, t, kv, group], window) = (shape.arguments(), mask.window());
+    let Documents { first_keys, last_queries, .. } = mask.documents();
     let dot = backward_dot(d, dout, out, shape);
     let d = d.reader();
-    let dkdv = attention_backward_dkdv_select::<T>((shape.hs,), dqkv, dout, qkv, lse, d, t, kv, group);
+    let dkdv =
+        attention_backward_dkdv_select::<T>((shape.hs,), dqkv, dout, qkv, lse, d, t, kv, group, last_queries, window);
     let dkdv = shape.launch(dkdv, attention_backward_dkdv_values::<T>((shape.hs,)), shape.kv)?;
-    let dq = attention_backward_dq_select::<T>((shape.hs,), dqkv, dout, qkv, lse, d, t, kv, group);
+    let dq = attention_backward_dq_select::<T>((shape.hs,), dqkv, dout, qkv, lse, d, t, kv, group, first_keys, window);
     Some([dot, dkdv, shape.launch(dq, attention_backward_dq_values::<T>((shape.hs,)), shape.nh)?])
 }

@@ -35,7 +35,7 @@
 //! * Shared memory: a warp reads each right operand once for its R / 4 rows, 2 HS bytes (bf16) per key and matmul. With
 //!   16 rows that is 1 byte per 8 multiply-adds, so 128 bytes per clock feed 1024 of them; with 32 rows, 2048.
 //!
-//! `tiles` copies and multiplies tiles. `mask` and `softmax` process scores. `forward`, `dot`, `dkdv` and `dq` hold the
+//! `tiles` copies and multiplies tiles. `visibility` has the bounds of documents and windows. `mask` and `softmax` process scores. `forward`, `dot`, `dkdv` and `dq` hold the
 //! kernels. `launch` (host only) selects the instance for a shape.
 
 mod dkdv;
@@ -47,6 +47,7 @@ pub mod launch;
 mod mask;
 mod softmax;
 mod tiles;
+pub mod visibility;
 
 pub use dkdv::attention_backward_dkdv;
 pub use dot::attention_backward_dot;

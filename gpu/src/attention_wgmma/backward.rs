@@ -14,6 +14,7 @@ use super::sizes::Sizes;
 use super::softmax::lse_log2;
 use super::warp_specialized::{self, WarpSpecialized};
 use super::{CONSUMERS, Head, Head64, ROWS, TILE};
+use crate::attention::visibility::Visibility;
 use core::marker::PhantomData;
 use cuda_std::hopper::{MBarrier, PipelineBarriers, PipelineState, TensorMap};
 use cuda_std::shared::{Layout, SharedArray};
@@ -126,12 +127,20 @@ impl SharedStorage {
 /// `qkv` maps (B, T, (NH + 2 KV) HS) and `dout` maps (B, T, NH HS), both with box [`super::BOX`]. lse and
 /// d = rowsum(dout ∘ out) are (B, NH, T).
 ///
+/// If `G::MASKED`, `first_keys` and `last_queries` (B, T) and `window` are the bounds of [`Visibility`], and `order` (B, ceil(T / 128))
+/// lists the tiles of each sequence, the longest first. It may be null.
+///
 /// Grid: (number of SMs).
 #[kernel(
     threads = 384,
     blocks_per_sm = 1,
     requires = "wgmma",
-    instances(dkdv_wgmma_hs_64 = DkDv, dq_wgmma_hs_64 = Dq)
+    instances(
+        dkdv_wgmma_hs_64 = DkDv<false>,
+        dq_wgmma_hs_64 = Dq<false>,
+        dkdv_wgmma_hs_64_masked = DkDv<true>,
+        dq_wgmma_hs_64_masked = Dq<true>
+    )
 )]
 pub fn attention_backward<G: Gradients>(
     dqkv: GlobalMut<bf16>,
@@ -143,11 +152,16 @@ pub fn attention_backward<G: Gradients>(
     t: u32,
     kv: u32,
     group: u32,
+    first_keys: Global<u32>,
+    last_queries: Global<u32>,
+    order: Global<u32>,
+    window: u32,
 ) {
     let (shared, sizes) = (SharedStorage::new::<G>(&mut Layout::new()), Sizes::new(t, kv, group));
     let scheduler = TileScheduler::new(b, t, G::heads(sizes));
     let gradients = PhantomData::<G>;
-    warp_specialized::run(Backward { shared, sizes, scheduler, dqkv, qkv, dout, lse, d, gradients });
+    let visible = Visibility::new(first_keys, last_queries, window, t);
+    warp_specialized::run(Backward { shared, sizes, scheduler, dqkv, qkv, dout, lse, d, visible, order, gradients });
 }
 
 /// The gradients that a kernel computes.
@@ -160,6 +174,8 @@ pub trait Gradients: Copy + 'static {
     const RELEASES: u32;
     /// True if work tiles with a low index take longer than those with a high index.
     const LOW_FIRST: bool;
+    /// True if documents or a window hide keys.
+    const MASKED: bool;
 
     /// Returns the number of heads whose rows are work tiles.
     fn heads(sizes: Sizes<H>) -> u32;
@@ -180,6 +196,8 @@ pub struct Backward<G> {
     pub dout: Global<TensorMap>,
     pub lse: Global<f32>,
     pub d: Global<f32>,
+    pub visible: Visibility,
+    order: Global<u32>,
     pub gradients: PhantomData<G>,
 }
 
@@ -212,7 +230,7 @@ impl<G: Gradients> WarpSpecialized for Backward<G> {
             let mut producer = Producer { kernel: self, resident, stream };
             let mut round = 0;
             while work_index(round) < self.scheduler.work_tiles() {
-                G::load(&mut producer, self.scheduler.work_tile(work_index(round), G::LOW_FIRST));
+                G::load(&mut producer, self.work_tile(round));
                 round += 1;
             }
         }
@@ -223,7 +241,7 @@ impl<G: Gradients> WarpSpecialized for Backward<G> {
         let mut consumer = Consumer::<CONSUMER> { shared: self.shared, resident, stream };
         let mut round = 0;
         while work_index(round) < self.scheduler.work_tiles() {
-            G::compute(&mut consumer, self, self.scheduler.work_tile(work_index(round), G::LOW_FIRST));
+            G::compute(&mut consumer, self, self.work_tile(round));
             round += 1;
         }
     }
@@ -231,6 +249,16 @@ impl<G: Gradients> WarpSpecialized for Backward<G> {
 
 #[device]
 impl<G: Gradients> Backward<G> {
+    /// Returns the work tile of a round.
+    fn work_tile(self, round: u32) -> WorkTile {
+        let i = work_index(round);
+        if G::MASKED {
+            self.scheduler.work_tile_in_order(i, self.order, G::LOW_FIRST)
+        } else {
+            self.scheduler.work_tile(i, G::LOW_FIRST)
+        }
+    }
+
     /// Returns K and V of a key-value head.
     pub fn keys_and_values(self, kv_head: u32) -> [PanelSource; 2] {
         [self.sizes.key(kv_head), self.sizes.value(kv_head)]

@@ -8,12 +8,13 @@
 //! lse and D of a query vary along the columns. The producer's first warp copies them into the stage of its panels.
 
 use super::backward::{Backward, Consumer, Gradients, Producer, STATISTICS, load_statistics, store_statistics};
-use super::mask::mask_diagonal_transposed;
-use super::panel::{ScoreSquare, SquareFragments, a_fragments, accumulator_column};
+use super::mask::{mask_after, mask_diagonal_transposed};
+use super::panel::{ScoreSquare, SquareFragments, a_fragments, accumulator_column, thread_row};
 use super::scheduler::{TileScheduler, WorkTile};
 use super::sizes::Sizes;
 use super::softmax::probability;
 use super::{CONSUMER_THREADS, CONSUMERS, Head, Head64, ROWS, TILE};
+use crate::attention::visibility::Visibility;
 use cuda_std::hopper::wgmma;
 use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::{SharedArray, device, warp};
@@ -22,22 +23,56 @@ type H = Head64;
 type Rows = <H as Head>::RowFragments;
 type Gradient = <H as Head>::OutputAccumulators;
 
-/// Returns the panels of queries from the work tile's first key on. Each consumer's first panel is its diagonal.
+/// Returns the panels of queries from the work tile's first key to the last query that attends to a key of the tile. Each consumer's
+/// first panel is its diagonal.
 #[inline(always)]
-pub fn query_panels(scheduler: TileScheduler, tile: WorkTile) -> u32 {
-    CONSUMERS * (scheduler.tiles() - tile.tile)
+pub fn query_panels<const MASKED: bool>(scheduler: TileScheduler, visible: Visibility, tile: WorkTile) -> u32 {
+    if MASKED {
+        let last = visible.last_query(tile.b, tile.tile * TILE + TILE - 1);
+        (last / ROWS + 1).saturating_sub(CONSUMERS * tile.tile).max(CONSUMERS)
+    } else {
+        CONSUMERS * (scheduler.tiles() - tile.tile)
+    }
+}
+
+/// The queries that do not attend to all of a consumer's keys, because of documents or a window.
+#[derive(Clone, Copy)]
+pub struct HiddenQueries<const MASKED: bool> {
+    visible: Visibility,
+    b: u32,
+    /// The consumer's first key.
+    pub key: u32,
+    /// The panels of queries before this one attend to all keys, counted from the work tile's first key.
+    pub panels: u32,
+}
+
+#[device]
+impl<const MASKED: bool> HiddenQueries<MASKED> {
+    /// Returns the hidden queries of consumer `index` of a work tile.
+    pub fn new(visible: Visibility, tile: WorkTile, index: u32) -> Self {
+        let key = tile.tile * TILE + index * ROWS;
+        let panels = if MASKED { (visible.last_query(tile.b, key) + 1 - tile.tile * TILE) / ROWS } else { 0 };
+        Self { visible, b: tile.b, key, panels }
+    }
+
+    /// Masks transposed probabilities of the queries from `query` on.
+    pub fn mask(self, p: &mut ScoreSquare, query: u32) {
+        let key = self.key + thread_row();
+        mask_after(p, [key, key + 8].map(|key| self.visible.last_query(self.b, key)), query);
+    }
 }
 
 /// The gradients of K and V.
 #[derive(Clone, Copy)]
-pub struct DkDv;
+pub struct DkDv<const MASKED: bool>;
 
 #[device]
-impl Gradients for DkDv {
+impl<const MASKED: bool> Gradients for DkDv<MASKED> {
     const STATISTICS: usize = STATISTICS;
     const PRODUCERS: u32 = warp::LANES;
     const RELEASES: u32 = CONSUMER_THREADS;
     const LOW_FIRST: bool = true;
+    const MASKED: bool = MASKED;
 
     fn heads(sizes: Sizes<H>) -> u32 {
         sizes.kv
@@ -55,8 +90,8 @@ impl Gradients for DkDv {
         let mut h = tile.h * group;
         let end = h + group;
         while h < end {
-            let mut panel = 0;
-            while panel < query_panels(kernel.scheduler, tile) {
+            let (mut panel, panels) = (0, query_panels::<MASKED>(kernel.scheduler, kernel.visible, tile));
+            while panel < panels {
                 producer.load_queries(tile, h, tile.tile * TILE + panel * ROWS);
                 panel += 1;
             }
@@ -65,13 +100,15 @@ impl Gradients for DkDv {
     }
 
     fn compute<const INDEX: u32>(consumer: &mut Consumer<INDEX>, kernel: Backward<Self>, tile: WorkTile) {
-        let (mut dk, mut dv) = consumer.dk_and_dv(kernel.sizes.group, query_panels(kernel.scheduler, tile));
+        let panels = query_panels::<MASKED>(kernel.scheduler, kernel.visible, tile);
+        let hidden = HiddenQueries::<MASKED>::new(kernel.visible, tile, INDEX);
+        let (mut dk, mut dv) = consumer.dk_and_dv(kernel.sizes.group, panels, hidden);
         kernel.store_gradient(tile, kernel.sizes.key(tile.h), INDEX, &mut dk, H::SCALE);
         kernel.store_gradient(tile, kernel.sizes.value(tile.h), INDEX, &mut dv, 1.0);
     }
 }
 
-impl Producer<DkDv> {
+impl<const MASKED: bool> Producer<DkDv<MASKED>> {
     /// Loads Q, dout and the statistics of the 64 queries of head `h` from `first` on.
     #[inline(always)]
     fn load_queries(&mut self, tile: WorkTile, h: u32, first: u32) {
@@ -94,7 +131,12 @@ impl Producer<DkDv> {
 #[device]
 impl<const INDEX: u32> Consumer<INDEX> {
     /// Computes dK (unscaled) and dV of this consumer's keys over `panels` panels of queries of each of `heads` heads.
-    fn dk_and_dv(&mut self, mut heads: u32, panels: u32) -> (Gradient, Gradient) {
+    fn dk_and_dv<const MASKED: bool>(
+        &mut self,
+        mut heads: u32,
+        panels: u32,
+        hidden: HiddenQueries<MASKED>,
+    ) -> (Gradient, Gradient) {
         let shared = self.shared;
         shared.resident_barriers.wait_full(self.resident);
         let resident = shared.resident.after(INDEX);
@@ -102,7 +144,7 @@ impl<const INDEX: u32> Consumer<INDEX> {
         shared.resident_barriers.release_after_reads(self.resident.stage(), 1 + INDEX);
         let mut gradients = (Gradient::ZERO, Gradient::ZERO);
         loop {
-            self.add_head(&mut gradients, (&k, &v), panels);
+            self.add_head(&mut gradients, (&k, &v), panels, hidden);
             heads -= 1;
             if heads == 0 {
                 break;
@@ -116,7 +158,13 @@ impl<const INDEX: u32> Consumer<INDEX> {
     ///
     /// All wgmma have finished on return. A loop over the panels of all heads would save this wait, one per head, but
     /// its inner part was longer by 2 to 5 % of its instructions.
-    fn add_head(&mut self, (dk, dv): &mut (Gradient, Gradient), (k, v): (&Rows, &Rows), panels: u32) {
+    fn add_head<const MASKED: bool>(
+        &mut self,
+        (dk, dv): &mut (Gradient, Gradient),
+        (k, v): (&Rows, &Rows),
+        panels: u32,
+        hidden: HiddenQueries<MASKED>,
+    ) {
         let shared = self.shared;
         for _ in 0..INDEX {
             // All queries of this panel come before this consumer's keys.
@@ -147,6 +195,9 @@ impl<const INDEX: u32> Consumer<INDEX> {
             scores_to_probabilities::<H>(&mut s, statistics);
             if panel == INDEX {
                 mask_diagonal_transposed(&mut s, 0.0);
+            }
+            if MASKED && panel >= hidden.panels {
+                hidden.mask(&mut s, hidden.key - INDEX * ROWS + panel * ROWS);
             }
             let p: SquareFragments = a_fragments(&s);
             wgmma::wait::<0>();

@@ -12,13 +12,14 @@
 //! The overlap continues across work tiles: the last stage of a tile overlaps with the first scores of the next tile.
 
 use super::epilogue::{OutputRows, scale_rows, store_rows};
-use super::mask::mask_diagonal;
+use super::mask::{mask_before, mask_diagonal};
 use super::panel::{PairFragments, Panel, ScorePair, WidePanel, a_fragments, thread_row};
 use super::scheduler::{TileScheduler, WorkTile, work_index};
 use super::sizes::Sizes;
 use super::softmax::Softmax;
 use super::warp_specialized::{self, WarpSpecialized};
 use super::{CONSUMER_THREADS, CONSUMERS, Head, Head64, Head128, ROWS, TILE};
+use crate::attention::visibility::Visibility;
 use crate::quantize::{QuantizedOperands, QuantizedOutput, store_amax};
 use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::hopper::{PipelineBarriers, PipelineState, TensorMap, wgmma};
@@ -53,19 +54,22 @@ struct SharedStorage<H> {
     /// The work tile of round i at i % [`WORK_TILES`], valid once its queries have arrived. This saves the consumers
     /// the scheduler's divisions.
     work_tiles: SharedArray<WorkTile>,
+    /// The visible keys of the same work tiles, if documents or a window hide keys.
+    visible_keys: SharedArray<VisibleKeys>,
     q_barriers: PipelineBarriers,
     k_barriers: PipelineBarriers,
     v_barriers: PipelineBarriers,
 }
 
 impl<H: Head> SharedStorage<H> {
-    fn new(layout: &mut Layout) -> Self {
+    fn new<const MASKED: bool>(layout: &mut Layout) -> Self {
         Self {
             q: Panel::take(layout, Q_STAGES * CONSUMERS),
             k: WidePanel::take(layout, stages::<H>()),
             v: Panel::take(layout, stages::<H>() * PANELS),
             output: Panel::take(layout, CONSUMERS),
             work_tiles: layout.array(WORK_TILES as usize),
+            visible_keys: layout.array(if MASKED { WORK_TILES as usize } else { 0 }),
             q_barriers: PipelineBarriers::new(layout, Q_STAGES as usize),
             k_barriers: PipelineBarriers::new(layout, stages::<H>() as usize),
             v_barriers: PipelineBarriers::new(layout, stages::<H>() as usize),
@@ -79,15 +83,18 @@ impl<H: Head> SharedStorage<H> {
 /// to `fp8` (B, T, NH, HS). Its bits are those of [`quantize`](crate::quantize::quantize) for `out`, as are those of `amax` (1), which
 /// may be null.
 ///
+/// If `MASKED`, `first_keys` (B, T) and `window` are the bounds of [`Visibility`], and `order` (B, ceil(T / 128)) lists the tiles of each
+/// sequence, the longest first. It may be null.
+///
 /// Grid: (number of SMs).
 #[kernel(
     threads = 384,
     blocks_per_sm = 1,
     requires = "wgmma",
-    instances([hs_64 = Head64, hs_128 = Head128] * [_ = false, fp8 = true]),
-    select(H::HS: u32, FP8: bool => || crate::launch::shared_bytes(SharedStorage::<H>::new): fn() -> usize)
+    instances([hs_64 = Head64, hs_128 = Head128] * [_ = false, fp8 = true] * [_ = false, masked = true]),
+    select(H::HS: u32, FP8: bool, MASKED: bool => || crate::launch::shared_bytes(SharedStorage::<H>::new::<MASKED>): fn() -> usize)
 )]
-pub fn attention_forward_wgmma<H: Head, const FP8: bool>(
+pub fn attention_forward_wgmma<H: Head, const FP8: bool, const MASKED: bool>(
     out: GlobalMut<bf16>,
     lse: GlobalMut<f32>,
     qkv: Global<TensorMap>,
@@ -98,15 +105,29 @@ pub fn attention_forward_wgmma<H: Head, const FP8: bool>(
     fp8: GlobalMut<E4m3>,
     amax: GlobalMut<u32>,
     scale: Global<f32>,
+    first_keys: Global<u32>,
+    order: Global<u32>,
+    window: u32,
 ) {
-    let (shared, sizes) = (SharedStorage::new(&mut Layout::new()), Sizes::<H>::new(t, kv, group));
+    let (shared, sizes) = (SharedStorage::new::<MASKED>(&mut Layout::new()), Sizes::<H>::new(t, kv, group));
     let scheduler = TileScheduler::new(b, t, sizes.nh());
     let quantized = QuantizedOperands { out: fp8, amax, scale };
-    warp_specialized::run(Forward::<H, FP8> { shared, sizes, scheduler, out, quantized, lse, qkv });
+    let visible = Visibility::new(first_keys, Global::null(), window, t);
+    warp_specialized::run(Forward::<H, FP8, MASKED> {
+        shared,
+        sizes,
+        scheduler,
+        out,
+        quantized,
+        lse,
+        qkv,
+        visible,
+        order,
+    });
 }
 
 #[derive(Clone, Copy)]
-struct Forward<H, const FP8: bool> {
+struct Forward<H, const FP8: bool, const MASKED: bool> {
     shared: SharedStorage<H>,
     sizes: Sizes<H>,
     scheduler: TileScheduler,
@@ -115,10 +136,28 @@ struct Forward<H, const FP8: bool> {
     quantized: QuantizedOperands<E4m3>,
     lse: GlobalMut<f32>,
     qkv: Global<TensorMap>,
+    visible: Visibility,
+    order: Global<u32>,
 }
 
 #[device]
-impl<H: Head, const FP8: bool> WarpSpecialized for Forward<H, FP8> {
+impl<H: Head, const FP8: bool, const MASKED: bool> Forward<H, FP8, MASKED> {
+    /// Returns the work tile of a round and its visible keys.
+    fn work(self, round: u32) -> (WorkTile, VisibleKeys) {
+        let (i, visible) = (work_index(round), self.visible);
+        if !MASKED {
+            return (self.scheduler.work_tile(i, false), VisibleKeys { first_stage: 0, cuts: [0; CONSUMERS as usize] });
+        }
+        let tile = self.scheduler.work_tile_in_order(i, self.order, false);
+        let first = tile.tile * TILE;
+        let last = |consumer: u32| first + (consumer + 1) * ROWS - 1;
+        let cuts = [visible.first_key(tile.b, last(0)), visible.first_key(tile.b, last(1))];
+        (tile, VisibleKeys { first_stage: visible.first_key(tile.b, first) / TILE, cuts })
+    }
+}
+
+#[device]
+impl<H: Head, const FP8: bool, const MASKED: bool> WarpSpecialized for Forward<H, FP8, MASKED> {
     fn init(self) {
         self.qkv.prefetch();
         self.shared.q_barriers.init(Q_STAGES, 1, CONSUMER_THREADS / warp::LANES);
@@ -130,7 +169,7 @@ impl<H: Head, const FP8: bool> WarpSpecialized for Forward<H, FP8> {
         let Self { shared, sizes, scheduler, qkv, .. } = self;
         let (mut round, work_tiles) = (0, scheduler.work_tiles());
         if thread::thread_idx_x() == 0 && work_index(round) < work_tiles {
-            let mut producer = Producer {
+            let mut producer = Producer::<H, MASKED> {
                 shared,
                 sizes,
                 qkv,
@@ -138,16 +177,24 @@ impl<H: Head, const FP8: bool> WarpSpecialized for Forward<H, FP8> {
                 k: PipelineState::producer(stages::<H>()),
                 v: PipelineState::producer(stages::<H>()),
             };
-            let mut tile = scheduler.work_tile(work_index(round), false);
+            let mut next = self.work(round);
             while work_index(round) < work_tiles {
-                tile = scheduler.work_tile(work_index(round), false);
-                producer.load_queries(tile, round);
-                producer.load_panels(tile);
+                if !MASKED {
+                    next = self.work(round);
+                }
+                let (tile, keys) = next;
+                if MASKED && work_index(round + 1) < work_tiles {
+                    // Loads the bounds of the next work tile, whose latency the waits for this one hide.
+                    next = self.work(round + 1);
+                }
+                producer.load_queries(tile, keys, round);
+                producer.load_panels(tile, keys.first_stage);
                 round += 1;
             }
             // After their last work tile, consumers compute the first scores of another tile and discard them. Making
             // that wgmma conditional would cause ptxas to serialize all of them.
-            producer.load_queries(tile, round);
+            let (tile, keys) = next;
+            producer.load_queries(tile, keys, round);
             producer.load_keys(tile.b, sizes.kv_head(tile.h), tile.tile);
         }
     }
@@ -159,8 +206,17 @@ impl<H: Head, const FP8: bool> WarpSpecialized for Forward<H, FP8> {
     }
 }
 
+/// The keys that the queries of a work tile attend to.
+#[derive(Clone, Copy)]
+struct VisibleKeys {
+    /// The first stage of keys.
+    first_stage: u32,
+    /// For each consumer: keys before this one are hidden from one of its queries.
+    cuts: [u32; CONSUMERS as usize],
+}
+
 /// The producer: one thread.
-struct Producer<H> {
+struct Producer<H, const MASKED: bool> {
     shared: SharedStorage<H>,
     sizes: Sizes<H>,
     qkv: Global<TensorMap>,
@@ -170,11 +226,14 @@ struct Producer<H> {
 }
 
 #[device]
-impl<H: Head> Producer<H> {
-    /// Announces a work tile and loads its queries.
-    fn load_queries(&mut self, tile: WorkTile, round: u32) {
+impl<H: Head, const MASKED: bool> Producer<H, MASKED> {
+    /// Announces a work tile and its visible keys, and loads its queries.
+    fn load_queries(&mut self, tile: WorkTile, keys: VisibleKeys, round: u32) {
         self.shared.q_barriers.wait_empty(self.q);
         self.shared.work_tiles.set((round % WORK_TILES) as usize, tile);
+        if MASKED {
+            self.shared.visible_keys.set((round % WORK_TILES) as usize, keys);
+        }
         let full = self.shared.q_barriers.full.at(self.q.stage());
         let to = self.shared.q.after(self.q.advance() * CONSUMERS);
         full.arrive_expect_tx(CONSUMERS * Panel::<H>::BYTES);
@@ -184,11 +243,11 @@ impl<H: Head> Producer<H> {
         }
     }
 
-    /// Loads keys and values from the last consumer's diagonal down to key 0.
-    fn load_panels(&mut self, tile: WorkTile) {
+    /// Loads keys and values from the last consumer's diagonal down to stage `first_stage`.
+    fn load_panels(&mut self, tile: WorkTile, first_stage: u32) {
         let kv_head = self.sizes.kv_head(tile.h);
         let mut i = tile.tile + 1;
-        while i > 0 {
+        while i > first_stage {
             i -= 1;
             self.load_keys(tile.b, kv_head, i);
             self.load_values(tile.b, kv_head, i);
@@ -215,6 +274,39 @@ impl<H: Head> Producer<H> {
     }
 }
 
+/// The keys that documents and a window hide from a consumer's queries of a work tile.
+#[derive(Clone, Copy)]
+struct Hidden<const MASKED: bool> {
+    visible: Visibility,
+    b: u32,
+    /// The consumer's first query.
+    row: u32,
+    /// The first stage of keys of the work tile.
+    first_stage: u32,
+    /// The stage of keys on the diagonal.
+    diagonal: u32,
+    /// Keys before this one are hidden from one of the queries.
+    cut: u32,
+}
+
+#[device]
+impl<const MASKED: bool> Hidden<MASKED> {
+    /// Returns the number of stages before the diagonal.
+    fn stages(self) -> u32 {
+        self.diagonal - self.first_stage
+    }
+
+    /// Masks the first `columns` columns of the scores of a stage, which `stages` stages of the work tile precede.
+    fn mask(self, scores: &mut ScorePair, stages: u32, columns: u32) {
+        let key = (self.first_stage + stages) * TILE;
+        if MASKED && key < self.cut {
+            let row = self.row + thread_row();
+            let first_keys = [row, row + 8].map(|query| self.visible.first_key(self.b, query));
+            mask_before(scores, first_keys, key, columns, f32::NEG_INFINITY);
+        }
+    }
+}
+
 /// The consumer of queries 64 `INDEX` .. 64 `INDEX` + 64 of each work tile.
 struct Consumer<H, const INDEX: u32> {
     shared: SharedStorage<H>,
@@ -231,7 +323,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     const FIRST_COLUMNS: u32 = if Self::SECOND_PANEL_MASKED { ROWS } else { PANELS * ROWS };
 
     /// Computes this consumer's queries of all work tiles of this block.
-    fn run<const FP8: bool>(&mut self, kernel: Forward<H, FP8>) {
+    fn run<const FP8: bool, const MASKED: bool>(&mut self, kernel: Forward<H, FP8, MASKED>) {
         let (mut round, work_tiles) = (0, kernel.scheduler.work_tiles());
         if work_index(round) >= work_tiles {
             return;
@@ -243,11 +335,11 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         self.compute_first_scores(&mut scores);
         let mut largest = 0;
         loop {
-            let stages = self.work_tile(round).tile;
+            let hidden = self.hidden(kernel, round);
             let (mut o, softmax) = if H::HS == 128 {
-                self.attend_with_one_set(&mut scores, stages)
+                self.attend_with_one_set(&mut scores, hidden)
             } else {
-                self.attend_with_two_sets(&mut scores, stages)
+                self.attend_with_two_sets(&mut scores, hidden)
             };
             let stored = self.store(kernel, &mut o, &softmax, self.work_tile(round));
             largest = largest.max(stored);
@@ -268,6 +360,22 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     /// Reads the work tile of a round from shared memory. Callers read it again instead of keeping it in registers.
     fn work_tile(&self, round: u32) -> WorkTile {
         self.shared.work_tiles.at((round % WORK_TILES) as usize)
+    }
+
+    /// Returns what is hidden from this consumer's queries of a round.
+    fn hidden<const FP8: bool, const MASKED: bool>(
+        &self,
+        Forward { visible, .. }: Forward<H, FP8, MASKED>,
+        round: u32,
+    ) -> Hidden<MASKED> {
+        let tile = self.work_tile(round);
+        let mut hidden = Hidden { visible, b: tile.b, row: 0, first_stage: 0, diagonal: tile.tile, cut: 0 };
+        if MASKED {
+            hidden.row = tile.tile * TILE + INDEX * ROWS;
+            let keys = self.shared.visible_keys.at((round % WORK_TILES) as usize);
+            (hidden.first_stage, hidden.cut) = (keys.first_stage, keys.cuts[INDEX as usize]);
+        }
+        hidden
     }
 
     /// Acquires the queries of the first work tile and computes their first scores.
@@ -309,10 +417,15 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
 
     /// Computes the unnormalized output of the current queries, in the order for HS = 128: one set of scores.
     ///
-    /// `scores` are the scores of the diagonal, which `stages` stages of keys precede. On return, the
-    /// queries and `scores` are those of the next work tile.
-    fn attend_with_one_set(&mut self, scores: &mut ScorePair, mut stages: u32) -> (H::OutputAccumulators, Softmax<H>) {
+    /// `scores` are the scores of the diagonal. On return, the queries and `scores` are those of the next work tile.
+    fn attend_with_one_set<const MASKED: bool>(
+        &mut self,
+        scores: &mut ScorePair,
+        hidden: Hidden<MASKED>,
+    ) -> (H::OutputAccumulators, Softmax<H>) {
+        let mut stages = hidden.stages();
         mask_diagonal(scores, INDEX * ROWS, Self::FIRST_COLUMNS, f32::NEG_INFINITY);
+        hidden.mask(scores, stages, Self::FIRST_COLUMNS);
         scores.fence_accumulators();
         let mut softmax = Softmax::new(scores, Self::FIRST_COLUMNS);
         softmax.exponentiate::<0>(scores);
@@ -325,6 +438,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         let mut o = H::OutputAccumulators::ZERO;
         while stages > 0 {
             self.start_scores_and_output(scores, &mut o, &p);
+            hidden.mask(scores, stages - 1, ScorePair::COLUMNS);
             let max = softmax.maximum_with(scores);
             softmax.raise(max);
             softmax.exponentiate::<0>(scores);
@@ -371,8 +485,14 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     /// Computes the unnormalized output of the current queries, in the order for HS = 64: two sets of scores.
     ///
     /// See [`attend_with_one_set`](Self::attend_with_one_set).
-    fn attend_with_two_sets(&mut self, scores: &mut ScorePair, stages: u32) -> (H::OutputAccumulators, Softmax<H>) {
+    fn attend_with_two_sets<const MASKED: bool>(
+        &mut self,
+        scores: &mut ScorePair,
+        hidden: Hidden<MASKED>,
+    ) -> (H::OutputAccumulators, Softmax<H>) {
+        let stages = hidden.stages();
         mask_diagonal(scores, INDEX * ROWS, Self::FIRST_COLUMNS, f32::NEG_INFINITY);
+        hidden.mask(scores, stages, Self::FIRST_COLUMNS);
         // Moves all scores to registers of their own. If some stayed in the registers of the wgmma, ptxas would
         // serialize it.
         scores.fence_accumulators();
@@ -382,14 +502,14 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         let mut others = ScorePair::ZERO;
         let mut remaining = stages;
         loop {
-            let max = self.step(scores, &mut others, &mut o, &mut softmax, remaining, remaining < stages);
+            let max = self.step(scores, &mut others, &mut o, &mut softmax, (remaining, hidden), remaining < stages);
             if remaining == 0 {
                 *scores = others;
                 break;
             }
             remaining -= 1;
             softmax.raise(max);
-            let max = self.step(&mut others, scores, &mut o, &mut softmax, remaining, true);
+            let max = self.step(&mut others, scores, &mut o, &mut softmax, (remaining, hidden), true);
             if remaining == 0 {
                 break;
             }
@@ -405,13 +525,13 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     /// `remaining` stages of keys follow the current one. If `pv_in_flight`, the multiplication of the previous stage's probabilities
     /// with V is in flight. Returns the running maxima including the next scores. After a work tile's last stage, the next scores are
     /// the first of the next work tile.
-    fn step(
+    fn step<const MASKED: bool>(
         &mut self,
         scores: &mut ScorePair,
         next: &mut ScorePair,
         o: &mut H::OutputAccumulators,
         softmax: &mut Softmax<H>,
-        remaining: u32,
+        (remaining, hidden): (u32, Hidden<MASKED>),
         pv_in_flight: bool,
     ) -> [f32; 2] {
         if remaining == 0 {
@@ -432,6 +552,9 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         if pv_in_flight {
             self.shared.v_barriers.release(self.v.advance());
         }
+        if MASKED && remaining > 0 {
+            hidden.mask(next, remaining - 1, ScorePair::COLUMNS);
+        }
         let max = softmax.maximum_with(next);
         if !second_masked {
             softmax.exponentiate::<1>(scores);
@@ -446,9 +569,9 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
 
     /// Normalizes and stores the output, and stores lse. Returns the bits of the largest magnitude that this thread has
     /// quantized.
-    fn store<const FP8: bool>(
+    fn store<const FP8: bool, const MASKED: bool>(
         &self,
-        kernel: Forward<H, FP8>,
+        kernel: Forward<H, FP8, MASKED>,
         o: &mut H::OutputAccumulators,
         softmax: &Softmax<H>,
         tile: WorkTile,

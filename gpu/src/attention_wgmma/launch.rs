@@ -4,9 +4,9 @@ use super::backward::{SharedStorage, attention_backward};
 use super::dkdv::DkDv;
 use super::dq::Dq;
 use super::forward::{attention_forward_wgmma_exists, attention_forward_wgmma_select, attention_forward_wgmma_values};
-use super::fused::{self, PANEL_ELEMENTS, attention_backward_convert_dq, attention_backward_fused_wgmma};
+use super::fused::{self, PANEL_ELEMENTS, attention_backward_convert_dq, attention_backward_fused_wgmma_select};
 use super::{CONSUMERS, TILE};
-use crate::attention::launch::{AttentionSizes, backward_dot};
+use crate::attention::launch::{AttentionSizes, Documents, Mask, backward_dot};
 use crate::launch::{KernelLaunch, shared_bytes};
 use crate::quantize::QuantizedOperands;
 use cuda_std::hopper::TensorMap;
@@ -15,7 +15,7 @@ use cuda_std::{E4m3, Global, GlobalMut, bf16};
 
 /// Returns true if the kernels support this head size.
 pub fn supports(head_size: usize) -> bool {
-    attention_forward_wgmma_exists((head_size as u32, false))
+    attention_forward_wgmma_exists((head_size as u32, false, false))
 }
 
 /// Launches one block per SM.
@@ -34,11 +34,29 @@ pub fn forward(
     lse: GlobalMut<f32>,
     qkv: Global<TensorMap>,
     shape: AttentionSizes,
+    mask: Mask,
     sm_count: usize,
 ) -> KernelLaunch {
-    let (key, [b, t, kv, group]) = ((shape.hs as u32, quantized.is_some()), shape.arguments());
+    let (key, [b, t, kv, group]) = ((shape.hs as u32, quantized.is_some(), !mask.is_causal()), shape.arguments());
+    let Documents { first_keys, query_tiles, .. } = mask.documents();
     let (fp8, amax, scale) = quantized.map(|next| (next.out, next.amax, next.scale)).unwrap_or_default();
-    let launch = attention_forward_wgmma_select(key, out, lse, qkv, b, t, kv, group, fp8, amax, scale);
+    let window = mask.window();
+    let launch = attention_forward_wgmma_select(
+        key,
+        out,
+        lse,
+        qkv,
+        b,
+        t,
+        kv,
+        group,
+        fp8,
+        amax,
+        scale,
+        first_keys,
+        query_tiles,
+        window,
+    );
     let (Some(launch), Some((shared_bytes,))) = (launch, attention_forward_wgmma_values(key)) else {
         panic!("attention_wgmma: expected head size 64 or 128, found {}", shape.hs)
     };
@@ -93,6 +111,33 @@ pub fn fused_counters(shape: AttentionSizes) -> usize {
     fused_panels(shape) * CONSUMERS as usize + 1
 }
 
+/// Returns the kernels of dK and dV, and of dQ, for HS = 64.
+fn separate<const MASKED: bool>(operands: BackwardOperands, shape: AttentionSizes, mask: Mask) -> [Launch; 2] {
+    let BackwardOperands { dqkv, d, lse, qkv_map, dout_map, .. } = operands;
+    let (d, [b, t, kv, group], window) = (d.reader(), shape.arguments(), mask.window());
+    let Documents { first_keys: first, last_queries: last, query_tiles, key_tiles } = mask.documents();
+    [
+        attention_backward::<DkDv<MASKED>>(
+            dqkv, qkv_map, dout_map, lse, d, b, t, kv, group, first, last, key_tiles, window,
+        ),
+        attention_backward::<Dq<MASKED>>(
+            dqkv,
+            qkv_map,
+            dout_map,
+            lse,
+            d,
+            b,
+            t,
+            kv,
+            group,
+            first,
+            last,
+            query_tiles,
+            window,
+        ),
+    ]
+}
+
 /// Returns the three launches of the backward pass, in order. `scratch` is present if the pass [is fused](is_fused).
 ///
 /// # Panics
@@ -101,22 +146,42 @@ pub fn backward(
     operands: BackwardOperands,
     scratch: Option<FusedScratch>,
     shape: AttentionSizes,
+    mask: Mask,
     sm_count: usize,
 ) -> [KernelLaunch; 3] {
     let fits = scratch.is_some() == is_fused(shape.hs);
     assert!(supports(shape.hs) && fits, "attention_wgmma: expected head size 64, or 128 with memory of the fused pass");
     let BackwardOperands { dqkv, d, dout, out, lse, qkv_map, dout_map } = operands;
     let dot = backward_dot(d, dout, out, shape);
-    let (d, [b, t, kv, group]) = (d.reader(), shape.arguments());
     if let Some(FusedScratch { dq, counters }) = scratch {
-        let fused = attention_backward_fused_wgmma(dqkv, dq, counters, qkv_map, dout_map, lse, d, b, t, kv, group);
+        let (d, [b, t, kv, group], window) = (d.reader(), shape.arguments(), mask.window());
+        let (key, Documents { first_keys, last_queries, .. }) = ((!mask.is_causal(),), mask.documents());
+        let fused = attention_backward_fused_wgmma_select(
+            key,
+            dqkv,
+            dq,
+            counters,
+            qkv_map,
+            dout_map,
+            lse,
+            d,
+            b,
+            t,
+            kv,
+            group,
+            first_keys,
+            last_queries,
+            window,
+        );
+        let fused = fused.expect("an instance for each mask");
         let fused = persistent(fused, shared_bytes(fused::SharedStorage::new), sm_count);
         let launch = attention_backward_convert_dq(dqkv, dq.reader(), t, kv, group);
         let grid = [t.div_ceil(TILE / CONSUMERS), kv * group, b];
         return [dot, fused, KernelLaunch { launch, grid, shared_bytes: 0 }];
     }
-    let dkdv = attention_backward::<DkDv>(dqkv, qkv_map, dout_map, lse, d, b, t, kv, group);
-    let dkdv = persistent(dkdv, shared_bytes(SharedStorage::new::<DkDv>), sm_count);
-    let dq = attention_backward::<Dq>(dqkv, qkv_map, dout_map, lse, d, b, t, kv, group);
-    [dot, dkdv, persistent(dq, shared_bytes(SharedStorage::new::<Dq>), sm_count)]
+    let separate = if mask.is_causal() { separate::<false> } else { separate::<true> };
+    let [dkdv, dq] = separate(operands, shape, mask);
+    let (dkdv_bytes, dq_bytes) =
+        (shared_bytes(SharedStorage::new::<DkDv<false>>), shared_bytes(SharedStorage::new::<Dq<false>>));
+    [dot, persistent(dkdv, dkdv_bytes, sm_count), persistent(dq, dq_bytes, sm_count)]
 }

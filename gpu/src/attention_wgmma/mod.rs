@@ -71,4 +71,4 @@ const CONSUMERS: u32 = 2;
 /// Threads of all consumers.
 const CONSUMER_THREADS: u32 = CONSUMERS * WARPGROUP;
 /// Rows of a work tile.
-const TILE: u32 = CONSUMERS * ROWS;
+pub const TILE: u32 = CONSUMERS * ROWS;

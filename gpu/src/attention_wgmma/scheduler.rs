@@ -1,7 +1,7 @@
 //! Work tiles, and their assignment to thread blocks.
 
 use super::TILE;
-use cuda_std::{device, thread};
+use cuda_std::{Global, device, thread};
 
 /// Work tiles of a chunk of heads, per thread block. Enough tiles balance the load. Few enough keep keys and values of
 /// the chunk in L2.
@@ -57,12 +57,21 @@ impl TileScheduler {
         WorkTile { b: head / self.heads, h: head % self.heads, tile: if low_first { tile } else { tiles - 1 - tile } }
     }
 
-    /// Returns the work tile of a ticket, in chunks of `HEADS` heads. The tiles of each head are in ascending order, for any
+    /// Returns work tile `i`, where the tiles of sequence `b` are in the order `order[b]` (B, tiles), or high first if it is null.
+    pub fn work_tile_in_order(self, i: u32, order: Global<u32>, low_first: bool) -> WorkTile {
+        let mut tile = self.work_tile(i, low_first || !order.is_null());
+        if !order.is_null() {
+            tile.tile = order.at((tile.b * self.tiles() + tile.tile) as usize);
+        }
+        tile
+    }
+
+    /// Returns the work tile of a ticket, in chunks of `chunk` heads. The tiles of each head are in ascending order, for any
     /// number of blocks.
-    pub fn work_tile_of_ticket<const HEADS: u32>(self, ticket: u32) -> WorkTile {
+    pub fn work_tile_of_ticket(self, ticket: u32, chunk: u32) -> WorkTile {
         let tiles = self.tiles();
-        let first = ticket / (HEADS * tiles) * HEADS;
-        let chunk = HEADS.min(self.b * self.heads - first);
+        let first = ticket / (chunk * tiles) * chunk;
+        let chunk = chunk.min(self.b * self.heads - first);
         let within = ticket - first * tiles;
         let head = first + within % chunk;
         WorkTile { b: head / self.heads, h: head % self.heads, tile: within / chunk }

@@ -1,14 +1,14 @@
 //! The `mma.sync` attention kernels against an f64 reference, and against properties of causal attention.
 
 use crate::common::attention::{
-    Inputs, Precision, Results, assert_agrees, check_causal, check_convex, check_dominant_key, check_equal_scores,
-    check_groups, check_heads, check_large_scores, check_spoilt_head, check_spoilt_position, check_spoilt_query_head,
-    check_sums, check_zeros, multi_head,
+    DOCUMENTS, Inputs, Precision, Results, assert_agrees, check_causal, check_convex, check_dominant_key,
+    check_equal_scores, check_groups, check_heads, check_large_scores, check_spoilt_head, check_spoilt_position,
+    check_spoilt_query_head, check_sums, check_zeros, multi_head,
 };
 use crate::common::{for_all, read, rounded, run};
 use cuda_std::bf16;
 use cuda_std::emulate::Memory;
-use gpu::attention::launch::{self, AttentionSizes, HEAD_SIZES};
+use gpu::attention::launch::{self, AttentionSizes, HEAD_SIZES, Mask};
 use gpu::launch::KernelLaunch;
 use proptest::sample::select;
 use proptest::strategy::Strategy;
@@ -16,7 +16,8 @@ use proptest::strategy::Strategy;
 tests! {
     kernels of "attention";
     for both types: head_size_64_matches_f64_reference, head_size_80_matches_f64_reference,
-        head_size_96_matches_f64_reference, head_size_128_matches_f64_reference;
+        head_size_96_matches_f64_reference, head_size_128_matches_f64_reference, documents_match_f64_reference,
+        windows_match_f64_reference;
     slow in f32: zero_scores_give_running_means, equal_scores_give_running_means, dominant_key_takes_all_attention,
         large_scores_do_not_overflow, gradients_sum_as_probabilities_require, outputs_are_convex_combinations_of_values, later_positions_do_not_affect_earlier_ones,
         heads_are_independent, nan_stays_in_its_head, nan_of_a_query_head_reaches_only_its_group,
@@ -35,9 +36,10 @@ fn attend<T: Precision>(inputs: &Inputs) -> Results {
     let lse = memory.output("lse", rows);
     let dqkv = memory.output::<T>("dqkv", packed);
     let d = memory.output("d", rows);
+    let mask = inputs.mask(&mut memory);
     let mut run = |kernel: &KernelLaunch| run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
-    run(&launch::forward(out, lse, qkv, shape).unwrap());
-    launch::backward(dqkv, d, dout, qkv, out.reader(), lse.reader(), shape).unwrap().iter().for_each(&mut run);
+    run(&launch::forward(out, lse, qkv, shape, mask).unwrap());
+    launch::backward(dqkv, d, dout, qkv, out.reader(), lse.reader(), shape, mask).unwrap().iter().for_each(&mut run);
     memory.read(d);
     Results { shape, out: read(&memory, out), lse: read(&memory, lse), dqkv: read(&memory, dqkv) }
 }
@@ -77,6 +79,24 @@ fn head_size_96_matches_f64_reference<T: Precision>() {
 
 fn head_size_128_matches_f64_reference<T: Precision>() {
     check_head_size::<T>(128);
+}
+
+fn documents_match_f64_reference<T: Precision>() {
+    for (i, lengths) in DOCUMENTS.iter().enumerate() {
+        let shape = AttentionSizes { b: 1 + i % 2, t: 130 + 10 * (i % 3), nh: 2, kv: 1 + i % 2, hs: HEAD_SIZES[i % 4] };
+        let inputs = Inputs::random::<T>(shape, 2.0, i as u32).with_documents(lengths);
+        assert_agrees(&inputs, &attend::<T>(&inputs), T::ERRORS);
+    }
+}
+
+fn windows_match_f64_reference<T: Precision>() {
+    for (i, window) in [1, 2, 31, 32, 33, 64, 65, 100, 1000].into_iter().enumerate() {
+        let shape = AttentionSizes { b: 1, t: 140, nh: 2, kv: 1, hs: HEAD_SIZES[i % 4] };
+        let inputs = Inputs::random::<T>(shape, 2.0, i as u32).with_window(window);
+        assert_agrees(&inputs, &attend::<T>(&inputs), T::ERRORS);
+        let inputs = inputs.with_documents(&[70, 3, 40, 27]);
+        assert_agrees(&inputs, &attend::<T>(&inputs), T::ERRORS);
+    }
 }
 
 /// (T, NH, KV): groups of 1, 2, 4 and 8 heads, multi-query attention among them.
@@ -174,6 +194,6 @@ fn unsupported_head_sizes_have_no_kernel() {
     let (input, out, lse) = (memory.input("qkv", &[]), memory.output::<bf16>("out", 0), memory.output("lse", 0));
     for hs in [0, 16, 72, 112, 160] {
         assert!(!HEAD_SIZES.contains(&hs));
-        assert!(launch::forward::<bf16>(out, lse, input, multi_head(1, 1, 1, hs)).is_none());
+        assert!(launch::forward::<bf16>(out, lse, input, multi_head(1, 1, 1, hs), Mask::default()).is_none());
     }
 }

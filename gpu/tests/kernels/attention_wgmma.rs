@@ -1,9 +1,9 @@
 //! The `sm_90a` attention kernels compared with an f64 reference.
 
 use crate::common::attention::{
-    Inputs, Precision, Results, assert_agrees, check_causal, check_convex, check_dominant_key, check_equal_scores,
-    check_groups, check_heads, check_large_scores, check_spoilt_head, check_spoilt_position, check_spoilt_query_head,
-    check_sums, check_zeros, multi_head,
+    DOCUMENTS, Inputs, Precision, Results, assert_agrees, check_causal, check_convex, check_dominant_key,
+    check_equal_scores, check_groups, check_heads, check_large_scores, check_spoilt_head, check_spoilt_position,
+    check_spoilt_query_head, check_sums, check_zeros, multi_head,
 };
 use crate::common::{Tolerance, assert_same, for_all, quantized, read, rounded, run};
 use cuda_std::emulate::Memory;
@@ -24,8 +24,8 @@ tests! {
         gradients_of_keys_and_values_sum_correctly, zero_inputs_match_reference, equal_scores_average_values,
         dominant_key_takes_all_attention, large_scores_match_reference, grouped_queries_match_reference,
         groups_share_keys_and_values, non_finite_position_spreads_only_within_its_tile,
-        quantized_output_has_the_bits_of_separate_quantization;
-    slow: non_finite_head_does_not_spread, non_finite_query_head_reaches_only_its_group,
+        quantized_output_has_the_bits_of_separate_quantization, documents_match_reference, windows_match_reference;
+    slow: masked_results_are_the_same_for_every_grid, non_finite_head_does_not_spread, non_finite_query_head_reaches_only_its_group,
         results_are_the_same_for_every_grid, attention_is_causal;
 }
 
@@ -52,12 +52,13 @@ fn attend(blocks: usize) -> impl Fn(&Inputs) -> Results {
         let d = memory.output("d", rows);
         let counters = memory.zeroed("counters", launch::fused_counters(shape));
         let dq = memory.output("sums of dQ", launch::fused_dq_elements(shape));
+        let mask = inputs.mask(&mut memory);
         let mut run = |kernel: &KernelLaunch| run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
-        run(&launch::forward(out, None, lse, qkv_map, shape, blocks));
+        run(&launch::forward(out, None, lse, qkv_map, shape, mask, blocks));
         let (out_reader, lse_reader) = (out.reader(), lse.reader());
         let operands = BackwardOperands { dqkv, d, dout, out: out_reader, lse: lse_reader, qkv_map, dout_map };
         let fused = launch::is_fused(hs).then_some(FusedScratch { dq, counters });
-        launch::backward(operands, fused, shape, blocks).iter().for_each(&mut run);
+        launch::backward(operands, fused, shape, mask, blocks).iter().for_each(&mut run);
         assert!(
             memory.read(counters).iter().all(|&count| count == 0),
             "counters: expected zeros after the backward pass"
@@ -68,9 +69,18 @@ fn attend(blocks: usize) -> impl Fn(&Inputs) -> Results {
 
 /// Compares the kernel that quantizes its output with `scale` with [`attend`] and separate quantization. `replaced` is the position and
 /// the new value of an element of V in the last head of the last sequence.
-fn check_quantized(shape: AttentionSizes, scale: f32, amax_before: Option<f32>, replaced: Option<(usize, f64)>) {
+fn check_quantized(
+    shape: AttentionSizes,
+    scale: f32,
+    amax_before: Option<f32>,
+    replaced: Option<(usize, f64)>,
+    masked: bool,
+) {
     let AttentionSizes { b, t, nh, kv, hs } = shape;
     let mut inputs = Inputs::random::<bf16>(shape, 2.0, 1 + t as u32);
+    if masked {
+        inputs = inputs.with_documents(&[50, 7, 90]).with_window(70);
+    }
     if let Some((position, value)) = replaced {
         let at = inputs.qkv.len() - 1 - (t - 1 - position) * (nh + 2 * kv) * hs;
         inputs.qkv[at] = value;
@@ -84,7 +94,8 @@ fn check_quantized(shape: AttentionSizes, scale: f32, amax_before: Option<f32>, 
     let fp8 = memory.output::<E4m3>("out in FP8", n);
     let amax = amax_before.map_or(GlobalMut::null(), |before| memory.buffer("amax", &[before.to_bits()]));
     let operands = QuantizedOperands { out: fp8, amax, scale: memory.input("scale", &[scale]) };
-    let kernel = launch::forward(out, Some(operands), lse, map, shape, BLOCKS);
+    let mask = inputs.mask(&mut memory);
+    let kernel = launch::forward(out, Some(operands), lse, map, shape, mask, BLOCKS);
     run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
     assert_same("out", &read(&memory, out), &want.out);
     assert_same("lse", &read(&memory, lse), &want.lse);
@@ -94,14 +105,15 @@ fn check_quantized(shape: AttentionSizes, scale: f32, amax_before: Option<f32>, 
 fn quantized_output_has_the_bits_of_separate_quantization() {
     for hs in SIZES {
         // More blocks than work tiles, fewer, and a partial tile. The second scale saturates.
-        check_quantized(multi_head(1, 64, 1, hs), 1.0 / 64.0, Some(0.0), None);
-        check_quantized(AttentionSizes { b: 2, t: 144, nh: 4, kv: 2, hs }, 1.0 / 300.0, Some(0.1), None);
-        check_quantized(multi_head(2, 128, 3, hs), 0.01, None, None);
-        check_quantized(multi_head(1, 90, 1, hs), 0.01, Some(100.0), None);
-        check_quantized(multi_head(1, 90, 1, hs), 0.01, Some(0.0), Some((45, f64::NAN)));
-        check_quantized(multi_head(1, 90, 1, hs), 0.01, Some(0.0), Some((45, f64::INFINITY)));
+        check_quantized(multi_head(1, 64, 1, hs), 1.0 / 64.0, Some(0.0), None, false);
+        check_quantized(AttentionSizes { b: 2, t: 144, nh: 4, kv: 2, hs }, 1.0 / 300.0, Some(0.1), None, false);
+        check_quantized(AttentionSizes { b: 2, t: 144, nh: 4, kv: 2, hs }, 1.0 / 300.0, Some(0.1), None, true);
+        check_quantized(multi_head(2, 128, 3, hs), 0.01, None, None, true);
+        check_quantized(multi_head(1, 90, 1, hs), 0.01, Some(100.0), None, false);
+        check_quantized(multi_head(1, 90, 1, hs), 0.01, Some(0.0), Some((45, f64::NAN)), false);
+        check_quantized(multi_head(1, 90, 1, hs), 0.01, Some(0.0), Some((45, f64::INFINITY)), false);
         // The largest magnitude is in the last row, which belongs to the second consumer.
-        check_quantized(multi_head(1, 90, 1, hs), 1.0, Some(0.0), Some((89, 10_000.0)));
+        check_quantized(multi_head(1, 90, 1, hs), 1.0, Some(0.0), Some((89, 10_000.0)), true);
     }
 }
 
@@ -146,6 +158,41 @@ fn several_tiles_match_reference() {
 fn idle_blocks_match_reference() {
     check(multi_head(1, 128, 1, 64), BLOCKS);
     check(multi_head(1, 200, 1, 128), 5);
+}
+
+fn documents_match_reference() {
+    for (i, lengths) in DOCUMENTS.iter().enumerate() {
+        for hs in SIZES {
+            let shape = AttentionSizes { b: 1 + i % 2, t: 260 + 31 * (i % 3), nh: 2, kv: 1 + i % 2, hs };
+            let inputs = Inputs::random::<bf16>(shape, 2.0, i as u32).with_documents(lengths);
+            assert_agrees(&inputs, &attend(1 + i % 4)(&inputs), bf16::ERRORS);
+        }
+    }
+}
+
+fn windows_match_reference() {
+    for (i, window) in [1, 2, 63, 64, 65, 127, 128, 129, 200, 1000].into_iter().enumerate() {
+        for hs in SIZES {
+            let shape = AttentionSizes { b: 1, t: 300, nh: 2, kv: 1, hs };
+            let inputs = Inputs::random::<bf16>(shape, 2.0, i as u32).with_window(window);
+            assert_agrees(&inputs, &attend(1 + i % 4)(&inputs), bf16::ERRORS);
+            let inputs = inputs.with_documents(&[170, 3, 40, 87]);
+            assert_agrees(&inputs, &attend(1 + i % 4)(&inputs), bf16::ERRORS);
+        }
+    }
+}
+
+fn masked_results_are_the_same_for_every_grid() {
+    for hs in SIZES {
+        let shape = AttentionSizes { b: 2, t: 330, nh: 4, kv: 2, hs };
+        let inputs = Inputs::random::<bf16>(shape, 2.0, 7).with_documents(&[129, 40, 200, 5]).with_window(150);
+        let want = attend(1)(&inputs);
+        for blocks in [2, 5, 20] {
+            let got = attend(blocks)(&inputs);
+            assert_same("out", &got.out, &want.out);
+            assert_same("dqkv", &got.dqkv, &want.dqkv);
+        }
+    }
 }
 
 /// All pipelines wrap around many times, so that the parity of every barrier changes.

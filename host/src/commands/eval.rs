@@ -188,7 +188,7 @@ impl Eval {
         let longest = if has_sets { of_text.max(default) } else { of_text };
         let named = || self.model.get().display().to_string();
         fit::check_batch(&descriptor, self.batch, longest).with_context(named)?;
-        Ok([of_text, longest].map(|t| BatchLayout { b: self.batch, t }))
+        Ok([of_text, longest].map(|t| BatchLayout::new(self.batch, t)))
     }
 
     /// Finds the tokenizer. An unknown one is reported, because only bits per byte and the evaluation sets need it.
@@ -209,7 +209,7 @@ impl Eval {
     fn inputs(
         &self,
         descriptor: Descriptor,
-        [BatchLayout { b, t }, planned]: [BatchLayout; 2],
+        [BatchLayout { b, t, .. }, planned]: [BatchLayout; 2],
         tokenizer: Option<&Tokenizer>,
     ) -> Result<Inputs> {
         let loader = |val: &String| Loader::new(open_tokens(val)?, Geometry::single(b, t), descriptor.vocab, None);
@@ -243,7 +243,7 @@ impl Eval {
         }
         let mut data = Prefetch::start(loader, engine)?;
         let lengths = token_bytes.clone().unwrap_or_default();
-        let BatchLayout { b, t } = data.layout();
+        let BatchLayout { b, t, .. } = data.layout();
         let mut score = |predictions: Option<&mut Predictions>| {
             text::score(model, engine, &mut Unsharded, &mut data, batches, &lengths, predictions)
         };
@@ -281,7 +281,7 @@ impl Validation {
         }
     }
 
-    fn describe(&self, BatchLayout { b, t }: BatchLayout) -> String {
+    fn describe(&self, BatchLayout { b, t, .. }: BatchLayout) -> String {
         let Self { loss, perplexity, tokens, .. } = self;
         let bits = match self.bits_per_byte {
             Some(bits) => format!("{bits:.4} bits per byte"),

@@ -106,7 +106,7 @@ pub fn batches(set: &MultipleChoice, range: Range<usize>, planned: BatchLayout) 
 /// Returns the layout of the batches for some examples.
 fn layout_of(examples: &[Example], planned: BatchLayout) -> BatchLayout {
     let t = examples.iter().map(Example::longest).max().unwrap_or(1).next_multiple_of(PADDING).min(planned.t);
-    BatchLayout { b: (planned.b * planned.t / t).min(COMPLETIONS * examples.len()).max(1), t }
+    BatchLayout::new((planned.b * planned.t / t).min(COMPLETIONS * examples.len()).max(1), t)
 }
 
 /// Returns the example and the completion of a row.

@@ -3,13 +3,13 @@
 use super::executor::Executor;
 use super::tensor_maps::Extents;
 use super::{Cuda, Float, quantize};
-use crate::ops::{AttentionBackward, AttentionForward, AttentionShape};
+use crate::ops::{AttentionBackward, AttentionForward, AttentionMask, AttentionShape};
 use crate::tensor::{DType, Tensor};
 use crate::{Result, Workload};
 use anyhow::{Context, ensure};
 use cuda_std::hopper::TensorMap;
 use cuda_std::{Global, GlobalMut, bf16};
-use gpu::attention::launch::{self, AttentionSizes, HEAD_SIZES};
+use gpu::attention::launch::{self, AttentionSizes, Documents, HEAD_SIZES, Mask};
 use gpu::attention_wgmma;
 use gpu::attention_wgmma::launch::{BackwardOperands, FusedScratch};
 
@@ -41,6 +41,25 @@ pub(super) fn counters<T: Float>(workload: &Workload, executor: &dyn Executor) -
 
 fn shape_of(shape: AttentionShape) -> AttentionSizes {
     AttentionSizes { b: shape.b, t: shape.t, nh: shape.heads, kv: shape.kv_heads, hs: shape.head_size }
+}
+
+/// Returns the kernels' mask.
+fn mask_of<T: Float>(cuda: &Cuda<T>, mask: AttentionMask, shape: AttentionShape) -> Result<Mask> {
+    let AttentionMask { documents, window } = mask;
+    let tiles = shape.b * shape.t.div_ceil(attention_wgmma::TILE as usize);
+    let input = |name, tensor, len| -> Result<Global<u32>> {
+        // Positions and indices of tiles are not negative.
+        Ok(Global::new(cuda.input::<i32>(name, tensor, len)?.pointer().cast()))
+    };
+    let documents = documents.map(|documents| {
+        Ok::<_, anyhow::Error>(Documents {
+            first_keys: input("first keys", documents.first_keys, shape.b * shape.t)?,
+            last_queries: input("last queries", documents.last_queries, shape.b * shape.t)?,
+            query_tiles: input("order of queries", documents.query_tiles, tiles)?,
+            key_tiles: input("order of keys", documents.key_tiles, tiles)?,
+        })
+    });
+    Ok(Mask { documents: documents.transpose()?, window: window.map(|window| window as u32) })
 }
 
 /// Returns the elements of qkv.
@@ -87,8 +106,9 @@ fn map_of<T: Float>(
 }
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &AttentionForward) -> Result<()> {
-    let AttentionForward { out, lse, qkv, shape, quantized } = *op;
+    let AttentionForward { out, lse, qkv, shape, mask, quantized } = *op;
     shape.check()?;
+    let mask = mask_of(cuda, mask, shape)?;
     let rows = shape.b * shape.t * shape.heads;
     let n = rows * shape.head_size;
     let map = map_of(cuda, "qkv", qkv, shape.packed_heads(), shape)?;
@@ -99,10 +119,10 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &AttentionForward) -> Re
     let prepared = if let Some(map) = map {
         let (out, lse) = (cuda.output("out", out, n)?, cuda.output("lse", lse, rows)?);
         let (shape, sm_count) = (shape_of(shape), cuda.executor.sm_count());
-        attention_wgmma::launch::forward(out, fused, lse, map, shape, sm_count)
+        attention_wgmma::launch::forward(out, fused, lse, map, shape, mask, sm_count)
     } else {
         let (out, lse) = (cuda.output("out", out, n)?, cuda.output("lse", lse, rows)?);
-        let prepared = launch::forward::<T>(out, lse, cuda.input("qkv", qkv, packed(shape))?, shape_of(shape));
+        let prepared = launch::forward::<T>(out, lse, cuda.input("qkv", qkv, packed(shape))?, shape_of(shape), mask);
         prepared.with_context(|| no_instance(shape, T::DTYPE))?
     };
     cuda.launch_kernel(&prepared)?;
@@ -110,8 +130,9 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &AttentionForward) -> Re
 }
 
 pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: AttentionBackward) -> Result<()> {
-    let AttentionBackward { dqkv, dout, qkv, out, lse, shape } = op;
+    let AttentionBackward { dqkv, dout, qkv, out, lse, shape, mask } = op;
     shape.check()?;
+    let mask = mask_of(cuda, mask, shape)?;
     let rows = shape.b * shape.t * shape.heads;
     let n = rows * shape.head_size;
     let needed = scratch_elements::<T>(shape, &*cuda.executor);
@@ -132,12 +153,12 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: AttentionBackward) -> R
             let counters = GlobalMut::new(counters.pointer().cast());
             fused = Some(FusedScratch { dq: scratch.skip(d), counters });
         }
-        attention_wgmma::launch::backward(operands, fused, shape, sm_count)
+        attention_wgmma::launch::backward(operands, fused, shape, mask, sm_count)
     } else {
         let dqkv = cuda.output("dqkv", dqkv, packed(shape))?;
         let (dout, out) = (cuda.input("dout", dout, n)?, cuda.input("out", out, n)?);
         let qkv = cuda.input("qkv", qkv, packed(shape))?;
-        let kernels = launch::backward::<T>(dqkv, scratch, dout, qkv, out, lse, shape_of(shape));
+        let kernels = launch::backward::<T>(dqkv, scratch, dout, qkv, out, lse, shape_of(shape), mask);
         kernels.with_context(|| no_instance(shape, T::DTYPE))?
     };
     cuda.launch_all(&kernels)

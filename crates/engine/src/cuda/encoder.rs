@@ -14,7 +14,7 @@ pub(super) fn scratch<T: Float>(workload: &Workload, sm_count: usize) -> usize {
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: EncoderForward) -> Result<()> {
     let EncoderForward { out, batch, layout, wte, wpe, c } = op;
-    let BatchLayout { b, t } = layout;
+    let BatchLayout { b, t, .. } = layout;
     let out = cuda.output("out", out, b * t * c)?;
     let tokens = cuda.input("tokens", layout.tensor(batch, layout.inputs()), b * t)?;
     let wte = cuda.input("wte", wte, wte.len)?;
@@ -28,7 +28,7 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: EncoderForward) -> Resul
 
 pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: EncoderBackward) -> Result<()> {
     let EncoderBackward { dwte, dwpe, dout, batch, layout, c } = op;
-    let BatchLayout { b, t } = layout;
+    let BatchLayout { b, t, .. } = layout;
     let positions = b * t;
     let dout = cuda.input("dout", dout, positions * c)?;
     let chunk = encoder::encoder_backward_chunk::<T>(positions, c, cuda.executor.sm_count());

@@ -7,11 +7,11 @@ use crate::params::Param;
 use crate::recompute::Recompute;
 use crate::sharding::LayerHooks;
 use engine::ops::{
-    AttentionBackward, AttentionForward, DecodeAttention, DecodeMatmul, Epilogue, HeadNorm, MatmulForward,
-    RotaryBackward, RotaryForward, Rotation,
+    AttentionBackward, AttentionForward, AttentionMask, DecodeAttention, DecodeMatmul, Epilogue, HeadNorm,
+    MatmulForward, RotaryBackward, RotaryForward, Rotation,
 };
 use engine::tensor::{DType, Tensor};
-use engine::{Engine, Result};
+use engine::{BatchLayout, Engine, Result};
 use std::sync::Arc;
 
 /// The activations of attention in one layer.
@@ -72,6 +72,11 @@ impl Attention {
         Some(Rotation { table, pairs: rotary.pairs, qk_norm })
     }
 
+    /// Returns what hides keys besides the causal mask.
+    fn mask(&self, model: &Decoder, layout: BatchLayout) -> AttentionMask {
+        AttentionMask { documents: layout.documents_of(model.batch), window: None }
+    }
+
     fn qkv(&self, model: &Decoder) -> MatmulForward {
         model.linear(self.layer, [Param::Qkvw, Param::Qkvb], self.qkv, self.ln1.out, Epilogue::None)
     }
@@ -128,7 +133,8 @@ impl SubLayer for Attention {
             engine.run(RotaryForward { qkv, saved: self.qk_saved, rotation, shape })?;
         }
         let quantized = model.fp8_input(self.layer, Param::Attprojw, attended);
-        engine.run(AttentionForward { out: attended, lse, qkv, shape, quantized })?;
+        let mask = self.mask(model, pass.layout);
+        engine.run(AttentionForward { out: attended, lse, qkv, shape, mask, quantized })?;
         if last { Ok(()) } else { engine.run(self.attproj(model, residual)) }
     }
 
@@ -139,7 +145,8 @@ impl SubLayer for Attention {
         let dbias = pass.output_bias_gradient(self);
         engine.run(pass.linear(layer, Param::Attprojw, [pass.dattention, pass.dresidual], attended, dbias))?;
         let (dout, shape) = (pass.dattention, d.attention(pass.layout.b, pass.layout.t));
-        engine.run(AttentionBackward { dqkv, dout, qkv, out: attended, lse, shape })?;
+        let mask = self.mask(model, pass.layout);
+        engine.run(AttentionBackward { dqkv, dout, qkv, out: attended, lse, shape, mask })?;
         if let Some(rotation) = self.rotation(model) {
             let weights = rotation.qk_norm.and_then(|norm| norm.weights);
             let dweights = weights.map(|_| [Param::QNormw, Param::KNormw].map(|param| pass.grads.tensor(param, layer)));

@@ -15,7 +15,7 @@ use model::{
 use std::thread;
 use std::time::Duration;
 
-const LAYOUT: BatchLayout = BatchLayout { b: 2, t: 32 };
+const LAYOUT: BatchLayout = BatchLayout::new(2, 32);
 const VOCAB: usize = 50;
 const RECIPES: [Fp8Recipe; 2] = [Fp8Recipe::Current, Fp8Recipe::Delayed];
 

@@ -412,10 +412,10 @@ fn autotuning_includes_the_update() {
     let options = PlanOptions { optimizer: Optimizer::Muon, ..PlanOptions::training(1, 16) };
     let (model, plan) = Decoder::plan(Descriptor::gpt2(1, 1, 64, 16, 50).unwrap(), options, engine);
     engine.allocate(&plan).unwrap();
-    assert_eq!(model.tune(engine, BatchLayout { b: 1, t: 16 }).unwrap(), None);
+    assert_eq!(model.tune(engine, BatchLayout::new(1, 16)).unwrap(), None);
 }
 
-const LAYOUT: BatchLayout = BatchLayout { b: 1, t: 16 };
+const LAYOUT: BatchLayout = BatchLayout::new(1, 16);
 
 type NewEngine = fn() -> Box<dyn Engine>;
 

@@ -1,15 +1,18 @@
 //! The table of cases: the operands, tolerances and work of each operation.
 
+mod attention;
 mod decode;
 pub mod fp8;
 mod update;
 
 use super::case::{Case, Init, Operand, Part, Work};
 use super::compare::Tolerance;
+pub use attention::{DocumentLengths, MaskedAttention};
+use attention::{attention_backward, attention_forward};
 use engine::ops::{
-    Activation, ActivationForward, ActivationInput, AttentionBackward, AttentionForward, AttentionShape, Classifier,
-    EncoderBackward, EncoderForward, Epilogue, GlobalNorm, HeadNorm, MatmulBackward, MatmulForward, MatmulShape,
-    NormBackward, NormForward, RotaryBackward, RotaryForward, RotaryPairs, Rotation, Sum,
+    Activation, ActivationForward, ActivationInput, AttentionShape, Classifier, EncoderBackward, EncoderForward,
+    Epilogue, GlobalNorm, HeadNorm, MatmulBackward, MatmulForward, MatmulShape, NormBackward, NormForward,
+    RotaryBackward, RotaryForward, RotaryPairs, Rotation, Sum,
 };
 use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, Engine, Result, Workload};
@@ -62,14 +65,15 @@ pub fn edge_cases() -> Vec<Case> {
     for (b, t, heads) in [(1, 1, 1), (2, 17, 3), (1, 63, 2), (1, 64, 1), (2, 65, 2), (1, 130, 1), (3, 129, 1)] {
         for head_size in [64, 80, 96, 128] {
             let shape = AttentionShape { b, t, heads, kv_heads: heads, head_size };
-            cases.extend(attention(shape));
+            cases.extend(attention(&shape.into()));
         }
     }
     for (b, t, heads, kv_heads) in [(1, 1, 2, 1), (2, 65, 4, 2), (1, 130, 8, 1), (1, 129, 6, 3)] {
         for head_size in [64, 80, 96, 128] {
-            cases.extend(attention(AttentionShape { b, t, heads, kv_heads, head_size }));
+            cases.extend(attention(&AttentionShape { b, t, heads, kv_heads, head_size }.into()));
         }
     }
+    cases.extend(attention::masked_edge_cases().iter().flat_map(attention));
     for head_size in [16, 64, 80, 96, 128, 256] {
         for (b, t, heads, kv_heads) in [(1, 1, 1, 1), (2, 9, 14, 2), (3, 5, 4, 4)] {
             let shape = AttentionShape { b, t, heads, kv_heads, head_size };
@@ -124,11 +128,12 @@ pub fn model_cases() -> Vec<Case> {
     for (b, t, heads, head_size) in
         [(1, 1024, 12, 64), (16, 1024, 12, 64), (1, 1000, 4, 80), (1, 777, 4, 96), (1, 2048, 4, 128), (3, 1000, 2, 128)]
     {
-        cases.extend(attention(AttentionShape { b, t, heads, kv_heads: heads, head_size }));
+        cases.extend(attention(&AttentionShape { b, t, heads, kv_heads: heads, head_size }.into()));
     }
     for (b, t, heads, kv_heads, head_size) in [(4, 1024, 32, 8, 64), (2, 1000, 12, 2, 128), (1, 777, 8, 1, 96)] {
-        cases.extend(attention(AttentionShape { b, t, heads, kv_heads, head_size }));
+        cases.extend(attention(&AttentionShape { b, t, heads, kv_heads, head_size }.into()));
     }
+    cases.extend(attention::masked_model_cases().iter().flat_map(attention));
     for (rows, v, vp, softcap) in [
         (256, 50257, 50304, None),
         (64, 128_256, 128_256, None),
@@ -178,7 +183,7 @@ pub fn training_step_cases(descriptor: &Descriptor, b: usize, t: usize, engine: 
         encoder_forward(b, t, c, v, learned),
         norm_forward,
         matmul_forward(qkv, qkv_bias, EpilogueKind::None),
-        attention_forward(shape),
+        attention_forward(&shape.into()),
         matmul_forward(attproj, biases, EpilogueKind::Residual),
         matmul_forward(fc, biases, EpilogueKind::Activation(d.activation)),
         matmul_forward(fcproj, biases, EpilogueKind::Residual),
@@ -193,7 +198,7 @@ pub fn training_step_cases(descriptor: &Descriptor, b: usize, t: usize, engine: 
         matmul_backward_recompute(fcproj, residual_biases, d.activation),
         matmul_backward(fc, biases, None),
         matmul_backward(attproj, residual_biases, None),
-        attention_backward(shape),
+        attention_backward(&shape.into()),
         matmul_backward(qkv, qkv_bias, None),
         encoder_backward(b, t, c, v, learned),
         sum(rows),
@@ -280,7 +285,7 @@ fn encoder_name(b: usize, t: usize, c: usize, vocab: usize, positions: bool) -> 
 }
 
 fn encoder_forward(b: usize, t: usize, c: usize, vocab: usize, positions: bool) -> Case {
-    let layout = BatchLayout { b, t };
+    let layout = BatchLayout::new(b, t);
     let operands = vec![
         i32(input("batch", layout.words(), Init::Tokens { below: 1 })),
         input("wte", vocab * c, UNIT),
@@ -296,7 +301,7 @@ fn encoder_forward(b: usize, t: usize, c: usize, vocab: usize, positions: bool) 
 }
 
 fn encoder_backward(b: usize, t: usize, c: usize, vocab: usize, positions: bool) -> Case {
-    let layout = BatchLayout { b, t };
+    let layout = BatchLayout::new(b, t);
     let operands = vec![
         i32(input("batch", layout.words(), Init::Tokens { below: 1 })),
         input("dout", b * t * c, UNIT),
@@ -594,59 +599,9 @@ fn head_backward(shape: MatmulShape) -> Case {
     case
 }
 
-fn attention_workload(shape: AttentionShape) -> Workload {
-    Workload { attention: shape, ..workload(shape.b, shape.t, shape.heads * shape.head_size, shape.heads, 128, 0) }
-}
-
-fn heads_name(shape: AttentionShape) -> String {
-    let AttentionShape { b, t, heads, kv_heads, head_size } = shape;
-    let kv = if kv_heads == heads { String::new() } else { format!(" KV{kv_heads}") };
-    format!("B{b} T{t} NH{heads}{kv} HS{head_size}")
-}
-
 /// Returns the forward and the backward pass of attention.
-pub fn attention(shape: AttentionShape) -> [Case; 2] {
-    [attention_forward(shape), attention_backward(shape)]
-}
-
-fn attention_forward(shape: AttentionShape) -> Case {
-    let rows = shape.b * shape.t;
-    let (c, packed) = (shape.heads * shape.head_size, shape.packed_heads() * shape.head_size);
-    let operands = vec![
-        output("out", rows * c, Tolerance::ATTENTION),
-        f32(output("lse", rows * shape.heads, Tolerance::CHAIN)),
-        input("qkv", rows * packed, UNIT),
-    ];
-    // Half of T x T is masked. The scores and the values take a multiplication and an addition per unmasked element.
-    let flops = 2 * shape.b * shape.heads * shape.t * shape.t * shape.head_size;
-    let work = Work { floats: rows * (c + packed), bytes: 4 * rows * shape.heads, flops };
-    case("attention_forward", heads_name(shape), attention_workload(shape), operands, work, move |e, x| {
-        e.run(AttentionForward { out: x[0], lse: x[1], qkv: x[2], shape, quantized: None })
-    })
-}
-
-fn attention_backward(shape: AttentionShape) -> Case {
-    let rows = shape.b * shape.t;
-    let (c, packed) = (shape.heads * shape.head_size, shape.packed_heads() * shape.head_size);
-    let operands = vec![
-        output("dqkv", rows * packed, Tolerance::attention_backward(shape.heads / shape.kv_heads)),
-        input("dout", rows * c, UNIT),
-        input("qkv", rows * packed, UNIT),
-        input("out", rows * c, Init::Zero),
-        f32(input("lse", rows * shape.heads, Init::Zero)),
-    ];
-    let flops = 5 * shape.b * shape.heads * shape.t * shape.t * shape.head_size;
-    let work = Work { floats: 2 * rows * (c + packed), bytes: 4 * rows * shape.heads, flops };
-    let case = case("attention_backward", heads_name(shape), attention_workload(shape), operands, work, move |e, x| {
-        e.run(AttentionBackward { dqkv: x[0], dout: x[1], qkv: x[2], out: x[3], lse: x[4], shape })
-    });
-    // The backward pass reads the output of the engine's own forward pass.
-    Case {
-        before: Some(Box::new(move |e, x| {
-            e.run(AttentionForward { out: x[3], lse: x[4], qkv: x[2], shape, quantized: None })
-        })),
-        ..case
-    }
+pub fn attention(attention: &MaskedAttention) -> [Case; 2] {
+    [attention_forward(attention), attention_backward(attention)]
 }
 
 /// The sizes of a rotation.

@@ -9,5 +9,7 @@ mod compare;
 pub mod determinism;
 
 pub use case::{Case, Outcome, Part, Speed, Work};
-pub use cases::{attention, copy, edge_cases, fp8, model_cases, square_matmul, training_step_cases};
+pub use cases::{
+    DocumentLengths, MaskedAttention, attention, copy, edge_cases, fp8, model_cases, square_matmul, training_step_cases,
+};
 pub use compare::ErrorStats;

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use cuda_std::hopper::Extents;
 use cuda_std::launch::Launch;
 use cuda_std::{Global, GlobalMut, bf16};
-use gpu::attention::launch::AttentionSizes;
+use gpu::attention::launch::{AttentionSizes, Mask};
 use gpu::attention_wgmma;
 use gpu::launch::KernelLaunch;
 use kernels_gpu::attention::{self, HS, Sizes};
@@ -73,7 +73,7 @@ pub const FAMILY: Family = Family {
             "A double buffer of keys and values with cp.async, and two strips of 16 queries for each warp.",
             |s| {
                 let Problem { out, lse, qkv, shape } = problem(s)?;
-                let launch = gpu::attention::launch::forward::<bf16>(out, lse, qkv, shape);
+                let launch = gpu::attention::launch::forward::<bf16>(out, lse, qkv, shape, Mask::default());
                 s.launch_all([launch.context("no instance for this head size")?]);
                 Ok(())
             },
@@ -86,7 +86,8 @@ pub const FAMILY: Family = Family {
             |s| {
                 let Problem { out, lse, qkv, shape } = problem(s)?;
                 let qkv = map(s, qkv, shape, 3)?;
-                let launch = attention_wgmma::launch::forward(out, None, lse, qkv, shape, s.sm_count());
+                let launch =
+                    attention_wgmma::launch::forward(out, None, lse, qkv, shape, Mask::default(), s.sm_count());
                 s.launch_all([launch]);
                 Ok(())
             },

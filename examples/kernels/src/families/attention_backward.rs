@@ -8,7 +8,7 @@ use crate::values::Values;
 use anyhow::{Context, Result};
 use bytemuck::Pod;
 use cuda_std::{Element, Global, GlobalMut, bf16};
-use gpu::attention::launch::AttentionSizes;
+use gpu::attention::launch::{AttentionSizes, Mask};
 use gpu::attention_wgmma::launch::BackwardOperands;
 use kernels_gpu::attention::HS;
 use kernels_gpu::attention_backward;
@@ -62,7 +62,8 @@ pub const FAMILY: Family = Family {
             |s| {
                 let Problem { dqkv, dout, qkv, out, lse, shape } = problem::<bf16>(s)?;
                 let d = scratch(s, shape)?;
-                let launches = gpu::attention::launch::backward::<bf16>(dqkv, d, dout, qkv, out, lse, shape);
+                let launches =
+                    gpu::attention::launch::backward::<bf16>(dqkv, d, dout, qkv, out, lse, shape, Mask::default());
                 s.launch_all(launches.context("no instance for this head size")?);
                 Ok(())
             },
@@ -76,7 +77,13 @@ pub const FAMILY: Family = Family {
                 let Problem { dqkv, dout, qkv, out, lse, shape } = problem::<bf16>(s)?;
                 let (d, qkv_map, dout_map) = (scratch(s, shape)?, map(s, qkv, shape, 3)?, map(s, dout, shape, 1)?);
                 let operands = BackwardOperands { dqkv, d, dout, out, lse, qkv_map, dout_map };
-                s.launch_all(gpu::attention_wgmma::launch::backward(operands, None, shape, s.sm_count()));
+                s.launch_all(gpu::attention_wgmma::launch::backward(
+                    operands,
+                    None,
+                    shape,
+                    Mask::default(),
+                    s.sm_count(),
+                ));
                 Ok(())
             },
         )

@@ -2,8 +2,10 @@
 
 use super::{noise, rounded, wide};
 use cuda_std::Element;
+use cuda_std::emulate::Memory;
 use cuda_std::mma::TensorCore;
-use gpu::attention::launch::AttentionSizes;
+use gpu::attention::launch::{AttentionSizes, Documents, Mask};
+use gpu::attention_wgmma::TILE;
 
 /// Denotes the queries, the first NH heads of qkv.
 pub const Q: usize = 0;
@@ -24,6 +26,10 @@ fn group(shape: AttentionSizes) -> usize {
     shape.nh / shape.kv
 }
 
+/// Lengths of documents: of one token, of a tile or a multiple of one, one more or less, one for the whole sequence, and others.
+pub const DOCUMENTS: [&[usize]; 9] =
+    [&[1], &[32], &[64], &[128], &[63, 65, 1], &[1000], &[2, 1, 129, 5], &[127, 3, 62, 70, 11], &[33, 31, 1, 95, 97]];
+
 /// The indices of a row: (sequence, position, head). The head of K and V, and of their gradients, is a key-value head.
 pub type Place = [usize; 3];
 
@@ -39,21 +45,73 @@ pub struct Inputs {
     pub shape: AttentionSizes,
     pub qkv: Vec<f64>,
     pub dout: Vec<f64>,
+    /// The first position of the document at each position (B, T), if there are documents.
+    pub documents: Option<Vec<u32>>,
+    /// Number of keys that a query attends to at most.
+    pub window: Option<u32>,
 }
 
 impl Inputs {
+    /// Divides the sequences into documents of these lengths, repeated. A document ends at the end of a sequence.
+    pub fn with_documents(mut self, lengths: &[usize]) -> Self {
+        let (mut first_keys, mut lengths) = (Vec::new(), lengths.iter().cycle());
+        for _ in 0..self.shape.b {
+            let mut first = 0;
+            while first < self.shape.t {
+                let length = (*lengths.next().unwrap()).min(self.shape.t - first);
+                first_keys.resize(first_keys.len() + length, first as u32);
+                first += length;
+            }
+        }
+        self.documents = Some(first_keys);
+        self
+    }
+
+    /// Limits the keys of a query.
+    pub fn with_window(self, window: u32) -> Self {
+        Self { window: Some(window), ..self }
+    }
+
+    /// Returns the first key that a query attends to.
+    fn first_key(&self, b: usize, query: usize) -> usize {
+        let document = self.documents.as_ref().map_or(0, |first_keys| first_keys[b * self.shape.t + query]);
+        document.max((query as u32 + 1).saturating_sub(self.window.unwrap_or(u32::MAX))) as usize
+    }
+
+    /// Returns the kernels' mask, with its arrays in `memory`. Tiles are in an arbitrary order.
+    pub fn mask(&self, memory: &mut Memory) -> Mask {
+        let AttentionSizes { b, t, .. } = self.shape;
+        let documents = self.documents.as_ref().map(|first_keys| {
+            let last =
+                |at: usize| (at..(at / t + 1) * t).take_while(|&i| first_keys[i] == first_keys[at]).last().unwrap() % t;
+            let last_queries: Vec<_> = (0..b * t).map(|at| last(at) as u32).collect();
+            let tiles = t.div_ceil(TILE as usize) as u32;
+            let order = |start: u32| -> Vec<_> {
+                (0..b as u32).flat_map(|b| (0..tiles).map(move |i| (start + b + i) % tiles)).collect()
+            };
+            Documents {
+                first_keys: memory.input("first keys", first_keys),
+                last_queries: memory.input("last queries", &last_queries),
+                query_tiles: memory.input("order of queries", &order(1)),
+                key_tiles: memory.input("order of keys", &order(2)),
+            }
+        });
+        Mask { documents, window: self.window }
+    }
+
     /// Returns random Q, K and V in ±`range` and dout in ±1, all representable in `T`.
     pub fn random<T: Element>(shape: AttentionSizes, range: f64, seed: u32) -> Self {
         let zeros = Self::zeros(shape);
         let qkv: Vec<_> = noise(zeros.qkv.len(), seed).iter().map(|x| range * x).collect();
         let exact = |values: &[f64]| wide(&rounded::<T>(values));
-        Self { shape, qkv: exact(&qkv), dout: exact(&noise(zeros.dout.len(), seed ^ 0xd0)) }
+        Self { qkv: exact(&qkv), dout: exact(&noise(zeros.dout.len(), seed ^ 0xd0)), ..zeros }
     }
 
     /// Returns inputs of zeros.
     pub fn zeros(shape: AttentionSizes) -> Self {
         let elements = |heads: usize| vec![0.0; shape.b * shape.t * heads * shape.hs];
-        Self { shape, qkv: elements(shape.nh + 2 * shape.kv), dout: elements(shape.nh) }
+        let (qkv, dout) = (elements(shape.nh + 2 * shape.kv), elements(shape.nh));
+        Self { shape, qkv, dout, documents: None, window: None }
     }
 
     /// Returns the same attention with a copy of K and V for each query head.
@@ -150,7 +208,7 @@ impl Results {
     }
 }
 
-/// Computes softmax(Q Kᵀ / sqrt(HS) + causal mask) V and its derivatives.
+/// Computes softmax(Q Kᵀ / sqrt(HS) + mask) V and its derivatives.
 pub fn reference(inputs: &Inputs) -> Results {
     let shape = inputs.shape;
     let AttentionSizes { b, t, nh, hs, .. } = shape;
@@ -165,21 +223,23 @@ pub fn reference(inputs: &Inputs) -> Results {
             _ => [b, t, h],
         };
         let row = |part, t| inputs.row(part, place(part, t));
-        let scores: Vec<_> = (0..=query).map(|key| dot(row(Q, query), row(K, key)) * scale).collect();
+        let first = inputs.first_key(b, query);
+        let scores: Vec<_> = (first..=query).map(|key| dot(row(Q, query), row(K, key)) * scale).collect();
         let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
         results.lse[(b * nh + h) * t + query] = max + sum.ln();
         let p: Vec<_> = scores.iter().map(|s| (s - max).exp() / sum).collect();
-        let dp: Vec<_> = (0..=query).map(|key| dot(row(DOUT, query), row(V, key))).collect();
+        let dp: Vec<_> = (first..=query).map(|key| dot(row(DOUT, query), row(V, key))).collect();
         let mean = dot(&p, &dp);
-        for key in 0..=query {
-            let ds = p[key] * (dp[key] - mean) * scale;
+        for key in first..=query {
+            let p = p[key - first];
+            let ds = p * (dp[key - first] - mean) * scale;
             let at = |part, t| element(shape, part, place(part, t));
             for i in 0..hs {
-                results.out[at(DOUT, query) + i] += p[key] * row(V, key)[i];
+                results.out[at(DOUT, query) + i] += p * row(V, key)[i];
                 results.dqkv[at(Q, query) + i] += ds * row(K, key)[i];
                 results.dqkv[at(K, key) + i] += ds * row(Q, query)[i];
-                results.dqkv[at(V, key) + i] += p[key] * row(DOUT, query)[i];
+                results.dqkv[at(V, key) + i] += p * row(DOUT, query)[i];
             }
         }
     }

@@ -2,12 +2,13 @@
 
 use super::table::{Cell, Column, Json, Spread, Table};
 use crate::commands::resources::Hardware;
+use crate::values::count;
 use anyhow::{Context, bail, ensure};
 use engine::Result;
 use engine::ops::AttentionShape;
 use std::str::FromStr;
 use system::progress::{self, Unit};
-use verify::selftest::{Case, attention};
+use verify::selftest::{Case, DocumentLengths, MaskedAttention, attention};
 
 /// Time causal attention, forward and backward. Rates do not count FLOPs on masked elements
 #[derive(Clone, Debug, clap::Args)]
@@ -15,6 +16,14 @@ pub struct Attention {
     /// Batch, heads, sequence length, head size, and key-value heads (default: NH); may be repeated
     #[arg(short, long = "shape", value_name = "B,NH,T,HS[,KV]", default_values = DEFAULT)]
     shapes: Vec<AttentionCase>,
+
+    /// Mean length of documents, which have random lengths; a query attends only to its own document
+    #[arg(long, value_name = "MEAN", value_parser = count)]
+    documents: Option<usize>,
+
+    /// Number of keys that a query attends to at most
+    #[arg(long, value_name = "W", value_parser = count)]
+    window: Option<usize>,
 
     #[command(flatten)]
     hardware: Hardware,
@@ -65,7 +74,9 @@ pub fn run(options: &Attention) -> Result<()> {
     let engine = &mut *options.hardware.open_quietly()?;
     let mut table = Table::new("attention", COLUMNS, engine, &options.json);
     table.print_heading()?;
-    let cases: Vec<Case> = options.shapes.iter().flat_map(|AttentionCase(heads)| attention(*heads)).collect();
+    let documents = options.documents.map(DocumentLengths::Random);
+    let masked = |&AttentionCase(shape): &_| MaskedAttention { shape, documents, window: options.window };
+    let cases: Vec<Case> = options.shapes.iter().map(masked).flat_map(|case| attention(&case)).collect();
     let progress = progress::start("timing", Unit::Count, cases.len() as u64);
     for case in cases {
         let speed = case.time(engine)?;
@@ -114,7 +125,8 @@ mod tests {
 
     #[test]
     fn flops_count_half_of_all_query_key_pairs() {
-        let [forward, backward] = attention(AttentionShape { b: 2, t: 100, heads: 3, kv_heads: 3, head_size: 64 });
+        let [forward, backward] =
+            attention(&AttentionShape { b: 2, t: 100, heads: 3, kv_heads: 3, head_size: 64 }.into());
         // Two GEMMs forward and five backward, each with 2 FLOPs per pair and channel.
         assert_eq!(forward.work.flops, 2 * 2 * 2 * 3 * 100 * 100 / 2 * 64);
         assert_eq!(backward.work.flops, 5 * forward.work.flops / 2);

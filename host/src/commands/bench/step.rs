@@ -104,7 +104,7 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     let gpu = multi_rank::gpu_of(local_rank, ranks.world_size() == 1, options.hardware.device)?;
     let mut engine = options.hardware.open_quietly_on(gpu)?;
     let engine = &mut *engine;
-    let layout = BatchLayout { b: options.batch, t: options.seq };
+    let layout = BatchLayout::new(options.batch, options.seq);
     let (model, plan) = options.prepare(engine, ranks, gpu)?;
     let on_gpu = engine.device_tensor(model.params)?.is_some();
     let mut bench = StepBench {
@@ -190,7 +190,7 @@ impl Step {
                 (source.descriptor(), Some(source))
             }
         };
-        let layout = BatchLayout { b: self.batch, t: self.seq };
+        let layout = BatchLayout::new(self.batch, self.seq);
         let Self { recompute, optimizer, master_weights, moments, .. } = *self;
         let shard = multi_rank::shard(ranks, self.shard_size)?;
         let zero = Zero::new(self.zero_stage, shard);

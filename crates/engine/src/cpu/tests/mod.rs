@@ -5,8 +5,8 @@ mod norms;
 use super::*;
 use crate::ops::{
     Activation, ActivationForward, ActivationInput, AdamW, AdamWUpdate, AttentionBackward, AttentionForward,
-    AttentionShape, Classifier, EncoderBackward, EncoderForward, Epilogue, GlobalNorm, Master, MatmulBackward,
-    MatmulForward, MatmulShape, NormBackward, NormForward, Sum, UpdateRange,
+    AttentionMask, AttentionShape, Classifier, EncoderBackward, EncoderForward, Epilogue, GlobalNorm, Master,
+    MatmulBackward, MatmulForward, MatmulShape, NormBackward, NormForward, Sum, UpdateRange,
 };
 use proptest::prelude::*;
 use rng::Mt19937;
@@ -270,7 +270,16 @@ proptest! {
     }
 
     #[test]
-    fn attention(b in 1usize..3, t in 1usize..150, kv_heads in 1usize..4, group in 1usize..4, head_size in 1usize..20) {
+    fn attention(
+        b in 1usize..3,
+        t in 1usize..150,
+        kv_heads in 1usize..4,
+        group in 1usize..4,
+        head_size in 1usize..20,
+        // Mean length of documents, and window; none if 0.
+        documents in 0i32..60,
+        window in 0usize..80,
+    ) {
         let heads = group * kv_heads;
         let (c, packed) = (heads * head_size, (heads + 2 * kv_heads) * head_size);
         let mut bench = Bench::new();
@@ -278,6 +287,11 @@ proptest! {
         let (out, dout, lse) = (bench.normal(b * t * c), bench.normal(b * t * c), bench.normal(b * heads * t));
         let dqkv = bench.normal(b * t * packed);
         let shape = AttentionShape { b, t, heads, kv_heads, head_size };
+        let layout = BatchLayout::new(b, t).with_documents();
+        let batch = bench.ints(layout.words());
+        let window = Some(window).filter(|&window| window > 0);
+        let documents_of = layout.documents_of(batch).filter(|_| documents > 0);
+        let mask = AttentionMask { documents: documents_of, window };
         let workload = Workload {
             attention: shape,
             channels: c,
@@ -291,8 +305,15 @@ proptest! {
         };
         bench.engine.plan(&mut bench.plan, &workload);
         bench.ready();
-        bench.dyn_engine().run(AttentionForward { out, lse, qkv, shape, quantized: None }).unwrap();
-        bench.dyn_engine().run(AttentionBackward { dqkv, dout, qkv, out, lse, shape }).unwrap();
+        let mut words: Vec<i32> = (0..layout.words()).map(|_| bench.rng.below(documents.max(1) as u32) as i32).collect();
+        layout.find_documents(&mut words, 0);
+        bench.engine.write_i32(batch, &words).unwrap();
+        bench.dyn_engine().run(AttentionForward { out, lse, qkv, shape, mask, quantized: None }).unwrap();
+        bench.dyn_engine().run(AttentionBackward { dqkv, dout, qkv, out, lse, shape, mask }).unwrap();
+        let first_key = |seq: usize, row: usize| {
+            let document = (0..=row).rev().find(|&key| documents > 0 && words[seq * t + key] == 0).unwrap_or(0);
+            window.map_or(document, |window| document.max((row + 1).saturating_sub(window)))
+        };
 
         let (x, d) = (bench.before(qkv), bench.before(dout));
         let (mut y, mut l, mut dx) = (vec![0.0; b * t * c], vec![0.0; b * heads * t], vec![0.0; b * t * packed]);
@@ -303,22 +324,24 @@ proptest! {
             let row_at = |row: usize, i: usize| (seq * t + row) * c + head * head_size + i;
             for row in 0..t {
                 let dot = |key: usize| (0..head_size).map(|i| x[part(0, row, i)] * x[part(1, key, i)]).sum::<f64>();
-                let scores: Vec<f64> = (0..=row).map(|key| scale * dot(key)).collect();
+                let first = first_key(seq, row);
+                let scores: Vec<f64> = (first..=row).map(|key| scale * dot(key)).collect();
                 let sum: f64 = scores.iter().map(|s| s.exp()).sum();
                 l[(seq * heads + head) * t + row] = sum.ln();
                 let weights: Vec<f64> = scores.iter().map(|s| s.exp() / sum).collect();
                 for i in 0..head_size {
-                    y[row_at(row, i)] = (0..=row).map(|key| weights[key] * x[part(2, key, i)]).sum();
+                    y[row_at(row, i)] = (first..=row).map(|key| weights[key - first] * x[part(2, key, i)]).sum();
                 }
                 let dweight = |key: usize| (0..head_size).map(|i| d[row_at(row, i)] * x[part(2, key, i)]).sum::<f64>();
-                let dweights: Vec<f64> = (0..=row).map(dweight).collect();
+                let dweights: Vec<f64> = (first..=row).map(dweight).collect();
                 let mean: f64 = weights.iter().zip(&dweights).map(|(w, d)| w * d).sum();
-                for key in 0..=row {
-                    let dscore = scale * weights[key] * (dweights[key] - mean);
+                for key in first..=row {
+                    let weight = weights[key - first];
+                    let dscore = scale * weight * (dweights[key - first] - mean);
                     for i in 0..head_size {
                         dx[part(0, row, i)] += dscore * x[part(1, key, i)];
                         dx[part(1, key, i)] += dscore * x[part(0, row, i)];
-                        dx[part(2, key, i)] += weights[key] * d[row_at(row, i)];
+                        dx[part(2, key, i)] += weight * d[row_at(row, i)];
                     }
                 }
             }
@@ -372,7 +395,7 @@ proptest! {
 
     #[test]
     fn encoder(b in 1usize..5, t in 1usize..20, c in 1usize..40, v in 1usize..30, spare in 0usize..3, learned: bool) {
-        let layout = BatchLayout { b, t };
+        let layout = BatchLayout::new(b, t);
         let mut bench = Bench::new();
         let (wte, wpe, out) = (bench.normal(v * c), bench.normal((t + spare) * c), bench.normal(b * t * c));
         let (dwte, dwpe, dout) = (bench.normal(v * c), bench.normal((t + spare) * c), bench.normal(b * t * c));
@@ -580,6 +603,7 @@ fn invalid_operands_are_errors_that_name_the_tensor() {
             lse: b,
             qkv: b,
             shape: AttentionShape { b: 1, t: 64, heads: 1, kv_heads: 1, head_size: 1 },
+            mask: AttentionMask::default(),
             quantized: None,
         })
     });
@@ -602,7 +626,7 @@ fn invalid_operands_are_errors_that_name_the_tensor() {
 
 #[test]
 fn an_unsorted_batch_is_refused() {
-    let layout = BatchLayout { b: 2, t: 3 };
+    let layout = BatchLayout::new(2, 3);
     let mut bench = Bench::new();
     let [dwte, dwpe, dout] = [20, 6, 12].map(|n| bench.normal(n));
     let batch = bench.ints(layout.words());

@@ -3,13 +3,15 @@
 //! Both engines quantize the same numbers with the same scales, so their FP8 operands are equal, and the tolerances are those of
 //! the same operations in bf16.
 
+use super::MaskedAttention;
 use super::{
     Case, DType, Engine, EpilogueKind, GELU, Init, Operand, Result, Tensor, Tolerance, Work, Workload, accumulated,
-    case, f32, heads_name, input, linear_name, linear_workload, matmul_backward, matmul_forward, output,
+    case, f32, input, linear_name, linear_workload, matmul_backward, matmul_forward, output,
 };
 use engine::ops::{
-    Activation, ActivationInput, AttentionForward, AttentionShape, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format,
-    Fp8Forward, Fp8Scale, Fp8Scales, MatmulBackward, MatmulForward, MatmulShape, NormForward, Quantize, Scaling,
+    Activation, ActivationInput, AttentionForward, AttentionMask, AttentionShape, Epilogue, Fp8Accumulation,
+    Fp8Backward, Fp8Format, Fp8Forward, Fp8Scale, Fp8Scales, MatmulBackward, MatmulForward, MatmulShape, NormForward,
+    Quantize, Scaling,
 };
 
 /// Returns every operation in FP8 at small shapes, which are multiples of 16.
@@ -615,7 +617,14 @@ fn quantized_attention(attention: AttentionShape, scaling: Scaling) -> Case {
             shape: [rows, c],
             column_sums: None,
         };
-        e.run(AttentionForward { out: x[1], lse: x[2], qkv: x[3], shape: attention, quantized: Some(quantized) })?;
+        e.run(AttentionForward {
+            out: x[1],
+            lse: x[2],
+            qkv: x[3],
+            shape: attention,
+            mask: AttentionMask::default(),
+            quantized: Some(quantized),
+        })?;
         let fp8 = Fp8Forward {
             inp: x[5],
             inp_scale: x[7],
@@ -631,7 +640,7 @@ fn quantized_attention(attention: AttentionShape, scaling: Scaling) -> Case {
         move |e: &mut dyn Engine, x: &[Tensor]| quantize_weight(e, x[4], [Some(x[6]), None], of(x[9], x[10]), shape);
     let work = Work { floats: rows * (2 * c + packed), bytes: 4 * rows * attention.heads, flops: 2 * rows * c * oc };
     let workload = Workload { attention, ..linear_workload(shape) };
-    let name = format!("{} fp8 {scaling:?}", heads_name(attention)).to_lowercase();
+    let name = format!("{} fp8 {scaling:?}", MaskedAttention::from(attention).name()).to_lowercase();
     let case = case("attention_forward", name, workload, operands, work, run);
     Case { before: Some(Box::new(before)), ..case }
 }
