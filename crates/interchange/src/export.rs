@@ -352,6 +352,10 @@ fn gguf_metadata(
         Pattern::Gpt2 => "gpt-2",
         Pattern::Llama3 => "llama-bpe",
         Pattern::Qwen2 => "qwen2",
+        Pattern::Nanochat => bail!(
+            "tokenizer: expected the split pattern of GPT-2, Llama 3 or Qwen 2, found nanochat's, which llama.cpp does not have; \
+             export a Hugging Face directory"
+        ),
     };
     let merges = vocabulary.merge_lines();
     let [bos, eos] = [vocabulary.bos, vocabulary.eos];

@@ -8,6 +8,13 @@
 //!   ([tokenizer.py](https://github.com/meta-llama/llama3/blob/main/llama/tokenizer.py))
 //! * Qwen 2 and later: Llama 3's with `\p{N}` instead of `\p{N}{1,3}`
 //!   ([tokenization_qwen2.py](https://github.com/huggingface/transformers/blob/main/src/transformers/models/qwen2/tokenization_qwen2.py))
+//! * nanochat: Llama 3's with `\p{N}{1,2}` instead of `\p{N}{1,3}`
+//!   ([tokenizer.py](https://github.com/karpathy/nanochat/blob/master/nanochat/tokenizer.py))
+//!
+//! GPT-4's pattern, also known as cl100k, is another spelling of Llama 3's. It writes `'(?i:[sdmt]|ll|ve|re)` for the contractions,
+//! `?+` and `++` where nothing could be given back, and `\s*[\r\n]`, which ends after the last line break as `\s*[\r\n]+` does
+//! ([openai_public.py](https://github.com/openai/tiktoken/blob/main/tiktoken_ext/openai_public.py)). nanochat's pattern has this
+//! spelling.
 //!
 //! Each pattern matches every character, so the pieces add up to the text.
 
@@ -18,23 +25,33 @@ use crate::classes::{Class, class};
 pub enum Pattern {
     /// GPT-2, also known as r50k.
     Gpt2,
-    /// Llama 3.
+    /// Llama 3 and GPT-4.
     Llama3,
     /// Qwen 2 and later.
     Qwen2,
+    /// nanochat.
+    Nanochat,
 }
+
+/// GPT-2's regular expression.
+pub const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+
+/// The parts of Llama 3's and of GPT-4's regular expression before and after the numbers.
+const AROUND_NUMBERS: [(&str, &str); 2] = [
+    (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|", r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
+    (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|", r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"),
+];
 
 impl Pattern {
     /// Returns the pattern of a regular expression in a `tokenizer.json`.
     pub fn of_regex(regex: &str) -> Option<Self> {
-        const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
-        const CONTRACTIONS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|";
-        const OTHER: &str = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
         if regex == GPT2 {
             return Some(Self::Gpt2);
         }
-        match regex.strip_prefix(CONTRACTIONS)?.strip_suffix(OTHER)? {
+        let numbers = |(before, after)| regex.strip_prefix(before)?.strip_suffix(after);
+        match AROUND_NUMBERS.into_iter().find_map(numbers)? {
             r"\p{N}{1,3}" => Some(Self::Llama3),
+            r"\p{N}{1,2}" => Some(Self::Nanochat),
             r"\p{N}" => Some(Self::Qwen2),
             _ => None,
         }
@@ -47,6 +64,7 @@ impl Pattern {
             Self::Gpt2 => split_by(text, gpt2_piece, put),
             Self::Llama3 => split_by(text, |text| llama3_piece(text, 3), put),
             Self::Qwen2 => split_by(text, |text| llama3_piece(text, 1), put),
+            Self::Nanochat => split_by(text, |text| llama3_piece(text, 2), put),
         }
     }
 
@@ -57,7 +75,7 @@ impl Pattern {
         match self {
             Self::Gpt2 => starts_space,
             // Line breaks may belong to the punctuation or the whitespace before them.
-            Self::Llama3 | Self::Qwen2 => {
+            Self::Llama3 | Self::Qwen2 | Self::Nanochat => {
                 let line_break = |c| matches!(c, '\r' | '\n');
                 let ends_line = line_break(before) && class(after) != Class::Space;
                 ends_line || (starts_space && !line_break(after))
@@ -210,21 +228,19 @@ mod tests {
     #[test]
     fn other_regular_expressions_are_unknown() {
         assert_eq!(Pattern::of_regex(r"\s+|\S+"), None);
-        let digits = |digits: &str| {
-            let (before, after) = (
-                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|",
-                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-            );
-            Pattern::of_regex(&format!("{before}{digits}{after}"))
-        };
-        let expected = [Some(Pattern::Llama3), Some(Pattern::Qwen2), None];
-        assert_eq!([r"\p{N}{1,3}", r"\p{N}", r"\p{N}+"].map(digits), expected);
+        for (before, after) in AROUND_NUMBERS {
+            let pattern = |digits: &str| Pattern::of_regex(&format!("{before}{digits}{after}"));
+            let expected = [Some(Pattern::Llama3), Some(Pattern::Nanochat), Some(Pattern::Qwen2), None];
+            assert_eq!([r"\p{N}{1,3}", r"\p{N}{1,2}", r"\p{N}", r"\p{N}+"].map(pattern), expected);
+        }
+        let mixed = format!(r"{}\p{{N}}{}", AROUND_NUMBERS[0].0, AROUND_NUMBERS[1].1);
+        assert_eq!(Pattern::of_regex(&mixed), None);
     }
 
     proptest! {
         #[test]
         fn pieces_are_those_of_the_parts_where_the_pattern_divides(text in "([a'sR1é.中]{0,3}[ \n\t\r\u{a0}]{0,3}){0,8}") {
-            for pattern in [Pattern::Gpt2, Pattern::Llama3, Pattern::Qwen2] {
+            for pattern in [Pattern::Gpt2, Pattern::Llama3, Pattern::Qwen2, Pattern::Nanochat] {
                 let whole = pieces(pattern, &text);
                 for (at, after) in text.char_indices().skip(1) {
                     let before = text[..at].chars().next_back().unwrap();

@@ -236,6 +236,14 @@ const QWEN2: &str = concat!(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|",
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 );
+const GPT4: &str = concat!(
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|",
+    r"\s*[\r\n]|\s+(?!\S)|\s+"
+);
+const NANOCHAT: &str = concat!(
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|",
+    r"\s*[\r\n]|\s+(?!\S)|\s+"
+);
 
 const TEXTS: &str = "(?s).{0,60}|([a-zA-Zſé中0-9½.!'\u{301}\u{345} \n\t\r\u{a0}]{0,6}|<think>){0,20}";
 
@@ -367,11 +375,13 @@ proptest! {
     }
 
     #[test]
-    fn llama3_pieces_match_a_regex(text in TEXTS) {
-        let regex = fancy_regex::Regex::new(LLAMA3).unwrap();
-        let expected: Vec<&str> = regex.find_iter(&text).map(|found| found.unwrap().as_str()).collect();
-        let mut pieces = Vec::new();
-        Pattern::Llama3.split(&text, |piece| pieces.push(piece));
-        prop_assert_eq!(pieces, expected);
+    fn pieces_match_a_regex(text in TEXTS) {
+        for regex in [split::GPT2, LLAMA3, QWEN2, GPT4, NANOCHAT] {
+            let expected = fancy_regex::Regex::new(regex).unwrap();
+            let expected: Vec<&str> = expected.find_iter(&text).map(|found| found.unwrap().as_str()).collect();
+            let mut pieces = Vec::new();
+            Pattern::of_regex(regex).unwrap().split(&text, |piece| pieces.push(piece));
+            prop_assert_eq!(pieces, expected, "{}", regex);
+        }
     }
 }
