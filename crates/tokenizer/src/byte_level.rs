@@ -1,9 +1,19 @@
 //! The alphabet in which GPT-2's vocabulary files write bytes as printable characters
 //! ([encoder.py](https://github.com/openai/gpt-2/blob/master/src/encoder.py), `bytes_to_unicode`).
 
+/// Returns whether a byte stands for itself.
+fn printable(byte: u8) -> bool {
+    matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff)
+}
+
+/// Returns all bytes in the order of their characters, which is that of GPT-2's ids: printable ones first.
+pub fn alphabet() -> impl Iterator<Item = u8> {
+    let (first, others): (Vec<u8>, Vec<u8>) = (0..=255).partition(|&byte| printable(byte));
+    first.into_iter().chain(others)
+}
+
 /// Returns the character of a byte: itself if it is printable, else one of the characters from U+0100 on.
 pub fn character(byte: u8) -> char {
-    let printable = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     if printable(byte) {
         return char::from(byte);
     }

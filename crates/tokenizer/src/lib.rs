@@ -14,6 +14,7 @@ mod matcher;
 mod split;
 pub mod stored;
 mod tiktoken_file;
+pub mod train;
 mod vocab_and_merges;
 
 pub use json_file::{byte_level_bpe, pattern as split_pattern};
@@ -173,9 +174,7 @@ const GPT2_MERGES: &[u8] = include_bytes!("../data/gpt2_merges.bin");
 
 /// Returns the bytes of GPT-2's tokens: single bytes in the order of its alphabet, printable ones first, and then the merges.
 fn gpt2_tokens() -> Vec<Box<[u8]>> {
-    let (printable, others): (Vec<u8>, Vec<u8>) =
-        (0..=255).partition(|&byte| byte_level::character(byte) == char::from(byte));
-    let mut tokens: Vec<Box<[u8]>> = printable.into_iter().chain(others).map(|byte| Box::from([byte])).collect();
+    let mut tokens: Vec<Box<[u8]>> = byte_level::alphabet().map(|byte| Box::from([byte])).collect();
     for merge in GPT2_MERGES.as_chunks::<4>().0 {
         let [left, right] = [[merge[0], merge[1]], [merge[2], merge[3]]].map(|id| usize::from(u16::from_le_bytes(id)));
         tokens.push([&*tokens[left], &*tokens[right]].concat().into());

@@ -1,0 +1,139 @@
+//! Training of byte-level byte-pair encodings.
+//!
+//! A [`Splitter`] splits text into [`Pieces`], which [`train`] merges. The result is a `tokenizer.json` and a file of ranks. Reading the text
+//! does not belong here.
+//!
+//! The merges are those of Hugging Face's `BpeTrainer` with the 256 characters of `ByteLevel.alphabet()`. Of several pairs with the same
+//! count, the one with the smallest left id is merged, and of those the one with the smallest right id. Ids are those of GPT-2's
+//! vocabulary: bytes in the order of its alphabet, then merged tokens in the order of their merges, and then special tokens.
+
+mod merges;
+mod pieces;
+mod splitter;
+
+pub use pieces::{Pieces, Table};
+pub use splitter::Splitter;
+
+use crate::{BYTE_VOCAB, DOCUMENT_TOKENS, byte_level, json_file};
+use anyhow::{Result, bail, ensure};
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
+use merges::Merges;
+use serde_json::{Value, json};
+use std::fmt::Write;
+
+/// Name of the file of ranks. It is not [`stored::TIKTOKEN`](crate::stored::TIKTOKEN), which implies Llama 3's pattern and special tokens.
+pub const RANKS: &str = "tokenizer.tiktoken";
+
+/// Settings of a training.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Number of ids, with the special tokens.
+    pub vocab: usize,
+    /// Special tokens, which get the last ids. Text that looks like one is ordinary text.
+    pub special: Vec<String>,
+    /// Occurrences that a pair needs to be merged.
+    pub min_frequency: u64,
+}
+
+impl Settings {
+    /// Checks the settings.
+    pub fn check(&self) -> Result<()> {
+        let Self { vocab, special, .. } = self;
+        for (i, token) in special.iter().enumerate() {
+            ensure!(!token.is_empty(), "--special: expected text, found an empty token; remove it");
+            ensure!(
+                !special[..i].contains(token),
+                "--special {token}: expected distinct tokens, found it twice; remove one"
+            );
+            let is_byte = byte_level::bytes(token).is_some_and(|bytes| bytes.len() == 1);
+            ensure!(
+                !is_byte,
+                "--special {token}: expected at least two characters, found one, which is the token of a byte; use a \
+                 longer text, such as <|{token}|>"
+            );
+        }
+        if !special.iter().any(|token| DOCUMENT_TOKENS.contains(&&**token)) {
+            bail!(
+                "--special: expected a token that precedes documents, one of {}, found {}; add one",
+                DOCUMENT_TOKENS.join(", "),
+                if special.is_empty() { "none".to_owned() } else { special.join(", ") }
+            );
+        }
+        let least = BYTE_VOCAB + special.len();
+        ensure!(
+            *vocab >= least,
+            "--vocab-size {vocab}: expected at least {least}, for {BYTE_VOCAB} bytes and {} special tokens; use a larger number",
+            special.len()
+        );
+        Ok(())
+    }
+}
+
+/// A trained encoding.
+#[derive(Debug)]
+pub struct Trained {
+    merges: Merges,
+    special: Vec<String>,
+    regex: String,
+}
+
+/// Trains an encoding of pieces, which `splitter` has made. Calls `merged` after each merge.
+pub fn train(pieces: Pieces, splitter: &Splitter, settings: &Settings, merged: &mut dyn FnMut()) -> Result<Trained> {
+    settings.check()?;
+    let Settings { vocab, special, min_frequency } = settings;
+    // The text of a token in the file is that of its bytes in GPT-2's alphabet. It differs from those of the special tokens.
+    let reserved: Vec<Vec<u8>> = special.iter().filter_map(|token| byte_level::bytes(token)).collect();
+    let merges = merges::train(pieces, vocab - special.len(), *min_frequency, &reserved, merged);
+    Ok(Trained { merges, special: special.clone(), regex: splitter.regex().to_owned() })
+}
+
+impl Trained {
+    /// Returns the number of ids. It is smaller than the setting if no more pairs are frequent enough.
+    pub fn vocab(&self) -> usize {
+        self.merges.tokens.len() + self.special.len()
+    }
+
+    /// Returns the number of merges.
+    pub fn merges(&self) -> usize {
+        self.merges.merges.len()
+    }
+
+    /// Returns the number of tokens of the training text.
+    pub fn encoded(&self) -> u64 {
+        self.merges.encoded
+    }
+
+    /// Returns the contents of the `tokenizer.json`.
+    pub fn json(&self) -> Result<String> {
+        let Merges { tokens, merges, .. } = &self.merges;
+        let texts: Vec<String> =
+            tokens.iter().map(|token| token.iter().map(|&byte| byte_level::character(byte)).collect()).collect();
+        let vocab = texts.iter().zip(0..).map(|(text, id): (_, u32)| (text.clone(), id.into())).collect();
+        let line = |&(left, right): &(u32, u32)| format!("{} {}", texts[left as usize], texts[right as usize]);
+        let lines: Vec<String> = merges.iter().map(line).collect();
+        let special = |(text, id): (&String, usize)| {
+            json!({"id": id, "content": text, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+                "special": true})
+        };
+        let special: Vec<Value> = self.special.iter().zip(tokens.len()..).map(special).collect();
+        let mut file = json_file::byte_level_bpe(&vocab, &lines, &special, false);
+        file["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": self.regex}, "behavior": "Isolated", "invert": false},
+            {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
+        ]});
+        Ok(serde_json::to_string_pretty(&file)? + "\n")
+    }
+
+    /// Returns the contents of the file of ranks: a line with base64 and rank for each token, without special tokens.
+    pub fn ranks(&self) -> String {
+        let mut text = String::new();
+        for (rank, token) in self.merges.tokens.iter().enumerate() {
+            let _ = writeln!(text, "{} {rank}", BASE64_STANDARD.encode(token));
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests;
