@@ -26,6 +26,7 @@ mod serve;
 mod streams;
 mod sweep;
 mod terminal;
+mod tokenizer_training;
 mod tokenizers;
 mod train_behavior;
 mod unreliable_files;

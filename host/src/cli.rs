@@ -2,7 +2,7 @@
 
 use crate::commands::{
     bench, chat, data, doctor, eval, export, inspect, log, plan, plot, sample, selftest, serve, shell, simulate, sweep,
-    train, verify,
+    tokenizer, train, verify,
 };
 use crate::config_file::ConfigFile;
 use crate::terminal;
@@ -49,6 +49,7 @@ enum Subcommands {
     Serve(serve::Serve),
     Log(log::Log),
     Data(data::Data),
+    Tokenizer(tokenizer::Tokenizer),
     Doctor(doctor::Doctor),
     Inspect(inspect::Inspect),
     Verify(verify::Verify),
@@ -114,6 +115,7 @@ impl Cli {
             Subcommands::Serve(args) => serve::run(args),
             Subcommands::Log(args) => log::run(args),
             Subcommands::Data(args) => data::run(args),
+            Subcommands::Tokenizer(args) => tokenizer::run(args),
             Subcommands::Doctor(args) => doctor::run(args),
             Subcommands::Inspect(args) => inspect::run(args),
             Subcommands::Verify(args) => verify::run(args),

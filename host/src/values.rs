@@ -16,6 +16,11 @@ pub fn whole_number(text: &str) -> Result<usize, &'static str> {
     text.parse().map_err(|_| "expected a whole number of at least 0")
 }
 
+/// Parses a number of bytes, which may be larger than a [`count`].
+pub fn bytes(text: &str) -> Result<usize, &'static str> {
+    text.parse().ok().filter(|&n| n > 0).ok_or("expected a whole number of at least 1")
+}
+
 /// Parses a seed of a random number generator.
 pub fn seed(text: &str) -> Result<u32, String> {
     text.parse().map_err(|_| format!("expected a whole number from 0 to {}", u32::MAX))

@@ -22,5 +22,6 @@ pub mod serve;
 pub mod shell;
 pub mod simulate;
 pub mod sweep;
+pub mod tokenizer;
 pub mod train;
 pub mod verify;

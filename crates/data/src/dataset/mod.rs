@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 pub use tokenizer::Identity as Encoding;
-use tokenizer::stored;
+use tokenizer::{stored, train};
 
 /// Name of the file.
 pub const FILE_NAME: &str = "dataset.json";
@@ -129,6 +129,7 @@ pub fn read_for_shard(path: &Path) -> Result<Option<Dataset>> {
 
 /// Reports whether a file in an output directory belongs to its data set: a part of it, or a copy of the tokenizer file.
 pub(crate) fn is_output(path: &Path) -> bool {
+    let is_tokenizer = |name: &str| is_tokenizer(name) || name == train::RANKS;
     is_part(path) || path.file_name().and_then(|name| name.to_str()).is_some_and(is_tokenizer)
 }
 

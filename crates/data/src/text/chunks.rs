@@ -1,10 +1,38 @@
 //! Collects documents into chunks that are encoded in parallel.
 
-use super::Encoder;
 use crate::documents::Sink;
 use anyhow::{Result, anyhow};
 use std::sync::mpsc::SyncSender;
 use tokenizer::Tokenizer;
+use tokenizer::train::Splitter;
+
+/// The places at which a text may be cut.
+pub trait Cuts: Sync {
+    /// Reports whether the text may always be cut between these adjacent characters.
+    fn divides_between(&self, before: char, after: char) -> bool;
+    /// Reports whether a special token may contain these adjacent characters.
+    fn special_token_contains(&self, before: char, after: char) -> bool;
+}
+
+impl Cuts for Tokenizer {
+    fn divides_between(&self, before: char, after: char) -> bool {
+        self.divides_between(before, after)
+    }
+
+    fn special_token_contains(&self, before: char, after: char) -> bool {
+        self.special_token_contains(before, after)
+    }
+}
+
+impl Cuts for Splitter {
+    fn divides_between(&self, before: char, after: char) -> bool {
+        self.divides_between(before, after)
+    }
+
+    fn special_token_contains(&self, _before: char, _after: char) -> bool {
+        false
+    }
+}
 
 /// Limits of memory. They do not affect the tokens, except `uncut`.
 #[derive(Clone, Copy, Debug)]
@@ -65,7 +93,8 @@ pub struct Counts {
 
 /// Sends batches of chunks.
 pub struct Chunker<'a> {
-    tokenizer: &'a Tokenizer,
+    cuts: &'a dyn Cuts,
+    /// Keep documents without text.
     keep_empty: bool,
     sizes: Sizes,
     batches: SyncSender<Vec<Chunk>>,
@@ -81,10 +110,9 @@ pub struct Chunker<'a> {
 }
 
 impl<'a> Chunker<'a> {
-    pub fn new(encoder: &Encoder<'a>, batches: SyncSender<Vec<Chunk>>) -> Self {
-        let Encoder { tokenizer, keep_empty, sizes, .. } = *encoder;
+    pub fn new(cuts: &'a dyn Cuts, keep_empty: bool, sizes: Sizes, batches: SyncSender<Vec<Chunk>>) -> Self {
         Self {
-            tokenizer,
+            cuts,
             keep_empty,
             sizes,
             batches,
@@ -125,7 +153,7 @@ impl<'a> Chunker<'a> {
             if from + at > forced {
                 break;
             }
-            if before.is_some_and(|before| self.tokenizer.divides_between(before, after)) {
+            if before.is_some_and(|before| self.cuts.divides_between(before, after)) {
                 return Some(from + at);
             }
             before = Some(after);
@@ -135,7 +163,7 @@ impl<'a> Chunker<'a> {
             return None;
         }
         self.counts.forced_cuts += 1;
-        Some(forced_cut(&text[self.begin..], self.sizes.uncut, self.tokenizer) + self.begin)
+        Some(forced_cut(&text[self.begin..], self.sizes.uncut, self.cuts) + self.begin)
     }
 
     /// Ends the chunk before position `at` of its text.
@@ -189,10 +217,10 @@ impl Sink for Chunker<'_> {
 
 /// Returns the last place in the first `limit` bytes that lies after a line break, or else the last one outside of special
 /// tokens.
-fn forced_cut(text: &str, limit: usize, tokenizer: &Tokenizer) -> usize {
+fn forced_cut(text: &str, limit: usize, cuts: &dyn Cuts) -> usize {
     let head = &text[..text.floor_char_boundary(limit.max(4))];
     let pairs = || head.char_indices().rev().zip(head.char_indices().rev().skip(1));
-    let mut allowed = pairs().filter(|&((_, after), (_, before))| !tokenizer.special_token_contains(before, after));
+    let mut allowed = pairs().filter(|&((_, after), (_, before))| !cuts.special_token_contains(before, after));
     let last = allowed.clone().next();
     let line = allowed.find(|(_, (_, before))| *before == '\n');
     line.or(last).map_or(head.len(), |((at, _), _)| at)
@@ -207,8 +235,7 @@ mod tests {
     /// Returns the chunks of documents that arrive in pieces of `piece` bytes.
     fn chunks(documents: &[&str], tokenizer: &Tokenizer, sizes: Sizes, piece: usize) -> (Vec<Chunk>, Counts) {
         let (send, receive) = sync_channel(1000);
-        let encoder = Encoder { tokenizer, allow_special: true, keep_empty: false, sizes };
-        let mut chunker = Chunker::new(&encoder, send);
+        let mut chunker = Chunker::new(tokenizer, false, sizes, send);
         for document in documents {
             let mut rest = *document;
             while !rest.is_empty() {
@@ -249,7 +276,7 @@ mod tests {
         assert!(one.iter().all(|chunk| chunk.bytes() < 1010), "{} chunks", one.len());
         let (send, receive) = sync_channel(1000);
         let gpt2 = Tokenizer::gpt2();
-        let mut chunker = Chunker::new(&Encoder { sizes, ..Encoder::of_llmc(&gpt2) }, send);
+        let mut chunker = Chunker::new(&gpt2, true, sizes, send);
         (0..10_000).for_each(|_| chunker.end().unwrap());
         chunker.finish().unwrap();
         let batches: Vec<Vec<Chunk>> = receive.into_iter().collect();

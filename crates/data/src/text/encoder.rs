@@ -50,7 +50,7 @@ impl<'a> Encoder<'a> {
             let (send_chunks, chunks) = sync_channel(1);
             let (send_tokens, tokens) = sync_channel(1);
             let reader = scope.spawn(move || {
-                let mut chunker = Chunker::new(self, send_chunks);
+                let mut chunker = Chunker::new(self.tokenizer, self.keep_empty, self.sizes, send_chunks);
                 let result = read(&mut chunker)?;
                 Ok((result, chunker.finish()?))
             });
@@ -109,7 +109,7 @@ fn write_all(batches: Receiver<Vec<Encoded>>, mut push: impl FnMut(&Encoded) -> 
     batches.into_iter().flatten().try_for_each(|encoded| push(&encoded))
 }
 
-fn join<T>(thread: ScopedJoinHandle<'_, T>) -> T {
+pub fn join<T>(thread: ScopedJoinHandle<'_, T>) -> T {
     thread.join().unwrap_or_else(|panic| panic::resume_unwind(panic))
 }
 

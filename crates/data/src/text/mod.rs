@@ -1,10 +1,12 @@
 //! Tokenization of documents to shards, on all cores and in bounded memory.
 //!
 //! [`write()`] makes a data set of any documents. The modules of named data sets call `write_shards` with llm.c's rules.
+//! [`vocabulary`] counts what documents consist of, and writes nothing.
 
 mod chunks;
 mod encoder;
 mod splits;
+pub mod vocabulary;
 
 pub(crate) use encoder::Encoder;
 pub(crate) use splits::{Layout, Validation};
@@ -15,6 +17,7 @@ use crate::tokens::{MAX_SHARD_TOKENS, Width};
 use anyhow::{Result, ensure};
 use chunks::{Counts, SIZES, Sizes};
 use splits::Splits;
+use std::fmt;
 use std::path::{Path, PathBuf};
 use system::progress::{self, Unit};
 use tokenizer::Tokenizer;
@@ -59,6 +62,24 @@ pub struct Summary {
     pub val: Split,
 }
 
+impl Summary {
+    /// Adds the amount of text. Fails if there is none.
+    fn add(&mut self, counts: &Counts) -> Result<()> {
+        let Counts { documents, empty, bytes, forced_cuts, plain_special } = *counts;
+        (self.forced_cuts, self.plain_special) = (forced_cuts, plain_special);
+        let skipped = self.skipped.total();
+        self.input = Input { documents, empty_documents: empty, bytes, skipped, ..self.input };
+        let files = self.input.files + skipped;
+        ensure!(
+            documents > 0,
+            "expected at least one document with text, found none in {files} {}; pass files with text{}",
+            if files == 1 { "file" } else { "files" },
+            if skipped > 0 { format!("\n{}", self.skipped) } else { String::new() }
+        );
+        Ok(())
+    }
+}
+
 /// Tokenizes documents and writes `train_NNNNNN.bin`, `val_NNNNNN.bin`, `dataset.json` and a copy of the tokenizer's file into
 /// `out`.
 ///
@@ -75,17 +96,23 @@ fn write_with(found: &Found, out: &Path, options: &TextOptions, sizes: Sizes) ->
         options.val_fraction
     );
     check_shard_tokens(options.shard_tokens)?;
-    ensure!(
-        options.reading.separator.as_deref() != Some(""),
-        "--separator: expected at least one character, found none; without it, a text file is one document"
-    );
+    check_separator(&options.reading)?;
     let replaces = if options.overwrite { Replaces::Everything } else { Replaces::Nothing };
     let replacement = Replacement::begin(out, replaces)?;
     let TextOptions { tokenizer, allow_special, val_fraction, shard_tokens, program, .. } = options;
     let encoder = Encoder { tokenizer, allow_special: *allow_special, keep_empty: false, sizes };
     let validation = Validation::Fraction(*val_fraction);
     let layout = Layout { names: ShardNames::TEXT, shard_tokens: *shard_tokens, validation };
-    write_shards(replacement, &encoder, layout, program, |sink| read_all(found, &options.reading, sink))
+    write_shards(replacement, &encoder, layout, program, |sink| read_all(found, &options.reading, "tokenizing", sink))
+}
+
+/// Checks the value of `--separator`.
+fn check_separator(reading: &Reading) -> Result<()> {
+    ensure!(
+        reading.separator.as_deref() != Some(""),
+        "--separator: expected at least one character, found none; without it, a text file is one document"
+    );
+    Ok(())
 }
 
 /// Checks the value of `--shard-tokens`.
@@ -109,17 +136,7 @@ pub(crate) fn write_shards(
     let width = Width::of_vocab(encoder.tokenizer.vocab());
     let mut splits = Splits::new(replacement.directory(), width, layout)?;
     let (mut summary, counts) = encoder.run(read, |encoded| splits.push(encoded))?;
-    let Counts { documents, empty, bytes, forced_cuts, plain_special } = counts;
-    (summary.forced_cuts, summary.plain_special) = (forced_cuts, plain_special);
-    let skipped = summary.skipped.total();
-    summary.input = Input { documents, empty_documents: empty, bytes, skipped, ..summary.input };
-    let files = summary.input.files + skipped;
-    ensure!(
-        documents > 0,
-        "expected at least one document with text, found none in {files} {}; pass files with text{}",
-        if files == 1 { "file" } else { "files" },
-        if skipped > 0 { format!("\n{}", summary.skipped) } else { String::new() }
-    );
+    summary.add(&counts)?;
     (summary.train, summary.val) = splits.finish()?;
     let dataset = Dataset {
         name: layout.names.data_set.to_owned(),
@@ -133,12 +150,30 @@ pub(crate) fn write_shards(
     Ok(summary)
 }
 
-/// Reads all files.
-fn read_all(found: &Found, reading: &Reading, sink: &mut dyn Sink) -> Result<Summary> {
-    let progress = progress::start_unbounded("tokenizing", Unit::Bytes, found.bytes());
+/// The error of a sink that needs no more documents.
+#[derive(Debug)]
+struct Enough;
+
+impl fmt::Display for Enough {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the sink needs no more documents")
+    }
+}
+
+impl std::error::Error for Enough {}
+
+/// Reads all files, or those before the sink returns [`Enough`]. `work` is the name of the progress bar.
+fn read_all(found: &Found, reading: &Reading, work: &str, sink: &mut dyn Sink) -> Result<Summary> {
+    let progress = progress::start_unbounded(work, Unit::Bytes, found.bytes());
     let mut summary = Summary { skipped: found.skipped.clone(), ..Summary::default() };
     for file in &found.files {
-        let report = documents::read(file, reading, &progress, sink)?;
+        let report = match documents::read(file, reading, &progress, sink) {
+            Err(error) if error.is::<Enough>() => {
+                summary.input.files += 1;
+                break;
+            }
+            report => report?,
+        };
         if let Some(reason) = report.skipped {
             summary.skipped.add(reason, file);
             continue;

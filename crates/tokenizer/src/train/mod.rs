@@ -14,13 +14,15 @@ mod splitter;
 pub use pieces::{Pieces, Table};
 pub use splitter::Splitter;
 
-use crate::{BYTE_VOCAB, DOCUMENT_TOKENS, byte_level, json_file};
+use crate::{BYTE_VOCAB, DOCUMENT_TOKENS, byte_level, json_file, stored};
 use anyhow::{Result, bail, ensure};
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use merges::Merges;
 use serde_json::{Value, json};
-use std::fmt::Write;
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::path::Path;
 
 /// Name of the file of ranks. It is not [`stored::TIKTOKEN`](crate::stored::TIKTOKEN), which implies Llama 3's pattern and special tokens.
 pub const RANKS: &str = "tokenizer.tiktoken";
@@ -70,6 +72,26 @@ impl Settings {
     }
 }
 
+/// Creates the output directory, and checks that it has no tokenizer, unless it may be replaced.
+pub fn check_output(directory: &Path, overwrite: bool) -> Result<()> {
+    ensure!(
+        !directory.is_file(),
+        "--out {}: expected a directory, found a file; name another one",
+        directory.display()
+    );
+    for name in [stored::JSON, RANKS] {
+        let path = directory.join(name);
+        let can_replace = overwrite && path.is_file();
+        ensure!(
+            can_replace || path.symlink_metadata().is_err(),
+            "{}: expected no such file, found one; choose another --out{}",
+            path.display(),
+            if overwrite { "" } else { ", or replace it with --overwrite" }
+        );
+    }
+    atomic_file::create_directory(directory)
+}
+
 /// A trained encoding.
 #[derive(Debug)]
 pub struct Trained {
@@ -102,6 +124,14 @@ impl Trained {
     /// Returns the number of tokens of the training text.
     pub fn encoded(&self) -> u64 {
         self.merges.encoded
+    }
+
+    /// Writes both files into a directory. The `tokenizer.json`, which other commands read, is written last.
+    pub fn write(&self, directory: &Path) -> Result<()> {
+        for (name, text) in [(RANKS, self.ranks()), (stored::JSON, self.json()?)] {
+            atomic_file::write(&directory.join(name), |out| Ok(out.write_all(text.as_bytes())?))?;
+        }
+        Ok(())
     }
 
     /// Returns the contents of the `tokenizer.json`.

@@ -205,6 +205,25 @@ fn unusable_settings_are_errors() {
 }
 
 #[test]
+fn files_are_replaced_only_on_request() {
+    let directory = tempfile::tempdir().unwrap();
+    let out = directory.path().join("a/b");
+    check_output(&out, false).unwrap();
+    check_output(&out, false).unwrap();
+    let trained = trained(&["abab"], "gpt2", &settings(1000, 2));
+    trained.write(&out).unwrap();
+    assert_eq!(crate::Tokenizer::open(&out).unwrap().vocab(), 258);
+    let error = |out: &Path, overwrite| check_output(out, overwrite).unwrap_err().to_string();
+    assert!(error(&out, false).contains("tokenizer.json: expected no such file, found one"));
+    assert!(error(&out.join(RANKS), true).contains("expected a directory, found a file"));
+    check_output(&out, true).unwrap();
+    std::fs::remove_file(out.join(stored::JSON)).unwrap();
+    assert!(error(&out, false).contains("tokenizer.tiktoken"));
+    std::fs::create_dir(out.join(stored::JSON)).unwrap();
+    assert!(error(&out, true).contains("choose another --out"));
+}
+
+#[test]
 fn rare_pieces_are_removed_to_limit_the_memory() {
     let splitter = Splitter::new("gpt2").unwrap();
     let text: String = (0..5000).map(|i| format!(" w{i:x}")).collect::<String>().replace(['0', '1', '2', '3'], "a");

@@ -5,8 +5,9 @@ mod download;
 mod evaluation;
 mod fineweb;
 mod hellaswag;
+pub mod input;
 mod mmlu;
-mod output;
+pub mod output;
 mod show;
 mod suggestion;
 mod text;
@@ -36,13 +37,18 @@ enum Source {
     Show(show::Show),
 }
 
-/// Converts, shows or checks data.
-pub fn run(args: &Data) -> Result<()> {
+/// Checks that the threads that read and tokenize documents can be started.
+pub fn check_threads() -> Result<()> {
     // One thread reads, one writes, and rayon's threads tokenize.
     let wanted =
         std::env::var("RAYON_NUM_THREADS").ok().and_then(|number| number.parse().ok()).filter(|&number| number > 0);
     let workers = wanted.unwrap_or_else(|| available_parallelism().map_or(1, usize::from));
-    thread::check(2 + workers).map_err(|error| anyhow!("{error}, or set RAYON_NUM_THREADS to a smaller number"))?;
+    thread::check(2 + workers).map_err(|error| anyhow!("{error}, or set RAYON_NUM_THREADS to a smaller number"))
+}
+
+/// Converts, shows or checks data.
+pub fn run(args: &Data) -> Result<()> {
+    check_threads()?;
     match &args.source {
         Source::Text(args) => text::run(args),
         Source::Tinyshakespeare(args) => tinyshakespeare::run(args),

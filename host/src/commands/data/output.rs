@@ -17,6 +17,19 @@ pub fn program() -> String {
 
 /// Prints the amounts of data and everything that was left out or changed.
 pub fn print_summary(directory: &Path, names: ShardNames, written: &Summary) -> Result<()> {
+    print_input(names, written)?;
+    let mut out = stdout();
+    for (name, part) in [("train", &written.train), ("val", &written.val)] {
+        if part.shards > 0 {
+            let (shards, files) = (counted(part.shards, "shard"), directory.join(names.pattern(name)));
+            writeln!(out, "wrote {} tokens for {name}, {shards}: {}", part.tokens, files.display())?;
+        }
+    }
+    Ok(())
+}
+
+/// Prints the amount of text and everything that was left out or changed.
+pub fn print_input(names: ShardNames, written: &Summary) -> Result<()> {
     let mut out = stdout();
     let input = &written.input;
     let [documents, files] = [(input.documents, "document"), (input.files, "file")].map(|(n, noun)| counted(n, noun));
@@ -47,12 +60,6 @@ pub fn print_summary(directory: &Path, names: ShardNames, written: &Summary) -> 
             "warning: long documents were split at {} where the tokens may differ from those of the whole document",
             counted(written.forced_cuts, "place")
         )?;
-    }
-    for (name, part) in [("train", &written.train), ("val", &written.val)] {
-        if part.shards > 0 {
-            let (shards, files) = (counted(part.shards, "shard"), directory.join(names.pattern(name)));
-            writeln!(out, "wrote {} tokens for {name}, {shards}: {}", part.tokens, files.display())?;
-        }
     }
     Ok(())
 }

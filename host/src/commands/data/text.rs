@@ -1,12 +1,13 @@
 //! `data text`: tokenizes documents in text, JSON lines, CSV and parquet files.
 
+use super::input::ReadingFlags;
 use super::output::{print_next, print_summary, program};
 use super::suggestion::Amounts;
 use crate::terminal;
 use crate::values::{count, fraction};
 use anyhow::Result;
 use data::dataset::ShardNames;
-use data::documents::{self, Format, Reading};
+use data::documents;
 use data::text;
 use std::io::{Write, stdout};
 use std::path::PathBuf;
@@ -26,17 +27,8 @@ pub struct Text {
     #[arg(short, long, value_name = "DIR")]
     out: PathBuf,
 
-    /// Format of all files, instead of the one that each name implies
-    #[arg(long, value_name = "text|jsonl|parquet|csv", value_parser = format)]
-    format: Option<Format>,
-
-    /// Field or column with the text; a.b is field b of field a
-    #[arg(long, value_name = "NAME", default_value = "text")]
-    field: String,
-
-    /// Text that ends a document in a text file, together with the line break after it. Without --separator, each file is one document
-    #[arg(long, value_name = "TEXT")]
-    separator: Option<String>,
+    #[command(flatten)]
+    input: ReadingFlags,
 
     /// Tokenizer: gpt2, bytes, or a tokenizer.json or Llama 3 tokenizer.model, or its directory
     #[arg(long, value_name = "NAME|PATH", default_value = "gpt2")]
@@ -51,10 +43,6 @@ pub struct Text {
     #[arg(long, value_name = "X", default_value = "0", value_parser = fraction)]
     val_fraction: f64,
 
-    /// In directories, use only files with these extensions, such as rs,md
-    #[arg(long, value_name = "EXT,EXT", value_delimiter = ',', value_parser = extension)]
-    extensions: Vec<String>,
-
     /// Tokens in a shard
     #[arg(long, value_name = "N", default_value = "100000000", value_parser = count)]
     shard_tokens: usize,
@@ -64,29 +52,13 @@ pub struct Text {
     overwrite: bool,
 }
 
-fn format(text: &str) -> Result<Format, &'static str> {
-    match text {
-        "text" => Ok(Format::Text),
-        "jsonl" => Ok(Format::Jsonl),
-        "parquet" => Ok(Format::Parquet),
-        "csv" => Ok(Format::Csv),
-        _ => Err("expected text, jsonl, parquet or csv"),
-    }
-}
-
-/// Accepts an extension with or without its dot.
-fn extension(text: &str) -> Result<String, &'static str> {
-    let name = text.strip_prefix('.').unwrap_or(text);
-    if name.is_empty() { Err("expected extensions, such as rs,md") } else { Ok(name.to_owned()) }
-}
-
 /// Tokenizes the files.
 pub fn run(args: &Text) -> Result<()> {
-    let found = documents::find(&args.files, &args.extensions, Some(&args.out))?;
+    let found = documents::find(&args.files, &args.input.extensions, Some(&args.out))?;
     let options = text::TextOptions {
         tokenizer: Tokenizer::named(&args.tokenizer)?,
         allow_special: args.allow_special,
-        reading: Reading { format: args.format, field: args.field.clone(), separator: args.separator.clone() },
+        reading: args.input.reading(),
         val_fraction: args.val_fraction,
         shard_tokens: args.shard_tokens,
         overwrite: args.overwrite,
@@ -104,7 +76,7 @@ pub fn run(args: &Text) -> Result<()> {
             written.plain_special
         ))?;
     }
-    if let Some(separator) = args.separator.as_ref().filter(|_| written.without_separator > 0) {
+    if let Some(separator) = args.input.separator.as_ref().filter(|_| written.without_separator > 0) {
         let files = written.without_separator;
         writeln!(stdout(), "warning: --separator: expected '{separator}' in each text file, found {files} without it")?;
     }
