@@ -158,5 +158,5 @@ fn compared_texts_are_read_like_those_of_data_text() {
     let output = llm_rs(&["tokenizer", "compare", "--text", text(&lines), "--field", "body"]);
     let printed = String::from_utf8(output.stdout).unwrap();
     assert!(printed.starts_with(&format!("{} bytes of text\n", include_str!("../docs/testing.md").len())), "{printed}");
-    fail(&["tokenizer", "compare", "--text", text(&lines)], &["text.jsonl:1"]);
+    fail(&["tokenizer", "compare", "--text", text(&lines)], &["text.jsonl, line 1: expected a field"]);
 }

@@ -13,7 +13,7 @@ use tokenizer::train::{Pieces, Splitter, Table};
 use xxhash_rust::xxh3::Xxh3;
 
 /// Memory that training may take, so that the process stays below 2 GB.
-const MAX_TRAINING_BYTES: usize = 1400 << 20;
+const MAX_TRAINING_BYTES: usize = 1300 << 20;
 
 /// Counts the pieces of documents, or of their first `max_bytes` bytes, on all cores.
 ///

@@ -176,7 +176,7 @@ impl Training {
                 self.heap.push((found.count, Reverse(key)));
                 continue;
             }
-            let Occurrences { mut words, .. } = self.pairs.remove(&key).unwrap_or_default();
+            let Occurrences { words, .. } = self.pairs.remove(&key).unwrap_or_default();
             let (left, right) = ids(key);
             let bytes = [&*self.tokens[left as usize], &*self.tokens[right as usize]].concat();
             if reserved.contains(&*bytes) {
@@ -188,9 +188,6 @@ impl Training {
                 next
             });
             self.merges.push((left, right));
-            // In the order of memory.
-            words.sort_unstable();
-            words.dedup();
             words.into_iter().for_each(|word| self.merge_word(word, key, merged));
             self.update_pairs();
             return true;

@@ -176,3 +176,28 @@ impl Pieces {
         self.shards.into_iter().map(|shard| shard.into_inner().unwrap_or_else(PoisonError::into_inner))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+
+    /// Several of the pieces have the same hash of 32 bits.
+    #[test]
+    fn pieces_with_the_same_hash_are_distinct() {
+        let names: Vec<String> = (0..200_000).map(|i| format!(" {i}")).collect();
+        let (mut pieces, mut table) = (Pieces::default(), Table::default());
+        for (i, name) in (0..).zip(&names) {
+            table.add(name.as_bytes(), i % 5 + 1);
+            table.add(name.as_bytes(), 1);
+            if i % 1000 == 0 {
+                pieces.add(&mut table);
+            }
+        }
+        pieces.add(&mut table);
+        assert_eq!(pieces.len(), names.len());
+        let tables: Vec<Table> = pieces.into_tables().collect();
+        let found: BTreeMap<&[u8], u64> = tables.iter().flat_map(Table::iter).collect();
+        assert!((0..).zip(&names).all(|(i, name)| found[name.as_bytes()] == i % 5 + 2));
+    }
+}
