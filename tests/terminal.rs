@@ -73,9 +73,19 @@ fn colors_need_a_terminal_without_no_color() {
 
 #[test]
 fn help_of_every_command_fits() {
-    for args in
-        ["", "train", "sweep", "eval", "data text", "data check", "bench step", "selftest", "verify", "simulate"]
-    {
+    for args in [
+        "",
+        "train",
+        "sweep",
+        "eval",
+        "data text",
+        "data check",
+        "tokenizer train",
+        "bench step",
+        "selftest",
+        "verify",
+        "simulate",
+    ] {
         for line in shown(&in_terminal(&format!("{args} --help"), Some("1"))) {
             // Usage, example commands and addresses are not wrapped.
             let may_be_long = ["Usage: ", "llm-rs ", "http", "  --", "    "].iter().any(|text| line.contains(text));

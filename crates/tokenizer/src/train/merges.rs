@@ -47,7 +47,7 @@ pub struct Merges {
     /// The bytes of each token: single bytes in the order of GPT-2's alphabet, and then the merged tokens.
     pub tokens: Vec<Box<[u8]>>,
     /// The ids of the two tokens of each merge.
-    pub merges: Vec<(u32, u32)>,
+    pub pairs: Vec<(u32, u32)>,
     /// Tokens of the text after all merges.
     pub encoded: u64,
 }
@@ -88,7 +88,7 @@ pub fn train(
         merged();
     }
     let Training { tokens, merges, encoded, .. } = training;
-    Merges { tokens, merges, encoded }
+    Merges { tokens, pairs: merges, encoded }
 }
 
 impl Training {
@@ -188,7 +188,9 @@ impl Training {
                 next
             });
             self.merges.push((left, right));
-            words.into_iter().for_each(|word| self.merge_word(word, key, merged));
+            for word in words {
+                self.merge_word(word, key, merged);
+            }
             self.update_pairs();
             return true;
         }

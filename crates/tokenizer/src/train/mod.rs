@@ -24,7 +24,7 @@ use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::Path;
 
-/// Name of the file of ranks. It is not [`stored::TIKTOKEN`](crate::stored::TIKTOKEN), which implies Llama 3's pattern and special tokens.
+/// Name of the file of ranks. It is not [`stored::TIKTOKEN`], which implies Llama 3's pattern and special tokens.
 pub const RANKS: &str = "tokenizer.tiktoken";
 
 /// Settings of a training.
@@ -118,7 +118,7 @@ impl Trained {
 
     /// Returns the number of merges.
     pub fn merges(&self) -> usize {
-        self.merges.merges.len()
+        self.merges.pairs.len()
     }
 
     /// Returns the number of tokens of the training text.
@@ -136,12 +136,12 @@ impl Trained {
 
     /// Returns the contents of the `tokenizer.json`.
     pub fn json(&self) -> Result<String> {
-        let Merges { tokens, merges, .. } = &self.merges;
+        let Merges { tokens, pairs, .. } = &self.merges;
         let texts: Vec<String> =
             tokens.iter().map(|token| token.iter().map(|&byte| byte_level::character(byte)).collect()).collect();
         let vocab = texts.iter().zip(0..).map(|(text, id): (_, u32)| (text.clone(), id.into())).collect();
         let line = |&(left, right): &(u32, u32)| format!("{} {}", texts[left as usize], texts[right as usize]);
-        let lines: Vec<String> = merges.iter().map(line).collect();
+        let lines: Vec<String> = pairs.iter().map(line).collect();
         let special = |(text, id): (&String, usize)| {
             json!({"id": id, "content": text, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
                 "special": true})
