@@ -354,7 +354,7 @@ fn gguf_metadata(
         Pattern::Qwen2 => "qwen2",
         Pattern::Nanochat => bail!(
             "tokenizer: expected the split pattern of GPT-2, Llama 3 or Qwen 2, found nanochat's, which llama.cpp does not have; \
-             export a Hugging Face directory"
+             export with --format hf"
         ),
     };
     let merges = vocabulary.merge_lines();
