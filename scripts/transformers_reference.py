@@ -5,7 +5,8 @@
 
 For each model, FOLDER/NAME contains a Hugging Face directory (config.json, model.safetensors in fp32) and reference.safetensors:
 inputs and targets (B, T), logits (B, T, V), the gradient of every parameter under its name, and the losses and gradient norms of
-ten AdamW steps on that batch. Values are computed in double precision on the CPU and stored in single precision.
+ten AdamW steps on that batch. Some models also have documents.safetensors: the same with attention within documents, which begin at
+the token SEPARATOR, and positions that restart in each document. Values are computed in double precision on the CPU and stored in single precision.
 The weights of models named *-bf16 are in bf16. Their reference contains inputs, logits, and bf16_logits: the logits that
 transformers computes in bf16.
 Needs torch, transformers 5 and safetensors.
@@ -22,6 +23,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 B, T, V, STEPS = 2, 24, 97, 10
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 WEIGHT_DECAY, CLIP = 0.1, 1.0
+# Token that begins a document, and its positions (row, column): documents of one token, at the start and in the middle of a row.
+SEPARATOR = V - 1
+SEPARATORS = [(0, 7), (0, 8), (0, 20), (1, 0), (1, 1), (1, 2), (1, 13)]
+WITH_DOCUMENTS = ["llama-tied", "qwen3", "nanochat"]
 COMMON = {"vocab_size": V, "num_hidden_layers": 2, "max_position_embeddings": 32, "attn_implementation": "eager"}
 SCALED = {
     "rope_type": "llama3", "rope_theta": 1000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -93,9 +98,47 @@ def write_bf16(name, folder):
     print(name, "root mean square error of the logits in bf16", (rounded - exact).square().mean().sqrt().item())
 
 
-def loss_of(model, inputs, targets):
-    logits = model(inputs).logits
+def documents_of(inputs):
+    """Returns the mask (B, 1, T, T), added to the scores, and the positions (B, T) of documents."""
+    number = (inputs == SEPARATOR).cumsum(1)
+    position = torch.arange(T)
+    visible = (number[:, :, None] == number[:, None, :]) & (position[:, None] >= position)
+    mask = torch.zeros(B, 1, T, T, dtype=torch.float64).masked_fill(~visible[:, None], float("-inf"))
+    return {"attention_mask": mask, "position_ids": visible.sum(2) - 1}
+
+
+def loss_of(model, inputs, targets, documents):
+    logits = model(inputs, **(documents_of(inputs) if documents else {})).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
+
+
+def write_reference(name, path, documents):
+    """Writes the values of a model with random weights, and returns what to print."""
+    model = make_model(name)
+    model.save_pretrained(path.parent)
+    model, batch = model.double(), tokens()
+    if documents:
+        for row, column in SEPARATORS:
+            batch[row, column] = SEPARATOR
+    inputs, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+    decayed = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, **ADAMW)
+    tensors, losses, norms = {"inputs": inputs.int(), "targets": targets.int()}, [], []
+    for step in range(STEPS):
+        loss, logits = loss_of(model, inputs, targets, documents)
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            tensors["logits"] = logits.detach().float()
+            tensors |= {name: p.grad.float() for name, p in model.named_parameters()}
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+    tensors |= {"losses": torch.tensor(losses), "norms": torch.tensor(norms)}
+    save_file({name: t.contiguous() for name, t in tensors.items()}, path)
+    return losses[0], losses[-1], norms[0]
 
 
 def main():
@@ -104,29 +147,10 @@ def main():
         if name.endswith("-bf16"):
             write_bf16(name, folder / name)
             continue
-        model = make_model(name)
-        model.save_pretrained(folder / name)
-        model = model.double()
-        inputs, targets = tokens()[:, :-1].contiguous(), tokens()[:, 1:].contiguous()
-        decayed = [p for p in model.parameters() if p.dim() == 2]
-        others = [p for p in model.parameters() if p.dim() == 1]
-        groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, **ADAMW)
-        tensors, losses, norms = {"inputs": inputs.int(), "targets": targets.int()}, [], []
-        for step in range(STEPS):
-            loss, logits = loss_of(model, inputs, targets)
-            optimizer.zero_grad()
-            loss.backward()
-            if step == 0:
-                tensors["logits"] = logits.detach().float()
-                tensors |= {name: p.grad.float() for name, p in model.named_parameters()}
-            losses.append(loss.item())
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
-            optimizer.step()
-        tensors |= {"losses": torch.tensor(losses), "norms": torch.tensor(norms)}
-        save_file({name: t.contiguous() for name, t in tensors.items()}, folder / name / "reference.safetensors")
+        print(name, *write_reference(name, folder / name / "reference.safetensors", False))
+        if name in WITH_DOCUMENTS:
+            print(name, "documents", *write_reference(name, folder / name / "documents.safetensors", True))
         (folder / name / "generation_config.json").unlink(missing_ok=True)
-        print(name, losses[0], losses[-1], norms[0])
 
 
 main()

@@ -14,6 +14,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 const LAYOUT: BatchLayout = BatchLayout::new(2, 24);
+/// The token that begins a document in the references with documents.
+const SEPARATOR: i32 = 96;
 
 fn folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/transformers").join(name)
@@ -24,7 +26,11 @@ struct Reference(Vec<u8>);
 
 impl Reference {
     fn read(name: &str) -> Self {
-        Self(fs::read(folder(name).join("reference.safetensors")).unwrap())
+        Self::read_file(name, "reference.safetensors")
+    }
+
+    fn read_file(name: &str, file: &str) -> Self {
+        Self(fs::read(folder(name).join(file)).unwrap())
     }
 
     fn floats(&self, name: &str) -> Vec<f32> {
@@ -53,27 +59,31 @@ struct Bench {
     model: Decoder,
     architecture: &'static Architecture,
     reference: Reference,
+    layout: BatchLayout,
 }
 
 impl Bench {
-    fn new(name: &str, recompute: Recompute) -> Self {
+    fn new(name: &str, recompute: Recompute, documents: bool) -> Self {
         let source = ModelSource::open(&folder(name)).unwrap();
         let architecture = source.architecture().unwrap();
-        let (mut engine, reference) = (Cpu::new(), Reference::read(name));
+        let file = if documents { "documents.safetensors" } else { "reference.safetensors" };
+        let layout = if documents { LAYOUT.with_documents() } else { LAYOUT };
+        let (mut engine, reference) = (Cpu::new(), Reference::read_file(name, file));
         let options = PlanOptions { recompute, ..PlanOptions::training(LAYOUT.b, LAYOUT.t) };
         let (model, plan) = Decoder::plan(source.descriptor(), options, &mut engine);
         engine.allocate(&plan).unwrap();
         source.load(&model, &mut engine).unwrap();
-        let mut words = engine.host_buffer(LAYOUT.words()).unwrap();
+        let mut words = engine.host_buffer(layout.words()).unwrap();
         words[LAYOUT.inputs()].copy_from_slice(&reference.ints("inputs"));
         words[LAYOUT.targets()].copy_from_slice(&reference.ints("targets"));
-        LAYOUT.sort(&mut words);
-        engine.load_batch(model.batch, LAYOUT, words).unwrap();
-        Self { engine, model, architecture, reference }
+        layout.sort(&mut words);
+        layout.find_documents(&mut words, SEPARATOR);
+        engine.load_batch(model.batch, layout, words).unwrap();
+        Self { engine, model, architecture, reference, layout }
     }
 
     fn logits(&mut self) {
-        self.model.forward(&mut self.engine, LAYOUT, &mut Unsharded).unwrap();
+        self.model.forward(&mut self.engine, self.layout, &mut Unsharded).unwrap();
         let (rows, vp) = (LAYOUT.b * LAYOUT.t, self.model.descriptor.padded_vocab());
         let logits = self.model.logits(&mut self.engine, 0..rows).unwrap();
         let values = self.engine.read(logits).unwrap();
@@ -101,12 +111,12 @@ impl Bench {
     }
 }
 
-fn assert_agreement(name: &str) {
+fn assert_agreement(name: &str, documents: bool) {
     for recompute in Recompute::ALL {
-        let mut bench = Bench::new(name, recompute);
+        let mut bench = Bench::new(name, recompute, documents);
         bench.logits();
         let (losses, norms) = (bench.reference.floats("losses"), bench.reference.floats("norms"));
-        let mut step = TrainStep::new(&bench.model, LAYOUT, 1);
+        let mut step = TrainStep::new(&bench.model, bench.layout, 1);
         for (i, (loss, norm)) in losses.into_iter().zip(norms).enumerate() {
             let ranks = &mut Ranks::default();
             step.gradients(&mut bench.engine, ranks, &mut |_| Ok(())).unwrap();
@@ -135,27 +145,34 @@ fn assert_agreement(name: &str) {
 
 #[test]
 fn llama_with_a_tied_head_and_scaled_rotary_positions() {
-    assert_agreement("llama-tied");
+    assert_agreement("llama-tied", false);
 }
 
 #[test]
 fn llama_with_an_untied_head_and_its_own_head_size() {
-    assert_agreement("llama-untied");
+    assert_agreement("llama-untied", false);
 }
 
 #[test]
 fn qwen2() {
-    assert_agreement("qwen2");
+    assert_agreement("qwen2", false);
 }
 
 #[test]
 fn qwen3() {
-    assert_agreement("qwen3");
+    assert_agreement("qwen3", false);
 }
 
 #[test]
 fn nanochat() {
-    assert_agreement("nanochat");
+    assert_agreement("nanochat", false);
+}
+
+#[test]
+fn attention_within_documents() {
+    for name in ["llama-tied", "qwen3", "nanochat"] {
+        assert_agreement(name, true);
+    }
 }
 
 /// Returns the logits (B, T, V) of a model on `engine` for the inputs of its reference.

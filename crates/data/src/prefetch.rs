@@ -29,8 +29,16 @@ struct PreparedBatch {
 
 impl Prefetch {
     /// Starts the thread, with host buffers from `engine`.
-    pub fn start(mut loader: Loader, engine: &dyn Engine) -> Result<Self> {
-        let layout = loader.layout();
+    pub fn start(loader: Loader, engine: &dyn Engine) -> Result<Self> {
+        Self::start_with_documents(loader, engine, None)
+    }
+
+    /// Does the same as [`start`](Self::start), for attention within documents if there is a `separator`, the token that begins a document.
+    pub fn start_with_documents(mut loader: Loader, engine: &dyn Engine, separator: Option<u32>) -> Result<Self> {
+        let mut layout = loader.layout();
+        if separator.is_some() {
+            layout = layout.with_documents();
+        }
         let (batch_sender, batches) = channel();
         let (free_buffers, buffer_receiver) = channel::<HostBuffer>();
         for _ in 0..DEPTH {
@@ -40,6 +48,9 @@ impl Prefetch {
             for mut words in buffer_receiver {
                 let batch = loader.next(&mut words).map(|()| {
                     layout.sort(&mut words);
+                    if let Some(separator) = separator {
+                        layout.find_documents(&mut words, separator as i32);
+                    }
                     PreparedBatch { words, next_position: loader.position() }
                 });
                 let failed = batch.is_err();

@@ -47,6 +47,7 @@ use resolve::Resolved;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use system::{thread, time};
+use tokenizer::Tokenizer;
 use tokenizer::stored::Found;
 
 /// Trains a model as one rank of a run.
@@ -316,13 +317,18 @@ impl PlannedRun {
         }
         let (stop, printed) =
             (stop(config.flags.out.clone().filter(|_| ranks.is_first()))?, args.json && ranks.is_first());
+        let separator = separator(&config, self.tokenizer.tokenizer.as_ref())?;
         let mut run = Run {
             settings: &settings,
             ranks,
             model: &model,
             tokenizer: self.tokenizer.tokenizer,
-            train: Prefetch::start(train, engine)?,
-            val: self.val.map(|val| Prefetch::start(val.rewinding_after(settings.val_batches), engine)).transpose()?,
+            train: Prefetch::start_with_documents(train, engine, separator)?,
+            val: self
+                .val
+                .map(|val| val.rewinding_after(settings.val_batches))
+                .map(|val| Prefetch::start_with_documents(val, engine, separator))
+                .transpose()?,
             hellaswag: self.hellaswag,
             engine,
             console,
@@ -440,6 +446,17 @@ fn capacity(config: &Config, descriptor: &Descriptor, engine: &dyn Engine) -> Re
 }
 
 /// Returns the settings of the training loop.
+/// Returns the token that begins a document, if attention stays within documents.
+fn separator(config: &Config, tokenizer: Option<&Tokenizer>) -> Result<Option<u32>> {
+    let tokenizer = config.flags.document_mask.then(|| {
+        tokenizer.context(
+            "--document-mask: expected the tokenizer of the token files, whose document token begins each document, found none; \
+             name it with --tokenizer",
+        )
+    });
+    Ok(tokenizer.transpose()?.map(Tokenizer::document))
+}
+
 fn settings(config: &Config, ranks: usize, gpu: Option<usize>, val: Option<&Loader>) -> Result<Settings> {
     let every = |n: usize| (n > 0).then_some(n);
     Ok(Settings {

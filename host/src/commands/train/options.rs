@@ -79,6 +79,11 @@ pub struct TrainOptions {
     #[arg(long, value_name = "0|1", value_parser = switch, default_value = "1", action = ArgAction::Set, help_heading = DATA)]
     pub shuffle: bool,
 
+    /// 1: attend only within documents, so that a token does not see other documents of its sequence. A document begins at each document
+    /// token of the tokenizer
+    #[arg(long, value_name = "0|1", value_parser = switch, default_value = "0", num_args = 0..=1, default_missing_value = "1", action = ArgAction::Set, help_heading = DATA)]
+    pub document_mask: bool,
+
     /// Train on a single batch, the first of --val (of --train without --val). The loss should approach 0
     #[arg(short = 'a', long, value_name = "0|1", value_parser = switch, default_value = "0", num_args = 0..=1, default_missing_value = "1", action = ArgAction::Set, help_heading = DATA)]
     pub overfit_one_batch: bool,
