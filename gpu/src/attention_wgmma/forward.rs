@@ -54,8 +54,8 @@ struct SharedStorage<H> {
     /// The work tile of round i at i % [`WORK_TILES`], valid once its queries have arrived. This saves the consumers
     /// the scheduler's divisions.
     work_tiles: SharedArray<WorkTile>,
-    /// The visible keys of the same work tiles, if documents or a window hide keys.
-    visible_keys: SharedArray<VisibleKeys>,
+    /// The first stage of keys of the same work tiles, if documents or a window hide keys.
+    first_stages: SharedArray<u32>,
     q_barriers: PipelineBarriers,
     k_barriers: PipelineBarriers,
     v_barriers: PipelineBarriers,
@@ -69,7 +69,7 @@ impl<H: Head> SharedStorage<H> {
             v: Panel::take(layout, stages::<H>() * PANELS),
             output: Panel::take(layout, CONSUMERS),
             work_tiles: layout.array(WORK_TILES as usize),
-            visible_keys: layout.array(if MASKED { WORK_TILES as usize } else { 0 }),
+            first_stages: layout.array(if MASKED { WORK_TILES as usize } else { 0 }),
             q_barriers: PipelineBarriers::new(layout, Q_STAGES as usize),
             k_barriers: PipelineBarriers::new(layout, stages::<H>() as usize),
             v_barriers: PipelineBarriers::new(layout, stages::<H>() as usize),
@@ -142,17 +142,19 @@ struct Forward<H, const FP8: bool, const MASKED: bool> {
 
 #[device]
 impl<H: Head, const FP8: bool, const MASKED: bool> Forward<H, FP8, MASKED> {
-    /// Returns the work tile of a round and its visible keys.
-    fn work(self, round: u32) -> (WorkTile, VisibleKeys) {
-        let (i, visible) = (work_index(round), self.visible);
-        if !MASKED {
-            return (self.scheduler.work_tile(i, false), VisibleKeys { first_stage: 0, cuts: [0; CONSUMERS as usize] });
+    /// Returns the work tile of a round.
+    fn work_tile(self, round: u32) -> WorkTile {
+        let i = work_index(round);
+        if MASKED {
+            self.scheduler.work_tile_in_order(i, self.order, false)
+        } else {
+            self.scheduler.work_tile(i, false)
         }
-        let tile = self.scheduler.work_tile_in_order(i, self.order, false);
-        let first = tile.tile * TILE;
-        let last = |consumer: u32| first + (consumer + 1) * ROWS - 1;
-        let cuts = [visible.first_key(tile.b, last(0)), visible.first_key(tile.b, last(1))];
-        (tile, VisibleKeys { first_stage: visible.first_key(tile.b, first) / TILE, cuts })
+    }
+
+    /// Returns the first stage of keys of a work tile.
+    fn first_stage(self, tile: WorkTile) -> u32 {
+        if MASKED { self.visible.first_key(tile.b, tile.tile * TILE) / TILE } else { 0 }
     }
 }
 
@@ -169,7 +171,7 @@ impl<H: Head, const FP8: bool, const MASKED: bool> WarpSpecialized for Forward<H
         let Self { shared, sizes, scheduler, qkv, .. } = self;
         let (mut round, work_tiles) = (0, scheduler.work_tiles());
         if thread::thread_idx_x() == 0 && work_index(round) < work_tiles {
-            let mut producer = Producer::<H, MASKED> {
+            let mut producer = Producer {
                 shared,
                 sizes,
                 qkv,
@@ -177,24 +179,17 @@ impl<H: Head, const FP8: bool, const MASKED: bool> WarpSpecialized for Forward<H
                 k: PipelineState::producer(stages::<H>()),
                 v: PipelineState::producer(stages::<H>()),
             };
-            let mut next = self.work(round);
+            let mut tile = self.work_tile(round);
             while work_index(round) < work_tiles {
-                if !MASKED {
-                    next = self.work(round);
-                }
-                let (tile, keys) = next;
-                if MASKED && work_index(round + 1) < work_tiles {
-                    // Loads the bounds of the next work tile, whose latency the waits for this one hide.
-                    next = self.work(round + 1);
-                }
-                producer.load_queries(tile, keys, round);
-                producer.load_panels(tile, keys.first_stage);
+                tile = self.work_tile(round);
+                let first_stage = self.first_stage(tile);
+                producer.load_queries::<MASKED>(tile, first_stage, round);
+                producer.load_panels(tile, first_stage);
                 round += 1;
             }
             // After their last work tile, consumers compute the first scores of another tile and discard them. Making
             // that wgmma conditional would cause ptxas to serialize all of them.
-            let (tile, keys) = next;
-            producer.load_queries(tile, keys, round);
+            producer.load_queries::<MASKED>(tile, self.first_stage(tile), round);
             producer.load_keys(tile.b, sizes.kv_head(tile.h), tile.tile);
         }
     }
@@ -206,17 +201,8 @@ impl<H: Head, const FP8: bool, const MASKED: bool> WarpSpecialized for Forward<H
     }
 }
 
-/// The keys that the queries of a work tile attend to.
-#[derive(Clone, Copy)]
-struct VisibleKeys {
-    /// The first stage of keys.
-    first_stage: u32,
-    /// For each consumer: keys before this one are hidden from one of its queries.
-    cuts: [u32; CONSUMERS as usize],
-}
-
 /// The producer: one thread.
-struct Producer<H, const MASKED: bool> {
+struct Producer<H> {
     shared: SharedStorage<H>,
     sizes: Sizes<H>,
     qkv: Global<TensorMap>,
@@ -226,13 +212,13 @@ struct Producer<H, const MASKED: bool> {
 }
 
 #[device]
-impl<H: Head, const MASKED: bool> Producer<H, MASKED> {
-    /// Announces a work tile and its visible keys, and loads its queries.
-    fn load_queries(&mut self, tile: WorkTile, keys: VisibleKeys, round: u32) {
+impl<H: Head> Producer<H> {
+    /// Announces a work tile and its first stage of keys, and loads its queries.
+    fn load_queries<const MASKED: bool>(&mut self, tile: WorkTile, first_stage: u32, round: u32) {
         self.shared.q_barriers.wait_empty(self.q);
         self.shared.work_tiles.set((round % WORK_TILES) as usize, tile);
         if MASKED {
-            self.shared.visible_keys.set((round % WORK_TILES) as usize, keys);
+            self.shared.first_stages.set((round % WORK_TILES) as usize, first_stage);
         }
         let full = self.shared.q_barriers.full.at(self.q.stage());
         let to = self.shared.q.after(self.q.advance() * CONSUMERS);
@@ -372,8 +358,8 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         let mut hidden = Hidden { visible, b: tile.b, row: 0, first_stage: 0, diagonal: tile.tile, cut: 0 };
         if MASKED {
             hidden.row = tile.tile * TILE + INDEX * ROWS;
-            let keys = self.shared.visible_keys.at((round % WORK_TILES) as usize);
-            (hidden.first_stage, hidden.cut) = (keys.first_stage, keys.cuts[INDEX as usize]);
+            hidden.first_stage = self.shared.first_stages.at((round % WORK_TILES) as usize);
+            hidden.cut = visible.first_key(tile.b, hidden.row + ROWS - 1);
         }
         hidden
     }
