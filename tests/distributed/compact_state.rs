@@ -117,7 +117,10 @@ fn run(layout: Layout, from: Option<&Path>, to: Option<&Path>) -> Vec<Kept> {
             } else {
                 CheckpointWriter::for_replica(to.to_owned(), identity, None)
             };
-            let state = RunState { step: STEP, ..RunState::fresh(Position { shard: 0, sample: 0, shuffle: None }) };
+            let state = RunState {
+                step: STEP,
+                ..RunState::fresh(Position { shard: 0, sample: 0, shuffle: None, mixture: None })
+            };
             writer.begin(&model, engine, &mut communicator, state, Ok(Vec::new()), &[]).unwrap();
             if let Some(outcome) = writer.wait(&mut communicator).unwrap() {
                 outcome.result.unwrap();

@@ -298,7 +298,12 @@ impl StateFile {
         file.seek(SeekFrom::Start(HEADER_BYTES as u64))?;
         let index =
             |name, word| usize::try_from(wide(word)).with_context(|| format!("invalid {name} index {}", wide(word)));
-        let data = Position { shard: index("shard", word::SHARD)?, sample: index("sample", word::SAMPLE)?, shuffle };
+        let data = Position {
+            shard: index("shard", word::SHARD)?,
+            sample: index("sample", word::SAMPLE)?,
+            shuffle,
+            mixture: None,
+        };
         let rounding = XorShift { state: wide(word::ROUNDING) };
         let rounding_before_update = XorShift { state: wide(word::ROUNDING_BEFORE_UPDATE) };
         Ok(Self { file, has_master_weights, share, sharded, rounding, rounding_before_update, data })

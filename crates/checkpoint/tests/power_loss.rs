@@ -55,7 +55,7 @@ fn write_checkpoints(keep: usize, reported: &AtomicUsize) {
     model.initialize(&mut engine, 42).unwrap();
     let lock = DirectoryLock::acquire(&directory()).unwrap();
     let mut writer = CheckpointWriter::new(lock, Retention { keep, major_every: 0 }, identity(), None);
-    let mut state = RunState::fresh(Position { shard: 0, sample: 0, shuffle: None });
+    let mut state = RunState::fresh(Position { shard: 0, sample: 0, shuffle: None, mixture: None });
     let mut logged = File::create(log()).unwrap();
     for (i, step) in STEPS.into_iter().enumerate() {
         if step > state.step {

@@ -2,11 +2,12 @@
 //!
 //! Files contain documents ([`documents`]), text becomes tokens ([`tokenizer`]), and tokens become shards on disk ([`text`],
 //! [`tinyshakespeare`], [`tinystories`], [`fineweb`]) with a description ([`dataset`]). Shards become batches ([`Loader`],
-//! [`Prefetch`]). [`MultipleChoice`] holds evaluation sets such as HellaSwag. Scoring a model on them does not belong here.
+//! [`Mixture`], [`Prefetch`]). [`MultipleChoice`] holds evaluation sets such as HellaSwag. Scoring a model on them does not belong here.
 
 #![warn(missing_docs)]
 
 mod archive;
+pub mod batches;
 pub mod check;
 pub mod dataset;
 pub mod documents;
@@ -16,6 +17,7 @@ pub mod header;
 pub mod hellaswag;
 pub mod loader;
 mod local_files;
+pub mod mixture;
 pub mod mmlu;
 pub mod multiple_choice;
 mod pattern;
@@ -26,7 +28,9 @@ pub mod tinyshakespeare;
 pub mod tinystories;
 pub mod tokens;
 
+pub use batches::Batches;
 pub use loader::{Geometry, Loader};
+pub use mixture::Mixture;
 pub use multiple_choice::MultipleChoice;
 pub use prefetch::Prefetch;
 pub use tokens::Tokens;

@@ -94,7 +94,7 @@ impl Loader {
             shards,
             geometry,
             vocab,
-            position: Position { shard: 0, sample: 0, shuffle },
+            position: Position { shard: 0, sample: 0, shuffle, mixture: None },
             samples_per_step: 1,
             rewind_after: None,
             batches_since_rewind: 0,
@@ -183,7 +183,7 @@ impl Loader {
     }
 
     fn check_position(&self, position: &Position) -> Result<()> {
-        let Position { shard, sample, shuffle } = position;
+        let Position { shard, sample, shuffle, .. } = position;
         let shards = self.shards.len();
         ensure!(
             *shard < shards,

@@ -1,6 +1,6 @@
 //! Prefetching of batches on a background thread.
 
-use super::Loader;
+use super::Batches;
 use super::loader::Position;
 use anyhow::{Context, Result};
 use engine::tensor::Tensor;
@@ -29,12 +29,17 @@ struct PreparedBatch {
 
 impl Prefetch {
     /// Starts the thread, with host buffers from `engine`.
-    pub fn start(loader: Loader, engine: &dyn Engine) -> Result<Self> {
+    pub fn start(loader: impl Into<Batches>, engine: &dyn Engine) -> Result<Self> {
         Self::start_with_documents(loader, engine, None)
     }
 
     /// Does the same as [`start`](Self::start), for attention within documents if there is a `separator`, the token that begins a document.
-    pub fn start_with_documents(mut loader: Loader, engine: &dyn Engine, separator: Option<u32>) -> Result<Self> {
+    pub fn start_with_documents(
+        loader: impl Into<Batches>,
+        engine: &dyn Engine,
+        separator: Option<u32>,
+    ) -> Result<Self> {
+        let mut loader = loader.into();
         let mut layout = loader.layout();
         if separator.is_some() {
             layout = layout.with_documents();

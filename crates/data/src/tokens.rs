@@ -100,21 +100,26 @@ impl FileVersion {
 }
 
 impl Shard {
-    /// Fills `bytes` with the tokens from `start` on.
-    fn read_tokens(&self, start: usize, bytes: &mut [u8]) -> Result<()> {
+    /// Fills `bytes` with the tokens from `start` on. Opens the file unless it is given.
+    fn read_tokens(&self, file: Option<&File>, start: usize, bytes: &mut [u8]) -> Result<()> {
         let width = self.width.bytes();
         let end = start + bytes.len() / width;
-        self.read_exact_at(bytes, (HEADER_BYTES + width * start) as u64)
-            .with_context(|| format!("cannot read tokens {start}..{end} of {}", self.path.display()))
+        let at = (HEADER_BYTES + width * start) as u64;
+        let read = match file {
+            Some(file) => self.read_exact_at(file, bytes, at),
+            None => bounded_file::open(&self.path)
+                .map_err(Error::from)
+                .and_then(|file| self.read_exact_at(&file, bytes, at)),
+        };
+        read.with_context(|| format!("cannot read tokens {start}..{end} of {}", self.path.display()))
     }
 
     /// Reads bytes at a position of the file. Fails if the contents may have changed since [`Tokens::open`].
-    fn read_exact_at(&self, bytes: &mut [u8], at: u64) -> Result<()> {
-        let file = bounded_file::open(&self.path)?;
-        self.check_version(&file)?;
+    fn read_exact_at(&self, file: &File, bytes: &mut [u8], at: u64) -> Result<()> {
+        self.check_version(file)?;
         let read = file.read_exact_at(bytes, at);
         // The file may have changed between the check and the read.
-        if self.check_version(&file)? { Ok(read?) } else { self.read_exact_at(bytes, at) }
+        if self.check_version(file)? { Ok(read?) } else { self.read_exact_at(file, bytes, at) }
     }
 
     /// Returns whether the file still has the known version. Returns false if it has another version whose tokens have the recorded
@@ -250,7 +255,7 @@ impl Tokens {
             Source::Memory(tokens) => tokens[range].iter().copied().max(),
             Source::File(shard) => {
                 buffer.resize(shard.width.bytes() * range.len(), 0);
-                shard.read_tokens(range.start, buffer)?;
+                shard.read_tokens(None, range.start, buffer)?;
                 match shard.width {
                     Width::U16 => buffer.as_chunks().0.iter().map(|&id| u16::from_le_bytes(id)).max().map(u32::from),
                     Width::U32 => buffer.as_chunks().0.iter().map(|&id| u32::from_le_bytes(id)).max(),
@@ -260,14 +265,51 @@ impl Tokens {
         Ok(largest.unwrap_or(0))
     }
 
+    /// Returns the positions of a token.
+    pub(crate) fn positions_of(&self, token: u32) -> Result<Vec<u32>> {
+        // The blocks fit into the cache.
+        const BLOCK: usize = 1 << 17;
+        let mut found = Vec::new();
+        let shard = match &self.source {
+            Source::Memory(tokens) => {
+                find_all(tokens, &token, 0, &mut found);
+                return Ok(found);
+            }
+            Source::File(shard) => shard,
+        };
+        let mut bytes = Vec::new();
+        for start in (0..self.len).step_by(BLOCK) {
+            bytes.resize(shard.width.bytes() * BLOCK.min(self.len - start), 0);
+            shard.read_tokens(None, start, &mut bytes)?;
+            match (shard.width, u16::try_from(token)) {
+                (Width::U16, Ok(token)) => find_all(bytes.as_chunks().0, &token.to_le_bytes(), start, &mut found),
+                (Width::U16, Err(_)) => {}
+                (Width::U32, _) => find_all(bytes.as_chunks().0, &token.to_le_bytes(), start, &mut found),
+            }
+        }
+        Ok(found)
+    }
+
+    /// Opens the file for many calls of [`read_from`](Self::read_from). Returns `None` in memory.
+    pub(crate) fn open_file(&self) -> Result<Option<Arc<File>>> {
+        let Source::File(shard) = &self.source else { return Ok(None) };
+        let file = bounded_file::open(&shard.path).with_context(|| format!("cannot open {}", self.name))?;
+        Ok(Some(Arc::new(file)))
+    }
+
     /// Reads tokens `start..start + out.len()` into `out`. The range must lie in the shard.
     pub fn read(&self, start: usize, out: &mut [u32]) -> Result<()> {
+        self.read_from(None, start, out)
+    }
+
+    /// Reads tokens as [`read`](Self::read) does, from a file that is open.
+    pub(crate) fn read_from(&self, file: Option<&File>, start: usize, out: &mut [u32]) -> Result<()> {
         debug_assert!(start + out.len() <= self.len);
         match &self.source {
             Source::Memory(tokens) => out.copy_from_slice(&tokens[start..start + out.len()]),
             Source::File(shard) => {
                 let mut bytes = vec![0; shard.width.bytes() * out.len()];
-                shard.read_tokens(start, &mut bytes)?;
+                shard.read_tokens(file, start, &mut bytes)?;
                 match shard.width {
                     Width::U16 => {
                         let tokens = bytes.as_chunks().0.iter().map(|&token| u32::from(u16::from_le_bytes(token)));
@@ -281,6 +323,18 @@ impl Tokens {
             }
         }
         Ok(())
+    }
+}
+
+/// Adds the positions of a value in a part of a shard that begins at `start`.
+fn find_all<T: PartialEq>(values: &[T], wanted: &T, start: usize, found: &mut Vec<u32>) {
+    // The comparison of a whole group has no branches, so that it is vectorized.
+    const GROUP: usize = 64;
+    for (i, group) in values.chunks(GROUP).enumerate() {
+        if group.iter().fold(0, |any, value| any | u8::from(value == wanted)) != 0 {
+            let matching = group.iter().enumerate().filter(|(_, value)| *value == wanted);
+            found.extend(matching.map(|(j, _)| (start + GROUP * i + j) as u32));
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! The state of a data loader, as checkpoints store it.
 
+use crate::mixture::State;
 use rng::Mt19937;
 use std::sync::Arc;
 
@@ -13,6 +14,8 @@ pub struct Position {
     /// Permutations of a shuffling loader; `None` for a loader that reads its shards in order. It changes only when a
     /// shard is opened, so storing the position of every batch is cheap.
     pub shuffle: Option<Arc<Shuffle>>,
+    /// The state of a mixture, which does not use the other fields.
+    pub mixture: Option<Arc<State>>,
 }
 
 /// The permutations of a shuffling loader, and the generator that draws the next ones.

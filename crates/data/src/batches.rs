@@ -1,0 +1,78 @@
+//! The two loaders behind one type.
+
+use crate::loader::Position;
+use crate::{Loader, Mixture, Tokens};
+use anyhow::Result;
+use engine::BatchLayout;
+
+/// A source of batches.
+#[derive(Clone, Debug)]
+pub enum Batches {
+    /// The shards of one source, in llm.c's order.
+    Shards(Loader),
+    /// Several sources, or packed documents.
+    Mixture(Box<Mixture>),
+}
+
+impl From<Loader> for Batches {
+    fn from(loader: Loader) -> Self {
+        Self::Shards(loader)
+    }
+}
+
+impl From<Mixture> for Batches {
+    fn from(mixture: Mixture) -> Self {
+        Self::Mixture(Box::new(mixture))
+    }
+}
+
+impl Batches {
+    /// Returns the layout of a batch.
+    pub fn layout(&self) -> BatchLayout {
+        match self {
+            Self::Shards(loader) => loader.layout(),
+            Self::Mixture(mixture) => mixture.layout(),
+        }
+    }
+
+    /// Returns the shards.
+    pub fn shards(&self) -> Vec<&Tokens> {
+        match self {
+            Self::Shards(loader) => loader.shards().iter().collect(),
+            Self::Mixture(mixture) => mixture.shards().collect(),
+        }
+    }
+
+    /// Returns the number of ranks that share the data.
+    pub fn ranks(&self) -> usize {
+        match self {
+            Self::Shards(loader) => loader.ranks(),
+            Self::Mixture(mixture) => mixture.geometry().ranks,
+        }
+    }
+
+    /// Returns the token with which each sequence begins, or `None` if sequences begin anywhere. The occurrences of this token among the
+    /// inputs are the beginnings of documents.
+    pub fn separator(&self) -> Option<u32> {
+        match self {
+            Self::Shards(_) => None,
+            Self::Mixture(mixture) => mixture.separator(),
+        }
+    }
+
+    /// Returns the position of the next batch.
+    pub fn position(&self) -> Position {
+        match self {
+            Self::Shards(loader) => loader.position(),
+            Self::Mixture(mixture) => mixture.position(),
+        }
+    }
+
+    /// Reads the inputs and targets of the next batch into `words`, laid out by [`layout`](Self::layout). The caller sorts the batch.
+    pub fn next(&mut self, words: &mut [i32]) -> Result<()> {
+        match self {
+            Self::Shards(loader) => loader.next(words),
+            Self::Mixture(mixture) => mixture.next(words),
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! Rows of whole documents.
+
+use super::documents::{self, Document};
+use super::order::{Cursor, Order};
+use crate::Tokens;
+use anyhow::Result;
+
+/// Number of documents among which the packer chooses, as in nanochat.
+pub const BUFFER: usize = 1000;
+
+/// Numbers of tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Tokens in rows.
+    pub used: u64,
+    /// Tokens that are in no row.
+    pub cropped: u64,
+    /// Tokens that were added to fill rows.
+    pub padded: u64,
+}
+
+/// Fills rows with the documents of a source.
+#[derive(Clone, Debug)]
+pub struct Packer {
+    pub separator: u32,
+    pub pads: bool,
+    pub t: usize,
+    /// A shard and its documents.
+    index: Option<(usize, Vec<(u32, u32)>)>,
+    pub counts: Counts,
+}
+
+impl Packer {
+    pub fn new(separator: u32, pads: bool, t: usize) -> Self {
+        Self { separator, pads, t, index: None, counts: Counts::default() }
+    }
+
+    /// Chooses the documents of the next row as nanochat does: the largest of the buffer that fits, repeatedly. If none fits, crops the
+    /// shortest, and discards the rest of it; a packer that pads leaves the rest of the row free. Returns false if the documents of the
+    /// last epoch do not fill a row.
+    pub fn next_row(
+        &mut self,
+        shards: &[Tokens],
+        order: &Order,
+        cursor: &mut Cursor,
+        buffer: &mut Vec<Document>,
+        row: &mut Vec<Document>,
+    ) -> Result<bool> {
+        row.clear();
+        let mut left = self.t as u32 + 1;
+        while left > 0 {
+            self.refill(shards, order, cursor, buffer)?;
+            let fitting = buffer.iter().enumerate().filter(|(_, document)| document.len <= left);
+            // Of several, the one that entered first.
+            let largest = fitting.max_by_key(|(i, document)| (document.len, usize::MAX - i));
+            if let Some((i, document)) = largest.map(|(i, document)| (i, *document)) {
+                buffer.remove(i);
+                left -= document.len;
+                row.push(document);
+                continue;
+            }
+            let shortest = buffer.iter().enumerate().min_by_key(|(_, document)| document.len);
+            let Some((i, document)) = shortest.filter(|_| !self.pads).map(|(i, document)| (i, *document)) else {
+                break;
+            };
+            buffer.remove(i);
+            self.counts.cropped += u64::from(document.len - left);
+            row.push(Document { len: left, ..document });
+            left = 0;
+        }
+        let filled = u64::from(self.t as u32 + 1 - left);
+        if row.is_empty() || (left > 0 && !self.pads) {
+            self.counts.cropped += filled;
+            return Ok(false);
+        }
+        self.counts.used += filled;
+        self.counts.padded += u64::from(left);
+        Ok(true)
+    }
+
+    /// Reads documents until the buffer is full. At the end of an epoch, it first becomes empty: otherwise it would hold several copies of
+    /// each document of a small source. A document of more than T + 1 tokens becomes parts of at most that many, each with a separator.
+    fn refill(
+        &mut self,
+        shards: &[Tokens],
+        order: &Order,
+        cursor: &mut Cursor,
+        buffer: &mut Vec<Document>,
+    ) -> Result<()> {
+        while buffer.len() < BUFFER {
+            let epoch = Cursor { epoch: cursor.epoch, ..Cursor::default() };
+            if *cursor == epoch && !buffer.is_empty() {
+                break;
+            }
+            let separator = self.separator;
+            let index = &mut self.index;
+            let of_shard = |shard: usize| {
+                if index.as_ref().is_none_or(|(indexed, _)| *indexed != shard) {
+                    *index = Some((shard, documents::of_shard(&shards[shard], separator)?));
+                }
+                Ok(index.as_ref().map_or(0, |(_, documents)| documents.len()))
+            };
+            let Some((shard, item)) = order.at(cursor, of_shard)? else { break };
+            if cursor.epoch > epoch.epoch && !buffer.is_empty() {
+                *cursor = Cursor { epoch: cursor.epoch, ..Cursor::default() };
+                break;
+            }
+            let (start, end) = self.index.as_ref().map_or((0, 0), |(_, documents)| documents[item]);
+            let start = start.saturating_add(cursor.part.saturating_mul(self.t as u32));
+            let len = end.saturating_sub(start).min(self.t as u32);
+            if len > 0 {
+                buffer.push(Document { shard: shard as u32, start, len: len + 1 });
+            }
+            if start + len < end {
+                cursor.part += 1;
+            } else {
+                (cursor.item, cursor.part) = (cursor.item + 1, 0);
+            }
+        }
+        Ok(())
+    }
+}
