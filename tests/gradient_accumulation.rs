@@ -8,7 +8,7 @@ use engine::cpu::Cpu;
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
-use host::train::{HardwareChecks, OptimizerSettings, Run, Settings};
+use host::train::{HardwareChecks, OptimizerSettings, Run, Settings, Validation};
 use model::guards::Limits;
 use model::schedule::{Schedule, ScheduleKind};
 use model::{Decoder, Descriptor, PlanOptions};
@@ -43,7 +43,6 @@ fn trained(b: usize) -> Vec<(f64, f64)> {
         clip: 1.0,
         limits: Limits { loss_z: None, norm_z: None, bad_steps: 10 },
         val_every: Some(1),
-        val_batches: 1,
         sample_every: None,
         sample_tokens: 0,
         checkpoint_every: None,
@@ -60,7 +59,7 @@ fn trained(b: usize) -> Vec<(f64, f64)> {
         model: &model,
         tokenizer: None,
         train,
-        val: None,
+        val: Validation::default(),
         hellaswag: None,
         console: Console::new(6, None),
         log: Log::create(Some(dir.path())).unwrap(),

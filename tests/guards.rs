@@ -6,7 +6,7 @@ use checkpoint::resume::find_newest;
 use checkpoint::sidecar::Identity;
 use checkpoint::writer::CheckpointWriter;
 use checkpoint::{RunState, fingerprint};
-use data::{Geometry, Loader, Prefetch, Tokens, tokens};
+use data::{Batches, Geometry, Loader, Prefetch, Tokens, tokens};
 use distributed::Ranks;
 use engine::Engine;
 use engine::cpu::Cpu;
@@ -14,7 +14,7 @@ use engine::cuda::{EmulatedGpu, Precision, emulated};
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
-use host::train::{HardwareChecks, OptimizerSettings, Outcome, Run, Settings};
+use host::train::{HardwareChecks, OptimizerSettings, Outcome, Run, Settings, Validation};
 use model::guards::Limits;
 use model::schedule::{Schedule, ScheduleKind};
 use model::{Decoder, Descriptor, Param, PlanOptions};
@@ -80,12 +80,12 @@ impl Trial {
         let (model, plan) = Decoder::plan(descriptor, options, engine);
         engine.allocate(&plan).unwrap();
         let shards = vec![Tokens::in_memory("tokens", self.data.clone())];
-        let mut loader = Loader::new(shards, Geometry::single(1, SEQ), VOCAB, None).unwrap();
+        let mut loader = Batches::from(Loader::new(shards, Geometry::single(1, SEQ), VOCAB, None).unwrap());
         let identity = Identity {
             program: "test".to_owned(),
             engine: engine.describe(),
             config: serde_json::Map::new(),
-            train: fingerprint::of_loader(&loader).unwrap(),
+            train: fingerprint::of_shards(loader.shards()).unwrap(),
             val: None,
             ranks: 1,
         };
@@ -112,7 +112,6 @@ impl Trial {
             clip: 1.0,
             limits: self.limits,
             val_every: None,
-            val_batches: 0,
             sample_every: None,
             sample_tokens: 0,
             checkpoint_every: Some(self.checkpoint_every),
@@ -126,7 +125,7 @@ impl Trial {
             model: &model,
             tokenizer: None,
             train: Prefetch::start(loader, engine).unwrap(),
-            val: None,
+            val: Validation::default(),
             hellaswag: None,
             engine,
             console: Console::new(self.steps, None),

@@ -6,7 +6,7 @@ use checkpoint::resume::{FoundCheckpoint, find_newest};
 use checkpoint::sidecar::Identity;
 use checkpoint::writer::CheckpointWriter;
 use checkpoint::{Progress, RunState};
-use data::{Geometry, Loader, Tokens};
+use data::{Batches, Geometry, Loader, Tokens};
 use distributed::Ranks;
 use engine::Engine;
 use engine::cpu::Cpu;
@@ -73,7 +73,7 @@ impl Loaded {
         assert!(notes[0].contains("has no run_00000009.json (llm.c writes none)"), "{notes:?}");
         let (model, plan) = Decoder::plan(checkpoint.descriptor(), options, &mut *engine);
         engine.allocate(&plan).unwrap();
-        let mut loader = loader(name != "fp32");
+        let mut loader = Batches::from(loader(name != "fp32"));
         let state = checkpoint.load(&model, &mut *engine, &mut loader, TOTAL_BATCH, false, &mut notes).unwrap();
         Self { engine, model, state, notes }
     }

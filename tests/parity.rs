@@ -11,7 +11,7 @@ use engine::{BatchLayout, Engine};
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
-use host::train::{CLIP, HardwareChecks, OptimizerSettings, Run, Settings};
+use host::train::{CLIP, HardwareChecks, OptimizerSettings, Run, Settings, Validation};
 use model::guards::Limits;
 use model::init::{SEED, generate};
 use model::schedule::{Schedule, ScheduleKind};
@@ -200,7 +200,6 @@ fn trained(tokens: &Tokens, steps: usize) -> (Vec<f32>, Vec<[f64; 3]>) {
         clip: CLIP,
         limits: Limits { loss_z: None, norm_z: None, bad_steps: 10 },
         val_every: None,
-        val_batches: 1,
         sample_every: None,
         sample_tokens: 0,
         checkpoint_every: None,
@@ -217,7 +216,7 @@ fn trained(tokens: &Tokens, steps: usize) -> (Vec<f32>, Vec<[f64; 3]>) {
         state: RunState::fresh(loader.position()),
         train: Prefetch::start(loader, &engine).unwrap(),
         engine: &mut engine,
-        val: None,
+        val: Validation::default(),
         hellaswag: None,
         console: Console::new(steps, None),
         log: Log::create(Some(dir.path())).unwrap(),

@@ -504,24 +504,25 @@ fn a_repeated_flag_is_an_error() {
     let config = dir.path().join("run.toml");
     fs::write(&config, "train = 'c.bin'\nlr = 1\nkeep = 3\nverbose = true\n").unwrap();
     let from_file = ["--config", text(&config)];
-    let glob = "quote one pattern that matches all files";
-    for (flags, flag, hint) in [
-        (&["--train", "a.bin", "--train", "b.bin"][..], "--train <GLOB>", glob),
-        (&["-i", "a.bin", "--train=b.bin"], "--train <GLOB>", glob),
-        (&["--train", "a.bin", "-jb.bin", "--val", "c.bin"], "--val <GLOB>", glob),
-        (&["-l", "1", "--batch", "2", "--lr", "1"], "--lr <LR>", "keep one of them"),
-        (&["-nk", "3", "--out", "o", "--keep", "3"], "--keep <N>", "keep one of them"),
-        (&["-y", "--out", "o", "--resume"], "--resume", "keep one of them"),
-        (&["--verbose", "--verbose"], "--verbose", "keep one of them"),
+    let check = |arguments: &[&str], flag: &str, hint: &str| {
+        let output = llm_rs(arguments);
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {err}");
+        let start = format!("error: {flag}");
+        assert!(err.starts_with(&start) && err.contains("expected this flag once") && err.contains(hint), "{err}");
+    };
+    for (flags, flag) in [
+        (&["-l", "1", "--batch", "2", "--lr", "1"][..], "--lr <LR>"),
+        (&["-nk", "3", "--out", "o", "--keep", "3"], "--keep <N>"),
+        (&["-y", "--out", "o", "--resume"], "--resume"),
+        (&["--verbose", "--verbose"], "--verbose"),
     ] {
         for config in [&[][..], &from_file] {
-            let output = llm_rs(&with(&with(&["train"], config), flags));
-            let err = String::from_utf8_lossy(&output.stderr);
-            assert_eq!(output.status.code(), Some(2), "{flags:?}: {err}");
-            let start = format!("error: {flag}");
-            assert!(err.starts_with(&start) && err.contains("expected this flag once") && err.contains(hint), "{err}");
+            check(&with(&with(&["train"], config), flags), flag, "keep one of them");
         }
     }
+    let glob = "quote one pattern that matches all files";
+    check(&["eval", "-e", "a", "-jb.bin", "--val", "c.bin"], "--val <GLOB>", glob);
 }
 
 #[test]

@@ -5,13 +5,13 @@ use checkpoint::resume::find_newest;
 use checkpoint::sidecar::Identity;
 use checkpoint::writer::CheckpointWriter;
 use checkpoint::{RunState, fingerprint};
-use data::{Geometry, Loader, Prefetch, Tokens};
+use data::{Batches, Geometry, Loader, Prefetch, Tokens};
 use distributed::Ranks;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
-use host::train::{HardwareChecks, MuonSettings, OptimizerSettings, Run, Settings};
+use host::train::{HardwareChecks, MuonSettings, OptimizerSettings, Run, Settings, Validation};
 use model::guards::Limits;
 use model::schedule::{Schedule, ScheduleKind};
 use model::{Decoder, Descriptor, MasterWeights, Moments, Optimizer, PlanOptions, Recompute};
@@ -53,12 +53,12 @@ fn train(out: &Path, storage: Storage, recompute: Recompute) {
     let mut rng = Mt19937::new(3);
     let mut shard = |i| Tokens::in_memory(format!("shard {i}"), (0..85).map(|_| rng.below(60)).collect());
     let shards = (0..3).map(&mut shard).collect();
-    let mut loader = Loader::new(shards, Geometry::single(1, 16), VOCAB, Some(42)).unwrap();
+    let mut loader = Batches::from(Loader::new(shards, Geometry::single(1, 16), VOCAB, Some(42)).unwrap());
     let identity = Identity {
         program: "test".to_owned(),
         engine: engine.describe(),
         config: serde_json::Map::new(),
-        train: fingerprint::of_loader(&loader).unwrap(),
+        train: fingerprint::of_shards(loader.shards()).unwrap(),
         val: None,
         ranks: 1,
     };
@@ -97,7 +97,6 @@ fn train(out: &Path, storage: Storage, recompute: Recompute) {
         clip: 1.0,
         limits: Limits { loss_z: None, norm_z: None, bad_steps: 10 },
         val_every: None,
-        val_batches: 0,
         sample_every: None,
         sample_tokens: 0,
         checkpoint_every: Some(EVERY),
@@ -111,7 +110,7 @@ fn train(out: &Path, storage: Storage, recompute: Recompute) {
         model: &model,
         tokenizer: None,
         train: Prefetch::start(loader, &*engine).unwrap(),
-        val: None,
+        val: Validation::default(),
         hellaswag: None,
         engine: &mut *engine,
         console: Console::new(STEPS, None),

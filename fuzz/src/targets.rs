@@ -6,12 +6,13 @@
 use anyhow::{Context, Result};
 use checkpoint::directory::{done_name, model_name, sidecar_name, state_name};
 use checkpoint::model_file::{self, ModelFile};
+use checkpoint::resume::{self, Accepted};
 use checkpoint::sidecar::{FileChecksum, Identity, Sidecar, format_checksum};
 use checkpoint::state::{self, OptimizerState, Values};
-use checkpoint::{Progress, RunState, fingerprint, resume};
+use checkpoint::{Progress, RunState, fingerprint};
 use data::documents::{self, Format, Reading, Sink};
 use data::multiple_choice::{self, Example, MultipleChoice};
-use data::{Geometry, Loader, Tokens, hellaswag, mmlu, tinystories, tokens};
+use data::{Batches, Geometry, Loader, Tokens, hellaswag, mmlu, tinystories, tokens};
 use engine::cpu::Cpu;
 use engine::tensor::DType;
 use engine::{Algorithms, Engine};
@@ -292,12 +293,12 @@ fn resume(state: &[u8], sidecar: Option<(&[u8], &Identity)>) -> Result<()> {
     let found = resume::find_newest(directory.path())?;
     let checkpoint = found.checkpoint.context("expected a checkpoint, found none")?;
     if let Some((_, identity)) = sidecar {
-        checkpoint.check_settings(identity, small(), |_| false, false)?;
+        checkpoint.check_settings(identity, small(), |_| false, Accepted::Nothing)?;
     }
     let mut engine = Cpu::new();
     let (model, plan) = Decoder::plan(small(), PlanOptions::training(1, 3), &mut engine);
     engine.allocate(&plan)?;
-    let mut loader = small_loader()?;
+    let mut loader = Batches::from(small_loader()?);
     checkpoint.adopt_algorithms(&mut engine);
     checkpoint.load(&model, &mut engine, &mut loader, 3, false, &mut Vec::new())?;
     let mut words = vec![0; loader.layout().words()];
@@ -336,7 +337,8 @@ fn good_sidecar() -> Sidecar {
         program: "llm-rs 0.1.0".to_owned(),
         engine: "CPU, 1 thread".to_owned(),
         config: serde_json::from_str(settings).expect("the settings are JSON"),
-        train: fingerprint::of_loader(&small_loader().expect("the tokens suffice")).expect("the tokens are in memory"),
+        train: fingerprint::of_shards(small_loader().expect("the tokens suffice").shards())
+            .expect("the tokens are in memory"),
         val: None,
         ranks: 1,
     };
@@ -348,6 +350,7 @@ fn good_sidecar() -> Sidecar {
         step: STEP,
         identity,
         progress: Progress { first_val_loss: Some(1.5), ..Progress::default() },
+        mixture: None,
         algorithms: Some(Algorithms { machine: "none".to_owned(), choices: vec![gemm] }),
         files: vec![sum(model_name(STEP), &SMALL_MODEL), sum(state_name(STEP, 0), &STATE_FILE)],
     }

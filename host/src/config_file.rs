@@ -5,7 +5,7 @@
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::parser::ValueSource;
-use clap::{Arg, ArgMatches, Command};
+use clap::{Arg, ArgAction, ArgMatches, Command};
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::ffi::OsString;
@@ -53,13 +53,24 @@ impl ConfigFile {
     /// Keys that the command line also gives are left out: the command line wins. `--model` there also replaces the sizes in the file.
     pub fn arguments(&self, command: &Command, given: &ArgMatches) -> Result<Vec<OsString>> {
         let is_given = |id: &str| given.value_source(id) == Some(ValueSource::CommandLine);
+        let given_data = ["train", "val"].into_iter().find(|id| is_given(id));
+        if let Some(key) = ["train", "val"].into_iter().find(|key| self.entries.contains_key(*key))
+            && self.entries.contains_key("data")
+        {
+            bail!("{}: expected either this key or [[data]] tables, found both; move it into a table", self.at(key));
+        }
+        ensure!(
+            given_data != Some("val") || !self.entries.contains_key("data"),
+            "--val: expected --train, too, since the [[data]] tables of {} are replaced by both; add it",
+            self.path.display()
+        );
         let mut arguments = Vec::new();
         for (key, Entry { value, .. }) in &self.entries {
             let arg = self.flag(command, key)?;
-            let argument = self.argument(key, value, arg)?;
-            let replaced = SIZES.contains(&&**key) && is_given("model");
+            let of_key = self.arguments_of(key, value, arg)?;
+            let replaced = (SIZES.contains(&&**key) && is_given("model")) || (key == "data" && given_data.is_some());
             if !is_given(arg.get_id().as_str()) && !replaced {
-                arguments.extend(argument);
+                arguments.extend(of_key);
             }
         }
         Ok(arguments)
@@ -81,15 +92,16 @@ impl ConfigFile {
         )
     }
 
-    fn argument(&self, key: &str, value: &Value, arg: &Arg) -> Result<Option<OsString>> {
-        let Some(text) = text(value) else {
+    fn arguments_of(&self, key: &str, value: &Value, arg: &Arg) -> Result<Vec<OsString>> {
+        let is_list = matches!(arg.get_action(), ArgAction::Append);
+        let Some(texts) = texts(value).filter(|_| is_list || !value.is_array()) else {
             bail!("{}: expected text, a number, true or false, found {}", self.at(key), value.type_str())
         };
         if arg.get_action().takes_values() {
-            return Ok(Some(format!("--{key}={text}").into()));
+            return Ok(texts.into_iter().map(|text| format!("--{key}={text}").into()).collect());
         }
         ensure!(value.is_bool(), "{} = {value}: expected true or false", self.at(key));
-        Ok((value.as_bool() == Some(true)).then(|| format!("--{key}").into()))
+        Ok((value.as_bool() == Some(true)).then(|| format!("--{key}").into()).into_iter().collect())
     }
 
     /// Rewrites an error about a value of the file to name its line. Returns any other error unchanged.
@@ -103,7 +115,7 @@ impl ConfigFile {
         let Some(Entry { value, .. }) = self.entries.get(key) else { return Err(error) };
         // The invalid value may come from the command line, which overrides the file.
         if let Some(ContextValue::String(wrong)) = error.get(ContextKind::InvalidValue)
-            && *wrong != text(value).unwrap_or_default()
+            && !texts(value).unwrap_or_default().contains(wrong)
         {
             return Err(error);
         }
@@ -114,7 +126,8 @@ impl ConfigFile {
             (_, Some(source), _) => source.to_string(),
             _ => error.to_string().lines().next().unwrap_or_default().trim_start_matches("error: ").to_owned(),
         };
-        Ok(anyhow!("{} = {value}: {reason}", self.at(key)))
+        let shown = if value.is_array() { String::new() } else { format!(" = {value}") };
+        Ok(anyhow!("{}{shown}: {reason}", self.at(key)))
     }
 
     fn at(&self, key: &str) -> String {
@@ -123,9 +136,19 @@ impl ConfigFile {
     }
 }
 
-/// Formats a value as a command-line argument.
+/// Formats a value, or each element of an array, as a command-line argument.
+fn texts(value: &Value) -> Option<Vec<String>> {
+    match value {
+        Value::Array(values) => values.iter().map(text).collect(),
+        value if value.is_table() => None,
+        value => text(value).map(|text| vec![text]),
+    }
+}
+
+/// Formats a value as a command-line argument. A table is written inline.
 fn text(value: &Value) -> Option<String> {
     match value {
+        Value::Table(_) => Some(value.to_string()),
         Value::String(text) => Some(text.clone()),
         Value::Integer(number) => Some(number.to_string()),
         // Debug formatting keeps a decimal point or an exponent, so that flags for whole numbers reject the value.

@@ -5,6 +5,7 @@ use crate::gpu_info::{GpuErrors, GpuInfo};
 use crate::log::{LineFile, Step, closed_stdout};
 use crate::style::{Tone, is_colored, paint};
 use crate::terminal;
+use crate::train::SourceLoss;
 use anyhow::{Context, Result};
 use atomic_file::{create_directory, parent};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -244,8 +245,13 @@ impl Console {
     }
 
     /// Prints the validation loss after `step` steps.
-    pub fn validation(&self, step: usize, loss: f64) -> Result<()> {
-        self.evaluation(&format!("step {step:4}/{} | val loss {loss:.6}", self.steps))
+    pub fn validation(&self, step: usize, loss: f64, sources: &[SourceLoss]) -> Result<()> {
+        let of_source = |SourceLoss { name, val_loss, bits_per_byte }: &SourceLoss| {
+            let bits = bits_per_byte.map_or_else(String::new, |bits| format!(", {bits:.4} bits per byte"));
+            format!(" | {name} {val_loss:.6}{bits}")
+        };
+        let sources: String = sources.iter().map(of_source).collect();
+        self.evaluation(&format!("step {step:4}/{} | val loss {loss:.6}{sources}", self.steps))
     }
 
     /// Prints the HellaSwag score after `step` steps.
@@ -371,7 +377,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("rank-1.log");
         let console = Console::to_file(100, Some(path.clone()), false).unwrap();
-        console.validation(20, 3.25).unwrap();
+        console.validation(20, 3.25, &[]).unwrap();
         console.hellaswag(20, Score { correct: 3, examples: 4 }).unwrap();
         console.finish();
         let printed = std::fs::read_to_string(&path).unwrap();

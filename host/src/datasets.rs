@@ -22,12 +22,11 @@ pub fn open_tokens(pattern: &str) -> Result<Vec<Tokens>> {
 pub struct Datasets(Vec<(PathBuf, Dataset)>);
 
 impl Datasets {
-    /// Reads the descriptions of the data sets of `--train` and `--val`.
-    pub fn open(train: Option<&str>, val: Option<&str>) -> Result<Self> {
+    /// Reads the descriptions of the data sets of patterns, each of which has a flag.
+    pub fn open(patterns: &[(&'static str, &str)]) -> Result<Self> {
         let mut found = Vec::new();
-        for (flag, pattern) in [("--train", train), ("--val", val)] {
-            let described = pattern.map(dataset::read_for_shards).transpose().context(flag)?;
-            found.extend(described.unwrap_or_default());
+        for (flag, pattern) in patterns {
+            found.extend(dataset::read_for_shards(pattern).context(*flag)?);
         }
         for pair in found.windows(2) {
             let [(first, a), (second, b)] = pair else { continue };

@@ -3,6 +3,7 @@
 
 use crate::console::{STALL, unusable};
 use crate::evaluate::multiple_choice::Score;
+use crate::train::SourceLoss;
 use anyhow::{Context, Result, anyhow};
 use metrics::run::RunLog;
 use metrics::tensorboard;
@@ -41,11 +42,14 @@ pub struct Step {
 }
 
 #[derive(Serialize)]
-struct Validation {
+struct Validation<'a> {
     step: usize,
     val_loss: f64,
     /// Tokens trained on before the evaluation.
     tokens: u64,
+    /// The losses of several sources.
+    #[serde(skip_serializing_if = "<[_]>::is_empty")]
+    sources: &'a [SourceLoss],
 }
 
 #[derive(Serialize)]
@@ -324,11 +328,14 @@ impl Log {
         self.write(*s, Some(&line), step, &values)
     }
 
-    /// Logs a validation loss after `tokens` tokens.
-    pub fn validation(&mut self, step: usize, tokens: u64, val_loss: f64) -> Result<()> {
-        let values = [(tensorboard::VAL_LOSS, val_loss as f32)];
+    /// Logs a validation loss after `tokens` tokens, and those of the sources if there are several.
+    pub fn validation(&mut self, step: usize, tokens: u64, val_loss: f64, sources: &[SourceLoss]) -> Result<()> {
+        let tags: Vec<String> =
+            sources.iter().map(|source| format!("{}/{}", tensorboard::VAL_LOSS, source.name)).collect();
+        let mut values = vec![(tensorboard::VAL_LOSS, val_loss as f32)];
+        values.extend(tags.iter().zip(sources).map(|(tag, source)| (tag.as_str(), source.val_loss as f32)));
         let line = format!("s:{step} tel:{val_loss:.4}");
-        self.write(step, Some(&line), &Validation { step, val_loss, tokens }, &values)
+        self.write(step, Some(&line), &Validation { step, val_loss, tokens, sources }, &values)
     }
 
     /// Logs a HellaSwag score after `tokens` tokens.
@@ -507,7 +514,7 @@ mod tests {
     fn main_log_has_the_format_of_llm_c_and_main_jsonl_holds_records() {
         let dir = tempfile::tempdir().unwrap();
         let mut log = Log::create(Some(dir.path())).unwrap();
-        log.validation(0, 0, 10.98765).unwrap();
+        log.validation(0, 0, 10.98765, &[]).unwrap();
         let step = Step {
             step: 0,
             loss: 5.270_007,
@@ -553,22 +560,22 @@ mod tests {
     fn a_log_that_is_removed_or_replaced_during_the_run_continues() {
         let dir = tempfile::tempdir().unwrap();
         let mut log = Log::create(Some(dir.path())).unwrap();
-        log.validation(0, 0, 5.5).unwrap();
-        log.validation(1, 256, 5.25).unwrap();
+        log.validation(0, 0, 5.5, &[]).unwrap();
+        log.validation(1, 256, 5.25, &[]).unwrap();
         let path = dir.path().join("main.log");
         fs::remove_file(&path).unwrap();
-        log.validation(2, 512, 5.0).unwrap();
+        log.validation(2, 512, 5.0, &[]).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "s:0 tel:5.5000\ns:1 tel:5.2500\ns:2 tel:5.0000\n");
         let edited = dir.path().join("edited");
         fs::write(&edited, "edited\n").unwrap();
         fs::rename(&edited, &path).unwrap();
-        log.validation(3, 768, 4.75).unwrap();
-        log.validation(4, 1024, 4.5).unwrap();
+        log.validation(3, 768, 4.75, &[]).unwrap();
+        log.validation(4, 1024, 4.5, &[]).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "edited\ns:3 tel:4.7500\ns:4 tel:4.5000\n");
 
         // Lines wait in memory if the directory is gone.
         fs::remove_dir_all(dir.path()).unwrap();
-        log.validation(5, 1280, 4.25).unwrap();
+        log.validation(5, 1280, 4.25, &[]).unwrap();
         assert!(log.take_trouble().is_some_and(|trouble| trouble.contains("main.")));
         fs::create_dir(dir.path()).unwrap();
         log.finish().unwrap();
@@ -580,7 +587,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut log = Log::create(Some(dir.path())).unwrap();
         log.write_events(dir.path(), 0).unwrap();
-        log.validation(0, 0, 5.5).unwrap();
+        log.validation(0, 0, 5.5, &[]).unwrap();
         log.finish().unwrap();
         assert_eq!(log.flushed().unwrap().len(), 3);
         let files = || {

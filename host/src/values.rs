@@ -1,5 +1,7 @@
 //! Parsers of flag values. Each error states the expected value; clap adds the flag and the value found.
 
+use data::mixture::Packing;
+
 /// Largest accepted count. Files store steps and tokens in 31 bits, and the product of two such counts does not overflow.
 const MAX_COUNT: usize = i32::MAX as usize;
 
@@ -106,6 +108,16 @@ pub fn resume(text: &str) -> Result<Resume, &'static str> {
                 Err("expected required (a checkpoint must exist), auto or 1 (start a new run if there is none), or 0")
             }
         },
+    }
+}
+
+/// Parses the value of `--packing`.
+pub fn packing(text: &str) -> Result<Packing, &'static str> {
+    match text {
+        "stream" => Ok(Packing::Stream),
+        "best-fit" => Ok(Packing::BestFit),
+        "pad" => Ok(Packing::Pad),
+        _ => Err("expected stream, best-fit or pad"),
     }
 }
 

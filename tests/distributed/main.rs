@@ -9,6 +9,7 @@ mod hardware;
 mod hybrid_sharding;
 mod launchers;
 mod measurements;
+mod mixtures;
 mod sequential_data;
 mod threads;
 mod world;

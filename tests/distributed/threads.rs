@@ -13,7 +13,7 @@ use engine::{BatchLayout, Engine, Interval};
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
-use host::train::{HardwareChecks, MuonSettings, OptimizerSettings, Run, Settings};
+use host::train::{HardwareChecks, MuonSettings, OptimizerSettings, Run, Settings, Validation, ValidationSource};
 use model::guards::Limits;
 use model::schedule::{Schedule, ScheduleKind};
 use model::{
@@ -178,7 +178,7 @@ impl Threads {
             model: &model,
             tokenizer: None,
             train: Prefetch::start(train, &*engine).unwrap(),
-            val: Some(Prefetch::start(val, &*engine).unwrap()),
+            val: validation(val, &*engine),
             hellaswag: None,
             engine: &mut *engine,
             console: Console::to_file(self.steps, None, false).unwrap(),
@@ -281,7 +281,6 @@ impl Threads {
             clip: self.clip,
             limits: Limits { loss_z: None, norm_z: None, bad_steps: 10 },
             val_every: self.validates.then_some(2),
-            val_batches: 2,
             sample_every: None,
             sample_tokens: 0,
             checkpoint_every: None,
@@ -798,4 +797,11 @@ fn cuda_graphs_of_several_ranks_match_the_cpu() {
             assert!((got / want - 1.0).abs() < 0.02, "stage {stage}: {results:?}, on the CPU {expected:?}");
         }
     }
+}
+
+/// Returns validation data of two batches.
+fn validation(loader: Loader, engine: &dyn Engine) -> Validation {
+    let data = Prefetch::start(loader, engine).unwrap();
+    let source = ValidationSource { name: "val".to_owned(), data, batches: 2 };
+    Validation { sources: vec![source], ..Validation::default() }
 }

@@ -1,7 +1,7 @@
 //! Fingerprints that identify a data set.
 
 use anyhow::Result;
-use data::{Loader, Tokens};
+use data::Tokens;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 use xxhash_rust::xxh3::Xxh3;
@@ -42,9 +42,9 @@ impl ShardFingerprint {
     }
 }
 
-/// Returns the fingerprints of the shards of a loader, in its order.
-pub fn of_loader(loader: &Loader) -> Result<Vec<ShardFingerprint>> {
-    loader.shards().iter().map(ShardFingerprint::new).collect()
+/// Returns the fingerprints of shards.
+pub fn of_shards<'a>(shards: impl IntoIterator<Item = &'a Tokens>) -> Result<Vec<ShardFingerprint>> {
+    shards.into_iter().map(ShardFingerprint::new).collect()
 }
 
 /// Describes the first difference between two data sets: what `was` has, and what `now` has. File names are not compared.
@@ -63,11 +63,11 @@ pub fn difference(was: &[ShardFingerprint], now: &[ShardFingerprint]) -> Option<
 #[cfg(test)]
 mod tests {
     use super::*;
-    use data::Geometry;
 
     fn fingerprint(shards: &[(&str, Vec<u32>)]) -> Vec<ShardFingerprint> {
-        let shards = shards.iter().map(|(name, tokens)| Tokens::in_memory(*name, tokens.clone())).collect();
-        of_loader(&Loader::new(shards, Geometry::single(1, 4), 1 << 16, None).unwrap()).unwrap()
+        let shards: Vec<Tokens> =
+            shards.iter().map(|(name, tokens)| Tokens::in_memory(*name, tokens.clone())).collect();
+        of_shards(&shards).unwrap()
     }
 
     #[test]

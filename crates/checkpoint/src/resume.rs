@@ -8,7 +8,8 @@ use super::sidecar::{Identity, Sidecar};
 use super::state::StateFiles;
 use super::{Progress, RunState};
 use anyhow::{Context, Error, Result, bail, ensure};
-use data::Loader;
+use data::mixture::State;
+use data::{Batches, Loader, Mixture};
 use engine::Engine;
 use engine::ops::Master;
 use model::{Decoder, Descriptor};
@@ -18,7 +19,21 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 /// Settings that name the model or the data. Their contents are compared instead.
-const MODEL_AND_DATA_SETTINGS: [&str; 6] = ["model", "layers", "heads", "channels", "train", "val"];
+const MODEL_AND_DATA_SETTINGS: [&str; 7] = ["model", "layers", "heads", "channels", "train", "val", "data"];
+
+/// Settings of the data that may change with new data.
+const DATA_SETTINGS: [&str; 3] = ["packing", "seed", "shuffle"];
+
+/// The changes that a resumed run accepts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Accepted {
+    /// None that affect the weights.
+    Nothing,
+    /// New training data, and new settings of them.
+    Data,
+    /// New data and settings.
+    Everything,
+}
 
 /// A complete checkpoint.
 #[derive(Debug)]
@@ -166,13 +181,13 @@ impl Checkpoint {
     }
 
     /// Compares the settings and data of the checkpoint with those of the resumed run. Returns a message per permitted change: that of a
-    /// setting for whose key `may_change` is true. Other changes are an error, unless `force` is set.
+    /// setting for whose key `may_change` is true. Other changes are an error, unless they are accepted.
     pub fn check_settings(
         &self,
         now: &Identity,
         descriptor: Descriptor,
         may_change: impl Fn(&str) -> bool,
-        force: bool,
+        accepted: Accepted,
     ) -> Result<Vec<String>> {
         ensure!(
             descriptor == self.descriptor(),
@@ -185,13 +200,16 @@ impl Checkpoint {
         let (mutable, fixed): (Vec<_>, Vec<_>) =
             changes(&was.config, &now.config).into_iter().partition(|(key, _)| may_change(key));
         let mut notes: Vec<String> = mutable.into_iter().map(|(_, change)| change).collect();
-        let mut refused: Vec<String> = fixed.into_iter().map(|(_, change)| change).collect();
+        let is_data = |(key, _): &(String, String)| DATA_SETTINGS.contains(&key.as_str());
+        let (of_data, fixed): (Vec<_>, Vec<_>) = fixed.into_iter().partition(is_data);
+        let [mut new_data, mut refused] =
+            [of_data, fixed].map(|changes| changes.into_iter().map(|(_, change)| change).collect::<Vec<String>>());
         let data_change = |what, was: &_, now: &_| {
             fingerprint::difference(was, now).map(|[was, now]| format!("{what} data was {was}, is now {now}"))
         };
-        refused.extend(data_change("training", &was.train, &now.train));
+        new_data.extend(data_change("training", &was.train, &now.train));
         match (&was.val, &now.val) {
-            (Some(was), Some(now)) => refused.extend(data_change("validation", was, now)),
+            (Some(was), Some(now)) => new_data.extend(data_change("validation", was, now)),
             (None, Some(_)) => notes.push("the checkpoint's run had no validation data".to_owned()),
             (Some(_), None) => notes.push("this run has no validation data".to_owned()),
             (None, None) => {}
@@ -202,13 +220,20 @@ impl Checkpoint {
                 was.engine, now.engine
             ));
         }
-        if !force && !refused.is_empty() {
+        let only_data = refused.is_empty();
+        refused.append(&mut new_data);
+        let is_accepted = match accepted {
+            Accepted::Nothing => refused.is_empty(),
+            Accepted::Data => only_data,
+            Accepted::Everything => true,
+        };
+        if !is_accepted {
             bail!(
-                "checkpoint of step {}: the settings have changed: {}; {}, choose another --out, or resume anyway with \
-                 --force-resume",
+                "checkpoint of step {}: the settings have changed: {}; {}, choose another --out, or resume anyway with {}",
                 self.step,
                 refused.join("; "),
-                self.use_its_settings()
+                self.use_its_settings(),
+                if only_data { "--resume-data or --force-resume" } else { "--force-resume" }
             );
         }
         notes.append(&mut refused);
@@ -235,8 +260,8 @@ impl Checkpoint {
     /// planned for [`descriptor`](Self::descriptor) and for training.
     ///
     /// With one rank and the same shuffling, the loader seeks to the position in the file. Otherwise it skips the tokens that
-    /// all ranks have trained on. If the loader cannot seek there, `force` makes it start at its beginning, with a message in
-    /// `notes`.
+    /// all ranks have trained on. If the loader cannot seek there, `new_data` makes it start at its beginning, with a message in
+    /// `notes`. A mixture continues with the state in the sidecar; with `new_data` also if its sources or weights have changed.
     ///
     /// Parameters are loaded bit for bit from the model file if it has the engine's precision. Otherwise they are the master
     /// weights or, without them, those of the model file, rounded to nearest if necessary.
@@ -244,16 +269,38 @@ impl Checkpoint {
         mut self,
         model: &Decoder,
         engine: &mut dyn Engine,
-        loader: &mut Loader,
+        batches: &mut Batches,
         total_batch: usize,
-        force: bool,
+        new_data: bool,
         notes: &mut Vec<String>,
     ) -> Result<RunState> {
         self.load_tensors(model, engine, notes)?;
-        let previous_world_size = self.sidecar.as_ref().map_or(self.state.world_size, |sidecar| sidecar.identity.ranks);
         let tokens = (self.step * total_batch) as u64;
+        let mixture = self.sidecar.as_ref().and_then(|sidecar| sidecar.mixture.as_ref());
+        match batches {
+            Batches::Mixture(loader) => seek_mixture(loader, mixture, new_data, notes)?,
+            Batches::Shards(_) if mixture.is_some() => {
+                let change =
+                    "the checkpoint's run had several data sources or packed documents, and this run has neither";
+                accept_data([change.to_owned()].into(), new_data, notes)?;
+            }
+            Batches::Shards(loader) => self.seek(loader, tokens, new_data, notes)?,
+        }
         let progress = self.sidecar.map(|sidecar| sidecar.progress);
-        let trained = progress.as_ref().map_or(tokens, |progress| progress.tokens);
+        Ok(RunState {
+            step: self.step,
+            rounding: self.state.rounding,
+            rounding_before_update: self.state.rounding_before_update,
+            data: batches.position(),
+            progress: progress.unwrap_or(Progress { evaluated: true, tokens, ..Progress::default() }),
+        })
+    }
+
+    /// Moves a loader of one source to the next batch. `tokens` is the number of tokens trained on, if the checkpoint does not state it.
+    fn seek(&self, loader: &mut Loader, tokens: u64, new_data: bool, notes: &mut Vec<String>) -> Result<()> {
+        let previous_world_size = self.sidecar.as_ref().map_or(self.state.world_size, |sidecar| sidecar.identity.ranks);
+        let progress = self.sidecar.as_ref().map(|sidecar| &sidecar.progress);
+        let trained = progress.map_or(tokens, |progress| progress.tokens);
         let world_size = loader.ranks();
         if world_size != previous_world_size {
             notes.push(format!(
@@ -262,7 +309,7 @@ impl Checkpoint {
             ));
         }
         let other_order = match loader.check_order(&self.state.data) {
-            Err(error) if !force => return Err(error),
+            Err(error) if !new_data => return Err(error),
             order => order.is_err(),
         };
         // Without shuffling the number of tokens is a position for any batch size. Without a sidecar the number is a guess.
@@ -270,18 +317,12 @@ impl Checkpoint {
         if (world_size, previous_world_size) != (1, 1) || other_order || in_order {
             loader.skip_tokens(trained);
         } else if let Err(error) = loader.seek(self.state.data.clone()) {
-            if !force {
+            if !new_data {
                 return Err(error);
             }
             notes.push(format!("the training data starts from the beginning: {error:#}"));
         }
-        Ok(RunState {
-            step: self.step,
-            rounding: self.state.rounding,
-            rounding_before_update: self.state.rounding_before_update,
-            data: loader.position(),
-            progress: progress.unwrap_or(Progress { evaluated: true, tokens, ..Progress::default() }),
-        })
+        Ok(())
     }
 
     /// Loads the tensors that this rank keeps. See [`load`](Self::load).
@@ -296,6 +337,28 @@ impl Checkpoint {
         }
         self.state.load(model, engine)
     }
+}
+
+/// Moves a mixture to its saved state. Changed sources, weights and settings are an error, unless `new_data` is set.
+fn seek_mixture(loader: &mut Mixture, saved: Option<&State>, new_data: bool, notes: &mut Vec<String>) -> Result<()> {
+    let Some(saved) = saved else {
+        let change = "the checkpoint's run had one data source without packing: all sources start from the beginning";
+        return accept_data([change.to_owned()].into(), new_data, notes);
+    };
+    accept_data(loader.changes(saved), new_data, notes)?;
+    loader.seek(saved)
+}
+
+/// Adds changes of the data to the notes if they are accepted.
+fn accept_data(changes: Vec<String>, accepted: bool, notes: &mut Vec<String>) -> Result<()> {
+    ensure!(
+        accepted || changes.is_empty(),
+        "training data: expected that of the checkpoint, found changes: {}; continue with the new data by --resume-data, or restore \
+         the previous settings",
+        changes.join("; ")
+    );
+    notes.extend(changes);
+    Ok(())
 }
 
 /// Returns the settings that differ: the key, and a description of the change.

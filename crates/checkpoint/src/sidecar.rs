@@ -5,6 +5,7 @@
 use super::Progress;
 use super::fingerprint::ShardFingerprint;
 use anyhow::{Context, Result, ensure};
+use data::mixture::State;
 use engine::Algorithms;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -25,6 +26,9 @@ pub struct Sidecar {
     pub identity: Identity,
     /// Statistics of the run so far.
     pub progress: Progress,
+    /// State of the training data of a mixture.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mixture: Option<State>,
     /// The GEMM algorithms chosen by tuning.
     pub algorithms: Option<Algorithms>,
     /// The other files of the checkpoint.

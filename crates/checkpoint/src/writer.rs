@@ -634,6 +634,7 @@ impl Rank0Job {
             step,
             identity: self.identity.clone(),
             progress: job.state.progress.clone(),
+            mixture: job.state.data.mixture.as_deref().cloned(),
             algorithms: self.algorithms.clone(),
             files: files.clone(),
         };

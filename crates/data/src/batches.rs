@@ -51,15 +51,6 @@ impl Batches {
         }
     }
 
-    /// Returns the token with which each sequence begins, or `None` if sequences begin anywhere. The occurrences of this token among the
-    /// inputs are the beginnings of documents.
-    pub fn separator(&self) -> Option<u32> {
-        match self {
-            Self::Shards(_) => None,
-            Self::Mixture(mixture) => mixture.separator(),
-        }
-    }
-
     /// Returns the position of the next batch.
     pub fn position(&self) -> Position {
         match self {

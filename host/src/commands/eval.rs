@@ -194,7 +194,7 @@ impl Eval {
     /// Finds the tokenizer. An unknown one is reported, because only bits per byte and the evaluation sets need it.
     fn tokenizer(&self, model: &ModelSource) -> Result<Option<Tokenizer>> {
         let named = self.tokenizer.as_deref().map(Tokenizer::named).transpose().context("--tokenizer")?;
-        let datasets = Datasets::open(None, self.val.as_deref())?;
+        let datasets = Datasets::open(&self.val.as_deref().map(|val| ("--val", val)).into_iter().collect::<Vec<_>>())?;
         let vocab = model.descriptor().vocab;
         datasets.check_vocab(&self.model.get().display().to_string(), vocab)?;
         let (named, data) = (named.as_ref(), datasets.tokenizer());

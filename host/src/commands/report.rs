@@ -1,11 +1,12 @@
 //! Output of `train` before the first step and after the last.
 
 use super::resources::describe;
-use super::train::{Config, TrainOptions, UNKNOWN_STEPS};
+use super::train::{Config, TrainOptions, TrainingData, UNKNOWN_STEPS, ValidationData};
 use crate::gpu_info::GpuInfo;
 use crate::train::{CLIP, Outcome};
 use anyhow::Result;
-use data::{Loader, MultipleChoice};
+use data::mixture::{Counts, Estimate, Packing, SourceState};
+use data::{Batches, Loader, Mixture, MultipleChoice};
 use engine::open::{Device, Opened, Precision};
 use engine::ops::Fp8Accumulation;
 use engine::plan::{Group, Plan};
@@ -27,8 +28,7 @@ pub struct Setup<'a> {
     pub ranks: usize,
     pub descriptor: Descriptor,
     /// `None` for a plan without data.
-    pub train: Option<&'a Loader>,
-    pub val: Option<&'a Loader>,
+    pub data: Option<&'a TrainingData>,
     pub hellaswag: Option<&'a MultipleChoice>,
     pub tokenizer: Option<&'a Tokenizer>,
     pub opened: &'a Opened,
@@ -50,7 +50,7 @@ impl Setup<'_> {
             ("recomputation", recomputation(flags.recompute).to_owned()),
         ]);
         rows.extend(self.training_data());
-        rows.push(("validation data", describe_data_or_pattern(self.val, flags.val.as_deref())));
+        rows.extend(self.validation_data());
         rows.push(("tokenizer", self.tokenizer.map_or("unknown".to_owned(), ToString::to_string)));
         rows.extend(self.optimizer());
         rows.extend(self.evaluation());
@@ -74,10 +74,14 @@ impl Setup<'_> {
 
     fn training_data(&self) -> Vec<(&'static str, String)> {
         let Config { batch, seq, total_batch, steps, .. } = *self.config;
-        let Some(train) = self.train else {
-            let steps = if steps == UNKNOWN_STEPS { "one epoch".to_owned() } else { steps.to_string() };
-            let data = describe_data_or_pattern(None, self.config.flags.train.as_deref());
-            return vec![("training data", data), ("steps", steps)];
+        let train = match self.data.map(|data| &data.train) {
+            None => {
+                let steps = if steps == UNKNOWN_STEPS { "one epoch".to_owned() } else { steps.to_string() };
+                let patterns = self.config.flags.patterns(|table| table.train.as_deref(), &self.config.flags.train);
+                return vec![("training data", describe_patterns(&patterns)), ("steps", steps)];
+            }
+            Some(Batches::Mixture(mixture)) => return self.mixture(mixture),
+            Some(Batches::Shards(train)) => train,
         };
         if self.config.flags.overfit_one_batch {
             let one = format!("one batch, repeated, of {}", describe_data(train));
@@ -93,6 +97,58 @@ impl Setup<'_> {
             ("epoch", format!("{tokens} tokens in {batches} batches, {steps_per_epoch} steps, {order}")),
             ("steps", format!("{steps}, {epochs:.2} epochs")),
         ]
+    }
+
+    /// Describes the sources of a mixture, with what the run reads of each.
+    fn mixture(&self, mixture: &Mixture) -> Vec<(&'static str, String)> {
+        let Config { seq, total_batch, steps, .. } = *self.config;
+        let estimates = self.data.map(|data| &data.estimates[..]).unwrap_or_default();
+        let packing = match mixture.packing() {
+            Packing::Stream => "",
+            Packing::BestFit => ", best-fit packing",
+            Packing::Pad => ", padded",
+        };
+        let n = estimates.len();
+        let order = if mixture.shuffles() { "shuffled" } else { "in order" };
+        let heading = format!("{n} {}{packing}, {order}", if n == 1 { "source" } else { "sources" });
+        let (rows, _) = mixture.rows_of_run(estimates, (steps * (total_batch / seq)) as u64);
+        let total: f64 = mixture.sources().map(|source| source.weight).sum();
+        let source = |((source, estimate), rows): ((&SourceState, &Estimate), &f64)| {
+            let Estimate { counts: Counts { used, cropped, padded }, is_exact, .. } = *estimate;
+            let percent = |part: u64, whole: u64| 100.0 * part as f64 / whole.max(1) as f64;
+            let about = if is_exact { "" } else { "about " };
+            format!(
+                "{}: weight {:.2} %, {} tokens, {:.2} epochs; {about}{:.1} % of the tokens used, {:.1} % cropped, {:.1} % padded",
+                source.name,
+                100.0 * source.weight / total,
+                source.tokens,
+                rows / estimate.rows,
+                percent(used, used + cropped),
+                percent(cropped, used + cropped),
+                percent(padded, used + padded),
+            )
+        };
+        let sources = mixture.sources().zip(estimates).zip(&rows).map(source);
+        let mut table = vec![("training data", heading)];
+        table.extend(sources.map(|text| ("", text)));
+        table.push(("steps", steps.to_string()));
+        table
+    }
+
+    fn validation_data(&self) -> Vec<(&'static str, String)> {
+        let name = |i: usize| if i == 0 { "validation data" } else { "" };
+        match self.data.map(|data| &data.val[..]) {
+            None => {
+                let patterns = self.config.flags.patterns(|table| table.val.as_deref(), &self.config.flags.val);
+                vec![(name(0), describe_patterns(&patterns))]
+            }
+            Some([]) => vec![(name(0), "none".to_owned())],
+            Some([only]) => vec![(name(0), describe_data(&only.loader))],
+            Some(sources) => {
+                let describe = |source: &ValidationData| format!("{}: {}", source.name, describe_data(&source.loader));
+                sources.iter().enumerate().map(|(i, source)| (name(i), describe(source))).collect()
+            }
+        }
     }
 
     fn optimizer(&self) -> Vec<(&'static str, String)> {
@@ -128,8 +184,11 @@ impl Setup<'_> {
             _ => format!("{}, {what}", interval(every, config.steps)),
         };
         let mut rows = Vec::new();
-        if self.val.is_some() || self.train.is_none() && config.flags.val.is_some() {
-            let available = self.val.map_or(usize::MAX, Loader::batches_per_epoch);
+        let available = match self.data {
+            Some(data) => data.val.iter().map(|val| val.loader.batches_per_epoch()).max(),
+            None => config.flags.names_validation().then_some(usize::MAX),
+        };
+        if let Some(available) = available {
             let batches = config.val_batches.min(available);
             rows.push(("validation", row(Some(config.val_every), format!("{batches} batches"))));
         }
@@ -276,12 +335,8 @@ fn recomputation(recompute: Recompute) -> &'static str {
 }
 
 /// Describes data, or the pattern of files that a plan without data does not open.
-fn describe_data_or_pattern(loader: Option<&Loader>, pattern: Option<&str>) -> String {
-    match (loader, pattern) {
-        (Some(loader), _) => describe_data(loader),
-        (None, Some(pattern)) => format!("{pattern}, not opened"),
-        (None, None) => "none".to_owned(),
-    }
+fn describe_patterns(patterns: &[&str]) -> String {
+    if patterns.is_empty() { "none".to_owned() } else { format!("{}, not opened", patterns.join(", ")) }
 }
 
 fn describe_data(loader: &Loader) -> String {

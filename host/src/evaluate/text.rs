@@ -56,8 +56,30 @@ impl TextScore {
     }
 }
 
-/// Computes the loss on the next `batches` batches. `hooks` provides the parameters. `predictions` receives every batch.
+/// Computes the loss on the next `batches` batches, and fails unless it is finite. See [`sums`].
 pub fn score(
+    model: &Decoder,
+    engine: &mut dyn Engine,
+    hooks: &mut dyn LayerHooks,
+    data: &mut Prefetch,
+    batches: usize,
+    token_bytes: &TokenBytes,
+    predictions: Option<&mut Predictions>,
+) -> Result<TextScore> {
+    let score = sums(model, engine, hooks, data, batches, token_bytes, predictions)?;
+    ensure!(
+        score.loss.is_finite(),
+        "validation loss: expected a finite number, found {}; the activations exceed the range of {}: evaluate an earlier \
+         checkpoint",
+        score.loss,
+        engine.dtype().name()
+    );
+    Ok(score)
+}
+
+/// Computes the loss on the next `batches` batches. `hooks` provides the parameters, and may end the evaluation between two batches.
+/// `predictions` receives every batch.
+pub fn sums(
     model: &Decoder,
     engine: &mut dyn Engine,
     hooks: &mut dyn LayerHooks,
@@ -74,6 +96,7 @@ pub fn score(
     let mut score = TextScore { tokens: batches * tokens, ..TextScore::default() };
     let progress = progress::start("validation", Unit::Count, batches as u64);
     for _ in 0..batches {
+        hooks.between_batches()?;
         engine.zero(losses)?;
         data.load_next(engine, model.batch, 0)?;
         model.forward(engine, layout, hooks)?;
@@ -94,13 +117,6 @@ pub fn score(
         progress.add(1);
     }
     score.loss = sums.into_iter().map(f64::from).sum::<f64>() / score.tokens as f64;
-    ensure!(
-        score.loss.is_finite(),
-        "validation loss: expected a finite number, found {}; the activations exceed the range of {}: evaluate an earlier \
-         checkpoint",
-        score.loss,
-        engine.dtype().name()
-    );
     Ok(score)
 }
 

@@ -3,11 +3,47 @@
 use super::{Due, Run, Session};
 use crate::evaluate;
 use crate::evaluate::multiple_choice::{self, Score};
+use crate::evaluate::text::{self, TextScore, TokenBytes};
 use crate::sample::{self, Sampling};
 use anyhow::Result;
+use data::Prefetch;
 use model::fp8::{Fp8, Fp8Counts};
 use model::{Interrupted, StopRequest, Training, Unit};
+use serde::Serialize;
+use std::f64::consts::LN_2;
 use tokenizer::Tokenizer;
+
+/// The validation data of a run.
+#[derive(Debug, Default)]
+pub struct Validation {
+    /// The sources, each with a loss of its own.
+    pub sources: Vec<ValidationSource>,
+    /// The lengths of the tokens, for the bits per byte of several sources.
+    pub token_bytes: TokenBytes,
+}
+
+/// A source of validation data.
+#[derive(Debug)]
+pub struct ValidationSource {
+    /// Name in the log and in the plots.
+    pub name: String,
+    /// The batches, from the first one on after `batches` batches.
+    pub data: Prefetch,
+    /// Batches of a validation.
+    pub batches: usize,
+}
+
+/// The result of a validation for one of several sources.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct SourceLoss {
+    /// Name of the source.
+    pub name: String,
+    /// Mean loss per token.
+    pub val_loss: f64,
+    /// Loss per byte of text in bits, if the tokenizer is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bits_per_byte: Option<f64>,
+}
 
 impl Run<'_> {
     /// Performs the evaluations that are due. Returns false if a stop request has ended them early. Results that are not complete are not
@@ -30,19 +66,45 @@ impl Run<'_> {
     }
 
     fn validate(&mut self, step: usize, session: &mut Session) -> Result<()> {
-        let Some(val) = &mut self.val else { return Ok(()) };
-        let loss = {
-            let stop = || self.stop.requested();
-            let hooks = &mut session.step.hooks(self.ranks, StopRequest::OfAnyRank(&stop));
-            evaluate::loss(self.model, self.engine, hooks, val, self.settings.val_batches)?
+        let (loss, sources) = if let [only] = &mut self.val.sources[..] {
+            let loss = {
+                let stop = || self.stop.requested();
+                let hooks = &mut session.step.hooks(self.ranks, StopRequest::OfAnyRank(&stop));
+                evaluate::loss(self.model, self.engine, hooks, &mut only.data, only.batches)?
+            };
+            let mut sum = [loss];
+            self.ranks.all_reduce_sum_f64(&mut sum)?;
+            (sum[0] / self.ranks.world_size() as f64, Vec::new())
+        } else {
+            self.validate_sources(session)?
         };
-        let mut sum = [loss];
-        self.ranks.all_reduce_sum_f64(&mut sum)?;
-        let loss = sum[0] / self.ranks.world_size() as f64;
         self.state.progress.first_val_loss.get_or_insert(loss);
         session.last_val_loss = Some(loss);
-        self.log.validation(step, self.state.progress.tokens, loss)?;
-        self.console.validation(step, loss)
+        self.log.validation(step, self.state.progress.tokens, loss, &sources)?;
+        self.console.validation(step, loss, &sources)
+    }
+
+    /// Returns the mean loss over the tokens of all sources, and the loss of each.
+    fn validate_sources(&mut self, session: &mut Session) -> Result<(f64, Vec<SourceLoss>)> {
+        let Validation { sources, token_bytes } = &mut self.val;
+        let mut sums = Vec::new();
+        for source in &mut *sources {
+            let stop = || self.stop.requested();
+            let hooks = &mut session.step.hooks(self.ranks, StopRequest::OfAnyRank(&stop));
+            let ValidationSource { data, batches, .. } = source;
+            let score = text::sums(self.model, self.engine, hooks, data, *batches, token_bytes, None)?;
+            let TextScore { tokens, loss, bytes, nats } = score;
+            sums.extend([loss * tokens as f64, tokens as f64, nats, bytes as f64]);
+        }
+        self.ranks.all_reduce_sum_f64(&mut sums)?;
+        let sums = sums.as_chunks::<4>().0;
+        let total = |i: usize| sums.iter().map(|sums| sums[i]).sum::<f64>();
+        let of_source = |(source, &[loss, tokens, nats, bytes]): (&ValidationSource, &[f64; 4])| SourceLoss {
+            name: source.name.clone(),
+            val_loss: loss / tokens,
+            bits_per_byte: (bytes > 0.0).then(|| nats / LN_2 / bytes),
+        };
+        Ok((total(0) / total(1), sources.iter().zip(sums).map(of_source).collect()))
     }
 
     fn score(&mut self, step: usize, session: &mut Session) -> Result<()> {

@@ -10,6 +10,7 @@ mod logging;
 mod optimizer;
 mod saving;
 
+pub use evaluation::{SourceLoss, Validation, ValidationSource};
 pub use hardware::HardwareChecks;
 pub use logging::Diverged;
 pub use optimizer::{CLIP, MuonSettings, OptimizerSettings};
@@ -57,8 +58,6 @@ pub struct Settings {
     pub limits: Limits,
     /// Interval of validation and HellaSwag. Validation also happens before the first step.
     pub val_every: Option<usize>,
-    /// Batches of a validation.
-    pub val_batches: usize,
     /// Interval of text samples.
     pub sample_every: Option<usize>,
     /// Tokens of a sample.
@@ -97,7 +96,7 @@ pub struct Run<'a> {
     /// Training data.
     pub train: Prefetch,
     /// Validation data.
-    pub val: Option<Prefetch>,
+    pub val: Validation,
     /// Scored after each validation except the one before the first step.
     pub hellaswag: Option<MultipleChoice>,
     /// Terminal output.
@@ -372,7 +371,8 @@ impl Run<'_> {
         let evaluate = !stop && !self.state.progress.evaluated;
         // If ranks shard the parameters, all of them take part in sampling.
         let samples = self.ranks.is_first() || self.model.zero.shards_parameters();
-        let validate = evaluate && self.val.is_some() && (due(val_every) || (step == 0 && val_every.is_some()));
+        let validate =
+            evaluate && !self.val.sources.is_empty() && (due(val_every) || (step == 0 && val_every.is_some()));
         let score = evaluate && self.hellaswag.is_some() && due(val_every);
         let sample = evaluate && due(sample_every);
         Due {

@@ -23,8 +23,8 @@ pub use order::Cursor;
 pub use packer::Counts;
 pub use source::{Estimate, SourceState};
 
+use crate::Tokens;
 use crate::loader::{Geometry, Position};
-use crate::{Tokens, check};
 use anyhow::{Result, bail, ensure};
 use engine::BatchLayout;
 use schedule::next_source;
@@ -56,6 +56,25 @@ pub struct Source {
     pub weight: f64,
     /// Number of epochs after which the other sources take the share of this one.
     pub max_epochs: Option<u32>,
+}
+
+/// Checks the weights and the names of sources.
+pub fn check_sources(sources: &[Source]) -> Result<()> {
+    for (i, Source { name, weight, .. }) in sources.iter().enumerate() {
+        ensure!(
+            weight.is_finite() && *weight >= 0.0,
+            "data source {name}: expected a finite weight of at least 0, found {weight}; correct it"
+        );
+        ensure!(
+            sources[..i].iter().all(|other| other.name != *name),
+            "data source {name}: expected a name of its own, found two sources with this name; rename one"
+        );
+    }
+    ensure!(
+        sources.iter().any(|source| source.weight > 0.0),
+        "data sources: expected a weight above 0, found none; give at least one source a weight"
+    );
+    Ok(())
 }
 
 /// The settings that all sources share.
@@ -105,20 +124,7 @@ impl Mixture {
             packing == Packing::Stream || separator.is_some(),
             "--packing: expected data sets with a document token, found none; use --packing stream"
         );
-        for (i, Source { name, weight, .. }) in sources.iter().enumerate() {
-            ensure!(
-                weight.is_finite() && *weight >= 0.0,
-                "data source {name}: expected a finite weight of at least 0, found {weight}; correct it"
-            );
-            ensure!(
-                sources[..i].iter().all(|other| other.name != *name),
-                "data source {name}: expected a name of its own, found two sources with this name; rename one"
-            );
-        }
-        ensure!(
-            sources.iter().any(|source| source.weight > 0.0),
-            "data sources: expected a weight above 0, found none; give at least one source a weight"
-        );
+        check_sources(&sources)?;
         let readers = sources.into_iter().map(|source| Reader::new(source, &settings)).collect::<Result<_>>()?;
         Ok(Self { settings, readers, row: Vec::new(), tokens: vec![0; geometry.t + 1] })
     }
@@ -141,11 +147,6 @@ impl Mixture {
     /// Returns whether the sources are shuffled.
     pub fn shuffles(&self) -> bool {
         self.settings.shuffle.is_some()
-    }
-
-    /// Returns the token with which each row begins, or `None` if rows begin anywhere.
-    pub fn separator(&self) -> Option<u32> {
-        self.settings.separator.filter(|_| self.settings.packing != Packing::Stream)
     }
 
     /// Returns the shards of all sources.
@@ -284,12 +285,5 @@ impl Mixture {
     /// Returns the sources: their states, which contain name and weight, and their numbers of tokens.
     pub fn sources(&self) -> impl Iterator<Item = &SourceState> {
         self.readers.iter().map(|reader| &reader.state)
-    }
-
-    /// Checks that the ids of a share of the shards are below the vocabulary size.
-    pub fn check_vocabulary(&self) -> Result<()> {
-        let Geometry { ranks, rank, .. } = self.settings.geometry;
-        let share: Vec<Tokens> = self.shards().skip(rank).step_by(ranks).cloned().collect();
-        check::vocabulary(&share, self.settings.vocab)
     }
 }

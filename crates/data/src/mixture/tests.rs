@@ -153,6 +153,26 @@ fn padded_rows_contain_each_token_once_per_epoch() {
     assert!(estimate.is_exact && (three - 2..=three).contains(&n), "{n} {estimate:?}");
 }
 
+/// The parts of one document exceed the buffer.
+#[test]
+fn a_document_longer_than_the_buffer_becomes_parts() {
+    let len = 3 * packer::BUFFER * T + 5;
+    let long = || Source { max_epochs: Some(1), shards: shards_of(&[vec![3, len, 4]], 1), ..source("long", 1, 1.0) };
+    for packing in [Packing::BestFit, Packing::Pad] {
+        let mut mixture = mixture(vec![long()], packing);
+        let (mut n, mut words) = (0, vec![0; mixture.layout().words()]);
+        let mut seen = BTreeMap::new();
+        while mixture.next(&mut words).is_ok() {
+            n += 1;
+            assert!(words[0] == 0 && mixture.state().sources[0].buffer.len() <= packer::BUFFER);
+            let row = words[..T].iter().chain([&words[2 * T - 1]]);
+            row.filter(|token| **token > 0).for_each(|token| *seen.entry(*token).or_insert(0) += 1);
+        }
+        assert!(n >= 3 * packer::BUFFER && seen.values().all(|&times| times == 1), "{packing:?}: {n}");
+        assert!(seen.len() >= 3 * packer::BUFFER * T, "{packing:?}: {}", seen.len());
+    }
+}
+
 /// A direct transcription of the loop in nanochat's `dataloader.py`.
 fn nanochat(documents: &[Vec<i32>], row_tokens: usize, buffer_size: usize) -> Vec<Vec<i32>> {
     let (mut next, mut buffer, mut rows) = (documents.iter().cloned(), Vec::<Vec<i32>>::new(), Vec::new());

@@ -89,10 +89,17 @@ impl Config {
     /// Returns the settings as TOML.
     pub fn to_toml(&self) -> Result<String> {
         let mut values: Vec<_> = self.values()?.into_iter().collect();
-        let position = |key: &str| ORDER.split(' ').position(|other| other == key).unwrap_or(usize::MAX);
+        // Keys after a table would belong to it.
+        let position = |key: &str| match key {
+            "data" => usize::MAX,
+            _ => ORDER.split(' ').position(|other| other == key).unwrap_or(usize::MAX - 1),
+        };
         values.sort_by_key(|(key, _)| position(key));
-        let line =
-            |value| toml::to_string(&BTreeMap::from([value])).context("cannot convert the configuration to TOML");
+        let line = |value: (String, Value)| {
+            let blank = if value.0 == "data" { "\n" } else { "" };
+            let line = toml::to_string(&BTreeMap::from([value])).context("cannot convert the configuration to TOML")?;
+            Ok(blank.to_owned() + &line)
+        };
         values.into_iter().map(line).collect()
     }
 

@@ -260,7 +260,7 @@ fn create_numbered(model: &str) -> Result<PathBuf> {
 pub fn model_name(config: &Config) -> String {
     let name = match &config.flags.model {
         Some(model) => Path::new(model).file_name().unwrap_or_default().to_string_lossy(),
-        None if config.flags.train.is_none() => "small".into(),
+        None if !config.flags.reads_files() => "small".into(),
         None => "custom".into(),
     };
     let name = name.strip_suffix(".bin").unwrap_or(&name);

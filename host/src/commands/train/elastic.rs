@@ -142,7 +142,7 @@ mod tests {
             ranks: 3,
         };
         let progress = Progress { evaluated, ..Progress::default() };
-        let sidecar = Sidecar { step, identity, progress, algorithms: None, files: Vec::new() };
+        let sidecar = Sidecar { step, identity, progress, mixture: None, algorithms: None, files: Vec::new() };
         let mut text = Vec::new();
         sidecar.write(&mut text).unwrap();
         fs::write(directory.join(sidecar_name(step)), text).unwrap();

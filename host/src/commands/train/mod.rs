@@ -8,27 +8,29 @@ mod options;
 mod reports;
 mod resolve;
 mod shape;
+mod sources;
 mod without_effect;
 
 pub use config::Config;
 pub use options::{GENERAL, Launch, TrainOptions};
-pub use resolve::{DEFAULT_SEQ, UNKNOWN_STEPS};
+pub use resolve::{DEFAULT_SEQ, TrainingData, UNKNOWN_STEPS, ValidationData};
 
 use super::report::{Setup, planned, zero_stages};
 use crate::console::Console;
-use crate::evaluate;
+use crate::evaluate::{self, text::TokenBytes};
 use crate::gpu_info::{GpuErrors, GpuInfo};
 use crate::signals::Stop;
 use crate::train::{
-    CLIP, Diverged, HardwareChecks, MuonSettings, OptimizerSettings, Run, Settings, flight_recorder_name,
+    CLIP, Diverged, HardwareChecks, MuonSettings, OptimizerSettings, Run, Settings, Validation, ValidationSource,
+    flight_recorder_name,
 };
 use crate::values::{Count, Resume};
 use anyhow::{Context, Result, bail, ensure};
-use checkpoint::resume::{Checkpoint, FoundCheckpoint};
+use checkpoint::resume::{Accepted, Checkpoint, FoundCheckpoint};
 use checkpoint::sidecar::Identity;
 use checkpoint::writer::CheckpointWriter;
 use checkpoint::{RunState, fingerprint};
-use data::{Loader, MultipleChoice, Prefetch};
+use data::{Batches, MultipleChoice, Prefetch};
 use directory::{ModelFiles, OutDirectory};
 use distributed::Ranks;
 use distributed::rendezvous::elastic::Members;
@@ -105,8 +107,8 @@ impl Start {
 struct PlannedRun {
     config: Config,
     weights: Option<ModelSource>,
-    train: Loader,
-    val: Option<Loader>,
+    train: Batches,
+    val: Vec<ValidationData>,
     hellaswag: Option<MultipleChoice>,
     tokenizer: Found,
     identity: Identity,
@@ -139,7 +141,6 @@ fn train(
     let resumed = ranks.broadcast(resumed)?;
     let Resolved { mut config, descriptor, weights, data, hellaswag, tokenizer, note: without_data } =
         Resolved::new(args, &opened, resumed, ranks.rank(), ranks.world_size())?;
-    let (train, val) = data.map_or((None, None), |(train, val)| (Some(train), val));
     let out = claim(out, ranks, args, &mut config)?;
     let mut console = multi_rank::console(ranks, args, &config)?;
     let gpu_info = (config.flags.gpu_info_every > 0).then(|| gpu_info(opened.device, gpu));
@@ -147,8 +148,7 @@ fn train(
         config: &config,
         ranks: ranks.world_size(),
         descriptor,
-        train: train.as_ref(),
-        val: val.as_ref(),
+        data: data.as_ref(),
         hellaswag: hellaswag.as_ref(),
         tokenizer: tokenizer.tokenizer.as_ref(),
         opened: &opened,
@@ -156,14 +156,14 @@ fn train(
     };
     console.line(&setup.table())?;
     notes.extend(without_effect::notes(args, &config, &opened, ranks.world_size()));
-    notes.extend(excess_val_batches(args, &config, val.as_ref()));
+    notes.extend(excess_val_batches(args, &config, data.as_ref()));
     let engine = &mut *opened.engine;
     // The GPU, if this process computes on it.
     let gpu = (opened.device == Device::Cuda && !opened.plans_only).then_some(gpu);
-    let identity = identify(ranks, engine, &config, (train.as_ref(), val.as_ref()), &tokenizer, gpu)?;
+    let identity = identify(ranks, engine, &config, data.as_ref(), &tokenizer, gpu)?;
     notes.extend(tokenizer.note.clone().filter(|_| config.flags.sample_every != Some(0)));
     if let Some(checkpoint) = &checkpoint {
-        notes.extend(checkpoint.check_settings(&identity, descriptor, TrainOptions::may_change, args.force_resume)?);
+        notes.extend(checkpoint.check_settings(&identity, descriptor, TrainOptions::may_change, args.accepted())?);
     }
     let limits = RunLimits { ranks: ranks.world_size(), shard, total_batch: args.total_batch };
     let (model, plan, stages) = plan(&config, descriptor, limits, engine)?;
@@ -175,7 +175,7 @@ fn train(
         let reserved = engine.reserved_memory(limits.communicators(model.zero));
         return report_dry_run(&console, &notes, &planned(&plan, reserved, free), without_data.as_deref());
     }
-    let train = train.context("--train: expected data, found none")?;
+    let TrainingData { train, val, .. } = data.context("--train: expected data, found none")?;
     if let Some(Ok(info)) = gpu_info {
         console.report_gpu(info, config.flags.gpu_info_every);
     }
@@ -218,9 +218,10 @@ fn check_out(args: &TrainOptions) -> Result<()> {
 }
 
 /// Returns a note if there are fewer validation batches than a flag says.
-fn excess_val_batches(args: &TrainOptions, config: &Config, val: Option<&Loader>) -> Option<String> {
-    let (Some(Count::Some(wanted)), Some(val)) = (args.val_batches, val) else { return None };
-    let note = evaluate::excess_batches(wanted, val.batches_per_epoch());
+fn excess_val_batches(args: &TrainOptions, config: &Config, data: Option<&TrainingData>) -> Option<String> {
+    let found = data?.val.iter().map(|val| val.loader.batches_per_epoch()).min()?;
+    let Some(Count::Some(wanted)) = args.val_batches else { return None };
+    let note = evaluate::excess_batches(wanted, found);
     note.filter(|_| config.val_every > 0)
 }
 
@@ -253,12 +254,13 @@ fn identify(
     ranks: &mut Ranks,
     engine: &dyn Engine,
     config: &Config,
-    (train, val): (Option<&Loader>, Option<&Loader>),
+    data: Option<&TrainingData>,
     tokenizer: &Found,
     gpu: Option<usize>,
 ) -> Result<Identity> {
-    let [train, val] = [train, val].map(|data| data.map(fingerprint::of_loader).transpose());
-    let (train, val) = (train?.unwrap_or_default(), val?);
+    let train = data.map(|data| fingerprint::of_shards(data.train.shards())).transpose()?.unwrap_or_default();
+    let val = data.into_iter().flat_map(|data| &data.val).flat_map(|val| val.loader.shards());
+    let val = Some(fingerprint::of_shards(val)?).filter(|val| !val.is_empty());
     let identity = Identity::new(config.values()?, engine.describe(), train, val, ranks.world_size());
     multi_rank::check_ranks(ranks, &identity, gpu)?;
     multi_rank::check_tokenizer(ranks, tokenizer.tokenizer.as_ref(), config.flags.zero_stage)?;
@@ -284,16 +286,21 @@ impl PlannedRun {
             multi_rank::open_checkpoint(&config, step)?;
         }
         let state = match self.checkpoint {
-            Some(checkpoint) => {
-                checkpoint.load(&model, engine, &mut train, config.total_batch, args.force_resume, &mut notes)?
-            }
+            Some(checkpoint) => checkpoint.load(
+                &model,
+                engine,
+                &mut train,
+                config.total_batch,
+                args.accepted() != Accepted::Nothing,
+                &mut notes,
+            )?,
             None => RunState::fresh(train.position()),
         };
         let companions = self.weights.as_ref().and_then(ModelSource::companions);
         load_weights(newest, self.weights, &model, engine, ranks, &config)?;
         let state = multi_rank::broadcast_start(ranks, &model, engine, state, &mut train)?;
         check_hashes(&model, engine, ranks, &state)?;
-        let settings = settings(&config, ranks.world_size(), gpu, self.val.as_ref())?;
+        let settings = settings(&config, ranks.world_size(), gpu)?;
         if let Some(fp8) = state.progress.fp8.as_ref().filter(|_| config.precision == Precision::Fp8)
             && !fp8.restore(&model, engine, settings.dloss(&model, train.layout()))?
         {
@@ -322,13 +329,9 @@ impl PlannedRun {
             settings: &settings,
             ranks,
             model: &model,
+            val: validation(self.val, &config, self.tokenizer.tokenizer.as_ref(), (engine, separator))?,
             tokenizer: self.tokenizer.tokenizer,
             train: Prefetch::start_with_documents(train, engine, separator)?,
-            val: self
-                .val
-                .map(|val| val.rewinding_after(settings.val_batches))
-                .map(|val| Prefetch::start_with_documents(val, engine, separator))
-                .transpose()?,
             hellaswag: self.hellaswag,
             engine,
             console,
@@ -372,6 +375,22 @@ impl PlannedRun {
         }
         Ok(())
     }
+}
+
+/// Starts the loaders of the validation data.
+fn validation(
+    data: Vec<ValidationData>,
+    config: &Config,
+    tokenizer: Option<&Tokenizer>,
+    (engine, separator): (&dyn Engine, Option<u32>),
+) -> Result<Validation> {
+    let start = |ValidationData { name, loader }| {
+        let batches = config.val_batches.min(loader.batches_per_epoch());
+        Ok(ValidationSource { name, batches, data: Prefetch::start_with_documents(loader.rewinding_after(batches), engine, separator)? })
+    };
+    let sources = data.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+    let tokenizer = tokenizer.filter(|_| sources.len() > 1);
+    Ok(Validation { sources, token_bytes: tokenizer.map(TokenBytes::new).unwrap_or_default() })
 }
 
 /// Returns the checkpoint writer of a rank without the output directory, if it takes part in writing.
@@ -445,7 +464,6 @@ fn capacity(config: &Config, descriptor: &Descriptor, engine: &dyn Engine) -> Re
     Ok(PlanOptions { master_weights, moments, recompute, optimizer, fp8, ..PlanOptions::training(b, t) })
 }
 
-/// Returns the settings of the training loop.
 /// Returns the token that begins a document, if attention stays within documents.
 fn separator(config: &Config, tokenizer: Option<&Tokenizer>) -> Result<Option<u32>> {
     let tokenizer = config.flags.document_mask.then(|| {
@@ -457,7 +475,8 @@ fn separator(config: &Config, tokenizer: Option<&Tokenizer>) -> Result<Option<u3
     Ok(tokenizer.transpose()?.map(Tokenizer::document))
 }
 
-fn settings(config: &Config, ranks: usize, gpu: Option<usize>, val: Option<&Loader>) -> Result<Settings> {
+/// Returns the settings of the training loop.
+fn settings(config: &Config, ranks: usize, gpu: Option<usize>) -> Result<Settings> {
     let every = |n: usize| (n > 0).then_some(n);
     Ok(Settings {
         steps: config.steps,
@@ -475,7 +494,6 @@ fn settings(config: &Config, ranks: usize, gpu: Option<usize>, val: Option<&Load
         clip: CLIP,
         limits: config.limits(),
         val_every: every(config.val_every),
-        val_batches: val.map_or(config.val_batches, |val| config.val_batches.min(val.batches_per_epoch())),
         sample_every: every(config.flags.sample_every.unwrap_or(config.steps)),
         sample_tokens: config.sample_length,
         checkpoint_every: every(config.flags.checkpoint_every.unwrap_or(config.steps)),

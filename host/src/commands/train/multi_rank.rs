@@ -10,7 +10,8 @@ use checkpoint::preflight::{self, RankInfo};
 use checkpoint::resume::Checkpoint;
 use checkpoint::sidecar::Identity;
 use checkpoint::{Progress, RunState};
-use data::Loader;
+use data::Batches;
+use data::mixture::State;
 use distributed::launcher::{self, Flags};
 use distributed::rendezvous::{self, Secret};
 use distributed::tcp_group::TcpGroup;
@@ -153,13 +154,15 @@ pub fn tune(
     Ok(report)
 }
 
-/// The state of a run without the position in the data.
+/// The state of a run without the position in a single data source, which each rank computes.
 #[derive(Serialize, Deserialize)]
 struct SharedState {
     step: usize,
     rounding: u64,
     rounding_before_update: u64,
     progress: Progress,
+    /// The state of a mixture, which is the same on all ranks.
+    mixture: Option<State>,
 }
 
 /// Broadcasts the state of rank 0, and the tensors of model and optimizer unless the ranks shard them.
@@ -168,25 +171,33 @@ pub fn broadcast_start(
     model: &Decoder,
     engine: &mut dyn Engine,
     state: RunState,
-    loader: &mut Loader,
+    train: &mut Batches,
 ) -> Result<RunState> {
     let kept = model.training.iter().flat_map(Training::state).map(|(_, tensor)| tensor);
     let tensors: Vec<_> = [model.params].into_iter().chain(kept).collect();
     if !model.zero.shards_optimizer() {
         ranks.broadcast_tensors(engine, &tensors)?;
     }
-    let RunState { step, rounding, rounding_before_update, progress, .. } = state;
-    let shared =
-        SharedState { step, rounding: rounding.state, rounding_before_update: rounding_before_update.state, progress };
-    let SharedState { step, rounding, rounding_before_update, progress } = ranks.broadcast(shared)?;
-    if !ranks.is_first() {
-        loader.skip_tokens(progress.tokens);
+    let RunState { step, rounding, rounding_before_update, progress, data } = state;
+    let shared = SharedState {
+        step,
+        rounding: rounding.state,
+        rounding_before_update: rounding_before_update.state,
+        progress,
+        mixture: data.mixture.as_deref().cloned(),
+    };
+    let SharedState { step, rounding, rounding_before_update, progress, mixture } = ranks.broadcast(shared)?;
+    match (&mut *train, &mixture) {
+        _ if ranks.is_first() => {}
+        (Batches::Shards(loader), _) => loader.skip_tokens(progress.tokens),
+        (Batches::Mixture(loader), Some(state)) => loader.seek(state)?,
+        (Batches::Mixture(_), None) => {}
     }
     Ok(RunState {
         step,
         rounding: XorShift { state: rounding },
         rounding_before_update: XorShift { state: rounding_before_update },
-        data: loader.position(),
+        data: train.position(),
         progress,
     })
 }

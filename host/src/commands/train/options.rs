@@ -4,19 +4,22 @@
 //! controls only this process, or its default depends on the model, the data or other flags. In the second case
 //! [`Config`](super::Config) has its final value.
 
+use super::sources::{SourceTable, source_table};
 use crate::commands::resources::{Fp8Flags, Hardware};
 use crate::console::Verbosity;
 use crate::values::{
-    Count, Resume, count, count_or_all, fraction, fraction_f32, interval, level, momentum, non_negative, resume, seed,
-    switch, whole_number, zero_stage,
+    Count, Resume, count, count_or_all, fraction, fraction_f32, interval, level, momentum, non_negative, packing,
+    resume, seed, switch, whole_number, zero_stage,
 };
 use checkpoint::config;
+use checkpoint::resume::Accepted;
 use clap::{Arg, ArgAction, Args, Command};
+use data::mixture::Packing;
 use distributed::rendezvous::Endpoint;
 use engine::ops::MuonCoefficients;
 use model::schedule::ScheduleKind;
 use model::{MasterWeights, Moments, Optimizer, Recompute};
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use std::env;
 use std::path::{Path, PathBuf};
 
@@ -60,13 +63,27 @@ Examples:
 #[serde(rename_all = "kebab-case")]
 #[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
 pub struct TrainOptions {
-    /// Token files (.bin) to train on; quote the pattern [default: a built-in text, as bytes]
-    #[arg(short = 'i', long, value_name = "GLOB", help_heading = DATA)]
-    pub train: Option<String>,
+    /// Token files (.bin) to train on; quote the pattern. Repeat the flag to mix several sources. =WEIGHT sets the share of a source; without
+    /// weights, the shares are those of the tokens [default: a built-in text, as bytes]
+    #[arg(short = 'i', long, value_name = "GLOB[=WEIGHT]", action = ArgAction::Append, help_heading = DATA)]
+    #[serde(serialize_with = "only", skip_serializing_if = "<[_]>::is_empty")]
+    pub train: Vec<String>,
 
-    /// Token files (.bin) for validation
-    #[arg(short = 'j', long, value_name = "GLOB", requires = "train", help_heading = DATA)]
-    pub val: Option<String>,
+    /// Token files (.bin) for validation. Repeat the flag for a separate loss of each source
+    #[arg(short = 'j', long, value_name = "GLOB", action = ArgAction::Append, requires = "train", help_heading = DATA)]
+    #[serde(serialize_with = "only", skip_serializing_if = "<[_]>::is_empty")]
+    pub val: Vec<String>,
+
+    /// The `[[data]]` tables of the file of --config, each written inline
+    #[arg(long, value_name = "TABLE", action = ArgAction::Append, value_parser = source_table, conflicts_with_all = ["train", "val"], hide = true, help_heading = DATA)]
+    #[serde(skip_serializing_if = "<[_]>::is_empty")]
+    pub data: Vec<SourceTable>,
+
+    /// How tokens become sequences. stream: windows, which may begin inside a document. best-fit: each sequence begins with a document and
+    /// contains the largest documents that fit; its last one is cropped. pad: the same, but padded and masked instead of cropped
+    #[arg(long, value_name = "stream|best-fit|pad", value_parser = packing, default_value = "stream", help_heading = DATA)]
+    #[serde(skip_serializing_if = "is_stream")]
+    pub packing: Packing,
 
     /// Tokenizer of the token files: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: the tokenizer of the model, or the one
     /// in dataset.json next to the token files, or the built-in one with the model's vocabulary size]
@@ -304,6 +321,12 @@ pub struct TrainOptions {
     #[serde(skip)]
     pub resume: Resume,
 
+    /// Resume with other training data, other weights of the sources, or another --packing or --seed than those of the checkpoint. Sources
+    /// of the same name continue where they were
+    #[arg(long, requires = "resume", help_heading = OUTPUT)]
+    #[serde(skip)]
+    pub resume_data: bool,
+
     /// Resume even if settings or data differ from those of the checkpoint
     #[arg(long, requires = "resume", help_heading = OUTPUT)]
     #[serde(skip)]
@@ -385,6 +408,16 @@ pub struct TrainOptions {
     pub spelled_for_llm_c: bool,
 }
 
+/// Serializes the pattern of a single source. Several are serialized as [`TrainOptions::data`].
+fn only<S: Serializer>(patterns: &[String], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(patterns.first().map_or("", String::as_str))
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_stream(packing: &Packing) -> bool {
+    *packing == Packing::Stream
+}
+
 impl TrainOptions {
     /// Value of `--out` with which a run saves nothing.
     const NO_OUT: &str = "none";
@@ -395,6 +428,34 @@ impl TrainOptions {
         let section = command.get_arguments().find(|arg| arg.get_long() == Some(key)).and_then(Arg::get_help_heading);
         // This flag of the optimizer only decides when a failing run ends.
         key == "max-bad-steps" || section.is_some_and(|section| ![DATA, MODEL, BATCH, OPTIMIZER].contains(&section))
+    }
+
+    /// Returns whether the run reads token files instead of the built-in text.
+    pub fn reads_files(&self) -> bool {
+        !self.train.is_empty() || !self.data.is_empty()
+    }
+
+    /// Returns the patterns of a split: those of the flag, or those that `of_table` selects from the tables.
+    pub fn patterns<'a>(
+        &'a self,
+        of_table: impl Fn(&'a SourceTable) -> Option<&'a str>,
+        flag: &'a [String],
+    ) -> Vec<&'a str> {
+        flag.iter().map(String::as_str).chain(self.data.iter().filter_map(of_table)).collect()
+    }
+
+    /// Returns whether a validation set is named.
+    pub fn names_validation(&self) -> bool {
+        !self.val.is_empty() || self.data.iter().any(|table| table.val.is_some())
+    }
+
+    /// Returns the changes that a resumed run accepts.
+    pub const fn accepted(&self) -> Accepted {
+        match (self.force_resume, self.resume_data) {
+            (true, _) => Accepted::Everything,
+            (false, true) => Accepted::Data,
+            (false, false) => Accepted::Nothing,
+        }
     }
 
     /// Returns the directory that `--out` names.

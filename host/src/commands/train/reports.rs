@@ -85,7 +85,7 @@ fn next_command(config: &Config, outcome: &Outcome) -> String {
     match (&outcome.model_file, &config.flags.out) {
         (Some(file), _) => trial_command(file),
         (None, Some(out)) => invocation.command(["plot", &out.to_string_lossy()]),
-        (None, None) if config.flags.train.is_some() => {
+        (None, None) if config.flags.reads_files() => {
             invocation.repeated(&["--out", "-o", "none", "--out=none", "-onone"], &[])
         }
         (None, None) => invocation.command(["data", "tinyshakespeare"]),

@@ -1,13 +1,15 @@
 //! Resolves flags to settings: opens the model and the data, and fills in defaults.
 
+use super::sources::{self, SourceTable};
 use super::{Config, TrainOptions, shape};
 use crate::commands::resources::Fp8Flags;
 use crate::corpus;
 use crate::datasets::Datasets;
 use crate::train::MuonSettings;
 use crate::values::Count;
-use anyhow::{Context, Result, anyhow, ensure};
-use data::{Geometry, Loader, MultipleChoice, Tokens, check, tokens};
+use anyhow::{Context, Result, ensure};
+use data::mixture::{self, Estimate, Source};
+use data::{Batches, Geometry, Loader, Mixture, MultipleChoice, Tokens, check, tokens};
 use engine::open::Opened;
 use engine::tensor::DType;
 use interchange::ModelSource;
@@ -24,27 +26,39 @@ pub struct Resolved {
     /// The model with the initial weights; `None` initializes them from the seed.
     pub weights: Option<ModelSource>,
     /// The data, or `None` for a plan [without data](without_data).
-    pub data: Option<(Loader, Option<Loader>)>,
+    pub data: Option<TrainingData>,
     pub hellaswag: Option<MultipleChoice>,
     pub tokenizer: Found,
     /// Why there are no data.
     pub note: Option<String>,
 }
 
+/// The data of a run.
+pub struct TrainingData {
+    pub train: Batches,
+    /// What the sources of a mixture provide in an epoch.
+    pub estimates: Vec<Estimate>,
+    pub val: Vec<ValidationData>,
+}
+
+/// A source of validation data.
+pub struct ValidationData {
+    pub name: String,
+    pub loader: Loader,
+}
+
 /// Number of steps of a plan without data, if it is one epoch.
 pub const UNKNOWN_STEPS: usize = u32::MAX as usize;
 
 /// Returns why a dry run plans a named model without data: there is no `--train`, or its files do not exist yet.
-fn without_data(options: &TrainOptions) -> Option<String> {
+fn without_data(options: &TrainOptions, tables: &[SourceTable]) -> Option<String> {
     options.model.as_ref().filter(|_| options.dry_run)?;
-    match options.train.as_deref() {
-        None => Some(
-            "planned without data, for the vocabulary of the model; add --train to use that of the data".to_owned(),
-        ),
-        Some(train) => tokens::find(train)
-            .err()
-            .map(|missing| format!("planned without data, for the vocabulary of the model: --train: {missing}")),
+    if tables.is_empty() {
+        let reason = "planned without data, for the vocabulary of the model; add --train to use that of the data";
+        return Some(reason.to_owned());
     }
+    let missing = tables.iter().find_map(|table| tokens::find(table.train.as_deref()?).err())?;
+    Some(format!("planned without data, for the vocabulary of the model: --train: {missing}"))
 }
 
 /// Defaults of flags.
@@ -118,11 +132,12 @@ impl Resolved {
     ) -> Result<Self> {
         let (resumed, final_fraction) =
             resumed.map_or((None, None), |(descriptor, fraction)| (Some(descriptor), fraction));
-        let note = without_data(options);
-        let from_files = options.train.is_some() || note.is_some();
+        let mut tables = sources::tables(options)?;
+        let note = without_data(options, &tables);
+        let from_files = !tables.is_empty() || note.is_some();
         let defaults = if from_files { FOR_FILES } else { FOR_CORPUS };
         let named = options.tokenizer.as_deref().map(Tokenizer::named).transpose().context("--tokenizer")?;
-        let datasets = Datasets::open(options.train.as_deref(), options.val.as_deref())?;
+        let datasets = Datasets::open(&sources::patterns(&tables))?;
         let of_data = datasets.tokenizer().map(|(_, identity)| identity.vocab);
         let vocab = of_data.or_else(|| named.as_ref().map(Tokenizer::vocab));
         let seq = options.seq.unwrap_or(defaults.t);
@@ -141,7 +156,7 @@ impl Resolved {
         let tokenizer = search.find()?;
         let data = match &note {
             Some(_) => None,
-            None => Some(loaders(options, descriptor, (&datasets, &tokenizer), &batch, rank)?),
+            None => Some(training_data(options, descriptor, (&datasets, &tokenizer), &mut tables, &batch, rank)?),
         };
         let hellaswag = options.hellaswag.as_deref().filter(|path| note.is_none() || path.exists());
         let hellaswag =
@@ -150,11 +165,18 @@ impl Resolved {
         if let Some(set) = &hellaswag {
             set.check(descriptor.vocab, batch.t)?;
         }
-        let steps = steps(options.steps.unwrap_or(defaults.steps), data.as_ref().map(|(train, _)| train), &batch)?;
+        let steps = steps(options.steps.unwrap_or(defaults.steps), data.as_ref(), &batch)?;
+        if let Some(data) = &data {
+            check_epochs(data, steps, &batch)?;
+        }
         let mut config = config(options, &defaults, &batch, steps, opened)?;
+        if tables.len() > 1 || !options.data.is_empty() {
+            (config.flags.train, config.flags.val, config.flags.data) = (Vec::new(), Vec::new(), tables);
+        }
         config.final_fraction = options.final_fraction.or(final_fraction).unwrap_or(config.final_fraction);
-        if let (Some(Count::All), Some((_, Some(val)))) = (options.val_batches, &data) {
-            config.val_batches = val.batches_per_epoch();
+        let all = data.iter().flat_map(|data| &data.val).map(|val| val.loader.batches_per_epoch()).max();
+        if let (Some(Count::All), Some(all)) = (options.val_batches, all) {
+            config.val_batches = all;
         }
         shape.save(&mut config.flags);
         Ok(Self { config, descriptor, weights, data, hellaswag, tokenizer, note })
@@ -219,61 +241,99 @@ impl BatchSize {
     }
 }
 
-/// Opens the training data and the validation data.
-fn loaders(
+/// Opens the training data and the validation data. Writes the weights of the sources into their tables.
+fn training_data(
     options: &TrainOptions,
     descriptor: Descriptor,
     (datasets, tokenizer): (&Datasets, &Found),
+    tables: &mut [SourceTable],
     batch: &BatchSize,
     rank: usize,
-) -> Result<(Loader, Option<Loader>)> {
+) -> Result<TrainingData> {
     let geometry = Geometry { b: batch.b, t: batch.t, ranks: batch.ranks, rank };
-    let (train, val) = open_tokens(options, descriptor, datasets, tokenizer)?;
-    check_vocabulary(&train, val.as_deref(), descriptor, geometry)?;
+    let is_single = sources::is_single(tables, options.packing);
+    let (sources, val) = open_sources(options, descriptor, (datasets, tokenizer), tables)?;
+    check_vocabulary(&sources, &val, descriptor, geometry)?;
     let in_order = |shards| Loader::new(shards, geometry, descriptor.vocab, None);
+    let mut estimates = Vec::new();
+    let mut shards = || sources[0].shards.clone();
     let train = if options.overfit_one_batch {
         // All micro-batches of a step are the same batch, too.
-        in_order(val.clone().unwrap_or(train))?.rewinding_after(1)
+        let first = val.first().map_or_else(&mut shards, |(_, val)| val.clone());
+        in_order(first)?.rewinding_after(1).into()
+    } else if !is_single {
+        let settings = mixture::Settings {
+            geometry,
+            vocab: descriptor.vocab,
+            shuffle: options.shuffle.then_some(options.seed),
+            packing: options.packing,
+            separator: tokenizer.tokenizer.as_ref().map(Tokenizer::document),
+        };
+        let mixture = Mixture::new(sources, settings)?;
+        estimates = mixture.estimates()?;
+        mixture.into()
     } else if options.shuffle {
-        Loader::new(train, geometry, descriptor.vocab, Some(options.seed))?
+        Loader::new(shards(), geometry, descriptor.vocab, Some(options.seed))?.into()
     } else {
-        in_order(train)?.with_whole_steps(batch.total / batch.tokens)?
+        in_order(shards())?.with_whole_steps(batch.total / batch.tokens)?.into()
     };
-    Ok((train, val.map(in_order).transpose()?))
+    let validation = |(name, shards)| Ok(ValidationData { name, loader: in_order(shards)? });
+    Ok(TrainingData { train, estimates, val: val.into_iter().map(validation).collect::<Result<_>>()? })
 }
 
 /// Checks that the ids of the data are below the vocabulary size. Each rank checks its share of the shards.
 fn check_vocabulary(
-    train: &[Tokens],
-    val: Option<&[Tokens]>,
+    train: &[Source],
+    val: &[(String, Vec<Tokens>)],
     descriptor: Descriptor,
     geometry: Geometry,
 ) -> Result<()> {
-    let share = |shards: &[Tokens]| -> Vec<Tokens> {
-        shards.iter().skip(geometry.rank).step_by(geometry.ranks).cloned().collect()
+    let share = |shards: &mut dyn Iterator<Item = &Tokens>| -> Vec<Tokens> {
+        shards.skip(geometry.rank).step_by(geometry.ranks).cloned().collect()
     };
-    check::vocabulary(&share(train), descriptor.vocab).context("--train")?;
-    val.map_or(Ok(()), |val| check::vocabulary(&share(val), descriptor.vocab).context("--val"))
+    let train = share(&mut train.iter().flat_map(|source| &source.shards));
+    check::vocabulary(&train, descriptor.vocab).context("--train")?;
+    check::vocabulary(&share(&mut val.iter().flat_map(|(_, shards)| shards)), descriptor.vocab).context("--val")
 }
 
 /// Returns the number of steps of the run.
-fn steps(wanted: Count, train: Option<&Loader>, batch: &BatchSize) -> Result<usize> {
-    let (steps, train) = match (wanted, train) {
+fn steps(wanted: Count, data: Option<&TrainingData>, batch: &BatchSize) -> Result<usize> {
+    let (steps, tokens) = match (wanted, data.map(|data| &data.train)) {
         (Count::Some(steps), _) => return Ok(steps),
         (Count::All, None) => return Ok(UNKNOWN_STEPS),
         // Without shuffling, the tokens at the end of a shard that do not fill a step are skipped.
-        (Count::All, Some(train)) if !train.shuffles() => {
-            (train.batches_per_epoch() * batch.tokens / batch.total, train)
+        (Count::All, Some(Batches::Shards(train))) if !train.shuffles() => {
+            (train.batches_per_epoch() * batch.tokens / batch.total, train.tokens())
         }
-        (Count::All, Some(train)) => (train.tokens() / batch.total, train),
+        (Count::All, Some(Batches::Shards(train))) => (train.tokens() / batch.total, train.tokens()),
+        // As many sequences as an epoch of all sources has.
+        (Count::All, Some(Batches::Mixture(_))) => {
+            let rows: f64 = data.iter().flat_map(|data| &data.estimates).map(|estimate| estimate.rows).sum();
+            let tokens = rows as usize * batch.t;
+            (tokens / batch.total, tokens)
+        }
     };
     ensure!(
         steps > 0,
-        "--total-batch {}: expected at most the {} tokens of the training data; use a smaller one, or set --steps",
-        batch.total,
-        train.tokens()
+        "--total-batch {}: expected at most the {tokens} tokens of the training data; use a smaller one, or set --steps",
+        batch.total
     );
     Ok(steps)
+}
+
+/// Checks that the sources of a mixture have enough sequences for the steps of the run.
+fn check_epochs(data: &TrainingData, steps: usize, batch: &BatchSize) -> Result<()> {
+    let Batches::Mixture(mixture) = &data.train else { return Ok(()) };
+    let rows = (steps * (batch.total / batch.t)) as u64;
+    let (_, missing) = mixture.rows_of_run(&data.estimates, rows);
+    let found = (rows as f64 - missing) as usize * batch.t;
+    ensure!(
+        missing < 1.0,
+        "--steps {steps}: expected at most {}, since all sources reach their max_epochs after {found} tokens; use fewer steps, or raise \
+         max_epochs",
+        found / batch.total
+    );
+    Ok(())
 }
 
 /// Returns the settings, except those that depend on the shape of the model and on the size of the validation data.
@@ -286,7 +346,7 @@ fn config(
 ) -> Result<Config> {
     let final_fraction = match options.schedule {
         ScheduleKind::Trapezoidal => 0.0,
-        _ if options.spelled_for_llm_c && options.train.is_some() => FINAL_FRACTION_OF_LLM_C,
+        _ if options.spelled_for_llm_c && options.reads_files() => FINAL_FRACTION_OF_LLM_C,
         _ => defaults.final_fraction,
     };
     let fp8 = options.fp8.resolve(opened.precision)?;
@@ -345,22 +405,27 @@ fn checkpoint_minutes(options: &TrainOptions) -> f32 {
     options.checkpoint_minutes.unwrap_or(default)
 }
 
+/// The shards of the training data, and the names and shards of the validation data.
+type Shards = (Vec<Source>, Vec<(String, Vec<Tokens>)>);
+
 /// Opens the shards of the training data and of the validation data.
-fn open_tokens(
+fn open_sources(
     options: &TrainOptions,
     descriptor: Descriptor,
-    datasets: &Datasets,
-    tokenizer: &Found,
-) -> Result<(Vec<Tokens>, Option<Vec<Tokens>>)> {
-    let Some(train) = &options.train else {
+    (datasets, tokenizer): (&Datasets, &Found),
+    tables: &mut [SourceTable],
+) -> Result<Shards> {
+    if tables.is_empty() {
         let tokenizer = tokenizer.tokenizer.clone().map_or_else(|| Tokenizer::of_vocab(descriptor.vocab), Ok);
         let (train, val) = corpus::tokens(&tokenizer.context("the built-in corpus")?)?;
-        return Ok((vec![train], Some(vec![val])));
+        let name = "built-in";
+        let source = Source { name: name.to_owned(), shards: vec![train], weight: 1.0, max_epochs: None };
+        return Ok((vec![source], vec![(name.to_owned(), vec![val])]));
+    }
+    let train = sources::open_sources(options, datasets, tables)?;
+    let open_val = |table: &SourceTable| {
+        let val = table.val.as_deref()?;
+        Some(sources::open(options, datasets, "--val", val).map(|shards| (table.name.clone(), shards)))
     };
-    let tokens = |flag: &str, pattern: &str| {
-        let found = datasets.tokens(pattern);
-        found.map_err(|error| anyhow!("{flag}: {error:#}{}", options.relative_paths()))
-    };
-    let train = tokens("--train", train)?;
-    Ok((train, options.val.as_deref().map(|val| tokens("--val", val)).transpose()?))
+    Ok((train, tables.iter().filter_map(open_val).collect::<Result<_>>()?))
 }

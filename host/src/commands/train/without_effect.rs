@@ -14,7 +14,7 @@ pub fn notes(options: &TrainOptions, config: &Config, opened: &Opened, ranks: us
     let flags = &config.flags;
     let cpu = opened.device == Device::Cpu;
     let single = ranks == 1;
-    let unvalidated = flags.val.is_none() && options.train.is_some();
+    let unvalidated = !flags.names_validation() && options.reads_files();
     let on_cpu = "the run uses the CPU";
     let one_rank = "the run has one rank";
     let grouped = options.shard_size.filter(|_| !single);
@@ -53,7 +53,7 @@ pub fn notes(options: &TrainOptions, config: &Config, opened: &Opened, ranks: us
             unvalidated && flags.hellaswag.is_none() && options.val_every.is_some_and(|n| n > 0),
             "there is no --val and no --hellaswag",
         ),
-        ("--val", config.val_every == 0 && flags.val.is_some() && !flags.overfit_one_batch, unevaluated),
+        ("--val", config.val_every == 0 && flags.names_validation() && !flags.overfit_one_batch, unevaluated),
         ("--val-batches", config.val_every == 0 && !unvalidated && options.val_batches.is_some(), unevaluated),
         ("--hellaswag", config.val_every == 0 && flags.hellaswag.is_some(), unevaluated),
         ("--lr 0", config.lr == 0.0 && frozen, "it leaves the weights unchanged"),
