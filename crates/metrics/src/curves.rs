@@ -21,6 +21,8 @@ pub enum XAxis {
 pub enum Metric {
     /// Training loss and validation loss
     Loss,
+    /// Validation loss of each data source
+    Sources,
     /// Learning rate
     Lr,
     /// L2 norm of the gradients before clipping
@@ -33,7 +35,7 @@ pub enum Metric {
 
 impl Metric {
     /// All metrics, in the order of their panels.
-    pub const ALL: [Self; 5] = [Self::Loss, Self::Lr, Self::Norm, Self::Speed, Self::Hellaswag];
+    pub const ALL: [Self; 6] = [Self::Loss, Self::Sources, Self::Lr, Self::Norm, Self::Speed, Self::Hellaswag];
 }
 
 /// Points of a curve. A value that is unknown or not finite is NaN.

@@ -199,7 +199,7 @@ impl Figure {
         let mut entries: Vec<_> = match runs {
             [_] => panels
                 .iter()
-                .filter(|panel| panel.title == LOSS)
+                .filter(|panel| [LOSS, SOURCES].contains(&panel.title))
                 .flat_map(|panel| &panel.lines)
                 .filter(|line| line.kind != Kind::Raw)
                 .map(|line| key(line.kind, line.color, line.dash, &line.name))
@@ -329,6 +329,7 @@ impl Figure {
 }
 
 const LOSS: &str = "loss";
+const SOURCES: &str = "validation loss by source";
 
 /// Returns the dashes of a run, which tell runs of the same color apart.
 fn dash_of(run: usize) -> Dash {
@@ -383,6 +384,15 @@ impl Panel {
                         line(Kind::Evaluations, evaluation_color, name, validations);
                     }
                 }
+                Metric::Sources => {
+                    for (j, source) in run.sources.iter().enumerate() {
+                        let single = runs.len() == 1;
+                        // The first two colors are those of training and validation.
+                        let color = if single { 2 + j } else { i };
+                        let name = if single { source.name.clone() } else { format!("{}, {}", run.name, source.name) };
+                        line(Kind::Evaluations, color, name, positions.of_evaluations(run, &source.losses));
+                    }
+                }
                 Metric::Lr => line(Kind::Curve, i, name("learning rate"), positions.of_steps(run, |step| step.lr)),
                 Metric::Norm => noisy(name("gradient norm"), positions.of_steps(run, |step| step.norm)),
                 Metric::Speed => noisy(name("tokens/s"), positions.of_steps(run, |step| step.tokens_per_second)),
@@ -394,6 +404,7 @@ impl Panel {
         }
         let (title, unit, from_zero, can_be_log) = match metric {
             Metric::Loss => (LOSS, Unit::Number, false, true),
+            Metric::Sources => (SOURCES, Unit::Number, false, true),
             Metric::Lr => ("learning rate", Unit::Number, true, true),
             Metric::Norm => ("gradient norm", Unit::Number, true, true),
             Metric::Speed => ("tokens per second", Unit::Number, true, false),

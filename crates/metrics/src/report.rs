@@ -3,7 +3,7 @@
 use crate::axis::short_count;
 use crate::curves::training_loss;
 use crate::figure::{Figure, FigureOptions};
-use crate::run::RunLog;
+use crate::run::{RunLog, SourceLog};
 use crate::svg::{dark_mode, escape};
 use anyhow::Result;
 use std::fmt::Write;
@@ -123,6 +123,7 @@ pub fn page(runs: &[RunLog], settings: &[Option<String>], options: &FigureOption
             );
         }
     }
+    let sources = sources_table(runs);
     let (mut figures, mut scripts) = (String::new(), String::new());
     for (class, width) in [("wide", options.width), ("narrow", NARROW)] {
         let figure = Figure::new(runs, &FigureOptions { width, ..options.clone() })?;
@@ -137,9 +138,30 @@ pub fn page(runs: &[RunLog], settings: &[Option<String>], options: &FigureOption
          <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
          <meta name=\"color-scheme\" content=\"light dark\">\n<title>{title}{MARK}\n\
          <style>\n{STYLE}{dark}\n</style>\n</head>\n<body>\n<h1>{title}</h1>\n<div class=\"scroll\">\n<table>\n<thead><tr>\
-         <th>run</th>{header}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table>\n</div>\n{figures}\
+         <th>run</th>{header}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table>\n</div>\n{sources}{figures}\
          {settings_of_runs}<script>\n{TOOLTIP}{scripts}</script>\n</body>\n</html>\n"
     ))
+}
+
+/// Returns a table with the last validation losses of the data sources; empty without sources.
+fn sources_table(runs: &[RunLog]) -> String {
+    let mut rows = String::new();
+    for run in runs {
+        for SourceLog { name, losses, bits_per_byte } in &run.sources {
+            let loss = losses.last().map_or_else(String::new, |loss| format!("{:.4}", loss.value));
+            let bits = bits_per_byte.map_or_else(|| "–".to_owned(), |bits| format!("{bits:.4}"));
+            let (run, name) = (escape(&run.name), escape(name));
+            let _ =
+                writeln!(rows, "<tr><th scope=\"row\">{run}</th><td>{name}</td><td>{loss}</td><td>{bits}</td></tr>");
+        }
+    }
+    if rows.is_empty() {
+        return rows;
+    }
+    format!(
+        "<div class=\"scroll\">\n<table>\n<thead><tr><th>run</th><th>source</th><th>validation loss</th><th>bits per byte</th>\
+         </tr></thead>\n<tbody>\n{rows}</tbody>\n</table>\n</div>\n"
+    )
 }
 
 #[cfg(test)]
@@ -148,6 +170,20 @@ mod tests {
 
     fn run(text: &str) -> RunLog {
         RunLog { name: "<run>".to_owned(), ..RunLog::parse(text.as_bytes()).unwrap() }
+    }
+
+    #[test]
+    fn a_page_has_the_losses_of_data_sources() {
+        let text = r#"{"step":0,"loss":5.5,"lr":0.1}
+{"step":0,"val_loss":5.5,"sources":[{"name":"<web>","val_loss":5.25,"bits_per_byte":1.5},{"name":"code","val_loss":5.75}]}
+"#;
+        let page = page(&[run(text)], &[None], &FigureOptions::default()).unwrap();
+        for part in ["<td>&lt;web&gt;</td><td>5.2500</td><td>1.5000</td>", "<td>code</td><td>5.7500</td><td>–</td>"] {
+            assert!(page.contains(part), "{part}: {page}");
+        }
+        assert!(page.contains("validation loss by source"));
+        let without = super::page(&[run("s:0 trl:5.5\ns:0 tel:5.25\n")], &[None], &FigureOptions::default()).unwrap();
+        assert!(!without.contains("by source") && !without.contains("bits per byte"));
     }
 
     #[test]

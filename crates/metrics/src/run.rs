@@ -47,6 +47,17 @@ pub struct Evaluation {
     pub time: f64,
 }
 
+/// The validation of one of several data sources.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SourceLog {
+    /// Name of the source.
+    pub name: String,
+    /// Validation losses.
+    pub losses: Vec<Evaluation>,
+    /// Last loss per byte of text in bits.
+    pub bits_per_byte: Option<f64>,
+}
+
 /// The log of a run. Steps are in increasing order and occur once: if a resumed run repeats a step, its last record counts.
 #[derive(Clone, Debug, Default)]
 pub struct RunLog {
@@ -58,6 +69,8 @@ pub struct RunLog {
     pub steps: Vec<Step>,
     /// Validation losses.
     pub validations: Vec<Evaluation>,
+    /// Validation losses of several data sources, in the order of the log.
+    pub sources: Vec<SourceLog>,
     /// HellaSwag accuracies.
     pub hellaswag: Vec<Evaluation>,
     /// Number of lines that could not be parsed, without an incomplete last line.
@@ -87,6 +100,17 @@ struct Record {
     #[serde(default, deserialize_with = "present")]
     time: Option<f64>,
     tokens: Option<u64>,
+    #[serde(default)]
+    sources: Vec<SourceRecord>,
+}
+
+/// The losses of a source in a line of `main.jsonl`.
+#[derive(Deserialize)]
+struct SourceRecord {
+    name: String,
+    #[serde(default, deserialize_with = "present")]
+    val_loss: Option<f64>,
+    bits_per_byte: Option<f64>,
 }
 
 /// Reads a number. A null, which stands for a number that is not finite, becomes NaN.
@@ -146,6 +170,9 @@ impl RunLog {
         keep_last(&mut log.steps, |step| step.step);
         keep_last(&mut log.validations, |evaluation| evaluation.step);
         keep_last(&mut log.hellaswag, |evaluation| evaluation.step);
+        for source in &mut log.sources {
+            keep_last(&mut source.losses, |evaluation| evaluation.step);
+        }
         Ok(log)
     }
 
@@ -182,6 +209,16 @@ impl RunLog {
         let evaluation = |value| Evaluation { step, value, tokens, time };
         self.validations.extend(record.val_loss.map(evaluation));
         self.hellaswag.extend(record.hellaswag.map(evaluation));
+        for SourceRecord { name, val_loss, bits_per_byte } in record.sources {
+            let known = self.sources.iter().position(|source| source.name == name);
+            let at = known.unwrap_or_else(|| {
+                self.sources.push(SourceLog { name, ..SourceLog::default() });
+                self.sources.len() - 1
+            });
+            let source = &mut self.sources[at];
+            source.losses.extend(val_loss.map(evaluation));
+            source.bits_per_byte = bits_per_byte.or(source.bits_per_byte);
+        }
         is_step || record.val_loss.is_some() || record.hellaswag.is_some()
     }
 
@@ -228,7 +265,8 @@ impl RunLog {
         for step in &mut self.steps {
             step.tokens.get_or_insert((step.step.saturating_add(1)).saturating_mul(tokens));
         }
-        for evaluation in self.validations.iter_mut().chain(&mut self.hellaswag) {
+        let of_sources = self.sources.iter_mut().flat_map(|source| &mut source.losses);
+        for evaluation in self.validations.iter_mut().chain(&mut self.hellaswag).chain(of_sources) {
             evaluation.tokens.get_or_insert(evaluation.step.saturating_mul(tokens));
         }
     }
@@ -346,6 +384,20 @@ mod tests {
         assert_eq!((step.ms, step.tokens_per_second, step.mfu, step.tokens), (250.0, 256.0, 0.5, Some(64)));
         assert_eq!((step.time, json.validations[0].time), (1700000001.5, 1700000000.25));
         assert!(plain.steps[0].tokens.is_none() && plain.steps[0].ms.is_nan());
+    }
+
+    #[test]
+    fn losses_of_sources_are_read() {
+        let log = parse(
+            r#"{"step":0,"val_loss":5.5,"sources":[{"name":"a","val_loss":5.0,"bits_per_byte":1.5},{"name":"b","val_loss":6.0}]}
+{"step":9,"val_loss":4.5,"sources":[{"name":"b","val_loss":null},{"name":"a","val_loss":4.0,"bits_per_byte":1.25}]}
+{"step":9,"val_loss":4.5,"sources":[{"name":"a","val_loss":4.25}]}
+"#,
+        );
+        let values = |source: &SourceLog| source.losses.iter().map(|loss| loss.value).collect::<Vec<_>>();
+        assert_eq!((log.sources.len(), log.validations.len(), log.damaged_lines), (2, 2, 0));
+        assert_eq!((values(&log.sources[0]), log.sources[0].bits_per_byte), (vec![5.0, 4.25], Some(1.25)));
+        assert!(values(&log.sources[1])[1].is_nan() && log.sources[1].bits_per_byte.is_none());
     }
 
     #[test]
