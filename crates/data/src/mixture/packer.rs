@@ -50,20 +50,17 @@ impl Packer {
         let mut left = self.t as u32 + 1;
         while left > 0 {
             self.refill(shards, order, cursor, buffer)?;
-            let fitting = buffer.iter().enumerate().filter(|(_, document)| document.len <= left);
-            // Of several, the one that entered first.
-            let largest = fitting.max_by_key(|(i, document)| (document.len, usize::MAX - i));
-            if let Some((i, document)) = largest.map(|(i, document)| (i, *document)) {
-                buffer.remove(i);
+            // Of several documents of this length, the one that entered first is taken. No document has length 0.
+            let fitting = buffer.iter().map(|document| if document.len <= left { document.len } else { 0 }).max();
+            if let Some(i) = buffer.iter().position(|document| Some(document.len) == fitting) {
+                let document = buffer.remove(i);
                 left -= document.len;
                 row.push(document);
                 continue;
             }
-            let shortest = buffer.iter().enumerate().min_by_key(|(_, document)| document.len);
-            let Some((i, document)) = shortest.filter(|_| !self.pads).map(|(i, document)| (i, *document)) else {
-                break;
-            };
-            buffer.remove(i);
+            let shortest = buffer.iter().enumerate().min_by_key(|(_, document)| document.len).map(|(i, _)| i);
+            let Some(i) = shortest.filter(|_| !self.pads) else { break };
+            let document = buffer.remove(i);
             self.counts.cropped += u64::from(document.len - left);
             row.push(Document { len: left, ..document });
             left = 0;
