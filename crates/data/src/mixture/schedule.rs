@@ -48,7 +48,11 @@ mod tests {
     proptest! {
         #[test]
         fn every_prefix_is_within_a_row_of_the_weights(
-            weights in prop::collection::vec(prop_oneof![1 => Just(0.0), 9 => 1e-3..1.0], 1..24),
+            // Powers of two: many sources fall behind at the same time. Choosing the one that is furthest behind fails for them.
+            weights in prop::collection::vec(
+                prop_oneof![1 => Just(0.0), 4 => 1e-3..1.0, 8 => (0..9).prop_map(|n| 0.5f64.powi(n))],
+                1..24,
+            ),
         ) {
             let total: f64 = weights.iter().sum();
             prop_assume!(total > 0.0);

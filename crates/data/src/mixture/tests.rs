@@ -273,6 +273,9 @@ fn an_exhausted_source_leaves_its_share_to_the_others() {
         found.iter().zip(&expected).all(|(found, expected)| (found - expected).abs() < 3.0),
         "{found:?} {expected:?}"
     );
+    // The shares restart when the source ends, close to row 2 n.
+    let since: u64 = mixture.sources().map(|source| source.phase_rows).sum();
+    assert!((995..=1005).contains(&since), "{since}");
     let more = Mixture::new(vec![Source { max_epochs: Some(2), ..source("web", 1, 1.0) }], mixture.settings).unwrap();
     assert_eq!(more.rows_of_run(&estimates[..1], 3 * n as u64), (vec![2.0 * n as f64], n as f64));
 }
