@@ -58,6 +58,15 @@ pub struct SourceLog {
     pub bits_per_byte: Option<f64>,
 }
 
+impl SourceLog {
+    /// Returns a name and the last values for a table.
+    pub fn cell(&self) -> (String, String) {
+        let loss = self.losses.last().map_or_else(|| "–".to_owned(), |loss| format!("{:.4}", loss.value));
+        let bits = self.bits_per_byte.map_or_else(String::new, |bits| format!(", {bits:.4} bits per byte"));
+        (format!("validation loss, {}", self.name), loss + &bits)
+    }
+}
+
 /// The log of a run. Steps are in increasing order and occur once: if a resumed run repeats a step, its last record counts.
 #[derive(Clone, Debug, Default)]
 pub struct RunLog {
@@ -398,6 +407,8 @@ mod tests {
         assert_eq!((log.sources.len(), log.validations.len(), log.damaged_lines), (2, 2, 0));
         assert_eq!((values(&log.sources[0]), log.sources[0].bits_per_byte), (vec![5.0, 4.25], Some(1.25)));
         assert!(values(&log.sources[1])[1].is_nan() && log.sources[1].bits_per_byte.is_none());
+        let cell = log.sources[0].cell();
+        assert_eq!((cell.0.as_str(), cell.1.as_str()), ("validation loss, a", "4.2500, 1.2500 bits per byte"));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use super::plot::report_damage;
 use crate::output::{self, Kind, Mark};
 use anyhow::{Context, Result, ensure};
 use metrics::report::Summary;
-use metrics::run::read_all;
+use metrics::run::{SourceLog, read_all};
 use metrics::{csv, tensorboard};
 use std::io::{Write, stdout};
 use std::path::PathBuf;
@@ -67,6 +67,9 @@ pub fn run(args: &Log) -> Result<()> {
             for run in &runs {
                 writeln!(stdout(), "{}: {}", run.name, run.path.display())?;
                 for (name, value) in Summary::new(run).cells() {
+                    writeln!(stdout(), "    {name:<24} {value}")?;
+                }
+                for (name, value) in run.sources.iter().map(SourceLog::cell) {
                     writeln!(stdout(), "    {name:<24} {value}")?;
                 }
             }

@@ -7,7 +7,7 @@ use crate::log::SAMPLES;
 use anyhow::Result;
 use metrics::figure::{Figure, FigureOptions};
 use metrics::report::Summary;
-use metrics::run::RunLog;
+use metrics::run::{RunLog, SourceLog};
 use serde_json::{Value, json};
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
@@ -107,7 +107,8 @@ fn stamp(directory: &Path) -> Vec<Option<(u64, SystemTime)>> {
 fn run_state(directory: &Path) -> Result<Value> {
     let run = RunLog::read(directory)?;
     let summary = Summary::new(&run);
-    let cells: Vec<Value> = summary.cells().iter().map(|(name, value)| json!([name, value])).collect();
+    let mut cells: Vec<Value> = summary.cells().iter().map(|(name, value)| json!([name, value])).collect();
+    cells.extend(run.sources.iter().map(SourceLog::cell).map(|(name, value)| json!([name, value])));
     let runs = std::slice::from_ref(&run);
     let figures = WIDTHS.map(|width| -> Result<Value> {
         let figure = Figure::new(runs, &FigureOptions { width, ..FigureOptions::default() })?;

@@ -92,7 +92,7 @@ pub struct TrainOptions {
 
     /// 1: shuffle the shards and the sequences of each shard, differently each epoch and on each rank. 0: read them in order, so that
     /// a step has the same tokens for any number of ranks and any --batch; tokens at the end of a shard that do not fill a
-    /// --total-batch are skipped
+    /// --total-batch are skipped. With several sources or --packing, a step always has the same tokens for any number of ranks
     #[arg(long, value_name = "0|1", value_parser = switch, default_value = "1", action = ArgAction::Set, help_heading = DATA)]
     pub shuffle: bool,
 
