@@ -116,8 +116,7 @@ pub fn packing(text: &str) -> Result<Packing, &'static str> {
     match text {
         "stream" => Ok(Packing::Stream),
         "best-fit" => Ok(Packing::BestFit),
-        "pad" => Ok(Packing::Pad),
-        _ => Err("expected stream, best-fit or pad"),
+        _ => Err("expected stream or best-fit"),
     }
 }
 

@@ -114,18 +114,17 @@ impl Setup<'_> {
         let (rows, _) = mixture.rows_of_run(estimates, (steps * (total_batch / seq)) as u64);
         let total: f64 = mixture.sources().map(|source| source.weight).sum();
         let source = |((source, estimate), rows): ((&SourceState, &Estimate), &f64)| {
-            let Estimate { counts: Counts { used, cropped, padded }, is_exact, .. } = *estimate;
+            let Estimate { counts: Counts { used, cropped, .. }, is_exact, .. } = *estimate;
             let percent = |part: u64, whole: u64| 100.0 * part as f64 / whole.max(1) as f64;
             let about = if is_exact { "" } else { "about " };
             format!(
-                "{}: weight {:.2} %, {} tokens, {:.2} epochs; {about}{:.1} % of the tokens used, {:.1} % cropped, {:.1} % padded",
+                "{}: weight {:.2} %, {} tokens, {:.2} epochs; {about}{:.1} % of the tokens used, {:.1} % cropped",
                 source.name,
                 100.0 * source.weight / total,
                 source.tokens,
                 rows / estimate.rows,
                 percent(used, used + cropped),
                 percent(cropped, used + cropped),
-                percent(padded, used + padded),
             )
         };
         let sources = mixture.sources().zip(estimates).zip(&rows).map(source);

@@ -386,7 +386,11 @@ fn validation(
 ) -> Result<Validation> {
     let start = |ValidationData { name, loader }| {
         let batches = config.val_batches.min(loader.batches_per_epoch());
-        Ok(ValidationSource { name, batches, data: Prefetch::start_with_documents(loader.rewinding_after(batches), engine, separator)? })
+        Ok(ValidationSource {
+            name,
+            batches,
+            data: Prefetch::start_with_documents(loader.rewinding_after(batches), engine, separator)?,
+        })
     };
     let sources = data.into_iter().map(start).collect::<Result<Vec<_>>>()?;
     let tokenizer = tokenizer.filter(|_| sources.len() > 1);

@@ -80,8 +80,8 @@ pub struct TrainOptions {
     pub data: Vec<SourceTable>,
 
     /// How tokens become sequences. stream: windows, which may begin inside a document. best-fit: each sequence begins with a document and
-    /// contains the largest documents that fit; its last one is cropped. pad: the same, but padded and masked instead of cropped
-    #[arg(long, value_name = "stream|best-fit|pad", value_parser = packing, default_value = "stream", help_heading = DATA)]
+    /// contains the largest documents that fit; its last one is cropped
+    #[arg(long, value_name = "stream|best-fit", value_parser = packing, default_value = "stream", help_heading = DATA)]
     #[serde(skip_serializing_if = "is_stream")]
     pub packing: Packing,
 
