@@ -7,19 +7,19 @@
 //! ```
 //!
 //! It reads the files of llm.c: a model (`gpt2_124M.bin`), a tokenizer (`gpt2_tokenizer.bin`), token files, and the debug state of
-//! `test`. Without arguments it reads them where llm.c has them. If they are not there, it trains a small model of bytes on the text
-//! of the current directory. With `RUSTFLAGS='-C target-cpu=native'` the compiler uses wide vectors, and a step takes a third of the time.
+//! `test`. Without arguments it reads them where llm.c has them. If there is no model, it trains a small one of bytes on the Rust and
+//! Markdown files below the current directory. With `RUSTFLAGS='-C target-cpu=native'`, a step takes a third of the time.
 //!
 //! Letters in shapes: B sequences, T tokens of a sequence, C channels, NH heads of HS = C / NH channels, L layers, V tokens of the
-//! vocabulary, Vp the same rounded up to a multiple of 128. Every tensor is a row-major array: (B, T, C) has C next to each other.
+//! vocabulary, Vp the same rounded up to a multiple of 128. Every tensor is a row-major array: in (B, T, C), c varies fastest.
 //!
-//! The model is `forward`, its derivative `backward`; each `NAME_forward` has a `NAME_backward` below it. The loop, `train`, is at the end.
+//! The model is `forward`, its derivative `backward`; a `NAME_backward` is below its `NAME_forward`. The loop, `train`, is at the end.
 //!
 //! Invariants:
-//! - All memory of a step is allocated before the first one.
-//! - A tensor `dx` is the derivative of the mean loss by `x`. Gradients of parameters are added (`+=`) to what is there, because a
-//!   parameter may be used twice, as wte is. Gradients of activations are overwritten, except for that of the residual stream.
-//! - Threads share work by rows or columns of one output. No result depends on their number.
+//! - All tensors are allocated before the first step. Only the copies that a matrix multiplication makes are not.
+//! - A tensor `dx` is the derivative of the mean loss with respect to `x`. Gradients of parameters are added (`+=`) to what is there:
+//!   a parameter may be used twice, as wte is. Gradients of activations are overwritten, except for that of the residual stream.
+//! - Threads share work by rows or columns of what they compute. No result depends on their number.
 
 use std::io::Write;
 use std::path::Path;
@@ -94,7 +94,7 @@ tensors! {
         ln1_stats: [b, t, 2],
         /// Queries, keys and values, each with its heads one after another.
         qkv: [b, t, 3 * c],
-        /// The weights with which each position reads the values of the others.
+        /// The weights with which each position reads the values up to its own.
         att: [b, t, nh, t],
         atty: [b, t, c],
         /// The residual stream after attention.
@@ -144,7 +144,7 @@ impl Parameters {
         tensors.into_iter().chain(layers.into_iter().map(|(_, tensor)| tensor)).chain(last).collect()
     }
 
-    /// Returns initial parameters as in GPT-2: weights of N(0, 0.02), or N(0, 0.02 / sqrt(2 L)) where a layer adds to the residual stream.
+    /// Returns initial parameters as in GPT-2: normal weights with deviation 0.02, or 0.02 / sqrt(2 L) where a layer adds to the residual.
     fn random(s: Sizes) -> Self {
         let mut params = Self::zeros(s);
         let mut rng = Rng(42);
@@ -165,6 +165,7 @@ struct Gpt2 {
     sizes: Sizes,
     params: Parameters,
     grads: Parameters,
+    /// AdamW's moments of the gradients.
     m: Parameters,
     v: Parameters,
     layers: Vec<LayerActivations>,
@@ -204,7 +205,7 @@ impl Gpt2 {
         softmax_forward(&mut o.probs, &o.logits, *s);
     }
 
-    /// Adds the gradients of the mean loss of the last forward pass, which read `tokens`, to `grads`.
+    /// Adds the gradients of the mean loss of the last forward pass to `grads`: that of wte first as head, at the end as embedding.
     fn backward(&mut self, tokens: &[u16], targets: &[u16]) {
         let Self { sizes: s, params, grads, layers, outer: o, dacts: d, .. } = self;
         let c = s.c;
@@ -215,14 +216,14 @@ impl Gpt2 {
         layernorm_backward(&mut d.residual, dw, db, &d.ln, residual, &params.outer.lnfw, &o.lnf_stats);
         for i in (0..s.l).rev() {
             let (p, g, a) = (&params.layers[i], &mut grads.layers[i], &layers[i]);
-            // d.residual is the gradient of residual3.
+            // d.residual is the gradient of residual3. A skip connection leaves it as it is; layernorm_backward adds that of the branch.
             let dbias = Some(&mut g.fcprojb[..]);
             matmul_backward(&mut d.fch_gelu, &mut g.fcprojw, dbias, &d.residual, &a.fch_gelu, &p.fcprojw, 4 * c);
             gelu_backward(&mut d.fch, &a.fch, &d.fch_gelu);
             matmul_backward(&mut d.ln, &mut g.fcw, Some(&mut g.fcb), &d.fch, &a.ln2, &p.fcw, c);
             let (dw, db) = (&mut g.ln2w, &mut g.ln2b);
             layernorm_backward(&mut d.residual, dw, db, &d.ln, &a.residual2, &p.ln2w, &a.ln2_stats);
-            // Now it is the gradient of residual2.
+            // Now d.residual is the gradient of residual2.
             let dbias = Some(&mut g.attprojb[..]);
             matmul_backward(&mut d.atty, &mut g.attprojw, dbias, &d.residual, &a.atty, &p.attprojw, c);
             attention_backward(&mut d.qkv, &mut d.att, &d.atty, &a.qkv, &a.att, *s);
@@ -397,10 +398,10 @@ fn attention_backward(dqkv: &mut [f32], datt: &mut [f32], dout: &[f32], qkv: &[f
     });
     let dscore = &*datt;
     // Many positions add to the gradient of one key, so a thread has whole sequences.
-    parallel(dqkv, t * 3 * nh * hs, |first, rows| {
+    parallel(dqkv, t * 3 * nh * hs, |first_sequence, rows| {
         rows.fill(0.0);
         for (b, dqkv) in rows.chunks_mut(t * 3 * nh * hs).enumerate() {
-            let start = (first + b) * t;
+            let start = (first_sequence + b) * t;
             for (query, h) in (0..t).flat_map(|query| (0..nh).map(move |h| (query, h))) {
                 let at = (start + query) * nh + h;
                 let (dscore, att, dout) = (row(dscore, at, t), row(att, at, t), row(dout, at, hs));
@@ -409,9 +410,9 @@ fn attention_backward(dqkv: &mut [f32], datt: &mut [f32], dout: &[f32], qkv: &[f
                     add_scaled(row_mut(dqkv, (position * 3 + which) * nh + h, hs), vector, factor);
                 };
                 for t2 in 0..=query {
-                    let dscore = dscore[t2] / (hs as f32).sqrt();
-                    add_to(0, query, part(qkv, 1, start + t2, h, s), dscore);
-                    add_to(1, t2, q, dscore);
+                    let dqk = dscore[t2] / (hs as f32).sqrt();
+                    add_to(0, query, part(qkv, 1, start + t2, h, s), dqk);
+                    add_to(1, t2, q, dqk);
                     add_to(2, t2, dout, att[t2]);
                 }
             }
@@ -419,19 +420,18 @@ fn attention_backward(dqkv: &mut [f32], datt: &mut [f32], dout: &[f32], qkv: &[f
     });
 }
 
-/// exp(x), to 1e-7. Unlike that of the standard library, it is inlined and computed for several numbers at once.
+/// exp(x) for x in -87 .. 88, to 2e-7. Unlike that of the standard library, it is inlined and computed for several numbers at once.
 fn exp(x: f32) -> f32 {
-    // exp(x) = 2^n exp(r), |r| < 0.35: adding 1.5 * 2^23 rounds x / ln(2) to the integer n. r subtracts n ln(2) in two parts.
+    // exp(x) = 2^n exp(r), |r| < 0.35. Adding 1.5 * 2^23 rounds x / ln(2) to n, in the low bits of the sum. 2^n is n + 127, shifted by 23.
     let x = x.clamp(-87.0, 88.0);
     let sum = x * std::f32::consts::LOG2_E + 12_582_912.0;
     let n = sum - 12_582_912.0;
-    let r = (x - n * 0.693_359_4) + n * 2.121_944_4e-4;
+    let r = (x - n * 0.693_359_4) + n * 2.121_944_4e-4; // x - n ln(2), in two parts
     let series = 1.0 + r * (1.0 + r * (0.5 + r * (1.0 / 6.0 + r * (1.0 / 24.0 + r * (1.0 / 120.0 + r / 720.0)))));
     series * f32::from_bits(sum.to_bits().wrapping_add(127) << 23)
 }
 
-/// sqrt(2 / pi)
-const GELU_SCALE: f32 = 0.797_884_6;
+const GELU_SCALE: f32 = 0.797_884_6; // sqrt(2 / pi)
 
 /// tanh(sqrt(2 / pi) (x + 0.044715 x^3))
 fn gelu_tanh(x: f32) -> f32 {
@@ -529,34 +529,34 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
 /// Rows and columns of the result that are in registers. A register has 4 numbers, with AVX 8, with AVX-512 16.
 const MR: usize = 6;
 const NR: usize = [8, 16, 32][cfg!(target_feature = "avx") as usize + cfg!(target_feature = "avx512f") as usize];
-/// Rows of a block of the left matrix, and its depth.
+/// Rows of a block of the left matrix, and its depth: 264 KiB, for the L2 cache.
 const MC: usize = 44 * MR;
 const KC: usize = 256;
 
-/// A matrix: element (i, j) is `data[i * row + j * col]`.
+/// A matrix: element (i, j) is `data[i * row_stride + j * col_stride]`.
 #[derive(Clone, Copy)]
 struct Matrix<'a> {
     data: &'a [f32],
     rows: usize,
     cols: usize,
-    row: usize,
-    col: usize,
+    row_stride: usize,
+    col_stride: usize,
 }
 
 impl<'a> Matrix<'a> {
     fn new(data: &'a [f32], cols: usize) -> Self {
-        Self { data, rows: data.len() / cols, cols, row: cols, col: 1 }
+        Self { data, rows: data.len() / cols, cols, row_stride: cols, col_stride: 1 }
     }
 
     fn transposed(self) -> Self {
-        Self { data: self.data, rows: self.cols, cols: self.rows, row: self.col, col: self.row }
+        Self { rows: self.cols, cols: self.rows, row_stride: self.col_stride, col_stride: self.row_stride, ..self }
     }
 
     /// Copies up to `W` columns of some rows. What the matrix lacks is 0.
     fn pack<const W: usize>(self, out: &mut Vec<[f32; W]>, rows: std::ops::Range<usize>, col: usize, end: usize) {
         out.extend(rows.map(|i| {
-            let start = i * self.row + col * self.col;
-            std::array::from_fn(|j| if j < end - col { self.data[start + j * self.col] } else { 0.0 })
+            let start = i * self.row_stride + col * self.col_stride;
+            std::array::from_fn(|j| if j < end - col { self.data[start + j * self.col_stride] } else { 0.0 })
         }));
     }
 }
@@ -564,7 +564,7 @@ impl<'a> Matrix<'a> {
 /// Adds the product of a (M, K) and b (K, N) to out (M, N).
 fn gemm(out: &mut [f32], n: usize, a: Matrix, b: Matrix) {
     assert!(out.len() == a.rows * n && a.cols == b.rows && b.cols == n);
-    // Each thread has some rows of the result. If it has more columns than rows, some columns.
+    // Threads share the rows of the result, or its columns if there are at least as many. A part has a slice for each of its rows.
     let (rows, cols) = if a.rows > n { (part_of(a.rows), n) } else { (a.rows, part_of(n).next_multiple_of(NR)) };
     thread::scope(|scope| {
         for (i, block) in out.chunks_mut(rows * n).enumerate() {
@@ -579,16 +579,16 @@ fn gemm(out: &mut [f32], n: usize, a: Matrix, b: Matrix) {
     });
 }
 
-/// Adds the part of the product from a row and a column on to `out`, which has its rows.
+/// Adds to `out`, a slice for each row, the block of the product that begins at (first_row, col).
 fn gemm_part(mut out: Vec<&mut [f32]>, a: Matrix, b: Matrix, first_row: usize, col: usize) {
-    let (at, cols) = (a.transposed(), out[0].len());
-    let (mut a_panels, mut b_panel) = (Vec::new(), Vec::new());
+    let (a_transposed, cols) = (a.transposed(), out[0].len());
+    let (mut a_panels, mut b_panel) = (Vec::new(), Vec::new()); // For each k, [f32; MR] (for all rows) and [f32; NR].
     for (row, out) in (first_row..).step_by(MC).zip(out.chunks_mut(MC)) {
         for k in (0..b.rows).step_by(KC) {
             let depth = k..(k + KC).min(b.rows);
             a_panels.clear();
             for i in (row..row + out.len()).step_by(MR) {
-                at.pack::<MR>(&mut a_panels, depth.clone(), i, row + out.len());
+                a_transposed.pack::<MR>(&mut a_panels, depth.clone(), i, row + out.len());
             }
             for j in (0..cols).step_by(NR) {
                 b_panel.clear();
@@ -688,7 +688,7 @@ fn read_model(path: &str) -> Result<(Sizes, Parameters)> {
     if [max_t, v, l, nh, c].contains(&0) || c % nh != 0 || v > vp || v > 1 << 16 {
         return Err(format!("{path}: expected the sizes of a GPT-2, found {:?}", &header[2..8]));
     }
-    let wide = c as u128;
+    let wide = c as u128; // A damaged header must not overflow.
     let parameters = wide * (vp + max_t + 2) as u128 + l as u128 * (12 * wide * wide + 13 * wide);
     if parameters * 4 != body.len() as u128 {
         return Err(format!("{path}: expected {} bytes of parameters, found {}", parameters * 4, body.len()));
@@ -729,12 +729,12 @@ impl Tokenizer {
         Ok(Self { tokens, end_of_text: if header[1] == 1 { 50_256 } else { header[3] as u16 } })
     }
 
-    /// One token for each byte. A text begins with a newline.
+    /// One token for each byte. A newline separates texts.
     fn bytes() -> Self {
         Self { tokens: (0..=255).map(|byte| vec![byte]).collect(), end_of_text: u16::from(b'\n') }
     }
 
-    /// Prints a token as soon as it is there.
+    /// Prints a token at once.
     fn print(&self, token: u16) {
         let bytes = self.tokens.get(token as usize).map_or(&[][..], |bytes| &bytes[..]);
         if !matches!(bytes, &[byte] if byte.is_ascii_control() && !byte.is_ascii_whitespace()) {
@@ -797,14 +797,14 @@ impl Rng {
         }
     }
 
-    /// Returns an index, each with its probability.
+    /// Returns index i with probability `probs[i]`.
     fn sample(&mut self, probs: &[f32]) -> usize {
         let (mut sum, uniform) = (0.0, self.uniform());
-        let mut sums = probs.iter().map(|prob| {
+        let index = probs.iter().position(|prob| {
             sum += prob;
-            sum
+            uniform < sum
         });
-        sums.position(|sum| uniform < sum).unwrap_or(probs.len() - 1)
+        index.unwrap_or(probs.len() - 1)
     }
 }
 
@@ -820,7 +820,7 @@ struct Run {
 }
 
 impl Run {
-    /// Continues from a model file, on token files, with llm.c's settings.
+    /// A run that continues from a model file, on token files, with llm.c's settings.
     fn from_files(model: &str, train: &str, val: &str) -> Result<Self> {
         let (sizes, params) = read_model(model)?;
         let load = |path: &str| {
@@ -836,7 +836,7 @@ impl Run {
         Ok(Self { model, train, val, tokenizer, steps: 40, learning_rate: 1e-4 })
     }
 
-    /// Trains a small model of bytes, from random parameters, on the text below the current directory.
+    /// A run of a small model of bytes, from random parameters, on the text below the current directory.
     fn from_text() -> Result<Self> {
         let mut text = Vec::new();
         collect_text(Path::new("."), &mut text)?;
@@ -893,7 +893,7 @@ impl Run {
         sum / batches as f32
     }
 
-    /// Prints a text by the model. It computes the whole context for every token, without a KV cache.
+    /// Prints sampled text, the first of B sequences. It computes the whole context for every token, without a KV cache.
     fn generate(&mut self, rng: &mut Rng) {
         let Sizes { b, t, v, vp, .. } = self.model.sizes;
         let start = self.tokenizer.as_ref().map_or(v as u16 - 1, |tokenizer| tokenizer.end_of_text);
@@ -960,7 +960,7 @@ fn test(model: &str, state: &str, losses: Option<&str>) -> Result<()> {
     let logits: Vec<f32> = gpt2.outer.logits.chunks(vp).flat_map(|row| &row[..v]).copied().collect();
     compare("logits", &logits, &next(b * t * v)?, 1e-4);
     compare("loss", &[crossentropy_forward(&gpt2.outer.probs, targets, sizes)], &next(1)?, 1e-5);
-    gpt2.backward(tokens, targets);
+    gpt2.backward(tokens, targets); // The gradients were zero.
     for (name, grad) in gpt2.grads.tensors() {
         compare(name, grad, &next(grad.len())?, 1e-4);
     }

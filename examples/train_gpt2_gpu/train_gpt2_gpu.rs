@@ -11,7 +11,7 @@
 //! for a CPU.
 //!
 //! Letters in shapes: B sequences, T tokens of a sequence, C channels, NH heads of HS = C / NH channels, L layers, V tokens of the
-//! vocabulary, Vp padded V. Every tensor is a row-major array: (B, T, C) has C next to each other.
+//! vocabulary, Vp padded V. Every tensor is a row-major array: in (B, T, C), c varies fastest.
 //!
 //! The model is `forward`, `loss`, `backward` and `update`. Each operation that they call is a function that launches kernels and GEMMs.
 //! The loop, `train`, is at the end.
@@ -19,7 +19,7 @@
 //! Invariants:
 //! - All device memory is one block, allocated before the first step and initially zero.
 //! - All work runs on one stream, in order. The host waits only where it reads results.
-//! - A tensor `dx` is the derivative of the mean loss by `x`. Gradients of parameters are added (`+=`) to what is there, because a
+//! - A tensor `dx` is the derivative of the mean loss with respect to `x`. Gradients of parameters are added (`+=`) to what is there, because a
 //!   parameter may be used twice, as wte is. Gradients of activations are overwritten, except for that of the residual stream.
 //! - Sums have a fixed order, so the same program, GPU and libraries compute the same bits.
 //!
