@@ -130,8 +130,7 @@ pub fn backward<T: TensorCore>(
     qkv: Global<T>,
     out: Global<T>,
     lse: Global<f32>,
-    shape: AttentionSizes,
-    mask: Mask,
+    (shape, mask): (AttentionSizes, Mask),
 ) -> Option<[KernelLaunch; 3]> {
     let ([_, t, kv, group], window) = (shape.arguments(), mask.window());
     let Documents { first_keys, last_queries, .. } = mask.documents();

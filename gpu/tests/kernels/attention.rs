@@ -39,7 +39,7 @@ fn attend<T: Precision>(inputs: &Inputs) -> Results {
     let mask = inputs.mask(&mut memory);
     let mut run = |kernel: &KernelLaunch| run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
     run(&launch::forward(out, lse, qkv, shape, mask).unwrap());
-    launch::backward(dqkv, d, dout, qkv, out.reader(), lse.reader(), shape, mask).unwrap().iter().for_each(&mut run);
+    launch::backward(dqkv, d, dout, qkv, out.reader(), lse.reader(), (shape, mask)).unwrap().iter().for_each(&mut run);
     memory.read(d);
     Results { shape, out: read(&memory, out), lse: read(&memory, lse), dqkv: read(&memory, dqkv) }
 }

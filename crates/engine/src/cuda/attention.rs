@@ -158,7 +158,7 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: AttentionBackward) -> R
         let dqkv = cuda.output("dqkv", dqkv, packed(shape))?;
         let (dout, out) = (cuda.input("dout", dout, n)?, cuda.input("out", out, n)?);
         let qkv = cuda.input("qkv", qkv, packed(shape))?;
-        let kernels = launch::backward::<T>(dqkv, scratch, dout, qkv, out, lse, shape_of(shape), mask);
+        let kernels = launch::backward::<T>(dqkv, scratch, dout, qkv, out, lse, (shape_of(shape), mask));
         kernels.with_context(|| no_instance(shape, T::DTYPE))?
     };
     cuda.launch_all(&kernels)

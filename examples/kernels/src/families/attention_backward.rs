@@ -63,7 +63,7 @@ pub const FAMILY: Family = Family {
                 let Problem { dqkv, dout, qkv, out, lse, shape } = problem::<bf16>(s)?;
                 let d = scratch(s, shape)?;
                 let launches =
-                    gpu::attention::launch::backward::<bf16>(dqkv, d, dout, qkv, out, lse, shape, Mask::default());
+                    gpu::attention::launch::backward::<bf16>(dqkv, d, dout, qkv, out, lse, (shape, Mask::default()));
                 s.launch_all(launches.context("no instance for this head size")?);
                 Ok(())
             },
