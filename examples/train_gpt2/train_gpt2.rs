@@ -13,7 +13,7 @@
 //! Letters in shapes: B sequences, T tokens of a sequence, C channels, NH heads of HS = C / NH channels, L layers, V tokens of the
 //! vocabulary, Vp the same rounded up to a multiple of 128. Every tensor is a row-major array: in (B, T, C), c varies fastest.
 //!
-//! The model is `forward`, its derivative `backward`; a `NAME_backward` is below its `NAME_forward`. The loop, `train`, is at the end.
+//! The model is `forward`, its derivative `backward`; a `NAME_backward` is below its `NAME_forward`, if it has one. The loop, `train`, is at the end.
 //!
 //! Invariants:
 //! - All tensors are allocated before the first step. Only the copies that a matrix multiplication makes are not.
@@ -165,7 +165,7 @@ struct Gpt2 {
     sizes: Sizes,
     params: Parameters,
     grads: Parameters,
-    /// AdamW's moments of the gradients.
+    /// AdamW's mean of the gradients, m, and of their squares, v.
     m: Parameters,
     v: Parameters,
     layers: Vec<LayerActivations>,
@@ -552,7 +552,7 @@ impl<'a> Matrix<'a> {
         Self { rows: self.cols, cols: self.rows, row_stride: self.col_stride, col_stride: self.row_stride, ..self }
     }
 
-    /// Copies up to `W` columns of some rows. What the matrix lacks is 0.
+    /// Copies `W` columns of some rows, from `col` on, to `out`. Columns from `end` on are 0.
     fn pack<const W: usize>(self, out: &mut Vec<[f32; W]>, rows: std::ops::Range<usize>, col: usize, end: usize) {
         out.extend(rows.map(|i| {
             let start = i * self.row_stride + col * self.col_stride;
@@ -641,8 +641,8 @@ impl AdamW {
                     for (((p, &g), m), v) in param.iter_mut().zip(grad).zip(m).zip(v) {
                         *m = self.beta1 * *m + (1.0 - self.beta1) * g;
                         *v = self.beta2 * *v + (1.0 - self.beta2) * g * g;
-                        let step = (*m / correction1) / ((*v / correction2).sqrt() + self.eps);
-                        *p -= self.learning_rate * (step + self.decay * *p);
+                        let direction = (*m / correction1) / ((*v / correction2).sqrt() + self.eps);
+                        *p -= self.learning_rate * (direction + self.decay * *p);
                     }
                 });
             }

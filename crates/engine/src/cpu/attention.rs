@@ -152,8 +152,8 @@ struct Tiles {
 
 /// `scratch` is dq (B, NH, T, HS), then dk and dv (B, KV, T, HS) each, with the rows of a head contiguous, so that a task can own
 /// them. A task computes a key-value head with all query heads that read it.
-pub(super) fn backward(arena: &mut Arena, scratch: Tensor, op: AttentionBackward) -> Result<()> {
-    let AttentionBackward { dqkv, dout, qkv, out, lse, shape, mask } = op;
+pub(super) fn backward(arena: &mut Arena, scratch: Tensor, op: &AttentionBackward) -> Result<()> {
+    let AttentionBackward { dqkv, dout, qkv, out, lse, shape, mask } = *op;
     shape.check()?;
     let AttentionShape { b, t, heads, kv_heads, head_size } = shape;
     let (n, kv_n) = (b * t * heads * head_size, b * t * kv_heads * head_size);

@@ -98,7 +98,7 @@ impl Cpu {
             }
             Operation::AttentionBackward(op) => {
                 let scratch = self.scratch(op.dqkv.len)?;
-                attention::backward(&mut self.arena, scratch, op)
+                attention::backward(&mut self.arena, scratch, &op)
             }
             Operation::Classifier(op) => classifier::classifier(arena, op),
             Operation::Sum(op) => global_norm::sum(arena, op),

@@ -129,8 +129,8 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &AttentionForward) -> Re
     quantized.filter(|_| fused.is_none()).map_or(Ok(()), |next| quantize::quantize(cuda, next))
 }
 
-pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: AttentionBackward) -> Result<()> {
-    let AttentionBackward { dqkv, dout, qkv, out, lse, shape, mask } = op;
+pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &AttentionBackward) -> Result<()> {
+    let AttentionBackward { dqkv, dout, qkv, out, lse, shape, mask } = *op;
     shape.check()?;
     let mask = mask_of(cuda, mask, shape)?;
     let rows = shape.b * shape.t * shape.heads;

@@ -313,7 +313,7 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::MatmulForward(op) => matmul::forward(self, &op),
             Operation::MatmulBackward(op) => matmul::backward(self, &op),
             Operation::AttentionForward(op) => attention::forward(self, &op),
-            Operation::AttentionBackward(op) => attention::backward(self, op),
+            Operation::AttentionBackward(op) => attention::backward(self, &op),
             Operation::Classifier(op) => classifier::classifier(self, op),
             Operation::Sum(op) => global_norm::sum(self, op),
             Operation::GlobalNorm(op) => global_norm::global_norm(self, op),
