@@ -13,7 +13,7 @@
 //! Letters in shapes: B sequences, T tokens of a sequence, C channels, NH heads of HS = C / NH channels, L layers, V tokens of the
 //! vocabulary, Vp the same rounded up to a multiple of 128. Every tensor is a row-major array: in (B, T, C), c varies fastest.
 //!
-//! The model is `forward`, its derivative `backward`; a `NAME_backward` is below its `NAME_forward`, if it has one. The loop, `train`, is at the end.
+//! The model is `forward`, its derivative `backward`; below most `NAME_forward` is a `NAME_backward`. The loop, `train`, is at the end.
 //!
 //! Invariants:
 //! - All tensors are allocated before the first step. Only the copies that a matrix multiplication makes are not.
