@@ -73,7 +73,7 @@ impl Attention {
     }
 
     /// Returns what hides keys besides the causal mask.
-    fn mask(&self, model: &Decoder, layout: BatchLayout) -> AttentionMask {
+    fn mask(model: &Decoder, layout: BatchLayout) -> AttentionMask {
         AttentionMask { documents: layout.documents_of(model.batch), window: None }
     }
 
@@ -133,7 +133,7 @@ impl SubLayer for Attention {
             engine.run(RotaryForward { qkv, saved: self.qk_saved, rotation, shape })?;
         }
         let quantized = model.fp8_input(self.layer, Param::Attprojw, attended);
-        let mask = self.mask(model, pass.layout);
+        let mask = Self::mask(model, pass.layout);
         engine.run(AttentionForward { out: attended, lse, qkv, shape, mask, quantized })?;
         if last { Ok(()) } else { engine.run(self.attproj(model, residual)) }
     }
@@ -145,7 +145,7 @@ impl SubLayer for Attention {
         let dbias = pass.output_bias_gradient(self);
         engine.run(pass.linear(layer, Param::Attprojw, [pass.dattention, pass.dresidual], attended, dbias))?;
         let (dout, shape) = (pass.dattention, d.attention(pass.layout.b, pass.layout.t));
-        let mask = self.mask(model, pass.layout);
+        let mask = Self::mask(model, pass.layout);
         engine.run(AttentionBackward { dqkv, dout, qkv, out: attended, lse, shape, mask })?;
         if let Some(rotation) = self.rotation(model) {
             let weights = rotation.qk_norm.and_then(|norm| norm.weights);
