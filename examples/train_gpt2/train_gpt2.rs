@@ -216,7 +216,7 @@ impl Gpt2 {
         layernorm_backward(&mut d.residual, dw, db, &d.ln, residual, &params.outer.lnfw, &o.lnf_stats);
         for i in (0..s.l).rev() {
             let (p, g, a) = (&params.layers[i], &mut grads.layers[i], &layers[i]);
-            // d.residual is the gradient of residual3. A skip connection leaves it as it is; layernorm_backward adds that of the branch.
+            // d.residual is the gradient of residual3. The skip passes it on unchanged; layernorm_backward adds the branch's gradient.
             let dbias = Some(&mut g.fcprojb[..]);
             matmul_backward(&mut d.fch_gelu, &mut g.fcprojw, dbias, &d.residual, &a.fch_gelu, &p.fcprojw, 4 * c);
             gelu_backward(&mut d.fch, &a.fch, &d.fch_gelu);
@@ -393,7 +393,7 @@ fn attention_backward(dqkv: &mut [f32], datt: &mut [f32], dout: &[f32], qkv: &[f
             }
             let att = &row(att, position * nh + h, t)[..datt.len()];
             let sum = dot(att, datt);
-            datt.iter_mut().zip(att).for_each(|(datt, att)| *datt = att * (*datt - sum));
+            datt.iter_mut().zip(att).for_each(|(datt, att)| *datt = att * (*datt - sum)); // From here on, datt is dscore.
         }
     });
     let dscore = &*datt;
@@ -582,7 +582,7 @@ fn gemm(out: &mut [f32], n: usize, a: Matrix, b: Matrix) {
 /// Adds to `out`, a slice for each row, the block of the product that begins at (first_row, col).
 fn gemm_part(mut out: Vec<&mut [f32]>, a: Matrix, b: Matrix, first_row: usize, col: usize) {
     let (a_transposed, cols) = (a.transposed(), out[0].len());
-    let (mut a_panels, mut b_panel) = (Vec::new(), Vec::new()); // For each k, [f32; MR] (for all rows) and [f32; NR].
+    let (mut a_panels, mut b_panel) = (Vec::new(), Vec::new()); // Panels of MR rows, each [k][MR]; and [k][NR].
     for (row, out) in (first_row..).step_by(MC).zip(out.chunks_mut(MC)) {
         for k in (0..b.rows).step_by(KC) {
             let depth = k..(k + KC).min(b.rows);
@@ -881,7 +881,7 @@ impl Run {
         }
     }
 
-    /// Returns the mean loss of the first five batches of the validation data.
+    /// Returns the mean loss of at most the first five batches of the validation data.
     fn validate(&mut self) -> f32 {
         self.val.position = 0;
         let (mut sum, batches) = (0.0, self.val.num_batches().min(5));
