@@ -126,8 +126,10 @@ fn assert_agreement(name: &str, documents: bool) {
             }
             let stats = bench.engine.read(bench.model.training.unwrap().stats).unwrap();
             let found = stats[0] / (LAYOUT.b * LAYOUT.t) as f32;
-            assert!((found - loss).abs() <= 1e-5, "{name}: loss of step {i}: {found}, expected {loss}");
-            assert!((stats[1] - norm).abs() <= 1e-4 * norm, "{name}: norm of step {i}: {}, expected {norm}", stats[1]);
+            assert!((found - loss).abs() <= 1e-5 * loss.max(1.0), "{name}: loss of step {i}: {found}, expected {loss}");
+            // Short documents have small gradients of queries and keys. AdamW divides by their size, so that rounding grows.
+            let allowed = if documents { 1e-3 } else { 1e-4 } * norm;
+            assert!((stats[1] - norm).abs() <= allowed, "{name}: norm of step {i}: {}, expected {norm}", stats[1]);
             let settings = AdamW {
                 learning_rate: 1e-2,
                 beta1: 0.9,
