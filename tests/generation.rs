@@ -6,7 +6,7 @@ use engine::ops::{Activation, RotaryPairs, SlotSampling};
 use engine::{Engine, Result};
 use host::generate::{Finish, Request, generate};
 use host::sample::{self, Sampling};
-use model::descriptor::{Biases, Normalization, Positions, QkNorm, Rotary};
+use model::descriptor::{Biases, Normalization, Positions, QkNorm, Rotary, Windows};
 use model::{Decoder, Descriptor, Generator, PlanOptions, Unsharded, init};
 
 /// Returns a small model of every architecture. Kernels of attention need heads of at least 64 channels.
@@ -38,6 +38,7 @@ fn models() -> Vec<(&'static str, Descriptor)> {
         kv_heads: 2,
         ..llama
     };
+    let windows = |size, pattern: &str| Some(Windows { size, pattern: pattern.parse().unwrap() });
     let interleaved = Descriptor { positions: rotary(RotaryPairs::Interleaved), kv_heads: 1, ..llama };
     [
         ("gpt2", gpt2),
@@ -47,6 +48,8 @@ fn models() -> Vec<(&'static str, Descriptor)> {
         ("modern", modern),
         ("interleaved", interleaved),
         ("geglu", Descriptor { activation: Activation::GeGlu, ..llama }),
+        ("gpt2 with windows", Descriptor { windows: windows(4, "SS"), ..gpt2 }),
+        ("qwen3 with windows", Descriptor { windows: windows(3, "SL"), ..qwen3 }),
     ]
     .map(|(name, descriptor)| (name, descriptor.checked().unwrap()))
     .to_vec()

@@ -29,7 +29,7 @@ struct Entry {
 }
 
 /// Keys that replace sizes of the model.
-const SIZES: [&str; 6] = ["layers", "heads", "kv-heads", "head-size", "channels", "ffn"];
+const SIZES: [&str; 8] = ["layers", "heads", "kv-heads", "head-size", "channels", "ffn", "window", "window-pattern"];
 
 impl ConfigFile {
     /// Reads and parses a file.

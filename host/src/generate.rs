@@ -129,7 +129,9 @@ impl Scheduler {
         let Request { prompt, seed, sampling, .. } = &request;
         let fits = prompt.len() <= generator.capacity();
         // A slot whose text begins with the same prompt holds its keys and values, until it moves to a later window.
-        let holds = |active: &Active| active.text.len() <= generator.capacity() && active.text.starts_with(prompt);
+        let holds = |active: &Active| {
+            active.text.len() + active.in_flight <= generator.kept() && active.text.starts_with(prompt)
+        };
         let same = self.slots.iter().position(|other| other.as_ref().is_some_and(holds));
         match same.filter(|_| fits) {
             Some(from) => generator.begin_copy(engine, [slot, from], prompt, *seed, *sampling)?,

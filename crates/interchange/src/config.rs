@@ -191,9 +191,13 @@ mod tests {
             (
                 "model_type",
                 Some(r#""opt""#),
-                "model_type: expected gpt2 or llama or qwen2 or qwen3 or nanochat, found opt; llm-rs supports no other architecture",
+                "model_type: expected gpt2 or llama or mistral or ministral or qwen2 or qwen3 or nanochat, found opt; llm-rs supports no other architecture",
             ),
-            ("model_type", None, "model_type: expected gpt2 or llama or qwen2 or qwen3 or nanochat, found none"),
+            (
+                "model_type",
+                None,
+                "model_type: expected gpt2 or llama or mistral or ministral or qwen2 or qwen3 or nanochat, found none",
+            ),
             (
                 "activation_function",
                 Some(r#""relu""#),
@@ -246,7 +250,7 @@ mod tests {
         let message = format!("{:#}", ModelConfig::read(directory.path()).unwrap_err());
         assert!(
             message
-                .contains("config.json: model_type: expected gpt2 or llama or qwen2 or qwen3 or nanochat, found none"),
+                .contains("config.json: model_type: expected gpt2 or llama or mistral or ministral or qwen2 or qwen3 or nanochat, found none"),
             "{message}"
         );
     }

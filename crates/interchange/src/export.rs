@@ -3,7 +3,7 @@
 //! Tensors are converted one at a time, so a model of any size needs memory for its largest tensor only.
 
 use crate::ModelSource;
-use crate::architecture::{LLAMA, TensorNames, of_layer};
+use crate::architecture::{Architecture, LLAMA, TensorNames, of_layer};
 use crate::companions::{self, GENERATION};
 use crate::config::{self, ModelConfig};
 use crate::element::{Element, NewTensor, transpose};
@@ -19,7 +19,7 @@ use checkpoint::tensors::{FileShape, Order, Slot};
 use engine::ops::{Activation, RotaryPairs};
 use engine::tensor::DType;
 use model::descriptor::{Positions, Rotary};
-use model::{Param, Params};
+use model::{Descriptor, Param, Params};
 use serde_json::json;
 use std::fs::{self, File};
 use std::io::{BufWriter, ErrorKind, Write};
@@ -154,7 +154,15 @@ pub fn gguf(
     overwrite: bool,
 ) -> Result<WrittenTokenizer> {
     check_file(out, overwrite)?;
-    let (architecture, descriptor) = (source.architecture()?, source.descriptor());
+    let descriptor = source.descriptor();
+    // A Mistral without a window is a Llama.
+    let architecture = Architecture::of(&descriptor)?;
+    ensure!(
+        descriptor.windows.is_none(),
+        "{}: expected attention to all earlier tokens, which llama.cpp computes for every {}, found windows; export with --format hf",
+        source.path().display(),
+        architecture.model_type
+    );
     let pairs = architecture.gguf_pairs.with_context(|| {
         format!(
             "{}: expected an architecture that llama.cpp supports, found {}; export with --format hf",
@@ -177,7 +185,7 @@ pub fn gguf(
         element: Element::from(gguf_dtype(names, dtype)),
     };
     let mut tensors: Vec<NewTensor> = all.iter().map(tensor).collect();
-    let factors = rope_factors(source)?;
+    let factors = rope_factors(architecture, &descriptor)?;
     tensors.extend(factors.as_ref().map(|factors| NewTensor {
         name: "rope_freqs.weight".to_owned(),
         shape: vec![factors.len()],
@@ -209,8 +217,7 @@ fn exporting(bytes: u64) -> Progress {
 }
 
 /// Returns the divisors of llama.cpp's rotary frequencies, one for each pair of a head, or `None` without scaling.
-fn rope_factors(source: &ModelSource) -> Result<Option<Vec<f32>>> {
-    let (architecture, descriptor) = (source.architecture()?, source.descriptor());
+fn rope_factors(architecture: &Architecture, descriptor: &Descriptor) -> Result<Option<Vec<f32>>> {
     let Positions::Rotary(rotary @ Rotary { scaling: Some(scaling), .. }) = descriptor.positions else {
         return Ok(None);
     };
@@ -332,7 +339,8 @@ fn gguf_metadata(
     const CONTROL: i32 = 3;
     const USER_DEFINED: i32 = 4;
     const UNUSED: i32 = 5;
-    let (kind, descriptor) = (source.architecture()?.model_type, source.descriptor());
+    let descriptor = source.descriptor();
+    let kind = Architecture::of(&descriptor)?.model_type;
     // llama.cpp's names of the types: ALL_F32, MOSTLY_BF16.
     let file_type = if dtype == DType::Bf16 { 32 } else { 0 };
     ensure!(

@@ -160,17 +160,19 @@ pub(super) struct DecodePass<'a> {
     pub(super) model: &'a Decoder,
     /// Number of slots (B).
     pub(super) rows: usize,
-    /// Maximum number of tokens of a sequence in the cache (T).
-    pub(super) capacity: usize,
     pub(super) cache: Cache,
 }
 
 /// The buffers of generation.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cache {
-    /// (L, B, KV, T, HS)
+    /// Number of slots (B).
+    pub(super) slot_count: usize,
+    /// Maximum number of tokens of a sequence (T).
+    pub(super) capacity: usize,
+    /// (B, KV, T, HS) of each layer, where T is the window if it is smaller. Position p is at p mod T.
     pub(super) keys: Tensor,
-    /// (L, B, KV, T, HS)
+    /// As the keys.
     pub(super) values: Tensor,
     /// (B, NH, splits, HS + 2) f32
     pub(super) partials: Tensor,

@@ -3,9 +3,11 @@
 mod overrides;
 mod presets;
 mod rotary;
+mod windows;
 
 pub use overrides::Overrides;
 pub use rotary::{Rotary, RotaryScaling};
+pub use windows::{WindowPattern, Windows};
 
 use crate::Param;
 use engine::ops::{Activation, AttentionShape};
@@ -50,6 +52,9 @@ pub struct Descriptor {
     pub softcap: Option<f32>,
     /// Distribution of the initial weights.
     pub init: Init,
+    /// Layers in which a token attends only to the tokens before it that are near.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub windows: Option<Windows>,
 }
 
 /// A normalization.
@@ -170,6 +175,23 @@ pub enum DescriptorError {
         /// Value found.
         found: usize,
     },
+    /// A window has no layer.
+    #[error("window pattern: expected a layer with a window (S), found none; leave the window out")]
+    NoWindow,
+    /// A pattern has no size.
+    #[error("window pattern: expected the size of the window too, found none; add --window")]
+    PatternWithoutWindow,
+    /// A pattern is not that of the model.
+    #[error("window pattern: expected one letter for each of the {layers} layers, found {pattern}")]
+    PatternLength {
+        /// Layers of the model.
+        layers: usize,
+        /// The pattern.
+        pattern: String,
+    },
+    /// A pattern is not a sequence of S and L.
+    #[error("window pattern: expected 1 to {MAX_WINDOW_LAYERS} letters S (window) and L (all tokens), found '{0}'")]
+    Pattern(String),
     /// The number of parameters is above the limit.
     #[error(
         "parameters: expected at most {MAX_PARAMETERS}, found {0}, which is larger than any address space; choose smaller sizes"
@@ -181,6 +203,8 @@ pub enum DescriptorError {
 const MAX_LAYERS: usize = 8192;
 const MAX_PARAMETERS: u128 = 1 << 41;
 const MAX_VOCAB: usize = 1 << 20;
+/// Most layers of a model with windows.
+const MAX_WINDOW_LAYERS: usize = u128::BITS as usize;
 
 impl Descriptor {
     /// Creates the shape of a GPT-2 model.
@@ -212,6 +236,7 @@ impl Descriptor {
             embedding_norm: false,
             softcap: None,
             init: Init::Gpt2,
+            windows: None,
         }
         .checked()
     }
@@ -249,6 +274,9 @@ impl Descriptor {
                 return Err(DescriptorError::OddHeadSize(self.head_size));
             }
             rotary.check()?;
+        }
+        if let Some(windows) = self.windows {
+            windows.check(layers)?;
         }
         let numbers = [("norm eps", self.norm.eps()), ("QK-norm eps", self.qk_norm.map(|norm| norm.eps))];
         let numbers = numbers
@@ -319,11 +347,23 @@ impl Descriptor {
         self.params().map(|param| param.len(self) * if param.layered() { self.layers } else { 1 }).sum()
     }
 
-    /// Returns llm.c's estimate of the training FLOPs per token, 6N + 6 L NH HS T. An embedding that is not the head is not counted,
-    /// because it takes no FLOPs.
+    /// Returns the window of a layer, if it hides a token of sequences of `t` tokens.
+    pub fn window(&self, layer: usize, t: usize) -> Option<usize> {
+        self.windows.and_then(|windows| windows.of(layer)).filter(|&window| window < t)
+    }
+
+    /// Returns llm.c's estimate of the training FLOPs per token, 6N + 12 NH HS times the mean number of keys that a query attends to, in
+    /// all layers. Of T tokens that is T / 2, or W - W² / 2T with a window W. An embedding that is not the head is not counted, because
+    /// it takes no FLOPs.
     pub fn flops_per_token(&self, t: usize) -> usize {
         let lookup = if self.tied { 0 } else { Param::Wte.len(self) };
-        6 * (self.parameters() - lookup) + 6 * self.layers * self.attention_channels() * t
+        6 * (self.parameters() - lookup) + 6 * self.attention_channels() * self.doubled_keys(t)
+    }
+
+    /// Returns twice the mean number of keys of a query, summed over layers.
+    pub fn doubled_keys(&self, t: usize) -> usize {
+        let of_layer = |layer| self.window(layer, t).map_or(t, |window| 2 * window - window * window / t);
+        (0..self.layers).map(of_layer).sum()
     }
 }
 
@@ -364,6 +404,9 @@ impl fmt::Display for Descriptor {
         write!(f, ", {channels} channels")?;
         if self.mlp_channels != 4 * channels {
             write!(f, " ({} in the MLP)", self.mlp_channels)?;
+        }
+        if let Some(Windows { size, pattern }) = self.windows {
+            write!(f, ", windows of {size} tokens ({pattern})")?;
         }
         write!(f, ", up to {max_seq_len} tokens, vocabulary {vocab}")
     }

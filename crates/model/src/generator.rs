@@ -5,8 +5,9 @@
 //! tokens. The step reads tokens and positions from device memory and writes the next ones there, so a GPU runs it as one CUDA
 //! graph, and the host may queue a step before it knows the tokens of the previous one.
 //!
-//! Keys and values are (L, B, KV, T, HS) each, in the engine's float type. Attention reads the positions of a head one after
-//! another, and a sequence is one range per layer, which prompts fill and copies of a prompt duplicate.
+//! Keys and values of a layer are (B, KV, T, HS) each, in the engine's float type. Attention reads the positions of a head one after
+//! another, and a sequence is one range per layer, which prompts fill and copies of a prompt duplicate. A layer with a window keeps
+//! only the last tokens, in a ring: T is the size of the window, and position p is at p mod T.
 
 use super::Unit;
 use super::decoder::{Cache, DecodePass, Decoder};
@@ -32,10 +33,6 @@ const PADDING: usize = 64;
 pub struct Generator {
     /// The model.
     pub decoder: Decoder,
-    /// Number of slots (B).
-    slots: usize,
-    /// Maximum number of tokens of a sequence in the cache (T).
-    capacity: usize,
     cache: Cache,
     graph: GraphKey,
 }
@@ -52,10 +49,13 @@ pub struct Step {
 impl Cache {
     fn plan(plan: &mut Plan, d: &Descriptor, slots: usize, capacity: usize, dtype: DType) -> Self {
         let mut add = |name, shape: &[usize], dtype| plan.add(Group::Activations, name, shape, dtype);
-        let cache = [d.layers, slots, d.kv_heads, capacity, d.head_size];
+        let positions = (0..d.layers).map(|layer| cached_positions(d, layer, capacity)).sum();
+        let cache = [slots, d.kv_heads, positions, d.head_size];
         let splits = decode_splits(slots, d.kv_heads, capacity);
         let vp = d.padded_vocab();
         Self {
+            slot_count: slots,
+            capacity,
             keys: add("cached keys", &cache, dtype),
             values: add("cached values", &cache, dtype),
             partials: add("partial attention", &[slots, d.heads, splits, d.head_size + 2], DType::F32),
@@ -65,6 +65,22 @@ impl Cache {
             scratch: add("scores", &[slots, vp], DType::F32),
         }
     }
+
+    /// Returns how many positions of a sequence a layer keeps.
+    pub(super) fn positions(&self, d: &Descriptor, layer: usize) -> usize {
+        cached_positions(d, layer, self.capacity)
+    }
+
+    /// Returns the keys or values (B, KV, T, HS) of a layer.
+    pub(super) fn of_layer(&self, cache: Tensor, d: &Descriptor, layer: usize) -> Tensor {
+        let row = self.slot_count * d.kv_heads * d.head_size;
+        let before: usize = (0..layer).map(|layer| self.positions(d, layer)).sum();
+        cache.slice(before * row, self.positions(d, layer) * row)
+    }
+}
+
+fn cached_positions(d: &Descriptor, layer: usize, capacity: usize) -> usize {
+    d.window(layer, capacity).unwrap_or(capacity)
 }
 
 /// Copies keys and values of a prompt to a slot.
@@ -92,13 +108,14 @@ impl LayerHooks for Fill<'_> {
     }
 
     fn qkv_computed(&mut self, engine: &mut dyn Engine, layer: usize, qkv: Tensor) -> Result<()> {
-        let d = &self.generator.decoder.descriptor;
+        let Generator { decoder, cache, .. } = self.generator;
+        let d = &decoder.descriptor;
         engine.run(CacheFill {
-            keys: self.generator.of_slot(self.generator.cache.keys, layer, self.slot),
-            values: self.generator.of_slot(self.generator.cache.values, layer, self.slot),
+            keys: self.generator.of_slot(cache.keys, layer, self.slot),
+            values: self.generator.of_slot(cache.values, layer, self.slot),
             qkv: qkv.slice(0, self.tokens * d.qkv_channels()),
             shape: d.attention(1, self.tokens),
-            capacity: self.generator.capacity,
+            capacity: cache.positions(d, layer),
         })
     }
 }
@@ -126,22 +143,28 @@ impl Generator {
             free >> 20,
             engine.describe()
         );
-        Ok((Self { decoder, slots, capacity, cache, graph: GraphKey::new() }, plan))
+        Ok((Self { decoder, cache, graph: GraphKey::new() }, plan))
     }
 
     /// Returns the number of slots.
     pub fn slots(&self) -> usize {
-        self.slots
+        self.cache.slot_count
     }
 
     /// Returns the most tokens of a sequence in the cache.
     pub fn capacity(&self) -> usize {
-        self.capacity
+        self.cache.capacity
     }
 
-    /// Returns the part of keys or values (L, B, KV, T, HS) that belongs to a slot of a layer.
+    /// Returns the most tokens of a text whose keys and values are all in the cache.
+    pub fn kept(&self) -> usize {
+        let d = &self.decoder.descriptor;
+        (0..d.layers).map(|layer| self.cache.positions(d, layer)).min().unwrap_or(self.cache.capacity)
+    }
+
+    /// Returns the part (KV, T, HS) of keys or values that belongs to a slot of a layer.
     fn of_slot(&self, cache: Tensor, layer: usize, slot: usize) -> Tensor {
-        cache.part(layer, self.decoder.descriptor.layers).part(slot, self.slots)
+        self.cache.of_layer(cache, &self.decoder.descriptor, layer).part(slot, self.cache.slot_count)
     }
 
     /// Empties all slots. It must precede the first step after an allocation.
@@ -166,7 +189,8 @@ impl Generator {
         self.set_slot(engine, slot, prompt, seed, sampling)
     }
 
-    /// Begins a sequence with the prompt of slot `from`, in which the sequence still is.
+    /// Begins a sequence with the prompt of slot `from`, whose text is the prompt, or continues it and has at most
+    /// [`kept`](Self::kept) tokens, those of steps in progress included.
     pub fn begin_copy(
         &self,
         engine: &mut dyn Engine,
@@ -176,10 +200,14 @@ impl Generator {
         sampling: SlotSampling,
     ) -> Result<()> {
         self.check_prompt(slot, prompt)?;
-        ensure!(from < self.slots && from != slot, "generation: expected another slot to copy from, found {from}");
+        ensure!(
+            from < self.cache.slot_count && from != slot,
+            "generation: expected another slot to copy from, found {from}"
+        );
         let d = &self.decoder.descriptor;
-        let (copied, heads) = ((prompt.len() - 1) * d.head_size, if prompt.len() > 1 { d.kv_heads } else { 0 });
+        let heads = if prompt.len() > 1 { d.kv_heads } else { 0 };
         for layer in 0..d.layers {
+            let copied = (prompt.len() - 1).min(self.cache.positions(d, layer)) * d.head_size;
             for cache in [self.cache.keys, self.cache.values] {
                 let [to, from] = [slot, from].map(|slot| self.of_slot(cache, layer, slot));
                 for head in 0..heads {
@@ -191,11 +219,15 @@ impl Generator {
     }
 
     fn check_prompt(&self, slot: usize, prompt: &[u32]) -> Result<()> {
-        ensure!(slot < self.slots, "generation: expected a slot below {}, found {slot}", self.slots);
         ensure!(
-            (1..=self.capacity).contains(&prompt.len()),
+            slot < self.cache.slot_count,
+            "generation: expected a slot below {}, found {slot}",
+            self.cache.slot_count
+        );
+        ensure!(
+            (1..=self.cache.capacity).contains(&prompt.len()),
             "prompt: expected 1 to {} tokens, found {}",
-            self.capacity,
+            self.cache.capacity,
             prompt.len()
         );
         let vocab = self.decoder.descriptor.vocab;
@@ -210,11 +242,11 @@ impl Generator {
         let layout = self.layout_of(tokens.len());
         let mut words = engine.host_buffer(layout.words())?;
         words.fill(0);
-        // Attention is causal, so the padding after the text does not affect it. Later tokens replace its keys and values.
+        // Attention is causal, so the padding after the text does not affect it.
         words[..tokens.len()].iter_mut().zip(tokens).for_each(|(word, &token)| *word = token as i32);
         layout.sort(&mut words);
         engine.load_batch(self.decoder.batch.slice(0, layout.words()), layout, words)?;
-        self.decoder.forward(engine, layout, &mut Fill { generator: self, slot, tokens: layout.t })
+        self.decoder.forward(engine, layout, &mut Fill { generator: self, slot, tokens: tokens.len() })
     }
 
     fn set_slot(
@@ -259,9 +291,9 @@ impl Generator {
             return Ok(());
         }
         ensure!(
-            inputs.len() <= self.capacity,
+            inputs.len() <= self.cache.capacity,
             "text: expected at most {} tokens, found {}",
-            self.capacity + 1,
+            self.cache.capacity + 1,
             text.len()
         );
         let (model, d) = (&self.decoder, &self.decoder.descriptor);
@@ -293,7 +325,7 @@ impl Generator {
 
     /// Returns the layout of a prompt of `tokens` tokens.
     fn layout_of(&self, tokens: usize) -> BatchLayout {
-        BatchLayout::new(1, tokens.next_multiple_of(PADDING).min(self.capacity))
+        BatchLayout::new(1, tokens.next_multiple_of(PADDING).min(self.cache.capacity))
     }
 
     /// Lets the engine time the GEMMs of a step and choose the fastest implementation of each.
@@ -305,13 +337,13 @@ impl Generator {
 
     /// Returns the logits (B, Vp) of the last step, before softcap, penalty and temperature.
     pub fn logits(&self) -> Tensor {
-        self.decoder.logits.slice(0, self.slots * self.decoder.descriptor.padded_vocab())
+        self.decoder.logits.slice(0, self.cache.slot_count * self.decoder.descriptor.padded_vocab())
     }
 
     /// Computes one token of every slot: the pass of [`Decoder::forward`] for B rows of different positions.
     fn decode(&self, engine: &mut dyn Engine) -> Result<()> {
-        let (model, rows) = (&self.decoder, self.slots);
-        let pass = DecodePass { model, rows, capacity: self.capacity, cache: self.cache };
+        let (model, rows) = (&self.decoder, self.cache.slot_count);
+        let pass = DecodePass { model, rows, cache: self.cache };
         let mut residual = self.embed(engine)?;
         for sublayer in model.layers(rows).iter().flatten() {
             sublayer.decode(engine, &pass, residual)?;
@@ -322,7 +354,7 @@ impl Generator {
 
     /// Embeds the newest tokens and returns the residual stream of the first layer.
     fn embed(&self, engine: &mut dyn Engine) -> Result<Tensor> {
-        let (model, rows, c) = (&self.decoder, self.slots, self.decoder.descriptor.channels);
+        let (model, rows, c) = (&self.decoder, self.cache.slot_count, self.decoder.descriptor.channels);
         let (wte, wpe) = (model.param(Param::Wte, 0), model.optional(model.param_store(), Param::Wpe, 0));
         let out = model.encoded.slice(0, rows * c);
         engine.run(DecodeEmbed { out, slots: self.cache.slots, wte, wpe, c })?;
@@ -334,7 +366,7 @@ impl Generator {
 
     /// Computes the logits and chooses the next tokens.
     fn sample(&self, engine: &mut dyn Engine, residual: Tensor) -> Result<()> {
-        let (model, d, rows) = (&self.decoder, &self.decoder.descriptor, self.slots);
+        let (model, d, rows) = (&self.decoder, &self.decoder.descriptor, self.cache.slot_count);
         let (v, vp, softcap) = (d.vocab, d.padded_vocab(), d.softcap);
         let norm = model.final_norm.rows(rows, d.channels);
         let matmul = MatmulForward {
@@ -348,7 +380,7 @@ impl Generator {
         };
         engine.run(DecodeMatmul { norm: Some(model.norm_of(&norm, residual, None)), matmul })?;
         let Cache { slots, seen, sampled, scratch, .. } = self.cache;
-        let (logits, capacity) = (self.logits(), self.capacity);
+        let (logits, capacity) = (self.logits(), self.cache.capacity);
         engine.run(SampleTokens { sampled, slots, seen, scratch, logits, v, vp, capacity, softcap })
     }
 }

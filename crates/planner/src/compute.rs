@@ -54,8 +54,9 @@ impl MicroBatch {
         let d = &self.descriptor;
         let matrices = d.params().filter(|param| param.layered() && param.is_matrix());
         let linear: usize = matrices.map(|param| param.len(d)).sum();
-        // Of the 6 L NH HS T FLOPs per token, the forward pass has a third.
-        let forward = (2 * linear + 2 * d.attention_channels() * self.seq) as f64;
+        // The forward pass has a third of the FLOPs of attention. Layers with a window have fewer, the others more than this mean.
+        let attention = 2 * d.attention_channels() * d.doubled_keys(self.seq);
+        let forward = (2 * linear) as f64 + attention as f64 / d.layers as f64;
         let head = (6 * Param::Wte.len(d)) as f64;
         let all = 3.0 * forward * d.layers as f64 + head;
         Shares { forward: forward / all, head: head / all }

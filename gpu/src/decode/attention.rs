@@ -1,7 +1,8 @@
 //! Attention of one query per slot over a KV cache.
 //!
 //! Shapes: qkv (B, NH + 2 KV, HS), keys and values (B, KV, T, HS), out (B, NH, HS). The positions of a head are contiguous in the
-//! cache, so each lane reads packets of a stream. HS is a multiple of 16 up to 128.
+//! cache, so each lane reads packets of a stream. HS is a multiple of 16 up to 128. The cache is a ring of the last T positions:
+//! position p is at p mod T, where the new position replaces the one that left the window.
 //!
 //! Block (s, g, b) computes GROUP query heads of one key-value head over split s of the slot's positions, so that keys and values are
 //! read once for these heads. First it normalizes and rotates the queries and the new key. Blocks do not read the new key and value
@@ -44,7 +45,7 @@ pub struct Sizes {
     pub kv_heads: u32,
     /// HS.
     pub head_size: u32,
-    /// T, positions of the cache.
+    /// T, positions of the ring. It is at least 1.
     pub capacity: u32,
     /// Splits of a slot's positions.
     pub splits: u32,
@@ -71,6 +72,11 @@ impl Sizes {
         // The number of splits is at least 1. A division by a variable would check for 0.
         let splits = if self.splits > 1 { self.splits } else { 1 };
         len.div_ceil(splits).next_multiple_of(step)
+    }
+
+    /// Returns how many positions a query at `position` attends to.
+    const fn visible(self, position: u32) -> u32 {
+        if position < self.capacity { position + 1 } else { self.capacity }
     }
 
     /// Returns query heads per key-value head.
@@ -257,7 +263,7 @@ pub fn decode_attention<T: Element, const GROUP: usize>(
     let groups = group.div_ceil(GROUP as u32).max(1);
     let (kv, first) = (thread::block_idx_y() / groups, thread::block_idx_y() % groups * GROUP as u32);
     let position = slots.at(slot * WORDS + POSITION) as u32;
-    let len = position + 1;
+    let len = sizes.visible(position);
     let per_split = sizes.split_len::<T>(len);
     let start = split * per_split;
     if start >= len {
@@ -265,7 +271,7 @@ pub fn decode_attention<T: Element, const GROUP: usize>(
     }
     let is_last = start + per_split >= len;
     // The new position is not read from the cache.
-    let end = if is_last { position } else { start + per_split };
+    let end = if is_last { len - 1 } else { start + per_split };
     let row = qkv.skip(slot * (sizes.heads + 2 * sizes.kv_heads) as usize * hs);
     let (new_key, new_value) =
         (row.skip((sizes.heads + kv) as usize * hs), row.skip((sizes.heads + sizes.kv_heads + kv) as usize * hs));
@@ -280,10 +286,14 @@ pub fn decode_attention<T: Element, const GROUP: usize>(
     }
     thread::sync_threads();
     let cache = (slot * sizes.kv_heads as usize + kv as usize) * sizes.capacity as usize * hs;
+    // The oldest visible position is at `oldest`, the new one before it if the ring is full.
+    let capacity = if sizes.capacity > 1 { sizes.capacity } else { 1 };
+    let oldest = (position + 1 - len) % capacity;
+    let place = |i: u32| if oldest + i < capacity { oldest + i } else { oldest + i - capacity };
     let rotated_key = shared.heads.skip(GROUP * hs);
     let thread = thread::thread_idx_x() as usize;
     if is_last && first == 0 && thread < hs {
-        let at = cache + position as usize * hs + thread;
+        let at = cache + place(len - 1) as usize * hs + thread;
         keys.set(at, T::from_f32(rotated_key.at(thread)));
         values.set(at, new_value.at(thread));
     }
@@ -317,7 +327,7 @@ pub fn decode_attention<T: Element, const GROUP: usize>(
             let at = base + u as u32 * stride + own;
             valid[u] = at < end;
             // Loads past the end repeat the last position: with a condition per load, ptxas would interleave loads and uses.
-            let at = cache + at.min(end - 1) as usize * hs + channel;
+            let at = cache + place(at.min(end - 1)) as usize * hs + channel;
             (k[u], v[u]) = (keys.packet(at), values.packet(at));
         }
         softmax.add(&k, &v, valid);
@@ -396,7 +406,7 @@ pub fn decode_attention_combine<T: Element>(
         return;
     }
     let (head, slot) = (thread::block_idx_x() as usize, thread::block_idx_y() as usize);
-    let len = slots.at(slot * WORDS + POSITION) as u32 + 1;
+    let len = sizes.visible(slots.at(slot * WORDS + POSITION) as u32);
     let count = len.div_ceil(sizes.split_len::<T>(len).max(1)) as usize;
     let row = slot * sizes.heads as usize + head;
     let partials = partials.skip(row * sizes.splits as usize * (hs + 2));
@@ -413,7 +423,8 @@ pub const fn fill_grid<T: Element>(tokens: usize, kv_heads: usize, head_size: us
     (2 * tokens * kv_heads * head_size).div_ceil(THREADS * T::PACKET) as u32
 }
 
-/// Copies keys and values of one sequence from qkv (tokens, NH + 2 KV, HS) to the first positions of keys and values (KV, T, HS).
+/// Copies keys and values of one sequence from qkv (tokens, NH + 2 KV, HS) to keys and values (KV, T, HS): the last T tokens, token i
+/// to i mod T.
 ///
 /// One packet per thread. Grid: [`fill_grid`].
 #[kernel(threads = 128, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
@@ -432,14 +443,15 @@ pub fn cache_fill<T: Element>(
     let (row, packet) = (i / packets.max(1), i % packets.max(1));
     // Neighboring threads copy the heads of one token.
     let (token, head) = (row / (2 * kv_heads).max(1), row % (2 * kv_heads).max(1));
-    if token >= tokens {
+    let capacity = if capacity > 1 { capacity } else { 1 };
+    if token >= tokens || tokens - token > capacity {
         return;
     }
     let channel = packet as usize * T::PACKET;
     let from =
         (token as usize * (heads + 2 * kv_heads) as usize + (heads + head) as usize) * head_size as usize + channel;
     let kv = head % kv_heads.max(1);
-    let to = (kv as usize * capacity as usize + token as usize) * head_size as usize + channel;
+    let to = (kv as usize * capacity as usize + (token % capacity) as usize) * head_size as usize + channel;
     let data = qkv.packet(from);
     if head < kv_heads { keys.set_packet(to, data) } else { values.set_packet(to, data) }
 }

@@ -16,8 +16,8 @@ use proptest::sample::select;
 tests! {
     kernels of "decode";
     for both types: embeddings_of_any_token_and_position, matmuls_match_f64_reference, normed_matmuls_match_f64_reference,
-        unsupported_matmuls_have_no_kernel, attention_matches_f64_reference, filled_caches_hold_keys_and_values,
-        tokens_match_the_reference;
+        unsupported_matmuls_have_no_kernel, attention_matches_f64_reference, attention_in_a_ring_matches_f64_reference,
+        filled_caches_hold_keys_and_values, tokens_match_the_reference;
     slow in f32: matmuls_of_integers_are_exact, large_and_small_rows_are_normalized,
         attention_of_random_shapes_matches_f64_reference, nan_and_infinity_stay_in_their_head, tokens_of_special_logits;
     once: gumbel_noise_matches_f64;
@@ -285,7 +285,10 @@ struct Attention {
     heads: usize,
     kv_heads: usize,
     hs: usize,
+    /// Positions in `keys`, `values` and the table of angles.
     capacity: usize,
+    /// Positions in the cache of the kernel.
+    ring: usize,
     splits: usize,
     rotation: u32,
     /// Whether there is a norm, and whether it has weights.
@@ -309,6 +312,7 @@ impl Attention {
             kv_heads,
             hs,
             capacity,
+            ring: capacity,
             splits,
             rotation: NO_ROTATION,
             norm: (false, false),
@@ -330,15 +334,17 @@ impl Attention {
 
     /// Returns out (B, NH, HS), and the new keys and values (B, KV, 2, HS).
     fn run<T: Tolerance>(&self) -> (Vec<f64>, Vec<f64>) {
-        let Self { heads, kv_heads, hs, capacity, splits, .. } = *self;
+        let Self { heads, kv_heads, hs, capacity, ring, splits, .. } = *self;
         let b = self.positions.len();
         let mut memory = Memory::new();
-        // Positions that the cache does not hold yet are uninitialized.
+        // Positions that the cache does not hold yet are uninitialized, and those that left the ring are overwritten.
         let mut cache = |name, values: &[f64]| {
-            let cache = memory.output::<T>(name, values.len());
+            let cache = memory.output::<T>(name, b * kv_heads * ring * hs);
             for (row, values) in values.chunks(capacity * hs).enumerate() {
-                let held = self.positions[row / kv_heads] * hs;
-                memory.write(cache.skip(row * capacity * hs), &rounded::<T>(&values[..held])).unwrap();
+                for (position, value) in values.chunks(hs).take(self.positions[row / kv_heads]).enumerate() {
+                    let at = cache.skip((row * ring + position % ring) * hs);
+                    memory.write(at, &rounded::<T>(value)).unwrap();
+                }
             }
             cache
         };
@@ -358,7 +364,7 @@ impl Attention {
             q_weight: if self.norm.1 { memory.input("q weight", &q_weight) } else { null() },
             k_weight: if self.norm.1 { memory.input("k weight", &k_weight) } else { null() },
         };
-        let [heads, kv, head_size, cap, splits] = [heads, kv_heads, hs, capacity, splits].map(|size| size as u32);
+        let [heads, kv, head_size, cap, splits] = [heads, kv_heads, hs, ring, splits].map(|size| size as u32);
         let sizes = attention::Sizes {
             heads,
             kv_heads: kv,
@@ -375,11 +381,18 @@ impl Attention {
         }
         let mut new = Vec::new();
         for row in 0..b * kv_heads {
-            let at = (row * capacity + self.positions[row / kv_heads]) * hs;
-            for cache in [keys, values] {
+            let (position, before) = (self.positions[row / kv_heads], row * ring * hs);
+            let at = before + position % ring * hs;
+            for (cache, values) in [(keys, &self.keys), (values, &self.values)] {
                 new.extend(wide(memory.slice(cache.reader().skip(at), hs).unwrap()));
                 // Nothing else was written.
-                assert!(memory.slice(cache.reader().skip(at + hs), 1).is_err());
+                if position + 1 < ring {
+                    assert!(memory.slice(cache.reader().skip(at + hs), 1).is_err());
+                }
+                for other in (position + 1).saturating_sub(ring)..position {
+                    let found = wide(memory.slice(cache.reader().skip(before + other % ring * hs), hs).unwrap());
+                    assert_same("other positions", &found, &values[(row * capacity + other) * hs..][..hs]);
+                }
             }
         }
         (read(&memory, out), new)
@@ -408,7 +421,7 @@ impl Attention {
     }
 
     fn reference<T: Tolerance>(&self) -> (Vec<f64>, Vec<f64>) {
-        let Self { heads, kv_heads, hs, capacity, .. } = *self;
+        let Self { heads, kv_heads, hs, capacity, ring, .. } = *self;
         let [q_weight, k_weight] = self.weights::<T>();
         let (mut out, mut new) = (Vec::new(), Vec::new());
         for (b, &position) in self.positions.iter().enumerate() {
@@ -422,8 +435,10 @@ impl Attention {
                 let kv = h / (heads / kv_heads);
                 let query = self.prepared::<T>(head(h), &q_weight, position);
                 let held = (b * kv_heads + kv) * capacity * hs;
-                let keys = self.keys[held..].chunks(hs).take(position).map(<[f64]>::to_vec).chain([key(kv)]);
-                let values = self.values[held..].chunks(hs).take(position).chain([head(heads + kv_heads + kv)]);
+                let visible =
+                    |cache| <[f64]>::chunks(cache, hs).take(position).skip((position + 1).saturating_sub(ring));
+                let keys = visible(&self.keys[held..]).map(<[f64]>::to_vec).chain([key(kv)]);
+                let values = visible(&self.values[held..]).chain([head(heads + kv_heads + kv)]);
                 let dot = |key: Vec<f64>| key.iter().zip(&query).map(|(k, q)| k * q).sum::<f64>() / (hs as f64).sqrt();
                 let scores: Vec<f64> = keys.map(dot).collect();
                 let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -461,6 +476,16 @@ fn attention_matches_f64_reference<T: Tolerance>() {
     }
 }
 
+/// A ring of one position, rings that are not full, just full, and of any fill, with one and several splits.
+fn attention_in_a_ring_matches_f64_reference<T: Tolerance>() {
+    for (ring, splits) in [(1, 1), (1, 2), (16, 1), (33, 1), (70, 3), (100, 2)] {
+        for positions in [[0, ring - 1], [ring, ring + 1], [2 * ring - 1, 2 * ring], [150, 3 * ring + 7]] {
+            let case = Attention::new::<T>(&positions, [4, 2, 64, splits], 5);
+            Attention { ring, rotation: HALF_SPLIT, ..case }.check::<T>();
+        }
+    }
+}
+
 fn attention_of_random_shapes_matches_f64_reference<T: Tolerance>() {
     let shape = (1..4usize, 1..4usize, 1..6usize, select(vec![16, 64, 80, 128]), 1..6usize);
     let kind = (select(vec![NO_ROTATION, HALF_SPLIT, INTERLEAVED]), ANY, ANY, 0..200usize, 0..99u32);
@@ -493,8 +518,9 @@ fn nan_and_infinity_stay_in_their_head<T: Tolerance>() {
 }
 
 fn filled_caches_hold_keys_and_values<T: Tolerance>() {
-    for_all(24, (1..40usize, 1..5usize, 1..4usize, select(vec![16, 64, 80]), 0..9u32), |(t, kv, group, hs, seed)| {
-        let (heads, capacity) = (kv * group, t + 5);
+    let shape = (1..40usize, 1..5usize, 1..4usize, select(vec![16, 64, 80]), 1..50usize, 0..9u32);
+    for_all(24, shape, |(t, kv, group, hs, capacity, seed)| {
+        let heads = kv * group;
         let qkv = rounded::<T>(&noise(t * (heads + 2 * kv) * hs, seed));
         let mut memory = Memory::new();
         let (keys, values) =
@@ -503,13 +529,17 @@ fn filled_caches_hold_keys_and_values<T: Tolerance>() {
         let [tokens, nh, heads_kv, head_size, cap] = [t, heads, kv, hs, capacity].map(|size| size as u32);
         let launch = attention::cache_fill::<T>(keys, values, inp, tokens, nh, heads_kv, head_size, cap);
         run(&mut memory, &launch, attention::fill_grid::<T>(t, kv, hs), 0);
+        let rows: Vec<_> = qkv.chunks((heads + 2 * kv) * hs).collect();
         for (first, cache) in [(heads, keys), (heads + kv, values)] {
-            for head in 0..kv {
-                let got = wide(memory.slice(cache.reader().skip(head * capacity * hs), t * hs).unwrap());
-                let want: Vec<f64> =
-                    qkv.chunks((heads + 2 * kv) * hs).flat_map(|row| wide(&row[(first + head) * hs..][..hs])).collect();
-                assert_same("cache", &got, &want);
-                assert!(memory.slice(cache.reader().skip(head * capacity * hs + t * hs), 1).is_err());
+            for (head, place) in (0..kv).flat_map(|head| (0..capacity).map(move |place| (head, place))) {
+                let got = memory.slice(cache.reader().skip((head * capacity + place) * hs), hs);
+                match (0..t).rev().find(|token| token % capacity == place) {
+                    Some(token) => {
+                        let want = &rows[token][(first + head) * hs..][..hs];
+                        assert_same("cache", &wide(got.unwrap()), &wide(want));
+                    }
+                    None => assert!(got.is_err()),
+                }
             }
         }
     });

@@ -1,20 +1,22 @@
 //! Flags and functions that several commands share.
 
 use crate::terminal;
-use crate::values::{level, switch};
-use anyhow::{Result, ensure};
+use crate::values::{count, level, switch};
+use anyhow::{Context, Result, ensure};
 use clap::ArgAction;
 use engine::cuda::CudaOptions;
 use engine::open::{self, Device, MatmulBackend, Opened, Precision};
 use engine::ops::Fp8Accumulation;
 use engine::{Engine, GeluFusion};
 use interchange::ModelSource;
+use model::descriptor::{Overrides, WindowPattern};
 use model::fit;
-use model::{Decoder, Fp8Gradients, Fp8Recipe, Fp8Settings, PlanOptions};
+use model::{Decoder, Descriptor, Fp8Gradients, Fp8Recipe, Fp8Settings, PlanOptions};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
 const DEVICE: &str = "Device and precision";
+const MODEL: &str = "Model";
 
 /// The device to compute on, and the precision.
 #[derive(Clone, Debug, Default, clap::Args, Serialize)]
@@ -69,6 +71,28 @@ impl ModelPath {
     /// Returns the path.
     pub fn get(&self) -> &Path {
         self.path.as_deref().or(self.model.as_deref()).unwrap_or(Path::new(""))
+    }
+}
+
+/// Windows of attention.
+#[derive(Clone, Copy, Debug, clap::Args, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct WindowFlags {
+    /// Window of attention: a token attends to itself and the N - 1 tokens before it [default: all tokens before it]
+    #[arg(long, value_name = "N", value_parser = count, help_heading = MODEL)]
+    pub window: Option<usize>,
+
+    /// Layers with the window: a letter for each, S for those with it and L for those without, repeated for all layers, such as SSSL
+    /// [default: S]
+    #[arg(long, value_name = "PATTERN", help_heading = MODEL)]
+    pub window_pattern: Option<WindowPattern>,
+}
+
+impl WindowFlags {
+    /// Returns the model with these windows.
+    pub fn apply(self, descriptor: Descriptor) -> Result<Descriptor> {
+        let Self { window, window_pattern } = self;
+        descriptor.with(Overrides { window, window_pattern, ..Overrides::default() }).context("--window")
     }
 }
 

@@ -68,6 +68,7 @@ pub(super) fn read_header(file: &File, name: &str) -> Result<Header> {
         embedding_norm: false,
         softcap: None,
         init: Init::Normal,
+        windows: None,
     };
     let descriptor = descriptor.checked().with_context(|| format!("{name}: invalid header"))?;
     let shape = FileShape { descriptor, padded_vocab: vocab, order: Order::LlmCLlama };
@@ -110,7 +111,7 @@ fn representable(d: &Descriptor) -> Result<(Rotary, f32)> {
     };
     let plain = d.qk_norm.is_none() && d.biases == Biases::None && d.softcap.is_none() && !d.embedding_norm;
     ensure!(
-        plain && d.activation == Activation::SwiGlu && d.attention_channels() == d.channels,
+        plain && d.windows.is_none() && d.activation == Activation::SwiGlu && d.attention_channels() == d.channels,
         "llm.c: expected a model with Llama's operations, found other operations; export it with --format hf"
     );
     ensure!(

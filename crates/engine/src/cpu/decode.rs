@@ -24,10 +24,10 @@ fn slots(words: &[f32]) -> impl Iterator<Item = Slot> {
     words.as_chunks::<{ Slot::WORDS }>().0.iter().map(|words| Slot::of_words(words.map(|x| x.to_bits().cast_signed())))
 }
 
-/// Returns a slot's position if it lies in a cache of `t` positions.
-fn position(slot: &Slot, t: usize) -> Result<usize> {
-    let position = usize::try_from(slot.position).ok().filter(|&position| position < t);
-    position.ok_or_else(|| anyhow::anyhow!("slot: expected a position below {t}, found {}", slot.position))
+/// Returns a slot's position if it is below `most`.
+fn position(slot: &Slot, most: usize) -> Result<usize> {
+    let position = usize::try_from(slot.position).ok().filter(|&position| position < most);
+    position.ok_or_else(|| anyhow::anyhow!("slot: expected a position below {most}, found {}", slot.position))
 }
 
 pub(super) fn embed(arena: &mut Arena, op: DecodeEmbed) -> Result<()> {
@@ -124,14 +124,17 @@ pub(super) fn cache_fill(arena: &mut Arena, op: CacheFill) -> Result<()> {
     let CacheFill { keys, values, qkv, shape, capacity } = op;
     let AttentionShape { b, t, heads, kv_heads, head_size: hs } = shape;
     shape.check()?;
-    ensure!(b == 1 && t <= capacity, "cache: expected one sequence of at most {capacity} tokens, found {b} of {t}");
+    ensure!(
+        b == 1 && capacity > 0,
+        "cache: expected one sequence and a position of the cache, found {b} and {capacity}"
+    );
     let (row, len) = (shape.packed_heads() * hs, kv_heads * capacity * hs);
     let operands = [("keys", keys, len), ("values", values, len), ("qkv", qkv, t * row)];
     let [keys, values, qkv] = arena.split("cache_fill", operands)?;
     for (first, cache) in [(heads, keys), (heads + kv_heads, values)] {
         cache.par_chunks_mut(capacity * hs).enumerate().for_each(|(head, cache)| {
-            for (to, row) in cache.chunks_mut(hs).zip(qkv.chunks(row)) {
-                to.copy_from_slice(&row[(first + head) * hs..][..hs]);
+            for (position, row) in qkv.chunks(row).enumerate().skip(t.saturating_sub(capacity)) {
+                cache[position % capacity * hs..][..hs].copy_from_slice(&row[(first + head) * hs..][..hs]);
             }
         });
     }
@@ -144,7 +147,7 @@ pub(super) fn attention(arena: &mut Arena, op: &DecodeAttention) -> Result<()> {
     shape.check()?;
     let cache = b * kv_heads * t * hs;
     let table = rotation.map(|rotation| rotation.table);
-    ensure!(table.is_none_or(|table| table.len >= t * hs), "decode_attention: expected angles of {t} positions");
+    let most = table.map_or(usize::MAX, |table| table.len / hs);
     let [q_weight, k_weight] = rotary::split(rotation.and_then(|rotation| rotation.weights()));
     let operands = [
         ("out", out, b * heads * hs),
@@ -157,7 +160,7 @@ pub(super) fn attention(arena: &mut Arena, op: &DecodeAttention) -> Result<()> {
         optional("k weight", k_weight, hs),
     ];
     let [out, qkv, keys, values, words, table, q_weight, k_weight] = arena.split("decode_attention", operands)?;
-    let positions = slots(words).map(|slot| position(&slot, t)).collect::<Result<Vec<_>>>()?;
+    let positions = slots(words).map(|slot| position(&slot, most)).collect::<Result<Vec<_>>>()?;
     for (row, &position) in qkv.chunks_mut(shape.packed_heads() * hs).zip(&positions) {
         let Some(Rotation { pairs, qk_norm, .. }) = rotation else { break };
         for (h, head) in row[..(heads + kv_heads) * hs].chunks_mut(hs).enumerate() {
@@ -171,10 +174,11 @@ pub(super) fn attention(arena: &mut Arena, op: &DecodeAttention) -> Result<()> {
         let (row, kv, position) =
             (&qkv[i / kv_heads * shape.packed_heads() * hs..], i % kv_heads, positions[i / kv_heads]);
         let head = |h: usize| &row[h * hs..][..hs];
-        keys[position * hs..][..hs].copy_from_slice(head(heads + kv));
-        values[position * hs..][..hs].copy_from_slice(head(heads + kv_heads + kv));
+        let (at, len) = (position % t * hs, (position + 1).min(t) * hs);
+        keys[at..][..hs].copy_from_slice(head(heads + kv));
+        values[at..][..hs].copy_from_slice(head(heads + kv_heads + kv));
         for (g, out) in out.chunks_mut(hs).enumerate() {
-            attend(out, head(kv * group + g), &keys[..(position + 1) * hs], &values[..(position + 1) * hs]);
+            attend(out, head(kv * group + g), &keys[..len], &values[..len]);
         }
     });
     Ok(())

@@ -90,7 +90,7 @@ pub(super) fn attention<T: Float>(cuda: &mut Cuda<T>, op: &DecodeAttention) -> R
     // A few blocks for each SM hide the latency of memory; more only add partial results.
     let enough = (4 * cuda.executor.sm_count()).div_ceil(b * kv_heads);
     let splits = splits.min(enough);
-    let norm = rotation.and_then(|rotation| rotation.qk_norm);
+    let (table, norm) = (rotation.map(|rotation| rotation.table), rotation.and_then(|rotation| rotation.qk_norm));
     let [q_weight, k_weight] = cuda.head_weights(norm.and_then(|norm| norm.weights), hs)?;
     let sizes = kernels::Sizes {
         heads: heads as u32,
@@ -118,7 +118,7 @@ pub(super) fn attention<T: Float>(cuda: &mut Cuda<T>, op: &DecodeAttention) -> R
         values: cuda.output("values", values, cache)?,
         qkv: cuda.input("qkv", qkv, b * shape.packed_heads() * hs)?,
         slots: cuda.input("slots", slots, b * Slot::WORDS)?,
-        table: cuda.optional_input("table", rotation.map(|rotation| rotation.table), t * hs)?,
+        table: cuda.optional_input("table", table, table.map_or(0, |table| table.len))?,
         q_weight,
         k_weight,
     };
@@ -132,7 +132,10 @@ pub(super) fn cache_fill<T: Float>(cuda: &mut Cuda<T>, op: CacheFill) -> Result<
     let CacheFill { keys, values, qkv, shape, capacity } = op;
     let AttentionShape { b, t, heads, kv_heads, head_size: hs } = shape;
     shape.check()?;
-    ensure!(b == 1 && t <= capacity, "cache: expected one sequence of at most {capacity} tokens, found {b} of {t}");
+    ensure!(
+        b == 1 && capacity > 0,
+        "cache: expected one sequence and a position of the cache, found {b} and {capacity}"
+    );
     ensure!(
         hs.is_multiple_of(T::PACKET),
         "cache: expected a head size that is a multiple of {}, found {hs}",

@@ -103,7 +103,7 @@ pub struct DecodeMatmul {
 }
 
 /// Rotates the query and key of each slot's newest token, stores key and value in the cache at its position, and computes
-/// its attention over the cache.
+/// its attention over the cache. The cache is a ring: it holds the last T positions, position p at p mod T.
 #[derive(Clone, Copy, Debug)]
 pub struct DecodeAttention {
     /// (B, NH, HS) float
@@ -138,7 +138,8 @@ pub const fn decode_splits(b: usize, kv_heads: usize, t: usize) -> usize {
     if few < MAX_PARTS { few } else { MAX_PARTS }
 }
 
-/// Copies keys and values of one sequence, computed by a forward pass, to the first positions of a slot's cache.
+/// Copies keys and values of one sequence, computed by a forward pass, to a slot's cache: the last `capacity` positions, position p
+/// to p mod `capacity`.
 #[derive(Clone, Copy, Debug)]
 pub struct CacheFill {
     /// (KV, capacity, HS) float
@@ -147,7 +148,7 @@ pub struct CacheFill {
     pub values: Tensor,
     /// (T, NH + 2 KV, HS) float, after the rotation
     pub qkv: Tensor,
-    /// Sizes of `qkv`, with B = 1; T is at most the capacity.
+    /// Sizes of `qkv`, with B = 1.
     pub shape: AttentionShape,
     /// Positions of the cache.
     pub capacity: usize,

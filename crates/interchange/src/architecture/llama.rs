@@ -1,10 +1,12 @@
-//! Llama 2 and 3, Qwen2 (with Qwen2.5) and Qwen3: one table of tensors.
+//! Llama 2 and 3, Mistral, Ministral, Qwen2 (with Qwen2.5) and Qwen3: one table of tensors.
 
 use super::{Architecture, Part, Setting, TensorNames, part, tensor};
 use crate::keys::Keys;
 use anyhow::{Context, Result, bail, ensure};
 use engine::ops::{Activation, RotaryPairs};
-use model::descriptor::{Biases, Init, Normalization, Positions, QkNorm, Rotary, RotaryScaling};
+use model::descriptor::{
+    Biases, Init, Normalization, Positions, QkNorm, Rotary, RotaryScaling, WindowPattern, Windows,
+};
 use model::{Descriptor, Param};
 use serde_json::{Map, Value, json};
 
@@ -60,10 +62,45 @@ pub static LLAMA: Architecture = Architecture {
     gguf_pairs: Some(RotaryPairs::Interleaved),
     reverses_rotation: false,
     descriptor: |keys| {
-        sliding_window(keys)?;
+        no_windows(keys)?;
         descriptor(keys, Biases::None, None, None)
     },
     keys: |descriptor| keys(descriptor, json!({ "attention_bias": false, "mlp_bias": false })),
+};
+
+/// Mistral: Llama with a window in all layers. Without a window it is a Llama.
+pub static MISTRAL: Architecture = Architecture {
+    model_type: "mistral",
+    class: "MistralForCausalLM",
+    settings: &[
+        Setting { key: "hidden_act", accepted: &HIDDEN_ACT },
+        Setting { key: "is_encoder_decoder", accepted: &["false"] },
+        Setting { key: "quantization_config", accepted: &["null"] },
+    ],
+    descriptor: |keys| {
+        let types = keys.get(LAYER_TYPES);
+        ensure!(
+            types.is_null(),
+            "{LAYER_TYPES}: expected none, because {} ignores it, found {types}; set model_type to ministral, or remove it",
+            MISTRAL.class
+        );
+        with_windows(keys, descriptor(keys, Biases::None, None, None)?, window_size(keys)?, |_| true)
+    },
+    keys: |descriptor| {
+        let size = descriptor.windows.map(|windows| windows.size);
+        keys(descriptor, json!({ WINDOW: size }))
+    },
+    ..LLAMA
+};
+
+/// Ministral: Llama with a window in some layers.
+pub static MINISTRAL: Architecture = Architecture {
+    model_type: "ministral",
+    class: "MinistralForCausalLM",
+    settings: MISTRAL.settings,
+    descriptor: |keys| with_windows(keys, descriptor(keys, Biases::None, None, None)?, window_size(keys)?, |_| true),
+    keys: |descriptor| keys(descriptor, window_keys(descriptor)),
+    ..LLAMA
 };
 
 /// Qwen2 and Qwen2.5.
@@ -72,13 +109,12 @@ pub static QWEN2: Architecture = Architecture {
     class: "Qwen2ForCausalLM",
     settings: &[
         Setting { key: "hidden_act", accepted: &HIDDEN_ACT },
-        Setting { key: "use_sliding_window", accepted: &["false"] },
         Setting { key: "is_encoder_decoder", accepted: &["false"] },
         Setting { key: "quantization_config", accepted: &["null"] },
     ],
     gguf_pairs: Some(RotaryPairs::HalfSplit),
-    descriptor: |keys| descriptor(keys, Biases::Qkv, None, None),
-    keys: |descriptor| keys(descriptor, json!({ "use_sliding_window": false })),
+    descriptor: |keys| qwen_windows(keys, descriptor(keys, Biases::Qkv, None, None)?),
+    keys: |descriptor| keys(descriptor, qwen_keys(descriptor)),
     ..LLAMA
 };
 
@@ -89,16 +125,20 @@ pub static QWEN3: Architecture = Architecture {
     settings: &[
         Setting { key: "hidden_act", accepted: &HIDDEN_ACT },
         Setting { key: "attention_bias", accepted: &["false"] },
-        Setting { key: "use_sliding_window", accepted: &["false"] },
         Setting { key: "is_encoder_decoder", accepted: &["false"] },
         Setting { key: "quantization_config", accepted: &["null"] },
     ],
     gguf_pairs: Some(RotaryPairs::HalfSplit),
     descriptor: |keys| {
         let eps = keys.float("rms_norm_eps", EPS)?;
-        descriptor(keys, Biases::None, Some(QkNorm { eps, weights: true, gain: 1.0 }), Some(QWEN3_HEAD_SIZE))
+        let qk_norm = Some(QkNorm { eps, weights: true, gain: 1.0 });
+        qwen_windows(keys, descriptor(keys, Biases::None, qk_norm, Some(QWEN3_HEAD_SIZE))?)
     },
-    keys: |descriptor| keys(descriptor, json!({ "attention_bias": false, "use_sliding_window": false })),
+    keys: |descriptor| {
+        let mut own = qwen_keys(descriptor);
+        own["attention_bias"] = false.into();
+        keys(descriptor, own)
+    },
     ..LLAMA
 };
 
@@ -106,6 +146,16 @@ pub static QWEN3: Architecture = Architecture {
 pub const EPS: f32 = 1e-6;
 const THETA: f32 = 10_000.0;
 const QWEN3_HEAD_SIZE: usize = 128;
+const WINDOW_SIZE: usize = 4096;
+const MAX_WINDOW_LAYERS: usize = 28;
+
+/// Keys of the windows. `use_sliding_window` is Qwen's.
+const WINDOW: &str = "sliding_window";
+const USE_WINDOW: &str = "use_sliding_window";
+const LAYER_TYPES: &str = "layer_types";
+/// Values of `layer_types`.
+const SLIDING: &str = "sliding_attention";
+const FULL: &str = "full_attention";
 
 /// Returns the model of a configuration. `head_size` is that of configurations without `head_dim`; by default, the heads share the
 /// channels.
@@ -121,7 +171,6 @@ pub fn descriptor(keys: Keys, biases: Biases, qk_norm: Option<QkNorm>, head_size
         );
         channels / heads
     };
-    layer_types(keys)?;
     let descriptor = Descriptor {
         layers,
         heads,
@@ -143,30 +192,99 @@ pub fn descriptor(keys: Keys, biases: Biases, qk_norm: Option<QkNorm>, head_size
         embedding_norm: false,
         softcap: None,
         init: Init::Normal,
+        windows: None,
     };
     descriptor.checked().context("not a supported shape")
 }
 
-/// Checks that every layer attends to all earlier positions.
-fn layer_types(keys: Keys) -> Result<()> {
-    let types = keys.get("layer_types");
-    let Some(types) = types.as_array() else { return Ok(()) };
-    match types.iter().find(|kind| *kind != "full_attention") {
-        Some(other) => bail!("layer_types: expected full_attention, found {other}; llm-rs supports no other attention"),
-        None => Ok(()),
+/// Checks that no layer has a window. transformers ignores `sliding_window` for Llama, and other programs do not.
+pub fn no_windows(keys: Keys) -> Result<()> {
+    let is_other = |kind: &&Value| *kind != FULL;
+    if let Some(other) = keys.get(LAYER_TYPES).as_array().and_then(|types| types.iter().find(is_other)) {
+        bail!("{LAYER_TYPES}: expected {FULL}, found {other}; transformers ignores it for this model_type");
+    }
+    let Some(window) = keys.optional_size(WINDOW)? else { return Ok(()) };
+    let longest = keys.size("max_position_embeddings")?;
+    ensure!(
+        window >= longest || !keys.flag(USE_WINDOW, true)?,
+        "{WINDOW}: expected null or at least max_position_embeddings = {longest}, found {window}; set model_type to mistral if the \
+         model was trained with the window, or {WINDOW} to null"
+    );
+    Ok(())
+}
+
+/// Returns the window of a configuration without the key `use_sliding_window`. Unlike an absent key, null disables it.
+fn window_size(keys: Keys) -> Result<Option<usize>> {
+    match keys.0.get(WINDOW) {
+        None => Ok(Some(WINDOW_SIZE)),
+        Some(_) => keys.optional_size(WINDOW),
     }
 }
 
-/// Checks that a sliding window, which transformers ignores for Llama and other programs do not, has no effect.
-fn sliding_window(keys: Keys) -> Result<()> {
-    let Some(window) = keys.optional_size("sliding_window")? else { return Ok(()) };
-    let longest = keys.size("max_position_embeddings")?;
-    ensure!(
-        window >= longest || !keys.flag("use_sliding_window", true)?,
-        "sliding_window: expected null or at least max_position_embeddings = {longest}, found {window}; llm-rs supports no other \
-         attention, so set it to null if the model was trained without the window"
-    );
-    Ok(())
+/// Returns the model with the windows of Qwen: by default, only the layers from `max_window_layers` on have them.
+fn qwen_windows(keys: Keys, model: Descriptor) -> Result<Descriptor> {
+    let first = keys.optional_size("max_window_layers")?.unwrap_or(MAX_WINDOW_LAYERS);
+    let size = if keys.flag(USE_WINDOW, false)? { window_size(keys)? } else { None };
+    with_windows(keys, model, size, |layer| layer >= first)
+}
+
+/// Returns the model with windows of `size` in the layers of `layer_types`, or without this key in those of `default`.
+fn with_windows(
+    keys: Keys,
+    model: Descriptor,
+    size: Option<usize>,
+    default: impl Fn(usize) -> bool,
+) -> Result<Descriptor> {
+    let layers = model.layers;
+    let windowed: Vec<bool> = match keys.get(LAYER_TYPES) {
+        Value::Null => (0..layers).map(|layer| size.is_some() && default(layer)).collect(),
+        Value::Array(types) if types.len() == layers => {
+            let has_window = |kind: &Value| match kind.as_str() {
+                Some(SLIDING) => Ok(true),
+                Some(FULL) => Ok(false),
+                _ => bail!(
+                    "{LAYER_TYPES}: expected {FULL} or {SLIDING}, found {kind}; llm-rs supports no other attention"
+                ),
+            };
+            types.iter().map(has_window).collect::<Result<_>>()?
+        }
+        Value::Array(types) => {
+            bail!("{LAYER_TYPES}: expected one for each of the {layers} layers, found {}", types.len())
+        }
+        other => bail!("{LAYER_TYPES}: expected a list or null, found {other}"),
+    };
+    if !windowed.contains(&true) {
+        return Ok(model);
+    }
+    let size = size.with_context(|| {
+        format!(
+            "{WINDOW}: expected the size of the windows in {LAYER_TYPES}, found {}; add it, with {USE_WINDOW} in a Qwen model",
+            keys.get(WINDOW)
+        )
+    })?;
+    let pattern = WindowPattern::of_layers(windowed)
+        .with_context(|| format!("num_hidden_layers: expected at most 128 with windows, found {layers}"))?;
+    Descriptor { windows: Some(Windows { size, pattern }), ..model }.checked().context("not a supported shape")
+}
+
+/// Returns the keys of windows that some layers have.
+fn window_keys(descriptor: &Descriptor) -> Value {
+    let Some(Windows { size, pattern }) = descriptor.windows else { return json!({ WINDOW: null }) };
+    let kind = |layer| if pattern.has_window(layer) { SLIDING } else { FULL };
+    json!({ WINDOW: size, LAYER_TYPES: (0..descriptor.layers).map(kind).collect::<Vec<_>>() })
+}
+
+/// Returns Qwen's keys of windows.
+fn qwen_keys(descriptor: &Descriptor) -> Value {
+    if descriptor.windows.is_none() {
+        return json!({ USE_WINDOW: false });
+    }
+    let mut keys = window_keys(descriptor);
+    keys[USE_WINDOW] = true.into();
+    let first =
+        (0..descriptor.layers).find(|&layer| descriptor.windows.is_some_and(|windows| windows.of(layer).is_some()));
+    keys["max_window_layers"] = first.into();
+    keys
 }
 
 /// Key of the rotary embedding in files of transformers 5.
@@ -355,6 +473,37 @@ mod tests {
     }
 
     #[test]
+    fn windows_are_those_of_transformers() {
+        let windows = |architecture: &Architecture, changes: &str| {
+            let found = (architecture.descriptor)(Keys(&with(changes))).unwrap();
+            // An export has the same windows.
+            let again = (architecture.descriptor)(Keys(&(architecture.keys)(&found))).unwrap();
+            assert_eq!(again.windows, found.windows);
+            found.windows.map(|Windows { size, pattern }| (size, pattern.to_string()))
+        };
+        let all = "S".repeat(16);
+        assert_eq!(windows(&MISTRAL, "{}"), Some((4096, all.clone())));
+        assert_eq!(windows(&MISTRAL, r#"{"sliding_window": null}"#), None);
+        assert_eq!(windows(&MINISTRAL, r#"{"sliding_window": 7}"#), Some((7, all.clone())));
+        let types = |pattern: &str| {
+            let kinds = pattern.chars().map(|kind| if kind == 'S' { SLIDING } else { FULL });
+            serde_json::to_string(&kinds.collect::<Vec<_>>()).unwrap()
+        };
+        let gemma = "SSSSSLSSSSSLSSSS";
+        let changes = format!(r#"{{"sliding_window": 512, "layer_types": {}}}"#, types(gemma));
+        assert_eq!(windows(&MINISTRAL, &changes), Some((512, gemma.to_owned())));
+        // Qwen has windows only with use_sliding_window, in the last layers.
+        let last = r#""max_window_layers": 13, "sliding_window": 512"#;
+        assert_eq!(windows(&QWEN2, &format!("{{{last}}}")), None);
+        let used = format!(r#"{{"use_sliding_window": true, {last}}}"#);
+        assert_eq!(windows(&QWEN2, &used), Some((512, "LLLLLLLLLLLLLSSS".to_owned())));
+        assert_eq!(windows(&QWEN2, r#"{"use_sliding_window": true, "max_window_layers": 0}"#), Some((4096, all)));
+        assert_eq!(windows(&QWEN2, r#"{"use_sliding_window": true}"#), None);
+        let changes = format!(r#"{{"use_sliding_window": true, {last}, "layer_types": {}}}"#, types(gemma));
+        assert_eq!(windows(&QWEN3, &changes), Some((512, gemma.to_owned())));
+    }
+
+    #[test]
     fn settings_without_effect_are_accepted() {
         let expected: Descriptor = "llama3:1b".parse().unwrap();
         for changes in [
@@ -462,7 +611,7 @@ mod tests {
             ),
             (
                 r#"{"sliding_window": 4096}"#,
-                "sliding_window: expected null or at least max_position_embeddings = 131072, found 4096;",
+                "sliding_window: expected null or at least max_position_embeddings = 131072, found 4096; set model_type to mistral",
             ),
             (r#"{"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}"#, "found longrope"),
             (r#"{"head_dim": 63}"#, "head size: expected an even number for rotary embeddings, found 63"),

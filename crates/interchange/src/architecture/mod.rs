@@ -5,7 +5,7 @@ mod llama;
 mod nanochat;
 
 pub use gpt2::GPT2;
-pub use llama::{LLAMA, QWEN2, QWEN3};
+pub use llama::{LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3};
 pub use nanochat::NANOCHAT;
 
 use crate::keys::Keys;
@@ -85,7 +85,7 @@ pub struct Setting {
 }
 
 /// All known architectures.
-pub static ARCHITECTURES: &[&Architecture] = &[&GPT2, &LLAMA, &QWEN2, &QWEN3, &NANOCHAT];
+pub static ARCHITECTURES: &[&Architecture] = &[&GPT2, &LLAMA, &MISTRAL, &MINISTRAL, &QWEN2, &QWEN3, &NANOCHAT];
 
 const fn tensor(param: Param, hugging_face: &'static str, gguf: &'static str) -> TensorNames {
     TensorNames { param, part: Part::All, hugging_face, gguf, transposed: false }
@@ -157,7 +157,7 @@ impl Architecture {
     pub fn of(descriptor: &Descriptor) -> Result<&'static Self> {
         Self::find(descriptor).with_context(|| {
             format!(
-                "the model: expected the operations of GPT-2, Llama, Qwen2, Qwen3 or nanochat, found {}",
+                "the model: expected the operations of GPT-2, Llama, Mistral, Ministral, Qwen2, Qwen3 or nanochat, found {}",
                 unknown(descriptor)
             )
         })
@@ -217,12 +217,15 @@ impl Architecture {
 
 /// Returns why transformers cannot represent a model.
 fn unknown(descriptor: &Descriptor) -> String {
-    let plain = descriptor.qk_norm.map(|norm| QkNorm { gain: 1.0, ..norm });
-    match (descriptor.qk_norm, Architecture::find(&Descriptor { qk_norm: plain, ..*descriptor })) {
-        (Some(QkNorm { gain, .. }), Some(architecture)) => format!(
-            "normalized queries and keys that are multiplied by {gain}; {} of transformers has no such factor",
-            architecture.class
-        ),
+    let plain = Descriptor { qk_norm: descriptor.qk_norm.map(|norm| QkNorm { gain: 1.0, ..norm }), ..*descriptor };
+    if let (Some(QkNorm { gain, .. }), Some(architecture)) = (descriptor.qk_norm, Architecture::find(&plain)) {
+        let class = architecture.class;
+        return format!(
+            "normalized queries and keys that are multiplied by {gain}; {class} of transformers has no such factor"
+        );
+    }
+    match (descriptor.windows, Architecture::find(&Descriptor { windows: None, ..*descriptor })) {
+        (Some(_), Some(architecture)) => format!("windows; {} of transformers has none", architecture.class),
         _ => "others; transformers has no class for it".to_owned(),
     }
 }
@@ -245,16 +248,25 @@ fn comparable(descriptor: &Descriptor) -> Descriptor {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use model::descriptor::Windows;
     use std::collections::BTreeSet;
 
     #[test]
     fn the_table_has_every_parameter_once() {
         let gpt2 = Descriptor::gpt2(3, 2, 8, 16, 200).unwrap();
         let small = |name: &str| Descriptor { layers: 3, vocab: 200, ..name.parse().unwrap() };
+        let with = |name: &str, pattern: &str| {
+            let windows = Windows { size: 64, pattern: pattern.parse().unwrap() };
+            Descriptor { windows: Some(windows), ..small(name) }
+        };
         let models = [
             (&GPT2, gpt2),
             (&LLAMA, small("llama3:1b")),
             (&LLAMA, small("llama3:8b")),
+            (&MISTRAL, with("llama3:8b", "SSS")),
+            (&MINISTRAL, with("llama3:8b", "SSL")),
+            (&QWEN2, with("qwen2.5:0.5b", "LSL")),
+            (&QWEN3, with("qwen3:0.6b", "LSS")),
             (&QWEN2, small("qwen2.5:0.5b")),
             (&QWEN3, small("qwen3:0.6b")),
             (&NANOCHAT, {

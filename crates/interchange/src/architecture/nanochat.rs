@@ -49,6 +49,7 @@ pub static NANOCHAT: Architecture = Architecture {
 };
 
 fn descriptor(keys: Keys) -> Result<Descriptor> {
+    llama::no_windows(keys)?;
     let llama = llama::descriptor(keys, Biases::None, None, None)?;
     let eps = llama.norm.eps().unwrap_or(llama::EPS);
     // Unlike an absent key, null disables it.

@@ -269,7 +269,7 @@ fn renamed(tensors: &mut Tensors, from: &str, to: &str) {
 }
 
 /// A configuration and weights that do not belong together, or that llm-rs does not support: what is changed, and the error.
-const UNREADABLE: [(DecoderChange, &str); 24] = [
+const UNREADABLE: [(DecoderChange, &str); 25] = [
     (
         |c, _| c["num_hidden_layers"] = 2.into(),
         "model.safetensors: tensor model.layers.1.input_layernorm.weight: expected [32], found none; check that config.json",
@@ -313,13 +313,20 @@ const UNREADABLE: [(DecoderChange, &str); 24] = [
     ),
     (
         |c, _| c["model_type"] = "qwen2_moe".into(),
-        "model_type: expected gpt2 or llama or qwen2 or qwen3 or nanochat, found qwen2_moe",
+        "model_type: expected gpt2 or llama or mistral or ministral or qwen2 or qwen3 or nanochat, found qwen2_moe",
     ),
     (|c, _| c["model_type"] = "mixtral".into(), "found mixtral; llm-rs supports no other architecture"),
-    (|c, _| c["use_sliding_window"] = true.into(), "use_sliding_window: expected false, found true"),
     (
         |c, _| c["layer_types"] = json!(["sliding_attention"]),
-        r#"layer_types: expected full_attention, found "sliding_attention""#,
+        "sliding_window: expected the size of the windows in layer_types, found null; add it, with use_sliding_window",
+    ),
+    (
+        |c, _| c["layer_types"] = json!(["linear_attention"]),
+        r#"layer_types: expected full_attention or sliding_attention, found "linear_attention""#,
+    ),
+    (
+        |c, _| c["layer_types"] = json!(["full_attention", "full_attention"]),
+        "layer_types: expected one for each of the 1 layers, found 2",
     ),
     (
         |c, _| c["rope_scaling"] = json!({"type": "yarn", "factor": 4.0}),

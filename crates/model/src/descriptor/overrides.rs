@@ -1,6 +1,6 @@
 //! Free shapes: a known shape with other sizes.
 
-use super::{Descriptor, DescriptorError};
+use super::{Descriptor, DescriptorError, WindowPattern, Windows};
 
 /// Sizes that replace those of a known shape.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -17,9 +17,18 @@ pub struct Overrides {
     pub channels: Option<usize>,
     /// Channels of the MLP. By default 4 C, or 8 C / 3 rounded up to a multiple of 256 if gated, if the channels are replaced.
     pub mlp_channels: Option<usize>,
+    /// Tokens of a window of attention.
+    pub window: Option<usize>,
+    /// Layers with the window, repeated for all layers. By default all.
+    pub window_pattern: Option<WindowPattern>,
 }
 
 impl Overrides {
+    /// Reports whether a size of a tensor is replaced.
+    pub fn has_sizes(&self) -> bool {
+        Self { window: None, window_pattern: None, ..*self } != Self::default()
+    }
+
     /// Reports whether nothing is replaced.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
@@ -29,7 +38,8 @@ impl Overrides {
 impl Descriptor {
     /// Returns the shape with other sizes.
     pub fn with(self, overrides: Overrides) -> Result<Self, DescriptorError> {
-        let Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels } = overrides;
+        let Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels, window, window_pattern } =
+            overrides;
         let (new_heads, new_channels) = (heads.unwrap_or(self.heads), channels.unwrap_or(self.channels));
         let new_head_size = match head_size {
             Some(head_size) => head_size,
@@ -45,13 +55,21 @@ impl Descriptor {
             Some(c) if self.activation.is_gated() => c.saturating_mul(8).div_ceil(3).next_multiple_of(256),
             Some(c) => c.saturating_mul(4),
         };
+        let new_layers = layers.unwrap_or(self.layers);
+        let pattern = window_pattern.or(self.windows.map(|windows| windows.pattern)).unwrap_or(WindowPattern::ALL);
+        let size = window.or(self.windows.map(|windows| windows.size));
+        if size.is_none() && window_pattern.is_some() {
+            return Err(DescriptorError::PatternWithoutWindow);
+        }
+        let windows = size.map(|size| Windows { size, pattern: pattern.repeated(new_layers) });
         Self {
-            layers: layers.unwrap_or(self.layers),
+            layers: new_layers,
             heads: new_heads,
             kv_heads: kv_heads.unwrap_or(default_kv_heads),
             head_size: new_head_size,
             channels: new_channels,
             mlp_channels: mlp_channels.unwrap_or(default_mlp_channels),
+            windows,
             ..self
         }
         .checked()

@@ -109,6 +109,7 @@ impl Descriptor {
             embedding_norm: false,
             softcap: None,
             init: Init::Normal,
+            windows: None,
         }
     }
 }

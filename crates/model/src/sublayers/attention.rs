@@ -73,8 +73,9 @@ impl Attention {
     }
 
     /// Returns what hides keys besides the causal mask.
-    fn mask(model: &Decoder, layout: BatchLayout) -> AttentionMask {
-        AttentionMask { documents: layout.documents_of(model.batch), window: None }
+    fn mask(&self, model: &Decoder, layout: BatchLayout) -> AttentionMask {
+        let window = model.descriptor.window(self.layer, layout.t);
+        AttentionMask { documents: layout.documents_of(model.batch), window }
     }
 
     fn qkv(&self, model: &Decoder) -> MatmulForward {
@@ -133,7 +134,7 @@ impl SubLayer for Attention {
             engine.run(RotaryForward { qkv, saved: self.qk_saved, rotation, shape })?;
         }
         let quantized = model.fp8_input(self.layer, Param::Attprojw, attended);
-        let mask = Self::mask(model, pass.layout);
+        let mask = self.mask(model, pass.layout);
         engine.run(AttentionForward { out: attended, lse, qkv, shape, mask, quantized })?;
         if last { Ok(()) } else { engine.run(self.attproj(model, residual)) }
     }
@@ -145,7 +146,7 @@ impl SubLayer for Attention {
         let dbias = pass.output_bias_gradient(self);
         engine.run(pass.linear(layer, Param::Attprojw, [pass.dattention, pass.dresidual], attended, dbias))?;
         let (dout, shape) = (pass.dattention, d.attention(pass.layout.b, pass.layout.t));
-        let mask = Self::mask(model, pass.layout);
+        let mask = self.mask(model, pass.layout);
         engine.run(AttentionBackward { dqkv, dout, qkv, out: attended, lse, shape, mask })?;
         if let Some(rotation) = self.rotation(model) {
             let weights = rotation.qk_norm.and_then(|norm| norm.weights);
@@ -168,12 +169,12 @@ impl SubLayer for Attention {
         engine.run(DecodeAttention {
             out: self.attended,
             qkv: self.qkv,
-            keys: keys.part(self.layer, d.layers),
-            values: values.part(self.layer, d.layers),
+            keys: pass.cache.of_layer(keys, d, self.layer),
+            values: pass.cache.of_layer(values, d, self.layer),
             slots,
             partials,
             rotation: self.rotation(model),
-            shape: d.attention(pass.rows, pass.capacity),
+            shape: d.attention(pass.rows, pass.cache.positions(d, self.layer)),
         })?;
         engine.run(DecodeMatmul { norm: None, matmul: self.attproj(model, residual) })
     }

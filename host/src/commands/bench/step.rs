@@ -2,7 +2,7 @@
 
 use super::table::{Column, Json, Spread, Table};
 use super::trace::{self, RankTrace};
-use crate::commands::resources::{Fp8Flags, Hardware};
+use crate::commands::resources::{Fp8Flags, Hardware, WindowFlags};
 use crate::commands::train::{Launch, multi_rank};
 use crate::gpu_info::GpuInfo;
 use crate::values::{count, level};
@@ -70,6 +70,9 @@ pub struct Step {
 
     #[command(flatten)]
     launch: Launch,
+
+    #[command(flatten)]
+    windows: WindowFlags,
 
     #[command(flatten)]
     fp8: Fp8Flags,
@@ -190,6 +193,7 @@ impl Step {
                 (source.descriptor(), Some(source))
             }
         };
+        let descriptor = self.windows.apply(descriptor)?;
         let layout = BatchLayout::new(self.batch, self.seq);
         let Self { recompute, optimizer, master_weights, moments, .. } = *self;
         let shard = multi_rank::shard(ranks, self.shard_size)?;

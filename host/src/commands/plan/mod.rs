@@ -5,7 +5,7 @@ mod print;
 
 use super::bench::table::Json;
 use super::json;
-use super::resources::Fp8Flags;
+use super::resources::{Fp8Flags, WindowFlags};
 use super::train::DEFAULT_SEQ;
 use crate::values::{count, fraction, level, zero_stage};
 use anyhow::{Context, Result, bail};
@@ -84,6 +84,8 @@ pub struct Plan {
     /// Number format of weights and activations
     #[arg(long, value_enum, default_value = "bf16", help_heading = COMPUTE)]
     precision: Precision,
+    #[command(flatten)]
+    windows: WindowFlags,
     #[command(flatten)]
     fp8: Fp8Flags,
     /// Files of `bench step --json` on one GPU
@@ -171,11 +173,12 @@ fn nothing_fits(planned: &[Planned], hbm: usize) -> String {
 
 impl Plan {
     fn descriptor(&self) -> Result<Descriptor> {
-        match self.model.parse::<Descriptor>() {
-            Ok(descriptor) => Ok(descriptor),
-            Err(unknown) if !Path::new(&self.model).exists() => Err(unknown).context("--model"),
-            Err(_) => Ok(ModelSource::open(Path::new(&self.model)).context("--model")?.descriptor()),
-        }
+        let descriptor = match self.model.parse::<Descriptor>() {
+            Ok(descriptor) => descriptor,
+            Err(unknown) if !Path::new(&self.model).exists() => return Err(unknown).context("--model"),
+            Err(_) => ModelSource::open(Path::new(&self.model)).context("--model")?.descriptor(),
+        };
+        self.windows.apply(descriptor)
     }
 
     fn connections(&self, cluster: Cluster) -> Result<Connections> {

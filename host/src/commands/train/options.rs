@@ -5,7 +5,7 @@
 //! [`Config`](super::Config) has its final value.
 
 use super::sources::{SourceTable, source_table};
-use crate::commands::resources::{Fp8Flags, Hardware};
+use crate::commands::resources::{Fp8Flags, Hardware, WindowFlags};
 use crate::console::Verbosity;
 use crate::values::{
     Count, Resume, count, count_or_all, fraction, fraction_f32, interval, level, momentum, non_negative, packing,
@@ -136,6 +136,11 @@ pub struct TrainOptions {
     /// multiple of 256 if the activation is gated]
     #[arg(long, value_name = "N", value_parser = count, help_heading = MODEL)]
     pub ffn: Option<usize>,
+
+    /// Windows of attention.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub windows: WindowFlags,
 
     /// Seed of the initial weights and of the data order
     #[arg(long, value_name = "N", value_parser = seed, default_value = "42", help_heading = MODEL)]

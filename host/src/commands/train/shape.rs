@@ -1,6 +1,7 @@
 //! The shape of the model, from `--model` and the flags that replace its sizes.
 
 use super::options::TrainOptions;
+use crate::commands::resources::WindowFlags;
 use anyhow::{Context, Result, ensure};
 use interchange::ModelSource;
 use model::Descriptor;
@@ -20,10 +21,12 @@ pub struct ModelFlags {
 impl ModelFlags {
     /// Writes the settings to the flags of the run.
     pub fn save(self, flags: &mut TrainOptions) {
-        let Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels } = self.overrides;
+        let Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels, window, window_pattern } =
+            self.overrides;
         flags.model = self.model;
         (flags.layers, flags.heads, flags.channels) = (layers, heads, channels);
         (flags.kv_heads, flags.head_size, flags.ffn) = (kv_heads, head_size, mlp_channels);
+        flags.windows = WindowFlags { window, window_pattern };
     }
 }
 
@@ -39,11 +42,12 @@ pub fn resolve(
     from_files: bool,
     resumed: Option<Descriptor>,
 ) -> Result<(ModelFlags, Descriptor, Option<ModelSource>)> {
-    let TrainOptions { layers, heads, kv_heads, head_size, channels, ffn: mlp_channels, .. } = *options;
-    let overrides = Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels };
+    let TrainOptions { layers, heads, kv_heads, head_size, channels, ffn: mlp_channels, windows, .. } = *options;
+    let WindowFlags { window, window_pattern } = windows;
+    let overrides = Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels, window, window_pattern };
     // Earlier versions of the program trained models of 50,257 ids on the data of any tokenizer.
     let vocab = resumed.map(|descriptor| descriptor.vocab).or(vocab);
-    let default = (from_files && overrides.is_empty()).then(|| "d12".to_owned());
+    let default = (from_files && !overrides.has_sizes()).then(|| "d12".to_owned());
     let Some(name) = options.model.clone().or(default) else {
         return custom(overrides, vocab.unwrap_or(if from_files { GPT2_VOCAB } else { BYTE_VOCAB }), seq);
     };
@@ -60,7 +64,7 @@ pub fn resolve(
             ensure!(
                 overrides.is_empty(),
                 "--model {name}: expected no other sizes for a model with weights, found --layers, --heads, --kv-heads, \
-                 --head-size, --channels or --ffn; name a shape such as llama3:1b instead"
+                 --head-size, --channels, --ffn or --window; name a shape such as llama3:1b instead"
             );
             if let Some(descriptor) = resumed {
                 return Ok((shape, descriptor, None));
@@ -74,7 +78,7 @@ pub fn resolve(
 /// Returns a GPT-2 of the given sizes, or the default model of the built-in text.
 fn custom(overrides: Overrides, vocab: usize, seq: usize) -> Result<(ModelFlags, Descriptor, Option<ModelSource>)> {
     let small = Overrides { layers: Some(SMALL.0), heads: Some(SMALL.1), channels: Some(SMALL.2), ..overrides };
-    let overrides = if overrides.is_empty() { small } else { overrides };
+    let overrides = if overrides.has_sizes() { overrides } else { small };
     let (Some(layers), Some(heads), Some(channels)) = (overrides.layers, overrides.heads, overrides.channels) else {
         anyhow::bail!(
             "--layers, --heads, --channels: expected all three without --model, found some of them; name a shape with --model to \

@@ -53,6 +53,12 @@ pub fn edge_cases() -> Vec<Case> {
     }
     let shape = AttentionShape { b: 2, t: 40, heads: 4, kv_heads: 2, head_size: 64 };
     cases.push(attention(shape, Some(RotaryPairs::Interleaved), false));
+    // Rings that are not full, full, and past several rounds.
+    for (t, positions) in [(1, 5), (33, 40), (64, 500), (300, 301)] {
+        cases.push(attention_in_ring(AttentionShape { t, ..shape }, positions, Some(RotaryPairs::HalfSplit), true));
+        cases.push(attention_in_ring(AttentionShape { b: 3, t, ..shape }, positions, None, false));
+    }
+    cases.extend([fill(shape, 1), fill(shape, 17), fill(shape, 39)]);
     cases.extend([fill(shape, 40), fill(AttentionShape { t: 7, heads: 3, kv_heads: 1, ..shape }, 9)]);
     for (b, v, vp) in [(1, 5, 128), (3, 257, 384), (5, 1000, 1024)] {
         cases.extend([sample(b, v, vp, None), sample(b, v, vp, Some(1.5))]);
@@ -178,6 +184,11 @@ fn matmul(shape: MatmulShape, norm: DecodeNorm, biased: bool, epilogue: After) -
 }
 
 fn attention(shape: AttentionShape, pairs: Option<RotaryPairs>, norm: bool) -> Case {
+    attention_in_ring(shape, shape.t, pairs, norm)
+}
+
+/// Returns the attention of slots at the last of `positions` positions over a ring of `shape.t`.
+fn attention_in_ring(shape: AttentionShape, positions: usize, pairs: Option<RotaryPairs>, norm: bool) -> Case {
     let AttentionShape { b, t, heads, kv_heads, head_size: hs } = shape;
     let cache = b * kv_heads * t * hs;
     let cached = |name| Operand { checked: Some(Tolerance::CHAIN), ..input(name, cache, UNIT) };
@@ -187,20 +198,21 @@ fn attention(shape: AttentionShape, pairs: Option<RotaryPairs>, norm: bool) -> C
         input("qkv", b * shape.packed_heads() * hs, UNIT),
         cached("keys"),
         cached("values"),
-        slots(b, t, 100, greedy),
+        slots(b, positions, 100, greedy),
         Operand { checked: None, ..f32(output("partials", b * heads * splits * (hs + 2), Tolerance::CHAIN)) },
-        f32(input("table", t * hs, UNIT)),
+        f32(input("table", positions * hs, UNIT)),
         input("q weight", hs, Init::Uniform { mean: 1.0, spread: 0.5 }),
         input("k weight", hs, Init::Uniform { mean: 1.0, spread: 0.5 }),
     ];
-    let read: usize = (0..b).map(|i| t - (i * 13) % t).sum();
+    let read: usize = (0..b).map(|i| t.min(positions - (i * 13) % positions)).sum();
     let work = Work { floats: 2 * read * kv_heads * hs, bytes: 0, flops: 4 * read * heads * hs };
     let kind = match (pairs, norm) {
         (None, _) => "",
         (Some(_), false) => " rotary",
         (Some(_), true) => " rotary QK-norm",
     };
-    let name = format!("B{b} T{t} NH{heads} KV{kv_heads} HS{hs}{kind}");
+    let ring = if positions == t { String::new() } else { format!("/{positions}") };
+    let name = format!("B{b} T{t}{ring} NH{heads} KV{kv_heads} HS{hs}{kind}");
     case("decode_attention", name, workload(b, 1, heads * hs, heads, 128, 0), operands, work, move |e, x| {
         let qk_norm = norm.then_some(HeadNorm { weights: Some([x[7], x[8]]), eps: 1e-5, gain: 1.2 });
         let rotation = pairs.map(|pairs| Rotation { table: x[6], pairs, qk_norm });
