@@ -6,7 +6,8 @@
 For each model, FOLDER/NAME contains a Hugging Face directory (config.json, model.safetensors in fp32) and reference.safetensors:
 inputs and targets (B, T), logits (B, T, V), the gradient of every parameter under its name, and the losses and gradient norms of
 ten AdamW steps on that batch. Some models also have documents.safetensors: the same with attention within documents, which begin at
-the token SEPARATOR, and positions that restart in each document. Values are computed in double precision on the CPU and stored in single precision.
+the token SEPARATOR, and positions that restart in each document. Values are computed in double precision on the CPU and stored in
+single precision.
 The weights of models named *-bf16 are in bf16. Their reference contains inputs, logits, and bf16_logits: the logits that
 transformers computes in bf16.
 Needs torch, transformers 5 and safetensors.
@@ -17,7 +18,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, NanoChatConfig, NanoChatForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import NanoChatConfig, NanoChatForCausalLM
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 B, T, V, STEPS = 2, 24, 97, 10
@@ -26,7 +28,7 @@ WEIGHT_DECAY, CLIP = 0.1, 1.0
 # Token that begins a document, and its positions (row, column): documents of one token, at the start and in the middle of a row.
 SEPARATOR = V - 1
 SEPARATORS = [(0, 7), (0, 8), (0, 20), (1, 0), (1, 1), (1, 2), (1, 13)]
-WITH_DOCUMENTS = ["llama-tied", "qwen3", "nanochat"]
+WITH_DOCUMENTS = ["llama-tied", "qwen3", "nanochat", "mistral", "qwen3-windows"]
 COMMON = {"vocab_size": V, "num_hidden_layers": 2, "max_position_embeddings": 32, "attn_implementation": "eager"}
 SCALED = {
     "rope_type": "llama3", "rope_theta": 1000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -54,6 +56,15 @@ MODELS = {
     "nanochat": (NanoChatForCausalLM, NanoChatConfig(
         hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96, rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **COMMON)),
+    # A window in both layers.
+    "mistral": (MistralForCausalLM, MistralConfig(
+        hidden_size=48, num_attention_heads=6, num_key_value_heads=2, intermediate_size=80, rms_norm_eps=1e-5, sliding_window=5,
+        tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1000.0}, **COMMON)),
+    # A window in the first layer only.
+    "qwen3-windows": (Qwen3ForCausalLM, Qwen3Config(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=56, rms_norm_eps=1e-6,
+        tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}, use_sliding_window=True,
+        sliding_window=3, layer_types=["sliding_attention", "full_attention"], **COMMON)),
     # Head sizes that the GPU kernels support.
     "llama-bf16": (LlamaForCausalLM, LlamaConfig(
         hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=128, rms_norm_eps=1e-5,
@@ -98,17 +109,26 @@ def write_bf16(name, folder):
     print(name, "root mean square error of the logits in bf16", (rounded - exact).square().mean().sqrt().item())
 
 
-def documents_of(inputs):
-    """Returns the mask (B, 1, T, T), added to the scores, and the positions (B, T) of documents."""
+def documents_of(inputs, config):
+    """Returns the masks (B, 1, T, T) of documents and windows, added to the scores, and the positions (B, T)."""
     number = (inputs == SEPARATOR).cumsum(1)
     position = torch.arange(T)
-    visible = (number[:, :, None] == number[:, None, :]) & (position[:, None] >= position)
-    mask = torch.zeros(B, 1, T, T, dtype=torch.float64).masked_fill(~visible[:, None], float("-inf"))
-    return {"attention_mask": mask, "position_ids": visible.sum(2) - 1}
+    distance = position[:, None] - position
+    visible = (number[:, :, None] == number[:, None, :]) & (distance >= 0)
+
+    def mask(window):
+        hidden = ~(visible & (distance < window))
+        return torch.zeros(B, 1, T, T, dtype=torch.float64).masked_fill(hidden[:, None], float("-inf"))
+
+    window = getattr(config, "sliding_window", None) or T
+    masks = {"full_attention": mask(T), "sliding_attention": mask(window)}
+    # Classes whose layers differ take a mask for each kind.
+    attention_mask = masks if hasattr(config, "layer_types") else mask(window)
+    return {"attention_mask": attention_mask, "position_ids": visible.sum(2) - 1}
 
 
 def loss_of(model, inputs, targets, documents):
-    logits = model(inputs, **(documents_of(inputs) if documents else {})).logits
+    logits = model(inputs, **(documents_of(inputs, model.config) if documents else {})).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
 
 

@@ -1,4 +1,4 @@
-//! Llama, Qwen2, Qwen3 and nanochat on the CPU engine against transformers in double precision: logits, loss, every gradient, and ten AdamW
+//! Llama, Mistral, Qwen2, Qwen3 and nanochat on the CPU engine against transformers in double precision: logits, loss, every gradient, and ten AdamW
 //! steps. The bf16 kernels, on the emulator, against transformers in bf16. `scripts/transformers_reference.py` computes the references.
 
 use distributed::Ranks;
@@ -171,8 +171,15 @@ fn nanochat() {
 }
 
 #[test]
+fn windows_in_all_and_in_some_layers() {
+    for name in ["mistral", "qwen3-windows"] {
+        assert_agreement(name, false);
+    }
+}
+
+#[test]
 fn attention_within_documents() {
-    for name in ["llama-tied", "qwen3", "nanochat"] {
+    for name in ["llama-tied", "qwen3", "nanochat", "mistral", "qwen3-windows"] {
         assert_agreement(name, true);
     }
 }
