@@ -35,6 +35,10 @@ SCALED = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 
+YARN = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+
 MODELS = {
     # Tied head, scaled rotary positions, three query heads for each key-value head.
     "llama-tied": (LlamaForCausalLM, LlamaConfig(
@@ -48,6 +52,10 @@ MODELS = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(
         hidden_size=48, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, rms_norm_eps=1e-6,
         tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}, **COMMON)),
+    # YaRN, with sequences three times as long as those of its pretraining.
+    "qwen2-yarn": (Qwen2ForCausalLM, Qwen2Config(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, rms_norm_eps=1e-6,
+        tie_word_embeddings=True, rope_parameters=YARN, **COMMON)),
     # Norm of queries and keys, more attention channels than C.
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(
         hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=56, rms_norm_eps=1e-6,

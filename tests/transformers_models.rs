@@ -161,6 +161,11 @@ fn qwen2() {
 }
 
 #[test]
+fn qwen2_with_yarn() {
+    assert_agreement("qwen2-yarn", false);
+}
+
+#[test]
 fn qwen3() {
     assert_agreement("qwen3", false);
 }

@@ -18,7 +18,7 @@ use checkpoint::model_file;
 use checkpoint::tensors::{FileShape, Order, Slot};
 use engine::ops::{Activation, RotaryPairs};
 use engine::tensor::DType;
-use model::descriptor::{Positions, Rotary};
+use model::descriptor::{Positions, Rotary, RotaryScaling, YarnScaling};
 use model::{Descriptor, Param, Params};
 use serde_json::json;
 use std::fs::{self, File};
@@ -176,6 +176,7 @@ pub fn gguf(
         source.path().display(),
         architecture.model_type
     );
+    check_yarn(&descriptor)?;
     let (vocabulary, written) = gguf_vocabulary(source, named)?;
     let name = out.file_stem().map(|stem| stem.to_string_lossy()).unwrap_or_default();
     let all: Vec<_> = architecture.all_tensors(&descriptor).collect();
@@ -216,9 +217,23 @@ fn exporting(bytes: u64) -> Progress {
     progress::start("exporting", Unit::Bytes, bytes)
 }
 
+/// Checks that llama.cpp, which has fixed numbers for YaRN besides its factor, rotates as the model does.
+fn check_yarn(descriptor: &Descriptor) -> Result<()> {
+    let Positions::Rotary(Rotary { scaling: Some(RotaryScaling::Yarn(yarn)), .. }) = descriptor.positions else {
+        return Ok(());
+    };
+    let common = YarnScaling::common(yarn.factor, yarn.original_max_seq_len);
+    ensure!(
+        yarn == common,
+        "gguf: expected the numbers of YaRN that llama.cpp has, {common:?}, found {yarn:?}; export with --format hf"
+    );
+    Ok(())
+}
+
 /// Returns the divisors of llama.cpp's rotary frequencies, one for each pair of a head, or `None` without scaling.
 fn rope_factors(architecture: &Architecture, descriptor: &Descriptor) -> Result<Option<Vec<f32>>> {
-    let Positions::Rotary(rotary @ Rotary { scaling: Some(scaling), .. }) = descriptor.positions else {
+    let Positions::Rotary(rotary @ Rotary { scaling: Some(RotaryScaling::Llama3(scaling)), .. }) = descriptor.positions
+    else {
         return Ok(None);
     };
     ensure!(
@@ -400,6 +415,16 @@ fn gguf_metadata(
             (format!("{kind}.rope.freq_base"), Value::F32(rotary.theta)),
             (format!("{kind}.vocab_size"), size(descriptor.vocab)),
         ]);
+        let scaling = match rotary.scaling {
+            Some(RotaryScaling::Yarn(yarn)) => Some(("yarn", yarn.factor, Some(yarn.original_max_seq_len))),
+            Some(RotaryScaling::Linear { factor }) => Some(("linear", factor, None)),
+            Some(RotaryScaling::Llama3(_)) | None => None,
+        };
+        if let Some((name, factor, original)) = scaling {
+            let key = |key: &str| format!("{kind}.rope.scaling.{key}");
+            metadata.extend([(key("type"), text(name)), (key("factor"), Value::F32(factor))]);
+            metadata.extend(original.map(|original| (key("original_context_length"), size(original))));
+        }
     }
     Ok(metadata)
 }

@@ -6,7 +6,7 @@ mod rotary;
 mod windows;
 
 pub use overrides::Overrides;
-pub use rotary::{Rotary, RotaryScaling};
+pub use rotary::{Llama3Scaling, Rotary, RotaryScaling, YarnScaling};
 pub use windows::{WindowPattern, Windows};
 
 use crate::Param;

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use engine::ops::{Activation, RotaryPairs};
 use engine::tensor::DType;
 use model::Descriptor;
-use model::descriptor::{Biases, Init, Normalization, Positions, Rotary, RotaryScaling};
+use model::descriptor::{Biases, Init, Llama3Scaling, Normalization, Positions, Rotary, RotaryScaling};
 use std::io::Write;
 use system::fs::File;
 
@@ -22,8 +22,12 @@ const HEADER_BYTES: usize = 1024;
 const TENSORS_AT: u64 = 2 * HEADER_BYTES as u64;
 
 /// The scaling that llm.c applies if `use_scaled_rope` is set, whatever the version of Llama.
-const SCALING: RotaryScaling =
-    RotaryScaling { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_seq_len: 8192 };
+const SCALING: RotaryScaling = RotaryScaling::Llama3(Llama3Scaling {
+    factor: 8.0,
+    low_freq_factor: 1.0,
+    high_freq_factor: 4.0,
+    original_max_seq_len: 8192,
+});
 
 pub(super) fn read_header(file: &File, name: &str) -> Result<Header> {
     let mut header = [0; 2 * HEADER_BYTES];

@@ -5,7 +5,8 @@ use crate::keys::Keys;
 use anyhow::{Context, Result, bail, ensure};
 use engine::ops::{Activation, RotaryPairs};
 use model::descriptor::{
-    Biases, Init, Normalization, Positions, QkNorm, Rotary, RotaryScaling, WindowPattern, Windows,
+    Biases, Init, Llama3Scaling, Normalization, Positions, QkNorm, Rotary, RotaryScaling, WindowPattern, Windows,
+    YarnScaling,
 };
 use model::{Descriptor, Param};
 use serde_json::{Map, Value, json};
@@ -171,6 +172,12 @@ pub fn descriptor(keys: Keys, biases: Biases, qk_norm: Option<QkNorm>, head_size
         );
         channels / heads
     };
+    let rotary = rotary(keys)?;
+    // The longest sequence of files that state only that of the pretraining.
+    let extended = match rotary.scaling {
+        Some(RotaryScaling::Yarn(yarn)) => (yarn.factor * yarn.original_max_seq_len as f32) as usize,
+        _ => 0,
+    };
     let descriptor = Descriptor {
         layers,
         heads,
@@ -178,10 +185,10 @@ pub fn descriptor(keys: Keys, biases: Biases, qk_norm: Option<QkNorm>, head_size
         head_size,
         channels,
         mlp_channels,
-        max_seq_len: keys.size("max_position_embeddings")?,
+        max_seq_len: keys.size("max_position_embeddings")?.max(extended),
         vocab: keys.size("vocab_size")?,
         norm: Normalization::RmsNorm { eps: keys.float("rms_norm_eps", EPS)?, weights: true },
-        positions: Positions::Rotary(rotary(keys)?),
+        positions: Positions::Rotary(rotary),
         qk_norm,
         activation: match keys.get("hidden_act").as_str() {
             Some("gelu_pytorch_tanh" | "gelu_new") => Activation::GeGlu,
@@ -337,12 +344,12 @@ fn rotary_of(keys: Keys, name: &str) -> Result<Rotary> {
         (partial - 1.0).abs() < f32::EPSILON,
         "partial_rotary_factor: expected 1, found {partial}; llm-rs rotates all channels"
     );
-    let scaling = rotary_scaling(scaling).context(name.to_owned())?;
+    let scaling = rotary_scaling(keys, scaling).context(name.to_owned())?;
     Ok(Rotary { theta, scaling, pairs: RotaryPairs::HalfSplit })
 }
 
 /// Returns the scaling of the frequencies. Old versions of transformers call its kind `type`.
-fn rotary_scaling(scaling: Keys) -> Result<Option<RotaryScaling>> {
+fn rotary_scaling(keys: Keys, scaling: Keys) -> Result<Option<RotaryScaling>> {
     let [new, old] = ["rope_type", "type"].map(|key| scaling.get(key));
     ensure!(
         new.is_null() || old.is_null() || new == old,
@@ -362,23 +369,77 @@ fn rotary_scaling(scaling: Keys) -> Result<Option<RotaryScaling>> {
             );
             Ok(None)
         }
-        Some("llama3") => Ok(Some(RotaryScaling {
+        Some("llama3") => Ok(Some(RotaryScaling::Llama3(Llama3Scaling {
             factor: required("factor")?,
             low_freq_factor: required("low_freq_factor")?,
             high_freq_factor: required("high_freq_factor")?,
             original_max_seq_len: scaling.size("original_max_position_embeddings")?,
-        })),
+        }))),
+        Some("yarn") => {
+            let original = scaling.optional_size("original_max_position_embeddings")?;
+            let original = original.map_or_else(|| keys.size("max_position_embeddings"), Ok)?;
+            let common = YarnScaling::common(required("factor")?, original);
+            let [scale, scale_all] = [scaling.float("mscale", 0.0)?, scaling.float("mscale_all_dim", 0.0)?];
+            let magnitude = |scale| YarnScaling::magnitude(common.factor, scale);
+            let given = if scale == 0.0 || scale_all == 0.0 {
+                common.attention_factor
+            } else {
+                (magnitude(scale) / magnitude(scale_all)) as f32
+            };
+            Ok(Some(RotaryScaling::Yarn(YarnScaling {
+                beta_fast: scaling.float("beta_fast", common.beta_fast)?,
+                beta_slow: scaling.float("beta_slow", common.beta_slow)?,
+                attention_factor: scaling.float("attention_factor", given)?,
+                truncate: scaling.flag("truncate", common.truncate)?,
+                ..common
+            })))
+        }
+        Some("linear") => Ok(Some(RotaryScaling::Linear { factor: required("factor")? })),
         None if kind.is_null() && scaling.get("factor").is_null() => Ok(None),
         found => bail!(
-            "rope_type: expected default or llama3, found {}; llm-rs supports no other scaling",
+            "rope_type: expected default, llama3, yarn or linear, found {}; llm-rs supports no other scaling",
             found.map_or_else(|| if kind.is_null() { "none".to_owned() } else { kind.to_string() }, str::to_owned)
         ),
     }
 }
 
+/// Returns the shortest decimal number that rounds to `x`.
+fn shortest(x: f32) -> f64 {
+    x.to_string().parse().unwrap_or(f64::from(x))
+}
+
+/// Returns the keys of a scaling of the frequencies.
+fn scaling_keys(scaling: RotaryScaling) -> Value {
+    match scaling {
+        RotaryScaling::Llama3(scaling) => {
+            let Llama3Scaling { factor, low_freq_factor, high_freq_factor, original_max_seq_len } = scaling;
+            json!({
+                "rope_type": "llama3",
+                "factor": shortest(factor),
+                "low_freq_factor": shortest(low_freq_factor),
+                "high_freq_factor": shortest(high_freq_factor),
+                "original_max_position_embeddings": original_max_seq_len,
+            })
+        }
+        RotaryScaling::Yarn(scaling) => {
+            let YarnScaling { factor, beta_fast, beta_slow, attention_factor, truncate, original_max_seq_len } =
+                scaling;
+            json!({
+                "rope_type": "yarn",
+                "factor": shortest(factor),
+                "beta_fast": shortest(beta_fast),
+                "beta_slow": shortest(beta_slow),
+                "attention_factor": shortest(attention_factor),
+                "truncate": truncate,
+                "original_max_position_embeddings": original_max_seq_len,
+            })
+        }
+        RotaryScaling::Linear { factor } => json!({ "rope_type": "linear", "factor": shortest(factor) }),
+    }
+}
+
 /// Returns the keys of transformers 4 and 5, with those of one architecture.
 pub fn keys(d: &Descriptor, own: Value) -> Map<String, Value> {
-    let shortest = |x: f32| x.to_string().parse::<f64>().unwrap_or(f64::from(x));
     let mut keys = Map::new();
     let mut insert = |key: &str, value: Value| drop(keys.insert(key.to_owned(), value));
     insert("num_hidden_layers", d.layers.into());
@@ -398,16 +459,7 @@ pub fn keys(d: &Descriptor, own: Value) -> Map<String, Value> {
     }
     if let Positions::Rotary(Rotary { theta, scaling, .. }) = d.positions {
         insert("rope_theta", shortest(theta).into());
-        let scaling = scaling.map(|scaling| {
-            let RotaryScaling { factor, low_freq_factor, high_freq_factor, original_max_seq_len } = scaling;
-            json!({
-                "rope_type": "llama3",
-                "factor": shortest(factor),
-                "low_freq_factor": shortest(low_freq_factor),
-                "high_freq_factor": shortest(high_freq_factor),
-                "original_max_position_embeddings": original_max_seq_len,
-            })
-        });
+        let scaling = scaling.map(scaling_keys);
         let mut parameters = scaling.clone().unwrap_or_else(|| json!({ "rope_type": "default" }));
         parameters["rope_theta"] = shortest(theta).into();
         insert("rope_parameters", parameters);
@@ -470,6 +522,35 @@ mod tests {
             let found = llama(&with(&format!(r#"{{"hidden_act": "{name}"}}"#))).unwrap();
             assert_eq!((found.activation, &(LLAMA.keys)(&found)["hidden_act"]), (activation, &json!(exported)));
         }
+    }
+
+    #[test]
+    fn yarn_and_linear_scaling_survive_an_export() {
+        let scaling = |text: &str| {
+            let found =
+                llama(&with(&format!(r#"{{"max_position_embeddings": 4096, "rope_scaling": {text}}}"#))).unwrap();
+            let again = llama(&(LLAMA.keys)(&found)).unwrap();
+            assert_eq!((again.positions, again.max_seq_len), (found.positions, found.max_seq_len), "{text}");
+            let Positions::Rotary(rotary) = found.positions else { unreachable!() };
+            (rotary.scaling.unwrap(), found.max_seq_len)
+        };
+        let yarn = YarnScaling::common(4.0, 4096);
+        let expect = |text: &str, expected: YarnScaling, longest: usize| {
+            assert_eq!(scaling(text), (RotaryScaling::Yarn(expected), longest), "{text}");
+        };
+        // The model reads as many tokens as the factor states.
+        expect(r#"{"type": "yarn", "factor": 4.0}"#, yarn, 16_384);
+        let given = r#"{"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 1024}"#;
+        expect(given, YarnScaling { original_max_seq_len: 1024, ..yarn }, 4096);
+        let given = r#"{"rope_type": "yarn", "factor": 4, "beta_fast": 16, "beta_slow": 2.5, "attention_factor": 1.5, "truncate": false}"#;
+        let other = YarnScaling { beta_fast: 16.0, beta_slow: 2.5, attention_factor: 1.5, truncate: false, ..yarn };
+        expect(given, other, 16_384);
+        // DeepSeek's keys.
+        let magnitude = (0.1 * 4f64.ln() + 1.0) / (0.2 * 4f64.ln() + 1.0);
+        let given = r#"{"rope_type": "yarn", "factor": 4, "mscale": 1.0, "mscale_all_dim": 2.0}"#;
+        expect(given, YarnScaling { attention_factor: magnitude as f32, ..yarn }, 16_384);
+        let linear = r#"{"type": "linear", "factor": 2.5}"#;
+        assert_eq!(scaling(linear), (RotaryScaling::Linear { factor: 2.5 }, 4096));
     }
 
     #[test]
@@ -570,8 +651,20 @@ mod tests {
             (r#"{"num_key_value_heads": 5}"#, "key-value heads: expected a divisor of the 32 heads, found 5"),
             (r#"{"hidden_size": "2048"}"#, r#"hidden_size: expected a whole number, found "2048""#),
             (r#"{"num_hidden_layers": null}"#, "num_hidden_layers: expected a whole number, found null"),
-            (r#"{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}"#, "expected default or llama3, found yarn"),
-            (r#"{"rope_scaling": {"type": "linear", "factor": 4.0}}"#, "expected default or llama3, found linear"),
+            (r#"{"rope_scaling": {"rope_type": "yarn"}}"#, "rope_scaling: factor: expected a number, found none"),
+            (
+                r#"{"rope_scaling": {"rope_type": "yarn", "factor": 0}}"#,
+                "rope factor: expected a positive number, found 0",
+            ),
+            (
+                r#"{"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 2}}"#,
+                "rope beta_fast - beta_slow: expected a positive number, found -1",
+            ),
+            (
+                r#"{"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0}}"#,
+                "rope original_max_position_embeddings: expected a positive number, found 0",
+            ),
+            (r#"{"rope_scaling": {"rope_type": "linear", "factor": -2}}"#, "expected a positive number, found -2"),
             (r#"{"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}"#, "low_freq_factor: expected a number"),
             (r#"{"rope_scaling": [1]}"#, "rope_scaling: expected an object or null, found [1]"),
             (
@@ -585,10 +678,10 @@ mod tests {
             (r#"{"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}"#, "found dynamic"),
             (
                 r#"{"rope_scaling": {"factor": 2.0}}"#,
-                "rope_scaling: rope_type: expected default or llama3, found none;",
+                "rope_scaling: rope_type: expected default, llama3, yarn or linear, found none;",
             ),
             (r#"{"rope_scaling": {"rope_type": null, "factor": 2.0}}"#, "found none;"),
-            (r#"{"rope_scaling": {"rope_type": 5}}"#, "rope_type: expected default or llama3, found 5;"),
+            (r#"{"rope_scaling": {"rope_type": 5}}"#, "rope_type: expected default, llama3, yarn or linear, found 5;"),
             (
                 r#"{"rope_scaling": {"rope_type": "default", "factor": 2.0}}"#,
                 "factor: expected none with rope_type default, found 2;",
@@ -603,7 +696,7 @@ mod tests {
             ),
             (
                 r#"{"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn", "factor": 4.0}}"#,
-                "rope_scaling: rope_type: expected default or llama3, found yarn;",
+                "rope_scaling: expected the scaling of rope_parameters, found another one;",
             ),
             (
                 r#"{"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": null}"#,

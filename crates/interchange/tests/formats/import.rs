@@ -329,8 +329,8 @@ const UNREADABLE: [(DecoderChange, &str); 25] = [
         "layer_types: expected one for each of the 1 layers, found 2",
     ),
     (
-        |c, _| c["rope_scaling"] = json!({"type": "yarn", "factor": 4.0}),
-        "rope_scaling: rope_type: expected default or llama3, found yarn",
+        |c, _| c["rope_scaling"] = json!({"type": "dynamic", "factor": 4.0}),
+        "rope_scaling: rope_type: expected default, llama3, yarn or linear, found dynamic",
     ),
     (
         |c, _| c["rope_scaling"] = json!({"type": "mrope", "mrope_section": [2, 1, 1]}),

@@ -1,9 +1,9 @@
 //! The names of known shapes: `FAMILY:SIZE`, where GPT-2 is the default family.
 
-use super::RotaryScaling;
 use super::{
     Activation, Biases, Descriptor, DescriptorError, GPT2_VOCAB, Init, Normalization, Positions, QkNorm, Rotary,
 };
+use super::{Llama3Scaling, RotaryScaling};
 use engine::ops::RotaryPairs;
 use std::str::FromStr;
 
@@ -123,8 +123,9 @@ fn llama3(size: &str) -> Option<Descriptor> {
         _ => return None,
     };
     let sizes = Sizes { layers, channels, heads, kv_heads: 8, head_size, mlp_channels };
-    let scaling = RotaryScaling { factor, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_seq_len: 8192 };
-    let rotary = Rotary { theta: 500_000.0, scaling: Some(scaling), pairs: RotaryPairs::HalfSplit };
+    let scaling = Llama3Scaling { factor, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_seq_len: 8192 };
+    let rotary =
+        Rotary { theta: 500_000.0, scaling: Some(RotaryScaling::Llama3(scaling)), pairs: RotaryPairs::HalfSplit };
     Some(Descriptor { tied: size != "8b", ..Descriptor::llama(sizes, rotary, 1e-5) })
 }
 
