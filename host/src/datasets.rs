@@ -5,7 +5,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use data::Tokens;
 use data::dataset::{self, Dataset};
 use std::path::{Path, PathBuf};
-use tokenizer::Identity;
+use tokenizer::{Identity, Tokenizer};
 
 /// Opens the token files that match a glob pattern. If they are files with text, the error names the command that tokenizes them.
 pub fn open_tokens(pattern: &str) -> Result<Vec<Tokens>> {
@@ -62,4 +62,14 @@ impl Datasets {
     pub fn check_vocab(&self, model: &str, vocab: usize) -> Result<()> {
         self.0.iter().try_for_each(|(directory, dataset)| dataset.check_vocab(directory, model, vocab))
     }
+}
+/// Returns the token that begins a document, if attention stays within documents.
+pub fn separator(document_mask: bool, tokenizer: Option<&Tokenizer>) -> Result<Option<u32>> {
+    let tokenizer = document_mask.then(|| {
+        tokenizer.context(
+            "--document-mask: expected the tokenizer of the token files, whose document token begins each document, found none; \
+             name it with --tokenizer",
+        )
+    });
+    Ok(tokenizer.transpose()?.map(Tokenizer::document))
 }

@@ -2,16 +2,17 @@
 
 use super::json;
 use super::resources::{Hardware, ModelPath, load};
-use crate::datasets::{Datasets, open_tokens};
+use crate::datasets::{Datasets, open_tokens, separator};
 use crate::evaluate;
 use crate::evaluate::multiple_choice::{self, Score};
 use crate::evaluate::predictions::Predictions;
 use crate::evaluate::text::{self, TextScore, TokenBytes};
 use crate::output::{self, Kind, Mark};
 use crate::terminal;
-use crate::values::count;
+use crate::values::{count, switch};
 use anyhow::{Context, Result};
 use checkpoint::config;
+use clap::ArgAction;
 use data::{Geometry, Loader, MultipleChoice, Prefetch};
 use engine::{BatchLayout, Engine};
 use interchange::ModelSource;
@@ -61,6 +62,10 @@ pub struct Eval {
     /// is smaller]
     #[arg(short = 't', long, value_name = "T", value_parser = count)]
     seq: Option<usize>,
+
+    /// Attention only within documents, as in `train` [default: for --val and a run, that of the run; otherwise 0]
+    #[arg(long, value_name = "0|1", value_parser = switch, num_args = 0..=1, default_missing_value = "1", action = ArgAction::Set, requires = "val")]
+    document_mask: Option<bool>,
 
     /// Number of batches to evaluate, at most as many as the data has [default: all]
     #[arg(short = 'm', long, value_name = "N", value_parser = count)]
@@ -143,6 +148,9 @@ pub fn run(args: &Eval) -> Result<()> {
     let [of_text, planned] = args.layouts(&file)?;
     let tokenizer = args.tokenizer(&file)?;
     let Inputs { loader, hellaswag, mmlu } = args.inputs(descriptor, [of_text, planned], tokenizer.as_ref())?;
+    let of_run = || config::saved(file.directory(), "document-mask")?.as_bool();
+    let mask = args.document_mask.or_else(of_run).unwrap_or(false) && loader.is_some();
+    let separator = separator(mask, tokenizer.as_ref())?;
     let mut engine = args.hardware.open_quietly()?;
     let engine = &mut *engine;
     let model = load(file, planned.b, planned.t, engine)?;
@@ -157,7 +165,7 @@ pub fn run(args: &Eval) -> Result<()> {
         mmlu: None,
     };
     if let Some(loader) = loader {
-        let validation = args.validate(&model, engine, loader, tokenizer.as_ref())?;
+        let validation = args.validate(&model, engine, (loader, separator), tokenizer.as_ref())?;
         args.print(&validation.describe(of_text))?;
         results.validation = Some(validation);
     }
@@ -232,7 +240,7 @@ impl Eval {
         &self,
         model: &Decoder,
         engine: &mut dyn Engine,
-        loader: Loader,
+        (loader, separator): (Loader, Option<u32>),
         tokenizer: Option<&Tokenizer>,
     ) -> Result<Validation> {
         let token_bytes = tokenizer.map(TokenBytes::new);
@@ -241,7 +249,7 @@ impl Eval {
         if let Some(note) = self.val_batches.and_then(|wanted| evaluate::excess_batches(wanted, all)) {
             terminal::note(&format!("note: {note}"))?;
         }
-        let mut data = Prefetch::start(loader, engine)?;
+        let mut data = Prefetch::start_with_documents(loader, engine, separator)?;
         let lengths = token_bytes.clone().unwrap_or_default();
         let BatchLayout { b, t, .. } = data.layout();
         let mut score = |predictions: Option<&mut Predictions>| {

@@ -17,6 +17,7 @@ pub use resolve::{DEFAULT_SEQ, TrainingData, UNKNOWN_STEPS, ValidationData};
 
 use super::report::{Setup, planned, zero_stages};
 use crate::console::Console;
+use crate::datasets::separator;
 use crate::evaluate::{self, text::TokenBytes};
 use crate::gpu_info::{GpuErrors, GpuInfo};
 use crate::signals::Stop;
@@ -324,7 +325,7 @@ impl PlannedRun {
         }
         let (stop, printed) =
             (stop(config.flags.out.clone().filter(|_| ranks.is_first()))?, args.json && ranks.is_first());
-        let separator = separator(&config, self.tokenizer.tokenizer.as_ref())?;
+        let separator = separator(config.flags.document_mask, self.tokenizer.tokenizer.as_ref())?;
         let mut run = Run {
             settings: &settings,
             ranks,
@@ -466,17 +467,6 @@ fn capacity(config: &Config, descriptor: &Descriptor, engine: &dyn Engine) -> Re
     let fp8 = fp8.resolve(config.precision)?;
     let fp8 = fp8.map(|settings| Fp8Options::new(settings, descriptor, [b, t], engine)).transpose()?;
     Ok(PlanOptions { master_weights, moments, recompute, optimizer, fp8, ..PlanOptions::training(b, t) })
-}
-
-/// Returns the token that begins a document, if attention stays within documents.
-fn separator(config: &Config, tokenizer: Option<&Tokenizer>) -> Result<Option<u32>> {
-    let tokenizer = config.flags.document_mask.then(|| {
-        tokenizer.context(
-            "--document-mask: expected the tokenizer of the token files, whose document token begins each document, found none; \
-             name it with --tokenizer",
-        )
-    });
-    Ok(tokenizer.transpose()?.map(Tokenizer::document))
 }
 
 /// Returns the settings of the training loop.
