@@ -1,4 +1,4 @@
-//! The order in which a source reads the items of its shards: rows, or documents.
+//! The order in which a source reads the items of its shards: rows, or documents and the parts of long ones.
 //!
 //! In each epoch, the shards are permuted, and the items of each shard. The permutations depend only on the seed, the name of the
 //! source, the epoch and the shard.
@@ -16,9 +16,6 @@ pub struct Cursor {
     pub shard: u32,
     /// Number of completed items in this shard.
     pub item: u32,
-    /// Number of parts of the next item, a long document, that have been read.
-    #[serde(default)]
-    pub part: u32,
 }
 
 /// The order of the items of a source.

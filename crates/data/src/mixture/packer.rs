@@ -25,7 +25,7 @@ pub struct Packer {
     pub separator: u32,
     pub pads: bool,
     pub t: usize,
-    /// A shard and its documents.
+    /// A shard and the parts of its documents.
     index: Option<(usize, Vec<(u32, u32)>)>,
     pub counts: Counts,
 }
@@ -77,6 +77,7 @@ impl Packer {
 
     /// Reads documents until the buffer is full. At the end of an epoch, it first becomes empty: otherwise it would hold several copies of
     /// each document of a small source. A document of more than T + 1 tokens becomes parts of at most that many, each with a separator.
+    /// Parts are shuffled like documents: with the parts of a document in neighboring rows, a batch would have few documents.
     fn refill(
         &mut self,
         shards: &[Tokens],
@@ -89,11 +90,11 @@ impl Packer {
             if *cursor == epoch && !buffer.is_empty() {
                 break;
             }
-            let separator = self.separator;
+            let Self { separator, t, .. } = *self;
             let index = &mut self.index;
             let of_shard = |shard: usize| {
                 if index.as_ref().is_none_or(|(indexed, _)| *indexed != shard) {
-                    *index = Some((shard, documents::of_shard(&shards[shard], separator)?));
+                    *index = Some((shard, parts_of(&shards[shard], separator, t)?));
                 }
                 Ok(index.as_ref().map_or(0, |(_, documents)| documents.len()))
             };
@@ -102,18 +103,17 @@ impl Packer {
                 *cursor = Cursor { epoch: cursor.epoch, ..Cursor::default() };
                 break;
             }
-            let (start, end) = self.index.as_ref().map_or((0, 0), |(_, documents)| documents[item]);
-            let start = start.saturating_add(cursor.part.saturating_mul(self.t as u32));
-            let len = end.saturating_sub(start).min(self.t as u32);
-            if len > 0 {
-                buffer.push(Document { shard: shard as u32, start, len: len + 1 });
-            }
-            if start + len < end {
-                cursor.part += 1;
-            } else {
-                (cursor.item, cursor.part) = (cursor.item + 1, 0);
-            }
+            let part = self.index.as_ref().map(|(_, parts)| parts[item]);
+            buffer.extend(part.map(|(start, end)| Document { shard: shard as u32, start, len: end - start + 1 }));
+            cursor.item += 1;
         }
         Ok(())
     }
+}
+
+/// Returns the documents of a shard, in parts of at most `t` tokens.
+fn parts_of(shard: &Tokens, separator: u32, t: usize) -> Result<Vec<(u32, u32)>> {
+    let parts =
+        |(start, end): (u32, u32)| (start..end).step_by(t).map(move |at| (at, end.min(at.saturating_add(t as u32))));
+    Ok(documents::of_shard(shard, separator)?.into_iter().flat_map(parts).collect())
 }

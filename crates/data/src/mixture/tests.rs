@@ -391,7 +391,7 @@ fn damaged_states_are_errors() {
         assert!(error.contains("use the data set of the checkpoint"), "{error}");
     }
     // Any other position is within the data.
-    let max = Cursor { epoch: 7, shard: 2, item: u32::MAX, part: u32::MAX };
+    let max = Cursor { epoch: 7, shard: 2, item: u32::MAX };
     for cursor in [max, Cursor { shard: u32::MAX, ..max }, Cursor { item: 0, ..max }] {
         mixture.seek(&with(&|source| source.cursor = cursor)).unwrap();
         rows(&mut mixture, 50);
