@@ -35,7 +35,7 @@
 //! | remainders | 26 | 18 |
 //! | no master weights | 22 | 14 |
 //!
-//! Gradients are clipped by their global norm. The kernel reads the norm from device memory, so the host does not have
+//! Gradients are multiplied by a factor and clipped by their global norm. The kernel reads the norm from device memory, so the host does not have
 //! to synchronize between the norm and the update. It also decides on the device whether to skip the step. A gradient
 //! scale of 0 would not skip it: 0 times NaN is NaN, and m, v and weight decay would still change. The loss is checked
 //! as well as the norm, because a target logit of -inf gives an infinite loss but finite gradients.
@@ -115,6 +115,8 @@ fn range_of(block: u32, ranges: Global<Range>, count: u32) -> Range {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Scalars {
+    /// Factor of the gradients and of their norm, applied before clipping.
+    pub grad_factor: f32,
     /// Maximum gradient norm; infinity disables clipping.
     pub clip: f32,
     /// Learning rate of this step.
@@ -164,13 +166,15 @@ pub(crate) fn lerp(new: f32, old: f32, beta: f32) -> f32 {
     math::fma(beta, old, math::fma(-beta, new, new))
 }
 
-/// Returns the clipping factor of the gradients, or `None` if the step must be skipped.
+/// Returns `factor` times the clipping factor of the gradients, or `None` if the step must be skipped. `norm` is that before the
+/// multiplication by `factor`.
 #[inline(always)]
-pub(crate) fn grad_scale(loss: f32, norm: f32, clip: f32) -> Option<f32> {
+pub(crate) fn grad_scale(loss: f32, norm: f32, factor: f32, clip: f32) -> Option<f32> {
+    let norm = norm * factor;
     if !(loss.is_finite() && norm.is_finite()) {
         return None;
     }
-    Some(if norm > clip { math::div_rn(clip, norm) } else { 1.0 })
+    Some(if norm > clip { factor * math::div_rn(clip, norm) } else { factor })
 }
 
 /// The arrays of a range.
@@ -234,7 +238,7 @@ pub fn adamw<T: Element, M: Element, W: Master>(
 ) {
     let [loss, norm] = [stats.at(0), stats.at(1)];
     let range = range_of(thread::block_idx_x(), ranges, scalars.range_count);
-    let Some(grad_scale) = grad_scale(loss, norm, scalars.clip) else { return };
+    let Some(grad_scale) = grad_scale(loss, norm, scalars.grad_factor, scalars.clip) else { return };
     let (tile, n) = (Float4Tile::<T>::of_block(thread::block_idx_x() - range.first_block), range.len as usize);
     let weight_decay = if range.decayed == 0 { 0.0 } else { scalars.weight_decay };
     let update = Update { grad_scale, scalars: Scalars { weight_decay, ..scalars } };

@@ -16,7 +16,7 @@
 //! n elements each. The result for a matrix depends on nothing else in its batch. The weights and m have the forms that AdamW supports ([`crate::weights`], [`crate::adamw`]). bf16 m is
 //! rounded stochastically, and the update is computed from m before it is rounded.
 //!
-//! Like AdamW, the kernels clip by the global norm in `stats`, and change neither m nor the parameters
+//! Like AdamW, the kernels multiply gradients by a factor and clip them by the global norm in `stats`, and change neither m nor the parameters
 //! unless loss and norm are finite. Then the update is not written either, so the matrices between the two kernels are
 //! meaningless. Every operation is correctly rounded, so every device computes the same bits.
 //!
@@ -45,11 +45,12 @@ pub fn muon_momentum<T: Element, M: Element>(
     grads: Global<T>,
     stats: Global<f32>,
     momentum: f32,
+    grad_factor: f32,
     clip: f32,
     seed: u32,
     n: u64,
 ) {
-    let Some(grad_scale) = grad_scale(stats.at(0), stats.at(1), clip) else { return };
+    let Some(grad_scale) = grad_scale(stats.at(0), stats.at(1), grad_factor, clip) else { return };
     let step = |grad: f32, m: f32| {
         let grad = grad * grad_scale;
         let m = lerp(grad, m, momentum);
@@ -135,6 +136,8 @@ pub struct Scalars {
     pub scale: f32,
     /// Weight decay coefficient.
     pub weight_decay: f32,
+    /// That of [`muon_momentum`], which skips the same steps.
+    pub grad_factor: f32,
     /// Seed of the stochastic rounding: element i draws number i.
     pub seed: u32,
 }
@@ -154,10 +157,10 @@ pub fn muon_apply<T: Element, W: Master>(
     scalars: Scalars,
     n: u64,
 ) {
-    if grad_scale(stats.at(0), stats.at(1), f32::INFINITY).is_none() {
+    if grad_scale(stats.at(0), stats.at(1), scalars.grad_factor, f32::INFINITY).is_none() {
         return;
     }
-    let Scalars { learning_rate, scale, weight_decay, seed } = scalars;
+    let Scalars { learning_rate, scale, weight_decay, seed, .. } = scalars;
     let has_masters = weights::exist(masters);
     let step = |x: f32, old: f32| math::fma(-learning_rate, math::fma(weight_decay, old, scale * x), old);
     let load_four = |i| [x.four(i), if has_masters { W::four(masters, params, i) } else { params.four(i) }];

@@ -88,6 +88,7 @@ fn fused_update_matches_updating_each_range() {
                 master: training.master.map(slice),
                 ranges: &[UpdateRange { elements: 0..range.elements.len(), decayed: true, seed: 0 }],
                 stats: training.stats,
+                grad_factor: 1.0,
                 settings: AdamW { weight_decay, seed: UPDATE.seed + range.unsharded_start as u32, ..UPDATE },
             };
             engine.run(update).unwrap();
@@ -145,7 +146,17 @@ fn compact_updates_of_f32_parameters_are_refused() {
     let mut run = |m: Tensor, v: Tensor, master| {
         let ranges = &[UpdateRange { elements: 0..8, decayed: true, seed: 0 }];
         let [params, grads] = [model.params, training.grads];
-        let update = AdamWUpdate { params, grads, m, v, master, ranges, stats: training.stats, settings: UPDATE };
+        let update = AdamWUpdate {
+            params,
+            grads,
+            m,
+            v,
+            master,
+            ranges,
+            stats: training.stats,
+            grad_factor: 1.0,
+            settings: UPDATE,
+        };
         engine.run(update).unwrap_err().to_string()
     };
     let bf16 = |tensor: Tensor| Tensor { dtype: DType::Bf16, ..tensor };

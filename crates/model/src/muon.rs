@@ -147,6 +147,7 @@ impl Decoder {
                 grads: self.grad_store(training).at(unit, mine.clone()),
                 stats: training.stats,
                 momentum: muon.momentum,
+                grad_factor: update.grad_factor,
                 clip: update.adamw.clip,
                 seed: update.adamw.seed.wrapping_add(range.seed),
             })?;
@@ -176,6 +177,7 @@ impl Decoder {
             master: training.master.map(|master| self.state_store(master).at(unit, mine.clone())),
             update: tensor.slice(mine.start - matrix.elements.start, mine.len()),
             stats: training.stats,
+            grad_factor: update.grad_factor,
             learning_rate: muon.learning_rate,
             scale: matrix.scale(),
             weight_decay: update.adamw.weight_decay,

@@ -41,13 +41,16 @@ pub struct Update {
     pub head_learning_rate: f32,
     /// Updates the layers' matrices instead of AdamW.
     pub muon: Option<Muon>,
+    /// Factor of the gradients and of their norm, applied before clipping: 1, unless targets are masked. The gradient of each loss is
+    /// then too small by this factor, see [`Zero::dloss`](crate::Zero::dloss).
+    pub grad_factor: f32,
 }
 
 impl From<AdamW> for Update {
     /// Updates all parameters with AdamW.
     fn from(adamw: AdamW) -> Self {
         let rate = adamw.learning_rate;
-        Self { adamw, embedding_learning_rate: rate, head_learning_rate: rate, muon: None }
+        Self { adamw, embedding_learning_rate: rate, head_learning_rate: rate, muon: None, grad_factor: 1.0 }
     }
 }
 
@@ -81,12 +84,12 @@ impl Decoder {
         let sharded = self.zero.shards_optimizer();
         let (matrices, others) = self.ranges(update);
         if !sharded {
-            self.apply_adamw(engine, None, &others, &update.adamw)?;
+            self.apply_adamw(engine, None, &others, update)?;
         }
         for unit in self.layout.units() {
             if sharded {
                 let others: Vec<_> = others.iter().filter(|(range, _)| range.unit == unit).cloned().collect();
-                self.apply_adamw(engine, Some(unit), &others, &update.adamw)?;
+                self.apply_adamw(engine, Some(unit), &others, update)?;
             }
             if let (Some(muon), Unit::Layer(layer)) = (&update.muon, unit)
                 && layer.is_multiple_of(self.muon_layers()?)
@@ -127,7 +130,7 @@ impl Decoder {
         engine: &mut dyn Engine,
         unit: Option<Unit>,
         ranges: &[(DecayRange, f32)],
-        settings: &AdamW,
+        update: &Update,
     ) -> Result<()> {
         let training = self.training()?;
         let own = unit.map_or(0..self.layout.elements(), |unit| self.layout.own(unit));
@@ -143,7 +146,8 @@ impl Decoder {
                 master: training.master.map(state),
                 ranges: &own_ranges,
                 stats: training.stats,
-                settings: AdamW { learning_rate: ranges[0].1, ..*settings },
+                grad_factor: update.grad_factor,
+                settings: AdamW { learning_rate: ranges[0].1, ..update.adamw },
             })?;
         }
         Ok(())

@@ -185,7 +185,7 @@ pub fn adamw_compact(
 ) {
     let [loss, norm] = [stats.at(0), stats.at(1)];
     let range = range_of(thread::block_idx_x(), ranges, scalars.range_count);
-    let Some(grad_scale) = grad_scale(loss, norm, scalars.clip) else { return };
+    let Some(grad_scale) = grad_scale(loss, norm, scalars.grad_factor, scalars.clip) else { return };
     let (start, n) = (range.start as usize, range.len as usize);
     let arrays = Arrays { params, masters: remainders, m, v, grads }.skip(start);
     let block = (thread::block_idx_x() - range.first_block) as usize;

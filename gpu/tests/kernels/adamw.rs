@@ -29,6 +29,7 @@ fn lengths() -> impl Iterator<Item = usize> {
 struct Settings {
     loss: f32,
     norm: f32,
+    factor: f32,
     clip: f32,
     rate: f64,
     beta1: f64,
@@ -62,6 +63,7 @@ const EPSILON: f64 = 1e-8;
 const SETTINGS: Settings = Settings {
     loss: 7.0,
     norm: 0.5,
+    factor: 1.0,
     clip: 1.0,
     rate: 0.01,
     beta1: 0.9,
@@ -217,8 +219,9 @@ impl<T: Tolerance, M: Tolerance> State<T, M> {
 
 impl Settings {
     fn scalars(self, ranges: usize) -> adamw::Scalars {
-        let Self { clip, rate, beta1, beta2, step, decay, epsilon, seed, .. } = self;
+        let Self { factor, clip, rate, beta1, beta2, step, decay, epsilon, seed, .. } = self;
         adamw::Scalars {
+            grad_factor: factor,
             clip,
             learning_rate: rate as f32,
             beta1: beta1 as f32,
@@ -234,11 +237,12 @@ impl Settings {
 }
 
 fn check<T: Tolerance>(n: usize, mastered: bool, settings: Settings) {
-    let Settings { norm, clip, rate, beta1, beta2, step, decay, .. } = settings;
+    let Settings { norm, factor, clip, rate, beta1, beta2, step, decay, .. } = settings;
     let (before, grads) = (State::<T>::new(n, mastered), rounded::<T>(&noise(n, 4)));
     let after = before.updated(&grads, settings);
 
-    let scale = f64::from(if norm > clip { clip / norm } else { 1.0 });
+    let norm = norm * factor;
+    let scale = f64::from(factor) * f64::from(if norm > clip { clip / norm } else { 1.0 });
     let grads: Vec<_> = wide(&grads).iter().map(|g| g * scale).collect();
     let m: Vec<_> = wide(&before.m).iter().zip(&grads).map(|(m, g)| beta1 * m + (1.0 - beta1) * g).collect();
     let v: Vec<_> = wide(&before.v).iter().zip(&grads).map(|(v, g)| beta2 * v + (1.0 - beta2) * g * g).collect();
@@ -263,6 +267,9 @@ fn step_matches_f64_reference<T: Tolerance>() {
             i % 2 == 1,
             Settings { norm: 4.0, clip: if i % 4 == 0 { f32::INFINITY } else { 1.0 }, ..SETTINGS },
         );
+        // The factor decides whether the norm exceeds the threshold.
+        let factor = if i % 4 < 2 { 3.0 } else { 1.5 };
+        check::<T>(n, i % 2 == 0, Settings { factor, ..SETTINGS });
     }
 }
 
@@ -320,6 +327,7 @@ fn non_finite_loss_or_norm_skips_the_step<T: Tolerance>() {
             let skipped = |grads: &[T], settings| before.updated(grads, settings).assert_same("skipped", &before);
             skipped(&rounded(&[f64::NAN; 101]), Settings { norm: bad, ..SETTINGS });
             skipped(&rounded(&noise(101, 4)), Settings { loss: bad, ..SETTINGS });
+            skipped(&rounded(&noise(101, 4)), Settings { norm: f32::MAX, factor: 2.0, ..SETTINGS });
         }
     }
     let before = State::<T>::new(101, true);
@@ -366,7 +374,9 @@ fn clipping_cancels_the_gradient_scale<T: Tolerance>() {
         let scale = f64::from(exponent).exp2();
         let scaled: Vec<_> = grads.iter().map(|g| g * scale).collect();
         let (plain, large) = (Settings { norm: 2.0, ..SETTINGS }, Settings { norm: 2.0 * scale as f32, ..SETTINGS });
-        before.updated(&rounded(&scaled), large).assert_same("clipped", &before.updated(&rounded(&grads), plain));
+        let clipped = before.updated(&rounded(&grads), plain);
+        before.updated(&rounded(&scaled), large).assert_same("clipped", &clipped);
+        before.updated(&rounded(&grads), Settings { factor: scale as f32, ..plain }).assert_same("factor", &clipped);
     });
 }
 
@@ -653,8 +663,8 @@ fn compact_state_keeps_nan_in_its_element_and_skips_steps() {
         assert_eq!(poisoned.weights()[at].to_bits(), 0x7fff_ffff);
         let got = poisoned.updated(&rounded(&noise(n, 4)), SETTINGS);
         assert!(got.params[at].to_f32().is_nan() && got.weights()[at].is_nan());
-        for bad in [f32::NAN, f32::INFINITY] {
-            let skipped = before.updated(&rounded(&grads), Settings { norm: bad, ..SETTINGS });
+        for (norm, factor) in [(f32::NAN, 1.0), (f32::INFINITY, 1.0), (f32::MAX, 2.0)] {
+            let skipped = before.updated(&rounded(&grads), Settings { norm, factor, ..SETTINGS });
             skipped.assert_same("skipped", &before);
         }
     }

@@ -22,19 +22,25 @@ fn lengths() -> impl Iterator<Item = usize> {
 }
 
 const MOMENTUM: f64 = 0.9;
-const CLIP: f32 = 1.0;
+/// Factor of the gradients, and the threshold of clipping.
+const CLIP: [f32; 2] = [1.0, 1.0];
 /// Sum of losses, and a norm below the threshold.
 const STATS: [f32; 2] = [7.0, 0.5];
 
 /// Returns m and the update after [`muon::muon_momentum`]. The update is 5 before.
-fn momentum<T: Tolerance, M: Tolerance>(m: &[M], grads: &[T], stats: [f32; 2], clip: f32) -> (Vec<M>, Vec<T>) {
+fn momentum<T: Tolerance, M: Tolerance>(
+    m: &[M],
+    grads: &[T],
+    stats: [f32; 2],
+    [factor, clip]: [f32; 2],
+) -> (Vec<M>, Vec<T>) {
     let mut memory = Memory::new();
     let n = grads.len();
     let update = memory.buffer("update", &vec![T::from_f32(5.0); n]);
     let m = memory.buffer("m", m);
     let grads = memory.input("grads", grads);
     let stats = memory.input("stats", &stats);
-    let launch = muon::muon_momentum(update, m, grads, stats, MOMENTUM as f32, clip, SCALARS.seed, n as u64);
+    let launch = muon::muon_momentum(update, m, grads, stats, MOMENTUM as f32, factor, clip, SCALARS.seed, n as u64);
     run(&mut memory, &launch, muon::grid::<T>(n), 0);
     (memory.read(m), memory.read(update))
 }
@@ -66,7 +72,7 @@ fn scaled<T: Tolerance>(matrices: &[&[T]], factor: f32, epsilon: f32) -> Vec<Vec
     memory.read(out).chunks(out_stride).map(split).collect()
 }
 
-const SCALARS: Scalars = Scalars { learning_rate: 0.02, scale: 1.5, weight_decay: 0.1, seed: 9 };
+const SCALARS: Scalars = Scalars { learning_rate: 0.02, scale: 1.5, weight_decay: 0.1, grad_factor: 1.0, seed: 9 };
 
 /// Returns parameters and masters after [`muon::muon_apply`].
 fn applied<T: Tolerance>(
@@ -113,10 +119,13 @@ fn values<T: Tolerance>(n: usize, seed: u32) -> Vec<T> {
 
 fn momentum_matches_f64_reference<T: Tolerance>() {
     for n in lengths() {
-        for (norm, clip) in [(0.5f32, 1.0f32), (4.0, 1.0), (4.0, f32::INFINITY)] {
+        for (norm, factor, clip) in
+            [(0.5f32, 1.0f32, 1.0f32), (4.0, 1.0, 1.0), (4.0, 1.0, f32::INFINITY), (0.5, 1.5, 1.0), (0.5, 3.0, 1.0)]
+        {
             let (m, grads): (Vec<f32>, Vec<T>) = (values(n, 1), values(n, 2));
-            let (got_m, got_update) = momentum(&m, &grads, [7.0, norm], clip);
-            let scale = if norm > clip { f64::from(clip / norm) } else { 1.0 };
+            let (got_m, got_update) = momentum(&m, &grads, [7.0, norm], [factor, clip]);
+            let norm = norm * factor;
+            let scale = f64::from(factor) * if norm > clip { f64::from(clip / norm) } else { 1.0 };
             let grads: Vec<f64> = wide(&grads).iter().map(|g| g * scale).collect();
             let want_m: Vec<f64> = wide(&m).iter().zip(&grads).map(|(m, g)| m + (1.0 - MOMENTUM) * (g - m)).collect();
             let want: Vec<f64> = want_m.iter().zip(&grads).map(|(m, g)| g + MOMENTUM * (m - g)).collect();
@@ -191,18 +200,20 @@ fn apply_matches_f64_reference<T: Tolerance>() {
 /// A non-finite loss or norm suffices to skip the step, for full tiles and for the tail.
 fn non_finite_loss_or_norm_skips_the_step<T: Tolerance>() {
     for n in [3, 2051] {
-        for stats in [[f32::NAN, 1.0], [7.0, f32::NAN], [f32::INFINITY, 1.0], [7.0, f32::INFINITY]] {
+        let bad = [[f32::NAN, 1.0], [7.0, f32::NAN], [f32::INFINITY, 1.0], [7.0, f32::INFINITY]];
+        for (stats, grad_factor) in bad.map(|stats| (stats, 1.0)).into_iter().chain([([7.0, f32::MAX], 2.0)]) {
             let (m, grads) = (values::<f32>(n, 1), vec![T::from_f32(f32::NAN); n]);
-            let (got_m, got_update) = momentum(&m, &grads, stats, CLIP);
+            let (got_m, got_update) = momentum(&m, &grads, stats, [grad_factor, CLIP[1]]);
             assert_same("m", &wide(&got_m), &wide(&m));
             assert_same("update", &wide(&got_update), &vec![5.0; n]);
             let (params, masters) = (values::<T>(n, 4), values::<f32>(n, 6));
-            let (got, got_masters) = applied(&params, Some(&masters), &grads, stats, SCALARS);
+            let scalars = Scalars { grad_factor, ..SCALARS };
+            let (got, got_masters) = applied(&params, Some(&masters), &grads, stats, scalars);
             assert_same("params", &wide(&got), &wide(&params));
             assert_same("masters", &wide(&got_masters.unwrap()), &wide(&masters));
         }
     }
-    let (m, _) = momentum(&[0.5], &[T::from_f32(1.0)], [f32::MAX, f32::MAX], f32::INFINITY);
+    let (m, _) = momentum(&[0.5], &[T::from_f32(1.0)], [f32::MAX, f32::MAX], [1.0, f32::INFINITY]);
     assert_ne!(m, [0.5], "the largest finite loss and norm do not skip the step");
 }
 

@@ -79,6 +79,7 @@ impl Settings {
                 momentum: muon.momentum_at(step),
                 coefficients: muon.coefficients,
             }),
+            grad_factor: 1.0,
         }
     }
 }

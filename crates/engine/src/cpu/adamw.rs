@@ -5,24 +5,24 @@ use crate::ops::{AdamW, AdamWUpdate, Master, UpdateRange};
 use anyhow::ensure;
 use rayon::prelude::*;
 
-/// Returns the factor of the gradients that clips their norm. Returns `None` if the sum of the losses or the norm is not finite:
-/// the update must change nothing then.
-pub(super) fn gradient_scale(stats: &[f32], clip: f32) -> Option<f32> {
-    let norm = stats[1];
-    let scale = if norm > clip { clip / norm } else { 1.0 };
-    stats.iter().all(|value| value.is_finite()).then_some(scale)
+/// Returns `factor` times the factor that clips the norm of the gradients. Returns `None` if the sum of the losses or the norm is not
+/// finite: the update must change nothing then.
+pub(super) fn gradient_scale(stats: &[f32], factor: f32, clip: f32) -> Option<f32> {
+    let norm = stats[1] * factor;
+    let scale = if norm > clip { factor * (clip / norm) } else { factor };
+    (stats[0].is_finite() && norm.is_finite()).then_some(scale)
 }
 
 pub(super) fn adamw(arena: &mut Arena, op: AdamWUpdate) -> Result<()> {
     op.check_ranges()?;
-    let AdamWUpdate { params, grads, m, v, master, ranges, stats, settings } = op;
+    let AdamWUpdate { params, grads, m, v, master, ranges, stats, grad_factor, settings } = op;
     let AdamW { learning_rate, beta1, beta2, eps, step, clip, .. } = settings;
     ensure!(step > 0, "adamw: expected a step of at least 1, found 0");
     ensure!(master == Master::None, "adamw: the CPU engine's parameters are f32 and take no master weights");
     let n = params.len;
     let operands = [("params", params, n), ("grads", grads, n), ("m", m, n), ("v", v, n), ("stats", stats, 2)];
     let [params, grads, m, v, stats] = arena.split("adamw", operands)?;
-    let Some(grad_scale) = gradient_scale(stats, clip) else { return Ok(()) };
+    let Some(grad_scale) = gradient_scale(stats, grad_factor, clip) else { return Ok(()) };
     let unbias = |beta: f32| (1.0 / (1.0 - f64::from(beta).powf(f64::from(step)))) as f32;
     let (unbias1, unbias2) = (unbias(beta1), unbias(beta2));
 

@@ -15,11 +15,11 @@ use rayon::prelude::*;
 const ALL: Parallelism = Parallelism::Rayon(0);
 
 pub(super) fn momentum(arena: &mut Arena, op: MuonMomentum) -> Result<()> {
-    let MuonMomentum { update, m, grads, stats, momentum, clip, seed: _ } = op;
+    let MuonMomentum { update, m, grads, stats, momentum, grad_factor, clip, seed: _ } = op;
     let n = update.len;
     let operands = [("update", update, n), ("m", m, n), ("grads", grads, n), ("stats", stats, 2)];
     let [update, m, grads, stats] = arena.split("muon_momentum", operands)?;
-    let Some(grad_scale) = gradient_scale(stats, clip) else { return Ok(()) };
+    let Some(grad_scale) = gradient_scale(stats, grad_factor, clip) else { return Ok(()) };
     let chunks = update.par_chunks_mut(CHUNK).zip(m.par_chunks_mut(CHUNK)).zip(grads.par_chunks(CHUNK));
     chunks.for_each(|((update, m), grads)| {
         for ((update, m), grad) in update.iter_mut().zip(m).zip(grads) {
@@ -78,12 +78,12 @@ fn scale_into(to: &mut [f32], scale: f32, from: &[f32]) {
 }
 
 pub(super) fn apply(arena: &mut Arena, op: MuonApply) -> Result<()> {
-    let MuonApply { params, master, update, stats, learning_rate, scale, weight_decay, seed: _ } = op;
+    let MuonApply { params, master, update, stats, grad_factor, learning_rate, scale, weight_decay, seed: _ } = op;
     ensure!(master == Master::None, "muon: the CPU engine's parameters are f32 and take no master weights");
     let n = params.len;
     let operands = [("params", params, n), ("update", update, n), ("stats", stats, 2)];
     let [params, update, stats] = arena.split("muon_apply", operands)?;
-    if !(stats[0].is_finite() && stats[1].is_finite()) {
+    if gradient_scale(stats, grad_factor, f32::INFINITY).is_none() {
         return Ok(());
     }
     params.par_chunks_mut(CHUNK).zip(update.par_chunks(CHUNK)).for_each(|(params, update)| {

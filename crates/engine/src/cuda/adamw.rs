@@ -93,7 +93,7 @@ fn operands<T: Float, P: Float, M: Float, W: StorageType>(
     cuda: &mut Cuda<T>,
     op: &AdamWUpdate,
 ) -> Result<Option<AdamWOperands<P, M, W>>> {
-    let AdamWUpdate { params, grads, m, v, master, ranges, stats, settings } = *op;
+    let AdamWUpdate { params, grads, m, v, master, ranges, stats, grad_factor, settings } = *op;
     let range = |range: &UpdateRange| Range::new(range.elements.start, range.elements.len(), range.decayed, range.seed);
     let mut ranges: Vec<_> = ranges.iter().map(range).collect();
     let grid = adamw::assign_blocks::<T>(&mut ranges);
@@ -102,6 +102,7 @@ fn operands<T: Float, P: Float, M: Float, W: StorageType>(
     }
     let correction = |beta: f32| (1.0 / (1.0 - f64::from(beta).powi(settings.step as i32))) as f32;
     let scalars = adamw::Scalars {
+        grad_factor,
         clip: settings.clip,
         learning_rate: settings.learning_rate,
         beta1: settings.beta1,

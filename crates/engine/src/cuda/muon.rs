@@ -25,7 +25,7 @@ pub(super) fn momentum<T: Float>(cuda: &mut Cuda<T>, op: MuonMomentum) -> Result
 
 /// Launches the kernel for momentum of type `M`.
 fn launch_momentum<T: Float, M: Float>(cuda: &mut Cuda<T>, op: MuonMomentum) -> Result<()> {
-    let MuonMomentum { update, m, grads, stats, momentum, clip, seed } = op;
+    let MuonMomentum { update, m, grads, stats, momentum, grad_factor, clip, seed } = op;
     let n = update.len;
     let launch = muon::muon_momentum::<T, M>(
         cuda.output("update", update, n)?,
@@ -33,6 +33,7 @@ fn launch_momentum<T: Float, M: Float>(cuda: &mut Cuda<T>, op: MuonMomentum) -> 
         cuda.input("grads", grads, n)?,
         cuda.input("stats", stats, 2)?,
         momentum,
+        grad_factor,
         clip,
         seed,
         n as u64,
@@ -52,14 +53,14 @@ pub(super) fn apply<T: Float>(cuda: &mut Cuda<T>, op: MuonApply) -> Result<()> {
 
 /// Launches the kernel for master weights `W`.
 fn launch_apply<T: Float, W: StorageType + gpu::weights::Master>(cuda: &mut Cuda<T>, op: MuonApply) -> Result<()> {
-    let MuonApply { params, master, update, stats, learning_rate, scale, weight_decay, seed } = op;
+    let MuonApply { params, master, update, stats, grad_factor, learning_rate, scale, weight_decay, seed } = op;
     let n = params.len;
     let launch = muon::muon_apply::<T, W>(
         cuda.output("params", params, n)?,
         cuda.optional_output("master", master.tensor(), n)?,
         cuda.input("update", update, n)?,
         cuda.input("stats", stats, 2)?,
-        muon::Scalars { learning_rate, scale, weight_decay, seed },
+        muon::Scalars { learning_rate, scale, weight_decay, grad_factor, seed },
         n as u64,
     );
     cuda.launch(launch, [muon::grid::<T>(n), 1, 1], 0)

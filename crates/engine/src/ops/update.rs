@@ -86,6 +86,8 @@ pub struct AdamWUpdate<'a> {
     pub ranges: &'a [UpdateRange],
     /// (2) f32: sum of the losses, and norm of all gradients.
     pub stats: Tensor,
+    /// Factor of the gradients and of their norm, applied before clipping.
+    pub grad_factor: f32,
     /// Hyperparameters.
     pub settings: AdamW,
 }
@@ -126,6 +128,8 @@ pub struct MuonMomentum {
     pub stats: Tensor,
     /// Decay of the momentum.
     pub momentum: f32,
+    /// Factor of the gradients and of their norm, applied before clipping.
+    pub grad_factor: f32,
     /// Gradients are scaled by `clip / norm` if their norm exceeds `clip`.
     pub clip: f32,
     /// Seed of the stochastic rounding to bf16.
@@ -238,6 +242,8 @@ pub struct MuonApply {
     pub update: Tensor,
     /// (2) f32: sum of the losses, and norm of all gradients.
     pub stats: Tensor,
+    /// That of [`MuonMomentum`], which skips the same updates.
+    pub grad_factor: f32,
     /// Learning rate.
     pub learning_rate: f32,
     /// Factor of the update.

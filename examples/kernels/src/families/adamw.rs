@@ -123,6 +123,7 @@ fn production(s: &mut Session) -> Result<()> {
     let table = s.input("ranges", &ranges[0].words())?;
     let Constants { learning_rate, beta1, beta2, correction1, correction2, epsilon, weight_decay } = CONSTANTS;
     let scalars = gpu::adamw::Scalars {
+        grad_factor: 1.0,
         clip: CLIP,
         learning_rate,
         beta1,

@@ -488,7 +488,7 @@ fn adamw_settings(step: u32) -> AdamW {
 
 #[test]
 fn adamw_matches_its_formula() {
-    for (n, norm_value) in [(1, 0.5), (CHUNK + 3, 4.0)] {
+    for (n, norm_value, grad_factor) in [(1, 0.5, 1.0), (CHUNK + 3, 4.0, 1.0), (9, 0.5, 1.5), (9, 0.5, 4.0)] {
         let mut bench = Bench::new();
         let (params, grads) = (bench.normal(n), bench.normal(n));
         let (m, v) = (bench.with(vec![0.0; n]), bench.with(vec![0.0; n]));
@@ -502,13 +502,13 @@ fn adamw_matches_its_formula() {
             seed: 0,
         });
         let (mut p, g) = (bench.before(params), bench.before(grads));
-        let scale = if norm_value > 1.0 { 1.0 / f64::from(norm_value) } else { 1.0 };
+        let scale = f64::from(grad_factor) / f64::from(norm_value * grad_factor).max(1.0);
         let (mut m1, mut m2) = (vec![0.0; n], vec![0.0; n]);
         for step in 1..=3 {
             let (master, settings) = (Master::None, adamw_settings(step));
             bench
                 .dyn_engine()
-                .run(AdamWUpdate { params, grads, m, v, master, ranges: &ranges, stats, settings })
+                .run(AdamWUpdate { params, grads, m, v, master, ranges: &ranges, stats, grad_factor, settings })
                 .unwrap();
             for (i, decay) in ranges
                 .iter()
@@ -531,14 +531,18 @@ fn adamw_matches_its_formula() {
 #[test]
 fn adamw_changes_nothing_unless_loss_and_norm_are_finite() {
     let (nan, infinite) = (f32::NAN, f32::INFINITY);
-    for stats in [[7.0, nan], [7.0, infinite], [nan, 2.0], [infinite, 2.0], [-infinite, 2.0]] {
+    let bad = [[7.0, nan], [7.0, infinite], [nan, 2.0], [infinite, 2.0], [-infinite, 2.0]];
+    for (stats, grad_factor) in bad.map(|stats| (stats, 1.0)).into_iter().chain([([7.0, f32::MAX], 2.0)]) {
         let mut bench = Bench::new();
         let [params, grads, m, v] = [(); 4].map(|()| bench.normal(40));
         let stats = bench.with(stats.to_vec());
         bench.ready();
         let (master, ranges) = (Master::None, &[UpdateRange { elements: 0..40, decayed: true, seed: 0 }]);
         let settings = adamw_settings(1);
-        bench.dyn_engine().run(AdamWUpdate { params, grads, m, v, master, ranges, stats, settings }).unwrap();
+        bench
+            .dyn_engine()
+            .run(AdamWUpdate { params, grads, m, v, master, ranges, stats, grad_factor, settings })
+            .unwrap();
         for tensor in [params, m, v] {
             assert_eq!(bench.after(tensor), bench.before(tensor));
         }
@@ -616,7 +620,17 @@ fn invalid_operands_are_errors_that_name_the_tensor() {
         let range = |elements| UpdateRange { elements, decayed: true, seed: 0 };
         let ranges: Vec<_> = ranges.into_iter().map(range).collect();
         let (master, settings) = (Master::None, adamw_settings(1));
-        let update = AdamWUpdate { params: a, grads: b, m: a, v: b, master, ranges: &ranges, stats: a, settings };
+        let update = AdamWUpdate {
+            params: a,
+            grads: b,
+            m: a,
+            v: b,
+            master,
+            ranges: &ranges,
+            stats: a,
+            grad_factor: 1.0,
+            settings,
+        };
         let text = message(&|engine| engine.run(update));
         assert!(text.contains(expected), "{text}");
     }

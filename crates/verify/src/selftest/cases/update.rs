@@ -66,6 +66,9 @@ const COMPACT: [(MasterWeights, Moments); 4] = [
 const ADAMW: AdamW =
     AdamW { learning_rate: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 3, clip: 1.0, seed: 77 };
 
+/// The factor of the gradients, as if a fifth of the targets were masked.
+const GRAD_FACTOR: f32 = 1.25;
+
 /// Returns AdamW updates of all elements of the ranges with other storage of the optimizer state. Remainders start at 0, so they
 /// affect the parameters from the second update on.
 pub(super) fn compact_adamw(ranges: Vec<UpdateRange>, master_weights: MasterWeights, moments: Moments) -> Case {
@@ -100,7 +103,17 @@ pub(super) fn compact_adamw(ranges: Vec<UpdateRange>, master_weights: MasterWeig
         };
         for update in 0..updates as u32 {
             let settings = AdamW { step: ADAMW.step + update, seed: ADAMW.seed + update, ..ADAMW };
-            e.run(AdamWUpdate { params, grads, m, v, master, ranges: &ranges, stats, settings })?;
+            e.run(AdamWUpdate {
+                params,
+                grads,
+                m,
+                v,
+                master,
+                ranges: &ranges,
+                stats,
+                grad_factor: GRAD_FACTOR,
+                settings,
+            })?;
         }
         Ok(())
     }))
@@ -127,7 +140,7 @@ pub(super) fn adamw(ranges: Vec<UpdateRange>) -> Case {
         }
         let master = if e.dtype() == DType::F32 { Master::None } else { Master::F32(x[4]) };
         let [params, grads, m, v, stats] = [x[0], x[1], x[2], x[3], x[5]];
-        e.run(AdamWUpdate { params, grads, m, v, master, ranges: &ranges, stats, settings })?;
+        e.run(AdamWUpdate { params, grads, m, v, master, ranges: &ranges, stats, grad_factor: GRAD_FACTOR, settings })?;
         if e.dtype() == DType::F32 {
             e.cast(x[4], x[0])?;
         }
@@ -154,7 +167,7 @@ fn muon_momentum(n: usize, moments: Moments) -> Case {
     let name = format!("{n}, m {}", moments.name());
     exact(case("muon_momentum", name, workload(1, 1, 8, 1, 128, n), operands, work, |e, x| {
         let [update, m, grads, stats] = [x[0], x[1], x[2], x[3]];
-        e.run(MuonMomentum { update, m, grads, stats, momentum: 0.95, clip: 1.0, seed: 77 })
+        e.run(MuonMomentum { update, m, grads, stats, grad_factor: GRAD_FACTOR, momentum: 0.95, clip: 1.0, seed: 77 })
     }))
 }
 
@@ -189,7 +202,17 @@ fn muon_apply(n: usize, master_weights: MasterWeights) -> Case {
         };
         for seed in 0..updates as u32 {
             let (learning_rate, scale, weight_decay) = (0.02, 1.5, 0.1);
-            e.run(MuonApply { params, master, update, stats, learning_rate, scale, weight_decay, seed })?;
+            e.run(MuonApply {
+                params,
+                master,
+                update,
+                stats,
+                grad_factor: GRAD_FACTOR,
+                learning_rate,
+                scale,
+                weight_decay,
+                seed,
+            })?;
         }
         if copies { e.cast(masters, params) } else { Ok(()) }
     }))
