@@ -1,6 +1,6 @@
 //! Fused classifier: softmax, cross-entropy loss, and the gradient of the logits in place.
 //!
-//! Shapes: logits (rows, Vp), targets (rows) i32 in 0..V, losses (rows) f32. The softmax is over columns 0..V; columns
+//! Shapes: logits (rows, Vp), targets (rows) i32 in 0..V or [`MASKED`], losses (rows) f32. The softmax is over columns 0..V; columns
 //! V..Vp are padding. Vp is a multiple of the packet, V need not be. One block processes one row, so rows is below
 //! 2^31. Offsets are 64 bits wide.
 //!
@@ -27,6 +27,9 @@ const THREADS: u32 = 1024;
 pub fn staged<T: Element>(padded: usize, shared_bytes: usize) -> usize {
     padded.min(shared_bytes.saturating_sub(SCRATCH * size_of::<f32>()) / 16 * T::PACKET)
 }
+
+/// The target of a masked row, which has neither loss nor gradient.
+pub const MASKED: i32 = -1;
 
 /// f32 elements of scratch for the block reductions.
 const SCRATCH: usize = 32;
@@ -118,7 +121,8 @@ fn subtract_target<T: Element>(p: &mut [f32; 8], i: u32, target: u32, target_gra
 /// the logits are bounded first: softcap · tanh(logits / softcap).
 ///
 /// The gradient replaces logits (rows, Vp) with (softmax(logits) - onehot(target)) * dloss, and with 0 in columns
-/// V..Vp. Without gradients, the logits do not change. Grid: rows. Shared memory: [`shared`].
+/// V..Vp. Without gradients, the logits do not change. The gradient of a [`MASKED`] row is 0, and its loss does not change.
+/// Grid: rows. Shared memory: [`shared`].
 #[kernel(
     threads = 1024,
     blocks_per_sm = 2,
@@ -136,17 +140,26 @@ pub fn classifier<const SOFTCAP: bool, T: Element>(
     let (scratch, stage) = shared::<T>(&mut Layout::new(), staged as usize);
     let row = thread::block_idx_x() as usize;
     let logits = logits.skip(row * padded as usize);
-    let target = targets.at(row) as u32;
+    // Column indices of a row fit in 32 bits, which halves their registers.
+    let packet = T::PACKET as u32;
+    let first = thread::thread_idx_x() * packet;
+    let step = THREADS * packet;
+    let target = targets.at(row);
+    if target == MASKED {
+        let mut i = first;
+        while gradients != 0 && i < padded {
+            logits.set_packet_streaming(i as usize, Packet::zero());
+            i += step;
+        }
+        return;
+    }
+    let target = target as u32;
     let (mut target_logit, mut target_gradient) = (logits.at(target as usize).to_f32(), dloss);
     let softcap = Softcap::new(softcap);
     if SOFTCAP {
         let [z, slope] = softcap.value_and_slope(target_logit);
         (target_logit, target_gradient) = (z, dloss * slope);
     }
-    // Column indices of a row fit in 32 bits, which halves their registers.
-    let packet = T::PACKET as u32;
-    let first = thread::thread_idx_x() * packet;
-    let step = THREADS * packet;
 
     let half = copy_columns(stage, logits.reader(), staged, first, step);
 

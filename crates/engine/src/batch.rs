@@ -7,6 +7,9 @@ use std::ops::{DerefMut, Range};
 /// Host memory for a batch; page-locked if the engine copies from it asynchronously.
 pub type HostBuffer = Box<dyn DerefMut<Target = [i32]> + Send>;
 
+/// The target of a masked position, which has neither loss nor gradient.
+pub const MASKED_TARGET: i32 = gpu::classifier::MASKED;
+
 /// The layout of a batch of (B, T) tokens, in 32-bit words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchLayout {
@@ -52,9 +55,14 @@ impl BatchLayout {
         0..self.tokens()
     }
 
-    /// Returns the range of the target tokens (B, T).
+    /// Returns the range of the target tokens (B, T), some of which may be [`MASKED_TARGET`].
     pub fn targets(self) -> Range<usize> {
         self.tokens()..2 * self.tokens()
+    }
+
+    /// Returns the number of targets that are not masked.
+    pub fn count_targets(self, words: &[i32]) -> usize {
+        words[self.targets()].iter().filter(|&&target| target != MASKED_TARGET).count()
     }
 
     /// Returns the range of the positions (B·T) of the inputs, stably sorted by token.

@@ -23,7 +23,7 @@ pub mod plan;
 pub mod tensor;
 pub mod trace;
 
-pub use batch::{BatchLayout, HostBuffer};
+pub use batch::{BatchLayout, HostBuffer, MASKED_TARGET};
 pub use gemm::{Algorithms, Tuning};
 pub use graph::GraphKey;
 pub use ops::Operation;

@@ -383,7 +383,8 @@ pub struct AttentionBackward {
     pub mask: AttentionMask,
 }
 
-/// Adds the cross-entropy of softmax(logits) and targets to `losses`, and optionally replaces the logits by their gradient.
+/// Adds the cross-entropy of softmax(logits) and targets to `losses`, and optionally replaces the logits by their gradient. A row with
+/// [`MASKED_TARGET`](crate::MASKED_TARGET) adds nothing, and its gradient is 0.
 #[derive(Clone, Copy, Debug)]
 pub struct Classifier {
     /// (rows, Vp) float. With `dloss` they become their gradient, 0 in the padding columns V..Vp.

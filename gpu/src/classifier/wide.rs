@@ -9,7 +9,7 @@
 //! A thread reads only packets that it has loaded itself, so no barrier is needed. The order of operations is that of
 //! [`classifier`](super::classifier), and so are the bits of the results.
 
-use super::{LOWEST, SCRATCH, Scalars, THREADS, exp_below, fold_logits, mask_padding, subtract_target};
+use super::{LOWEST, MASKED, SCRATCH, Scalars, THREADS, exp_below, fold_logits, mask_padding, subtract_target};
 use cuda_std::shared::Layout;
 use cuda_std::{
     Element, Global, GlobalMut, Packet, SharedArray, async_copy, bf16, block, device, kernel, math, thread,
@@ -142,11 +142,13 @@ pub fn classifier_wide(
             }
         }
         // The reductions delay the gradient of every thread until all have read the target's logit.
-        let target = targets.at(row as usize) as u32;
-        let target_logit = logits.at(target as usize).to_f32();
+        let target = targets.at(row as usize);
+        let masked = target == MASKED;
+        let target = target as u32;
+        let target_logit = if masked { 0.0 } else { logits.at(target as usize).to_f32() };
         let row_max = block::max(max, scratch);
         let sum = block::sum(sum * exp_below(max, row_max), scratch);
-        if first == 0 {
+        if first == 0 && !masked {
             let loss = math::ln(sum) - (target_logit - row_max);
             losses.set(row as usize, losses.at(row as usize) + loss);
         }
@@ -155,7 +157,8 @@ pub fn classifier_wide(
         let gradient = |i: u32, x: Packet<bf16>| {
             let mut p = core::array::from_fn(|k| exp_below(x.get(k), row_max) * scale);
             subtract_target::<bf16>(&mut p, i, target, dloss, vocabulary);
-            logits.set_packet_streaming(i as usize, Packet::from_fn(|k| p[k]));
+            let p = if masked { Packet::zero() } else { Packet::from_fn(|k| p[k]) };
+            logits.set_packet_streaming(i as usize, p);
         };
         row += thread::grid_dim_x();
         let (continues, next) = (row < rows, row_of(row).reader());

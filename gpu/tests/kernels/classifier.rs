@@ -5,7 +5,7 @@ use crate::common::{
 };
 use cuda_std::emulate::Memory;
 use cuda_std::{Element, bf16};
-use gpu::classifier::{Scalars, classifier, shared, staged, wide};
+use gpu::classifier::{MASKED, Scalars, classifier, shared, staged, wide};
 use gpu::softcap::tanh_and_slope;
 use proptest::prelude::any;
 use std::slice;
@@ -13,7 +13,7 @@ use std::slice;
 tests! {
     kernels of "classifier.rs", "classifier";
     for both types: losses_and_gradients_match_f64_reference, losses_without_gradients_match_f64_reference,
-        softcap_matches_f64_reference, large_vocabularies_match_f64_reference;
+        softcap_matches_f64_reference, large_vocabularies_match_f64_reference, masked_rows_have_no_loss_and_no_gradient;
     slow in f32: random_shapes_match_f64_reference, staging_does_not_change_the_result,
         shifting_logits_does_not_change_the_result, large_logits_match_f64_reference, infinite_logits_match_f64_reference,
         nan_stays_in_its_row, softcap_of_random_shapes_matches_f64_reference, softcap_bounds_infinite_logits;
@@ -247,6 +247,28 @@ fn nan_stays_in_its_row<T: Tolerance>() {
     }
 }
 
+/// All other rows keep their bits. The logits of masked rows need not be finite.
+fn masked_rows_have_no_loss_and_no_gradient<T: Tolerance>() {
+    for (vocabulary, padded, capacity) in [(3, 8, 1 << 20), (517, 520, 1 << 20), (9001, 9088, 9000), (9001, 9088, 0)] {
+        for softcap in [None, Some(15.0)] {
+            let mut case = Case::<T> { softcap, ..Case::random(4, vocabulary, padded, 20.0, 7) };
+            case.logits[padded..][..vocabulary].fill(T::from_f32(f32::NAN));
+            case.logits[2 * padded] = T::from_f32(f32::INFINITY);
+            let mut want = [false, true].map(|gradients| case.run(capacity, gradients));
+            for row in [1, 2] {
+                case.targets[row] = MASKED;
+                want.iter_mut().for_each(|want| want.losses[row] = 0.5);
+                want[1].gradients[row * padded..][..padded].fill(0.0);
+            }
+            for (want, gradients) in want.iter().zip([false, true]) {
+                let got = case.run(capacity, gradients);
+                assert_same("losses", &got.losses, &want.losses);
+                assert_same("gradients", &got.gradients, &want.gradients);
+            }
+        }
+    }
+}
+
 /// Logits far below, near and far above the bound, with all, some and none of the columns staged.
 fn softcap_matches_f64_reference<T: Tolerance>() {
     for (rows, vocabulary, padded, capacity) in [
@@ -312,16 +334,22 @@ fn wide_kernel_gets_the_bits_of_the_other() {
         let padded = packets * bf16::PACKET;
         // Padding has at most one packet of each thread in most cases.
         let vocabulary = if v % 4 == 0 { 1 + v % padded } else { padded - v % padded.min(8192) };
-        let case = Case::<bf16>::random(rows, vocabulary, padded, 20.0, packets as u32);
+        let mut case = Case::<bf16>::random(rows, vocabulary, padded, 20.0, packets as u32);
+        if extra % 2 == 0 {
+            case.targets[extra as usize % rows] = MASKED;
+        }
         let least = (padded as u32).div_ceil(8192).saturating_sub(5);
         check(&case, least + extra, grid);
     });
-    // NaN and infinities stay in their rows.
+    // NaN and infinities stay in their rows, and have no effect in masked rows.
     let mut case = Case::<bf16>::random(4, 9001, 9008, 20.0, 1);
     case.logits[9008 + 17] = bf16::from_f32(f32::NAN);
     case.logits[2 * 9008..][..9001].fill(bf16::from_f32(f32::NEG_INFINITY));
-    for staged in [0, 1, 2] {
-        check(&case, staged, 2);
+    for masked in [0..0, 1..2, 1..4] {
+        case.targets[masked].fill(MASKED);
+        for staged in [0, 1, 2] {
+            check(&case, staged, 2);
+        }
     }
 }
 

@@ -26,7 +26,7 @@ pub use source::{Estimate, SourceState};
 use crate::Tokens;
 use crate::loader::{Geometry, Position};
 use anyhow::{Result, bail, ensure};
-use engine::BatchLayout;
+use engine::{BatchLayout, MASKED_TARGET};
 use schedule::next_source;
 use serde::{Deserialize, Serialize};
 use source::Reader;
@@ -210,7 +210,7 @@ impl Mixture {
     }
 
     /// Reads the inputs and targets of the next batch into `words`, laid out by [`layout`](Self::layout). The caller sorts the batch.
-    /// Targets in padding are -1.
+    /// Targets in padding are masked.
     pub fn next(&mut self, words: &mut [i32]) -> Result<()> {
         let Geometry { b, t, ranks, rank } = self.settings.geometry;
         let (inputs, targets) = (self.layout().inputs().start, self.layout().targets().start);
@@ -222,7 +222,7 @@ impl Mixture {
             let convert = |(to, from): (&mut i32, &u32)| *to = *from as i32;
             words[inputs + at..][..t].iter_mut().zip(&self.tokens).for_each(convert);
             words[targets + at..][..t].iter_mut().zip(&self.tokens[1..]).for_each(convert);
-            words[targets + at..][filled - 1..t].fill(-1);
+            words[targets + at..][filled - 1..t].fill(MASKED_TARGET);
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
 use super::arena::Arena;
-use crate::Result;
 use crate::ops::Classifier;
+use crate::{MASKED_TARGET, Result};
 use anyhow::ensure;
 use rayon::prelude::*;
 
@@ -11,7 +11,8 @@ pub(super) fn classifier(arena: &mut Arena, op: Classifier) -> Result<()> {
     let operands = [("logits", logits, rows * vp), ("losses", losses, rows), ("targets", targets, rows)];
     let [logits, losses, targets] = arena.split("classifier", operands)?;
     let targets: &[i32] = bytemuck::cast_slice(targets);
-    if let Some(at) = targets.iter().position(|&token| !(0..v as i64).contains(&i64::from(token))) {
+    let is_valid = |token: i32| token == MASKED_TARGET || (0..v as i64).contains(&i64::from(token));
+    if let Some(at) = targets.iter().position(|&token| !is_valid(token)) {
         anyhow::bail!(
             "target at position {at} of the batch: expected an id below {v}, found {}; \
              the data was tokenized for another vocabulary",
@@ -20,6 +21,12 @@ pub(super) fn classifier(arena: &mut Arena, op: Classifier) -> Result<()> {
     }
     let rows = logits.par_chunks_mut(vp).zip(losses.par_iter_mut().zip(targets));
     rows.for_each_init(Vec::new, |capped, (row, (loss, &target))| {
+        if target == MASKED_TARGET {
+            if dloss.is_some() {
+                row.fill(0.0);
+            }
+            return;
+        }
         let (logits, padding) = row.split_at_mut(v);
         capped.clear();
         if let Some(cap) = softcap {

@@ -15,7 +15,7 @@ use engine::ops::{
     RotaryBackward, RotaryForward, RotaryPairs, Rotation, Sum,
 };
 use engine::tensor::{DType, Tensor};
-use engine::{BatchLayout, Engine, Result, Workload};
+use engine::{BatchLayout, Engine, MASKED_TARGET, Result, Workload};
 use model::descriptor::{Biases, Normalization, Positions};
 use model::{Descriptor, LOGIT_ROWS, MasterWeights, Moments, Params};
 
@@ -85,6 +85,7 @@ pub fn edge_cases() -> Vec<Case> {
     for (rows, v, vp) in [(1, 5, 128), (19, 257, 384), (3, 1000, 1024)] {
         for softcap in [None, Some(1.5)] {
             cases.extend([true, false].map(|gradient| classifier(rows, v, vp, gradient, softcap)));
+            cases.extend([true, false].map(|gradient| masked(classifier(rows, v, vp, gradient, softcap))));
         }
     }
     for n in [8, 1000, 12_344] {
@@ -141,6 +142,7 @@ pub fn model_cases() -> Vec<Case> {
         (64, 50304, 50304, Some(15.0)),
     ] {
         cases.extend([true, false].map(|gradient| classifier(rows, v, vp, gradient, softcap)));
+        cases.push(masked(classifier(rows, v, vp, true, softcap)));
     }
     for (b, t, heads, kv_heads, head_size) in [(2, 512, 32, 8, 64), (1, 1024, 32, 8, 128), (3, 333, 14, 2, 64)] {
         let attention = AttentionShape { b, t, heads, kv_heads, head_size };
@@ -700,6 +702,15 @@ fn classifier(rows: usize, v: usize, vp: usize, gradient: bool, softcap: Option<
     case("classifier", name, workload(1, rows, 64, 1, vp, 0), operands, work, move |e, x| {
         e.run(Classifier { logits: x[0], losses: x[1], targets: x[2], v, vp, dloss, softcap })
     })
+}
+
+/// Returns a case of the classifier in which every third row is masked, the first one among them.
+fn masked(mut case: Case) -> Case {
+    let targets = &mut case.operands[2];
+    let target = |row: usize| if row.is_multiple_of(3) { MASKED_TARGET } else { row as i32 % 5 };
+    targets.init = Init::Words((0..targets.len).map(target).collect());
+    case.shape.push_str(" masked");
+    case
 }
 
 fn sum(n: usize) -> Case {

@@ -3,6 +3,7 @@
 mod norms;
 
 use super::*;
+use crate::MASKED_TARGET;
 use crate::ops::{
     Activation, ActivationForward, ActivationInput, AdamW, AdamWUpdate, AttentionBackward, AttentionForward,
     AttentionMask, AttentionShape, Classifier, EncoderBackward, EncoderForward, Epilogue, GlobalNorm, Master,
@@ -352,7 +353,7 @@ proptest! {
     }
 
     #[test]
-    fn classifier(rows in 1usize..9, v in 1usize..300, padding in 0usize..40, large in -90f32..90.0, cap in 0f32..40.0) {
+    fn classifier(rows in 1usize..9, v in 1usize..300, padding in 0usize..40, large in -90f32..90.0, cap in 0f32..40.0, first_masked in 0usize..9) {
         let vp = v + padding;
         let mut bench = Bench::new();
         let (logits, losses) = (bench.normal(rows * vp), bench.normal(rows));
@@ -363,7 +364,8 @@ proptest! {
             *value = if softcap.is_some() { *value * 10.0 } else { *value + large };
         }
         bench.ready();
-        let wanted: Vec<i32> = (0..rows).map(|_| bench.rng.below(v as u32) as i32).collect();
+        let mut wanted: Vec<i32> = (0..rows).map(|_| bench.rng.below(v as u32) as i32).collect();
+        wanted.iter_mut().skip(first_masked).step_by(3).for_each(|target| *target = MASKED_TARGET);
         bench.engine.write_i32(targets, &wanted).unwrap();
         let x = bench.before(logits);
         let before = x;
@@ -373,7 +375,9 @@ proptest! {
         let sums: Vec<f64> = x.chunks(vp).map(|row| row[..v].iter().map(|x| x.exp()).sum()).collect();
         let mut expected = bench.before(losses);
         for (row, loss) in expected.iter_mut().enumerate() {
-            *loss += sums[row].ln() - x[row * vp + wanted[row] as usize];
+            if wanted[row] != MASKED_TARGET {
+                *loss += sums[row].ln() - x[row * vp + wanted[row] as usize];
+            }
         }
         bench.dyn_engine().run(Classifier { logits, losses, targets, v, vp, dloss: None, softcap }).unwrap();
         bench.assert("losses", losses, &expected);
@@ -385,12 +389,15 @@ proptest! {
         bench.assert("losses from zero", losses, &only);
         let gradient = |at: usize| {
             let (row, column) = (at / vp, at % vp);
-            let chosen = if column == wanted[row] as usize { 1.0 } else { 0.0 };
-            if column < v { slope(before[at]) * 0.25 * (x[at].exp() / sums[row] - chosen) } else { 0.0 }
+            let chosen = if column as i32 == wanted[row] { 1.0 } else { 0.0 };
+            if column < v && wanted[row] != MASKED_TARGET { slope(before[at]) * 0.25 * (x[at].exp() / sums[row] - chosen) } else { 0.0 }
         };
         let expected: Vec<f64> = (0..rows * vp).map(gradient).collect();
         // p - 1 has the rounding error of p, which is large beside gradients of a target that is almost certain.
         bench.assert_of(0.25, "dlogits", logits, &expected);
+        let of_row = bench.after(logits);
+        let masked = of_row.chunks(vp).zip(&wanted).filter(|(_, target)| **target == MASKED_TARGET);
+        prop_assert!(masked.flat_map(|(row, _)| row).all(|gradient| *gradient == 0.0));
     }
 
     #[test]
