@@ -86,14 +86,15 @@ impl Run {
     /// Computes the gradients of the batch.
     fn gradients(&mut self) {
         let mut step = TrainStep::new(&self.model, self.layout, 1);
-        step.gradients(&mut self.engine, &mut Ranks::default(), &mut |_| Ok(())).unwrap();
+        let targets = self.layout.targets().len();
+        step.gradients(&mut self.engine, &mut Ranks::default(), &mut |_| Ok(targets)).unwrap();
     }
 
     /// Runs an optimizer step and returns its mean loss and gradient norm.
     fn step(&mut self, settings: &AdamW) -> [f64; 2] {
         let mut step = TrainStep::new(&self.model, self.layout, 1);
-        let settings = Some(Update::from(*settings));
-        step.run(&mut self.engine, &mut Ranks::default(), &mut |_| Ok(()), &mut |_, _| Ok(settings)).unwrap();
+        let (settings, targets) = (Some(Update::from(*settings)), self.layout.targets().len());
+        step.run(&mut self.engine, &mut Ranks::default(), &mut |_| Ok(targets), &mut |_, _| Ok(settings)).unwrap();
         let stats = self.engine.read_async(self.model.training.unwrap().stats).unwrap();
         let stats = self.engine.wait(stats).unwrap().values;
         [f64::from(stats[0] / self.tokens()), f64::from(stats[1])]

@@ -53,7 +53,8 @@ fn trained(engine: &mut dyn Engine, recompute: Recompute, master_weights: bool, 
             }
             LAYOUT.sort(&mut words);
             LAYOUT.set_seed(&mut words, step);
-            engine.load_batch(model.batch, LAYOUT, words).map(drop)
+            engine.load_batch(model.batch, LAYOUT, words)?;
+            Ok(LAYOUT.targets().len())
         };
         let settings = AdamW {
             learning_rate,

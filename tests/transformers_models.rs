@@ -116,10 +116,10 @@ fn assert_agreement(name: &str, documents: bool) {
         let mut bench = Bench::new(name, recompute, documents);
         bench.logits();
         let (losses, norms) = (bench.reference.floats("losses"), bench.reference.floats("norms"));
-        let mut step = TrainStep::new(&bench.model, bench.layout, 1);
+        let (mut step, targets) = (TrainStep::new(&bench.model, bench.layout, 1), bench.layout.targets().len());
         for (i, (loss, norm)) in losses.into_iter().zip(norms).enumerate() {
             let ranks = &mut Ranks::default();
-            step.gradients(&mut bench.engine, ranks, &mut |_| Ok(())).unwrap();
+            step.gradients(&mut bench.engine, ranks, &mut |_| Ok(targets)).unwrap();
             step.measure(&mut bench.engine, ranks).unwrap();
             if i == 0 {
                 bench.gradients();

@@ -19,7 +19,7 @@ pub fn excess_batches(wanted: usize, found: usize) -> Option<String> {
     (wanted > found).then(|| format!("--val-batches {wanted}: the data has {found} batches; all of them are used"))
 }
 
-/// Mean loss per token over the next `batches` batches of a model. `hooks` provides the parameters, and may end the evaluation
+/// Returns the sum of the losses over the next `batches` batches of a model, and the number of targets that are not masked. `hooks` provides the parameters, and may end the evaluation
 /// between two batches.
 pub fn loss(
     model: &Decoder,
@@ -27,14 +27,14 @@ pub fn loss(
     hooks: &mut dyn LayerHooks,
     data: &mut Prefetch,
     batches: usize,
-) -> Result<f64> {
+) -> Result<[f64; 2]> {
     let layout = data.layout();
     engine.zero(model.losses)?;
     let progress = progress::start("validation", Unit::Count, batches as u64);
-    let mut queued = VecDeque::new();
+    let (mut queued, mut targets) = (VecDeque::new(), 0);
     for _ in 0..batches {
         hooks.between_batches()?;
-        data.load_next(engine, model.batch, 0)?;
+        targets += data.load_next(engine, model.batch, 0)?.targets;
         model.forward(engine, layout, hooks)?;
         model.loss(engine, layout, None)?;
         queued.push_back(engine.read_async(model.losses.slice(0, 1))?);
@@ -50,5 +50,5 @@ pub fn loss(
     }
     let tokens = layout.b * layout.t;
     let sum: f64 = engine.read(model.losses.slice(0, tokens))?.into_iter().map(f64::from).sum();
-    Ok(sum / (batches * tokens) as f64)
+    Ok([sum, targets as f64])
 }

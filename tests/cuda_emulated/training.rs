@@ -8,14 +8,15 @@ use engine::{BatchLayout, Engine};
 use model::{Decoder, Descriptor, MasterWeights, PlanOptions, Recompute, TrainStep};
 
 /// Loads a fixed batch of tokens below 50.
-fn load_batch(model: &Decoder, engine: &mut dyn Engine, layout: BatchLayout, seed: u32) -> anyhow::Result<()> {
+fn load_batch(model: &Decoder, engine: &mut dyn Engine, layout: BatchLayout, seed: u32) -> anyhow::Result<usize> {
     let mut words = engine.host_buffer(layout.words())?;
     for (i, word) in words[..layout.targets().end].iter_mut().enumerate() {
         *word = (i * i % 50) as i32;
     }
     layout.sort(&mut words);
     layout.set_seed(&mut words, seed);
-    engine.load_batch(model.batch, layout, words).map(drop)
+    engine.load_batch(model.batch, layout, words)?;
+    Ok(layout.targets().len())
 }
 
 /// Trains a small model for two steps and returns the losses and gradient norms.

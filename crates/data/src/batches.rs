@@ -51,6 +51,14 @@ impl Batches {
         }
     }
 
+    /// Returns whether targets may be masked. It is the same on all ranks.
+    pub fn masks_targets(&self) -> bool {
+        match self {
+            Self::Shards(_) => false,
+            Self::Mixture(mixture) => mixture.masks_targets(),
+        }
+    }
+
     /// Returns the position of the next batch.
     pub fn position(&self) -> Position {
         match self {

@@ -32,5 +32,5 @@ pub use batches::Batches;
 pub use loader::{Geometry, Loader};
 pub use mixture::Mixture;
 pub use multiple_choice::MultipleChoice;
-pub use prefetch::Prefetch;
+pub use prefetch::{LoadedBatch, Prefetch};
 pub use tokens::Tokens;

@@ -15,6 +15,7 @@ const DEPTH: usize = 3;
 #[derive(Debug)]
 pub struct Prefetch {
     layout: BatchLayout,
+    masks_targets: bool,
     // `Option`s, because `drop` closes the channels before it joins the thread.
     batches: Option<Receiver<Result<PreparedBatch>>>,
     free_buffers: Option<Sender<HostBuffer>>,
@@ -23,8 +24,16 @@ pub struct Prefetch {
 
 struct PreparedBatch {
     words: HostBuffer,
-    /// The loader's position after this batch.
-    next_position: Position,
+    loaded: LoadedBatch,
+}
+
+/// A batch that was loaded.
+#[derive(Clone, Debug)]
+pub struct LoadedBatch {
+    /// Number of targets that are not masked.
+    pub targets: usize,
+    /// The position of the batch after this one.
+    pub next_position: Position,
 }
 
 impl Prefetch {
@@ -40,7 +49,7 @@ impl Prefetch {
         separator: Option<u32>,
     ) -> Result<Self> {
         let mut loader = loader.into();
-        let mut layout = loader.layout();
+        let (mut layout, masks_targets) = (loader.layout(), loader.masks_targets());
         if separator.is_some() {
             layout = layout.with_documents();
         }
@@ -56,7 +65,9 @@ impl Prefetch {
                     if let Some(separator) = separator {
                         layout.find_documents(&mut words, separator as i32);
                     }
-                    PreparedBatch { words, next_position: loader.position() }
+                    let loaded =
+                        LoadedBatch { targets: layout.count_targets(&words), next_position: loader.position() };
+                    PreparedBatch { words, loaded }
                 });
                 let failed = batch.is_err();
                 if batch_sender.send(batch).is_err() || failed {
@@ -68,7 +79,13 @@ impl Prefetch {
             .name("loader".into())
             .spawn(read_ahead)
             .context("cannot start the data loader thread")?;
-        Ok(Self { layout, batches: Some(batches), free_buffers: Some(free_buffers), thread: Some(thread) })
+        Ok(Self {
+            layout,
+            masks_targets,
+            batches: Some(batches),
+            free_buffers: Some(free_buffers),
+            thread: Some(thread),
+        })
     }
 
     /// Returns the layout of a batch.
@@ -76,12 +93,15 @@ impl Prefetch {
         self.layout
     }
 
-    /// Loads the next batch into `to`, with `seed` as its stochastic rounding seed. Returns the position of the batch
-    /// after it.
-    pub fn load_next(&mut self, engine: &mut dyn Engine, to: Tensor, seed: u32) -> Result<Position> {
+    /// Returns whether targets may be masked. It is the same on all ranks.
+    pub fn masks_targets(&self) -> bool {
+        self.masks_targets
+    }
+
+    /// Loads the next batch into `to`, with `seed` as its stochastic rounding seed.
+    pub fn load_next(&mut self, engine: &mut dyn Engine, to: Tensor, seed: u32) -> Result<LoadedBatch> {
         let batches = self.batches.as_ref().expect("open until dropped");
-        let PreparedBatch { mut words, next_position } =
-            batches.recv().context("the data loader thread has stopped")??;
+        let PreparedBatch { mut words, loaded } = batches.recv().context("the data loader thread has stopped")??;
         self.layout.set_seed(&mut words, seed);
         let to = to.slice(0, self.layout.words());
         // An engine may keep buffers. The thread needs a replacement for each of them, or training would deadlock.
@@ -92,7 +112,7 @@ impl Prefetch {
         };
         // The send fails only after an error in the thread. The next call reports that error.
         let _ = self.free_buffers.as_ref().expect("open until dropped").send(buffer);
-        Ok(next_position)
+        Ok(loaded)
     }
 }
 

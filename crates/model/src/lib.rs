@@ -54,5 +54,5 @@ pub use params::{Param, Params, Shard, Unit};
 pub use recompute::Recompute;
 pub use sharding::{Interrupted, LayerHooks, Store, Unsharded, Zero};
 pub use storage::{MasterWeights, Moments, WeightStore};
-pub use train_step::TrainStep;
+pub use train_step::{StepStats, TrainStep};
 pub use update::{Muon, Optimizer, Update};

@@ -6,17 +6,45 @@ use super::fp8::Fp8Counts;
 use super::nvtx::Range;
 use super::sharding::LayerHooks;
 use super::update::Update;
+use anyhow::bail;
 use distributed::Ranks;
 use engine::tensor::Tensor;
 use engine::trace::BitFlip;
 use engine::{BatchLayout, Engine, GraphKey, Result};
 
-/// Copies the next micro-batch, with its seed, to the model's batch.
-pub type LoadBatch<'a> = dyn FnMut(&mut dyn Engine) -> Result<()> + 'a;
+/// Copies the next micro-batch, with its seed, to the model's batch. Returns the number of its targets that are not masked.
+pub type LoadBatch<'a> = dyn FnMut(&mut dyn Engine) -> Result<usize> + 'a;
 
-/// Receives the model's stats (loss sum and gradient norm) before the update. Returns its hyperparameters, or `None` to skip the
-/// update.
-pub type DecideUpdate<'a> = dyn FnMut(&mut dyn Engine, Tensor) -> Result<Option<Update>> + 'a;
+/// Receives loss and gradient norm before the update. Returns its hyperparameters, or `None` to skip the update.
+pub type DecideUpdate<'a> = dyn FnMut(&mut dyn Engine, StepStats) -> Result<Option<Update>> + 'a;
+
+/// Loss and gradient norm of a step on all ranks.
+///
+/// The passes divide each loss gradient by the number of tokens. The number of targets that are not masked is known only afterwards, so
+/// the update multiplies the gradients by the quotient. If all targets are masked, the step has a loss of 0 and gradients of 0: AdamW's
+/// moments and weight decay, and Muon's momentum, still apply.
+#[derive(Clone, Copy, Debug)]
+pub struct StepStats {
+    /// (2) f32: sum of the losses, and norm of the gradients that the passes computed
+    pub tensor: Tensor,
+    /// Number of tokens.
+    pub tokens: usize,
+    /// Number of targets that are not masked.
+    pub targets: usize,
+}
+
+impl StepStats {
+    /// Returns the mean loss of the targets that are not masked, and the norm of its gradient, from the values of the tensor.
+    pub fn loss_and_norm(self, values: &[f32]) -> Result<[f32; 2]> {
+        let [loss_sum, norm] = *values else { bail!("stats: expected 2 values, found {}", values.len()) };
+        Ok([loss_sum / self.targets.max(1) as f32, norm * self.grad_factor()])
+    }
+
+    /// Returns the factor of the gradients that the passes computed: exactly 1 if no target is masked.
+    fn grad_factor(self) -> f32 {
+        (self.tokens as f64 / self.targets.max(1) as f64) as f32
+    }
+}
 
 /// The verification of a micro-batch.
 #[derive(Clone, Copy, Debug)]
@@ -35,6 +63,10 @@ pub struct TrainStep {
     pub(super) buffers: LayerBuffers,
     /// The verification of the next step's first micro-batch, if it is due.
     pub(super) verification: Option<Verification>,
+    /// Whether targets may be masked, on any rank.
+    masks_targets: bool,
+    /// Number of targets of this rank that are not masked, in the step in progress.
+    targets: usize,
     /// Set if the passes of a micro-batch are captured as a CUDA graph.
     graph: Option<GraphKey>,
     /// Whether the next step counts the values that FP8 loses.
@@ -52,6 +84,8 @@ impl TrainStep {
             grad_accum,
             buffers: LayerBuffers::default(),
             verification: None,
+            masks_targets: false,
+            targets: 0,
             graph: None,
             count_fp8: false,
             statistics_changed: false,
@@ -61,6 +95,11 @@ impl TrainStep {
     /// Captures the passes of micro-batches that do not communicate as a CUDA graph.
     pub fn capture_graphs(self) -> Self {
         Self { graph: Some(GraphKey::new()), ..self }
+    }
+
+    /// Averages losses and gradients over the targets that are not masked, if `masks_targets`. All ranks must agree.
+    pub fn mask_targets(self, masks_targets: bool) -> Self {
+        Self { masks_targets, ..self }
     }
 
     /// Restores the statistics of FP8 after an error that has interrupted a step before its update. Other state has not changed.
@@ -85,22 +124,22 @@ impl TrainStep {
         self.verification = Some(verification);
     }
 
-    /// Runs one step. Returns the reason if a CUDA graph could not be captured, once.
+    /// Runs one step. Returns its loss and norm, and the reason if a CUDA graph could not be captured, once.
     pub fn run(
         &mut self,
         engine: &mut dyn Engine,
         ranks: &mut Ranks,
         load: &mut LoadBatch,
         decide: &mut DecideUpdate,
-    ) -> Result<Option<String>> {
+    ) -> Result<(StepStats, Option<String>)> {
         let capture_error = self.gradients(engine, ranks, load)?;
         self.measure(engine, ranks)?;
-        let stats = self.model.training()?.stats;
+        let stats = self.stats(ranks)?;
         if let Some(update) = decide(engine, stats)? {
-            self.update(engine, ranks, &update)?;
+            self.update(engine, ranks, &Update { grad_factor: stats.grad_factor(), ..update })?;
         }
         self.statistics_changed = false;
-        Ok(capture_error)
+        Ok((stats, capture_error))
     }
 
     /// Computes loss and gradients of all micro-batches, reduced over the ranks.
@@ -111,12 +150,13 @@ impl TrainStep {
         load: &mut LoadBatch,
     ) -> Result<Option<String>> {
         let mut capture_error = None;
+        self.targets = 0;
         engine.zero(self.model.losses)?;
         engine.zero(self.model.training()?.grads)?;
         self.begin_fp8(engine)?;
         for micro_batch in 1..=self.grad_accum {
             let _range = Range::new(format_args!("micro-batch {micro_batch}"));
-            load(engine)?;
+            self.targets += load(engine)?;
             self.verify_if_requested(engine, ranks)?;
             let last = micro_batch == self.grad_accum;
             capture_error = self.micro_batch(engine, ranks, last)?.or(capture_error);
@@ -175,6 +215,17 @@ impl TrainStep {
     /// Computes the loss sum over all ranks and the gradient norm in the model's stats.
     pub fn measure(&mut self, engine: &mut dyn Engine, ranks: &mut Ranks) -> Result<()> {
         self.data_parallel(ranks, true).measure(engine)
+    }
+
+    /// Returns the measured loss and norm, with the number of targets. Ranks communicate only if targets may be masked.
+    fn stats(&self, ranks: &mut Ranks) -> Result<StepStats> {
+        let tokens = self.layout.targets().len() * self.grad_accum * ranks.world_size();
+        let mut targets = [self.targets as f64];
+        if self.masks_targets {
+            ranks.all_reduce_sum_f64(&mut targets)?;
+        }
+        let targets = if self.masks_targets { targets[0] as usize } else { tokens };
+        Ok(StepStats { tensor: self.model.training()?.stats, tokens, targets })
     }
 
     /// Clips the measured gradients, updates this rank's shard of the parameters, and gathers the others' shards.

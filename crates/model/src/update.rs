@@ -41,8 +41,7 @@ pub struct Update {
     pub head_learning_rate: f32,
     /// Updates the layers' matrices instead of AdamW.
     pub muon: Option<Muon>,
-    /// Factor of the gradients and of their norm, applied before clipping: 1, unless targets are masked. The gradient of each loss is
-    /// then too small by this factor, see [`Zero::dloss`](crate::Zero::dloss).
+    /// Factor of the gradients and of their norm, applied before clipping. [`TrainStep::run`](crate::TrainStep::run) sets it.
     pub grad_factor: f32,
 }
 

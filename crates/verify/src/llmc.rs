@@ -118,7 +118,8 @@ impl<'a> Verification<'a> {
         comparisons.push(self.logits()?);
         let mut step = TrainStep::new(&self.model, self.layout, 1);
         // The batch is loaded once and does not change.
-        step.gradients(self.engine, &mut Ranks::default(), &mut |_| Ok(()))?;
+        let targets = self.layout.targets().len();
+        step.gradients(self.engine, &mut Ranks::default(), &mut |_| Ok(targets))?;
         let loss = self.mean_loss()?;
         let mut error = MaxError::default();
         error.add(&[loss], &self.state.floats(1)?);
@@ -163,7 +164,7 @@ impl<'a> Verification<'a> {
             Order::LlmCLlama => 1e-5,
         };
         let progress = progress::start("optimizer steps", Unit::Count, steps as u64);
-        let mut losses = Vec::new();
+        let (mut losses, targets) = (Vec::new(), self.layout.targets().len());
         for step in 1..=steps {
             let settings = AdamW {
                 learning_rate,
@@ -177,7 +178,7 @@ impl<'a> Verification<'a> {
             };
             let mut step = TrainStep::new(&self.model, self.layout, 1);
             let decide = &mut |_: &mut dyn Engine, _| Ok(Some(settings.into()));
-            step.run(self.engine, &mut Ranks::default(), &mut |_| Ok(()), decide)?;
+            step.run(self.engine, &mut Ranks::default(), &mut |_| Ok(targets), decide)?;
             losses.push(self.mean_loss()?);
             progress.add(1);
         }

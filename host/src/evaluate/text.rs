@@ -31,7 +31,7 @@ impl TokenBytes {
 /// The loss of a model on the target tokens of some batches.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct TextScore {
-    /// Number of target tokens.
+    /// Number of target tokens that are not masked.
     pub tokens: usize,
     /// Mean loss per token in nats, as `train` computes it.
     pub loss: f64,
@@ -93,12 +93,12 @@ pub fn sums(
     let losses = model.losses.slice(0, tokens);
     // Sums by position in f32, as `evaluate::loss` has them, so that `eval` prints the digits of `train`.
     let mut sums = vec![0.0f32; tokens];
-    let mut score = TextScore { tokens: batches * tokens, ..TextScore::default() };
+    let mut score = TextScore::default();
     let progress = progress::start("validation", Unit::Count, batches as u64);
     for _ in 0..batches {
         hooks.between_batches()?;
         engine.zero(losses)?;
-        data.load_next(engine, model.batch, 0)?;
+        score.tokens += data.load_next(engine, model.batch, 0)?.targets;
         model.forward(engine, layout, hooks)?;
         model.loss(engine, layout, None)?;
         let targets = targets(model, engine, layout)?;
@@ -116,7 +116,7 @@ pub fn sums(
         }
         progress.add(1);
     }
-    score.loss = sums.into_iter().map(f64::from).sum::<f64>() / score.tokens as f64;
+    score.loss = sums.into_iter().map(f64::from).sum::<f64>() / score.tokens.max(1) as f64;
     Ok(score)
 }
 
@@ -170,8 +170,8 @@ mod tests {
         let mut data = Prefetch::start(loader(), &engine).unwrap();
         let score = score(&model, &mut engine, &mut Unsharded, &mut data, batches, token_bytes, None)?;
         let mut data = Prefetch::start(loader(), &engine).unwrap();
-        let of_training = evaluate::loss(&model, &mut engine, &mut Unsharded, &mut data, batches).unwrap();
-        assert_eq!(score.loss.to_bits(), of_training.to_bits());
+        let [sum, targets] = evaluate::loss(&model, &mut engine, &mut Unsharded, &mut data, batches).unwrap();
+        assert_eq!(score.loss.to_bits(), (sum / targets).to_bits());
         Ok(score)
     }
 

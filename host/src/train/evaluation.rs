@@ -38,7 +38,7 @@ pub struct ValidationSource {
 pub struct SourceLoss {
     /// Name of the source.
     pub name: String,
-    /// Mean loss per token.
+    /// Mean loss of the targets that are not masked.
     pub val_loss: f64,
     /// Loss per byte of text in bits, if the tokenizer is known.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -67,14 +67,14 @@ impl Run<'_> {
 
     fn validate(&mut self, step: usize, session: &mut Session) -> Result<()> {
         let (loss, sources) = if let [only] = &mut self.val.sources[..] {
-            let loss = {
+            let mut sums = {
                 let stop = || self.stop.requested();
                 let hooks = &mut session.step.hooks(self.ranks, StopRequest::OfAnyRank(&stop));
                 evaluate::loss(self.model, self.engine, hooks, &mut only.data, only.batches)?
             };
-            let mut sum = [loss];
-            self.ranks.all_reduce_sum_f64(&mut sum)?;
-            (sum[0] / self.ranks.world_size() as f64, Vec::new())
+            self.ranks.all_reduce_sum_f64(&mut sums)?;
+            let [loss, targets] = sums;
+            (loss / targets.max(1.0), Vec::new())
         } else {
             self.validate_sources(session)?
         };
@@ -101,10 +101,10 @@ impl Run<'_> {
         let total = |i: usize| sums.iter().map(|sums| sums[i]).sum::<f64>();
         let of_source = |(source, &[loss, tokens, nats, bytes]): (&ValidationSource, &[f64; 4])| SourceLoss {
             name: source.name.clone(),
-            val_loss: loss / tokens,
+            val_loss: loss / tokens.max(1.0),
             bits_per_byte: (bytes > 0.0).then(|| nats / LN_2 / bytes),
         };
-        Ok((total(0) / total(1), sources.iter().zip(sums).map(of_source).collect()))
+        Ok((total(0) / total(1).max(1.0), sources.iter().zip(sums).map(of_source).collect()))
     }
 
     fn score(&mut self, step: usize, session: &mut Session) -> Result<()> {

@@ -1,6 +1,6 @@
 //! Reports of steps, and the end of a run that diverges.
 
-use super::{LaunchedStep, Run, Session, loss_and_norm};
+use super::{LaunchedStep, Run, Session};
 use crate::log::Step;
 use crate::mfu::mfu;
 use anyhow::{Result, bail};
@@ -26,18 +26,17 @@ impl Diverged {
 impl Run<'_> {
     /// Waits for a step's loss and reports it.
     pub(super) fn log_step(&mut self, launched: LaunchedStep, session: &mut Session) -> Result<()> {
-        let LaunchedStep { step, learning_rate, stats, verdict } = launched;
+        let LaunchedStep { step, learning_rate, stats, read, verdict } = launched;
         self.ranks.set_operation("waiting for the GPU");
         let before = std::mem::replace(&mut session.boundary.intact, false);
-        let read = self.engine.wait(stats)?;
+        let read = self.engine.wait(read)?;
         // Aborted collectives leave values that are no loss.
         if !self.ranks.collectives_are_synchronous() {
             self.ranks.check()?;
         }
         session.boundary.intact = before;
         let layout = self.train.layout();
-        let tokens = layout.b * layout.t * self.settings.grad_accum * self.ranks.world_size();
-        let [loss, norm] = loss_and_norm(&read, tokens)?;
+        let (tokens, [loss, norm]) = (stats.tokens, stats.loss_and_norm(&read.values)?);
         let progress = &mut self.state.progress;
         let verdict = verdict.unwrap_or_else(|| progress.guards.judge(loss, norm, &self.settings.limits));
         let elapsed = session.clock.step_ended(read.completed_at, &mut progress.step_time);

@@ -20,19 +20,19 @@ use crate::clock::Clock;
 use crate::console::Console;
 use crate::log::Log;
 use crate::signals::Stop;
-use anyhow::{Context, Error, Result, anyhow, bail};
+use anyhow::{Context, Error, Result, anyhow};
 use checkpoint::RunState;
 use checkpoint::writer::CheckpointWriter;
 use data::loader::Position;
 use data::{MultipleChoice, Prefetch};
 use distributed::Ranks;
 use distributed::fault::Fault;
-use engine::tensor::Tensor;
-use engine::{BatchLayout, Engine, PendingRead, ReadResult};
+use engine::{BatchLayout, Engine, PendingRead};
 use model::guards::{Limits, Skips, Verdict};
 use model::schedule::Schedule;
-use model::{Decoder, TrainStep, Training};
+use model::{Decoder, StepStats, TrainStep, Training};
 use rng::XorShift;
+use std::cell::RefCell;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -146,7 +146,8 @@ const fn micro_batch_seed(drawn: u32, rank: usize) -> u32 {
 struct LaunchedStep {
     step: usize,
     learning_rate: f32,
-    stats: PendingRead,
+    stats: StepStats,
+    read: PendingRead,
     /// Set if the verdict was needed before the update.
     verdict: Option<Verdict>,
 }
@@ -269,7 +270,9 @@ impl Run<'_> {
             launched: None,
             boundary: Boundary::of(&self.state),
             last_save: time::now(),
-            step: TrainStep::new(self.model, self.train.layout(), self.settings.grad_accum).capture_graphs(),
+            step: TrainStep::new(self.model, self.train.layout(), self.settings.grad_accum)
+                .mask_targets(self.train.masks_targets())
+                .capture_graphs(),
             last_val_loss: None,
             model_file: self.checkpoints.as_ref().and_then(CheckpointWriter::model_file),
             unsaved: None,
@@ -401,28 +404,27 @@ impl Run<'_> {
     fn launch_step(&mut self, step: usize, training: &Training, session: &mut Session) -> Result<LaunchedStep> {
         session.boundary = Boundary::of(&self.state);
         let Self { settings, engine, model, state, ranks, train, .. } = self;
-        let layout = train.layout();
-        let tokens = layout.b * layout.t * settings.grad_accum * ranks.world_size();
         let rank = ranks.rank();
         let learning_rate = settings.schedule.at(step);
         let verified = settings.hardware.is_due(step).then_some(step);
         let mut verdict = None;
         let intact = &mut session.boundary.intact;
-        let state = std::cell::RefCell::new(state);
+        let state = RefCell::new(state);
         // The seeds of micro-batches differ between ranks; the seed of the update must be equal on all of them.
         let load = &mut |engine: &mut dyn Engine| {
             let mut state = state.borrow_mut();
             let seed = micro_batch_seed(state.rounding.next_u32(), rank);
-            state.data = train.load_next(engine, model.batch, seed)?;
-            Ok(())
+            let loaded = train.load_next(engine, model.batch, seed)?;
+            state.data = loaded.next_position;
+            Ok(loaded.targets)
         };
-        let decide = &mut |engine: &mut dyn Engine, stats: Tensor| {
+        let decide = &mut |engine: &mut dyn Engine, stats: StepStats| {
             let mut state = state.borrow_mut();
             state.rounding_before_update = state.rounding;
             let seed = state.rounding.next_u32();
             if settings.limits.decide_before_update() {
-                let read = engine.read_async(stats)?;
-                let [loss, norm] = loss_and_norm(&engine.wait(read)?, tokens)?;
+                let read = engine.read_async(stats.tensor)?;
+                let [loss, norm] = stats.loss_and_norm(&engine.wait(read)?.values)?;
                 verdict = Some(state.progress.guards.judge(loss, norm, &settings.limits));
             }
             let skipped = verdict.as_ref().is_some_and(|verdict| verdict.skipped.is_some());
@@ -432,7 +434,7 @@ impl Run<'_> {
         if settings.fp8_stats_every.is_some_and(|n| (step + 1).is_multiple_of(n)) {
             session.step.count_fp8();
         }
-        let capture_error = session.step.run(*engine, ranks, load, decide)?;
+        let (stats, capture_error) = session.step.run(*engine, ranks, load, decide)?;
         if let Some(step) = verified {
             session.verified.0 = Some(step);
             self.state.progress.verified = Some(step);
@@ -442,11 +444,11 @@ impl Run<'_> {
             self.console
                 .line(&format!("warning: CUDA graph capture failed, kernels are launched individually: {error}"))?;
         }
-        let stats = self.engine.read_async(training.stats)?;
+        let read = self.engine.read_async(training.stats)?;
         self.state.step = step + 1;
         self.state.progress.evaluated = false;
         session.boundary = Boundary::of(&self.state);
-        Ok(LaunchedStep { step, learning_rate, stats, verdict })
+        Ok(LaunchedStep { step, learning_rate, stats, read, verdict })
     }
 
     /// Waits for the last checkpoint and returns the result of the run.
@@ -485,12 +487,6 @@ impl Run<'_> {
         let read = self.engine.read_async(training.stats)?;
         Ok(self.engine.wait(read)?.completed_at)
     }
-}
-
-/// Returns the mean loss and the gradient norm of a step of `tokens` tokens.
-fn loss_and_norm(read: &ReadResult, tokens: usize) -> Result<[f32; 2]> {
-    let [loss_sum, norm] = read.values[..] else { bail!("stats: expected 2 values, found {}", read.values.len()) };
-    Ok([loss_sum / tokens as f32, norm])
 }
 
 #[cfg(test)]

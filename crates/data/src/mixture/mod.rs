@@ -144,6 +144,11 @@ impl Mixture {
         self.settings.packing
     }
 
+    /// Returns whether targets may be masked.
+    pub fn masks_targets(&self) -> bool {
+        self.settings.packing == Packing::Pad
+    }
+
     /// Returns whether the sources are shuffled.
     pub fn shuffles(&self) -> bool {
         self.settings.shuffle.is_some()

@@ -127,7 +127,8 @@ impl Run {
             micro_batch += 1;
             LAYOUT.sort(&mut words);
             LAYOUT.set_seed(&mut words, step);
-            engine.load_batch(model.batch, LAYOUT, words).map(drop)
+            engine.load_batch(model.batch, LAYOUT, words)?;
+            Ok(LAYOUT.targets().len())
         };
         let settings = AdamW {
             learning_rate: 3e-3,

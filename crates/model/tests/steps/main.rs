@@ -1,6 +1,7 @@
-//! Tests of training steps in FP8 and with Muon, in one program.
+//! Tests of training steps in FP8, with masked targets and with Muon, in one program.
 //!
 //! The name of a file selects its tests: `cargo test --release -p model muon::`.
 
 mod fp8;
+mod masked_targets;
 mod muon;

@@ -441,11 +441,12 @@ fn trained(group: TcpGroup, engine: &mut dyn Engine, stage: u8) -> Vec<Part> {
             }
             LAYOUT.sort(&mut words);
             LAYOUT.set_seed(&mut words, 9 * number + rank as u32);
-            engine.load_batch(model.batch, LAYOUT, words).map(drop)
+            engine.load_batch(model.batch, LAYOUT, words)?;
+            Ok(LAYOUT.targets().len())
         };
         // The order of the norm's sum depends on the stage, so nothing is clipped.
         let adamw = AdamW { step: number, clip: f32::INFINITY, seed: number, ..ADAMW };
-        let mut decide = |_: &mut dyn Engine, _: Tensor| Ok(Some(Update { muon: Some(MUON), ..adamw.into() }));
+        let mut decide = |_: &mut dyn Engine, _| Ok(Some(Update { muon: Some(MUON), ..adamw.into() }));
         step.run(engine, &mut ranks, &mut load, &mut decide).unwrap();
     }
     let training = model.training.unwrap();

@@ -213,9 +213,9 @@ impl<'a> Trial<'a> {
         };
         let rounding = RefCell::new(rounding);
         let seed = || rounding.borrow_mut().next_u32();
-        let load = &mut |engine: &mut dyn Engine| train.load_next(engine, model.batch, seed()).map(|_| ());
+        let load = &mut |engine: &mut dyn Engine| Ok(train.load_next(engine, model.batch, seed())?.targets);
         let decide = &mut |_: &mut dyn Engine, _| Ok(Some(AdamW { seed: seed(), ..settings }.into()));
-        if let Some(error) = step.run(*engine, &mut Ranks::default(), load, decide)? {
+        if let (_, Some(error)) = step.run(*engine, &mut Ranks::default(), load, decide)? {
             bail!("CUDA graph capture of a micro-batch failed: {error}");
         }
         self.trace.last_loss = engine.read(training.stats)?[0] / tokens;

@@ -429,13 +429,13 @@ impl StepBench<'_> {
 
     /// Launches one optimizer step. Every micro-batch is the one that was loaded.
     fn step(&mut self, ranks: &mut Ranks, mode: Mode) -> Result<()> {
-        let update = self.next_update();
+        let (update, targets) = (self.next_update(), self.model.losses.len);
         let step = match mode {
             Mode::AsTrain => &mut self.with_graphs,
             Mode::Individually => &mut self.individually,
         };
         let decide = &mut |_: &mut dyn Engine, _| Ok(Some(update));
-        if let Some(error) = step.run(self.engine, ranks, &mut |_| Ok(()), decide)? {
+        if let (_, Some(error)) = step.run(self.engine, ranks, &mut |_| Ok(targets), decide)? {
             writeln!(stdout(), "warning: CUDA graph capture failed, kernels are launched individually: {error}")?;
         }
         Ok(())
