@@ -92,13 +92,14 @@ const VAL: [&str; 4] = ["--val", "web/val_*.bin", "--val", "code/val_*.bin"];
 #[test]
 fn resumed_mixtures_have_the_bits_of_an_uninterrupted_run() {
     let sources = Sources::new();
-    for packing in ["stream", "best-fit"] {
+    for packing in ["stream", "best-fit", "pad"] {
         let flags = [&BOTH[..], &VAL, &["--packing", packing]].concat();
         let with = |more: &[&'static str]| [&flags[..], more].concat();
         let printed = sources.succeed(&[&flags[..], &["--out", packing]].concat());
         for part in ["2 sources", "web: weight 70.00 %", "code: weight 30.00 %", "% of the tokens used", "cropped"] {
             assert!(printed.contains(part), "{part}: {printed}");
         }
+        assert_eq!(printed.contains("% of the sequences padding"), packing == "pad", "{printed}");
         for step in [10, 20] {
             let copy = format!("{packing}-{step}");
             sources.copy(packing, step, &copy);
@@ -113,9 +114,22 @@ fn resumed_mixtures_have_the_bits_of_an_uninterrupted_run() {
         };
         let (a, b) = (losses(packing), losses("wide"));
         assert!(a.len() == STEPS && a.iter().zip(&b).all(|(a, b)| (a - b).abs() < 2e-5 * a), "{a:?} {b:?}");
+        // The loss of an untrained model is that of equal probabilities, also with padding.
+        assert!((a[0] - 256f64.ln()).abs() < 0.05, "{packing}: {a:?}");
         fs::remove_dir_all(sources.path("wide")).unwrap();
     }
     assert_ne!(sources.results("stream").model, sources.results("best-fit").model);
+}
+
+/// Each token of the padding is a document of its own, which no target depends on.
+#[test]
+fn padding_and_document_masks_go_together() {
+    let sources = Sources::new();
+    let flags = [&BOTH[..], &["--packing", "pad", "--document-mask", "--out", "masked"]].concat();
+    sources.succeed(&flags);
+    let losses: Vec<f64> =
+        sources.results("masked").records.iter().filter_map(|record| record["loss"].as_f64()).collect();
+    assert!(losses.len() == STEPS && losses[STEPS - 1] < losses[0] - 0.5, "{losses:?}");
 }
 
 #[test]
@@ -244,7 +258,7 @@ fn bad_sources_are_errors_before_the_first_step() {
         let expected = ["data source", name, "expected documents that begin with token 10", found, "--packing stream"];
         fail(&[&flags[..], &["--packing", "best-fit"]].concat(), &expected);
     }
-    fail(&[&web[..], &["--packing", "tight"]].concat(), &["expected stream or best-fit"]);
+    fail(&[&web[..], &["--packing", "tight"]].concat(), &["expected stream, best-fit or pad"]);
     fail(
         &[&web[..], &["--train", "code/train_*.bin", "--seq", "20000", "--batch", "1", "--total-batch", "20000"]]
             .concat(),

@@ -116,7 +116,8 @@ pub fn packing(text: &str) -> Result<Packing, &'static str> {
     match text {
         "stream" => Ok(Packing::Stream),
         "best-fit" => Ok(Packing::BestFit),
-        _ => Err("expected stream or best-fit"),
+        "pad" => Ok(Packing::Pad),
+        _ => Err("expected stream, best-fit or pad"),
     }
 }
 

@@ -106,7 +106,7 @@ impl Setup<'_> {
         let packing = match mixture.packing() {
             Packing::Stream => "",
             Packing::BestFit => ", best-fit packing",
-            Packing::Pad => ", padded",
+            Packing::Pad => ", best-fit packing with padding",
         };
         let n = estimates.len();
         let order = if mixture.shuffles() { "shuffled" } else { "in order" };
@@ -114,11 +114,15 @@ impl Setup<'_> {
         let (rows, _) = mixture.rows_of_run(estimates, (steps * (total_batch / seq)) as u64);
         let total: f64 = mixture.sources().map(|source| source.weight).sum();
         let source = |((source, estimate), rows): ((&SourceState, &Estimate), &f64)| {
-            let Estimate { counts: Counts { used, cropped, .. }, is_exact, .. } = *estimate;
+            let Estimate { counts: Counts { used, cropped, padded }, is_exact, .. } = *estimate;
             let percent = |part: u64, whole: u64| 100.0 * part as f64 / whole.max(1) as f64;
             let about = if is_exact { "" } else { "about " };
+            let padding = match mixture.packing() {
+                Packing::Pad => format!(", {:.1} % of the sequences padding", percent(padded, used + padded)),
+                Packing::Stream | Packing::BestFit => String::new(),
+            };
             format!(
-                "{}: weight {:.2} %, {} tokens, {:.2} epochs; {about}{:.1} % of the tokens used, {:.1} % cropped",
+                "{}: weight {:.2} %, {} tokens, {:.2} epochs; {about}{:.1} % of the tokens used, {:.1} % cropped{padding}",
                 source.name,
                 100.0 * source.weight / total,
                 source.tokens,

@@ -104,6 +104,7 @@ fn windows_follow_each_other_and_occur_once_per_epoch() {
 fn packed_rows_begin_with_documents() {
     for packing in [Packing::BestFit, Packing::Pad] {
         let mut padded = 0;
+        assert_eq!(mixture(two_sources(), packing).masks_targets(), packing == Packing::Pad);
         for [inputs, targets] in rows(&mut mixture(two_sources(), packing), 400) {
             assert_eq!(inputs[0], 0, "{packing:?}");
             // Within a document, tokens count up.

@@ -80,8 +80,9 @@ pub struct TrainOptions {
     pub data: Vec<SourceTable>,
 
     /// How tokens become sequences. stream: windows, which may begin inside a document. best-fit: each sequence begins with a document and
-    /// contains the largest documents that fit; its last one is cropped
-    #[arg(long, value_name = "stream|best-fit", value_parser = packing, default_value = "stream", help_heading = DATA)]
+    /// contains the largest documents that fit; its last one is cropped. pad: the same, but documents are not cropped; the rest of the
+    /// sequence is padding, which has no loss
+    #[arg(long, value_name = "stream|best-fit|pad", value_parser = packing, default_value = "stream", help_heading = DATA)]
     #[serde(skip_serializing_if = "is_stream")]
     pub packing: Packing,
 
