@@ -32,6 +32,8 @@ struct PreparedBatch {
 pub struct LoadedBatch {
     /// Number of targets that are not masked.
     pub targets: usize,
+    /// Tokens of each sequence, or of each document if attention stays within documents.
+    pub document_lengths: Vec<usize>,
     /// The position of the batch after this one.
     pub next_position: Position,
 }
@@ -65,8 +67,11 @@ impl Prefetch {
                     if let Some(separator) = separator {
                         layout.find_documents(&mut words, separator as i32);
                     }
-                    let loaded =
-                        LoadedBatch { targets: layout.count_targets(&words), next_position: loader.position() };
+                    let loaded = LoadedBatch {
+                        targets: layout.count_targets(&words),
+                        document_lengths: layout.document_lengths(&words),
+                        next_position: loader.position(),
+                    };
                     PreparedBatch { words, loaded }
                 });
                 let failed = batch.is_err();

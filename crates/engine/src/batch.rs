@@ -136,6 +136,15 @@ impl BatchLayout {
         }
     }
 
+    /// Returns the length of each document of a batch whose documents have been found, or of each sequence.
+    pub fn document_lengths(self, words: &[i32]) -> Vec<usize> {
+        if !self.documents {
+            return vec![self.t; self.b];
+        }
+        let first_keys = words[self.seed().end..][..self.tokens()].chunks(self.t);
+        first_keys.flat_map(|row| row.chunk_by(|one, next| one == next).map(<[i32]>::len)).collect()
+    }
+
     /// Returns a part of the batch as a tensor.
     pub fn tensor(self, batch: Tensor, part: Range<usize>) -> Tensor {
         batch.slice(part.start, part.len())
@@ -148,4 +157,20 @@ fn sort_tiles(tiles: &mut [i32], cost: impl Fn(i32) -> i32) {
         *tile = i as i32;
     }
     tiles.sort_by_key(|&tile| std::cmp::Reverse(cost(tile)));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn documents_begin_at_separators_and_at_sequences() {
+        let layout = BatchLayout::new(2, 5).with_documents();
+        let mut words = vec![0; layout.words()];
+        words[layout.inputs()].copy_from_slice(&[1, 9, 9, 2, 3, 4, 5, 9, 6, 7]);
+        layout.find_documents(&mut words, 9);
+        assert_eq!(layout.document_lengths(&words), [1, 1, 3, 2, 3]);
+        let plain = BatchLayout::new(2, 5);
+        assert_eq!(plain.document_lengths(&words), [5, 5]);
+    }
 }

@@ -360,6 +360,12 @@ impl Descriptor {
         6 * (self.parameters() - lookup) + 6 * self.attention_channels() * self.doubled_keys(t)
     }
 
+    /// Returns the same estimate for documents of these lengths, to which attention is limited.
+    pub fn flops_of_documents(&self, lengths: &[usize]) -> usize {
+        let flops = lengths.iter().map(|&len| (self.flops_per_token(len) * len) as u128).sum::<u128>();
+        (flops / lengths.iter().sum::<usize>().max(1) as u128) as usize
+    }
+
     /// Returns twice the mean number of keys of a query, summed over layers.
     pub fn doubled_keys(&self, t: usize) -> usize {
         let of_layer = |layer| self.window(layer, t).map_or(t, |window| 2 * window - window * window / t);

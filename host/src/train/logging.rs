@@ -26,7 +26,7 @@ impl Diverged {
 impl Run<'_> {
     /// Waits for a step's loss and reports it.
     pub(super) fn log_step(&mut self, launched: LaunchedStep, session: &mut Session) -> Result<()> {
-        let LaunchedStep { step, learning_rate, stats, read, verdict } = launched;
+        let LaunchedStep { step, learning_rate, flops_per_token, stats, read, verdict } = launched;
         self.ranks.set_operation("waiting for the GPU");
         let before = std::mem::replace(&mut session.boundary.intact, false);
         let read = self.engine.wait(read)?;
@@ -35,7 +35,6 @@ impl Run<'_> {
             self.ranks.check()?;
         }
         session.boundary.intact = before;
-        let layout = self.train.layout();
         let (tokens, [loss, norm]) = (stats.tokens, stats.loss_and_norm(&read.values)?);
         let progress = &mut self.state.progress;
         let verdict = verdict.unwrap_or_else(|| progress.guards.judge(loss, norm, &self.settings.limits));
@@ -47,7 +46,6 @@ impl Run<'_> {
         }
         progress.training_seconds += elapsed.as_secs_f64();
         let smoothed = progress.step_time.smoothed().unwrap_or(elapsed.as_secs_f64());
-        let flops = self.model.descriptor.flops_per_token(layout.t);
         let step = Step {
             step,
             loss,
@@ -55,7 +53,10 @@ impl Run<'_> {
             norm,
             ms: 1e3 * elapsed.as_secs_f64(),
             tokens_per_second,
-            mfu: self.engine.peak().map(|peak| mfu(flops, tokens_per_second / self.ranks.world_size() as f64, &peak)),
+            mfu: self
+                .engine
+                .peak()
+                .map(|peak| mfu(flops_per_token, tokens_per_second / self.ranks.world_size() as f64, &peak)),
             tokens: progress.tokens,
             verdict,
         };

@@ -146,6 +146,8 @@ const fn micro_batch_seed(drawn: u32, rank: usize) -> u32 {
 struct LaunchedStep {
     step: usize,
     learning_rate: f32,
+    /// FLOPs per token of this rank.
+    flops_per_token: usize,
     stats: StepStats,
     read: PendingRead,
     /// Set if the verdict was needed before the update.
@@ -410,12 +412,14 @@ impl Run<'_> {
         let mut verdict = None;
         let intact = &mut session.boundary.intact;
         let state = RefCell::new(state);
+        let mut documents = Vec::new();
         // The seeds of micro-batches differ between ranks; the seed of the update must be equal on all of them.
         let load = &mut |engine: &mut dyn Engine| {
             let mut state = state.borrow_mut();
             let seed = micro_batch_seed(state.rounding.next_u32(), rank);
             let loaded = train.load_next(engine, model.batch, seed)?;
             state.data = loaded.next_position;
+            documents.extend(loaded.document_lengths);
             Ok(loaded.targets)
         };
         let decide = &mut |engine: &mut dyn Engine, stats: StepStats| {
@@ -435,6 +439,7 @@ impl Run<'_> {
             session.step.count_fp8();
         }
         let (stats, capture_error) = session.step.run(*engine, ranks, load, decide)?;
+        let flops_per_token = model.descriptor.flops_of_documents(&documents);
         if let Some(step) = verified {
             session.verified.0 = Some(step);
             self.state.progress.verified = Some(step);
@@ -448,7 +453,7 @@ impl Run<'_> {
         self.state.step = step + 1;
         self.state.progress.evaluated = false;
         session.boundary = Boundary::of(&self.state);
-        Ok(LaunchedStep { step, learning_rate, stats, read, verdict })
+        Ok(LaunchedStep { step, learning_rate, flops_per_token, stats, read, verdict })
     }
 
     /// Waits for the last checkpoint and returns the result of the run.

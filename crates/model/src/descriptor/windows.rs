@@ -156,6 +156,10 @@ mod tests {
         let all = Descriptor { windows: None, ..mixed };
         let fewer = 12 * 2048 * 5 * (512 - 224);
         assert_eq!(all.flops_per_token(1024) - mixed.flops_per_token(1024), fewer);
+        assert_eq!(mixed.flops_of_documents(&[1024; 3]), mixed.flops_per_token(1024));
+        // A document of 512 tokens has half of the keys of one of 1,024, but two of them have as many tokens as one.
+        let halves = (2 * all.flops_per_token(512) + 2 * all.flops_per_token(1024)) / 4;
+        assert!(all.flops_of_documents(&[512, 512, 1024]).abs_diff(halves) <= 1);
         // Another number of layers repeats the pattern.
         let longer = mixed.with(Overrides { layers: Some(9), ..none }).unwrap();
         assert_eq!(longer.windows.unwrap().pattern.to_string(), "SSSLSSSSS");
