@@ -349,7 +349,7 @@ fn tokens_outside_the_vocabulary_are_rejected() {
         (-1, layout.inputs(), 128),
         (128, layout.inputs(), 128),
         (97, layout.targets(), 97),
-        (-1, layout.targets(), 97),
+        (-2, layout.targets(), 97),
     ] {
         let mut words = run.engine.host_buffer(layout.words()).unwrap();
         words[part.start + 5] = bad;

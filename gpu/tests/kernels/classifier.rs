@@ -257,7 +257,9 @@ fn masked_rows_have_no_loss_and_no_gradient<T: Tolerance>() {
             let mut want = [false, true].map(|gradients| case.run(capacity, gradients));
             for row in [1, 2] {
                 case.targets[row] = MASKED;
-                want.iter_mut().for_each(|want| want.losses[row] = 0.5);
+                for want in &mut want {
+                    want.losses[row] = 0.5;
+                }
                 want[1].gradients[row * padded..][..padded].fill(0.0);
             }
             for (want, gradients) in want.iter().zip([false, true]) {
