@@ -7,9 +7,9 @@
 use super::llama::{self, IGNORED};
 use super::{Architecture, LLAMA, Part, Setting, part, tensor};
 use crate::keys::Keys;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use engine::ops::Activation;
-use model::descriptor::{Biases, Init, Normalization, QkNorm};
+use model::descriptor::{Biases, Init, Normalization, Positions, QkNorm, Rotary, RotaryScaling};
 use model::{Descriptor, Param};
 use serde_json::{Map, Value, json};
 
@@ -51,6 +51,14 @@ pub static NANOCHAT: Architecture = Architecture {
 fn descriptor(keys: Keys) -> Result<Descriptor> {
     llama::no_windows(keys)?;
     let llama = llama::descriptor(keys, Biases::None, None, None)?;
+    // The norm that follows the rotation would remove the factor, and that of this program precedes it.
+    if let Positions::Rotary(Rotary { scaling: Some(RotaryScaling::Yarn(yarn)), .. }) = llama.positions {
+        ensure!(
+            (yarn.attention_factor - 1.0).abs() < f32::EPSILON,
+            "attention_factor: expected 1, because NanoChatForCausalLM normalizes rotated queries and keys, found {}",
+            yarn.attention_factor
+        );
+    }
     let eps = llama.norm.eps().unwrap_or(llama::EPS);
     // Unlike an absent key, null disables it.
     let softcap = match keys.0.get(SOFTCAP) {

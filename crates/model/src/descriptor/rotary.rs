@@ -153,7 +153,7 @@ impl YarnScaling {
             (low, high) = (low.floor(), high.ceil());
         }
         (low, high) = (low.max(0.0), high.min(head_size as f64 - 1.0));
-        if low == high {
+        if (high - low).abs() < f64::EPSILON {
             high += 0.001;
         }
         let frequency = |(i, length): (usize, f32)| {
