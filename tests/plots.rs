@@ -136,7 +136,7 @@ fn plots_of_several_runs_are_written_in_each_format() {
         (vec!["--reference", "gpt4"], "expected gpt2-124m, gpt2-350m"),
         (vec!["--smooth", "1"], "expected a number of at least 0 and below 1"),
         (vec!["--live"], "--live: expected a terminal, found a file or pipe; use --out FILE"),
-        (vec!["missing"], "missing: expected the directory of a run or a log file, found nothing"),
+        (vec!["no-such-run"], "no-such-run: expected the directory of a run or a log file, found nothing"),
     ] {
         fail(&[&["plot", text(&a)], &arguments[..]].concat(), &[expected]);
     }
