@@ -136,7 +136,7 @@ pub struct Scalars {
     pub scale: f32,
     /// Weight decay coefficient.
     pub weight_decay: f32,
-    /// That of [`muon_momentum`], which skips the same steps.
+    /// The factor of [`muon_momentum`]: both skip the same steps.
     pub grad_factor: f32,
     /// Seed of the stochastic rounding: element i draws number i.
     pub seed: u32,

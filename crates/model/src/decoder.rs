@@ -172,7 +172,7 @@ pub(super) struct Cache {
     pub(super) capacity: usize,
     /// (B, KV, T, HS) of each layer, where T is the window if it is smaller. Position p is at p mod T.
     pub(super) keys: Tensor,
-    /// As the keys.
+    /// The values, with the shape of `keys`.
     pub(super) values: Tensor,
     /// (B, NH, splits, HS + 2) f32
     pub(super) partials: Tensor,

@@ -156,7 +156,7 @@ impl Generator {
         self.cache.capacity
     }
 
-    /// Returns the most tokens of a text whose keys and values are all in the cache.
+    /// Returns the length up to which the cache holds the keys and values of all tokens of a text.
     pub fn kept(&self) -> usize {
         let d = &self.decoder.descriptor;
         (0..d.layers).map(|layer| self.cache.positions(d, layer)).min().unwrap_or(self.cache.capacity)
@@ -189,8 +189,8 @@ impl Generator {
         self.set_slot(engine, slot, prompt, seed, sampling)
     }
 
-    /// Begins a sequence with the prompt of slot `from`, whose text is the prompt, or continues it and has at most
-    /// [`kept`](Self::kept) tokens, those of steps in progress included.
+    /// Begins a sequence with a prompt that slot `from` holds. The text of that slot must be the prompt, or begin with it and have at
+    /// most [`kept`](Self::kept) tokens, including those of steps in progress.
     pub fn begin_copy(
         &self,
         engine: &mut dyn Engine,

@@ -242,7 +242,7 @@ pub struct MuonApply {
     pub update: Tensor,
     /// (2) f32: sum of the losses, and norm of all gradients.
     pub stats: Tensor,
-    /// That of [`MuonMomentum`], which skips the same updates.
+    /// The factor of [`MuonMomentum`]: both skip the same updates.
     pub grad_factor: f32,
     /// Learning rate.
     pub learning_rate: f32,

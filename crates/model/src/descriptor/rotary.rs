@@ -144,7 +144,7 @@ impl YarnScaling {
         head_size as f64 * length.ln() / (2.0 * f64::from(theta).ln())
     }
 
-    /// Returns the frequencies of pairs whose wavelengths are 2 π times `plain`. The indices are f64 and the interpolation is f32, as in
+    /// Returns the frequencies of pairs with wavelengths of 2 π times `plain` positions. The indices are f64 and the interpolation is f32, as in
     /// transformers.
     fn frequencies(&self, plain: Vec<f32>, theta: f32) -> Vec<f32> {
         let head_size = 2 * plain.len();
