@@ -85,7 +85,7 @@ pub static MISTRAL: Architecture = Architecture {
             "{LAYER_TYPES}: expected none, because {} ignores it, found {types}; set model_type to ministral, or remove it",
             MISTRAL.class
         );
-        with_windows(keys, descriptor(keys, Biases::None, None, None)?, window_size(keys)?, |_| true)
+        (MINISTRAL.descriptor)(keys)
     },
     keys: |descriptor| {
         let size = descriptor.windows.map(|windows| windows.size);
@@ -348,6 +348,9 @@ fn rotary_of(keys: Keys, name: &str) -> Result<Rotary> {
     Ok(Rotary { theta, scaling, pairs: RotaryPairs::HalfSplit })
 }
 
+/// Key of the maximum sequence length of the pretraining.
+const ORIGINAL: &str = "original_max_position_embeddings";
+
 /// Returns the scaling of the frequencies. Old versions of transformers call its kind `type`.
 fn rotary_scaling(keys: Keys, scaling: Keys) -> Result<Option<RotaryScaling>> {
     let [new, old] = ["rope_type", "type"].map(|key| scaling.get(key));
@@ -373,10 +376,14 @@ fn rotary_scaling(keys: Keys, scaling: Keys) -> Result<Option<RotaryScaling>> {
             factor: required("factor")?,
             low_freq_factor: required("low_freq_factor")?,
             high_freq_factor: required("high_freq_factor")?,
-            original_max_seq_len: scaling.size("original_max_position_embeddings")?,
+            original_max_seq_len: scaling.size(ORIGINAL)?,
         }))),
         Some("yarn") => {
-            let original = scaling.optional_size("original_max_position_embeddings")?;
+            // transformers prefers the key beside that of the scaling.
+            let original = match keys.optional_size(ORIGINAL)? {
+                None => scaling.optional_size(ORIGINAL)?,
+                original => original,
+            };
             let original = original.map_or_else(|| keys.size("max_position_embeddings"), Ok)?;
             let common = YarnScaling::common(required("factor")?, original);
             let [scale, scale_all] = [scaling.float("mscale", 0.0)?, scaling.float("mscale_all_dim", 0.0)?];
@@ -418,7 +425,7 @@ fn scaling_keys(scaling: RotaryScaling) -> Value {
                 "factor": shortest(factor),
                 "low_freq_factor": shortest(low_freq_factor),
                 "high_freq_factor": shortest(high_freq_factor),
-                "original_max_position_embeddings": original_max_seq_len,
+                ORIGINAL: original_max_seq_len,
             })
         }
         RotaryScaling::Yarn(scaling) => {
@@ -431,7 +438,7 @@ fn scaling_keys(scaling: RotaryScaling) -> Value {
                 "beta_slow": shortest(beta_slow),
                 "attention_factor": shortest(attention_factor),
                 "truncate": truncate,
-                "original_max_position_embeddings": original_max_seq_len,
+                ORIGINAL: original_max_seq_len,
             })
         }
         RotaryScaling::Linear { factor } => json!({ "rope_type": "linear", "factor": shortest(factor) }),

@@ -68,6 +68,9 @@ impl Rotary {
     /// Checks that all numbers are positive.
     pub(super) fn check(&self) -> Result<(), DescriptorError> {
         positive("rope theta", self.theta)?;
+        if let Some(RotaryScaling::Yarn(_)) = self.scaling {
+            positive("rope theta - 1 with YaRN", self.theta - 1.0)?;
+        }
         self.scaling.map_or(Ok(()), RotaryScaling::check)
     }
 
@@ -224,7 +227,7 @@ mod tests {
     /// The same for pairs 15 to 17 of Llama 3.2, where the scaling interpolates.
     const INTERPOLATED: [u32; 3] = [0x3aa9_279b, 0x39e1_3620, 0x38cb_98f7];
 
-    /// YaRN's frequencies of `yarn_has_the_frequencies_of_transformers`.
+    /// The same with theta 1e6 and Qwen2.5's YaRN.
     const YARN: [u32; 32] = [
         0x3f80_0000,
         0x3f26_3de0,
@@ -259,16 +262,8 @@ mod tests {
         0x351f_23e4,
         0x34ce_af79,
     ];
-    const OTHER_YARN: [u32; 32] = [
-        0x3f80_0000,
-        0x3f26_3de0,
-        0x3ed7_e89b,
-        0x3e8c_3504,
-        0x3e36_1887,
-        0x3dec_7fd6,
-        0x3d99_940d,
-        0x3d47_763f,
-        0x3d01_86e3,
+    /// The same with other numbers, from pair 9 on. The pairs before it are equal.
+    const OTHER_YARN: [u32; 23] = [
         0x3c9f_91d3,
         0x3c34_06af,
         0x3bc6_7675,
@@ -312,7 +307,6 @@ mod tests {
         assert_eq!(LLAMA.frequencies(4), [1.0, 1.0 / 500_000f32.sqrt()]);
     }
 
-    /// The frequencies that transformers 5.17 computes for heads of 64 channels: Qwen2.5 with factor 4, and other numbers.
     #[test]
     fn yarn_has_the_frequencies_of_transformers() {
         let yarn = YarnScaling::common(4.0, 32_768);
@@ -326,7 +320,9 @@ mod tests {
             original_max_seq_len: 4096,
             ..yarn
         };
-        assert_eq!(of(other), OTHER_YARN.map(f32::from_bits));
+        let found = of(other);
+        assert_eq!(found[..9], of(yarn)[..9]);
+        assert_eq!(found[9..], OTHER_YARN.map(f32::from_bits));
         assert_eq!(yarn.attention_factor.to_bits(), 0x3f91_be9c);
     }
 
@@ -358,5 +354,8 @@ mod tests {
         assert_eq!(error, "rope high_freq_factor - low_freq_factor: expected a positive number, found 0");
         let error = Rotary { theta: f32::NAN, ..LLAMA }.check().unwrap_err().to_string();
         assert_eq!(error, "rope theta: expected a positive number, found NaN");
+        let yarn = Some(RotaryScaling::Yarn(YarnScaling::common(4.0, 32_768)));
+        let error = Rotary { theta: 1.0, scaling: yarn, ..LLAMA }.check().unwrap_err().to_string();
+        assert_eq!(error, "rope theta - 1 with YaRN: expected a positive number, found 0");
     }
 }
