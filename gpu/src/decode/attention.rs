@@ -289,7 +289,8 @@ pub fn decode_attention<T: Element, const GROUP: usize>(
     // The oldest visible position is at `oldest`, the new one before it if the ring is full.
     let capacity = if sizes.capacity > 1 { sizes.capacity } else { 1 };
     let oldest = (position + 1 - len) % capacity;
-    let place = |i: u32| if oldest + i < capacity { oldest + i } else { oldest + i - capacity };
+    // Below 0, the difference is a large number. A condition instead would be one for each load.
+    let place = |i: u32| (oldest + i).min((oldest + i).wrapping_sub(capacity));
     let rotated_key = shared.heads.skip(GROUP * hs);
     let thread = thread::thread_idx_x() as usize;
     if is_last && first == 0 && thread < hs {
