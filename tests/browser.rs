@@ -241,9 +241,10 @@ fn a_visitor_sees_the_run_and_talks_to_the_model() {
 
     // The number of tokens is a setting. The message is sent with the keyboard.
     browser.click("section#chat summary");
-    browser.click("#max_tokens");
-    browser.evaluate("document.querySelector('#max_tokens').select()");
+    browser
+        .evaluate("(() => { const field = document.querySelector('#max_tokens'); field.focus(); field.select(); })()");
     browser.write("5");
+    browser.wait_until("document.querySelector('#max_tokens').value === '5'");
     browser.click("#prompt");
     browser.write("or not");
     browser.key("Enter", 13, "\r");

@@ -145,7 +145,7 @@ fn an_interrupted_training_leaves_the_old_tokenizer() {
     let mut input = child.stdin.take().unwrap();
     input.write_all(&b"some text\n".repeat(1 << 20)).unwrap();
     thread::sleep(Duration::from_millis(200));
-    let kill = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    let kill = Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap();
     assert!(kill.success() && !child.wait().unwrap().success());
     assert_eq!(names(&out), ["tokenizer.json", "tokenizer.tiktoken"]);
     assert_eq!(fs::read(out.join("tokenizer.json")).unwrap(), old);
