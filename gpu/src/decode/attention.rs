@@ -286,15 +286,13 @@ pub fn decode_attention<T: Element, const GROUP: usize>(
     }
     thread::sync_threads();
     let cache = (slot * sizes.kv_heads as usize + kv as usize) * sizes.capacity as usize * hs;
-    // The oldest visible position is at `oldest`, the new one before it if the ring is full.
+    // The oldest visible position is at `oldest`. In a full ring, the new one is before it.
     let capacity = if sizes.capacity > 1 { sizes.capacity } else { 1 };
     let oldest = (position + 1 - len) % capacity;
-    // Below 0, the difference is a large number. A condition instead would be one for each load.
-    let place = |i: u32| (oldest + i).min((oldest + i).wrapping_sub(capacity));
     let rotated_key = shared.heads.skip(GROUP * hs);
     let thread = thread::thread_idx_x() as usize;
     if is_last && first == 0 && thread < hs {
-        let at = cache + place(len - 1) as usize * hs + thread;
+        let at = cache + (position % capacity) as usize * hs + thread;
         keys.set(at, T::from_f32(rotated_key.at(thread)));
         values.set(at, new_value.at(thread));
     }
@@ -320,19 +318,27 @@ pub fn decode_attention<T: Element, const GROUP: usize>(
     }
     let stride = (WARPS as u32) << (5 - lane_shift);
     let own = (warp << (5 - lane_shift)) + (lane >> lane_shift);
-    let mut base = start;
-    while base < end {
-        let (mut k, mut v) = ([Packet::<T>::zero(); UNROLL], [Packet::<T>::zero(); UNROLL]);
-        let mut valid = [false; UNROLL];
-        for u in 0..UNROLL {
-            let at = base + u as u32 * stride + own;
-            valid[u] = at < end;
-            // Loads past the end repeat the last position: with a condition per load, ptxas would interleave loads and uses.
-            let at = cache + place(at.min(end - 1)) as usize * hs + channel;
-            (k[u], v[u]) = (keys.packet(at), values.packet(at));
+    // The positions after the end of the ring follow in a second pass, with another shift: with a condition for each load instead, the
+    // kernel would need more registers, and fewer blocks would fit.
+    let (mut base, mut stop, mut shift) = (start, end.min(capacity - oldest), oldest);
+    loop {
+        while base < stop {
+            let (mut k, mut v) = ([Packet::<T>::zero(); UNROLL], [Packet::<T>::zero(); UNROLL]);
+            let mut valid = [false; UNROLL];
+            for u in 0..UNROLL {
+                let at = base + u as u32 * stride + own;
+                valid[u] = at < stop;
+                // Loads past the end repeat the last position: with a condition per load, ptxas would interleave loads and uses.
+                let at = cache + at.min(stop - 1).wrapping_add(shift) as usize * hs + channel;
+                (k[u], v[u]) = (keys.packet(at), values.packet(at));
+            }
+            softmax.add(&k, &v, valid);
+            base += UNROLL as u32 * stride;
         }
-        softmax.add(&k, &v, valid);
-        base += UNROLL as u32 * stride;
+        if stop == end {
+            break;
+        }
+        (base, stop, shift) = (start.max(stop), end, oldest.wrapping_sub(capacity));
     }
     if is_last && warp == 0 {
         let key = Packet::<T>::from_fn(|i| rotated_key.at(channel + i));
