@@ -286,13 +286,14 @@ pub fn decode_attention<T: Element, const GROUP: usize>(
     }
     thread::sync_threads();
     let cache = (slot * sizes.kv_heads as usize + kv as usize) * sizes.capacity as usize * hs;
-    // The oldest visible position is at `oldest`. In a full ring, the new one is before it.
+    // The places of the new and of the oldest visible position. A division takes long, and only a full ring needs it.
     let capacity = if sizes.capacity > 1 { sizes.capacity } else { 1 };
-    let oldest = (position + 1 - len) % capacity;
+    let newest = if position < capacity { position } else { position % capacity };
+    let oldest = if position < capacity || newest + 1 == capacity { 0 } else { newest + 1 };
     let rotated_key = shared.heads.skip(GROUP * hs);
     let thread = thread::thread_idx_x() as usize;
     if is_last && first == 0 && thread < hs {
-        let at = cache + (position % capacity) as usize * hs + thread;
+        let at = cache + newest as usize * hs + thread;
         keys.set(at, T::from_f32(rotated_key.at(thread)));
         values.set(at, new_value.at(thread));
     }
