@@ -361,10 +361,12 @@ fn accept_data(changes: Vec<String>, accepted: bool, notes: &mut Vec<String>) ->
     Ok(())
 }
 
-/// Returns the settings that differ: the key, and a description of the change.
+/// Returns the settings that differ: the key, and a description of the change. A switch that is off equals an absent one: the
+/// checkpoints of earlier versions do not have every switch.
 fn changes(was: &Map<String, Value>, now: &Map<String, Value>) -> Vec<(String, String)> {
+    let set = |settings: &Map<String, Value>, key: &str| settings.get(key).filter(|value| **value != false).cloned();
     let mut keys: Vec<&String> = was.keys().chain(now.keys().filter(|key| !was.contains_key(*key))).collect();
-    keys.retain(|key| !MODEL_AND_DATA_SETTINGS.contains(&&***key) && was.get(*key) != now.get(*key));
+    keys.retain(|key| !MODEL_AND_DATA_SETTINGS.contains(&&***key) && set(was, key) != set(now, key));
     let describe = |value: Option<&Value>| match value {
         None => "not given".to_owned(),
         Some(Value::String(text)) => text.clone(),
@@ -373,4 +375,21 @@ fn changes(was: &Map<String, Value>, now: &Map<String, Value>) -> Vec<(String, S
     keys.into_iter()
         .map(|key| (key.clone(), format!("--{key} was {}, is now {}", describe(was.get(key)), describe(now.get(key)))))
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_new_switch_that_is_off_is_no_change() {
+        let of = |settings: Value| settings.as_object().unwrap().clone();
+        let old = of(json!({ "batch": 4, "tf32": true }));
+        let keys = |now: Value| changes(&old, &of(now)).into_iter().map(|(key, _)| key).collect::<Vec<_>>();
+        assert_eq!(keys(json!({ "batch": 4, "tf32": true, "document-mask": false })), [""; 0]);
+        assert_eq!(keys(json!({ "batch": 4, "tf32": true, "document-mask": true })), ["document-mask"]);
+        assert_eq!(keys(json!({ "batch": 4, "tf32": false })), ["tf32"]);
+        assert_eq!(keys(json!({ "batch": 5, "tf32": true })), ["batch"]);
+    }
 }
