@@ -46,5 +46,6 @@ pub mod quantize;
 pub mod quantize_activation;
 pub mod remainder;
 pub mod rotary;
+pub mod scale_blocks;
 pub mod softcap;
 pub mod weights;

@@ -62,6 +62,9 @@ operations!(
     RotaryBackward,
     MatmulForward,
     MatmulBackward,
+    Activate,
+    ActivateBackward,
+    ScaleBlocks,
     AttentionForward,
     AttentionBackward,
     Classifier,
@@ -211,7 +214,8 @@ pub struct MatmulShape {
 
 pub use gpu::activation::Activation;
 
-/// Determines how a linear layer's sums become its output. The tensors are (rows, OC) float and distinct from `out`.
+/// Determines how a linear layer's sums become its output. The tensors are (rows, OC) float and distinct from `out`, except that the residual
+/// of a [`MatmulForward`] may be `out` itself: the sums are added to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Epilogue {
     /// out = sum
@@ -243,14 +247,16 @@ pub struct MatmulForward {
 
 /// Computes the gradients of a linear layer.
 ///
-/// `dinp = dout · weight`, multiplied by the derivative of the activation if `activation` is given; `dweight += doutᵀ · inp`;
-/// `dbias += Σ_rows dout`.
+/// `dinp = dout · weight`, multiplied by the derivative of the activation if `activation` is given; `dweight += doutᵀ · inp`, unless the
+/// weight is frozen; `dbias += Σ_rows dout`.
 #[derive(Clone, Copy, Debug)]
 pub struct MatmulBackward {
     /// (rows, C) float; with an activation its gradient (rows, C · [`Activation::inputs`])
     pub dinp: Tensor,
-    /// (OC, C) float or f32, accumulated
-    pub dweight: Tensor,
+    /// Adds to `dinp` instead of overwriting it. There is no activation then.
+    pub adds_to_dinp: bool,
+    /// (OC, C) float or f32, accumulated; `None` if the weight is frozen.
+    pub dweight: Option<Tensor>,
     /// (OC) float, accumulated
     pub dbias: Option<Tensor>,
     /// (rows, OC) float
@@ -289,6 +295,59 @@ pub struct ActivationForward {
     pub bias: Option<Tensor>,
     /// Sizes.
     pub shape: MatmulShape,
+}
+
+/// Computes `out = activation(preactivation)`, where no linear layer does that in its epilogue.
+#[derive(Clone, Copy, Debug)]
+pub struct Activate {
+    /// The activation.
+    pub activation: Activation,
+    /// (rows, columns) float
+    pub out: Tensor,
+    /// (rows, columns · [`Activation::inputs`]) float
+    pub preactivation: Tensor,
+    /// Columns of the output.
+    pub columns: usize,
+}
+
+/// Computes the gradient of an activation's argument.
+#[derive(Clone, Copy, Debug)]
+pub struct ActivateBackward {
+    /// The activation.
+    pub activation: Activation,
+    /// (rows, columns · [`Activation::inputs`]) float. With one input, it holds the gradient of the output and is replaced.
+    pub dinp: Tensor,
+    /// (rows, columns) float: the gradient of the output of an activation with two inputs.
+    pub dout: Option<Tensor>,
+    /// (rows, columns · [`Activation::inputs`]) float
+    pub preactivation: Tensor,
+    /// Columns of the output.
+    pub columns: usize,
+}
+
+/// Scales blocks on the diagonal of a matrix, and sets all other elements to 0. Block i has the rows from `ends[i - 1]` to `ends[i]`, and
+/// the next `block_columns` columns.
+#[derive(Clone, Copy, Debug)]
+pub struct ScaleBlocks {
+    /// (rows, columns) float, replaced
+    pub values: Tensor,
+    /// Columns.
+    pub columns: usize,
+    /// Factor of the blocks.
+    pub factor: f32,
+    /// The ends of the rows of three blocks. Blocks may be empty.
+    pub ends: [usize; 3],
+    /// Columns of a block.
+    pub block_columns: usize,
+    /// The blocks that are scaled. The others become 0.
+    pub kept: [bool; 3],
+}
+
+impl ScaleBlocks {
+    /// Scales a whole matrix (rows, columns).
+    pub const fn whole(values: Tensor, columns: usize, factor: f32) -> Self {
+        Self { values, columns, factor, ends: [values.len / columns; 3], block_columns: columns, kept: [true; 3] }
+    }
 }
 
 /// Sizes of a grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245): query head h reads key-value head

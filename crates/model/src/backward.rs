@@ -8,7 +8,7 @@
 //! for all layers and are recomputed by the operation that computed them, so that gradients keep their bits.
 
 use super::decoder::{BackwardPass, Decoder, NormBuffers, SubLayer};
-use super::descriptor::{self, Biases};
+use super::descriptor;
 use super::nvtx::Range;
 use super::params::{Param, Unit};
 use super::recompute::Recompute;
@@ -31,7 +31,7 @@ impl Decoder {
         let encoded = self.encoded.slice(0, rows * c);
         let embedding_norm = self.embedding_norm.map(|norm| norm.rows(rows, c));
         let embedded = embedding_norm.map_or(encoded, |norm| norm.out);
-        let layer_norm = d.norm == descriptor::Normalization::LayerNorm && d.biases == Biases::All;
+        let layer_norm = d.norm == descriptor::Normalization::LayerNorm && d.has(Param::Attprojb);
         let pass = BackwardPass {
             model: self,
             layout,
@@ -88,7 +88,7 @@ impl BackwardPass<'_> {
     }
 
     fn bias_gradient(&self, sublayer: &dyn SubLayer) -> Option<Tensor> {
-        self.model.optional(self.grads, sublayer.output_bias(), sublayer.norm().layer)
+        self.model.gradient(self.grads, sublayer.output_bias(), sublayer.norm().layer)
     }
 
     /// Returns the backward pass of a linear layer of layer `l`, from the gradient `dout` of its output to that of its input `inp`.
@@ -102,8 +102,9 @@ impl BackwardPass<'_> {
     ) -> MatmulBackward {
         let model = self.model;
         let shape = model.linear_shape(weight, inp);
-        let (fp8, dweight) = (model.fp8_backward(l, weight, shape), self.grads.tensor(weight, l));
-        MatmulBackward { dinp, dweight, dbias, dout, inp, weight: model.param(weight, l), activation: None, shape, fp8 }
+        let (fp8, dweight) = (model.fp8_backward(l, weight, shape), model.gradient(self.grads, weight, l));
+        let (weight, activation, adds_to_dinp) = (model.param(weight, l), None, false);
+        MatmulBackward { dinp, adds_to_dinp, dweight, dbias, dout, inp, weight, activation, shape, fp8 }
     }
 
     /// Adds the gradient through a norm, from `dchannels`, to `dresidual`, which is then that of the output of the sub-layer `before`.
@@ -129,21 +130,23 @@ impl BackwardPass<'_> {
         column_sums: Option<Tensor>,
     ) -> Result<()> {
         let (model, c) = (self.model, self.model.descriptor.channels);
-        let (params, grads) = (model.norm_params(model.param_store(), norm), model.norm_params(self.grads, norm));
+        let weight = model.norm_params(norm).weight;
         let NormBuffers { mean, rstd, .. } = *norm;
-        let (weight, dweight, dbias) = (params.weight, grads.weight, grads.bias);
+        let gradient = |i: usize| norm.params.and_then(|params| self.vector_gradient(params[i], norm.layer, i));
+        let [dweight, dbias] = [0, 1].map(gradient);
         engine.run(NormBackward { dinp, dweight, dbias, column_sums, dout, inp, weight, mean, rstd, c })
     }
 
     /// Computes the gradients of the embeddings, and of their norm if there is one.
     fn embedding(&self, engine: &mut dyn Engine, norm: Option<NormBuffers>, encoded: Tensor) -> Result<()> {
+        let [dwte, dwpe] = [Param::Wte, Param::Wpe].map(|param| self.model.gradient(self.grads, param, 0));
+        let Some(dwte) = dwte else { return Ok(()) };
         let mut dout = self.dresidual;
         if let Some(norm) = norm {
             engine.zero(self.dchannels)?;
             self.norm_gradient(engine, &norm, encoded, [self.dchannels, dout], None)?;
             dout = self.dchannels;
         }
-        let (dwte, dwpe) = (self.grads.tensor(Param::Wte, 0), self.model.optional(self.grads, Param::Wpe, 0));
         let (layout, c) = (self.layout, self.model.descriptor.channels);
         engine.run(EncoderBackward { dwte, dwpe, dout, batch: self.model.batch, layout, c })
     }

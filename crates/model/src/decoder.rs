@@ -3,6 +3,7 @@
 //! [`forward`](Decoder::forward), [`loss`](Decoder::loss) and [`backward`](Decoder::backward) are in files of these names. They pass
 //! through the layers, each of which is a list of sub-layers.
 
+use super::adapters::AdapterBuffers;
 use super::descriptor::Descriptor;
 use super::fp8::Fp8;
 use super::muon_buffers::MuonBuffers;
@@ -25,6 +26,8 @@ pub struct Decoder {
     pub layout: Params,
     /// Tensors that ranks shard.
     pub zero: Zero,
+    /// The parameters of the model, if those of [`params`](Self::params) are its adapters.
+    pub(super) frozen: Option<Frozen>,
     /// float parameters; a [`Store`] locates each of them.
     pub params: Tensor,
     pub(super) param_buffers: Option<Tensor>,
@@ -45,6 +48,15 @@ pub struct Decoder {
     pub(super) embedding_norm: Option<NormBuffers>,
     pub(super) layers: Vec<Layer>,
     pub(super) final_norm: NormBuffers,
+}
+
+/// Parameters without gradients. Every rank has all of them.
+#[derive(Clone, Debug)]
+pub(super) struct Frozen {
+    pub(super) layout: Params,
+    /// float
+    pub(super) params: Tensor,
+    pub(super) adapters: AdapterBuffers,
 }
 
 /// Tensors that only training needs.
@@ -208,13 +220,41 @@ impl Decoder {
         rows.min(self.descriptor.max_seq_len)
     }
 
-    pub(super) fn param(&self, param: Param, layer: usize) -> Tensor {
-        self.param_store().tensor(param, layer)
+    /// Returns where the model's own parameters are, without adapters.
+    pub(super) fn weights(&self) -> Store<'_> {
+        let frozen = self.frozen.as_ref();
+        frozen.map_or_else(|| self.param_store(), |frozen| Store::whole_or_buffered(&frozen.layout, frozen.params, None))
     }
 
-    /// Returns a tensor of `store`, or `None` if the model lacks it.
-    pub(super) fn optional(&self, store: Store, param: Param, layer: usize) -> Option<Tensor> {
-        param.is_in(&self.descriptor).then(|| store.tensor(param, layer))
+    pub(super) fn param(&self, param: Param, layer: usize) -> Tensor {
+        if param.is_adapter() { self.param_store() } else { self.weights() }.tensor(param, layer)
+    }
+
+    /// Returns a parameter, or `None` if the model lacks it.
+    pub(super) fn optional(&self, param: Param, layer: usize) -> Option<Tensor> {
+        param.is_in(&self.descriptor).then(|| self.param(param, layer))
+    }
+
+    /// Returns the gradient of a parameter, or `None` if the model lacks the parameter or it is frozen.
+    pub(super) fn gradient(&self, grads: Store, param: Param, layer: usize) -> Option<Tensor> {
+        self.descriptor.has(param).then(|| grads.tensor(param, layer))
+    }
+
+    /// Returns the model without its adapters, with its parameters as the frozen ones of this model.
+    pub fn frozen_model(&self) -> Option<Self> {
+        let frozen = self.frozen.clone()?;
+        let descriptor = self.descriptor.base();
+        let (layout, params) = (frozen.layout, frozen.params);
+        Some(Self {
+            descriptor,
+            layout,
+            params,
+            param_buffers: None,
+            frozen: None,
+            zero: Zero::NONE,
+            training: None,
+            ..self.clone()
+        })
     }
 
     /// Returns the layers with the first `rows` rows of their activations.
@@ -223,10 +263,10 @@ impl Decoder {
         self.layers.iter().map(of).collect()
     }
 
-    /// Returns the parameters of a norm in `store`, which may contain gradients.
-    pub(super) fn norm_params(&self, store: Store, norm: &NormBuffers) -> NormParams {
+    /// Returns the parameters of a norm.
+    pub(super) fn norm_params(&self, norm: &NormBuffers) -> NormParams {
         let [weight, bias] =
-            norm.params.map_or([None; 2], |params| params.map(|param| self.optional(store, param, norm.layer)));
+            norm.params.map_or([None; 2], |params| params.map(|param| self.optional(param, norm.layer)));
         NormParams { weight, bias }
     }
 

@@ -1,10 +1,12 @@
 //! The shape of a model, and the names of known shapes.
 
+mod adapters;
 mod overrides;
 mod presets;
 mod rotary;
 mod windows;
 
+pub use adapters::{AdapterTarget, AdapterTargets, Adapters};
 pub use overrides::Overrides;
 pub use rotary::{Llama3Scaling, Rotary, RotaryScaling, YarnScaling};
 pub use windows::{WindowPattern, Windows};
@@ -55,6 +57,9 @@ pub struct Descriptor {
     /// Layers in which a token attends only to the tokens before it that are near.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub windows: Option<Windows>,
+    /// Low-rank adapters. The parameters of the descriptor are those of the adapters then, and the model is [`base`](Self::base).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adapters: Option<Adapters>,
 }
 
 /// A normalization.
@@ -237,6 +242,7 @@ impl Descriptor {
             softcap: None,
             init: Init::Gpt2,
             windows: None,
+            adapters: None,
         }
         .checked()
     }
@@ -277,6 +283,9 @@ impl Descriptor {
         }
         if let Some(windows) = self.windows {
             windows.check(layers)?;
+        }
+        if let Some(adapters) = self.adapters {
+            adapters.check(self.smallest_target().unwrap_or(0))?;
         }
         let numbers = [("norm eps", self.norm.eps()), ("QK-norm eps", self.qk_norm.map(|norm| norm.eps))];
         let numbers = numbers
@@ -336,10 +345,51 @@ impl Descriptor {
         self.activation.inputs() * self.mlp_channels
     }
 
-    /// Returns the parameter tensors that the model has, in file order.
+    /// Returns the model without adapters.
+    pub const fn base(&self) -> Self {
+        Self { adapters: None, ..*self }
+    }
+
+    /// Returns the parameter tensors in file order: those of the model, or those of its adapters if it has any.
     pub fn params(&self) -> impl Iterator<Item = Param> + Clone + use<> {
         let descriptor = *self;
-        Param::ALL.into_iter().filter(move |param| param.is_in(&descriptor))
+        Param::ALL.into_iter().filter(move |&param| descriptor.has(param))
+    }
+
+    /// Reports whether a tensor is one of [`params`](Self::params).
+    pub fn has(&self, param: Param) -> bool {
+        param.is_in(self) && param.is_adapter() == self.adapters.is_some()
+    }
+
+    /// Returns the targets of adapters in a linear layer, one for each matrix. GPT-2 has one matrix for queries, keys and values, as in
+    /// transformers.
+    pub fn targets(&self, weight: Param) -> Vec<AdapterTarget> {
+        use AdapterTarget::{Attproj, Fcproj, Gate, K, Q, Up, V};
+        match weight {
+            Param::Qkvw if self.base().is_gpt2() => vec![Q],
+            Param::Qkvw => vec![Q, K, V],
+            Param::Attprojw => vec![Attproj],
+            Param::Fcw if self.activation.is_gated() => vec![Up, Gate],
+            Param::Fcw => vec![Up],
+            Param::Fcprojw => vec![Fcproj],
+            _ => Vec::new(),
+        }
+    }
+
+    /// Returns the rows of each matrix of [`targets`](Self::targets).
+    pub fn target_rows(&self, weight: Param) -> Vec<usize> {
+        if self.targets(weight).len() == 1 { vec![weight.shape(self).0] } else { weight.matrices(self) }
+    }
+
+    /// Returns the smaller dimension of the smallest matrix with an adapter, or `None` if there is no such matrix.
+    fn smallest_target(&self) -> Option<usize> {
+        let targets = self.adapters?.targets;
+        let of_layer = |weight: Param| {
+            let matrices = self.targets(weight).into_iter().zip(self.target_rows(weight));
+            let matrices = matrices.filter(move |(target, _)| targets.contains(*target));
+            matrices.map(|(_, rows)| rows.min(weight.shape(self).1)).collect::<Vec<_>>()
+        };
+        Param::linear(self).flat_map(of_layer).min()
     }
 
     /// Returns the number of parameters with the padded vocabulary (llm.c's N).
@@ -354,10 +404,15 @@ impl Descriptor {
 
     /// Returns llm.c's estimate of the training FLOPs per token, 6N + 12 NH HS times the mean number of keys that a query attends to, in
     /// all layers. Of T tokens that is T / 2, or W - W² / 2T with a window W. An embedding that is not the head is not counted, because
-    /// it takes no FLOPs.
+    /// it takes no FLOPs. Frozen parameters take 4 instead of 6.
     pub fn flops_per_token(&self, t: usize) -> usize {
         let lookup = if self.tied { 0 } else { Param::Wte.len(self) };
-        6 * (self.parameters() - lookup) + 6 * self.attention_channels() * self.doubled_keys(t)
+        let attention = 6 * self.attention_channels() * self.doubled_keys(t);
+        match self.adapters {
+            // Frozen weights have no gradient.
+            Some(_) => 4 * (self.base().parameters() - lookup) + 6 * self.parameters() + attention,
+            None => 6 * (self.parameters() - lookup) + attention,
+        }
     }
 
     /// Returns the same estimate for documents of these lengths, to which attention is limited.
@@ -410,6 +465,9 @@ impl fmt::Display for Descriptor {
         write!(f, ", {channels} channels")?;
         if self.mlp_channels != 4 * channels {
             write!(f, " ({} in the MLP)", self.mlp_channels)?;
+        }
+        if let Some(Adapters { rank, alpha, targets }) = self.adapters {
+            write!(f, ", adapters of rank {rank} (alpha {alpha}, {targets})")?;
         }
         if let Some(Windows { size, pattern }) = self.windows {
             write!(f, ", windows of {size} tokens ({pattern})")?;

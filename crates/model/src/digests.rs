@@ -15,6 +15,9 @@ pub type Digests = BTreeMap<String, String>;
 /// Distance between the positions of the elements of two tensors. No tensor is as long.
 const TENSOR: u64 = 1 << 40;
 
+/// Distance between the numbers of a tensor in two layers: the number of parameters without adapters.
+const LAYER: usize = 19;
+
 impl Decoder {
     /// Returns the digests of parameters, moments and master weights. All ranks must call it.
     ///
@@ -65,11 +68,11 @@ impl Decoder {
     /// embeddings, and the layers.
     fn digest_of(&self, engine: &mut dyn Engine, store: Store, sharded: [bool; 2]) -> Result<[u64; 2]> {
         let mut sums = [0u64; 2];
-        for (i, param) in Param::ALL.into_iter().enumerate().filter(|(_, param)| param.is_in(&self.descriptor)) {
+        for (i, param) in Param::ALL.into_iter().enumerate().filter(|(_, param)| self.descriptor.has(*param)) {
             let layers = if param.layered() { self.descriptor.layers } else { 1 };
             for layer in 0..layers {
                 let Some((range, tensor)) = store.held(param, layer) else { continue };
-                let position = (i + layer * Param::ALL.len()) as u64 * TENSOR + range.start as u64;
+                let position = (i + layer * LAYER) as u64 * TENSOR + range.start as u64;
                 let digest = engine.digest(tensor, position)?;
                 let of_layer = self.layout.unit_of(param, layer) != Unit::Embeddings;
                 let sum = &mut sums[usize::from(sharded[usize::from(of_layer)])];

@@ -61,7 +61,7 @@ impl Decoder {
     /// Embeds the tokens and returns the residual stream of the first layer.
     fn embed(&self, engine: &mut dyn Engine, layout: BatchLayout) -> Result<Tensor> {
         let (rows, c) = (layout.b * layout.t, self.descriptor.channels);
-        let (wte, wpe) = (self.param(Param::Wte, 0), self.optional(self.param_store(), Param::Wpe, 0));
+        let (wte, wpe) = (self.param(Param::Wte, 0), self.optional(Param::Wpe, 0));
         let encoded = self.encoded.slice(0, rows * c);
         engine.run(EncoderForward { out: encoded, batch: self.batch, layout, wte, wpe, c })?;
         let Some(norm) = self.embedding_norm else { return Ok(encoded) };
@@ -81,7 +81,7 @@ impl Decoder {
     ) -> MatmulForward {
         let shape = self.linear_shape(weight, inp);
         let fp8 = self.fp8_forward(l, weight, shape);
-        let (weight, bias) = (self.param(weight, l), self.optional(self.param_store(), bias, l));
+        let (weight, bias) = (self.param(weight, l), self.optional(bias, l));
         MatmulForward { out, inp, weight, bias, epilogue, shape, fp8 }
     }
 
@@ -121,7 +121,7 @@ impl Decoder {
 
     /// Returns the norm of `inp` (rows, C).
     pub(super) fn norm_of(&self, norm: &NormBuffers, inp: Tensor, quantized: Option<Quantize>) -> NormForward {
-        let (c, params) = (self.descriptor.channels, self.norm_params(self.param_store(), norm));
+        let (c, params) = (self.descriptor.channels, self.norm_params(norm));
         let NormBuffers { out, mean, rstd, .. } = *norm;
         let eps = self.descriptor.norm.eps().unwrap_or(EMBEDDING_EPS);
         NormForward { out, mean, rstd, inp, weight: params.weight, bias: params.bias, c, eps, quantized }

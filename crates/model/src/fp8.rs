@@ -175,7 +175,9 @@ impl Buffers {
     /// Returns the operands that hold the gradient of a linear layer's output, of `len` elements, and its transpose.
     pub(super) fn output_gradient(&self, weight: Param, len: usize) -> [Tensor; 2] {
         let narrow = matches!(weight.kind(), ParamKind::Linear(_, Output::Residual));
-        [if narrow { self.narrow } else { self.wide }, self.dout_transposed].map(|operand| operand.slice(0, len))
+        // A frozen model has no transposed operands.
+        let transposed = self.dout_transposed.slice(0, len.min(self.dout_transposed.len));
+        [if narrow { self.narrow } else { self.wide }.slice(0, len), transposed]
     }
 }
 
@@ -184,14 +186,16 @@ pub(super) const BUFFERS: usize = 4;
 
 /// Returns names and shapes of the [`Buffers`] for batches of `rows` tokens.
 pub(super) fn buffers(d: &Descriptor, rows: usize, recompute: Recompute) -> [(&'static str, [usize; 2]); BUFFERS] {
-    let unkept = Param::linear(d).filter(|&weight| !keeps_input(weight, recompute));
+    // Only the gradients of weights read transposed operands.
+    let trains_weights = d.adapters.is_none();
+    let unkept = Param::linear(d).filter(|&weight| trains_weights && !keeps_input(weight, recompute));
     let unkept = unkept.map(|weight| weight.shape(d).1).max().unwrap_or(0);
     let narrow = d.channels.max(d.attention_channels());
     let widest_output = Param::linear(d).map(|weight| weight.shape(d).0).max().unwrap_or(0);
     [
         ("FP8 narrow operand", [rows, narrow]),
         ("FP8 wide operand", [rows, widest_output.max(d.mlp_channels)]),
-        ("FP8 dout transposed", [widest_output, rows]),
+        ("FP8 dout transposed", [if trains_weights { widest_output } else { 0 }, rows]),
         ("FP8 inp transposed", [unkept, rows]),
     ]
 }
@@ -214,6 +218,8 @@ pub struct Fp8 {
     pub(super) scaling: Scaling,
     /// Whether the values that quantization loses are counted.
     pub(super) counting: bool,
+    /// Whether the copies of frozen weights are complete.
+    pub(super) holds_frozen: bool,
     pub(super) inputs: Slots,
     pub(super) weights: Slots,
     pub(super) gradients: Slots,
@@ -244,12 +250,13 @@ impl Fp8 {
             Fp8Recipe::Delayed => (Scaling::Calibrate, HISTORY),
         };
         let elements = Param::linear(d).map(|weight| weight.len(d)).sum();
-        let holds_all_layers = !zero.shards_parameters();
+        let holds_all_layers = !zero.shards_parameters() || d.adapters.is_some();
         let copied = if holds_all_layers { layers } else { 1 };
         let mut add = |name: &str, shape: &[usize]| plan.add(Group::Workspace, format!("FP8 {name}"), shape, dtype);
         let copies = ["W", "W transposed"].map(|name| add(name, &[copied, elements]));
         let mut kept = [None; Param::ALL.len()];
-        for weight in Param::linear(d).filter(|&weight| keeps_input(weight, recompute)) {
+        let trains_weights = d.adapters.is_none();
+        for weight in Param::linear(d).filter(|&weight| trains_weights && keeps_input(weight, recompute)) {
             let name = format!("FP8 inp of {}", weight.name());
             kept[weight as usize] =
                 Some(plan.add(Group::Activations, name, &[layers, weight.shape(d).1, b * t], dtype));
@@ -259,6 +266,7 @@ impl Fp8 {
             options,
             scaling,
             counting: false,
+            holds_frozen: false,
             inputs: slots("input", history),
             weights: slots("weight", 1),
             gradients: slots("gradient", history),

@@ -9,13 +9,15 @@ use engine::{Engine, Result};
 impl Decoder {
     /// Quantizes the weights of all layers, unless ranks shard them.
     pub(super) fn quantize_whole_weights(&self, engine: &mut dyn Engine) -> Result<()> {
-        let layers = if self.zero.shards_parameters() { 0 } else { self.descriptor.layers };
+        let sharded = self.zero.shards_parameters() && self.frozen.is_none();
+        let layers = if sharded { 0 } else { self.descriptor.layers };
         (0..layers).try_for_each(|layer| self.quantize_weights(engine, layer))
     }
 
     /// Quantizes the weights of a layer, if ranks shard the parameters and this rank has just gathered them.
     pub(super) fn quantize_gathered_weights(&self, engine: &mut dyn Engine, layer: usize) -> Result<()> {
-        if self.zero.shards_parameters() { self.quantize_weights(engine, layer) } else { Ok(()) }
+        let sharded = self.zero.shards_parameters() && self.frozen.is_none();
+        if sharded { self.quantize_weights(engine, layer) } else { Ok(()) }
     }
 
     fn quantize_weights(&self, engine: &mut dyn Engine, layer: usize) -> Result<()> {
@@ -49,8 +51,13 @@ impl Decoder {
     }
 
     /// Returns the quantization of `inp` (rows, C), the input of a linear layer, by the operation that computes it. If the transposed copy
-    /// is not kept, the backward pass makes it.
+    /// is not kept, the backward pass makes it. The inputs of a frozen model are quantized afterwards.
     pub(super) fn fp8_input(&self, layer: usize, weight: Param, inp: Tensor) -> Option<Quantize> {
+        if self.frozen.is_some() { None } else { self.quantized_input(layer, weight, inp) }
+    }
+
+    /// Returns the quantization of `inp` (rows, C), the input of a linear layer.
+    pub(super) fn quantized_input(&self, layer: usize, weight: Param, inp: Tensor) -> Option<Quantize> {
         let (fp8, d) = (self.fp8.as_ref()?, &self.descriptor);
         let (_, c) = weight.shape(d);
         let shape = [inp.len / c, c];
@@ -75,7 +82,7 @@ impl Decoder {
         dout: Tensor,
         dbias: Option<Tensor>,
     ) -> Option<Quantize> {
-        let (fp8, d) = (self.fp8.as_ref()?, &self.descriptor);
+        let (fp8, d) = (self.fp8.as_ref().filter(|_| self.frozen.is_none())?, &self.descriptor);
         let (oc, _) = weight.shape(d);
         let [out, transposed] = fp8.buffers.output_gradient(weight, dout.len).map(Some);
         Some(Quantize {
@@ -111,11 +118,14 @@ impl Decoder {
         Some(Fp8Backward {
             dout: fp8.buffers.output_gradient(weight, shape.rows * shape.oc),
             // By the backward pass of the linear layer that reads the activation.
-            dout_is_quantized: output == Output::Activation,
+            dout_is_quantized: output == Output::Activation && self.frozen.is_none(),
             dout_scale: fp8.slot(fp8.gradients, d, layer, weight),
             scaling: fp8.scaling,
             format: fp8.options.gradients,
-            inp_transposed: kept.unwrap_or_else(|| fp8.buffers.inp_transposed.slice(0, shape.rows * shape.c)),
+            inp_transposed: kept.unwrap_or_else(|| {
+                let transposed = fp8.buffers.inp_transposed;
+                transposed.slice(0, transposed.len.min(shape.rows * shape.c))
+            }),
             // Norms also quantize the outputs that they recompute.
             inp_is_quantized: kept.is_some() || input == Input::Norm,
             inp_scale: fp8.slot(fp8.inputs, d, layer, weight),

@@ -355,7 +355,7 @@ impl Generator {
     /// Embeds the newest tokens and returns the residual stream of the first layer.
     fn embed(&self, engine: &mut dyn Engine) -> Result<Tensor> {
         let (model, rows, c) = (&self.decoder, self.cache.slot_count, self.decoder.descriptor.channels);
-        let (wte, wpe) = (model.param(Param::Wte, 0), model.optional(model.param_store(), Param::Wpe, 0));
+        let (wte, wpe) = (model.param(Param::Wte, 0), model.optional(Param::Wpe, 0));
         let out = model.encoded.slice(0, rows * c);
         engine.run(DecodeEmbed { out, slots: self.cache.slots, wte, wpe, c })?;
         let Some(norm) = model.embedding_norm else { return Ok(out) };

@@ -24,7 +24,8 @@ const FC_FACTOR: f32 = 0.4;
 /// Generates the initial values of every parameter and passes them to `write`, one tensor of one layer at a time. `values` holds the
 /// whole tensor, including zeros for the padded rows of the vocabulary. An error of `write` ends the generation.
 ///
-/// Matrices and embeddings are normally distributed as [`Init`] states. Weights of norms are 1, biases 0.
+/// Matrices and embeddings are normally distributed as [`Init`] states. Weights of norms are 1, biases 0. The adapters of a linear layer of
+/// C inputs have a uniformly distributed A in ±C^-1/2, as PEFT's `reset_lora_parameters`, and a B of 0.
 pub fn generate(
     descriptor: &Descriptor,
     seed: u32,
@@ -37,7 +38,16 @@ pub fn generate(
     for (param, layer, values, std) in matrices(descriptor) {
         buffer.clear();
         buffer.resize(param.len(descriptor), 0.0);
-        rng.normal(&mut buffer[..values], std);
+        match (param.kind(), descriptor.adapters) {
+            (ParamKind::AdapterA, Some(adapters)) => {
+                let columns = param.shape(descriptor).1;
+                for adapter in buffer.chunks_mut(adapters.padded_rank() * columns) {
+                    let drawn = adapter[..adapters.rank * columns].iter_mut();
+                    drawn.for_each(|value| *value = (2.0 * rng.next_f32() - 1.0) * std);
+                }
+            }
+            _ => rng.normal(&mut buffer[..values], std),
+        }
         write(param, layer, &buffer)?;
         progress.add(buffer.len() as u64);
     }
@@ -76,6 +86,8 @@ fn matrices(descriptor: &Descriptor) -> impl Iterator<Item = (Param, usize, usiz
     let residual = STD * (1.0 / (2.0 * d.layers as f32).sqrt());
     let fan_in = 1.0 / (d.channels as f32).sqrt();
     let std = move |param: Param| match (d.init, param.kind()) {
+        (_, ParamKind::AdapterA) => 1.0 / (param.shape(&d).1 as f32).sqrt(),
+        (_, ParamKind::AdapterB) => 0.0,
         (Init::Gpt2, ParamKind::Linear(_, Output::Residual)) => residual,
         (Init::Gpt2 | Init::Normal, _) => STD,
         (Init::DepthScaled, ParamKind::TokenEmbedding) => WTE_STD,

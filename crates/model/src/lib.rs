@@ -4,6 +4,7 @@
 //! * [`descriptor`], [`params`], [`init`]: sizes, layout of the parameters, initial weights.
 //! * [`memory_plan`], [`recompute`], [`fit`]: every buffer of a run, and whether they fit into memory.
 //! * [`forward`], [`loss`], [`backward`]: the passes of every [`decoder`]. [`update`], [`muon`]: gradient norm, AdamW and Muon.
+//! * `adapters`: low-rank adapters of a frozen model.
 //! * `sublayers`, `activations`: attention and the MLP in each pass, and the memory of their activations.
 //! * [`generator`]: text generation with a KV cache.
 //! * [`sharding`], [`data_parallel`]: ZeRO, and its overlap with the passes.
@@ -16,6 +17,7 @@
 #![warn(missing_docs)]
 
 mod activations;
+mod adapters;
 pub mod backward;
 pub mod data_parallel;
 pub mod decoder;

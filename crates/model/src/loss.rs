@@ -44,11 +44,11 @@ impl Decoder {
         let (vp, softcap) = (self.descriptor.padded_vocab(), self.descriptor.softcap);
         let (rows, targets) = (layout.b * layout.t, layout.tensor(self.batch, layout.targets()));
         let training = dloss.map(|_| self.training()).transpose()?;
-        let dhead = |training: &Training| self.grad_store(training).tensor(self.head_param(), 0);
+        let dhead = |training: &Training| self.gradient(self.grad_store(training), self.head_param(), 0);
         if let Some(training) = training
-            && let Some(sum) = training.dhead
+            && let (Some(sum), Some(dhead)) = (training.dhead, dhead(training))
         {
-            engine.cast(sum, dhead(training))?;
+            engine.cast(sum, dhead)?;
         }
         let chunk = chunk_rows(rows, self.logit_rows());
         for first in (0..rows).step_by(chunk) {
@@ -59,7 +59,8 @@ impl Decoder {
             if let Some(training) = training {
                 engine.run(MatmulBackward {
                     dinp: training.dchannels.slice(first * c, rows * c),
-                    dweight: training.dhead.unwrap_or_else(|| dhead(training)),
+                    adds_to_dinp: false,
+                    dweight: training.dhead.or_else(|| dhead(training)),
                     dbias: None,
                     dout: logits,
                     inp: self.final_norm.out.slice(first * c, rows * c),
@@ -70,9 +71,11 @@ impl Decoder {
                 })?;
             }
         }
-        match training {
-            Some(training) => training.dhead.map_or(Ok(()), |sum| engine.cast(dhead(training), sum)),
-            None => Ok(()),
+        if let Some(training) = training
+            && let (Some(sum), Some(dhead)) = (training.dhead, dhead(training))
+        {
+            engine.cast(dhead, sum)?;
         }
+        Ok(())
     }
 }

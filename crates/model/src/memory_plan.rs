@@ -1,7 +1,8 @@
 //! The memory plan of a model: every buffer that a run needs, before any of it is allocated.
 
 use super::activations::Activations;
-use super::decoder::{Decoder, Layer, Training};
+use super::adapters::AdapterBuffers;
+use super::decoder::{Decoder, Frozen, Layer, Training};
 use super::descriptor::{Descriptor, Positions};
 use super::fp8::{self, Fp8, Fp8Options};
 use super::muon_buffers::{MuonBuffers, MuonSizes};
@@ -107,7 +108,8 @@ impl SharedBuffers {
         let backward_bytes: usize = backward.iter().map(bytes).sum();
         // In bf16 the sum over chunks would be rounded after each of them.
         let name = if descriptor.tied { "d wte" } else { "d lm_head" };
-        let dhead = (training && dtype != f32).then_some((name, &dhead[..], f32));
+        let trains_head = descriptor.adapters.is_none();
+        let dhead = (training && trains_head && dtype != f32).then_some((name, &dhead[..], f32));
         let beside = dhead.map_or(0, |_| 4 * vp * c);
         let free = backward_bytes.saturating_sub(beside) / (vp * dtype.bytes()) / CHUNK_MULTIPLE * CHUNK_MULTIPLE;
         let logits = [(b * t).min(logit_rows.max(free)), vp];
@@ -151,7 +153,7 @@ pub(super) fn workload(descriptor: &Descriptor, options: &PlanOptions) -> Worklo
     Workload {
         attention: descriptor.attention(options.b, options.t),
         channels: descriptor.channels,
-        linear_layers: Param::linear(descriptor).map(|weight| weight.shape(descriptor)).collect(),
+        linear_layers: descriptor.params().filter(|param| param.kind().is_gemm()).map(|p| p.shape(descriptor)).collect(),
         mlp_channels: descriptor.mlp_channels,
         padded_vocab: descriptor.padded_vocab(),
         parameters: layout.elements(),
@@ -169,6 +171,11 @@ impl Decoder {
         let layout = zero.layout(descriptor);
         let (dtype, f32) = (engine.dtype(), DType::F32);
         let mut plan = Plan::new();
+        let frozen = descriptor.adapters.map(|_| {
+            let layout = Params::new(descriptor.base());
+            let (params, _) = Store::plan(&mut plan, (Group::Parameters, "frozen params"), &layout, dtype, false);
+            (layout, params)
+        });
         let (params, param_buffers) =
             Store::plan(&mut plan, (Group::Parameters, "params"), &layout, dtype, zero.shards_parameters());
         let grads = training
@@ -179,10 +186,16 @@ impl Decoder {
         let shared = SharedBuffers::plan(&mut plan, &options, &layout, dtype);
         let SharedBuffers { logits, dhead, backward, fp8, gathered, muon } = shared;
         let in_fp8 = options.fp8.is_some();
-        let mut activations = Activations::new(&mut plan, &descriptor, [b, t], dtype, training, recompute, in_fp8);
+        let keeps_fp8 = in_fp8 && frozen.is_none();
+        let is_training = training;
+        let mut activations = Activations::new(&mut plan, &descriptor, [b, t], dtype, training, recompute, keeps_fp8);
         let embedding_norm = descriptor.embedding_norm.then(|| activations.embedding_norm());
         let layers = layers(&mut activations, &descriptor, backward.map(|[_, dwide]| dwide));
         let final_norm = activations.final_norm([Param::Lnfw, Param::Lnfb]);
+        let frozen = frozen.map(|(layout, params)| {
+            let adapters = AdapterBuffers::plan(&mut activations, &descriptor, is_training);
+            Frozen { layout, params, adapters }
+        });
         let losses = plan.add(Group::Activations, "losses", &[b, t], f32);
         let widest = descriptor.channels.max(descriptor.attention_channels());
         let dchannels = training.then(|| plan.add(Group::Activations, "d channels", &[b, t, widest], dtype));
@@ -227,6 +240,7 @@ impl Decoder {
             descriptor,
             layout,
             zero,
+            frozen,
             params,
             param_buffers,
             batch,

@@ -26,6 +26,10 @@ pub enum ParamKind {
     Bias,
     /// The weight of a norm, initially 1.
     NormWeight,
+    /// The first matrix (R, C) of the adapters of a linear layer.
+    AdapterA,
+    /// The second matrix (OC, R) of the adapters of a linear layer, initially 0.
+    AdapterB,
 }
 
 /// The operation that computes the input of a linear layer. In FP8 it also quantizes that input.
@@ -74,13 +78,15 @@ macro_rules! params {
 
             /// Returns what the parameter is.
             pub const fn kind(self) -> ParamKind {
-                use ParamKind::{Bias, Head, Linear, NormWeight, PositionEmbedding, TokenEmbedding};
+                use ParamKind::{
+                    AdapterA, AdapterB, Bias, Head, Linear, NormWeight, PositionEmbedding, TokenEmbedding,
+                };
                 match self {
                     $(Self::$param => $kind,)*
                 }
             }
 
-            /// Reports whether the model has this tensor.
+            /// Reports whether the model or its adapters have this tensor.
             pub fn is_in(self, $d: &Descriptor) -> bool {
                 match self {
                     $(Self::$param => $is_in,)*
@@ -88,7 +94,7 @@ macro_rules! params {
             }
 
             /// Returns (rows, columns) of a matrix or (1, length) of a vector, for one layer.
-            pub const fn shape(self, $d: &Descriptor) -> (usize, usize) {
+            pub fn shape(self, $d: &Descriptor) -> (usize, usize) {
                 match self {
                     $(Self::$param => $shape,)*
                 }
@@ -122,6 +128,16 @@ params! { d;
     Fcprojb = "fcprojb", Bias, d.biases == Biases::All, (1, d.channels);
     Lnfw = "lnfw", NormWeight, d.norm.has_weights(), (1, d.channels);
     Lnfb = "lnfb", Bias, d.norm == Normalization::LayerNorm, (1, d.channels);
+    /// Rows of the adapters of queries, keys and values.
+    QkvA = "qkvw.lora_a", AdapterA, Param::Qkvw.has_adapters(d), Param::Qkvw.adapter_a(d);
+    /// Rows of queries, keys and values, each with the columns of its adapter.
+    QkvB = "qkvw.lora_b", AdapterB, Param::Qkvw.has_adapters(d), Param::Qkvw.adapter_b(d);
+    AttprojA = "attprojw.lora_a", AdapterA, Param::Attprojw.has_adapters(d), Param::Attprojw.adapter_a(d);
+    AttprojB = "attprojw.lora_b", AdapterB, Param::Attprojw.has_adapters(d), Param::Attprojw.adapter_b(d);
+    FcA = "fcw.lora_a", AdapterA, Param::Fcw.has_adapters(d), Param::Fcw.adapter_a(d);
+    FcB = "fcw.lora_b", AdapterB, Param::Fcw.has_adapters(d), Param::Fcw.adapter_b(d);
+    FcprojA = "fcprojw.lora_a", AdapterA, Param::Fcprojw.has_adapters(d), Param::Fcprojw.adapter_a(d);
+    FcprojB = "fcprojw.lora_b", AdapterB, Param::Fcprojw.has_adapters(d), Param::Fcprojw.adapter_b(d);
 }
 
 /// The contiguous part of the parameter block that holds a parameter.
@@ -139,6 +155,11 @@ impl ParamKind {
         matches!(self, Self::Linear(..))
     }
 
+    /// Reports whether a GEMM computes the gradient of each layer's tensor.
+    pub const fn is_gemm(self) -> bool {
+        matches!(self, Self::Linear(..) | Self::AdapterA | Self::AdapterB)
+    }
+
     /// Reports whether the tensor has two dimensions. Weight decay applies to matrices.
     const fn is_matrix(self) -> bool {
         !matches!(self, Self::Bias | Self::NormWeight)
@@ -150,9 +171,43 @@ impl Param {
         match (self, self.kind()) {
             (Self::Lnfw | Self::Lnfb, _) => Part::LastNorm,
             (_, ParamKind::TokenEmbedding | ParamKind::PositionEmbedding | ParamKind::Head) => Part::Embeddings,
-            (_, ParamKind::Linear(..)) => Part::LayerMatrices,
+            (_, ParamKind::Linear(..) | ParamKind::AdapterA | ParamKind::AdapterB) => Part::LayerMatrices,
             (_, ParamKind::Bias | ParamKind::NormWeight) => Part::LayerVectors,
         }
+    }
+
+    /// Reports whether the tensor belongs to adapters.
+    pub const fn is_adapter(self) -> bool {
+        matches!(self.kind(), ParamKind::AdapterA | ParamKind::AdapterB)
+    }
+
+    /// Returns the matrices of the adapters of a linear layer's weight.
+    pub const fn adapters(self) -> Option<[Self; 2]> {
+        match self {
+            Self::Qkvw => Some([Self::QkvA, Self::QkvB]),
+            Self::Attprojw => Some([Self::AttprojA, Self::AttprojB]),
+            Self::Fcw => Some([Self::FcA, Self::FcB]),
+            Self::Fcprojw => Some([Self::FcprojA, Self::FcprojB]),
+            _ => None,
+        }
+    }
+
+    /// Reports whether a matrix of this linear layer's weight has an adapter.
+    fn has_adapters(self, d: &Descriptor) -> bool {
+        d.adapters.is_some_and(|adapters| d.targets(self).into_iter().any(|target| adapters.targets.contains(target)))
+    }
+
+    /// Returns the rows of the A matrices of all adapters of this linear layer's weight.
+    fn adapter_rows(self, d: &Descriptor) -> usize {
+        d.adapters.map_or(0, |adapters| adapters.padded_rank() * d.targets(self).len())
+    }
+
+    fn adapter_a(self, d: &Descriptor) -> (usize, usize) {
+        (self.adapter_rows(d), self.shape(d).1)
+    }
+
+    fn adapter_b(self, d: &Descriptor) -> (usize, usize) {
+        (self.shape(d).0, self.adapter_rows(d))
     }
 
     /// Returns the weights of the linear layers in a layer.
@@ -176,7 +231,7 @@ impl Param {
     }
 
     /// Returns the number of elements, for one layer.
-    pub const fn len(self, d: &Descriptor) -> usize {
+    pub fn len(self, d: &Descriptor) -> usize {
         let (rows, cols) = self.shape(d);
         rows * cols
     }
@@ -199,7 +254,7 @@ const ALIGNMENT: usize = 64;
 /// Returns the elements that the tensors of a part take before `end`, without those that the model lacks.
 fn part_elements(descriptor: &Descriptor, part: Part, end: Option<Param>) -> usize {
     let before = Param::ALL.into_iter().take_while(|param| Some(*param) != end);
-    let present = before.filter(|param| param.part() == part && param.is_in(descriptor));
+    let present = before.filter(|param| param.part() == part && descriptor.has(*param));
     present.map(|param| param.len(descriptor).next_multiple_of(ALIGNMENT)).sum()
 }
 
@@ -330,7 +385,7 @@ impl Params {
         self.elements
     }
 
-    /// Returns the range of `param`, which the model has, in `layer` (0 for tensors that are not layered).
+    /// Returns the range of `param`, which the layout has, in `layer` (0 for tensors that are not layered).
     pub fn range(&self, param: Param, layer: usize) -> Range<usize> {
         let part_at = match param.part() {
             Part::Embeddings => 0,
@@ -345,7 +400,7 @@ impl Params {
     /// Returns the start of lm_head, which follows the other embeddings, or `None` if the model has no head of its own.
     pub fn head(&self) -> Option<usize> {
         let head = Param::LmHead;
-        head.is_in(&self.descriptor).then(|| self.range(head, 0).start)
+        self.descriptor.has(head).then(|| self.range(head, 0).start)
     }
 
     fn last_norm_at(&self) -> usize {

@@ -175,7 +175,9 @@ impl TrainStep {
         if std::mem::take(&mut self.count_fp8) {
             fp8.set_counting(engine, true)?;
         }
-        self.model.quantize_whole_weights(engine)
+        // The weights of a frozen model do not change.
+        let is_done = std::mem::replace(&mut fp8.holds_frozen, self.model.frozen.is_some());
+        if is_done && !fp8.counting { Ok(()) } else { self.model.quantize_whole_weights(engine) }
     }
 
     /// In FP8, ends to count after the first micro-batch.

@@ -73,6 +73,7 @@ pub(super) fn read_header(file: &File, name: &str) -> Result<Header> {
         softcap: None,
         init: Init::Normal,
         windows: None,
+        adapters: None,
     };
     let descriptor = descriptor.checked().with_context(|| format!("{name}: invalid header"))?;
     let shape = FileShape { descriptor, padded_vocab: vocab, order: Order::LlmCLlama };

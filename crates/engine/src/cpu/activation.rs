@@ -1,9 +1,31 @@
 //! Activations between the two linear layers of an MLP, fused into the matmuls.
 
 use super::CHUNK;
-use crate::ops::Activation;
+use super::arena::{Arena, optional};
+use crate::Result;
+use crate::ops::{Activate, ActivateBackward, Activation};
 use gpu::activation::{ActivationFunction, Visitor};
 use rayon::prelude::*;
+
+pub(super) fn activate(arena: &mut Arena, op: Activate) -> Result<()> {
+    let Activate { activation, out, preactivation, columns } = op;
+    let operands = [("out", out, out.len), ("preactivation", preactivation, out.len * activation.inputs())];
+    let [out, preactivation] = arena.split("activate", operands)?;
+    forward(activation, out, preactivation, columns);
+    Ok(())
+}
+
+pub(super) fn activate_backward(arena: &mut Arena, op: ActivateBackward) -> Result<()> {
+    let ActivateBackward { activation, dinp, dout, preactivation, columns } = op;
+    let operands = [
+        ("dinp", dinp, preactivation.len),
+        optional("dout", dout, preactivation.len / activation.inputs()),
+        ("preactivation", preactivation, preactivation.len),
+    ];
+    let [dinp, dout, preactivation] = arena.split("activate_backward", operands)?;
+    backward(activation, dinp, dout, preactivation, columns);
+    Ok(())
+}
 
 /// Computes out = activation(preactivation). out has rows of `columns` elements.
 pub(super) fn forward(activation: Activation, out: &mut [f32], preactivation: &[f32], columns: usize) {

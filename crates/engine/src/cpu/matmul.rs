@@ -22,7 +22,7 @@ pub(super) fn forward(arena: &mut Arena, op: &MatmulForward) -> Result<()> {
     };
     let (residual, preactivation, inputs) = match epilogue {
         Epilogue::None => (None, None, 1),
-        Epilogue::Residual(residual) => (Some(residual), None, 1),
+        Epilogue::Residual(residual) => (Some(residual).filter(|_| residual != out), None, 1),
         Epilogue::Activation(activation, preactivation) => (None, Some(preactivation), activation.inputs()),
     };
     let operands = [
@@ -36,7 +36,8 @@ pub(super) fn forward(arena: &mut Arena, op: &MatmulForward) -> Result<()> {
     let [out, inp, weight, bias, residual, preactivation] = arena.split("matmul_forward", operands)?;
     let sums = if preactivation.is_empty() { &mut *out } else { &mut *preactivation };
     let (inp, weight) = (Matrix::row_major(inp, rows, c), Matrix::row_major(weight, oc, c));
-    multiply(sums, Into::Overwrite, scale, inp, weight.transposed(), ALL);
+    let into = if epilogue == Epilogue::Residual(op.out) { Into::Add } else { Into::Overwrite };
+    multiply(sums, into, scale, inp, weight.transposed(), ALL);
     if !bias.is_empty() {
         sums.par_chunks_mut(oc).with_min_len(4).for_each(|row| {
             for (value, bias) in row.iter_mut().zip(&*bias) {
@@ -77,7 +78,7 @@ fn scales_product(arena: &Arena, a: Tensor, b: Tensor) -> Result<f32> {
 }
 
 pub(super) fn backward(arena: &mut Arena, op: &MatmulBackward) -> Result<()> {
-    let MatmulBackward { dinp, dweight, dbias, dout, inp, weight, activation, shape, fp8 } = *op;
+    let MatmulBackward { dinp, adds_to_dinp, dweight, dbias, dout, inp, weight, activation, shape, fp8 } = *op;
     let MatmulShape { rows, c, oc } = shape;
     let (preactivation, inputs) = match activation {
         Some(ActivationInput { activation, preactivation, .. }) => (Some(preactivation), activation.inputs()),
@@ -87,7 +88,8 @@ pub(super) fn backward(arena: &mut Arena, op: &MatmulBackward) -> Result<()> {
     let dbias = dbias.filter(|_| fp8.is_none());
     let gated = inputs == 2;
     // An input that has been quantized may share memory with other operands.
-    let reads_inp = gated || !fp8.is_some_and(|fp8| fp8.inp_is_quantized);
+    let trained = dweight.is_some();
+    let reads_inp = gated || trained && !fp8.is_some_and(|fp8| fp8.inp_is_quantized);
     if let Some(ActivationInput { activation, recompute: Some(_), .. }) = activation {
         // `preactivation` holds the unrounded sums, so only the activation is recomputed.
         let operands = [("inp", inp, rows * c), optional("preactivation", preactivation, rows * c * inputs)];
@@ -106,15 +108,15 @@ pub(super) fn backward(arena: &mut Arena, op: &MatmulBackward) -> Result<()> {
     };
     let operands = [
         ("dinp", dinp, rows * c * inputs),
-        ("dweight", dweight, oc * c),
+        optional("dweight", dweight, oc * c),
         optional("dbias", dbias, oc),
         ("dout", dout, rows * oc),
         optional("inp", reads_inp.then_some(inp), rows * c),
         ("weight", weight, oc * c),
         optional("preactivation", preactivation, rows * c * inputs),
         optional("dout in FP8", fp8.map(|fp8| fp8.dout[0]), rows * oc),
-        optional("dout in FP8, transposed", fp8.map(|fp8| fp8.dout[1]), rows * oc),
-        optional("inp in FP8, transposed", fp8.map(|fp8| fp8.inp_transposed), rows * c),
+        optional("dout in FP8, transposed", fp8.filter(|_| trained).map(|fp8| fp8.dout[1]), rows * oc),
+        optional("inp in FP8, transposed", fp8.filter(|_| trained).map(|fp8| fp8.inp_transposed), rows * c),
         optional("weight in FP8, transposed", fp8.map(|fp8| fp8.weight_transposed), oc * c),
     ];
     let [dinp, dweight, dbias, dout, inp, weight, preactivation, dout8, dout8_t, inp8_t, weight8_t] =
@@ -124,15 +126,17 @@ pub(super) fn backward(arena: &mut Arena, op: &MatmulBackward) -> Result<()> {
         Some(_) => [Matrix::row_major(dout8, rows, oc), Matrix::row_major(weight8_t, c, oc).transposed()],
         None => [Matrix::row_major(dout, rows, oc), Matrix::row_major(weight, oc, c)],
     };
-    let [a, b] = match fp8 {
-        Some(_) => [Matrix::row_major(dout8_t, oc, rows), Matrix::row_major(inp8_t, c, rows).transposed()],
-        None => [Matrix::row_major(dout, rows, oc).transposed(), Matrix::row_major(inp, rows, c)],
-    };
-    multiply(dweight, Into::Add, weight_gradient_scale, a, b, ALL);
+    if trained {
+        let [a, b] = match fp8 {
+            Some(_) => [Matrix::row_major(dout8_t, oc, rows), Matrix::row_major(inp8_t, c, rows).transposed()],
+            None => [Matrix::row_major(dout, rows, oc).transposed(), Matrix::row_major(inp, rows, c)],
+        };
+        multiply(dweight, Into::Add, weight_gradient_scale, a, b, ALL);
+    }
     add_column_sums(dbias, dout, oc);
     let dinp_of_matmul = if gated { &mut *inp } else { &mut *dinp };
     let [a, b] = input_gradient;
-    multiply(dinp_of_matmul, Into::Overwrite, scale, a, b, ALL);
+    multiply(dinp_of_matmul, if adds_to_dinp { Into::Add } else { Into::Overwrite }, scale, a, b, ALL);
     if let Some(input) = activation {
         activation::backward(input.activation, dinp, inp, preactivation, c);
     }

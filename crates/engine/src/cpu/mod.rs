@@ -19,6 +19,7 @@ mod muon;
 mod norm;
 mod quantize;
 mod rotary;
+mod scale_blocks;
 #[cfg(test)]
 mod tests;
 
@@ -92,6 +93,9 @@ impl Cpu {
             Operation::RotaryBackward(op) => rotary::backward(arena, op),
             Operation::MatmulForward(op) => matmul::forward(arena, &op),
             Operation::MatmulBackward(op) => matmul::backward(arena, &op),
+            Operation::Activate(op) => activation::activate(arena, op),
+            Operation::ActivateBackward(op) => activation::activate_backward(arena, op),
+            Operation::ScaleBlocks(op) => scale_blocks::scale_blocks(arena, op),
             Operation::AttentionForward(op) => {
                 let scratch = self.scratch(op.out.len)?;
                 attention::forward(&mut self.arena, scratch, &op)

@@ -2,7 +2,7 @@
 
 use super::quantize::quantize;
 use super::{Cuda, Float, shared_bytes};
-use crate::ops::{Activation, Fp8Format, Quantize};
+use crate::ops::{Activate, ActivateBackward, Activation, Fp8Format, Quantize};
 use crate::tensor::Tensor;
 use crate::{Result, Workload};
 use anyhow::{Context, ensure};
@@ -85,6 +85,18 @@ pub(super) fn backward_kernel<T: Float>(
     let launch = activation_backward_select::<T>((activation,), dinp, dout, inp, n as u64, columns);
     let launch = launch.with_context(|| no_kernel(activation))?;
     Ok(KernelLaunch { launch, grid: [grid::<T>(n), 1, 1], shared_bytes: 0 })
+}
+
+pub(super) fn activate<T: Float>(cuda: &mut Cuda<T>, op: Activate) -> Result<()> {
+    let Activate { activation, out, preactivation, columns } = op;
+    let shape = ActivationShape { rows: out.len / columns, columns };
+    cuda.launch_kernel(&forward_kernel(cuda, activation, out, preactivation, shape)?)
+}
+
+pub(super) fn activate_backward<T: Float>(cuda: &mut Cuda<T>, op: ActivateBackward) -> Result<()> {
+    let ActivateBackward { activation, dinp, dout, preactivation, columns } = op;
+    let shape = ActivationShape { rows: preactivation.len / activation.inputs() / columns, columns };
+    cuda.launch_kernel(&backward_kernel(cuda, activation, dinp, dout.unwrap_or(dinp), preactivation, shape)?)
 }
 
 /// Quantizes activation(preactivation): in the kernel that computes it, or else after it has been written to `op.inp`.

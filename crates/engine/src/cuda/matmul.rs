@@ -293,13 +293,17 @@ fn backward_gated<T: Float>(
 
 /// Computes dinp (rows, C) = dout (rows, OC) · weight (OC, C), times the derivative of an activation of one input.
 fn backward_input<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Result<()> {
-    let MatmulBackward { dinp, dout, inp, weight, activation, shape: MatmulShape { rows, c, oc }, .. } = *op;
+    let MatmulBackward { dinp, adds_to_dinp, dout, inp, weight, activation, .. } = *op;
+    let MatmulShape { rows, c, oc } = op.shape;
     let fused = activation.filter(|input| {
         let fuses = cuda.gelu_fusion == GeluFusion::Both && c.is_multiple_of(GELU_COLUMNS);
         fuses && input.activation == Activation::Gelu
     });
-    let epilogue =
-        GemmEpilogue { activation: fused.map(|input| (input.activation, Pass::Backward)), ..GemmEpilogue::NONE };
+    let epilogue = GemmEpilogue {
+        activation: fused.map(|input| (input.activation, Pass::Backward)),
+        residual: adds_to_dinp.then_some(Residual::Add),
+        ..GemmEpilogue::NONE
+    };
     let gemm = cuda.gemm([rows, c, oc], GemmLayout::Nn, epilogue);
     let operands = GemmOperands {
         a: cuda.operand("dout", dout, rows * oc)?,
@@ -329,6 +333,7 @@ fn backward_input<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Result<(
 /// Computes dweight (OC, C) += dout (rows, OC)ᵀ · inp (rows, C), and dbias (OC) += column sums of dout.
 fn backward_weight<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, bias_kernels: Vec<KernelLaunch>) -> Result<()> {
     let MatmulBackward { dweight, dbias, dout, inp, shape: MatmulShape { rows, c, oc }, .. } = *op;
+    let Some(dweight) = dweight else { return bias_kernels.iter().try_for_each(|kernel| cuda.launch_kernel(kernel)) };
     let f32_output = dweight.dtype != T::DTYPE;
     let epilogue = GemmEpilogue {
         bias: dbias.map(|_| Bias::Gradient),

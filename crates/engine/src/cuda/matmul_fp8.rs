@@ -128,15 +128,22 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &
             _ => quantize(cuda, input)?,
         }
     }
-    weight_gradient(cuda, op, fp8)?;
+    if let Some(dweight) = op.dweight {
+        weight_gradient(cuda, op, dweight, fp8)?;
+    }
     // Only quantization reads `inp`, so the sums of a gated activation's gradient may replace it.
     input_gradient(cuda, op, fp8)
 }
 
 /// Computes dweight (OC, C) += doutᵀ (OC, rows) · inpᵀ (C, rows)ᵀ.
-fn weight_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Backward) -> Result<()> {
+fn weight_gradient<T: Float>(
+    cuda: &mut Cuda<T>,
+    op: &MatmulBackward,
+    dweight: Tensor,
+    fp8: &Fp8Backward,
+) -> Result<()> {
     let MatmulShape { rows, c, oc } = op.shape;
-    let out = cuda.operand("dweight", op.dweight, oc * c)?;
+    let out = cuda.operand("dweight", dweight, oc * c)?;
     let precision = backward_precision(fp8);
     let gemm = Gemm { precision, ..cuda.gemm([oc, c, rows], GemmLayout::Nt, GemmEpilogue::RESIDUAL) };
     let operands = GemmOperands {

@@ -32,6 +32,7 @@ mod peak;
 mod profile;
 mod quantize;
 mod rotary;
+mod scale_blocks;
 mod tensor_maps;
 mod wgmma;
 
@@ -312,6 +313,9 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::RotaryBackward(op) => rotary::backward(self, op),
             Operation::MatmulForward(op) => matmul::forward(self, &op),
             Operation::MatmulBackward(op) => matmul::backward(self, &op),
+            Operation::Activate(op) => activation::activate(self, op),
+            Operation::ActivateBackward(op) => activation::activate_backward(self, op),
+            Operation::ScaleBlocks(op) => scale_blocks::scale_blocks(self, op),
             Operation::AttentionForward(op) => attention::forward(self, &op),
             Operation::AttentionBackward(op) => attention::backward(self, &op),
             Operation::Classifier(op) => classifier::classifier(self, op),

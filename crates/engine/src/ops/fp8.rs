@@ -122,7 +122,7 @@ impl Fp8Backward {
     pub(crate) fn quantize_dout(&self, op: &MatmulBackward) -> Option<Quantize> {
         (!self.dout_is_quantized).then_some(Quantize {
             out: Some(self.dout[0]),
-            transposed: Some(self.dout[1]),
+            transposed: op.dweight.map(|_| self.dout[1]),
             inp: op.dout,
             scale: self.dout_scale,
             scaling: self.scaling,
@@ -134,7 +134,7 @@ impl Fp8Backward {
 
     /// Returns the quantization of a linear layer's input, unless it is quantized.
     pub(crate) fn quantize_inp(&self, op: &MatmulBackward) -> Option<Quantize> {
-        (!self.inp_is_quantized).then_some(Quantize {
+        (!self.inp_is_quantized && op.dweight.is_some()).then_some(Quantize {
             out: None,
             transposed: Some(self.inp_transposed),
             inp: op.inp,

@@ -33,6 +33,9 @@ impl Operation<'_> {
             }
             Self::MatmulForward(op) => matmul_forward(op),
             Self::MatmulBackward(op) => matmul_backward(op),
+            Self::Activate(op) => vec![some("out", op.out)],
+            Self::ActivateBackward(op) => vec![some("dinp", op.dinp)],
+            Self::ScaleBlocks(op) => vec![some("values", op.values)],
             Self::AttentionForward(op) => {
                 let outputs = [some("out", op.out), some("lse", op.lse)];
                 outputs.into_iter().chain(op.quantized.iter().flat_map(quantize)).collect()
@@ -86,11 +89,11 @@ fn matmul_forward(op: &MatmulForward) -> Outputs {
 }
 
 fn matmul_backward(op: &MatmulBackward) -> Outputs {
-    let gradients = [Some(("dweight", op.dweight)), named("dbias", op.dbias)];
+    let gradients = [named("dweight", op.dweight), named("dbias", op.dbias)];
     let Some(fp8) = &op.fp8 else { return [Some(("dinp", op.dinp))].into_iter().chain(gradients).collect() };
     let mut outputs = Vec::new();
     if !fp8.dout_is_quantized {
-        outputs.extend([("quantized dout", fp8.dout[0]), ("transposed dout", fp8.dout[1])].map(Some));
+        outputs.extend([Some(("quantized dout", fp8.dout[0])), op.dweight.map(|_| ("transposed dout", fp8.dout[1]))]);
         outputs.extend(scale(&fp8.dout_scale, fp8.scaling));
     }
     outputs.push(fp8.dinp.is_none().then_some(("dinp", op.dinp)));

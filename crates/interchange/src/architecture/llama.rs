@@ -200,6 +200,7 @@ pub fn descriptor(keys: Keys, biases: Biases, qk_norm: Option<QkNorm>, head_size
         softcap: None,
         init: Init::Normal,
         windows: None,
+        adapters: None,
     };
     descriptor.checked().context("not a supported shape")
 }

@@ -110,6 +110,7 @@ impl Descriptor {
             softcap: None,
             init: Init::Normal,
             windows: None,
+            adapters: None,
         }
     }
 }

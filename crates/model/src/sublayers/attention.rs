@@ -128,7 +128,7 @@ impl SubLayer for Attention {
     fn recompute(&self, engine: &mut dyn Engine, pass: &ForwardPass, residual: Tensor, last: bool) -> Result<()> {
         let Self { qkv, attended, lse, .. } = *self;
         let model = pass.model;
-        engine.run(self.qkv(model))?;
+        model.run_linear(engine, self.layer, Param::Qkvw, self.qkv(model))?;
         let shape = model.descriptor.attention(pass.layout.b, pass.layout.t);
         if let Some(rotation) = self.rotation(model) {
             engine.run(RotaryForward { qkv, saved: self.qk_saved, rotation, shape })?;
@@ -136,7 +136,11 @@ impl SubLayer for Attention {
         let quantized = model.fp8_input(self.layer, Param::Attprojw, attended);
         let mask = self.mask(model, pass.layout);
         engine.run(AttentionForward { out: attended, lse, qkv, shape, mask, quantized })?;
-        if last { Ok(()) } else { engine.run(self.attproj(model, residual)) }
+        if last {
+            model.recompute_adapter(engine, self.layer, Param::Attprojw, attended)
+        } else {
+            model.run_linear(engine, self.layer, Param::Attprojw, self.attproj(model, residual))
+        }
     }
 
     fn backward(&self, engine: &mut dyn Engine, pass: &BackwardPass, residual: Tensor) -> Result<()> {
@@ -144,21 +148,25 @@ impl SubLayer for Attention {
         let (model, d) = (pass.model, &pass.model.descriptor);
         let dqkv = pass.dwide.slice(0, qkv.len);
         let dbias = pass.output_bias_gradient(self);
-        engine.run(pass.linear(layer, Param::Attprojw, [pass.dattention, pass.dresidual], attended, dbias))?;
+        let attproj = pass.linear(layer, Param::Attprojw, [pass.dattention, pass.dresidual], attended, dbias);
+        pass.run_linear(engine, layer, Param::Attprojw, attproj)?;
         let (dout, shape) = (pass.dattention, d.attention(pass.layout.b, pass.layout.t));
         let mask = self.mask(model, pass.layout);
         engine.run(AttentionBackward { dqkv, dout, qkv, out: attended, lse, shape, mask })?;
         if let Some(rotation) = self.rotation(model) {
             let weights = rotation.qk_norm.and_then(|norm| norm.weights);
-            let dweights = weights.map(|_| [Param::QNormw, Param::KNormw].map(|param| pass.grads.tensor(param, layer)));
+            let [dq, dk] = [(Param::QNormw, 0), (Param::KNormw, 1)]
+                .map(|(param, place)| pass.vector_gradient(param, layer, place));
+            let dweights = weights.and(dq.zip(dk)).map(|(dq, dk)| [dq, dk]);
             engine.run(RotaryBackward { dqkv, saved: self.qk_saved, dweights, rotation, shape })?;
         }
         // The norms of all sub-layers share one buffer, which those that follow have overwritten.
         if pass.recompute >= Recompute::ActivationAndNorms {
             model.recompute_norm(engine, ln1, residual)?;
         }
-        let dbias = model.optional(pass.grads, Param::Qkvb, layer);
-        engine.run(pass.linear(layer, Param::Qkvw, [pass.dchannels, dqkv], ln1.out, dbias))
+        let dbias = model.gradient(pass.grads, Param::Qkvb, layer);
+        let qkv = pass.linear(layer, Param::Qkvw, [pass.dchannels, dqkv], ln1.out, dbias);
+        pass.run_linear(engine, layer, Param::Qkvw, qkv)
     }
 
     fn decode(&self, engine: &mut dyn Engine, pass: &DecodePass, residual: Tensor) -> Result<()> {

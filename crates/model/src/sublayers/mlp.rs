@@ -106,13 +106,18 @@ impl SubLayer for Mlp {
         if let Some(fp8) = &mut fc.fp8 {
             fp8.out = pass.model.fp8_input(self.layer, Param::Fcprojw, self.activated);
         }
-        engine.run(fc)?;
-        engine.run(self.fcproj(pass.model, residual))
+        pass.model.run_linear(engine, self.layer, Param::Fcw, fc)?;
+        pass.model.run_linear(engine, self.layer, Param::Fcprojw, self.fcproj(pass.model, residual))
     }
 
     fn recompute(&self, engine: &mut dyn Engine, pass: &ForwardPass, residual: Tensor, last: bool) -> Result<()> {
-        engine.run(self.fc(pass.model))?;
-        if last { Ok(()) } else { engine.run(self.fcproj(pass.model, residual)) }
+        let model = pass.model;
+        model.run_linear(engine, self.layer, Param::Fcw, self.fc(model))?;
+        if last {
+            model.recompute_adapter(engine, self.layer, Param::Fcprojw, self.activated)
+        } else {
+            model.run_linear(engine, self.layer, Param::Fcprojw, self.fcproj(model, residual))
+        }
     }
 
     fn backward(&self, engine: &mut dyn Engine, pass: &BackwardPass, residual: Tensor) -> Result<()> {
@@ -127,11 +132,11 @@ impl SubLayer for Mlp {
         let recompute = recomputes.then(|| ActivationForward {
             inp: ln2.out,
             weight: model.param(Param::Fcw, layer),
-            bias: model.optional(model.param_store(), Param::Fcb, layer),
+            bias: model.optional(Param::Fcb, layer),
             shape: model.linear_shape(Param::Fcw, ln2.out),
         });
         let dfc = pass.dwide.slice(0, fc.len);
-        let dfcb = model.optional(pass.grads, Param::Fcb, layer);
+        let dfcb = model.gradient(pass.grads, Param::Fcb, layer);
         let dbias = pass.output_bias_gradient(self);
         let mut fcproj = MatmulBackward {
             activation: Some(ActivationInput { activation, preactivation: fc, recompute }),
@@ -140,14 +145,15 @@ impl SubLayer for Mlp {
         if let Some(fp8) = &mut fcproj.fp8 {
             fp8.dinp = model.fp8_output_gradient(layer, Param::Fcw, dfc, dfcb);
         }
-        engine.run(fcproj)?;
+        pass.run_linear(engine, layer, Param::Fcprojw, fcproj)?;
         // In FP8, only the gradient of fc's weight reads the output of ln2, in memory that the gradient of fcproj's weight uses before.
         if pass.recompute >= Recompute::ActivationAndNorms && in_fp8 {
             model.recompute_norm(engine, ln2, residual)?;
         }
         // In FP8, the operation above quantizes dfc, and computes this gradient from it.
         let dbias = dfcb.filter(|_| !in_fp8);
-        engine.run(pass.linear(layer, Param::Fcw, [pass.dchannels, dfc], ln2.out, dbias))
+        let fc = pass.linear(layer, Param::Fcw, [pass.dchannels, dfc], ln2.out, dbias);
+        pass.run_linear(engine, layer, Param::Fcw, fc)
     }
 
     fn decode(&self, engine: &mut dyn Engine, pass: &DecodePass, residual: Tensor) -> Result<()> {

@@ -1,7 +1,8 @@
-//! Tests of training steps in FP8, with masked targets and with Muon, in one program.
+//! Tests of training steps with adapters, in FP8, with masked targets and with Muon, in one program.
 //!
 //! The name of a file selects its tests: `cargo test --release -p model muon::`.
 
+mod adapters;
 mod fp8;
 mod masked_targets;
 mod muon;

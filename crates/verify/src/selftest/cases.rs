@@ -535,7 +535,8 @@ fn matmul_backward_operation(
 ) -> MatmulBackward {
     MatmulBackward {
         dinp: x[0],
-        dweight: x[1],
+        adds_to_dinp: false,
+        dweight: Some(x[1]),
         dbias: bias.then_some(x[2]),
         dout: x[3],
         inp: x[4],

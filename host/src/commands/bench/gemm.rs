@@ -235,8 +235,9 @@ fn tune(
         let input = ActivationInput { activation: Activation::Gelu, preactivation: pre_inp, recompute: Some(forward) };
         let activation = narrows.then_some(input);
         engine.run(MatmulBackward {
+            adds_to_dinp: false,
             dinp,
-            dweight,
+            dweight: Some(dweight),
             // A quantized gradient has been summed when it was quantized.
             dbias: bias(dbias).filter(|_| fp8.is_none()),
             dout,

@@ -182,7 +182,7 @@ proptest! {
             preactivation,
             recompute: recompute.then_some(forward),
         });
-        let backward = MatmulBackward { dinp, dweight, dbias, dout, inp, weight, activation: input, shape, fp8: None };
+        let backward = MatmulBackward { dinp, adds_to_dinp: false, dweight: Some(dweight), dbias, dout, inp, weight, activation: input, shape, fp8: None };
         bench.dyn_engine().run(backward).unwrap();
         let d = bench.before(dout);
         let x = match activation.zip(preactivation) {
@@ -456,8 +456,9 @@ fn products_and_norms_do_not_depend_on_the_number_of_threads() {
             bench
                 .dyn_engine()
                 .run(MatmulBackward {
+                    adds_to_dinp: false,
                     dinp,
-                    dweight,
+                    dweight: Some(dweight),
                     dbias: None,
                     dout,
                     inp,

@@ -338,7 +338,8 @@ fn mlp_forward(shape: MatmulShape, activation: Activation, accumulation: Fp8Accu
         };
         e.run(MatmulBackward {
             dinp: x[9],
-            dweight: x[1],
+            adds_to_dinp: false,
+            dweight: Some(x[1]),
             dbias: None,
             dout: x[8],
             inp: x[7],
@@ -439,7 +440,8 @@ fn mlp_backward(shape: MatmulShape, activation: Activation, format: Fp8Format, a
         };
         e.run(MatmulBackward {
             dinp: x[10],
-            dweight: x[1],
+            adds_to_dinp: false,
+            dweight: Some(x[1]),
             dbias: None,
             dout: x[4],
             inp: x[6],
@@ -461,7 +463,8 @@ fn mlp_backward(shape: MatmulShape, activation: Activation, format: Fp8Format, a
         };
         e.run(MatmulBackward {
             dinp: x[0],
-            dweight: x[2],
+            adds_to_dinp: false,
+            dweight: Some(x[2]),
             dbias: None,
             dout: x[10],
             inp: x[5],
@@ -574,7 +577,7 @@ fn quantized_norm(shape: MatmulShape, is_layernorm: bool, scaling: Scaling) -> C
         };
         let (dinp, dweight, dout) = (x[10], x[1], x[9]);
         let (inp, activation, fp8) = (normed, None, Some(backward));
-        e.run(MatmulBackward { dinp, dweight, dbias: None, dout, inp, weight, activation, shape, fp8 })
+        e.run(MatmulBackward { dinp, adds_to_dinp: false, dweight: Some(dweight), dbias: None, dout, inp, weight, activation, shape, fp8 })
     };
     let before = move |e: &mut dyn Engine, x: &[Tensor]| {
         quantize_weight(e, x[8], [2, 3].map(|i| Some(x[n + i])), scale_of(x, 1), shape)
