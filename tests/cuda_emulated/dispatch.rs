@@ -126,7 +126,18 @@ fn gelu_is_recomputed_by_the_kernel_that_computed_it() {
         format!(
             "{:#}",
             engine
-                .run(MatmulBackward { dinp, adds_to_dinp: false, dweight: Some(dweight), dbias: None, dout, inp, weight, activation, shape, fp8: None })
+                .run(MatmulBackward {
+                    dinp,
+                    adds_to_dinp: false,
+                    dweight: Some(dweight),
+                    dbias: None,
+                    dout,
+                    inp,
+                    weight,
+                    activation,
+                    shape,
+                    fp8: None
+                })
                 .unwrap_err()
         )
     };
@@ -178,8 +189,18 @@ fn activations_are_fused_where_a_kernel_computes_the_gemm() {
         let first = format!("{:#}", engine.run(first).unwrap_err());
         let second = [None, Some(forward)].map(|recompute| {
             let activation = Some(ActivationInput { activation, preactivation, recompute });
-            let backward =
-                MatmulBackward { dinp, adds_to_dinp: false, dweight: Some(dweight), dbias: None, dout, inp, weight, activation, shape, fp8: None };
+            let backward = MatmulBackward {
+                dinp,
+                adds_to_dinp: false,
+                dweight: Some(dweight),
+                dbias: None,
+                dout,
+                inp,
+                weight,
+                activation,
+                shape,
+                fp8: None,
+            };
             format!("{:#}", engine.run(backward).unwrap_err())
         });
         [first].into_iter().chain(second).collect::<Vec<_>>()

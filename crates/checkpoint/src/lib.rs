@@ -91,6 +91,9 @@ pub struct Progress {
     /// The last step at which the hardware was found to be correct.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub verified: Option<usize>,
+    /// Hash and type of the frozen weights of a run that trains adapters.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub frozen: Option<String>,
     /// Hashes of parameters and optimizer state at this step. Empty in files of earlier versions.
     #[serde(default, skip_serializing_if = "Digests::is_empty")]
     pub hashes: Digests,

@@ -9,6 +9,7 @@ use crate::config::{self, ModelConfig};
 use crate::element::{Element, NewTensor, transpose};
 use crate::gguf::{self, Value};
 use crate::hugging_face::WEIGHTS;
+use crate::peft;
 use crate::safetensors_file;
 use crate::tokenizer::{self, Vocabulary, pretty};
 use ::tokenizer::{Pattern, Tokenizer};
@@ -33,7 +34,7 @@ const VOCABULARY_FILES: [&str; 3] = ["tokenizer.json", "vocab.json", "tokenizer.
 pub const MARKER: &str = ".llm-rs-export";
 
 /// Names of all files that an export may write to a directory, besides those of the tokenizer.
-const DIRECTORY_FILES: [&str; 4] = [config::FILE, GENERATION, WEIGHTS, MARKER];
+const DIRECTORY_FILES: [&str; 6] = [config::FILE, GENERATION, WEIGHTS, MARKER, peft::CONFIG, peft::WEIGHTS];
 
 /// The tokenizer of an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,6 +93,26 @@ pub fn hugging_face(
             write(name, &bytes)?;
         }
         Ok(WrittenTokenizer::from(&tokenizer))
+    })
+}
+
+/// Writes a directory that PEFT loads: the adapters of the source, without its other weights, and the tokenizer.
+pub fn adapters(source: &ModelSource, out: &Path, dtype: DType, overwrite: bool) -> Result<WrittenTokenizer> {
+    check_directory(out, overwrite)?;
+    let (adapter, descriptor) = source.adapters().context("internal error: no adapters; please report it")?;
+    let architecture = source.architecture()?;
+    let companions = source.companions();
+    let copied = tokenizer_files(companions.as_deref())?;
+    write_directory(out, |directory| {
+        let write = |name: &str, bytes: &[u8]| fs::write(directory.join(name), bytes);
+        write(MARKER, b"llm-rs export has written this directory, and may replace it.\n")?;
+        write(peft::CONFIG, &peft::config_of(descriptor, architecture, adapter.base())?)?;
+        let mut file = BufWriter::new(File::create(directory.join(peft::WEIGHTS))?);
+        peft::write_tensors(&mut file, adapter, descriptor, architecture, dtype)?;
+        file.flush()?;
+        let Some(companions) = companions.filter(|_| !copied.is_empty()) else { return Ok(WrittenTokenizer::None) };
+        companions::copy(copied, &companions, directory)?;
+        Ok(WrittenTokenizer::Copied)
     })
 }
 

@@ -7,6 +7,7 @@
 //! * [`config`], [`keys`], [`safetensors_file`] and [`hugging_face`] read Hugging Face directories; [`tokenizer`] makes tokenizer files;
 //!   [`gguf`] is the GGUF container.
 //!
+//! * [`peft`] are low-rank adapters in files.
 //! * [`companions`] are the files of a Hugging Face directory besides the weights, which a run keeps.
 //!
 //! llm.c's own formats belong to `checkpoint`.
@@ -22,6 +23,7 @@ pub mod export;
 pub mod gguf;
 pub mod hugging_face;
 pub mod keys;
+pub mod peft;
 pub mod safetensors_file;
 pub mod source;
 pub mod tokenizer;

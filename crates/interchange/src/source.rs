@@ -5,6 +5,7 @@ use crate::companions;
 use crate::config::{self, ModelConfig};
 use crate::element::{CHUNK, Element};
 use crate::hugging_face::HuggingFaceModel;
+use crate::peft::{self, AdapterFile};
 use anyhow::{Context, Result, bail, ensure};
 use checkpoint::directory;
 use checkpoint::model_file::ModelFile;
@@ -22,13 +23,32 @@ use tokenizer::stored::{Found, Search};
 use tokenizer::{Tokenizer, hub};
 
 /// An open model: a checkpoint's model file (`.bin` or `.safetensors`), the newest checkpoint of a run, or a Hugging Face directory.
+///
+/// The weights of a model with adapters contain their products.
 #[derive(Debug)]
-pub struct ModelSource(Kind);
+pub struct ModelSource {
+    kind: Kind,
+    adapter: Option<Adapted>,
+}
+
+/// Adapters whose products the weights of a source contain.
+#[derive(Debug)]
+struct Adapted {
+    file: AdapterFile,
+    /// The shape of the model, with adapters.
+    descriptor: Descriptor,
+}
 
 #[derive(Debug)]
 enum Kind {
     LlmC(Box<ModelFile>),
     HuggingFace(Box<HuggingFaceModel>),
+}
+
+impl From<Kind> for ModelSource {
+    fn from(kind: Kind) -> Self {
+        Self { kind, adapter: None }
+    }
 }
 
 /// Extensions of the files beside the weights of a model.
@@ -90,17 +110,20 @@ impl ModelSource {
                 "{name}: expected a file of the model in {}, found a file that it does not use; pass the directory",
                 parent.display()
             );
-            return Ok(Self(Kind::HuggingFace(Box::new(model))));
+            return Ok(Kind::HuggingFace(Box::new(model)).into());
         }
-        Ok(Self(Kind::LlmC(Box::new(ModelFile::open(path)?))))
+        Self::of_file(ModelFile::open(path)?)
     }
 
     fn open_directory(path: &Path) -> Result<Self> {
         if path.join(config::FILE).exists() {
-            return Ok(Self(Kind::HuggingFace(Box::new(HuggingFaceModel::open(path)?))));
+            return Ok(Kind::HuggingFace(Box::new(HuggingFaceModel::open(path)?)).into());
+        }
+        if AdapterFile::is_in(path) {
+            return Self::of_adapters(AdapterFile::open(path)?);
         }
         match newest_model_file(path)? {
-            Some(file) => Ok(Self(Kind::LlmC(Box::new(ModelFile::open(&file)?)))),
+            Some(file) => Self::of_file(ModelFile::open(&file)?),
             None => bail!(
                 "{}: expected {} (a Hugging Face directory) or a complete checkpoint (the directory of a run), found neither{}",
                 path.display(),
@@ -115,9 +138,41 @@ impl ModelSource {
         }
     }
 
-    /// Returns the path of the file or of the Hugging Face directory.
+    /// Wraps a model file, which may contain only the adapters of another model.
+    fn of_file(file: ModelFile) -> Result<Self> {
+        match file.descriptor().adapters {
+            Some(_) => Self::of_adapters(AdapterFile::of_run(file)?),
+            None => Ok(Kind::LlmC(Box::new(file)).into()),
+        }
+    }
+
+    /// Opens the model of adapters, with them.
+    fn of_adapters(file: AdapterFile) -> Result<Self> {
+        file.open_base()?.with_adapters(file)
+    }
+
+    /// Adds the products of adapters to the weights.
+    pub fn with_adapters(self, file: AdapterFile) -> Result<Self> {
+        ensure!(
+            self.adapter.is_none(),
+            "{}: expected a model without adapters, found one with adapters; export it with --merge, and pass the result",
+            self.path().display()
+        );
+        let descriptor = file.descriptor(&self)?;
+        Ok(Self { adapter: Some(Adapted { file, descriptor }), ..self })
+    }
+
+    /// Returns the adapters whose products the weights contain, and the shape of the model with adapters.
+    pub fn adapters(&self) -> Option<(&AdapterFile, &Descriptor)> {
+        self.adapter.as_ref().map(|adapted| (&adapted.file, &adapted.descriptor))
+    }
+
+    /// Returns the path of the file or of the Hugging Face directory; with adapters that of their directory.
     pub fn path(&self) -> &Path {
-        match &self.0 {
+        if let Some(Adapted { file, .. }) = &self.adapter {
+            return file.path();
+        }
+        match &self.kind {
             Kind::LlmC(file) => file.path(),
             Kind::HuggingFace(model) => model.directory(),
         }
@@ -125,7 +180,10 @@ impl ModelSource {
 
     /// Returns the directory in which the tokenizer of the model is stored, if it has one.
     pub fn directory(&self) -> &Path {
-        match &self.0 {
+        if let Some(Adapted { file, .. }) = self.adapter.as_ref().filter(|adapted| adapted.file.is_run()) {
+            return file.path();
+        }
+        match &self.kind {
             Kind::LlmC(file) => atomic_file::parent(file.path()),
             Kind::HuggingFace(model) => model.directory(),
         }
@@ -134,9 +192,15 @@ impl ModelSource {
     /// Returns the directory with the files of the model in Hugging Face's format besides the weights: its own, or that in which a run
     /// [keeps](companions::keep) those of the model from which it started.
     pub fn companions(&self) -> Option<PathBuf> {
-        match &self.0 {
+        let kept = |directory: &Path| Some(directory.join(companions::DIRECTORY)).filter(|kept| kept.is_dir());
+        if let Some(kept) =
+            self.adapter.as_ref().filter(|adapted| adapted.file.is_run()).and_then(|it| kept(it.file.path()))
+        {
+            return Some(kept);
+        }
+        match &self.kind {
             Kind::HuggingFace(model) => Some(model.directory().to_owned()),
-            Kind::LlmC(_) => Some(self.directory().join(companions::DIRECTORY)).filter(|directory| directory.is_dir()),
+            Kind::LlmC(_) => kept(self.directory()),
         }
     }
 
@@ -159,7 +223,7 @@ impl ModelSource {
 
     /// Returns the configuration of the Hugging Face directory, or that which a run keeps. `None` if there is none for this shape.
     pub fn config(&self) -> Result<Option<ModelConfig>> {
-        if let Kind::HuggingFace(model) = &self.0 {
+        if let Kind::HuggingFace(model) = &self.kind {
             return Ok(Some(model.config().clone()));
         }
         let Some(directory) = self.companions().filter(|directory| directory.join(config::FILE).is_file()) else {
@@ -184,7 +248,7 @@ impl ModelSource {
 
     /// Returns the Hugging Face directory, if the model comes from one.
     pub fn hugging_face(&self) -> Option<&HuggingFaceModel> {
-        match &self.0 {
+        match &self.kind {
             Kind::LlmC(_) => None,
             Kind::HuggingFace(model) => Some(model),
         }
@@ -192,7 +256,7 @@ impl ModelSource {
 
     /// Returns the names of the tensors in other programs.
     pub fn architecture(&self) -> Result<&'static Architecture> {
-        match &self.0 {
+        match &self.kind {
             Kind::LlmC(file) => Architecture::of(&file.descriptor()).with_context(|| file.path().display().to_string()),
             Kind::HuggingFace(model) => Ok(model.config().architecture),
         }
@@ -200,7 +264,7 @@ impl ModelSource {
 
     /// Returns the shape of the model.
     pub fn descriptor(&self) -> Descriptor {
-        match &self.0 {
+        match &self.kind {
             Kind::LlmC(file) => file.descriptor(),
             Kind::HuggingFace(model) => model.descriptor(),
         }
@@ -208,7 +272,7 @@ impl ModelSource {
 
     /// Returns the number of rows of wte in llm.c's files of this model.
     pub fn padded_vocab(&self) -> usize {
-        match &self.0 {
+        match &self.kind {
             Kind::LlmC(file) => file.padded_vocab(),
             Kind::HuggingFace(model) => model.descriptor().padded_vocab(),
         }
@@ -216,7 +280,7 @@ impl ModelSource {
 
     /// Returns the smallest storage type that holds all parameters exactly.
     pub fn dtype(&self) -> DType {
-        match &self.0 {
+        match &self.kind {
             Kind::LlmC(file) => file.dtype(),
             Kind::HuggingFace(model) => model.dtype(),
         }
@@ -225,7 +289,21 @@ impl ModelSource {
     /// Reads a tensor, one row per output, without padding of the vocabulary, as little-endian elements of type `dtype`. NaN and
     /// infinite values are an error that names the tensor.
     pub fn read(&self, param: Param, layer: usize, dtype: DType) -> Result<Vec<u8>> {
-        let (element, bytes) = match &self.0 {
+        let adapted = self.adapter.as_ref().zip(param.adapters());
+        if let Some((Adapted { file, descriptor }, [a, b])) = adapted.filter(|(it, [a, _])| a.is_in(&it.descriptor)) {
+            let architecture = self.architecture()?;
+            let mut weight = Element::F32.widen(&self.read_base(param, layer, DType::F32)?);
+            let [a, b] = [a, b].map(|param| file.read(descriptor, architecture, param, layer));
+            peft::add_products(descriptor, param, &a?, &b?, &mut weight);
+            let bytes = weight.into_iter().flat_map(f32::to_le_bytes).collect();
+            return Ok(Element::F32.convert(bytes, dtype));
+        }
+        self.read_base(param, layer, dtype)
+    }
+
+    /// Reads a tensor without adapters.
+    fn read_base(&self, param: Param, layer: usize, dtype: DType) -> Result<Vec<u8>> {
+        let (element, bytes) = match &self.kind {
             Kind::LlmC(file) => {
                 let (element, bytes) = (Element::from(file.dtype()), file.read_tensor(param, layer)?);
                 let checked = element.check_finite(&bytes, &tensors::name(param, layer));
@@ -263,7 +341,10 @@ impl ModelSource {
     /// been planned for [`descriptor`](Self::descriptor). Values are widened or rounded to nearest if the types differ. NaN and
     /// infinite values are an error that names the tensor.
     pub fn load(self, model: &Decoder, engine: &mut dyn Engine) -> Result<()> {
-        match self.0 {
+        if self.adapter.is_some() {
+            return load_merged(&self, model, engine);
+        }
+        match self.kind {
             Kind::LlmC(file) => file.load(model, engine),
             Kind::HuggingFace(source) => {
                 load(&source, model, engine).with_context(|| format!("cannot load {}", source.directory().display()))
@@ -281,6 +362,29 @@ pub fn convert_pairs(rows: &[u8], row: usize, head_size: usize, pairs: RotaryPai
     };
     let head = |head: &[u8]| (0..head_size).flat_map(|i| head[source(i) * row..][..row].to_vec()).collect::<Vec<u8>>();
     rows.chunks(head_size * row).flat_map(head).collect()
+}
+
+/// Reads weights to which the products of adapters are added.
+fn load_merged(source: &ModelSource, model: &Decoder, engine: &mut dyn Engine) -> Result<()> {
+    assert_eq!(model.descriptor, source.descriptor(), "the model was planned for another one");
+    let stores = model.weight_stores();
+    let progress = progress::start("loading tensors", Unit::Bytes, 4 * model.descriptor.parameters() as u64);
+    for (param, layer) in model.layout.file_order() {
+        if stores.iter().all(|store| store.held(param, layer).is_none()) {
+            continue;
+        }
+        let values = Element::F32.widen(&source.read(param, layer, DType::F32)?);
+        progress.add(4 * values.len() as u64);
+        for store in &stores {
+            let Some((range, to)) = store.held(param, layer) else { continue };
+            // Rows that pad the vocabulary are not in the file.
+            let wanted = range.start.min(values.len())..range.end.min(values.len());
+            if !wanted.is_empty() {
+                store.write(engine, to.slice(0, wanted.len()), &values[wanted])?;
+            }
+        }
+    }
+    Ok(())
 }
 
 fn load(source: &HuggingFaceModel, model: &Decoder, engine: &mut dyn Engine) -> Result<()> {

@@ -8,9 +8,7 @@ use super::activations::Activations;
 use super::decoder::{BackwardPass, Decoder};
 use super::descriptor::Descriptor;
 use super::params::Param;
-use engine::ops::{
-    Activate, ActivateBackward, Epilogue, MatmulBackward, MatmulForward, MatmulShape, ScaleBlocks,
-};
+use engine::ops::{Activate, ActivateBackward, Epilogue, MatmulBackward, MatmulForward, MatmulShape, ScaleBlocks};
 use engine::plan::Group;
 use engine::tensor::Tensor;
 use engine::{Engine, Result};
@@ -46,14 +44,12 @@ impl AdapterBuffers {
             let Some([a, _]) = weight.adapters().filter(|[a, _]| a.is_in(d)) else { continue };
             let width = a.shape(d).0;
             widest = widest.max(width);
-            reduced[weight as usize] = Some(activations.add(&format!("adapters of {}", weight.name()), kept, width, dtype));
+            reduced[weight as usize] =
+                Some(activations.add(&format!("adapters of {}", weight.name()), kept, width, dtype));
         }
         let backward = training.then(|| BackwardBuffers {
             dreduced: activations.add("d adapters", 1, widest, dtype),
-            dactivated: d
-                .activation
-                .is_gated()
-                .then(|| activations.add("d activated", 1, d.mlp_channels, dtype)),
+            dactivated: d.activation.is_gated().then(|| activations.add("d activated", 1, d.mlp_channels, dtype)),
             discarded: activations.plan.add(
                 Group::Activations,
                 "d frozen vectors",

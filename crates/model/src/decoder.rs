@@ -223,7 +223,8 @@ impl Decoder {
     /// Returns where the model's own parameters are, without adapters.
     pub(super) fn weights(&self) -> Store<'_> {
         let frozen = self.frozen.as_ref();
-        frozen.map_or_else(|| self.param_store(), |frozen| Store::whole_or_buffered(&frozen.layout, frozen.params, None))
+        frozen
+            .map_or_else(|| self.param_store(), |frozen| Store::whole_or_buffered(&frozen.layout, frozen.params, None))
     }
 
     pub(super) fn param(&self, param: Param, layer: usize) -> Tensor {

@@ -153,7 +153,11 @@ pub(super) fn workload(descriptor: &Descriptor, options: &PlanOptions) -> Worklo
     Workload {
         attention: descriptor.attention(options.b, options.t),
         channels: descriptor.channels,
-        linear_layers: descriptor.params().filter(|param| param.kind().is_gemm()).map(|p| p.shape(descriptor)).collect(),
+        linear_layers: descriptor
+            .params()
+            .filter(|param| param.kind().is_gemm())
+            .map(|p| p.shape(descriptor))
+            .collect(),
         mlp_channels: descriptor.mlp_channels,
         padded_vocab: descriptor.padded_vocab(),
         parameters: layout.elements(),

@@ -10,7 +10,6 @@ use crate::generate::{Finish, Request, TextStream, generate};
 use crate::terminal::{self, counted};
 use crate::values::count;
 use anyhow::{Context, Result, bail, ensure};
-use interchange::ModelSource;
 use std::io::{BufRead, IsTerminal, Read, Write, stderr, stdin, stdout};
 use template::{ChatTemplate, Message};
 use tokenizer::Tokenizer;
@@ -60,7 +59,7 @@ pub struct Chat {
 
 /// Reads messages from standard input and prints answers until the input ends.
 pub fn run(args: &Chat) -> Result<()> {
-    let source = ModelSource::open(args.model.get())?;
+    let source = args.model.open()?;
     let descriptor = source.descriptor();
     let tokenizer = tokenizer_of(&source, args.tokenizer.as_deref())?;
     let ends = end_tokens(&tokenizer, &source)?;

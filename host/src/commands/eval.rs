@@ -143,7 +143,7 @@ pub fn run(args: &Eval) -> Result<()> {
     json.map_or(Ok(()), |path| output::check(path, RESULTS))?;
     args.logits.as_deref().map_or(Ok(()), |path| output::check(path, LOGITS))?;
     output::check_distinct(json, args.logits.as_deref())?;
-    let file = ModelSource::open(args.model.get())?;
+    let file = args.model.open()?;
     let descriptor = file.descriptor();
     let [of_text, planned] = args.layouts(&file)?;
     let tokenizer = args.tokenizer(&file)?;

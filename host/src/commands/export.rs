@@ -1,15 +1,17 @@
 //! `export`: writes a model in a format of another program.
 
 use super::generation::trial_command;
+use super::resources::open_with_adapters;
 use crate::output::{self, Kind, Mark};
 use crate::terminal;
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use checkpoint::config;
 use checkpoint::directory::{done_steps, model_name};
 use checkpoint::model_file;
 use engine::open::Precision;
 use engine::tensor::DType;
 use interchange::export::{self, WrittenTokenizer};
+use interchange::peft::paths_of;
 use interchange::{ModelSource, tokenizer};
 use model::Descriptor;
 use std::fs;
@@ -51,6 +53,15 @@ pub struct Export {
     #[arg(long)]
     overwrite: bool,
 
+    /// With --format hf, for a model with low-rank adapters: write the whole model, with the adapters added to its weights, instead of a
+    /// directory of PEFT. Other formats always contain the whole model
+    #[arg(long)]
+    merge: bool,
+
+    /// Add low-rank adapters to the model: a directory of PEFT, or a run with --lora-rank
+    #[arg(long, value_name = "DIR")]
+    lora: Option<PathBuf>,
+
     /// Model file (.bin or .safetensors), directory of a run (its newest checkpoint) or Hugging Face directory
     checkpoint: PathBuf,
 
@@ -73,7 +84,11 @@ enum Format {
 
 /// Writes the model and prints a summary.
 pub fn run(args: &Export) -> Result<()> {
-    let source = ModelSource::open(&args.checkpoint)?;
+    let source = open_with_adapters(&args.checkpoint, args.lora.as_deref())?;
+    ensure!(
+        !args.merge || source.adapters().is_some(),
+        "--merge: expected a model with low-rank adapters, found one without; omit --merge"
+    );
     let dtype = match args.dtype {
         Some(Precision::Bf16) => DType::Bf16,
         Some(Precision::Fp32) => DType::F32,
@@ -83,6 +98,9 @@ pub fn run(args: &Export) -> Result<()> {
     args.check_output(&source)?;
     let (out, named, overwrite) = (args.out.as_path(), args.tokenizer.as_deref(), args.overwrite);
     let tokenizer = match args.format {
+        Format::Hf if source.adapters().is_some() && !args.merge => {
+            Some(export::adapters(&source, out, dtype, overwrite)?)
+        }
         Format::Hf => Some(export::hugging_face(&source, named, out, dtype, overwrite)?),
         Format::Gguf => Some(export::gguf(&source, named, out, dtype, overwrite)?),
         Format::Llmc => {
@@ -159,10 +177,9 @@ impl Export {
 fn models_of_run(run: &Path) -> Vec<PathBuf> {
     let model = config::saved(run, "model").and_then(|model| model.as_str().map(str::to_owned));
     let Some(model) = model.filter(|model| model.parse::<Descriptor>().is_err()) else { return Vec::new() };
-    let absolute = run.canonicalize().unwrap_or_default();
-    let paths = [Path::new("")].into_iter().chain(absolute.ancestors()).map(|directory| directory.join(&model));
     // A file may stand for the directory of a model.
-    paths
+    paths_of(&model, run)
+        .into_iter()
         .flat_map(|path| [path.is_file().then(|| atomic_file::parent(&path).to_owned()), Some(path)])
         .flatten()
         .collect()

@@ -1,7 +1,7 @@
 //! Flags and functions that several commands share.
 
 use crate::terminal;
-use crate::values::{count, level, switch};
+use crate::values::{count, level, positive, switch};
 use anyhow::{Context, Result, ensure};
 use clap::ArgAction;
 use engine::cuda::CudaOptions;
@@ -9,7 +9,8 @@ use engine::open::{self, Device, MatmulBackend, Opened, Precision};
 use engine::ops::Fp8Accumulation;
 use engine::{Engine, GeluFusion};
 use interchange::ModelSource;
-use model::descriptor::{Overrides, WindowPattern};
+use interchange::peft::AdapterFile;
+use model::descriptor::{AdapterTargets, Adapters, Overrides, WindowPattern};
 use model::fit;
 use model::{Decoder, Descriptor, Fp8Gradients, Fp8Recipe, Fp8Settings, PlanOptions};
 use serde::Serialize;
@@ -65,12 +66,62 @@ pub struct ModelPath {
     /// The same argument as a flag
     #[arg(short = 'e', long, value_name = "RUN|MODEL")]
     model: Option<PathBuf>,
+
+    /// Add low-rank adapters to the model: a directory of PEFT, or a run with --lora-rank
+    #[arg(long, value_name = "DIR")]
+    pub lora: Option<PathBuf>,
 }
 
 impl ModelPath {
     /// Returns the path.
     pub fn get(&self) -> &Path {
         self.path.as_deref().or(self.model.as_deref()).unwrap_or(Path::new(""))
+    }
+
+    /// Opens the model, with the adapters of --lora.
+    pub fn open(&self) -> Result<ModelSource> {
+        open_with_adapters(self.get(), self.lora.as_deref())
+    }
+}
+
+/// Opens a model, with adapters.
+pub fn open_with_adapters(model: &Path, lora: Option<&Path>) -> Result<ModelSource> {
+    let source = ModelSource::open(model)?;
+    match lora {
+        Some(lora) => source.with_adapters(AdapterFile::open(lora).context("--lora")?).context("--lora"),
+        None => Ok(source),
+    }
+}
+
+/// Low-rank adapters that are trained instead of the weights.
+#[derive(Clone, Debug, Default, clap::Args, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct LoraFlags {
+    /// Train low-rank adapters (LoRA) of rank R. The weights of the model are frozen
+    #[arg(long, value_name = "R", value_parser = count, help_heading = MODEL)]
+    pub lora_rank: Option<usize>,
+
+    /// Factor of the adapters, which is divided by the rank [default: 2 R]
+    #[arg(long, value_name = "A", value_parser = positive, requires = "lora_rank", help_heading = MODEL)]
+    pub lora_alpha: Option<f32>,
+
+    /// Matrices with adapters: a list of all, qkv, attproj, mlp, q, k, v, up, gate and fcproj [default: all]
+    #[arg(long, value_name = "LIST", requires = "lora_rank", help_heading = MODEL)]
+    pub lora_targets: Option<AdapterTargets>,
+}
+
+impl LoraFlags {
+    /// Returns the adapters, if the flags ask for some.
+    pub fn adapters(&self) -> Option<Adapters> {
+        let rank = self.lora_rank?;
+        let alpha = self.lora_alpha.unwrap_or(2.0 * rank as f32);
+        Some(Adapters { rank, alpha, targets: self.lora_targets.unwrap_or(AdapterTargets::ALL) })
+    }
+
+    /// Returns a model with the adapters.
+    pub fn apply(&self, descriptor: Descriptor) -> Result<Descriptor> {
+        let with = Descriptor { adapters: self.adapters(), ..descriptor };
+        with.checked().context("--lora-rank")
     }
 }
 

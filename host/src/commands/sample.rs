@@ -6,7 +6,6 @@ use crate::generate::{Finish, Request, TextStream, generate};
 use crate::terminal::{self, counted};
 use crate::values::count;
 use anyhow::{Context, Result};
-use interchange::ModelSource;
 use serde_json::json;
 use std::io::{Read, Write, stdin, stdout};
 use std::path::{Path, PathBuf};
@@ -64,7 +63,7 @@ pub struct Sample {
 
 /// Prints the prompt and its continuation.
 pub fn run(args: &Sample) -> Result<()> {
-    let source = ModelSource::open(args.model.get())?;
+    let source = args.model.open()?;
     let descriptor = source.descriptor();
     let tokenizer = tokenizer_of(&source, args.tokenizer.as_deref())?;
     let text = args.text()?;

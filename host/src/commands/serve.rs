@@ -62,6 +62,10 @@ pub struct Serve {
     #[arg(value_name = "RUN|MODEL", default_value = ".")]
     path: PathBuf,
 
+    /// Add low-rank adapters to the model: a directory of PEFT, or a run with --lora-rank
+    #[arg(long, value_name = "DIR")]
+    lora: Option<PathBuf>,
+
     /// Port; 0: any free port
     #[arg(long, value_name = "N", default_value = "8080")]
     port: u16,
@@ -108,6 +112,7 @@ pub fn run(args: &Serve) -> Result<()> {
     let on_gpu = args.hardware.device != Device::Cpu && cuda_driver::device_count().is_ok_and(|count| count > 0);
     let settings = Settings {
         path: args.path.clone(),
+        lora: args.lora.clone(),
         tokenizer: args.tokenizer.clone(),
         context: args.context,
         slots: args.slots.unwrap_or(if on_gpu { GPU_SLOTS } else { CPU_SLOTS }),

@@ -47,10 +47,11 @@ pub(super) fn read_header(file: &File, size: u64) -> Result<Header> {
     )?;
     let descriptor: Descriptor = serde_json::from_str(descriptor).context("header: descriptor")?;
     let descriptor = descriptor.checked().context("header: descriptor")?;
-    let dtype = match found.get(Param::Wte.name()).and_then(|tensor| tensor.get("dtype")).and_then(Value::as_str) {
+    let first = descriptor.params().next().map_or("", Param::name);
+    let dtype = match found.get(first).and_then(|tensor| tensor.get("dtype")).and_then(Value::as_str) {
         Some("F32") => DType::F32,
         Some("BF16") => DType::Bf16,
-        other => anyhow::bail!("header: wte: expected F32 or BF16, found {}", other.unwrap_or("none")),
+        other => anyhow::bail!("header: {first}: expected F32 or BF16, found {}", other.unwrap_or("none")),
     };
     // The tensors are those of the descriptor, in its order, so the header must be the one that this program writes.
     let expected = entries(&descriptor, dtype)?;

@@ -184,8 +184,7 @@ fn check(name: &str, targets: &str, rank: usize) {
             let db = (0..rows * rank)
                 .map(|i| sum(&mut (0..c).map(|j| dweight[i / rank * c + j] * a[i % rank * c + j])))
                 .collect::<Vec<_>>();
-            for ((param, places), want) in
-                weight.adapters().unwrap().into_iter().zip(places(&d, adapter)).zip([da, db])
+            for ((param, places), want) in weight.adapters().unwrap().into_iter().zip(places(&d, adapter)).zip([da, db])
             {
                 let start = model.layout.range(param, layer).start;
                 let got: Vec<f32> = places.iter().map(|at| grads[start + at]).collect();
@@ -194,7 +193,10 @@ fn check(name: &str, targets: &str, rank: usize) {
             }
         }
         let unused = grads.iter().zip(&used).filter(|(_, used)| !**used);
-        assert!(unused.map(|(gradient, _)| *gradient).all(|gradient| gradient == 0.0), "{what}: outside of the adapters");
+        assert!(
+            unused.map(|(gradient, _)| *gradient).all(|gradient| gradient == 0.0),
+            "{what}: outside of the adapters"
+        );
         gradients.push(grads);
     }
     assert!(gradients.iter().all(|grads| *grads == gradients[0]), "{name}: recomputation changes bits");
@@ -270,7 +272,10 @@ fn initial_adapters_change_nothing_and_have_the_rank() {
     let a = engine.read(with.layout.of(with.params, Param::QkvA, 1)).unwrap();
     for (i, row) in a.chunks(32).enumerate() {
         let largest = row.iter().fold(0.0f32, |max, x| max.max(x.abs()));
-        assert!(if i % 8 < 3 { largest > 0.8 * bound && largest < bound } else { largest == 0.0 }, "row {i}: {largest}");
+        assert!(
+            if i % 8 < 3 { largest > 0.8 * bound && largest < bound } else { largest == 0.0 },
+            "row {i}: {largest}"
+        );
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::table::{Column, Json, Spread, Table};
 use super::trace::{self, RankTrace};
-use crate::commands::resources::{Fp8Flags, Hardware, WindowFlags};
+use crate::commands::resources::{Fp8Flags, Hardware, LoraFlags, WindowFlags};
 use crate::commands::train::{Launch, multi_rank};
 use crate::gpu_info::GpuInfo;
 use crate::values::{count, level};
@@ -73,6 +73,9 @@ pub struct Step {
 
     #[command(flatten)]
     windows: WindowFlags,
+
+    #[command(flatten)]
+    lora: LoraFlags,
 
     #[command(flatten)]
     fp8: Fp8Flags,
@@ -193,7 +196,7 @@ impl Step {
                 (source.descriptor(), Some(source))
             }
         };
-        let descriptor = self.windows.apply(descriptor)?;
+        let descriptor = self.lora.apply(self.windows.apply(descriptor)?)?;
         let layout = BatchLayout::new(self.batch, self.seq);
         let Self { recompute, optimizer, master_weights, moments, .. } = *self;
         let shard = multi_rank::shard(ranks, self.shard_size)?;
@@ -218,10 +221,12 @@ impl Step {
         if let Some(text) = tuned.filter(|_| ranks.is_first()) {
             writeln!(stdout(), "{text}")?;
         }
+        let whole = model.frozen_model();
         match source {
-            Some(source) => source.load(&model, engine)?,
-            None => model.initialize(engine, 42)?,
+            Some(source) => source.load(whole.as_ref().unwrap_or(&model), engine)?,
+            None => whole.as_ref().unwrap_or(&model).initialize(engine, 42)?,
         }
+        whole.map_or(Ok(()), |_| model.initialize(engine, 42))?;
         let mut words = engine.host_buffer(layout.words())?;
         for (i, word) in words[..layout.targets().end].iter_mut().enumerate() {
             *word = (gpu::noise::squirrel5(i as u32, 0) % descriptor.vocab as u32) as i32;
@@ -250,6 +255,7 @@ impl Step {
             "fp8-accumulation": self.fp8.fp8_accumulation,
             "zero-stage": self.zero_stage,
             "shard-size": self.shard_size,
+            "lora": self.lora,
             "steps": self.steps,
         });
         let Value::Object(settings) = settings else { unreachable!("written as an object above") };

@@ -8,6 +8,7 @@ use super::queue::{Event, Job, Queue};
 use crate::commands::chat::template::ChatTemplate;
 use crate::commands::generation::{Loaded, context, end_tokens, load, tokenizer_of};
 use crate::commands::resources::Hardware;
+use crate::commands::resources::open_with_adapters;
 use crate::generate::{Finish, Request, Scheduler, TextStream};
 use anyhow::{Context, Result};
 use checkpoint::resume::{newest_model_file, newest_model_path};
@@ -35,6 +36,8 @@ const SPEED_INTERVAL: Duration = Duration::from_secs(1);
 pub struct Settings {
     /// The directory of a run, a model file or a Hugging Face directory.
     pub path: PathBuf,
+    /// Directory of the adapters of --lora.
+    pub lora: Option<PathBuf>,
     /// `--tokenizer`.
     pub tokenizer: Option<String>,
     /// `--context`: most tokens of a prompt and its text.
@@ -101,7 +104,7 @@ pub fn open(settings: &Settings) -> Result<(ModelSource, Tokenizer)> {
 }
 
 fn open_path(path: &Path, settings: &Settings) -> Result<(ModelSource, Tokenizer)> {
-    let source = ModelSource::open(path)?;
+    let source = open_with_adapters(path, settings.lora.as_deref())?;
     let tokenizer = tokenizer_of(&source, settings.tokenizer.as_deref())?;
     Ok((source, tokenizer))
 }

@@ -47,6 +47,7 @@ use model::schedule::Schedule;
 use model::{Decoder, Descriptor, Fp8Options, Optimizer, PlanOptions, Zero};
 use reports::{draw, read_log, report_dry_run, report_end, report_start};
 use resolve::Resolved;
+use shape::Frozen;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use system::{thread, time};
@@ -108,6 +109,7 @@ impl Start {
 struct PlannedRun {
     config: Config,
     weights: Option<ModelSource>,
+    frozen: Option<Frozen>,
     train: Batches,
     val: Vec<ValidationData>,
     hellaswag: Option<MultipleChoice>,
@@ -140,7 +142,7 @@ fn train(
     notes.extend(elastic_notes);
     let resumed = checkpoint.as_ref().map(|checkpoint| (checkpoint.descriptor(), checkpoint.final_fraction()));
     let resumed = ranks.broadcast(resumed)?;
-    let Resolved { mut config, descriptor, weights, data, hellaswag, tokenizer, note: without_data } =
+    let Resolved { mut config, descriptor, weights, frozen, data, hellaswag, tokenizer, note: without_data } =
         Resolved::new(args, &opened, resumed, ranks.rank(), ranks.world_size())?;
     let out = claim(out, ranks, args, &mut config)?;
     let mut console = multi_rank::console(ranks, args, &config)?;
@@ -185,6 +187,7 @@ fn train(
     let planned = PlannedRun {
         config,
         weights,
+        frozen,
         train,
         val,
         hellaswag,
@@ -297,8 +300,13 @@ impl PlannedRun {
             )?,
             None => RunState::fresh(train.position()),
         };
-        let companions = self.weights.as_ref().and_then(ModelSource::companions);
+        let source = self.frozen.as_ref().filter(|_| newest.is_none()).map(|frozen| &frozen.source);
+        let companions = self.weights.as_ref().or(source).and_then(ModelSource::companions);
+        let digest =
+            self.frozen.map(|frozen| load_frozen(frozen, newest, &model, engine, ranks, &config)).transpose()?;
         load_weights(newest, self.weights, &model, engine, ranks, &config)?;
+        let mut state = state;
+        check_frozen(digest, &mut state, &config)?;
         let state = multi_rank::broadcast_start(ranks, &model, engine, state, &mut train)?;
         check_hashes(&model, engine, ranks, &state)?;
         let settings = settings(&config, ranks.world_size(), gpu)?;
@@ -453,12 +461,47 @@ fn load_weights(
     match (newest, source) {
         (Some(step), _) if sharded && !ranks.is_first() => multi_rank::load_shard(config, step, model, engine),
         (None, Some(source)) if sharded || ranks.is_first() => source.load(model, engine),
-        (None, None) if sharded || ranks.is_first() => {
+        (None, None) if model.descriptor.adapters.is_none() && (sharded || ranks.is_first()) => {
             thread::check(1)?;
             model.initialize(engine, config.flags.seed)
         }
         _ => Ok(()),
     }
+}
+
+/// Loads the weights that do not change on every rank, and the adapters with which the run starts. Returns the hash and the type of the weights.
+fn load_frozen(
+    frozen: Frozen,
+    newest: Option<usize>,
+    model: &Decoder,
+    engine: &mut dyn Engine,
+    ranks: &Ranks,
+    config: &Config,
+) -> Result<String> {
+    let Frozen { source, adapters } = frozen;
+    let whole = model.frozen_model().context("internal error: no frozen weights; please report it")?;
+    let starts = newest.is_none() && (model.zero.shards_optimizer() || ranks.is_first());
+    match adapters.filter(|_| starts) {
+        Some(file) => file.load(&source, model, engine)?,
+        None if starts => model.initialize(engine, config.flags.seed)?,
+        None => {}
+    }
+    source.load(&whole, engine)?;
+    Ok(format!("{:016x} {}", engine.digest(whole.params, 0)?, engine.dtype().name()))
+}
+
+/// Fails if the frozen weights of a resumed run are not those with which it started. They may have another type.
+fn check_frozen(digest: Option<String>, state: &mut RunState, config: &Config) -> Result<()> {
+    let Some(digest) = digest else { return Ok(()) };
+    let saved = state.progress.frozen.get_or_insert_with(|| digest.clone());
+    let same_type = saved.split(' ').nth(1) == digest.split(' ').nth(1);
+    ensure!(
+        !same_type || *saved == digest,
+        "--model {}: expected the weights with which the run started, found others; restore them, or export the adapters of the run and \
+         start a new run with --lora",
+        config.flags.model.as_deref().unwrap_or_default()
+    );
+    Ok(())
 }
 
 fn capacity(config: &Config, descriptor: &Descriptor, engine: &dyn Engine) -> Result<PlanOptions> {

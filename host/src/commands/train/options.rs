@@ -5,7 +5,7 @@
 //! [`Config`](super::Config) has its final value.
 
 use super::sources::{SourceTable, source_table};
-use crate::commands::resources::{Fp8Flags, Hardware, WindowFlags};
+use crate::commands::resources::{Fp8Flags, Hardware, LoraFlags, WindowFlags};
 use crate::console::Verbosity;
 use crate::values::{
     Count, Resume, count, count_or_all, fraction, fraction_f32, interval, level, momentum, non_negative, packing,
@@ -142,6 +142,16 @@ pub struct TrainOptions {
     #[command(flatten)]
     #[serde(flatten)]
     pub windows: WindowFlags,
+
+    /// Low-rank adapters.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub lora_flags: LoraFlags,
+
+    /// Continue to train low-rank adapters: a directory of PEFT, or a run with --lora-rank. Their rank and targets are kept
+    #[arg(long, value_name = "DIR", conflicts_with = "lora_rank", help_heading = MODEL)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lora: Option<PathBuf>,
 
     /// Seed of the initial weights and of the data order
     #[arg(long, value_name = "N", value_parser = seed, default_value = "42", help_heading = MODEL)]

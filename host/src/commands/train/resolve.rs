@@ -1,7 +1,8 @@
 //! Resolves flags to settings: opens the model and the data, and fills in defaults.
 
+use super::shape::{self, Frozen};
 use super::sources::{self, SourceTable};
-use super::{Config, TrainOptions, shape};
+use super::{Config, TrainOptions};
 use crate::commands::resources::Fp8Flags;
 use crate::corpus;
 use crate::datasets::Datasets;
@@ -25,6 +26,8 @@ pub struct Resolved {
     pub descriptor: Descriptor,
     /// The model with the initial weights; `None` initializes them from the seed.
     pub weights: Option<ModelSource>,
+    /// The model whose weights do not change, if the run trains adapters.
+    pub frozen: Option<Frozen>,
     /// The data, or `None` for a plan [without data](without_data).
     pub data: Option<TrainingData>,
     pub hellaswag: Option<MultipleChoice>,
@@ -141,7 +144,8 @@ impl Resolved {
         let of_data = datasets.tokenizer().map(|(_, identity)| identity.vocab);
         let vocab = of_data.or_else(|| named.as_ref().map(Tokenizer::vocab));
         let seq = options.seq.unwrap_or(defaults.t);
-        let (shape, descriptor, weights) = shape::resolve(options, vocab, seq, from_files, resumed)?;
+        let (shape, descriptor, mut weights) = shape::resolve(options, vocab, seq, from_files, resumed)?;
+        let (descriptor, frozen) = shape::with_adapters(options, descriptor, &mut weights, resumed)?;
         check_optimizer(options, descriptor, opened)?;
         let batch = BatchSize::new(options, &defaults, descriptor, ranks)?;
         let model = options.model.as_ref().map_or_else(|| "the model".to_owned(), |name| format!("--model {name}"));
@@ -149,7 +153,11 @@ impl Resolved {
         let resumed_from = options.out().filter(|_| resumed.is_some());
         let search = Search {
             named: named.as_ref(),
-            model: weights.as_ref().map(ModelSource::directory).or(resumed_from),
+            model: resumed_from.or(frozen
+                .as_ref()
+                .map(|frozen| &frozen.source)
+                .or(weights.as_ref())
+                .map(ModelSource::directory)),
             data: datasets.tokenizer(),
             vocab: descriptor.vocab,
         };
@@ -179,7 +187,7 @@ impl Resolved {
             config.val_batches = all;
         }
         shape.save(&mut config.flags);
-        Ok(Self { config, descriptor, weights, data, hellaswag, tokenizer, note })
+        Ok(Self { config, descriptor, weights, frozen, data, hellaswag, tokenizer, note })
     }
 }
 

@@ -4,8 +4,9 @@ use super::options::TrainOptions;
 use crate::commands::resources::WindowFlags;
 use anyhow::{Context, Result, ensure};
 use interchange::ModelSource;
-use model::Descriptor;
+use interchange::peft::AdapterFile;
 use model::descriptor::{GPT2_VOCAB, Overrides};
+use model::{Descriptor, Optimizer};
 use std::path::Path;
 use tokenizer::BYTE_VOCAB;
 
@@ -73,6 +74,59 @@ pub fn resolve(
             Ok((shape, source.descriptor(), Some(source)))
         }
     }
+}
+
+/// The frozen model of a run that trains adapters.
+pub struct Frozen {
+    /// The model.
+    pub source: ModelSource,
+    /// The adapters with which the run starts; `None` initializes them from the seed.
+    pub adapters: Option<AdapterFile>,
+}
+
+/// Returns the shape with the adapters that the flags ask for, and the model that is frozen.
+pub fn with_adapters(
+    options: &TrainOptions,
+    descriptor: Descriptor,
+    weights: &mut Option<ModelSource>,
+    resumed: Option<Descriptor>,
+) -> Result<(Descriptor, Option<Frozen>)> {
+    let wanted = options.lora_flags.adapters();
+    if wanted.is_none() && options.lora.is_none() {
+        ensure!(
+            resumed.is_none_or(|resumed| resumed.adapters.is_none()),
+            "--resume: expected --lora-rank, because the run trains adapters, found none; add the --lora flags of the run"
+        );
+        return Ok((descriptor, None));
+    }
+    let (flag, name) = (if wanted.is_some() { "--lora-rank" } else { "--lora" }, options.model.as_deref());
+    ensure!(
+        options.optimizer == Optimizer::AdamW,
+        "{flag}: expected --optimizer adamw, found muon, which orthogonalizes whole matrices; use adamw"
+    );
+    let name = name.filter(|name| is_path(name)).with_context(|| {
+        format!("{flag}: expected a --model with weights, found {}; pass the path of a model", name.unwrap_or("none"))
+    })?;
+    let source = match weights.take() {
+        Some(source) => source,
+        None => ModelSource::open(Path::new(name)).context("--model")?,
+    };
+    let file =
+        options.lora.as_deref().filter(|_| resumed.is_none()).map(AdapterFile::open).transpose().context("--lora")?;
+    let with = match (resumed, &file) {
+        (Some(resumed), _) => {
+            ensure!(
+                resumed.base() == source.descriptor(),
+                "--model {name}: expected the model of the run that is resumed ({}), found another one ({})",
+                resumed.base(),
+                source.descriptor()
+            );
+            resumed
+        }
+        (None, Some(file)) => file.descriptor(&source).context("--lora")?,
+        (None, None) => options.lora_flags.apply(source.descriptor())?,
+    };
+    Ok((with, Some(Frozen { source, adapters: file })))
 }
 
 /// Returns a GPT-2 of the given sizes, or the default model of the built-in text.

@@ -577,7 +577,18 @@ fn quantized_norm(shape: MatmulShape, is_layernorm: bool, scaling: Scaling) -> C
         };
         let (dinp, dweight, dout) = (x[10], x[1], x[9]);
         let (inp, activation, fp8) = (normed, None, Some(backward));
-        e.run(MatmulBackward { dinp, adds_to_dinp: false, dweight: Some(dweight), dbias: None, dout, inp, weight, activation, shape, fp8 })
+        e.run(MatmulBackward {
+            dinp,
+            adds_to_dinp: false,
+            dweight: Some(dweight),
+            dbias: None,
+            dout,
+            inp,
+            weight,
+            activation,
+            shape,
+            fp8,
+        })
     };
     let before = move |e: &mut dyn Engine, x: &[Tensor]| {
         quantize_weight(e, x[8], [2, 3].map(|i| Some(x[n + i])), scale_of(x, 1), shape)
