@@ -9,6 +9,7 @@ mod guards;
 mod hellaswag;
 mod llmc_checkpoints;
 mod parity;
+mod peft_adapters;
 mod resume_emulated;
 mod switches;
 mod transformers_models;

@@ -16,11 +16,12 @@ use checkpoint::model_file::ModelFile;
 use engine::Engine;
 use engine::ops::RotaryPairs;
 use engine::tensor::DType;
-use model::descriptor::{AdapterTarget, Adapters, Positions};
+use model::descriptor::{AdapterBase, AdapterTarget, Adapters, Positions};
 use model::{Decoder, Descriptor, Param};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
+use std::convert::Infallible;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -210,8 +211,11 @@ impl AdapterFile {
     /// Reads the adapters that this rank keeps into a model that was planned for [`descriptor`](Self::descriptor).
     pub fn load(&self, base: &ModelSource, model: &Decoder, engine: &mut dyn Engine) -> Result<()> {
         let (d, architecture) = (self.descriptor(base)?, base.architecture()?);
+        // The storage of the frozen weights may differ.
+        let of =
+            |d: Descriptor| d.adapters.map(|Adapters { rank, alpha, targets, .. }| (rank, alpha.to_bits(), targets));
         ensure!(
-            model.descriptor == d,
+            model.descriptor.base() == d.base() && of(model.descriptor) == of(d),
             "{}: expected {}, found {d}; pass the same --lora-rank, --lora-alpha and --lora-targets, or none of them",
             self.path.display(),
             model.descriptor
@@ -290,7 +294,12 @@ fn peft_settings(
         );
     }
     let alpha = if config.use_rslora { config.lora_alpha * (config.r as f64).sqrt() } else { config.lora_alpha };
-    Ok(Adapters { rank: config.r, alpha: alpha as f32, targets: targets.into_iter().collect() })
+    Ok(Adapters {
+        rank: config.r,
+        alpha: alpha as f32,
+        targets: targets.into_iter().collect(),
+        base: AdapterBase::default(),
+    })
 }
 
 /// Returns the shapes of A and B of a module.
@@ -420,7 +429,7 @@ pub(crate) fn add_products(d: &Descriptor, weight: Param, a: &[f32], b: &[f32], 
 
 /// Returns the settings that PEFT reads.
 pub(crate) fn config_of(d: &Descriptor, architecture: &Architecture, base: &str) -> Result<Vec<u8>> {
-    let Some(Adapters { rank, alpha, targets }) = d.adapters else {
+    let Some(Adapters { rank, alpha, targets, .. }) = d.adapters else {
         bail!("internal error: no adapters; please report it")
     };
     let all: Vec<Module> = Param::linear(d).flat_map(|weight| modules(d, architecture, weight)).collect();
@@ -453,6 +462,73 @@ pub(crate) fn config_of(d: &Descriptor, architecture: &Architecture, base: &str)
     }))
 }
 
+/// A matrix of the adapter of a module.
+struct Matrix {
+    tensor: NewTensor,
+    weight: Param,
+    /// Whether it is B.
+    is_b: bool,
+    module: Module,
+    layer: usize,
+}
+
+/// Returns the matrices of all adapters by their names in a PEFT file.
+fn matrices(d: &Descriptor, adapters: Adapters, architecture: &Architecture, element: Element) -> Vec<Matrix> {
+    let mut all = Vec::new();
+    for layer in 0..d.layers {
+        for weight in Param::linear(d) {
+            for is_b in [false, true] {
+                let of_weight = modules(d, architecture, weight).into_iter();
+                all.extend(of_weight.filter(|module| adapters.targets.contains(module.target)).map(|module| {
+                    let i = usize::from(is_b);
+                    let name = tensor_names(architecture, module.names, layer)[i].clone();
+                    let shape = shapes(d, adapters, module.names)[i].to_vec();
+                    Matrix { tensor: NewTensor { name, shape, element }, weight, is_b, module, layer }
+                }));
+            }
+        }
+    }
+    all.sort_by(|a, b| a.tensor.name.cmp(&b.tensor.name));
+    all
+}
+
+impl Matrix {
+    /// Returns its values in PEFT's order, from the tensor of the layer that `read` returns.
+    fn values<E>(
+        &self,
+        d: &Descriptor,
+        adapters: Adapters,
+        architecture: &Architecture,
+        read: impl FnOnce(Param, usize) -> Result<Vec<f32>, E>,
+    ) -> Result<Vec<f32>, E> {
+        let Self { weight, is_b, module: Module { number, names, .. }, layer, .. } = self;
+        let Some(param) = weight.adapters().map(|params| params[usize::from(*is_b)]) else { return Ok(Vec::new()) };
+        let (values, width) = (read(param, *layer)?, param.shape(d).1);
+        let (padded, rank) = (adapters.padded_rank(), adapters.rank);
+        if !is_b {
+            return Ok(values[number * padded * width..][..rank * width].to_vec());
+        }
+        let of_row = |row: usize| &values[row * width + number * padded..][..rank];
+        let own = names.part.rows(names.param, d).flat_map(of_row).copied().collect();
+        Ok(convert_b(d, architecture, names, rank, own, RotaryPairs::HalfSplit))
+    }
+}
+
+/// Returns values of all adapters, such as gradients, by their names in a PEFT file. `read` returns those of a tensor of a layer.
+pub fn by_name(
+    d: &Descriptor,
+    architecture: &Architecture,
+    mut read: impl FnMut(Param, usize) -> Vec<f32>,
+) -> Vec<(String, Vec<f32>)> {
+    let Some(adapters) = d.adapters else { return Vec::new() };
+    let mut values = |matrix: Matrix| {
+        let Ok(values) =
+            matrix.values(d, adapters, architecture, |param, layer| Ok::<_, Infallible>(read(param, layer)));
+        (matrix.tensor.name, values)
+    };
+    matrices(d, adapters, architecture, Element::F32).into_iter().map(&mut values).collect()
+}
+
 /// Writes the tensors of a PEFT directory.
 pub(crate) fn write_tensors(
     out: &mut impl Write,
@@ -461,39 +537,13 @@ pub(crate) fn write_tensors(
     architecture: &Architecture,
     dtype: DType,
 ) -> Result<()> {
-    let Some(adapters) = d.adapters else { bail!("internal error: no adapters; please report it") };
-    let (padded, rank) = (adapters.padded_rank(), adapters.rank);
-    let mut all = Vec::new();
-    for layer in 0..d.layers {
-        for weight in Param::linear(d) {
-            for module in modules(d, architecture, weight) {
-                if !adapters.targets.contains(module.target) {
-                    continue;
-                }
-                let names =
-                    tensor_names(architecture, module.names, layer).into_iter().zip(shapes(d, adapters, module.names));
-                for (i, (name, shape)) in names.enumerate() {
-                    let tensor = NewTensor { name, shape: shape.to_vec(), element: dtype.into() };
-                    all.push((tensor, weight, i, module.number, module.names, layer));
-                }
-            }
-        }
-    }
-    all.sort_by(|a, b| a.0.name.cmp(&b.0.name));
-    let header: Vec<NewTensor> = all.iter().map(|(tensor, ..)| tensor.clone()).collect();
+    let adapters = d.adapters.context("internal error: no adapters; please report it")?;
+    let all = matrices(d, adapters, architecture, dtype.into());
+    let header: Vec<NewTensor> = all.iter().map(|matrix| matrix.tensor.clone()).collect();
     safetensors_file::write_header(out, &header)?;
-    for (_, weight, i, number, names, layer) in all {
-        let Some(params) = weight.adapters() else { continue };
-        let (param, width) = (params[i], params[i].shape(d).1);
-        let values = adapter.read(d, architecture, param, layer)?;
-        let values = if i == 0 {
-            values[number * padded * width..][..rank * width].to_vec()
-        } else {
-            let rows = names.part.rows(names.param, d);
-            let of_row = |row: usize| &values[row * width + number * padded..][..rank];
-            let own = rows.flat_map(of_row).copied().collect();
-            convert_b(d, architecture, names, rank, own, RotaryPairs::HalfSplit)
-        };
+    for matrix in all {
+        let read = |param, layer| adapter.read(d, architecture, param, layer);
+        let values = matrix.values(d, adapters, architecture, read)?;
         let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         out.write_all(&Element::F32.convert(bytes, dtype))?;
     }

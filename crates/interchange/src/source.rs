@@ -301,6 +301,11 @@ impl ModelSource {
         self.read_base(param, layer, dtype)
     }
 
+    /// Reads a tensor as f32, like [`read`](Self::read).
+    pub fn read_floats(&self, param: Param, layer: usize) -> Result<Vec<f32>> {
+        Ok(Element::F32.widen(&self.read(param, layer, DType::F32)?))
+    }
+
     /// Reads a tensor without adapters.
     fn read_base(&self, param: Param, layer: usize, dtype: DType) -> Result<Vec<u8>> {
         let (element, bytes) = match &self.kind {
@@ -373,7 +378,7 @@ fn load_merged(source: &ModelSource, model: &Decoder, engine: &mut dyn Engine) -
         if stores.iter().all(|store| store.held(param, layer).is_none()) {
             continue;
         }
-        let values = Element::F32.widen(&source.read(param, layer, DType::F32)?);
+        let values = source.read_floats(param, layer)?;
         progress.add(4 * values.len() as u64);
         for store in &stores {
             let Some((range, to)) = store.held(param, layer) else { continue };

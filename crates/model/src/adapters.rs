@@ -220,6 +220,11 @@ impl BackwardPass<'_> {
         engine.run(ActivateBackward { activation, dinp: op.dinp, dout, preactivation, columns })
     }
 
+    /// Zeroes the gradients of frozen vectors, to which kernels add.
+    pub(super) fn zero_discarded(&self, engine: &mut dyn Engine) -> Result<()> {
+        self.adapter_buffers().map_or(Ok(()), |buffers| engine.zero(buffers.discarded))
+    }
+
     fn adapter_buffers(&self) -> Option<BackwardBuffers> {
         self.model.frozen.as_ref()?.adapters.backward
     }

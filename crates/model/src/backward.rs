@@ -54,6 +54,7 @@ impl Decoder {
         hooks.gather_parameters(engine, last, last.checked_sub(1))?;
         hooks.begin_gradients(engine, last)?;
         engine.zero(pass.dresidual)?;
+        pass.zero_discarded(engine)?;
         let top = layers[last].last();
         pass.norm(engine, &self.final_norm.rows(rows, c), output(top), top)?;
         for (l, layer) in layers.iter().enumerate().rev() {

@@ -227,7 +227,12 @@ impl Decoder {
             .map_or_else(|| self.param_store(), |frozen| Store::whole_or_buffered(&frozen.layout, frozen.params, None))
     }
 
+    /// Returns a parameter. A weight that is in FP8 only has a tensor that nothing reads.
     pub(super) fn param(&self, param: Param, layer: usize) -> Tensor {
+        let staging = self.fp8.and_then(|fp8| fp8.staging()).filter(|_| param.kind().is_linear());
+        if let Some(staging) = staging {
+            return staging.slice(0, param.len(&self.descriptor));
+        }
         if param.is_adapter() { self.param_store() } else { self.weights() }.tensor(param, layer)
     }
 

@@ -6,7 +6,7 @@ mod presets;
 mod rotary;
 mod windows;
 
-pub use adapters::{AdapterTarget, AdapterTargets, Adapters};
+pub use adapters::{AdapterBase, AdapterTarget, AdapterTargets, Adapters};
 pub use overrides::Overrides;
 pub use rotary::{Llama3Scaling, Rotary, RotaryScaling, YarnScaling};
 pub use windows::{WindowPattern, Windows};
@@ -356,6 +356,11 @@ impl Descriptor {
         Param::ALL.into_iter().filter(move |&param| descriptor.has(param))
     }
 
+    /// Reports whether the weights of the linear layers are in FP8 only.
+    pub fn is_fp8_base(&self) -> bool {
+        self.adapters.is_some_and(|adapters| adapters.base == AdapterBase::Fp8)
+    }
+
     /// Reports whether a tensor is one of [`params`](Self::params).
     pub fn has(&self, param: Param) -> bool {
         param.is_in(self) && param.is_adapter() == self.adapters.is_some()
@@ -466,7 +471,7 @@ impl fmt::Display for Descriptor {
         if self.mlp_channels != 4 * channels {
             write!(f, " ({} in the MLP)", self.mlp_channels)?;
         }
-        if let Some(Adapters { rank, alpha, targets }) = self.adapters {
+        if let Some(Adapters { rank, alpha, targets, .. }) = self.adapters {
             write!(f, ", adapters of rank {rank} (alpha {alpha}, {targets})")?;
         }
         if let Some(Windows { size, pattern }) = self.windows {

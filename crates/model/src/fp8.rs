@@ -210,6 +210,15 @@ pub(super) fn keeps_input(weight: Param, recompute: Recompute) -> bool {
     }
 }
 
+/// What a model needs whose weights are in FP8 only.
+#[derive(Clone, Copy, Debug)]
+struct Base {
+    /// Scales of the inputs outside of training steps.
+    evaluated: Slots,
+    /// (largest weight) float
+    staging: Tensor,
+}
+
 /// The FP8 state of a model. It holds handles into an engine's arena and owns no memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Fp8 {
@@ -220,6 +229,8 @@ pub struct Fp8 {
     pub(super) counting: bool,
     /// Whether the copies of frozen weights are complete.
     pub(super) holds_frozen: bool,
+    /// Set if the weights are in FP8 only.
+    base: Option<Base>,
     pub(super) inputs: Slots,
     pub(super) weights: Slots,
     pub(super) gradients: Slots,
@@ -241,6 +252,7 @@ impl Fp8 {
         [b, t]: [usize; 2],
         zero: Zero,
         recompute: Recompute,
+        float: DType,
         [narrow, wide, dout_transposed, inp_transposed]: [Tensor; BUFFERS],
     ) -> Self {
         let (d, layers, dtype) = (descriptor, descriptor.layers, options.dtype);
@@ -261,20 +273,44 @@ impl Fp8 {
             kept[weight as usize] =
                 Some(plan.add(Group::Activations, name, &[layers, weight.shape(d).1, b * t], dtype));
         }
+        let base = d.is_fp8_base().then(|| {
+            let largest = Param::linear(d).map(|weight| weight.len(d)).max().unwrap_or(0);
+            Base {
+                evaluated: Slots::plan(plan, "evaluated input", d, 1),
+                staging: plan.add(Group::Workspace, "weight before FP8", &[largest], float),
+            }
+        });
         let mut slots = |name, history| Slots::plan(plan, name, d, history);
         Self {
             options,
             scaling,
             counting: false,
-            holds_frozen: false,
+            holds_frozen: d.is_fp8_base(),
             inputs: slots("input", history),
             weights: slots("weight", 1),
             gradients: slots("gradient", history),
+            base,
             copies,
             holds_all_layers,
             buffers: Buffers { narrow, wide, dout_transposed, inp_transposed },
             kept,
         }
+    }
+
+    /// Returns the state of passes outside of training steps, if the weights are in FP8 only. It does not change the statistics of training.
+    pub(super) fn for_evaluation(self) -> Option<Self> {
+        let inputs = self.base?.evaluated;
+        Some(Self { inputs, scaling: Scaling::Current, counting: false, ..self })
+    }
+
+    /// Returns where weights are written before they are quantized, if they are in FP8 only.
+    pub(super) fn staging(&self) -> Option<Tensor> {
+        self.base.map(|base| base.staging)
+    }
+
+    /// Returns the FP8 weights, without the transposed ones.
+    pub(super) fn weights_copy(&self) -> Tensor {
+        self.copies[0]
     }
 
     /// Returns where the forward pass keeps the transposed input (rows, C) of a linear layer.

@@ -21,21 +21,65 @@ impl Decoder {
     }
 
     fn quantize_weights(&self, engine: &mut dyn Engine, layer: usize) -> Result<()> {
+        if self.fp8.is_none() {
+            return Ok(());
+        }
+        Param::linear(&self.descriptor)
+            .try_for_each(|weight| self.quantize_weight(engine, layer, weight, self.param(weight, layer)))
+    }
+
+    /// Quantizes the weight `inp` of a linear layer.
+    fn quantize_weight(&self, engine: &mut dyn Engine, layer: usize, weight: Param, inp: Tensor) -> Result<()> {
         let Some(fp8) = &self.fp8 else { return Ok(()) };
-        Param::linear(&self.descriptor).try_for_each(|weight| {
-            let [out, transposed] = fp8.weight(&self.descriptor, layer, weight).map(Some);
-            let (oc, c) = weight.shape(&self.descriptor);
-            engine.run(Quantize {
-                out,
-                transposed,
-                inp: self.param(weight, layer),
-                scale: fp8.slot(fp8.weights, &self.descriptor, layer, weight),
-                scaling: Scaling::Current,
-                format: Fp8Format::E4m3,
-                shape: [oc, c],
-                column_sums: None,
-            })
+        let [out, transposed] = fp8.weight(&self.descriptor, layer, weight).map(Some);
+        let (oc, c) = weight.shape(&self.descriptor);
+        engine.run(Quantize {
+            out,
+            transposed,
+            inp,
+            scale: fp8.slot(fp8.weights, &self.descriptor, layer, weight),
+            scaling: Scaling::Current,
+            format: Fp8Format::E4m3,
+            shape: [oc, c],
+            column_sums: None,
         })
+    }
+
+    /// Writes the frozen weights of a model with adapters. `read` returns the values of a tensor of a layer, which may lack the padding of the
+    /// vocabulary.
+    pub fn load_frozen(
+        &self,
+        engine: &mut dyn Engine,
+        mut read: impl FnMut(Param, usize) -> Result<Vec<f32>>,
+    ) -> Result<()> {
+        let Some(frozen) = &self.frozen else { return Ok(()) };
+        let base = self.descriptor.base();
+        for (param, layer) in frozen.layout.file_order() {
+            let mut values = read(param, layer)?;
+            values.resize(param.len(&base), 0.0);
+            self.weights().write(engine, param, layer, &values)?;
+        }
+        let Some(staging) = self.fp8.and_then(|fp8| fp8.staging()) else { return Ok(()) };
+        for layer in 0..base.layers {
+            for weight in Param::linear(&base) {
+                let staged = staging.slice(0, weight.len(&base));
+                engine.write(staged, &read(weight, layer)?)?;
+                self.quantize_weight(engine, layer, weight, staged)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns a hash of the frozen weights, and their type.
+    pub fn frozen_digest(&self, engine: &mut dyn Engine) -> Result<Option<String>> {
+        let Some(frozen) = &self.frozen else { return Ok(None) };
+        let mut sum = engine.digest(frozen.params, 0)?;
+        let fp8 = self.fp8.filter(|fp8| fp8.staging().is_some());
+        if let Some(fp8) = fp8 {
+            sum = sum.wrapping_add(engine.digest(fp8.weights_copy(), 1 << 40)?);
+        }
+        let dtype = if fp8.is_some() { "fp8" } else { frozen.params.dtype.name() };
+        Ok(Some(format!("{sum:016x} {dtype}")))
     }
 
     /// Returns the quantization of a norm's output, if it is the input of a linear layer in FP8.

@@ -52,7 +52,7 @@ pub use descriptor::Descriptor;
 pub use fp8::{Fp8Gradients, Fp8Options, Fp8Recipe, Fp8Settings};
 pub use generator::Generator;
 pub use memory_plan::{LOGIT_ROWS, PlanOptions};
-pub use params::{Param, Params, Shard, Unit};
+pub use params::{Param, ParamKind, Params, Shard, Unit};
 pub use recompute::Recompute;
 pub use sharding::{Interrupted, LayerHooks, Store, Unsharded, Zero};
 pub use storage::{MasterWeights, Moments, WeightStore};

@@ -176,7 +176,7 @@ impl Decoder {
         let (dtype, f32) = (engine.dtype(), DType::F32);
         let mut plan = Plan::new();
         let frozen = descriptor.adapters.map(|_| {
-            let layout = Params::new(descriptor.base());
+            let layout = Params::frozen(&descriptor);
             let (params, _) = Store::plan(&mut plan, (Group::Parameters, "frozen params"), &layout, dtype, false);
             (layout, params)
         });
@@ -218,8 +218,8 @@ impl Decoder {
             let squares = zero.shards_optimizer().then(|| plan.add(Group::Workspace, "squared norm", &[1], f32));
             let ((grads, grad_buffers), [dresidual, dwide]) = (grads, backward);
             let fp8 = options.fp8.zip(fp8);
-            let fp8 =
-                fp8.map(|(fp8, buffers)| Fp8::plan(&mut plan, fp8, &descriptor, [b, t], zero, recompute, buffers));
+            let fp8 = fp8
+                .map(|(fp8, buffers)| Fp8::plan(&mut plan, fp8, &descriptor, [b, t], zero, recompute, dtype, buffers));
             Training {
                 grads,
                 grad_buffers,
@@ -251,7 +251,8 @@ impl Decoder {
             losses,
             logits,
             training,
-            fp8: None,
+            // Passes outside of training steps have no other weights.
+            fp8: training.and_then(|training| training.fp8).and_then(Fp8::for_evaluation),
             rotary_table,
             encoded,
             embedding_norm,

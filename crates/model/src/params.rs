@@ -251,10 +251,10 @@ impl Param {
 /// Parameters begin at multiples of this many elements, because vector loads and cuBLASLt require aligned rows.
 const ALIGNMENT: usize = 64;
 
-/// Returns the elements that the tensors of a part take before `end`, without those that the model lacks.
-fn part_elements(descriptor: &Descriptor, part: Part, end: Option<Param>) -> usize {
+/// Returns the elements that the tensors of a part take before `end`, without those that the layout lacks.
+fn part_elements(descriptor: &Descriptor, set: ParamSet, part: Part, end: Option<Param>) -> usize {
     let before = Param::ALL.into_iter().take_while(|param| Some(*param) != end);
-    let present = before.filter(|param| param.part() == part && descriptor.has(*param));
+    let present = before.filter(|param| param.part() == part && set.has(descriptor, *param));
     present.map(|param| param.len(descriptor).next_multiple_of(ALIGNMENT)).sum()
 }
 
@@ -296,6 +296,21 @@ impl fmt::Display for Unit {
     }
 }
 
+/// The parameters in a layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ParamSet {
+    /// Those of the descriptor.
+    All,
+    /// Those of the descriptor except the weights of the layers' linear layers.
+    WithoutLinear,
+}
+
+impl ParamSet {
+    fn has(self, d: &Descriptor, param: Param) -> bool {
+        d.has(param) && (self == Self::All || !param.kind().is_linear())
+    }
+}
+
 /// The layout of the parameter block, in elements. Gradients, moments and master weights have the same layout.
 ///
 /// Units are contiguous. If ranks shard them, padding at the end of each unit makes its shards equal, and each shard begins at a
@@ -303,6 +318,7 @@ impl fmt::Display for Unit {
 #[derive(Clone, Debug)]
 pub struct Params {
     descriptor: Descriptor,
+    set: ParamSet,
     shard: Shard,
     /// Elements of the embeddings, of a layer's matrices, of a layer, and of lnfw and lnfb, without padding at their ends.
     embeddings: usize,
@@ -360,14 +376,35 @@ impl Params {
 
     /// Returns the layout for ranks that shard each unit.
     pub fn sharded(descriptor: Descriptor, shard: Shard) -> Self {
-        let elements_of = |part| part_elements(&descriptor, part, None);
+        Self::of_set(descriptor, ParamSet::All, shard)
+    }
+
+    /// Returns the layout of the parameters that a model with adapters keeps in the type of activations.
+    pub(super) fn frozen(descriptor: &Descriptor) -> Self {
+        let set = if descriptor.is_fp8_base() { ParamSet::WithoutLinear } else { ParamSet::All };
+        Self::of_set(descriptor.base(), set, Shard::UNSHARDED)
+    }
+
+    fn of_set(descriptor: Descriptor, set: ParamSet, shard: Shard) -> Self {
+        let elements_of = |part| part_elements(&descriptor, set, part, None);
         let [embeddings, layer_matrices] = [Part::Embeddings, Part::LayerMatrices].map(elements_of);
         let layer_elements = layer_matrices + elements_of(Part::LayerVectors);
         let last_norm = elements_of(Part::LastNorm);
         let padded = |n: usize| n.div_ceil(shard.ranks).next_multiple_of(ALIGNMENT) * shard.ranks;
         let (layers_at, stride) = (padded(embeddings), padded(layer_elements));
         let elements = layers_at + (descriptor.layers - 1) * stride + padded(layer_elements + last_norm);
-        Self { descriptor, shard, embeddings, layer_matrices, layer_elements, last_norm, layers_at, stride, elements }
+        Self {
+            descriptor,
+            set,
+            shard,
+            embeddings,
+            layer_matrices,
+            layer_elements,
+            last_norm,
+            layers_at,
+            stride,
+            elements,
+        }
     }
 
     /// Returns the sizes of the model.
@@ -393,7 +430,7 @@ impl Params {
             Part::LayerMatrices => self.layers_at + layer * self.stride,
             Part::LayerVectors => self.layers_at + layer * self.stride + self.layer_matrices,
         };
-        let start = part_at + part_elements(&self.descriptor, param.part(), Some(param));
+        let start = part_at + part_elements(&self.descriptor, self.set, param.part(), Some(param));
         start..start + param.len(&self.descriptor)
     }
 
@@ -455,7 +492,9 @@ impl Params {
     /// Returns every (tensor, layer) in the order of llm.c's files.
     pub fn file_order(&self) -> impl Iterator<Item = (Param, usize)> {
         let layers = self.descriptor.layers;
-        self.descriptor.params().flat_map(move |p| (0..if p.layered() { layers } else { 1 }).map(move |l| (p, l)))
+        let (descriptor, set) = (self.descriptor, self.set);
+        let params = descriptor.params().filter(move |param| set.has(&descriptor, *param));
+        params.flat_map(move |p| (0..if p.layered() { layers } else { 1 }).map(move |l| (p, l)))
     }
 
     /// Returns the ranges of the block by weight decay, which applies to matrices and embeddings only. Padding belongs to none.

@@ -177,7 +177,8 @@ impl TrainStep {
         }
         // The weights of a frozen model do not change.
         let is_done = std::mem::replace(&mut fp8.holds_frozen, self.model.frozen.is_some());
-        if is_done && !fp8.counting { Ok(()) } else { self.model.quantize_whole_weights(engine) }
+        let is_done = is_done && (!fp8.counting || fp8.staging().is_some());
+        if is_done { Ok(()) } else { self.model.quantize_whole_weights(engine) }
     }
 
     /// In FP8, ends to count after the first micro-batch.

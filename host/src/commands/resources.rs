@@ -10,7 +10,7 @@ use engine::ops::Fp8Accumulation;
 use engine::{Engine, GeluFusion};
 use interchange::ModelSource;
 use interchange::peft::AdapterFile;
-use model::descriptor::{AdapterTargets, Adapters, Overrides, WindowPattern};
+use model::descriptor::{AdapterBase, AdapterTargets, Adapters, Overrides, WindowPattern};
 use model::fit;
 use model::{Decoder, Descriptor, Fp8Gradients, Fp8Recipe, Fp8Settings, PlanOptions};
 use serde::Serialize;
@@ -108,6 +108,10 @@ pub struct LoraFlags {
     /// Matrices with adapters: a list of all, qkv, attproj, mlp, q, k, v, up, gate and fcproj [default: all]
     #[arg(long, value_name = "LIST", requires = "lora_rank", help_heading = MODEL)]
     pub lora_targets: Option<AdapterTargets>,
+
+    /// Storage of the frozen weights of the layers. fp8 takes half of the memory, and needs --precision fp8 [default: bf16]
+    #[arg(long, value_enum, help_heading = MODEL)]
+    pub lora_base: Option<AdapterBase>,
 }
 
 impl LoraFlags {
@@ -115,7 +119,8 @@ impl LoraFlags {
     pub fn adapters(&self) -> Option<Adapters> {
         let rank = self.lora_rank?;
         let alpha = self.lora_alpha.unwrap_or(2.0 * rank as f32);
-        Some(Adapters { rank, alpha, targets: self.lora_targets.unwrap_or(AdapterTargets::ALL) })
+        let targets = self.lora_targets.unwrap_or(AdapterTargets::ALL);
+        Some(Adapters { rank, alpha, targets, base: self.lora_base.unwrap_or_default() })
     }
 
     /// Returns a model with the adapters.

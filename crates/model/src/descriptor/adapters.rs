@@ -17,6 +17,26 @@ pub struct Adapters {
     pub alpha: f32,
     /// The matrices with an adapter.
     pub targets: AdapterTargets,
+    /// How the weights of the frozen linear layers are stored.
+    #[serde(default, skip_serializing_if = "AdapterBase::is_default")]
+    pub base: AdapterBase,
+}
+
+/// The storage of frozen weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum AdapterBase {
+    /// The type of activations: bf16 on a GPU
+    #[default]
+    Bf16,
+    /// FP8, also outside of training steps. Needs --precision fp8
+    Fp8,
+}
+
+impl AdapterBase {
+    fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 /// Adapters have this multiple of rows and columns, because GEMMs need aligned rows. Those beyond the rank are 0.

@@ -1,12 +1,19 @@
 //! Adapters of a frozen model, against the gradients of a model whose weights contain their products.
 
 use distributed::Ranks;
+use distributed::tcp_group::TcpGroup;
 use engine::cpu::Cpu;
+use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::ops::AdamW;
 use engine::{BatchLayout, Engine};
-use model::descriptor::{AdapterTargets, Adapters, Overrides};
-use model::{Decoder, Descriptor, Param, PlanOptions, Recompute, TrainStep, Unsharded, Update, init};
+use model::descriptor::{AdapterBase, AdapterTargets, Adapters, Overrides};
+use model::{
+    Decoder, Descriptor, Fp8Options, Fp8Recipe, Fp8Settings, Param, PlanOptions, Recompute, Shard, TrainStep,
+    Unsharded, Update, Zero, init,
+};
 use rng::Mt19937;
+use std::thread;
+use std::time::Duration;
 
 const LAYOUT: BatchLayout = BatchLayout::new(2, 12);
 const LEVELS: [Recompute; 4] =
@@ -18,7 +25,7 @@ fn small(name: &str) -> Descriptor {
         heads: Some(4),
         kv_heads: (name != "d6").then_some(2),
         channels: Some(32),
-        mlp_channels: (name != "d6").then_some(40),
+        mlp_channels: (name != "d6").then_some(48),
         ..Overrides::default()
     };
     let known = Descriptor { vocab: 50, max_seq_len: LAYOUT.t, head_size: 8, ..name.parse().unwrap() };
@@ -26,7 +33,7 @@ fn small(name: &str) -> Descriptor {
 }
 
 fn adapters(rank: usize, targets: &str) -> Adapters {
-    Adapters { rank, alpha: 5.0, targets: targets.parse().unwrap() }
+    Adapters { rank, alpha: 5.0, targets: targets.parse().unwrap(), base: AdapterBase::Bf16 }
 }
 
 fn planned(descriptor: Descriptor, recompute: Recompute) -> (Decoder, Cpu) {
@@ -259,6 +266,100 @@ fn only_adapters_change() {
     }
 }
 
+/// Returns the losses and norms of three steps of a rank.
+fn train_rank(group: TcpGroup, stage: u8, grad_accum: usize, fp8: Option<AdapterBase>) -> Vec<f32> {
+    let of_run = Adapters { base: fp8.unwrap_or_default(), ..adapters(4, "q,v,mlp") };
+    let d = Descriptor { adapters: Some(of_run), ..small("llama3:1b") };
+    let (rank, world) = (group.rank, group.world_size);
+    let mut engine = Cpu::new();
+    let layout = BatchLayout::new(8 / world / grad_accum, LAYOUT.t);
+    let zero = Zero::new(stage, Shard { rank, ranks: world });
+    let settings = Fp8Settings { recipe: Fp8Recipe::Current, ..Fp8Settings::default() };
+    let fp8 = fp8.map(|_| Fp8Options::new(settings, &d, [layout.b, layout.t], &engine).unwrap());
+    let options = PlanOptions { zero, fp8, ..PlanOptions::training(layout.b, layout.t) };
+    let (model, plan) = Decoder::plan(d, options, &mut engine);
+    engine.allocate(&plan).unwrap();
+    let (whole, mut source) = planned(d.base(), Recompute::Nothing);
+    write_weights(&mut source, &whole);
+    let read = |param, layer| Ok(source.read(whole.layout.of(whole.params, param, layer)).unwrap());
+    model.load_frozen(&mut engine, read).unwrap();
+    model.initialize(&mut engine, 42).unwrap();
+    let mut ranks = if world == 1 { Ranks::Single } else { Ranks::Connected(group) };
+    ranks.init_communicator(&engine, model.params, if stage > 0 { 2 } else { 1 }).unwrap();
+    let mut next = 0;
+    let mut load = |engine: &mut dyn Engine| {
+        let mut words = engine.host_buffer(layout.words())?;
+        let tokens = layout.b * layout.t;
+        let mut rng = Mt19937::new(9);
+        let all: Vec<i32> = (0..2 * 8 * LAYOUT.t).map(|_| rng.below(50) as i32).collect();
+        let first = (next + rank * layout.b) * layout.t;
+        words[layout.inputs()].copy_from_slice(&all[first..first + tokens]);
+        words[layout.targets()].copy_from_slice(&all[8 * LAYOUT.t + first..][..tokens]);
+        next = (next + world * layout.b) % 8;
+        layout.sort(&mut words);
+        engine.load_batch(model.batch.slice(0, layout.words()), layout, words)?;
+        Ok(tokens)
+    };
+    let mut step = TrainStep::new(&model, layout, grad_accum);
+    let mut stats = Vec::new();
+    for number in 1..=3 {
+        let (learning_rate, weight_decay, clip, seed) = (1e-2, 0.1, 1.0, 0);
+        let adamw = AdamW { learning_rate, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay, step: number, clip, seed };
+        let mut decide = |_: &mut dyn Engine, _| Ok(Some(Update::from(adamw)));
+        let (found, _) = step.run(&mut engine, &mut ranks, &mut load, &mut decide).unwrap();
+        stats.extend(found.loss_and_norm(&engine.read(found.tensor).unwrap()).unwrap());
+        // Evaluation changes no statistics.
+        model.forward(&mut engine, layout, &mut Unsharded).unwrap();
+    }
+    if world == 1 {
+        engine.zero(model.losses).unwrap();
+        model.loss(&mut engine, layout, None).unwrap();
+        stats.push(engine.read(model.losses).unwrap().iter().sum());
+    }
+    stats
+}
+
+fn train_ranks(ranks: usize, stage: u8, grad_accum: usize, fp8: Option<AdapterBase>) -> Vec<f32> {
+    let groups = TcpGroup::in_process(ranks, Duration::from_mins(1)).unwrap();
+    let results: Vec<Vec<f32>> = thread::scope(|scope| {
+        let rank = |group| scope.spawn(move || train_rank(group, stage, grad_accum, fp8));
+        let threads: Vec<_> = groups.into_iter().map(rank).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert!(results.iter().all(|result| *result == results[0]), "{ranks} ranks, stage {stage}");
+    results[0].clone()
+}
+
+#[test]
+fn ranks_and_micro_batches_train_the_same_adapters() {
+    let expected: Vec<f64> = train_ranks(1, 0, 1, None)[..6].iter().copied().map(f64::from).collect();
+    for (ranks, stage, grad_accum) in [(1, 0, 4), (2, 0, 1), (2, 1, 2), (2, 2, 2), (2, 3, 1)] {
+        let got = train_ranks(ranks, stage, grad_accum, None);
+        assert_near(&got[..6], &expected, &format!("{ranks} ranks, stage {stage}, {grad_accum} micro-batches"));
+    }
+}
+
+/// FP8 quantizes the frozen layers only, so losses stay near. Without the weights in f32, training has the same bits, and only evaluation
+/// differs.
+#[test]
+fn frozen_layers_compute_in_fp8() {
+    let near = |got: &[f32], want: &[f32]| {
+        for (i, (got, want)) in got.iter().zip(want).enumerate() {
+            assert!((got - want).abs() < 0.05 * want, "{i}: {got}, expected {want}");
+        }
+    };
+    let expected = train_ranks(1, 0, 1, None);
+    let got = train_ranks(1, 0, 1, Some(AdapterBase::Bf16));
+    assert_ne!(got, expected);
+    near(&got, &expected);
+    near(&train_ranks(2, 2, 1, Some(AdapterBase::Bf16)), &got);
+    let in_fp8 = train_ranks(1, 0, 1, Some(AdapterBase::Fp8));
+    let steps = got.len() - 1;
+    assert_eq!(in_fp8[..steps], got[..steps]);
+    assert_ne!(in_fp8[steps], got[steps]);
+    near(&in_fp8, &got);
+}
+
 #[test]
 fn initial_adapters_change_nothing_and_have_the_rank() {
     let d = Descriptor { adapters: Some(adapters(3, "all")), ..small("qwen3:0.6b") };
@@ -282,7 +383,8 @@ fn initial_adapters_change_nothing_and_have_the_rank() {
 #[test]
 fn impossible_ranks_are_refused() {
     let with = |rank, alpha, targets: &str| {
-        let adapters = Adapters { rank, alpha, targets: targets.parse::<AdapterTargets>().unwrap() };
+        let adapters =
+            Adapters { rank, alpha, targets: targets.parse::<AdapterTargets>().unwrap(), base: AdapterBase::Bf16 };
         let error = Descriptor { adapters: Some(adapters), ..small("llama3:1b") }.checked().err();
         error.map_or_else(String::new, |error| error.to_string())
     };
@@ -290,4 +392,52 @@ fn impossible_ranks_are_refused() {
     assert_eq!(with(17, 1.0, "all"), "LoRA rank: expected at most 16, found 17");
     assert_eq!(with(17, 1.0, "q,up"), "");
     assert_eq!(with(4, f32::NAN, "q"), "LoRA alpha: expected a positive number, found NaN");
+}
+
+/// Returns losses and gradients on an engine.
+fn on_engine(mut engine: Box<dyn Engine>, d: Descriptor) -> Vec<Vec<f32>> {
+    let options = PlanOptions { recompute: Recompute::ActivationAndNorms, ..PlanOptions::training(LAYOUT.b, LAYOUT.t) };
+    let (model, plan) = Decoder::plan(d, options, &mut *engine);
+    engine.allocate(&plan).unwrap();
+    write_weights(&mut *engine, &model.frozen_model().unwrap());
+    write_adapters(&mut *engine, &model, &random_adapters(&d));
+    let losses = passes(&mut *engine, &model);
+    let grads = model.training.unwrap().grads;
+    let gradient = |(param, layer)| {
+        let range = model.layout.range(param, layer);
+        engine.read(grads.slice(range.start, range.len())).unwrap()
+    };
+    [losses].into_iter().chain(model.layout.file_order().map(gradient)).collect()
+}
+
+#[test]
+fn kernels_compute_the_gradients_of_the_cpu_engine() {
+    for (name, targets) in [("d6", "all"), ("llama3:1b", "all"), ("qwen3:0.6b", "v,gate,attproj")] {
+        let overrides = Overrides {
+            layers: Some(2),
+            heads: Some(2),
+            kv_heads: (name != "d6").then_some(1),
+            channels: Some(128),
+            mlp_channels: (name != "d6").then_some(192),
+            ..Overrides::default()
+        };
+        let known = Descriptor { vocab: 50, max_seq_len: LAYOUT.t, head_size: 64, ..name.parse().unwrap() };
+        let adapters = Adapters { alpha: 7.0, ..adapters(5, targets) };
+        let d = Descriptor { adapters: Some(adapters), ..known.with(overrides).unwrap() }.checked().unwrap();
+        let expected = on_engine(Box::new(Cpu::new()), d);
+        for (precision, hopper, tolerance) in
+            [(Precision::Fp32, false, 1e-4), (Precision::Bf16, false, 5e-2), (Precision::Bf16, true, 5e-2)]
+        {
+            let got = on_engine(emulated(EmulatedGpu::new(hopper), precision, None, true), d);
+            for (i, (got, want)) in got.iter().zip(&expected).enumerate() {
+                let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|x| x * x).sum::<f32>().sqrt();
+                let distance = norm(&mut got.iter().zip(want).map(|(a, b)| a - b));
+                let size = norm(&mut want.iter().copied());
+                assert!(
+                    distance <= tolerance * size,
+                    "{name}, {precision:?}, tensor {i}: distance {distance}, norm {size}"
+                );
+            }
+        }
+    }
 }

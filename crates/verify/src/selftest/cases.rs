@@ -1,5 +1,6 @@
 //! The table of cases: the operands, tolerances and work of each operation.
 
+mod adapters;
 mod attention;
 mod decode;
 pub mod fp8;
@@ -91,6 +92,7 @@ pub fn edge_cases() -> Vec<Case> {
     for n in [8, 1000, 12_344] {
         cases.extend([global_norm(n), sum(n), digest(n), cast_to_float(n), cast_from_float(n)]);
     }
+    cases.extend(adapters::edge_cases());
     cases.extend(update::edge_cases());
     cases.extend(decode::edge_cases());
     cases
@@ -152,6 +154,7 @@ pub fn model_cases() -> Vec<Case> {
         cases.extend([global_norm(n), digest(n), cast_to_float(n), cast_from_float(n)]);
     }
     cases.push(sum(65_536));
+    cases.extend(adapters::model_cases());
     cases.extend(update::model_cases());
     cases.extend(decode::model_cases());
     cases

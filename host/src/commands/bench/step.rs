@@ -3,7 +3,7 @@
 use super::table::{Column, Json, Spread, Table};
 use super::trace::{self, RankTrace};
 use crate::commands::resources::{Fp8Flags, Hardware, LoraFlags, WindowFlags};
-use crate::commands::train::{Launch, multi_rank};
+use crate::commands::train::{Launch, load_source, multi_rank};
 use crate::gpu_info::GpuInfo;
 use crate::values::{count, level};
 use anyhow::Context;
@@ -16,8 +16,8 @@ use engine::{BatchLayout, Engine, Interval, Result};
 use interchange::ModelSource;
 use model::fit::{self, RunLimits};
 use model::{
-    Decoder, Descriptor, Fp8Options, MasterWeights, Moments, Muon, Optimizer, PlanOptions, Recompute, TrainStep,
-    Update, Zero,
+    Decoder, Descriptor, Fp8Options, MasterWeights, Moments, Muon, Optimizer, Param, ParamKind, PlanOptions, Recompute,
+    TrainStep, Update, Zero,
 };
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -221,12 +221,15 @@ impl Step {
         if let Some(text) = tuned.filter(|_| ranks.is_first()) {
             writeln!(stdout(), "{text}")?;
         }
-        let whole = model.frozen_model();
+        let starts_fresh = source.is_none();
         match source {
-            Some(source) => source.load(whole.as_ref().unwrap_or(&model), engine)?,
-            None => whole.as_ref().unwrap_or(&model).initialize(engine, 42)?,
+            Some(source) if descriptor.adapters.is_some() => load_source(source, &model, engine)?,
+            Some(source) => source.load(&model, engine)?,
+            None => model.load_frozen(engine, |param, layer| Ok(random_weights(&descriptor, param, layer)))?,
         }
-        whole.map_or(Ok(()), |_| model.initialize(engine, 42))?;
+        if descriptor.adapters.is_some() || starts_fresh {
+            model.initialize(engine, 42)?;
+        }
         let mut words = engine.host_buffer(layout.words())?;
         for (i, word) in words[..layout.targets().end].iter_mut().enumerate() {
             *word = (gpu::noise::squirrel5(i as u32, 0) % descriptor.vocab as u32) as i32;
@@ -564,4 +567,15 @@ fn print_profile(profile: &[Interval], step: f64, table: &mut Table) -> Result<(
         },
     };
     print("sum", &sum)
+}
+
+/// Returns values of a frozen tensor. Normally distributed weights of a large model would take minutes.
+fn random_weights(d: &Descriptor, param: Param, layer: usize) -> Vec<f32> {
+    let seed = layer as u32 * 64 + param as u32;
+    let value = |i: usize| match param.kind() {
+        ParamKind::NormWeight => 1.0,
+        ParamKind::Bias => 0.0,
+        _ => (gpu::noise::squirrel5(i as u32, seed).cast_signed() as f32) * 2f32.powi(-36),
+    };
+    (0..param.len(&d.base())).map(value).collect()
 }

@@ -479,15 +479,22 @@ fn load_frozen(
     config: &Config,
 ) -> Result<String> {
     let Frozen { source, adapters } = frozen;
-    let whole = model.frozen_model().context("internal error: no frozen weights; please report it")?;
     let starts = newest.is_none() && (model.zero.shards_optimizer() || ranks.is_first());
     match adapters.filter(|_| starts) {
         Some(file) => file.load(&source, model, engine)?,
         None if starts => model.initialize(engine, config.flags.seed)?,
         None => {}
     }
-    source.load(&whole, engine)?;
-    Ok(format!("{:016x} {}", engine.digest(whole.params, 0)?, engine.dtype().name()))
+    load_source(source, model, engine)?;
+    model.frozen_digest(engine)?.context("internal error: no frozen weights; please report it")
+}
+
+/// Loads the frozen weights.
+pub fn load_source(source: ModelSource, model: &Decoder, engine: &mut dyn Engine) -> Result<()> {
+    match model.frozen_model().filter(|_| !model.descriptor.is_fp8_base()) {
+        Some(whole) => source.load(&whole, engine),
+        None => model.load_frozen(engine, |param, layer| source.read_floats(param, layer)),
+    }
 }
 
 /// Fails if the frozen weights of a resumed run are not those with which it started. They may have another type.

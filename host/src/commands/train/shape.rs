@@ -3,9 +3,10 @@
 use super::options::TrainOptions;
 use crate::commands::resources::WindowFlags;
 use anyhow::{Context, Result, ensure};
+use engine::open::Precision;
 use interchange::ModelSource;
 use interchange::peft::AdapterFile;
-use model::descriptor::{GPT2_VOCAB, Overrides};
+use model::descriptor::{AdapterBase, Adapters, GPT2_VOCAB, Overrides};
 use model::{Descriptor, Optimizer};
 use std::path::Path;
 use tokenizer::BYTE_VOCAB;
@@ -94,11 +95,20 @@ pub fn with_adapters(
     let wanted = options.lora_flags.adapters();
     if wanted.is_none() && options.lora.is_none() {
         ensure!(
+            options.lora_flags.lora_base.is_none(),
+            "--lora-base: expected --lora-rank or --lora, found neither; add one of them or omit this flag"
+        );
+        ensure!(
             resumed.is_none_or(|resumed| resumed.adapters.is_none()),
             "--resume: expected --lora-rank, because the run trains adapters, found none; add the --lora flags of the run"
         );
         return Ok((descriptor, None));
     }
+    ensure!(
+        options.lora_flags.lora_base.unwrap_or_default() == AdapterBase::Bf16
+            || options.hardware.precision == Some(Precision::Fp8),
+        "--lora-base fp8: expected --precision fp8, found another precision; add it or omit this flag"
+    );
     let (flag, name) = (if wanted.is_some() { "--lora-rank" } else { "--lora" }, options.model.as_deref());
     ensure!(
         options.optimizer == Optimizer::AdamW,
@@ -123,7 +133,11 @@ pub fn with_adapters(
             );
             resumed
         }
-        (None, Some(file)) => file.descriptor(&source).context("--lora")?,
+        (None, Some(file)) => {
+            let with = file.descriptor(&source).context("--lora")?;
+            let base = options.lora_flags.lora_base.unwrap_or_default();
+            Descriptor { adapters: with.adapters.map(|adapters| Adapters { base, ..adapters }), ..with }
+        }
         (None, None) => options.lora_flags.apply(source.descriptor())?,
     };
     Ok((with, Some(Frozen { source, adapters: file })))
