@@ -4,7 +4,7 @@ use crate::run::{Evaluation, RunLog, Step};
 use anyhow::Result;
 use std::io::Write;
 
-/// Columns of the table. A cell is empty if the log has no value, or none that is finite.
+/// Columns of the table. One with the validation loss of each data source follows. A cell is empty if the log has no value, or none that is finite.
 pub const COLUMNS: [&str; 12] =
     ["run", "step", "tokens", "time", "loss", "lr", "norm", "ms", "tokens_per_second", "mfu", "val_loss", "hellaswag"];
 
@@ -12,7 +12,14 @@ pub const COLUMNS: [&str; 12] =
 /// step, or of the evaluation in a row without one.
 pub fn write(runs: &[RunLog], to: impl Write) -> Result<()> {
     let mut table = ::csv::Writer::from_writer(to);
-    table.write_record(COLUMNS)?;
+    let mut sources: Vec<&str> = Vec::new();
+    for name in runs.iter().flat_map(|run| &run.sources).map(|source| &source.name) {
+        if !sources.contains(&name.as_str()) {
+            sources.push(name);
+        }
+    }
+    let of_source = sources.iter().map(|name| format!("val_loss of {name}"));
+    table.write_record(COLUMNS.map(str::to_owned).into_iter().chain(of_source))?;
     for run in runs {
         let mut steps: Vec<u64> = run.steps.iter().map(|step| step.step).collect();
         steps.extend(run.validations.iter().chain(&run.hellaswag).map(|evaluation| evaluation.step));
@@ -27,7 +34,11 @@ pub fn write(runs: &[RunLog], to: impl Write) -> Result<()> {
             let time = step.map(|step| step.time).or(evaluation.map(|evaluation| evaluation.time));
             let value = |value: fn(&Step) -> f32| step.map_or_else(String::new, |step| cell(value(step)));
             let result = |found: Option<&Evaluation>| found.map_or_else(String::new, |found| cell(found.value));
-            table.write_record([
+            let losses = sources.iter().map(|name| {
+                let source = run.sources.iter().find(|source| source.name == *name);
+                result(source.and_then(|source| find(&source.losses, number, |loss| loss.step)))
+            });
+            let columns = [
                 run.name.clone(),
                 number.to_string(),
                 tokens.map_or_else(String::new, |tokens| tokens.to_string()),
@@ -40,7 +51,8 @@ pub fn write(runs: &[RunLog], to: impl Write) -> Result<()> {
                 value(|step| step.mfu),
                 result(validation),
                 result(score),
-            ])?;
+            ];
+            table.write_record(columns.into_iter().chain(losses))?;
         }
     }
     Ok(table.flush()?)
@@ -58,6 +70,23 @@ fn cell(value: impl Into<f64> + std::fmt::Display + Copy) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sources_have_columns() {
+        let lines = [
+            r#"{"step":0,"val_loss":5.5,"sources":[{"name":"web","val_loss":5.0},{"name":"code","val_loss":6.0}]}"#,
+            r#"{"step":9,"val_loss":4.5,"sources":[{"name":"books","val_loss":4.25}]}"#,
+        ];
+        let log = |line: &str| RunLog { name: "a".to_owned(), ..RunLog::parse(line.as_bytes()).unwrap() };
+        let mut table = Vec::new();
+        write(&lines.map(log), &mut table).unwrap();
+        let table = String::from_utf8(table).unwrap();
+        let ends: Vec<&str> = table
+            .lines()
+            .map(|line| line.rsplitn(5, ',').last().map_or("", |start| &line[start.len() + 1..]))
+            .collect();
+        assert_eq!(ends, ["hellaswag,val_loss of web,val_loss of code,val_loss of books", ",5,6,", ",,,4.25"]);
+    }
 
     #[test]
     fn a_row_joins_a_step_and_the_evaluations_before_it() {
