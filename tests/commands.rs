@@ -11,6 +11,7 @@ mod fp8;
 mod generation_commands;
 mod interchange;
 mod limits;
+mod lora;
 mod mixtures;
 mod mmlu;
 mod muon;
