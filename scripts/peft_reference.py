@@ -59,7 +59,8 @@ def write(models, folder, name):
     model.peft_config["default"].base_model_name_or_path = ("peft/" if base == "gpt2-base" else "transformers/") + base
     model.save_pretrained(folder / name)
     (folder / name / "README.md").unlink(missing_ok=True)
-    model = model.double().train()
+    # Without the dropout of GPT-2.
+    model = model.double().eval()
     batch = torch.randint(0, V, (B, T + 1), generator=torch.Generator().manual_seed(5))
     inputs, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
     adapters = {key.replace(".default", ""): p for key, p in model.named_parameters() if p.requires_grad}

@@ -1,5 +1,5 @@
-//! Low-rank adapters on the CPU engine against PEFT in double precision: logits, loss, every gradient, and ten AdamW steps; PEFT's files.
-//! `scripts/peft_reference.py` computes the references.
+//! Low-rank adapters on the CPU engine against PEFT in double precision: losses and gradient norm of ten AdamW steps; and PEFT's files.
+//! `scripts/peft_reference.py` makes the files and prints the numbers.
 
 use distributed::Ranks;
 use engine::cpu::Cpu;
@@ -15,7 +15,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 const LAYOUT: BatchLayout = BatchLayout::new(2, 24);
-const NAMES: [&str; 4] = ["llama", "qwen3", "nanochat", "gpt2"];
+const NAMES: [&str; 2] = ["llama", "gpt2"];
+
+/// The first and the last loss of ten steps, and the first gradient norm, of the Llama.
+const FIRST_LOSS: f32 = 4.763_277;
+const LAST_LOSS: f32 = 3.228_79;
+const FIRST_NORM: f32 = 1.029_051_4;
 
 fn folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/peft").join(name)
@@ -26,101 +31,65 @@ fn floats(file: &[u8], name: &str) -> Vec<f32> {
     data.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect()
 }
 
-#[track_caller]
-fn assert_close(name: &str, found: &[f32], expected: &[f32]) {
-    assert_eq!(found.len(), expected.len(), "{name}");
-    let scale = expected.iter().fold(0.0f32, |max, x| max.max(x.abs()));
-    let worst = found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-    assert!(worst <= 1e-5 * scale, "{name}: largest difference {worst}, largest value {scale}");
-}
-
-fn logits(model: &Decoder, engine: &mut Cpu) -> Vec<f32> {
-    model.forward(engine, LAYOUT, &mut Unsharded).unwrap();
-    let d = &model.descriptor;
-    let logits = model.logits(engine, 0..LAYOUT.b * LAYOUT.t).unwrap();
-    let rows = engine.read(logits).unwrap();
-    rows.chunks(d.padded_vocab()).flat_map(|row| row[..d.vocab].iter().map(|&x| d.softcapped(x))).collect()
-}
-
-fn load_batch(reference: &[u8], model: &Decoder, engine: &mut Cpu) {
+/// Copies the batch of all references to a model.
+fn load_batch(model: &Decoder, engine: &mut Cpu) {
+    let reference = fs::read(folder("../transformers/llama-tied/reference.safetensors")).unwrap();
     let mut words = engine.host_buffer(LAYOUT.words()).unwrap();
-    let ints = |name| floats(reference, name).into_iter().map(|bits| bits.to_bits().cast_signed()).collect::<Vec<_>>();
+    let ints = |name| floats(&reference, name).into_iter().map(|bits| bits.to_bits().cast_signed()).collect::<Vec<_>>();
     words[LAYOUT.inputs()].copy_from_slice(&ints("inputs"));
     words[LAYOUT.targets()].copy_from_slice(&ints("targets"));
     LAYOUT.sort(&mut words);
     engine.load_batch(model.batch.slice(0, LAYOUT.words()), LAYOUT, words).unwrap();
 }
 
-fn check(name: &str, recompute: Recompute) {
-    let adapter = AdapterFile::open(&folder(name)).unwrap();
-    let source = adapter.open_base().unwrap();
-    let d = adapter.descriptor(&source).unwrap();
-    let reference = fs::read(folder(name).join("reference.safetensors")).unwrap();
-    let mut engine = Cpu::new();
-    let options = PlanOptions { recompute, ..PlanOptions::training(LAYOUT.b, LAYOUT.t) };
-    let (model, plan) = Decoder::plan(d, options, &mut engine);
-    engine.allocate(&plan).unwrap();
-    adapter.load(&source, &model, &mut engine).unwrap();
-    let architecture = source.architecture().unwrap();
-    source.load(&model.frozen_model().unwrap(), &mut engine).unwrap();
-    load_batch(&reference, &model, &mut engine);
-    assert_close(&format!("{name}: logits"), &logits(&model, &mut engine), &floats(&reference, "logits"));
-    let (losses, norms) = (floats(&reference, "losses"), floats(&reference, "norms"));
-    let mut step = TrainStep::new(&model, LAYOUT, 1);
-    for (i, (loss, norm)) in losses.into_iter().zip(norms).enumerate() {
-        let ranks = &mut Ranks::default();
-        step.gradients(&mut engine, ranks, &mut |_| Ok(LAYOUT.targets().len())).unwrap();
-        step.measure(&mut engine, ranks).unwrap();
-        let training = model.training.unwrap();
-        if i == 0 {
-            let read = |param, layer| {
-                let range = model.layout.range(param, layer);
-                engine.read(training.grads.slice(range.start, range.len())).unwrap()
-            };
-            for (tensor, found) in interchange::peft::by_name(&d, architecture, read) {
-                assert_close(&format!("{name}: {tensor}"), &found, &floats(&reference, &tensor));
-            }
-        }
-        let stats = engine.read(training.stats).unwrap();
-        let found = stats[0] / (LAYOUT.b * LAYOUT.t) as f32;
-        assert!((found - loss).abs() <= 1e-5 * loss, "{name}: loss of step {i}: {found}, expected {loss}");
-        assert!((stats[1] - norm).abs() <= 1e-4 * norm, "{name}: norm of step {i}: {}, expected {norm}", stats[1]);
-        let (learning_rate, weight_decay, clip) = (1e-2, 0.1, 1.0);
-        let settings = AdamW {
-            learning_rate,
-            beta1: 0.9,
-            beta2: 0.95,
-            eps: 1e-8,
-            weight_decay,
-            step: i as u32 + 1,
-            clip,
-            seed: 0,
-        };
-        step.update(&mut engine, ranks, &settings.into()).unwrap();
-    }
+#[track_caller]
+fn assert_near(name: &str, found: f32, expected: f32, tolerance: f32) {
+    assert!((found - expected).abs() <= tolerance * expected, "{name}: {found}, expected {expected}");
 }
 
 #[test]
-fn logits_gradients_and_steps_are_those_of_peft() {
-    for name in NAMES {
-        for recompute in Recompute::ALL {
-            check(name, recompute);
-        }
-    }
-}
-
-#[test]
-fn merged_models_have_the_logits_of_peft() {
-    for name in NAMES {
-        let source = ModelSource::open(&folder(name)).unwrap();
-        let reference = fs::read(folder(name).join("reference.safetensors")).unwrap();
+fn losses_are_those_of_peft() {
+    let adapter = AdapterFile::open(&folder("llama")).unwrap();
+    for recompute in Recompute::ALL {
+        let source = adapter.open_base().unwrap();
         let mut engine = Cpu::new();
-        let (model, plan) = Decoder::plan(source.descriptor(), PlanOptions::inference(LAYOUT.b, LAYOUT.t), &mut engine);
+        let options = PlanOptions { recompute, ..PlanOptions::training(LAYOUT.b, LAYOUT.t) };
+        let (model, plan) = Decoder::plan(adapter.descriptor(&source).unwrap(), options, &mut engine);
         engine.allocate(&plan).unwrap();
-        source.load(&model, &mut engine).unwrap();
-        load_batch(&reference, &model, &mut engine);
-        assert_close(name, &logits(&model, &mut engine), &floats(&reference, "logits"));
+        adapter.load(&source, &model, &mut engine).unwrap();
+        source.load(&model.frozen_model().unwrap(), &mut engine).unwrap();
+        load_batch(&model, &mut engine);
+        let (mut step, ranks) = (TrainStep::new(&model, LAYOUT, 1), &mut Ranks::default());
+        let mut stats = Vec::new();
+        for number in 1..=10 {
+            step.gradients(&mut engine, ranks, &mut |_| Ok(LAYOUT.targets().len())).unwrap();
+            step.measure(&mut engine, ranks).unwrap();
+            stats.push(engine.read(model.training.unwrap().stats).unwrap());
+            let (learning_rate, weight_decay, clip, seed) = (1e-2, 0.1, 1.0, 0);
+            let adamw =
+                AdamW { learning_rate, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay, step: number, clip, seed };
+            step.update(&mut engine, ranks, &adamw.into()).unwrap();
+        }
+        let tokens = LAYOUT.targets().len() as f32;
+        assert_near("first loss", stats[0][0] / tokens, FIRST_LOSS, 1e-6);
+        assert_near("norm", stats[0][1], FIRST_NORM, 1e-5);
+        assert_near("last loss", stats[9][0] / tokens, LAST_LOSS, 1e-5);
     }
+}
+
+#[test]
+fn the_loss_of_a_merged_model_is_that_of_peft() {
+    let source = ModelSource::open(&folder("llama")).unwrap();
+    let mut engine = Cpu::new();
+    let (model, plan) = Decoder::plan(source.descriptor(), PlanOptions::inference(LAYOUT.b, LAYOUT.t), &mut engine);
+    engine.allocate(&plan).unwrap();
+    source.load(&model, &mut engine).unwrap();
+    load_batch(&model, &mut engine);
+    engine.zero(model.losses).unwrap();
+    model.forward(&mut engine, LAYOUT, &mut Unsharded).unwrap();
+    model.loss(&mut engine, LAYOUT, None).unwrap();
+    let losses = engine.read(model.losses).unwrap();
+    assert_near("loss", losses.iter().sum::<f32>() / losses.len() as f32, FIRST_LOSS, 1e-6);
 }
 
 #[test]
@@ -181,7 +150,7 @@ fn unsuitable_directories_are_refused() {
     }
     let message = refusal(&|copy| fs::write(copy.join("adapter_model.safetensors"), [0; 3]).unwrap());
     assert!(message.contains("not a safetensors file"), "{message}");
-    let other = AdapterFile::open(&folder("qwen3")).unwrap().open_base().unwrap();
+    let other = ModelSource::open(&folder("../transformers/qwen3")).unwrap();
     let message = format!("{:#}", AdapterFile::open(&llama).unwrap().descriptor(&other).unwrap_err());
     assert!(message.contains("the adapters belong to another model"), "{message}");
 }

@@ -21,7 +21,6 @@ use model::{Decoder, Descriptor, Param};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
-use std::convert::Infallible;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -494,13 +493,13 @@ fn matrices(d: &Descriptor, adapters: Adapters, architecture: &Architecture, ele
 
 impl Matrix {
     /// Returns its values in PEFT's order, from the tensor of the layer that `read` returns.
-    fn values<E>(
+    fn values(
         &self,
         d: &Descriptor,
         adapters: Adapters,
         architecture: &Architecture,
-        read: impl FnOnce(Param, usize) -> Result<Vec<f32>, E>,
-    ) -> Result<Vec<f32>, E> {
+        read: impl FnOnce(Param, usize) -> Result<Vec<f32>>,
+    ) -> Result<Vec<f32>> {
         let Self { weight, is_b, module: Module { number, names, .. }, layer, .. } = self;
         let Some(param) = weight.adapters().map(|params| params[usize::from(*is_b)]) else { return Ok(Vec::new()) };
         let (values, width) = (read(param, *layer)?, param.shape(d).1);
@@ -512,21 +511,6 @@ impl Matrix {
         let own = names.part.rows(names.param, d).flat_map(of_row).copied().collect();
         Ok(convert_b(d, architecture, names, rank, own, RotaryPairs::HalfSplit))
     }
-}
-
-/// Returns values of all adapters, such as gradients, by their names in a PEFT file. `read` returns those of a tensor of a layer.
-pub fn by_name(
-    d: &Descriptor,
-    architecture: &Architecture,
-    mut read: impl FnMut(Param, usize) -> Vec<f32>,
-) -> Vec<(String, Vec<f32>)> {
-    let Some(adapters) = d.adapters else { return Vec::new() };
-    let mut values = |matrix: Matrix| {
-        let Ok(values) =
-            matrix.values(d, adapters, architecture, |param, layer| Ok::<_, Infallible>(read(param, layer)));
-        (matrix.tensor.name, values)
-    };
-    matrices(d, adapters, architecture, Element::F32).into_iter().map(&mut values).collect()
 }
 
 /// Writes the tensors of a PEFT directory.

@@ -9,6 +9,7 @@ pub mod input;
 mod mmlu;
 pub mod output;
 mod show;
+mod small_world;
 mod suggestion;
 mod text;
 mod tinyshakespeare;
@@ -28,6 +29,7 @@ pub struct Data {
 #[derive(Debug, clap::Subcommand)]
 enum Source {
     Text(text::Text),
+    SmallWorld(small_world::SmallWorld),
     Tinyshakespeare(tinyshakespeare::Tinyshakespeare),
     Tinystories(tinystories::Tinystories),
     Fineweb(fineweb::Fineweb),
@@ -51,6 +53,7 @@ pub fn run(args: &Data) -> Result<()> {
     check_threads()?;
     match &args.source {
         Source::Text(args) => text::run(args),
+        Source::SmallWorld(args) => small_world::run(args),
         Source::Tinyshakespeare(args) => tinyshakespeare::run(args),
         Source::Tinystories(args) => tinystories::run(args),
         Source::Fineweb(args) => fineweb::run(args),
