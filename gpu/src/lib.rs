@@ -39,6 +39,7 @@ pub mod global_norm;
 pub mod launch;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_feature = "wgmma"))]
 pub mod matmul;
+pub mod most_likely;
 pub mod muon;
 pub mod noise;
 pub mod norm;

@@ -68,6 +68,7 @@ operations!(
     AttentionForward,
     AttentionBackward,
     Classifier,
+    MostLikely,
     Sum,
     GlobalNorm,
     SquaredSum<'a>,
@@ -460,6 +461,22 @@ pub struct Classifier {
     pub dloss: Option<f32>,
     /// Bounds the logits: they are replaced by softcap · tanh(logit / softcap) first.
     pub softcap: Option<f32>,
+}
+
+/// Sets `hits` to 1 where the target has the largest logit of its row, the first of several, and else to 0. A NaN makes its row 0. A
+/// softcap would not change the result.
+#[derive(Clone, Copy, Debug)]
+pub struct MostLikely {
+    /// (rows) f32
+    pub hits: Tensor,
+    /// (rows, Vp) float
+    pub logits: Tensor,
+    /// (rows) i32, none of them masked
+    pub targets: Tensor,
+    /// Vocabulary size V.
+    pub v: usize,
+    /// Padded vocabulary size Vp.
+    pub vp: usize,
 }
 
 /// Computes `out = Σ values`, in a fixed order.

@@ -20,6 +20,7 @@ mod matmul;
 mod matmul_batched;
 mod matmul_fp8;
 mod matmul_gated;
+mod most_likely;
 mod muon;
 mod mutations;
 mod quantize;

@@ -1,5 +1,5 @@
 use super::arena::Arena;
-use crate::ops::Classifier;
+use crate::ops::{Classifier, MostLikely};
 use crate::{MASKED_TARGET, Result};
 use anyhow::ensure;
 use rayon::prelude::*;
@@ -44,6 +44,24 @@ pub(super) fn classifier(arena: &mut Arena, op: Classifier) -> Result<()> {
             }
         }
         padding.fill(0.0);
+    });
+    Ok(())
+}
+
+pub(super) fn most_likely(arena: &mut Arena, op: MostLikely) -> Result<()> {
+    let MostLikely { hits, logits, targets, v, vp } = op;
+    let rows = hits.len;
+    ensure!(0 < v && v <= vp, "most likely: expected 1 to {vp} tokens in rows of {vp}, found {v}");
+    let operands = [("hits", hits, rows), ("logits", logits, rows * vp), ("targets", targets, rows)];
+    let [hits, logits, targets] = arena.split("most likely", operands)?;
+    let targets: &[i32] = bytemuck::cast_slice(targets);
+    if let Some(target) = targets.iter().find(|&&target| !(0..v as i64).contains(&i64::from(target))) {
+        anyhow::bail!("most likely: expected targets below {v}, found {target}");
+    }
+    logits.par_chunks(vp).zip(hits).zip(targets).for_each(|((logits, hit), &target)| {
+        let (before, from) = logits[..v].split_at(target as usize);
+        let is_first = before.iter().all(|&logit| logit < from[0]) && from.iter().all(|&logit| logit <= from[0]);
+        *hit = f32::from(u8::from(is_first));
     });
     Ok(())
 }

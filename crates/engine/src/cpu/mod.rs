@@ -105,6 +105,7 @@ impl Cpu {
                 attention::backward(&mut self.arena, scratch, &op)
             }
             Operation::Classifier(op) => classifier::classifier(arena, op),
+            Operation::MostLikely(op) => classifier::most_likely(arena, op),
             Operation::Sum(op) => global_norm::sum(arena, op),
             Operation::GlobalNorm(op) => global_norm::global_norm(arena, op),
             Operation::SquaredSum(op) => global_norm::squared_sum(arena, op),

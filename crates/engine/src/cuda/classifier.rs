@@ -1,11 +1,12 @@
-//! Softmax, cross-entropy and the gradient of the logits.
+//! Softmax, cross-entropy and the gradient of the logits, and the most likely tokens.
 
 use super::{Cuda, Float, shared_bytes};
 use crate::Result;
-use crate::ops::Classifier;
+use crate::ops::{Classifier, MostLikely};
 use crate::tensor::DType;
 use anyhow::ensure;
 use gpu::classifier::{self, Scalars, wide};
+use gpu::most_likely as kernel;
 
 /// Blocks of the kernel per SM (its `blocks_per_sm`).
 const RESIDENT_BLOCKS: usize = 2;
@@ -48,4 +49,22 @@ pub(super) fn classifier<T: Float>(cuda: &mut Cuda<T>, op: Classifier) -> Result
         Some(softcap) => classifier::classifier::<true, T>(logits, losses, targets, scalars, gradients, softcap),
     };
     cuda.launch(launch, [rows as u32, 1, 1], shared_bytes(|layout| classifier::shared::<T>(layout, staged)))
+}
+
+pub(super) fn most_likely<T: Float>(cuda: &mut Cuda<T>, op: MostLikely) -> Result<()> {
+    let MostLikely { hits, logits, targets, v, vp } = op;
+    let rows = hits.len;
+    ensure!(
+        0 < v && v <= vp && vp.is_multiple_of(T::PACKET),
+        "most likely: expected at least {v} columns and a multiple of {}, found {vp}",
+        T::PACKET
+    );
+    let launch = kernel::most_likely::<T>(
+        cuda.output("hits", hits, rows)?,
+        cuda.input("logits", logits, rows * vp)?,
+        cuda.input("targets", targets, rows)?,
+        v as u32,
+        vp as u32,
+    );
+    cuda.launch(launch, [rows as u32, 1, 1], shared_bytes(kernel::shared))
 }

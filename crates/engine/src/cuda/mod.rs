@@ -319,6 +319,7 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::AttentionForward(op) => attention::forward(self, &op),
             Operation::AttentionBackward(op) => attention::backward(self, &op),
             Operation::Classifier(op) => classifier::classifier(self, op),
+            Operation::MostLikely(op) => classifier::most_likely(self, op),
             Operation::Sum(op) => global_norm::sum(self, op),
             Operation::GlobalNorm(op) => global_norm::global_norm(self, op),
             Operation::SquaredSum(op) => global_norm::squared_sum(self, op),

@@ -42,6 +42,7 @@ impl Operation<'_> {
             }
             Self::AttentionBackward(op) => vec![some("dqkv", op.dqkv)],
             Self::Classifier(op) => vec![some("losses", op.losses), op.dloss.map(|_| ("logits", op.logits))],
+            Self::MostLikely(op) => vec![some("hits", op.hits)],
             Self::Sum(Sum { out, .. })
             | Self::SquaredSum(SquaredSum { out, .. })
             | Self::SquareRoot(SquareRoot { out, .. })

@@ -12,7 +12,7 @@ pub use attention::{DocumentLengths, MaskedAttention};
 use attention::{attention_backward, attention_forward};
 use engine::ops::{
     Activation, ActivationForward, ActivationInput, AttentionShape, Classifier, EncoderBackward, EncoderForward,
-    Epilogue, GlobalNorm, HeadNorm, MatmulBackward, MatmulForward, MatmulShape, NormBackward, NormForward,
+    Epilogue, GlobalNorm, HeadNorm, MatmulBackward, MatmulForward, MatmulShape, MostLikely, NormBackward, NormForward,
     RotaryBackward, RotaryForward, RotaryPairs, Rotation, Sum,
 };
 use engine::tensor::{DType, Tensor};
@@ -83,6 +83,8 @@ pub fn edge_cases() -> Vec<Case> {
             }
         }
     }
+    // Few tokens, so that some targets are the most likely ones.
+    cases.extend([(64, 3, 8), (19, 257, 384)].map(|(rows, v, vp)| most_likely(rows, v, vp)));
     for (rows, v, vp) in [(1, 5, 128), (19, 257, 384), (3, 1000, 1024)] {
         for softcap in [None, Some(1.5)] {
             cases.extend([true, false].map(|gradient| classifier(rows, v, vp, gradient, softcap)));
@@ -146,6 +148,7 @@ pub fn model_cases() -> Vec<Case> {
         cases.extend([true, false].map(|gradient| classifier(rows, v, vp, gradient, softcap)));
         cases.push(masked(classifier(rows, v, vp, true, softcap)));
     }
+    cases.push(most_likely(256, 50257, 50304));
     for (b, t, heads, kv_heads, head_size) in [(2, 512, 32, 8, 64), (1, 1024, 32, 8, 128), (3, 333, 14, 2, 64)] {
         let attention = AttentionShape { b, t, heads, kv_heads, head_size };
         cases.extend(rotary(RotaryShape { attention, pairs: RotaryPairs::HalfSplit }));
@@ -715,6 +718,18 @@ fn masked(mut case: Case) -> Case {
     targets.init = Init::Words((0..targets.len).map(target).collect());
     case.shape.push_str(" masked");
     case
+}
+
+fn most_likely(rows: usize, v: usize, vp: usize) -> Case {
+    let operands = vec![
+        input("logits", rows * vp, Init::Uniform { mean: 0.0, spread: 4.0 }),
+        f32(output("hits", rows, Tolerance::ELEMENTWISE)),
+        i32(input("targets", rows, Init::Tokens { below: v as i32 })),
+    ];
+    let work = Work { floats: rows * vp, bytes: 8 * rows, flops: 0 };
+    case("most_likely", format!("{rows}x{v}/{vp}"), workload(1, rows, 64, 1, vp, 0), operands, work, move |e, x| {
+        e.run(MostLikely { logits: x[0], hits: x[1], targets: x[2], v, vp })
+    })
 }
 
 fn sum(n: usize) -> Case {

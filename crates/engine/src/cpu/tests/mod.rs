@@ -7,7 +7,7 @@ use crate::MASKED_TARGET;
 use crate::ops::{
     Activation, ActivationForward, ActivationInput, AdamW, AdamWUpdate, AttentionBackward, AttentionForward,
     AttentionMask, AttentionShape, Classifier, EncoderBackward, EncoderForward, Epilogue, GlobalNorm, Master,
-    MatmulBackward, MatmulForward, MatmulShape, NormBackward, NormForward, Sum, UpdateRange,
+    MatmulBackward, MatmulForward, MatmulShape, MostLikely, NormBackward, NormForward, Sum, UpdateRange,
 };
 use proptest::prelude::*;
 use rng::Mt19937;
@@ -400,6 +400,27 @@ proptest! {
         let of_row = bench.after(logits);
         let masked = of_row.chunks(vp).zip(&wanted).filter(|(_, target)| **target == MASKED_TARGET);
         prop_assert!(masked.flat_map(|(row, _)| row).all(|gradient| *gradient == 0.0));
+    }
+
+    #[test]
+    fn most_likely(rows in 1usize..9, v in 1usize..30, padding in 0usize..9, levels in 1i32..20) {
+        let vp = v + padding;
+        let mut bench = Bench::new();
+        let (logits, hits, targets) = (bench.normal(rows * vp), bench.normal(rows), bench.ints(rows));
+        // Few levels give equal logits.
+        for value in &mut bench.values[0].1 {
+            *value = (*value * levels as f32).round();
+        }
+        bench.ready();
+        let x = bench.before(logits);
+        let best: Vec<i32> = x.chunks(vp).map(|row| {
+            (0..v).fold(0, |best, token| if row[token] > row[best] { token } else { best }) as i32
+        }).collect();
+        let wanted: Vec<i32> = best.iter().map(|&best| if bench.rng.below(2) == 0 { best } else { bench.rng.below(v as u32) as i32 }).collect();
+        bench.engine.write_i32(targets, &wanted).unwrap();
+        bench.dyn_engine().run(MostLikely { hits, logits, targets, v, vp }).unwrap();
+        let expected: Vec<f64> = best.iter().zip(&wanted).map(|(best, wanted)| f64::from(u8::from(best == wanted))).collect();
+        bench.assert("hits", hits, &expected);
     }
 
     #[test]
