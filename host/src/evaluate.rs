@@ -1,4 +1,4 @@
-//! The loss on data that is not trained on.
+//! Evaluations of a model on data that it is not trained on: its loss, and its answers to questions.
 
 use anyhow::Result;
 use data::Prefetch;
@@ -9,6 +9,7 @@ use system::progress::{self, Unit};
 
 pub mod multiple_choice;
 pub mod predictions;
+pub mod questions;
 pub mod text;
 
 /// Batches that are launched before an evaluation waits for the first one, so that a stop request ends it soon.

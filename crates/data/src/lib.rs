@@ -23,6 +23,7 @@ pub mod multiple_choice;
 mod pattern;
 pub mod prefetch;
 mod python_random;
+pub mod scored;
 pub mod text;
 pub mod tinyshakespeare;
 pub mod tinystories;

@@ -10,6 +10,7 @@
 //! * [`sharding`], [`data_parallel`]: ZeRO, and its overlap with the passes.
 //! * [`fp8`], [`fp8_layers`]: FP8 in the linear layers. [`storage`]: types of the optimizer state. [`muon_buffers`]: Muon's memory.
 //! * [`verification`], [`digests`]: detection of faulty hardware, and hashes of parameters and optimizer state.
+//! * [`scoring`]: scores of some tokens, for evaluations.
 //! * [`train_step`]: one optimizer step. [`guards`], [`schedule`]: which steps may change the model, and the learning rate.
 //!
 //! Kernels and operations belong to the engine; files and the command line belong to other crates.
@@ -38,6 +39,7 @@ mod nvtx;
 pub mod params;
 pub mod recompute;
 pub mod schedule;
+pub mod scoring;
 pub mod sharding;
 pub mod storage;
 mod sublayers;
@@ -54,6 +56,7 @@ pub use generator::Generator;
 pub use memory_plan::{LOGIT_ROWS, PlanOptions};
 pub use params::{Param, ParamKind, Params, Shard, Unit};
 pub use recompute::Recompute;
+pub use scoring::TokenScore;
 pub use sharding::{Interrupted, LayerHooks, Store, Unsharded, Zero};
 pub use storage::{MasterWeights, Moments, WeightStore};
 pub use train_step::{StepStats, TrainStep};

@@ -20,12 +20,18 @@ impl Decoder {
     /// # Panics
     /// If there are more rows.
     pub fn logits(&self, engine: &mut dyn Engine, rows: Range<usize>) -> Result<Tensor> {
+        let c = self.descriptor.channels;
+        self.logits_of(engine, self.final_norm.out.slice(rows.start * c, rows.len() * c))
+    }
+
+    /// Computes the logits of outputs of the final norm (rows, C), as [`logits`](Self::logits) does.
+    pub(super) fn logits_of(&self, engine: &mut dyn Engine, inp: Tensor) -> Result<Tensor> {
         let (c, vp) = (self.descriptor.channels, self.descriptor.padded_vocab());
-        let (first, rows) = (rows.start, rows.len());
+        let rows = inp.len / c;
         let out = self.logits.slice(0, rows * vp);
         engine.run(MatmulForward {
             out,
-            inp: self.final_norm.out.slice(first * c, rows * c),
+            inp,
             weight: self.param(self.head_param(), 0),
             bias: None,
             epilogue: Epilogue::None,
