@@ -9,6 +9,7 @@
 mod archive;
 pub mod batches;
 pub mod check;
+pub mod core_tasks;
 pub mod dataset;
 pub mod documents;
 pub mod download;

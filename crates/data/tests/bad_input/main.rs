@@ -1,6 +1,7 @@
 //! Kinds of bad input of every reader of data files. Each gives an error that names the file and what is wrong, keeps an existing
 //! data set as it was, leaves no temporary file, and prints nothing to standard error.
 
+mod core_tasks;
 mod csv;
 mod evaluation;
 mod files;
@@ -29,6 +30,7 @@ fn every_kind_gives_a_clear_error_and_loses_nothing() {
         ("token files", tokens::run),
         ("tokenizers", tokenizers::run),
         ("HellaSwag and MMLU", evaluation::run),
+        ("CORE", core_tasks::run),
         ("TinyStories and FineWeb", named::run),
     ] {
         let mut kinds = Kinds::new();

@@ -1,6 +1,7 @@
 //! `data`: converts text and named data sets to token files, and shows and checks them.
 
 mod check;
+mod core;
 mod download;
 mod evaluation;
 mod fineweb;
@@ -35,6 +36,7 @@ enum Source {
     Fineweb(fineweb::Fineweb),
     Hellaswag(hellaswag::Hellaswag),
     Mmlu(mmlu::Mmlu),
+    Core(core::Core),
     Check(check::Check),
     Show(show::Show),
 }
@@ -59,6 +61,7 @@ pub fn run(args: &Data) -> Result<()> {
         Source::Fineweb(args) => fineweb::run(args),
         Source::Hellaswag(args) => hellaswag::run(args),
         Source::Mmlu(args) => mmlu::run(args),
+        Source::Core(args) => core::run(args),
         Source::Check(args) => check::run(args),
         Source::Show(args) => show::run(args),
     }
