@@ -40,7 +40,7 @@ pub struct Cli {
 enum Subcommands {
     Train(Box<train::TrainOptions>),
     Sweep(sweep::Sweep),
-    Eval(eval::Eval),
+    Eval(Box<eval::Eval>),
     Sample(sample::Sample),
     Chat(chat::Chat),
     Export(export::Export),

@@ -7,6 +7,7 @@ use model::{Decoder, LayerHooks};
 use std::collections::VecDeque;
 use system::progress::{self, Unit};
 
+pub mod core;
 pub mod multiple_choice;
 pub mod predictions;
 pub mod questions;

@@ -1,4 +1,6 @@
-//! `eval`: the loss of a model on token files, and its accuracy on HellaSwag and MMLU.
+//! `eval`: the loss of a model on token files, and its accuracy on HellaSwag and MMLU. `eval core` computes CORE.
+
+mod core;
 
 use super::json;
 use super::resources::{Hardware, ModelPath, load};
@@ -24,8 +26,14 @@ use tokenizer::Tokenizer;
 use tokenizer::stored::Search;
 
 /// Compute a model's loss, perplexity and bits per byte on token files, and its accuracy on HellaSwag and MMLU
+///
+/// A run whose directory is named core is ./core.
 #[derive(Debug, clap::Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct Eval {
+    #[command(subcommand)]
+    command: Option<EvalCommand>,
+
     #[command(flatten)]
     model: ModelPath,
 
@@ -84,6 +92,11 @@ pub struct Eval {
     hardware: Hardware,
 }
 
+#[derive(Debug, clap::Subcommand)]
+enum EvalCommand {
+    Core(core::Core),
+}
+
 /// The file name that stands for standard output.
 const STANDARD_OUTPUT: &str = "-";
 
@@ -139,6 +152,11 @@ struct Inputs {
 
 /// Prints the loss and the accuracies.
 pub fn run(args: &Eval) -> Result<()> {
+    if let Some(command) = &args.command {
+        return match command {
+            EvalCommand::Core(args) => core::run(args),
+        };
+    }
     let json = args.json.as_deref().filter(|path| *path != Path::new(STANDARD_OUTPUT));
     json.map_or(Ok(()), |path| output::check(path, RESULTS))?;
     args.logits.as_deref().map_or(Ok(()), |path| output::check(path, LOGITS))?;
