@@ -186,3 +186,54 @@ fn data_core_names_the_address_of_the_bundle() {
     assert!(message.contains("--from FILE or --from DIR"), "{message}");
     assert!(llm_rs(&["data", "core", "--help"]).status.success());
 }
+
+/// The last value is that of `eval core` with the last checkpoint.
+#[test]
+fn core_is_computed_during_and_after_training() {
+    let directory = tempfile::tempdir().unwrap();
+    let [train, run] = ["train.bin", "run"].map(|name| directory.path().join(name));
+    let ids: Vec<u16> = (0..2000u16).map(|i| i * 7 % 447).collect();
+    data::tokens::write(&train, &ids, data::tokens::Width::U16).unwrap();
+    let (model, bundle) = (model(), bundle());
+    let start = ["train", "--device", "cpu", "--train", text(&train), "--model", text(&model), "--batch", "2"];
+    let settings = ["--seq", "96", "--steps", "5", "--lr", "1e-3", "--sample-every", "0", "--out", text(&run)];
+    let core = ["--core", text(&bundle), "--core-every", "2", "--core-max-per-task", "9"];
+    let printed = succeed(&[&start[..], &settings, &core].concat());
+    assert!(printed.contains("every 2 steps, 7 tasks, 63 questions"), "{printed}");
+    let values: Vec<&str> = printed.lines().filter_map(|line| Some(line.split_once("| CORE: ")?.1)).collect();
+    assert_eq!(values.len(), 3, "{printed}");
+    let log = fs::read_to_string(run.join("main.log")).unwrap();
+    let logged: Vec<(&str, &str)> = log.lines().filter_map(|line| line.split_once(" core:")).collect();
+    assert_eq!(logged.iter().map(|(step, _)| *step).collect::<Vec<_>>(), ["s:2", "s:4", "s:5"]);
+    let records = lines(&run.join("main.jsonl"));
+    let records: Vec<&Value> = records.iter().filter(|record| record.get("core").is_some()).collect();
+    for ((value, (_, short)), record) in values.iter().zip(&logged).zip(&records) {
+        let value: f64 = value.parse().unwrap();
+        assert_eq!(*short, format!("{value:.4}"));
+        assert!((record["core"].as_f64().unwrap() - value).abs() < 1e-6, "{record}");
+    }
+    let eval = ["eval", "core", text(&run), "--device", "cpu", "--bundle", text(&bundle), "--max-per-task", "9"];
+    let printed = succeed(&[&eval[..], &["--seq", "96", "--json"]].concat());
+    let results: Value = serde_json::from_str(&printed).unwrap();
+    assert_eq!(results["models"][0]["core"], records[2]["core"]);
+    for task in results["models"][0]["tasks"].as_array().unwrap() {
+        assert_eq!(records[2]["core_tasks"][task["task"].as_str().unwrap()], task["accuracy"], "{task}");
+    }
+    let table = succeed(&["log", text(&run), "--csv"]);
+    assert!(table.lines().next().unwrap().ends_with(",hellaswag,core"), "{table}");
+    let cells = table.lines().filter(|line| !line.ends_with(',')).count();
+    assert_eq!(cells, 4, "{table}");
+    assert!(fs::read_to_string(run.join("plots.svg")).unwrap().contains(">CORE<"));
+
+    let with =
+        |more: &[&str], parts: &[&str]| fail(&[&start[..], &settings[..8], &["--out", "none"], more].concat(), parts);
+    with(
+        &["--core", text(&directory.path().join("none"))],
+        &["--core: ", "none: expected the directory of an evaluation bundle"],
+    );
+    with(&["--core-every", "2"], &["--core <DIR>"]);
+    with(
+        &["--core", text(&bundle), "--core-max-per-task", "7"],
+        &["--core: ", "endings.jsonl: expected more than 7 questions"],
+    );
+}

@@ -259,6 +259,11 @@ impl Console {
         self.evaluation(&format!("step {step:4}/{} | HellaSwag: {score}", self.steps))
     }
 
+    /// Prints CORE after `step` steps.
+    pub fn core(&self, step: usize, core: f64) -> Result<()> {
+        self.evaluation(&format!("step {step:4}/{} | CORE: {core:.6}", self.steps))
+    }
+
     fn evaluation(&self, text: &str) -> Result<()> {
         // The log has printed the record.
         if self.verbosity == Verbosity::Json { Ok(()) } else { self.line(text) }

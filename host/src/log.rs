@@ -2,6 +2,7 @@
 //! event file for TensorBoard.
 
 use crate::console::{STALL, unusable};
+use crate::evaluate::core::{self, TaskScore};
 use crate::evaluate::multiple_choice::Score;
 use crate::train::SourceLoss;
 use anyhow::{Context, Result, anyhow};
@@ -10,6 +11,7 @@ use metrics::tensorboard;
 use model::digests::Digests;
 use model::guards::Verdict;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -59,6 +61,17 @@ struct ScoreLine {
     hellaswag: f64,
     correct: usize,
     examples: usize,
+    /// Tokens trained on before the evaluation.
+    tokens: u64,
+}
+
+#[derive(Serialize)]
+struct CoreLine<'a> {
+    step: usize,
+    /// Mean centered accuracy.
+    core: f64,
+    /// Accuracy on each task.
+    core_tasks: BTreeMap<&'a str, f64>,
     /// Tokens trained on before the evaluation.
     tokens: u64,
 }
@@ -270,8 +283,8 @@ impl Log {
         // TensorBoard also discards the evaluations before the update of `step`, which are not repeated.
         let kept =
             if step > 0 { RunLog::read(&directory.join("main.jsonl")).unwrap_or_default() } else { RunLog::default() };
-        for (tag, evaluations) in [(tensorboard::VAL_LOSS, kept.validations), (tensorboard::HELLASWAG, kept.hellaswag)]
-        {
+        let tags = [tensorboard::VAL_LOSS, tensorboard::HELLASWAG, tensorboard::CORE];
+        for (tag, evaluations) in tags.into_iter().zip([kept.validations, kept.hellaswag, kept.core]) {
             for found in evaluations.iter().filter(|evaluation| evaluation.step == step as u64) {
                 let time = if found.time.is_finite() { found.time } else { now };
                 output.append(&tensorboard::scalars(time, found.step, &[(tag, found.value as f32)]))?;
@@ -344,6 +357,15 @@ impl Log {
         let record = ScoreLine { step, hellaswag, correct, examples, tokens };
         let values = [(tensorboard::HELLASWAG, hellaswag as f32)];
         self.write(step, Some(&format!("s:{step} eval:{hellaswag:.4}")), &record, &values)
+    }
+
+    /// Logs CORE after `tokens` tokens.
+    pub fn core(&mut self, step: usize, tokens: u64, scores: &[TaskScore]) -> Result<()> {
+        let core = core::metric(scores);
+        let core_tasks = scores.iter().map(|score| (score.task.as_str(), score.accuracy)).collect();
+        let values = [(tensorboard::CORE, core as f32)];
+        let line = format!("s:{step} core:{core:.4}");
+        self.write(step, Some(&line), &CoreLine { step, core, core_tasks, tokens }, &values)
     }
 
     /// Logs hashes of parameters and optimizer state after `step` steps, in `main.jsonl` only.

@@ -299,7 +299,7 @@ fn a_rank_that_cannot_write_its_state_is_reported_and_the_run_continues() {
 }
 
 #[test]
-fn sampling_and_hellaswag_with_sharded_parameters_match_unsharded() {
+fn sampling_hellaswag_and_core_with_sharded_parameters_match_unsharded() {
     let world = World::new();
     let set = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/hellaswag.bin");
     let small = ["train", "--device", "cpu", "--layers", "3", "--heads", "1", "--channels", "32", "--batch", "1"];
@@ -308,6 +308,10 @@ fn sampling_and_hellaswag_with_sharded_parameters_match_unsharded() {
     // The three ranks have 3, 2 and 2 of the examples.
     let scores = ["--seq", "64", "--steps", "2", "--train", "train_*.bin", "--val", "val_*.bin", "--val-every", "1"];
     let scores = [&scores[..], &["--hellaswag", set.to_str().unwrap(), "--hellaswag-examples", "7"]].concat();
+    // The ranks have 3, 3 and 2 questions of each task, in different numbers of batches.
+    let bundle = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/core/bundle");
+    let core = ["--core", bundle.to_str().unwrap(), "--core-every", "1", "--core-max-per-task", "8"];
+    let scores = [&scores[..], &core].concat();
     let run = |ranks: usize, stage: &str, more: &[&str]| {
         let endpoint = free_endpoint();
         let start = |rank: usize| {
@@ -327,8 +331,9 @@ fn sampling_and_hellaswag_with_sharded_parameters_match_unsharded() {
         let texts: Vec<_> = texts.collect();
         assert_eq!(texts.len(), 2, "{printed}");
         let printed = run(3, stage, &scores);
-        let scores: Vec<_> = printed.lines().filter(|line| line.contains("HellaSwag: ")).map(str::to_owned).collect();
-        assert_eq!(scores.len(), 2, "{printed}");
+        let is_score = |line: &&str| line.contains("HellaSwag: ") || line.contains("CORE: ");
+        let scores: Vec<_> = printed.lines().filter(is_score).map(str::to_owned).collect();
+        assert_eq!(scores.len(), 4, "{printed}");
         (texts, scores)
     });
     assert_eq!(unsharded, sharded);

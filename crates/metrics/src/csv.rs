@@ -4,9 +4,23 @@ use crate::run::{Evaluation, RunLog, Step};
 use anyhow::Result;
 use std::io::Write;
 
-/// Columns of the table. One with the validation loss of each data source follows. A cell is empty if the log has no value, or none that is finite.
-pub const COLUMNS: [&str; 12] =
-    ["run", "step", "tokens", "time", "loss", "lr", "norm", "ms", "tokens_per_second", "mfu", "val_loss", "hellaswag"];
+/// Columns of the table. One with the validation loss of each data source follows. A cell is empty if the log has no value, or none that is
+/// finite.
+pub const COLUMNS: [&str; 13] = [
+    "run",
+    "step",
+    "tokens",
+    "time",
+    "loss",
+    "lr",
+    "norm",
+    "ms",
+    "tokens_per_second",
+    "mfu",
+    "val_loss",
+    "hellaswag",
+    "core",
+];
 
 /// Writes one row for each step of each run. Evaluations before a step are in its row; tokens and time are those of the training
 /// step, or of the evaluation in a row without one.
@@ -22,14 +36,15 @@ pub fn write(runs: &[RunLog], to: impl Write) -> Result<()> {
     table.write_record(COLUMNS.map(str::to_owned).into_iter().chain(of_source))?;
     for run in runs {
         let mut steps: Vec<u64> = run.steps.iter().map(|step| step.step).collect();
-        steps.extend(run.validations.iter().chain(&run.hellaswag).map(|evaluation| evaluation.step));
+        steps.extend(run.validations.iter().chain(&run.hellaswag).chain(&run.core).map(|evaluation| evaluation.step));
         steps.sort_unstable();
         steps.dedup();
         for number in steps {
             let step = find(&run.steps, number, |step: &Step| step.step);
             let validation = find(&run.validations, number, |evaluation: &Evaluation| evaluation.step);
             let score = find(&run.hellaswag, number, |evaluation: &Evaluation| evaluation.step);
-            let evaluation = validation.or(score);
+            let core = find(&run.core, number, |evaluation: &Evaluation| evaluation.step);
+            let evaluation = validation.or(score).or(core);
             let tokens = step.map_or_else(|| evaluation?.tokens, |step| step.tokens);
             let time = step.map(|step| step.time).or(evaluation.map(|evaluation| evaluation.time));
             let value = |value: fn(&Step) -> f32| step.map_or_else(String::new, |step| cell(value(step)));
@@ -51,6 +66,7 @@ pub fn write(runs: &[RunLog], to: impl Write) -> Result<()> {
                 value(|step| step.mfu),
                 result(validation),
                 result(score),
+                result(core),
             ];
             table.write_record(columns.into_iter().chain(losses))?;
         }
@@ -94,15 +110,17 @@ mod tests {
 {"step":0,"loss":null,"lr":0.0006,"norm":1.5,"ms":250.0,"tokens_per_second":256.0,"tokens":64,"time":11.5}
 {"step":1,"val_loss":4.5,"tokens":64,"time":12.0}
 {"step":1,"hellaswag":0.25,"tokens":64,"time":12.5}
+{"step":2,"core":0.125,"tokens":128,"time":13.5}
 "#;
         let log = RunLog { name: "a,b".to_owned(), ..RunLog::parse(text.as_bytes()).unwrap() };
         let mut table = Vec::new();
         write(&[log], &mut table).unwrap();
         assert_eq!(
             String::from_utf8(table).unwrap(),
-            "run,step,tokens,time,loss,lr,norm,ms,tokens_per_second,mfu,val_loss,hellaswag\n\
-             \"a,b\",0,64,11.500,,0.0006,1.5,250,256,,5.5,\n\
-             \"a,b\",1,64,12.000,,,,,,,4.5,0.25\n"
+            "run,step,tokens,time,loss,lr,norm,ms,tokens_per_second,mfu,val_loss,hellaswag,core\n\
+             \"a,b\",0,64,11.500,,0.0006,1.5,250,256,,5.5,,\n\
+             \"a,b\",1,64,12.000,,,,,,,4.5,0.25,\n\
+             \"a,b\",2,128,13.500,,,,,,,,,0.125\n"
         );
     }
 }

@@ -31,11 +31,14 @@ pub enum Metric {
     Speed,
     /// HellaSwag accuracy
     Hellaswag,
+    /// CORE: mean centered accuracy of its tasks
+    Core,
 }
 
 impl Metric {
     /// All metrics, in the order of their panels.
-    pub const ALL: [Self; 6] = [Self::Loss, Self::Sources, Self::Lr, Self::Norm, Self::Speed, Self::Hellaswag];
+    pub const ALL: [Self; 7] =
+        [Self::Loss, Self::Sources, Self::Lr, Self::Norm, Self::Speed, Self::Hellaswag, Self::Core];
 }
 
 /// Points of a curve. A value that is unknown or not finite is NaN.
@@ -56,7 +59,7 @@ impl Positions {
         let steps: Vec<f64> = match axis {
             XAxis::Steps => run.steps.iter().map(|step| step.step as f64).collect(),
             XAxis::Tokens => {
-                let mut evaluations = run.validations.iter().chain(&run.hellaswag);
+                let mut evaluations = run.validations.iter().chain(&run.hellaswag).chain(&run.core);
                 ensure!(
                     run.steps.iter().any(|step| has_tokens(step.tokens))
                         || (run.steps.is_empty() && evaluations.any(|evaluation| has_tokens(evaluation.tokens))),

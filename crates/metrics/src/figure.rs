@@ -400,6 +400,10 @@ impl Panel {
                     let scores = positions.of_evaluations(run, &run.hellaswag);
                     line(Kind::Evaluations, evaluation_color, name("HellaSwag"), scores);
                 }
+                Metric::Core => {
+                    let values = positions.of_evaluations(run, &run.core);
+                    line(Kind::Evaluations, evaluation_color, name("CORE"), values);
+                }
             }
         }
         let (title, unit, from_zero, can_be_log) = match metric {
@@ -409,6 +413,7 @@ impl Panel {
             Metric::Norm => ("gradient norm", Unit::Number, true, true),
             Metric::Speed => ("tokens per second", Unit::Number, true, false),
             Metric::Hellaswag => ("HellaSwag accuracy", Unit::Percent, false, false),
+            Metric::Core => ("CORE", Unit::Number, false, false),
         };
         let log = options.log_y && can_be_log;
         let references = references(metric, &lines, options);

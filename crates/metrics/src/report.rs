@@ -28,6 +28,8 @@ pub struct Summary {
     pub best_val_loss: Option<(f64, u64)>,
     /// Last HellaSwag accuracy.
     pub hellaswag: Option<f64>,
+    /// Last value of CORE.
+    pub core: Option<f64>,
     /// Median throughput in tokens per second.
     pub tokens_per_second: Option<f64>,
     /// Seconds of all training steps.
@@ -54,6 +56,7 @@ impl Summary {
             val_loss: last(&mut run.validations.iter().map(|validation| validation.value)),
             best_val_loss: best.map(|best| (best.value, best.step)),
             hellaswag: last(&mut run.hellaswag.iter().map(|score| score.value)),
+            core: last(&mut run.core.iter().map(|core| core.value)),
             tokens_per_second: speeds.get(speeds.len() / 2).map(|speed| f64::from(*speed)),
             seconds: times().next().map(|_| times().sum::<f64>() / 1e3),
             not_finite: losses.iter().filter(|loss| !loss.is_finite()).count(),
@@ -61,7 +64,7 @@ impl Summary {
     }
 
     /// Returns names and values for a table.
-    pub fn cells(&self) -> [(&'static str, String); 8] {
+    pub fn cells(&self) -> [(&'static str, String); 9] {
         let number = |value: Option<f64>, format: &dyn Fn(f64) -> String| value.map_or_else(|| "–".to_owned(), format);
         let loss = |value| number(value, &|loss| format!("{loss:.4}"));
         let train_loss = match self.not_finite {
@@ -76,6 +79,7 @@ impl Summary {
             ("validation loss", loss(self.val_loss)),
             ("lowest validation loss", best),
             ("HellaSwag", number(self.hellaswag, &|score| format!("{:.1} %", 100.0 * score))),
+            ("CORE", number(self.core, &|core| format!("{core:.4}"))),
             ("tokens/s", number(self.tokens_per_second, &short_count)),
             ("training time", number(self.seconds, &duration)),
         ]
@@ -199,7 +203,7 @@ mod tests {
         assert_eq!((summary.steps, summary.tokens, summary.not_finite), (2, Some(128_000), 1));
         assert_eq!((summary.val_loss, summary.best_val_loss), (Some(4.75), Some((4.5, 2))));
         let cells = summary.cells().map(|(_, value)| value);
-        let expected = ["2", "128k", "5.0000 (1 not finite)", "4.7500", "4.5000 at 2", "–", "300", "1 min 02 s"];
+        let expected = ["2", "128k", "5.0000 (1 not finite)", "4.7500", "4.5000 at 2", "–", "–", "300", "1 min 02 s"];
         assert_eq!(cells, expected);
         let durations = [0.25, 3_700.0, 90_000.0].map(duration);
         assert_eq!(durations, ["0.2 s", "1 h 01 min", "1 d 01 h"]);

@@ -82,6 +82,8 @@ pub struct RunLog {
     pub sources: Vec<SourceLog>,
     /// HellaSwag accuracies.
     pub hellaswag: Vec<Evaluation>,
+    /// Values of CORE.
+    pub core: Vec<Evaluation>,
     /// Number of lines that could not be parsed, without an incomplete last line.
     pub damaged_lines: u64,
 }
@@ -106,6 +108,8 @@ struct Record {
     val_loss: Option<f64>,
     #[serde(default, deserialize_with = "present")]
     hellaswag: Option<f64>,
+    #[serde(default, deserialize_with = "present")]
+    core: Option<f64>,
     #[serde(default, deserialize_with = "present")]
     time: Option<f64>,
     tokens: Option<u64>,
@@ -179,6 +183,7 @@ impl RunLog {
         keep_last(&mut log.steps, |step| step.step);
         keep_last(&mut log.validations, |evaluation| evaluation.step);
         keep_last(&mut log.hellaswag, |evaluation| evaluation.step);
+        keep_last(&mut log.core, |evaluation| evaluation.step);
         for source in &mut log.sources {
             keep_last(&mut source.losses, |evaluation| evaluation.step);
         }
@@ -187,7 +192,7 @@ impl RunLog {
 
     /// Returns whether the log has no records.
     pub fn is_empty(&self) -> bool {
-        self.steps.is_empty() && self.validations.is_empty() && self.hellaswag.is_empty()
+        self.steps.is_empty() && self.validations.is_empty() && self.hellaswag.is_empty() && self.core.is_empty()
     }
 
     /// Adds a line. Returns false if it has neither format.
@@ -218,6 +223,7 @@ impl RunLog {
         let evaluation = |value| Evaluation { step, value, tokens, time };
         self.validations.extend(record.val_loss.map(evaluation));
         self.hellaswag.extend(record.hellaswag.map(evaluation));
+        self.core.extend(record.core.map(evaluation));
         for SourceRecord { name, val_loss, bits_per_byte } in record.sources {
             let known = self.sources.iter().position(|source| source.name == name);
             let at = known.unwrap_or_else(|| {
@@ -228,16 +234,16 @@ impl RunLog {
             source.losses.extend(val_loss.map(evaluation));
             source.bits_per_byte = bits_per_byte.or(source.bits_per_byte);
         }
-        is_step || record.val_loss.is_some() || record.hellaswag.is_some()
+        is_step || record.val_loss.is_some() || record.hellaswag.is_some() || record.core.is_some()
     }
 
-    /// Adds a line of llm.c's format: `s:STEP` and `trl`, `lr`, `norm`, or `tel`, or `eval`.
+    /// Adds a line of llm.c's format: `s:STEP` and `trl`, `lr`, `norm`, or `tel`, or `eval`. `core` is an addition.
     fn add_plain(&mut self, line: &[u8]) -> bool {
         let Ok(text) = str::from_utf8(line) else { return false };
         let mut fields = text.split_ascii_whitespace().map(|field| field.split_once(':'));
         let Some(Some(("s", step))) = fields.next() else { return false };
         let Ok(step) = step.parse() else { return false };
-        let (mut loss, mut lr, mut norm, mut value, mut accuracy) = (None, None, None, None, None);
+        let (mut loss, mut lr, mut norm, mut value, mut accuracy, mut core) = (None, None, None, None, None, None);
         for field in fields {
             // A damaged line may join two lines. Its values cannot be trusted.
             let Some((key, Ok(number))) = field.map(|(key, text)| (key, text.parse::<f64>())) else { return false };
@@ -247,6 +253,7 @@ impl RunLog {
                 "norm" => &mut norm,
                 "tel" => &mut value,
                 "eval" => &mut accuracy,
+                "core" => &mut core,
                 _ => continue,
             };
             *target = Some(if number.is_finite() { number } else { f64::NAN });
@@ -266,7 +273,8 @@ impl RunLog {
         let evaluation = |value| Evaluation { step, value, tokens: None, time: f64::NAN };
         self.validations.extend(value.map(evaluation));
         self.hellaswag.extend(accuracy.map(evaluation));
-        loss.is_some() || value.is_some() || accuracy.is_some()
+        self.core.extend(core.map(evaluation));
+        loss.is_some() || value.is_some() || accuracy.is_some() || core.is_some()
     }
 
     /// Sets the token counts of a log without any: each step has `tokens` tokens.
@@ -275,7 +283,8 @@ impl RunLog {
             step.tokens.get_or_insert((step.step.saturating_add(1)).saturating_mul(tokens));
         }
         let of_sources = self.sources.iter_mut().flat_map(|source| &mut source.losses);
-        for evaluation in self.validations.iter_mut().chain(&mut self.hellaswag).chain(of_sources) {
+        for evaluation in self.validations.iter_mut().chain(&mut self.hellaswag).chain(&mut self.core).chain(of_sources)
+        {
             evaluation.tokens.get_or_insert(evaluation.step.saturating_mul(tokens));
         }
     }

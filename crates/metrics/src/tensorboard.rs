@@ -24,6 +24,8 @@ pub const MFU: &str = "train/mfu";
 pub const VAL_LOSS: &str = "eval/loss";
 /// Tag of the HellaSwag accuracy.
 pub const HELLASWAG: &str = "eval/hellaswag";
+/// Tag of CORE.
+pub const CORE: &str = "eval/core";
 
 /// A part of the names of event files, by which TensorBoard finds them.
 pub const MARKER: &str = ".tfevents.";
@@ -87,7 +89,7 @@ pub fn write(run: &RunLog, time: f64, mut to: impl Write) -> Result<()> {
         values.extend(others.into_iter().filter(|(_, value)| value.is_finite()));
         to.write_all(&scalars(known(step.time), step.step, &values))?;
     }
-    for (tag, evaluations) in [(VAL_LOSS, &run.validations), (HELLASWAG, &run.hellaswag)] {
+    for (tag, evaluations) in [(VAL_LOSS, &run.validations), (HELLASWAG, &run.hellaswag), (CORE, &run.core)] {
         for evaluation in evaluations {
             to.write_all(&scalars(known(evaluation.time), evaluation.step, &[(tag, evaluation.value as f32)]))?;
         }
@@ -202,16 +204,18 @@ mod tests {
 
     #[test]
     fn a_log_becomes_one_record_for_each_line() {
-        let log =
-            RunLog::parse("s:0 tel:5\ns:0 trl:4.5 lr:0.1 norm:1\ns:1 trl:nan\ns:1 eval:0.25\n".as_bytes()).unwrap();
+        let log = RunLog::parse(
+            "s:0 tel:5\ns:0 trl:4.5 lr:0.1 norm:1\ns:1 trl:nan\ns:1 eval:0.25\ns:1 core:0.1\n".as_bytes(),
+        )
+        .unwrap();
         let mut file = Vec::new();
         write(&log, 7.0, &mut file).unwrap();
         let records = records(&file);
-        assert_eq!(records.len(), 5);
+        assert_eq!(records.len(), 6);
         let contains = |record: &[u8], text: &str| record.windows(text.len()).any(|window| window == text.as_bytes());
         assert!([TRAIN_LOSS, LEARNING_RATE, GRADIENT_NORM].iter().all(|tag| contains(&records[1], tag)));
         assert!(contains(&records[2], TRAIN_LOSS) && !contains(&records[2], LEARNING_RATE));
-        assert!(contains(&records[3], VAL_LOSS) && contains(&records[4], HELLASWAG));
+        assert!(contains(&records[3], VAL_LOSS) && contains(&records[4], HELLASWAG) && contains(&records[5], CORE));
         assert!(records.iter().all(|record| record[1..9] == 7.0_f64.to_le_bytes()));
         assert!(file_name(12.9).starts_with("events.out.tfevents.0000000012."));
     }

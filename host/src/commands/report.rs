@@ -2,7 +2,9 @@
 
 use super::resources::describe;
 use super::train::{Config, TrainOptions, TrainingData, UNKNOWN_STEPS, ValidationData};
+use crate::evaluate::core::CoreSet;
 use crate::gpu_info::GpuInfo;
+use crate::terminal::counted;
 use crate::train::{CLIP, Outcome};
 use anyhow::Result;
 use data::mixture::{Counts, Estimate, Packing, SourceState};
@@ -30,6 +32,7 @@ pub struct Setup<'a> {
     /// `None` for a plan without data.
     pub data: Option<&'a TrainingData>,
     pub hellaswag: Option<&'a MultipleChoice>,
+    pub core: Option<&'a CoreSet>,
     pub tokenizer: Option<&'a Tokenizer>,
     pub opened: &'a Opened,
     /// NVML if --gpu-info-every asks for it, or the reason why it is not available.
@@ -198,6 +201,10 @@ impl Setup<'_> {
         if let Some(set) = self.hellaswag {
             let examples = format!("{}, {} examples", set.name(), set.examples().len());
             rows.push(("HellaSwag", row(Some(config.val_every), examples)));
+        }
+        if let Some(set) = self.core {
+            let questions = format!("{}, {} questions", counted(set.tasks(), "task"), set.questions());
+            rows.push(("CORE", row(config.flags.core_every.or(Some(config.steps)), questions)));
         }
         rows.push(("samples", row(config.flags.sample_every, format!("{} tokens", config.sample_length))));
         rows

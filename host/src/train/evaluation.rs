@@ -1,8 +1,10 @@
-//! Validation, HellaSwag, text samples and the comparison of ranks.
+//! Validation, HellaSwag, CORE, text samples and the comparison of ranks.
 
 use super::{Due, Run, Session};
 use crate::evaluate;
+use crate::evaluate::core;
 use crate::evaluate::multiple_choice::{self, Score};
+use crate::evaluate::questions;
 use crate::evaluate::text::{self, TextScore, TokenBytes};
 use crate::sample::{self, Sampling};
 use anyhow::Result;
@@ -61,6 +63,9 @@ impl Run<'_> {
         }
         if due.score {
             self.score(step, session)?;
+        }
+        if due.core {
+            self.core(step, session)?;
         }
         due.sample.as_ref().map_or(Ok(()), |tokenizer| self.sample(tokenizer, session))
     }
@@ -126,6 +131,30 @@ impl Run<'_> {
         let score = Score { correct, examples };
         self.log.hellaswag(step, self.state.progress.tokens, score)?;
         self.console.hellaswag(step, score)
+    }
+
+    fn core(&mut self, step: usize, session: &mut Session) -> Result<()> {
+        let Some(set) = &self.core else { return Ok(()) };
+        let planned = self.train.layout();
+        // All ranks run the same number of batches, because each one communicates.
+        let own = set.batches(planned);
+        let mut batches = vec![0.0; self.ranks.world_size()];
+        batches[self.ranks.rank()] = own as f64;
+        self.ranks.all_reduce_sum_f64(&mut batches)?;
+        let most = batches.into_iter().fold(0.0, f64::max) as usize;
+        let scores = {
+            let stop = || self.stop.requested();
+            let hooks = &mut session.step.hooks(self.ranks, StopRequest::OfAnyRank(&stop));
+            let scores = set.evaluate(self.model, self.engine, hooks, planned, &mut |_, _, _| Ok(()))?;
+            questions::idle(self.model, self.engine, hooks, planned, most - own)?;
+            scores
+        };
+        let mut counts: Vec<f64> =
+            scores.iter().flat_map(|score| [score.correct as f64, score.questions as f64]).collect();
+        self.ranks.all_reduce_sum_f64(&mut counts)?;
+        let scores = set.scores(counts.as_chunks().0);
+        self.log.core(step, self.state.progress.tokens, &scores)?;
+        self.console.core(step, core::metric(&scores))
     }
 
     fn sample(&mut self, tokenizer: &Tokenizer, session: &mut Session) -> Result<()> {

@@ -18,6 +18,7 @@ pub use saving::flight_recorder_name;
 
 use crate::clock::Clock;
 use crate::console::Console;
+use crate::evaluate::core::CoreSet;
 use crate::log::Log;
 use crate::signals::Stop;
 use anyhow::{Context, Error, Result, anyhow};
@@ -58,6 +59,8 @@ pub struct Settings {
     pub limits: Limits,
     /// Interval of validation and HellaSwag. Validation also happens before the first step.
     pub val_every: Option<usize>,
+    /// Interval of CORE.
+    pub core_every: Option<usize>,
     /// Interval of text samples.
     pub sample_every: Option<usize>,
     /// Tokens of a sample.
@@ -99,6 +102,8 @@ pub struct Run<'a> {
     pub val: Validation,
     /// Scored after each validation except the one before the first step.
     pub hellaswag: Option<MultipleChoice>,
+    /// This rank's share of the questions of CORE.
+    pub core: Option<CoreSet>,
     /// Terminal output.
     pub console: Console,
     /// Log files.
@@ -200,6 +205,7 @@ impl Boundary {
 struct Due {
     validate: bool,
     score: bool,
+    core: bool,
     sample: Option<Tokenizer>,
     save: bool,
     /// Whether only the time since the last checkpoint requests one.
@@ -370,7 +376,7 @@ impl Run<'_> {
     /// Returns the tasks that are due before `step`. A stop request takes effect immediately, also during evaluations; the resumed run
     /// performs them.
     fn due(&self, step: usize, first: usize, stop: bool, time_to_save: bool) -> Due {
-        let Settings { steps, val_every, sample_every, checkpoint_every, .. } = *self.settings;
+        let Settings { steps, val_every, core_every, sample_every, checkpoint_every, .. } = *self.settings;
         let last = step == steps;
         let due = |every: Option<usize>| every.is_some_and(|n| last || (step > 0 && step.is_multiple_of(n)));
         let evaluate = !stop && !self.state.progress.evaluated;
@@ -379,15 +385,17 @@ impl Run<'_> {
         let validate =
             evaluate && !self.val.sources.is_empty() && (due(val_every) || (step == 0 && val_every.is_some()));
         let score = evaluate && self.hellaswag.is_some() && due(val_every);
+        let core = evaluate && self.core.is_some() && due(core_every);
         let sample = evaluate && due(sample_every);
         Due {
             validate,
             score,
+            core,
             sample: self.tokenizer.clone().filter(|_| sample && samples),
             save: step > first && (due(checkpoint_every) || stop || time_to_save),
             timed: !due(checkpoint_every) && !stop,
             end: last || stop,
-            evaluates: validate || score || sample,
+            evaluates: validate || score || core || sample,
         }
     }
 

@@ -18,6 +18,7 @@ pub use resolve::{DEFAULT_SEQ, TrainingData, UNKNOWN_STEPS, ValidationData};
 use super::report::{Setup, planned, zero_stages};
 use crate::console::Console;
 use crate::datasets::separator;
+use crate::evaluate::core::CoreSet;
 use crate::evaluate::{self, text::TokenBytes};
 use crate::gpu_info::{GpuErrors, GpuInfo};
 use crate::signals::Stop;
@@ -113,6 +114,7 @@ struct PlannedRun {
     train: Batches,
     val: Vec<ValidationData>,
     hellaswag: Option<MultipleChoice>,
+    core: Option<CoreSet>,
     tokenizer: Found,
     identity: Identity,
     checkpoint: Option<Checkpoint>,
@@ -142,7 +144,7 @@ fn train(
     notes.extend(elastic_notes);
     let resumed = checkpoint.as_ref().map(|checkpoint| (checkpoint.descriptor(), checkpoint.final_fraction()));
     let resumed = ranks.broadcast(resumed)?;
-    let Resolved { mut config, descriptor, weights, frozen, data, hellaswag, tokenizer, note: without_data } =
+    let Resolved { mut config, descriptor, weights, frozen, data, hellaswag, core, tokenizer, note: without_data } =
         Resolved::new(args, &opened, resumed, ranks.rank(), ranks.world_size())?;
     let out = claim(out, ranks, args, &mut config)?;
     let mut console = multi_rank::console(ranks, args, &config)?;
@@ -153,6 +155,7 @@ fn train(
         descriptor,
         data: data.as_ref(),
         hellaswag: hellaswag.as_ref(),
+        core: core.as_ref(),
         tokenizer: tokenizer.tokenizer.as_ref(),
         opened: &opened,
         gpu_info: gpu_info.as_ref(),
@@ -191,6 +194,7 @@ fn train(
         train,
         val,
         hellaswag,
+        core,
         tokenizer,
         identity,
         checkpoint,
@@ -342,6 +346,7 @@ impl PlannedRun {
             tokenizer: self.tokenizer.tokenizer,
             train: Prefetch::start_with_documents(train, engine, separator)?,
             hellaswag: self.hellaswag,
+            core: self.core,
             engine,
             console,
             log: log.unwrap_or_default().printed(printed),
@@ -538,6 +543,7 @@ fn settings(config: &Config, ranks: usize, gpu: Option<usize>) -> Result<Setting
         clip: CLIP,
         limits: config.limits(),
         val_every: every(config.val_every),
+        core_every: every(config.flags.core_every.unwrap_or(config.steps)),
         sample_every: every(config.flags.sample_every.unwrap_or(config.steps)),
         sample_tokens: config.sample_length,
         checkpoint_every: every(config.flags.checkpoint_every.unwrap_or(config.steps)),

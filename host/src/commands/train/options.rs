@@ -290,6 +290,19 @@ pub struct TrainOptions {
     #[arg(long, value_name = "N", value_parser = count, requires = "hellaswag", help_heading = EVALUATION)]
     pub hellaswag_examples: Option<usize>,
 
+    /// Directory of the tasks of CORE, as `llm-rs data core` writes it. CORE is computed every --core-every steps and at the end. Prompts are
+    /// truncated to --seq tokens
+    #[arg(long, value_name = "DIR", help_heading = EVALUATION)]
+    pub core: Option<PathBuf>,
+
+    /// Compute CORE every N steps and at the end [default: at the end]
+    #[arg(long, value_name = "N", value_parser = count, requires = "core", help_heading = EVALUATION)]
+    pub core_every: Option<usize>,
+
+    /// Use at most N questions of each task of CORE [default: 500]
+    #[arg(long, value_name = "N", value_parser = count, requires = "core", help_heading = EVALUATION)]
+    pub core_max_per_task: Option<usize>,
+
     /// Generate text every N steps and at the end; 0: never [default: 20]
     #[arg(short, long, value_name = "N", value_parser = interval, help_heading = EVALUATION)]
     pub sample_every: Option<usize>,

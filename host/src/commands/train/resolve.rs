@@ -6,9 +6,11 @@ use super::{Config, TrainOptions};
 use crate::commands::resources::Fp8Flags;
 use crate::corpus;
 use crate::datasets::Datasets;
+use crate::evaluate::core::{CoreSet, Limits};
 use crate::train::MuonSettings;
 use crate::values::Count;
 use anyhow::{Context, Result, ensure};
+use data::core_tasks::Bundle;
 use data::mixture::{self, Estimate, Source};
 use data::{Batches, Geometry, Loader, Mixture, MultipleChoice, Tokens, check, tokens};
 use engine::open::Opened;
@@ -31,6 +33,8 @@ pub struct Resolved {
     /// The data, or `None` for a plan [without data](without_data).
     pub data: Option<TrainingData>,
     pub hellaswag: Option<MultipleChoice>,
+    /// The rank's share of the questions.
+    pub core: Option<CoreSet>,
     pub tokenizer: Found,
     /// Why there are no data.
     pub note: Option<String>,
@@ -115,6 +119,9 @@ const FINAL_FRACTION_OF_LLM_C: f32 = 1.0;
 
 const VAL_BATCHES: usize = 20;
 
+/// Questions of each task of CORE, as in nanochat.
+const CORE_MAX_PER_TASK: usize = 500;
+
 /// A failure of the machine costs at most this many minutes and one step.
 const CHECKPOINT_MINUTES: f32 = 15.0;
 
@@ -173,6 +180,9 @@ impl Resolved {
         if let Some(set) = &hellaswag {
             set.check(descriptor.vocab, batch.t)?;
         }
+        let core = options.core.as_deref().filter(|path| note.is_none() || path.exists());
+        let core = core.map(|path| core_set(path, options, &tokenizer, batch.t, [rank, ranks]));
+        let core = core.transpose()?;
         let steps = steps(options.steps.unwrap_or(defaults.steps), data.as_ref(), &batch)?;
         if let Some(data) = &data {
             check_epochs(data, steps, &batch)?;
@@ -187,8 +197,24 @@ impl Resolved {
             config.val_batches = all;
         }
         shape.save(&mut config.flags);
-        Ok(Self { config, descriptor, weights, frozen, data, hellaswag, tokenizer, note })
+        Ok(Self { config, descriptor, weights, frozen, data, hellaswag, core, tokenizer, note })
     }
+}
+
+/// Encodes the questions of `--core` that `rank` of `ranks` answers, for sequences of `longest` tokens.
+fn core_set(
+    path: &Path,
+    options: &TrainOptions,
+    tokenizer: &Found,
+    longest: usize,
+    rank_of_ranks: [usize; 2],
+) -> Result<CoreSet> {
+    let tokenizer = tokenizer.tokenizer.as_ref();
+    let tokenizer =
+        tokenizer.context("--core: expected the tokenizer of the token files, found none; name it with --tokenizer")?;
+    let bundle = Bundle::open(path, None).context("--core")?;
+    let per_task = Some(options.core_max_per_task.unwrap_or(CORE_MAX_PER_TASK));
+    CoreSet::encode(&bundle, tokenizer, Limits { longest, per_task }, rank_of_ranks).context("--core")
 }
 
 /// Checks that the flags of the optimizer and of the schedule apply.
