@@ -7,6 +7,7 @@ mod data_hints;
 mod decoders;
 mod endings;
 mod evaluation;
+mod evaluation_by_generation;
 mod faulty_hardware;
 mod fp8;
 mod generation_commands;

@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 use system::progress::{self, Unit};
 
 pub mod core;
+pub mod exact_match;
 pub mod multiple_choice;
 pub mod predictions;
 pub mod questions;

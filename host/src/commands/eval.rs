@@ -1,6 +1,8 @@
-//! `eval`: the loss of a model on token files, and its accuracy on HellaSwag and MMLU. `eval core` computes CORE.
+//! `eval`: the loss of a model on token files, and its accuracy on HellaSwag and MMLU. `eval core` computes CORE,
+//! and `eval generate` the accuracy of generated answers.
 
 mod core;
+mod generate;
 
 use super::json;
 use super::resources::{Hardware, ModelPath, load};
@@ -27,7 +29,7 @@ use tokenizer::stored::Search;
 
 /// Compute a model's loss, perplexity and bits per byte on token files, and its accuracy on HellaSwag and MMLU
 ///
-/// A run whose directory is named core is ./core.
+/// A run whose directory is named core or generate is ./core or ./generate.
 #[derive(Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct Eval {
@@ -95,6 +97,7 @@ pub struct Eval {
 #[derive(Debug, clap::Subcommand)]
 enum EvalCommand {
     Core(core::Core),
+    Generate(generate::Generate),
 }
 
 /// The file name that stands for standard output.
@@ -155,6 +158,7 @@ pub fn run(args: &Eval) -> Result<()> {
     if let Some(command) = &args.command {
         return match command {
             EvalCommand::Core(args) => core::run(args),
+            EvalCommand::Generate(args) => generate::run(args),
         };
     }
     let json = args.json.as_deref().filter(|path| *path != Path::new(STANDARD_OUTPUT));
