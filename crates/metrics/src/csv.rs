@@ -101,7 +101,7 @@ mod tests {
             .lines()
             .map(|line| line.rsplitn(5, ',').last().map_or("", |start| &line[start.len() + 1..]))
             .collect();
-        assert_eq!(ends, ["hellaswag,val_loss of web,val_loss of code,val_loss of books", ",5,6,", ",,,4.25"]);
+        assert_eq!(ends, ["core,val_loss of web,val_loss of code,val_loss of books", ",5,6,", ",,,4.25"]);
     }
 
     #[test]

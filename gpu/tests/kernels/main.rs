@@ -27,3 +27,4 @@ mod quantize;
 mod quantize_activation;
 mod rmsnorm;
 mod rotary;
+mod scale_blocks;

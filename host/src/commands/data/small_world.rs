@@ -186,7 +186,7 @@ mod tests {
             let words: Vec<&str> = question.trim_end_matches(['?', '.']).split(' ').collect();
             match words[..] {
                 ["What", "is", a, "plus", b] => {
-                    assert_eq!(a.parse::<u32>().unwrap() + b.parse::<u32>().unwrap(), answer.parse().unwrap());
+                    assert_eq!(a.parse::<u32>().unwrap() + b.parse::<u32>().unwrap(), answer.parse::<u32>().unwrap());
                 }
                 ["Spell", word] => assert_eq!(answer.replace('-', ""), word),
                 _ => assert!(statement.ends_with(&format!("is followed by {answer}."))),
