@@ -4,7 +4,7 @@ use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::ops::{Activation, RotaryPairs, SlotSampling};
 use engine::{Engine, Result};
-use host::generate::{Finish, Request, generate};
+use host::generate::{Finish, Request, Scheduler, generate};
 use host::sample::{self, Sampling};
 use model::descriptor::{Biases, Normalization, Positions, QkNorm, Rotary, Windows};
 use model::{Decoder, Descriptor, Generator, PlanOptions, Unsharded, init};
@@ -266,4 +266,218 @@ fn invalid_prompts_are_errors() {
     assert_eq!(error(&[1, 70]), "prompt: expected tokens below 70, found 70");
     let too_many = Generator::plan(descriptor, 1, 49, &mut Cpu::new()).unwrap_err().to_string();
     assert!(too_many.contains("expected at most 48"), "{too_many}");
+}
+
+/// Random numbers that are the same in every run.
+struct Random(u32);
+
+impl Random {
+    /// Returns a number below `n`.
+    fn below(&mut self, n: usize) -> usize {
+        self.0 += 1;
+        (gpu::noise::squirrel5(self.0, 77) >> 8) as usize % n
+    }
+
+    fn tokens(&mut self, n: usize) -> Vec<u32> {
+        (0..n).map(|_| self.below(70) as u32).collect()
+    }
+}
+
+/// What a text became, and the tokens of its prompt that were not computed.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Answer {
+    tokens: Vec<u32>,
+    finish: Option<Finish>,
+    reused: usize,
+}
+
+/// Computes texts that begin one after another, `delays` steps apart, and end when the receiver has `limits` tokens. A request with
+/// the number `cancelled` is stopped from outside at that time.
+fn answers(
+    scheduler: &mut Scheduler,
+    generator: &Generator,
+    engine: &mut dyn Engine,
+    requests: &[(Request, usize, usize)],
+    cancelled: usize,
+) -> Vec<Answer> {
+    let mut answers = vec![Answer::default(); requests.len()];
+    let (mut next, mut wait) = (0, requests[0].1);
+    loop {
+        while next < requests.len() && scheduler.has_room() && wait == 0 {
+            let request = requests[next].0.clone();
+            answers[next].reused = scheduler.begin(generator, engine, next, request).unwrap();
+            next += 1;
+            wait = requests.get(next).map_or(0, |(_, delay, _)| *delay);
+        }
+        wait = wait.saturating_sub(1);
+        let mut tokens: Vec<_> = answers.iter_mut().map(|answer| &mut answer.tokens).collect();
+        let mut finishes = Vec::new();
+        let each = &mut |i: usize, token| {
+            tokens[i].push(token);
+            Ok(tokens[i].len() < requests[i].2 || i == cancelled)
+        };
+        let more = scheduler.advance(generator, engine, each, &mut |i, finish| finishes.push((i, finish))).unwrap();
+        for (i, finish) in finishes {
+            answers[i].finish = Some(finish);
+        }
+        if let Some(answer) = answers.get_mut(cancelled)
+            && answer.tokens.len() >= requests[cancelled].2
+        {
+            scheduler.stop(generator, |i| i == cancelled);
+            answer.tokens.truncate(requests[cancelled].2);
+            answer.finish = Some(Finish::Stop);
+        }
+        if !more && next == requests.len() && wait == 0 {
+            return answers;
+        }
+    }
+}
+
+/// Conversations that continue, answers that are generated again, and messages that are edited, in several slots at a time.
+#[test]
+fn texts_do_not_depend_on_what_earlier_texts_left_in_the_cache() {
+    let sampled = SlotSampling { temperature: 0.9, top_k: 40, top_p: 0.95, min_p: 0.01, repetition_penalty: 1.1 };
+    for (name, descriptor) in models() {
+        let mut engine = Cpu::new();
+        let fresh = generator(descriptor, 1, 48, &mut engine);
+        let mut expect = |request: &Request, most: usize| {
+            let mut scheduler = Scheduler::new(&fresh, &mut engine, false).unwrap();
+            answers(&mut scheduler, &fresh, &mut engine, &[(request.clone(), 0, most)], usize::MAX).remove(0)
+        };
+        for (slots, run_ahead) in [(1, false), (1, true), (3, false), (3, true)] {
+            let mut engine = Cpu::new();
+            let generator = generator(descriptor, slots, 48, &mut engine);
+            let mut scheduler = Scheduler::new(&generator, &mut engine, run_ahead).unwrap();
+            let mut random = Random(slots as u32 * 1000 + u32::from(run_ahead));
+            let instructions = random.tokens(17);
+            // The lengths of each conversation after its messages and answers.
+            let mut talks = vec![(instructions.clone(), Vec::new()); 4];
+            let (mut prompts, mut reused) = (0, 0);
+            for round in 0..12 {
+                let mut requests = Vec::new();
+                let mut chosen = Vec::new();
+                for _ in 0..=random.below(slots + 1) {
+                    let i = random.below(talks.len());
+                    if chosen.contains(&i) {
+                        continue;
+                    }
+                    let (talk, turns): &mut (Vec<u32>, Vec<usize>) = &mut talks[i];
+                    match random.below(4) {
+                        // Another answer to the last message.
+                        0 if turns.len() > 1 => talk.truncate(turns[turns.len() - 2]),
+                        // Another message in place of an earlier one.
+                        1 if turns.len() > 1 => {
+                            turns.truncate(random.below(turns.len()));
+                            talk.truncate(turns.last().copied().unwrap_or(instructions.len()));
+                            talk.extend(random.tokens(3));
+                        }
+                        _ => {
+                            let more = 1 + random.below(4);
+                            talk.extend(random.tokens(more));
+                        }
+                    }
+                    if talk.len() > 40 {
+                        (*talk, *turns) = (instructions.clone(), Vec::new());
+                    }
+                    turns.push(talk.len());
+                    let (tokens, most) = (1 + random.below(6), 1 + random.below(8));
+                    let sampling = if random.below(2) == 0 { GREEDY } else { sampled };
+                    let ends = random.below(3);
+                    let ends = random.tokens(ends);
+                    let seed = random.below(1000) as u32;
+                    requests.push((Request { ends, ..request(talk, tokens, seed, sampling) }, random.below(3), most));
+                    chosen.push(i);
+                }
+                let cancelled = if random.below(3) == 0 { 0 } else { usize::MAX };
+                let got = answers(&mut scheduler, &generator, &mut engine, &requests, cancelled);
+                for ((answer, (request, _, most)), i) in got.iter().zip(&requests).zip(chosen) {
+                    let expected = Answer { reused: answer.reused, ..expect(request, *most) };
+                    assert_eq!(answer, &expected, "{name}, {slots} slots, round {round}");
+                    assert!(answer.reused < request.prompt.len());
+                    prompts += request.prompt.len();
+                    reused += answer.reused;
+                    talks[i].0.extend(&answer.tokens);
+                    let len = talks[i].0.len();
+                    talks[i].1.push(len);
+                }
+            }
+            // A full ring serves only the continuation of the text that it holds.
+            let least = if descriptor.windows.is_some() { 1 } else { prompts / 2 };
+            assert!(reused >= least, "{name}, {slots} slots: {reused} of {prompts} tokens");
+        }
+    }
+}
+
+/// The number of tokens that are not computed again, in the situations of a conversation.
+#[test]
+fn slots_give_what_a_prompt_has_in_common_with_their_text() {
+    let windows = |size| Some(Windows { size, pattern: "SL".parse().unwrap() });
+    let (_, llama) = models()[1];
+    let reused = |windows, slots, run_ahead, prompts: &[Vec<u32>]| -> Vec<usize> {
+        let descriptor = Descriptor { windows, ..llama }.checked().unwrap();
+        let mut engine = Cpu::new();
+        let generator = generator(descriptor, slots, 48, &mut engine);
+        let mut scheduler = Scheduler::new(&generator, &mut engine, run_ahead).unwrap();
+        let begin = |prompt: &Vec<u32>| {
+            let request = (request(prompt, 3, 0, GREEDY), 0, 3);
+            answers(&mut scheduler, &generator, &mut engine, &[request], usize::MAX).remove(0).reused
+        };
+        prompts.iter().map(begin).collect()
+    };
+    let text = |n: usize, seed: u32| Random(seed).tokens(n);
+    let first = text(20, 1);
+    let mut engine = Cpu::new();
+    let plain = generator(llama, 1, 48, &mut engine);
+    let answer = texts(&plain, &mut engine, &[request(&first, 3, 0, GREEDY)], false).unwrap().remove(0);
+    let next = [&first[..], &answer, &[5, 6]].concat();
+    let edited = [&first[..18], &[1, 2, 3]].concat();
+    // The last token of an answer is not in the cache, unless a step was queued ahead.
+    assert_eq!(reused(None, 1, false, &[first.clone(), next.clone(), first.clone()]), [0, 22, 19]);
+    assert_eq!(reused(None, 1, false, &[first.clone(), edited.clone(), next.clone()]), [0, 18, 18]);
+    // Two conversations, one of which is edited in its slot. The beginning that they have in common is copied.
+    let other = [&first[..16], &text(20, 2)].concat();
+    assert_eq!(reused(None, 2, false, &[other.clone(), first.clone(), next.clone(), other.clone()]), [0, 16, 22, 35]);
+    // Fewer tokens than it is worth.
+    assert_eq!(reused(None, 1, false, &[first.clone(), [&first[..15], &[1, 2]].concat()]), [0, 0]);
+    assert_eq!(reused(None, 2, false, &[vec![1, 2], vec![1, 2], vec![1, 3]]), [0, 1, 1]);
+    // A ring that has been overwritten can only be continued.
+    let answer = |descriptor: Descriptor| {
+        let mut engine = Cpu::new();
+        let plain = generator(descriptor, 1, 48, &mut engine);
+        texts(&plain, &mut engine, &[request(&first, 3, 0, GREEDY)], false).unwrap().remove(0)
+    };
+    let windowed = Descriptor { windows: windows(8), ..llama }.checked().unwrap();
+    let next = [&first[..], &answer(windowed), &[5, 6]].concat();
+    assert_eq!(reused(windows(8), 1, false, &[first.clone(), next.clone(), next[..24].to_vec()]), [0, 22, 0]);
+    assert_eq!(reused(windows(8), 1, false, &[first.clone(), edited, first.clone()]), [0, 0, 0]);
+    assert_eq!(reused(windows(8), 1, false, &[first.clone(), first[..].to_vec()]), [0, 0]);
+    // A window that the text does not fill keeps all of it.
+    assert_eq!(reused(windows(40), 1, false, &[first.clone(), first]), [0, 19]);
+}
+
+/// The kernels that continue a slot, with all accesses checked.
+#[test]
+fn conversations_on_the_gpu_match_the_cpu_without_memory_errors() {
+    for (name, descriptor) in models() {
+        let run = |engine: &mut dyn Engine, slots, run_ahead| {
+            let generator = generator(descriptor, slots, 48, engine);
+            let mut scheduler = Scheduler::new(&generator, engine, run_ahead).unwrap();
+            let mut talk = Random(5).tokens(18);
+            let mut reused = 0;
+            for turn in 0..2 {
+                let request = (request(&talk, 2, turn, GREEDY), 0, 2);
+                let answer = answers(&mut scheduler, &generator, engine, &[request], usize::MAX).remove(0);
+                talk.extend(answer.tokens);
+                talk.extend([turn + 3, 9]);
+                reused += answer.reused;
+            }
+            assert!(reused >= 19, "{name}: {reused} tokens");
+            talk
+        };
+        let expected = run(&mut Cpu::new(), 1, false);
+        for (slots, hopper) in [(1, false), (2, true)] {
+            let mut engine = emulated(EmulatedGpu::new(hopper), Precision::Fp32, None, true);
+            assert_eq!(run(&mut *engine, slots, true), expected, "{name}, {slots} slots");
+        }
+    }
 }

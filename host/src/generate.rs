@@ -7,8 +7,11 @@ pub use text::TextStream;
 use anyhow::{Result, bail, ensure};
 use engine::ops::SlotSampling;
 use engine::{Engine, PendingRead};
-use model::Generator;
+use model::{Generator, Held};
 use std::collections::VecDeque;
+
+/// Fewest tokens of a longer prompt that are taken from a slot: fewer cost less to compute than to look up.
+const MIN_REUSED: usize = 16;
 
 /// A text to generate.
 #[derive(Clone, Debug)]
@@ -61,6 +64,37 @@ struct Active {
     in_flight: usize,
 }
 
+/// A sequence of the generator.
+#[derive(Debug, Default)]
+struct Slot {
+    active: Option<Active>,
+    /// The text of the cache, from position 0 on, while there is no request. The cache of an active slot follows from its text.
+    kept: Cached,
+    /// Whether steps leave the slot alone.
+    is_idle: bool,
+    /// When the last request ended: the number of requests that had ended before.
+    ended: u64,
+}
+
+/// What the cache of a slot holds.
+#[derive(Clone, Debug, Default)]
+struct Cached {
+    tokens: Vec<u32>,
+    /// Number of positions that have been written.
+    written: usize,
+}
+
+impl Active {
+    /// Returns the tokens that the cache has or will have when the steps in flight are complete, and the number of written positions.
+    fn cached(&self, capacity: usize) -> (&[u32], usize) {
+        let window = &self.text[window_start(self.request.prompt.len(), self.text.len(), capacity)..];
+        // The newest token is not in the cache before the next step. A step beyond the last position writes to it, but no prompt is so long
+        // that it could reuse this position.
+        let written = (window.len() - 1 + self.in_flight).min(capacity);
+        (&window[..written.min(window.len())], written)
+    }
+}
+
 /// Generates the texts of `requests` in the generator's slots, in order as slots become free, and returns why each ended.
 ///
 /// `each` receives the index of a request and its next token, and returns whether the text continues. See [`Scheduler`] for `run_ahead`.
@@ -71,19 +105,7 @@ pub fn generate(
     run_ahead: bool,
     each: &mut dyn FnMut(usize, u32) -> Result<bool>,
 ) -> Result<Vec<Finish>> {
-    let mut scheduler = Scheduler::new(generator, engine, run_ahead)?;
-    let mut finished = vec![Finish::Length; requests.len()];
-    let mut waiting = requests.iter().enumerate().filter(|(_, request)| request.tokens > 0).peekable();
-    loop {
-        while scheduler.has_room()
-            && let Some((id, request)) = waiting.next()
-        {
-            scheduler.begin(generator, engine, id, request.clone())?;
-        }
-        if !scheduler.advance(generator, engine, each, &mut |id, finish| finished[id] = finish)? {
-            return Ok(finished);
-        }
-    }
+    Scheduler::new(generator, engine, run_ahead)?.generate(generator, engine, requests, each)
 }
 
 /// Generates texts in the slots of a generator. A new text can begin whenever a slot is free, while others continue (continuous
@@ -93,12 +115,24 @@ pub fn generate(
 /// of a step after the end of a text are discarded. It does not change the texts.
 ///
 /// A text beyond the generator's capacity continues from its newest half: their keys and values are computed again, from position 0.
+///
+/// Slots keep their keys and values after the end of a text. A prompt that begins with the same tokens uses them, and only its other tokens
+/// are computed ([`begin`](Self::begin)).
 #[derive(Debug)]
 pub struct Scheduler {
-    slots: Vec<Option<Active>>,
+    slots: Vec<Slot>,
     /// Steps in flight, oldest first.
     steps: VecDeque<PendingRead>,
     run_ahead: bool,
+    /// Number of requests that have ended.
+    ended: u64,
+}
+
+/// Where a prompt begins.
+struct Place {
+    slot: usize,
+    /// The slot that holds the beginning of the prompt, and the number of its tokens.
+    from: Option<(usize, usize)>,
 }
 
 impl Scheduler {
@@ -106,47 +140,114 @@ impl Scheduler {
     pub fn new(generator: &Generator, engine: &mut dyn Engine, run_ahead: bool) -> Result<Self> {
         generator.clear(engine)?;
         let mut slots = Vec::new();
-        slots.resize_with(generator.slots(), || None);
-        Ok(Self { slots, steps: VecDeque::new(), run_ahead })
+        slots.resize_with(generator.slots(), || Slot { is_idle: true, ..Slot::default() });
+        Ok(Self { slots, steps: VecDeque::new(), run_ahead, ended: 0 })
+    }
+
+    /// Does what [`generate`] does, with the keys and values that earlier texts have left.
+    pub fn generate(
+        &mut self,
+        generator: &Generator,
+        engine: &mut dyn Engine,
+        requests: &[Request],
+        each: &mut dyn FnMut(usize, u32) -> Result<bool>,
+    ) -> Result<Vec<Finish>> {
+        let mut finished = vec![Finish::Length; requests.len()];
+        let mut waiting = requests.iter().enumerate().filter(|(_, request)| request.tokens > 0).peekable();
+        loop {
+            while self.has_room()
+                && let Some((id, request)) = waiting.next()
+            {
+                self.begin(generator, engine, id, request.clone())?;
+            }
+            if !self.advance(generator, engine, each, &mut |id, finish| finished[id] = finish)? {
+                return Ok(finished);
+            }
+        }
     }
 
     /// Returns whether a slot is free.
     pub fn has_room(&self) -> bool {
-        self.slots.iter().any(Option::is_none)
+        self.slots.iter().any(|slot| slot.active.is_none())
     }
 
     /// Returns the number of texts in slots.
     pub fn active(&self) -> usize {
-        self.slots.iter().flatten().count()
+        self.slots.iter().filter(|slot| slot.active.is_some()).count()
     }
 
-    /// Begins a text of at least one token in a free slot. The caller chooses `id`.
-    pub fn begin(&mut self, generator: &Generator, engine: &mut dyn Engine, id: usize, request: Request) -> Result<()> {
+    /// Begins a text of at least one token in a free slot. The caller chooses `id`. Returns the number of tokens of the prompt whose keys and
+    /// values a slot held.
+    pub fn begin(
+        &mut self,
+        generator: &Generator,
+        engine: &mut dyn Engine,
+        id: usize,
+        request: Request,
+    ) -> Result<usize> {
         ensure!(!request.prompt.is_empty(), "prompt: expected at least one token, found none");
-        let Some(slot) = self.slots.iter().position(Option::is_none) else {
+        let window = &request.prompt[window_start(request.prompt.len(), request.prompt.len(), generator.capacity())..];
+        let Some(Place { slot, from }) = self.place(generator, window) else {
             bail!("generation: expected a free slot, found none")
         };
-        let Request { prompt, seed, sampling, .. } = &request;
-        let fits = prompt.len() <= generator.capacity();
-        // A slot whose text begins with the same prompt holds its keys and values, until it moves to a later window.
-        let holds = |active: &Active| {
-            active.text.len() + active.in_flight <= generator.kept() && active.text.starts_with(prompt)
+        // An error leaves the slot without text.
+        self.slots[slot].kept = Cached::default();
+        let past = match from {
+            Some((from, past)) if from != slot => {
+                generator.copy_slot(engine, [slot, from], past)?;
+                past
+            }
+            Some((_, past)) => past,
+            None => 0,
         };
-        let same = self.slots.iter().position(|other| other.as_ref().is_some_and(holds));
-        match same.filter(|_| fits) {
-            Some(from) => generator.begin_copy(engine, [slot, from], prompt, *seed, *sampling)?,
-            None => begin_window(generator, engine, slot, &request, prompt)?,
-        }
-        let text = prompt.clone();
-        self.slots[slot] = Some(Active { id, request, text, generated: 0, in_flight: 0 });
-        Ok(())
+        begin_window(generator, engine, slot, past, &request, &request.prompt)?;
+        let text = request.prompt.clone();
+        let place = &mut self.slots[slot];
+        place.is_idle = false;
+        place.active = Some(Active { id, request, text, generated: 0, in_flight: 0 });
+        Ok(past)
+    }
+
+    /// Returns a free slot for a prompt, and the slot that holds the most of its first tokens.
+    ///
+    /// A free slot is continued if the prompt has at least half of its text. A shorter beginning, such as the instructions of another
+    /// conversation, is copied to the slot that has been free for the longest time, and so is the beginning of an active slot.
+    fn place(&self, generator: &Generator, prompt: &[u32]) -> Option<Place> {
+        let held = |(i, slot): (usize, &Slot)| {
+            let (tokens, written) = match &slot.active {
+                Some(active) => active.cached(generator.capacity()),
+                None => (&slot.kept.tokens[..], slot.kept.written),
+            };
+            // The last token of a prompt is computed by the first step.
+            let common = tokens.iter().zip(&prompt[..prompt.len() - 1]).take_while(|(a, b)| a == b).count();
+            let past = generator.reusable(Held { written, valid: tokens.len() }, common);
+            let is_whole = slot.active.is_none() && 2 * past >= tokens.len();
+            (past >= MIN_REUSED.min(prompt.len() - 1).max(1)).then_some((past, is_whole, i))
+        };
+        let best = self.slots.iter().enumerate().filter_map(held).max();
+        let free = self.slots.iter().enumerate().filter(|(_, slot)| slot.active.is_none());
+        let oldest = free.min_by_key(|(_, slot)| slot.ended).map(|(i, _)| i)?;
+        Some(match best {
+            Some((past, is_whole, i)) => Place { slot: if is_whole { i } else { oldest }, from: Some((i, past)) },
+            None => Place { slot: oldest, from: None },
+        })
     }
 
     /// Ends the texts for which `ends` holds, without their last tokens.
-    pub fn stop(&mut self, ends: impl Fn(usize) -> bool) {
-        for slot in &mut self.slots {
-            slot.take_if(|active| ends(active.id));
+    pub fn stop(&mut self, generator: &Generator, ends: impl Fn(usize) -> bool) {
+        for slot in 0..self.slots.len() {
+            if let Some(active) = self.slots[slot].active.take_if(|active| ends(active.id)) {
+                self.release(generator, slot, &active);
+            }
         }
+    }
+
+    /// Keeps the text of a request that has ended.
+    fn release(&mut self, generator: &Generator, slot: usize, active: &Active) {
+        let (tokens, written) = active.cached(generator.capacity());
+        self.slots[slot].kept = Cached { tokens: tokens.to_vec(), written };
+        self.ended += 1;
+        self.slots[slot].ended = self.ended;
     }
 
     /// Computes a step and waits for the tokens of the oldest one. Returns false if there was nothing to do.
@@ -161,10 +262,7 @@ impl Scheduler {
         ended: &mut dyn FnMut(usize, Finish),
     ) -> Result<bool> {
         while self.steps.len() < 1 + usize::from(self.run_ahead) && self.needs_step() {
-            for active in self.slots.iter_mut().flatten() {
-                active.in_flight += 1;
-            }
-            self.steps.push_back(generator.step(engine)?.tokens);
+            self.step(generator, engine)?;
         }
         let Some(step) = self.steps.pop_front() else { return Ok(false) };
         let tokens = engine.wait(step)?.values;
@@ -174,10 +272,26 @@ impl Scheduler {
         Ok(true)
     }
 
+    /// Queues a step. It leaves the caches of free slots as they are.
+    fn step(&mut self, generator: &Generator, engine: &mut dyn Engine) -> Result<()> {
+        for (i, slot) in self.slots.iter_mut().enumerate() {
+            match &mut slot.active {
+                Some(active) => active.in_flight += 1,
+                None if !slot.is_idle => {
+                    generator.park(engine, i)?;
+                    slot.is_idle = true;
+                }
+                None => {}
+            }
+        }
+        self.steps.push_back(generator.step(engine)?.tokens);
+        Ok(())
+    }
+
     /// Returns whether a text needs more tokens than the steps in flight give.
     fn needs_step(&self) -> bool {
         let needs = |active: &Active| active.generated + active.in_flight < active.request.tokens;
-        self.slots.iter().flatten().any(needs)
+        self.slots.iter().filter_map(|slot| slot.active.as_ref()).any(needs)
     }
 
     /// Takes a slot's token of the oldest step.
@@ -190,10 +304,10 @@ impl Scheduler {
         ended: &mut dyn FnMut(usize, Finish),
     ) -> Result<()> {
         let (later, token) = (self.steps.len(), token as u32);
-        let Some(mut active) = self.slots[slot].take() else { return Ok(()) };
+        let Some(mut active) = self.slots[slot].active.take() else { return Ok(()) };
         if active.in_flight <= later {
             // The slot began after this step.
-            self.slots[slot] = Some(active);
+            self.slots[slot].active = Some(active);
             return Ok(());
         }
         active.in_flight -= 1;
@@ -207,25 +321,27 @@ impl Scheduler {
             (active.generated >= active.request.tokens).then_some(Finish::Length)
         };
         if let Some(finish) = finish {
+            self.release(generator, slot, &active);
             ended(active.id, finish);
             return Ok(());
         }
         let (prompt, capacity) = (active.request.prompt.len(), generator.capacity());
         let window = window_start(prompt, active.text.len(), capacity);
         if window != window_start(prompt, active.text.len() - 1, capacity) {
-            begin_window(generator, engine, slot, &active.request, &active.text)?;
+            begin_window(generator, engine, slot, 0, &active.request, &active.text)?;
             active.in_flight = 0;
         }
-        self.slots[slot] = Some(active);
+        self.slots[slot].active = Some(active);
         Ok(())
     }
 }
 
-/// Begins or continues a slot with the end of `text` that the cache holds.
+/// Begins or continues a slot with the end of `text` that the cache holds. The slot holds its first `past` tokens.
 fn begin_window(
     generator: &Generator,
     engine: &mut dyn Engine,
     slot: usize,
+    past: usize,
     request: &Request,
     text: &[u32],
 ) -> Result<()> {
@@ -233,7 +349,7 @@ fn begin_window(
     let kept = if text.len() <= capacity { text.len() } else { (capacity / 2).max(1) };
     // A seed of its own for each window, because random numbers depend on the position.
     let seed = request.seed.wrapping_add((text.len() - kept) as u32);
-    generator.begin(engine, slot, &text[text.len() - kept..], seed, request.sampling)?;
+    generator.begin(engine, slot, past, &text[text.len() - kept..], seed, request.sampling)?;
     if kept < text.len() { generator.mark_seen(engine, slot, text) } else { Ok(()) }
 }
 

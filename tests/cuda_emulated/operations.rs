@@ -112,7 +112,17 @@ fn attention_gradients_are_the_same_in_every_order_of_blocks() {
         engine.allocate(&plan).unwrap();
         engine.write(qkv, &values(qkv_len)).unwrap();
         engine.write(dout, &values(n)).unwrap();
-        engine.run(AttentionForward { out, lse, qkv, shape, mask: AttentionMask::default(), quantized: None }).unwrap();
+        engine
+            .run(AttentionForward {
+                out,
+                lse,
+                qkv,
+                shape,
+                first_query: 0,
+                mask: AttentionMask::default(),
+                quantized: None,
+            })
+            .unwrap();
         [0; 2].map(|_| {
             engine.run(AttentionBackward { dqkv, dout, qkv, out, lse, shape, mask: AttentionMask::default() }).unwrap();
             engine.read(dqkv).unwrap()

@@ -14,7 +14,7 @@ mod outputs;
 mod update;
 
 pub use decode::{
-    CacheFill, DecodeAttention, DecodeEmbed, DecodeMatmul, SampleTokens, Slot, SlotSampling, decode_splits,
+    CacheFill, CacheRead, DecodeAttention, DecodeEmbed, DecodeMatmul, SampleTokens, Slot, SlotSampling, decode_splits,
 };
 pub(crate) use fp8::largest_rounded;
 pub use fp8::{Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Scale, Fp8Scales, Quantize, Scaling};
@@ -83,6 +83,7 @@ operations!(
     DecodeMatmul,
     DecodeAttention,
     CacheFill,
+    CacheRead,
     SampleTokens,
 );
 
@@ -418,6 +419,8 @@ pub struct AttentionForward {
     pub qkv: Tensor,
     /// Sizes.
     pub shape: AttentionShape,
+    /// Index of the first query of each sequence whose outputs are needed. Those of earlier queries are undefined afterwards.
+    pub first_query: usize,
     /// What hides keys.
     pub mask: AttentionMask,
     /// Quantizes `out` for a linear layer in FP8.

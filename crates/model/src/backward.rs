@@ -27,7 +27,7 @@ impl Decoder {
         let training = self.training()?;
         let d = &self.descriptor;
         let (rows, c) = (layout.b * layout.t, d.channels);
-        let layers = self.layers(rows);
+        let layers = self.layers(rows, 0);
         let encoded = self.encoded.slice(0, rows * c);
         let embedding_norm = self.embedding_norm.map(|norm| norm.rows(rows, c));
         let embedded = embedding_norm.map_or(encoded, |norm| norm.out);

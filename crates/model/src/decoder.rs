@@ -112,8 +112,9 @@ pub(super) type Layer = Vec<Arc<dyn SubLayer>>;
 /// A part of a layer that adds to the residual stream. It begins with a norm and ends with a linear layer that adds the residual stream in
 /// its epilogue. It holds the handles of the activations that the backward pass reads.
 pub(super) trait SubLayer: fmt::Debug + Send + Sync {
-    /// Returns the sub-layer with the first `rows` rows of its activations.
-    fn rows(&self, rows: usize, d: &Descriptor) -> Arc<dyn SubLayer>;
+    /// Returns the sub-layer with the first `rows` rows of its activations, and with room for `past` rows before those in the activations
+    /// of attention.
+    fn rows(&self, rows: usize, past: usize, d: &Descriptor) -> Arc<dyn SubLayer>;
 
     /// Returns the norm at the beginning. The passes compute it, and its gradient.
     fn norm(&self) -> NormBuffers;
@@ -149,6 +150,8 @@ pub(super) trait SubLayer: fmt::Debug + Send + Sync {
 pub(super) struct ForwardPass<'a> {
     pub(super) model: &'a Decoder,
     pub(super) layout: BatchLayout,
+    /// Number of positions before the batch whose keys and values attention reads. If there are any, the batch has one sequence.
+    pub(super) past: usize,
 }
 
 /// Values that the sub-layers share in a backward pass.
@@ -263,9 +266,9 @@ impl Decoder {
         })
     }
 
-    /// Returns the layers with the first `rows` rows of their activations.
-    pub(super) fn layers(&self, rows: usize) -> Vec<Layer> {
-        let of = |layer: &Layer| layer.iter().map(|sublayer| sublayer.rows(rows, &self.descriptor)).collect();
+    /// Returns the layers with the first `rows` rows of their activations, after `past` rows in those of attention.
+    pub(super) fn layers(&self, rows: usize, past: usize) -> Vec<Layer> {
+        let of = |layer: &Layer| layer.iter().map(|sublayer| sublayer.rows(rows, past, &self.descriptor)).collect();
         self.layers.iter().map(of).collect()
     }
 

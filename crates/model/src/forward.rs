@@ -33,12 +33,24 @@ impl Decoder {
     /// Computes the batch up to the final norm. The sizes in `layout` must not exceed those of the plan. `hooks` provides the
     /// parameters of each layer.
     pub fn forward(&self, engine: &mut dyn Engine, layout: BatchLayout, hooks: &mut dyn LayerHooks) -> Result<()> {
+        self.forward_after(engine, 0, layout, hooks)
+    }
+
+    /// Computes a batch that continues a sequence of `past` tokens, whose keys and values [`LayerHooks::qkv_computed`] provides. With `past`
+    /// tokens, the batch must have one sequence, and the plan must have room for both.
+    pub fn forward_after(
+        &self,
+        engine: &mut dyn Engine,
+        past: usize,
+        layout: BatchLayout,
+        hooks: &mut dyn LayerHooks,
+    ) -> Result<()> {
         let rows = layout.b * layout.t;
-        let layers = self.layers(rows);
+        let layers = self.layers(rows, past);
         let after = |layer: usize| (layer + 1 < layers.len()).then_some(layer + 1);
 
-        let mut residual = self.embed(engine, layout)?;
-        let pass = ForwardPass { model: self, layout };
+        let mut residual = self.embed(engine, past, layout)?;
+        let pass = ForwardPass { model: self, layout, past };
         hooks.gather_parameters(engine, 0, after(0))?;
         for (l, layer) in layers.iter().enumerate() {
             let _range = Range::new(format_args!("layer {l}"));
@@ -59,9 +71,10 @@ impl Decoder {
     }
 
     /// Embeds the tokens and returns the residual stream of the first layer.
-    fn embed(&self, engine: &mut dyn Engine, layout: BatchLayout) -> Result<Tensor> {
+    fn embed(&self, engine: &mut dyn Engine, past: usize, layout: BatchLayout) -> Result<Tensor> {
         let (rows, c) = (layout.b * layout.t, self.descriptor.channels);
         let (wte, wpe) = (self.param(Param::Wte, 0), self.optional(Param::Wpe, 0));
+        let wpe = wpe.map(|wpe| wpe.slice(past * c, wpe.len - past * c));
         let encoded = self.encoded.slice(0, rows * c);
         engine.run(EncoderForward { out: encoded, batch: self.batch, layout, wte, wpe, c })?;
         let Some(norm) = self.embedding_norm else { return Ok(encoded) };
@@ -100,7 +113,7 @@ impl Decoder {
         mut residual: Tensor,
     ) -> Result<()> {
         let model = Self { fp8: self.fp8.map(Fp8::uncounted), ..self.clone() };
-        let pass = ForwardPass { model: &model, layout };
+        let pass = ForwardPass { model: &model, layout, past: 0 };
         for (i, sublayer) in layer.iter().enumerate() {
             model.norm(engine, &sublayer.norm(), residual)?;
             sublayer.recompute(engine, &pass, residual, i + 1 == layer.len())?;

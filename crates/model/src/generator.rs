@@ -5,6 +5,9 @@
 //! tokens. The step reads tokens and positions from device memory and writes the next ones there, so a GPU runs it as one CUDA
 //! graph, and the host may queue a step before it knows the tokens of the previous one.
 //!
+//! A prompt may begin with tokens that the slot holds already, from an earlier text or a copy of another slot. Then only the rest runs
+//! through [`Decoder::forward_after`], and [`Generator::reusable`] states which tokens a slot can provide.
+//!
 //! Keys and values of a layer are (B, KV, T, HS) each, in the engine's float type. Attention reads the positions of a head one after
 //! another, and a sequence is one range per layer, which prompts fill and copies of a prompt duplicate. A layer with a window keeps
 //! only the last tokens, in a ring: T is the size of the window, and position p is at p mod T.
@@ -18,8 +21,8 @@ use super::params::Param;
 use super::sharding::{LayerHooks, Unsharded};
 use anyhow::ensure;
 use engine::ops::{
-    CacheFill, Classifier, DecodeEmbed, DecodeMatmul, Epilogue, MatmulForward, MatmulShape, SampleTokens, Slot,
-    SlotSampling, decode_splits,
+    CacheFill, CacheRead, Classifier, DecodeEmbed, DecodeMatmul, Epilogue, MatmulForward, MatmulShape, SampleTokens,
+    Slot, SlotSampling, decode_splits,
 };
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
@@ -83,11 +86,21 @@ fn cached_positions(d: &Descriptor, layer: usize, capacity: usize) -> usize {
     d.window(layer, capacity).unwrap_or(capacity)
 }
 
-/// Copies keys and values of a prompt to a slot.
+/// Copies keys and values of the rest of a prompt to a slot, and those of its first `past` tokens from it.
 struct Fill<'a> {
     generator: &'a Generator,
     slot: usize,
+    past: usize,
     tokens: usize,
+}
+
+/// The positions of a slot's cache.
+#[derive(Clone, Copy, Debug)]
+pub struct Held {
+    /// Number of positions that have been written, from position 0 on.
+    pub written: usize,
+    /// Number of first positions that hold the tokens of the text. A later position may hold another token.
+    pub valid: usize,
 }
 
 impl LayerHooks for Fill<'_> {
@@ -108,15 +121,17 @@ impl LayerHooks for Fill<'_> {
     }
 
     fn qkv_computed(&mut self, engine: &mut dyn Engine, layer: usize, qkv: Tensor) -> Result<()> {
-        let Generator { decoder, cache, .. } = self.generator;
+        let Self { generator: Generator { decoder, cache, .. }, slot, past, tokens } = *self;
         let d = &decoder.descriptor;
-        engine.run(CacheFill {
-            keys: self.generator.of_slot(cache.keys, layer, self.slot),
-            values: self.generator.of_slot(cache.values, layer, self.slot),
-            qkv: qkv.slice(0, self.tokens * d.qkv_channels()),
-            shape: d.attention(1, self.tokens),
-            capacity: cache.positions(d, layer),
-        })
+        let (row, capacity) = (d.qkv_channels(), cache.positions(d, layer));
+        let [keys, values] = [cache.keys, cache.values].map(|cache| self.generator.of_slot(cache, layer, slot));
+        // A ring is read before the new tokens replace the oldest ones.
+        if past > 0 {
+            let shape = d.attention(1, past);
+            engine.run(CacheRead { qkv: qkv.slice(0, past * row), keys, values, shape, capacity })?;
+        }
+        let (qkv, shape) = (qkv.slice(past * row, tokens * row), d.attention(1, tokens));
+        engine.run(CacheFill { keys, values, qkv, shape, first: past, capacity })
     }
 }
 
@@ -156,10 +171,16 @@ impl Generator {
         self.cache.capacity
     }
 
-    /// Returns the length up to which the cache holds the keys and values of all tokens of a text.
-    pub fn kept(&self) -> usize {
+    /// Returns how many of the first `common` tokens of a text need not be computed again if a slot holds them, where `common` is at most
+    /// the number of valid positions.
+    ///
+    /// A layer with a window of N tokens holds the last N written positions. The token at `common` reads the N - 1 positions before it. All
+    /// of them are there if nothing has been replaced yet, or if at most one position has been written from `common` on: the one that
+    /// replaces the position N before it, which the token does not read.
+    pub fn reusable(&self, held: Held, common: usize) -> usize {
         let d = &self.decoder.descriptor;
-        (0..d.layers).map(|layer| self.cache.positions(d, layer)).min().unwrap_or(self.cache.capacity)
+        let ring = (0..d.layers).map(|layer| self.cache.positions(d, layer)).min().unwrap_or(self.cache.capacity);
+        if held.written <= ring || common + 1 >= held.written { common.min(held.valid) } else { 0 }
     }
 
     /// Returns the part (KV, T, HS) of keys or values that belongs to a slot of a layer.
@@ -167,47 +188,51 @@ impl Generator {
         self.cache.of_layer(cache, &self.decoder.descriptor, layer).part(slot, self.cache.slot_count)
     }
 
-    /// Empties all slots. It must precede the first step after an allocation.
+    /// Makes all slots idle. It must precede the first step after an allocation.
     pub fn clear(&self, engine: &mut dyn Engine) -> Result<()> {
-        engine.zero(self.cache.slots)?;
-        engine.zero(self.cache.seen)
+        engine.zero(self.cache.seen)?;
+        engine.write_i32(self.cache.slots, &Slot::IDLE.words().repeat(self.cache.slot_count))
+    }
+
+    /// Makes a slot idle: steps do not change its cache until it begins again.
+    pub fn park(&self, engine: &mut dyn Engine, slot: usize) -> Result<()> {
+        engine.write_i32(self.cache.slots.slice(slot * Slot::WORDS, Slot::WORDS), &Slot::IDLE.words())
     }
 
     /// Begins a sequence in a slot with a prompt of 1 to `capacity` tokens. The next step chooses its first new token.
+    ///
+    /// The slot holds the first `past` tokens, fewer than the prompt has: see [`reusable`](Self::reusable). Only the rest is computed. Its
+    /// keys and values may differ in the last bits from those of a prompt that is computed as a whole.
     pub fn begin(
         &self,
         engine: &mut dyn Engine,
         slot: usize,
-        prompt: &[u32],
-        seed: u32,
-        sampling: SlotSampling,
-    ) -> Result<()> {
-        self.check_prompt(slot, prompt)?;
-        if let Some((_, before @ [_, ..])) = prompt.split_last() {
-            self.prefill(engine, slot, before)?;
-        }
-        self.set_slot(engine, slot, prompt, seed, sampling)
-    }
-
-    /// Begins a sequence with a prompt that slot `from` holds. The text of that slot must be the prompt, or begin with it and have at
-    /// most [`kept`](Self::kept) tokens, including those of steps in progress.
-    pub fn begin_copy(
-        &self,
-        engine: &mut dyn Engine,
-        [slot, from]: [usize; 2],
+        past: usize,
         prompt: &[u32],
         seed: u32,
         sampling: SlotSampling,
     ) -> Result<()> {
         self.check_prompt(slot, prompt)?;
         ensure!(
-            from < self.cache.slot_count && from != slot,
-            "generation: expected another slot to copy from, found {from}"
+            past < prompt.len(),
+            "generation: expected fewer cached tokens than the {} of the prompt, found {past}",
+            prompt.len()
+        );
+        self.prefill(engine, slot, past, &prompt[past..prompt.len() - 1])?;
+        self.set_slot(engine, slot, prompt, seed, sampling)
+    }
+
+    /// Copies the first `tokens` positions, or all that the rings hold of them, from slot `from` to another one.
+    pub fn copy_slot(&self, engine: &mut dyn Engine, [slot, from]: [usize; 2], tokens: usize) -> Result<()> {
+        let slots = self.cache.slot_count;
+        ensure!(
+            slot < slots && from < slots && from != slot,
+            "generation: expected two slots below {slots}, found {slot} and {from}"
         );
         let d = &self.decoder.descriptor;
-        let heads = if prompt.len() > 1 { d.kv_heads } else { 0 };
+        let heads = if tokens > 0 { d.kv_heads } else { 0 };
         for layer in 0..d.layers {
-            let copied = (prompt.len() - 1).min(self.cache.positions(d, layer)) * d.head_size;
+            let copied = tokens.min(self.cache.positions(d, layer)) * d.head_size;
             for cache in [self.cache.keys, self.cache.values] {
                 let [to, from] = [slot, from].map(|slot| self.of_slot(cache, layer, slot));
                 for head in 0..heads {
@@ -215,7 +240,7 @@ impl Generator {
                 }
             }
         }
-        self.set_slot(engine, slot, prompt, seed, sampling)
+        Ok(())
     }
 
     fn check_prompt(&self, slot: usize, prompt: &[u32]) -> Result<()> {
@@ -237,16 +262,20 @@ impl Generator {
         }
     }
 
-    /// Computes the keys and values of tokens from position 0 on.
-    fn prefill(&self, engine: &mut dyn Engine, slot: usize, tokens: &[u32]) -> Result<()> {
-        let layout = self.layout_of(tokens.len());
+    /// Computes the keys and values of tokens from position `past` on.
+    fn prefill(&self, engine: &mut dyn Engine, slot: usize, past: usize, tokens: &[u32]) -> Result<()> {
+        if tokens.is_empty() {
+            return Ok(());
+        }
+        let layout = self.layout_of(tokens.len(), past);
         let mut words = engine.host_buffer(layout.words())?;
         words.fill(0);
         // Attention is causal, so the padding after the text does not affect it.
         words[..tokens.len()].iter_mut().zip(tokens).for_each(|(word, &token)| *word = token as i32);
         layout.sort(&mut words);
         engine.load_batch(self.decoder.batch.slice(0, layout.words()), layout, words)?;
-        self.decoder.forward(engine, layout, &mut Fill { generator: self, slot, tokens: tokens.len() })
+        let mut fill = Fill { generator: self, slot, past, tokens: tokens.len() };
+        self.decoder.forward_after(engine, past, layout, &mut fill)
     }
 
     fn set_slot(
@@ -276,8 +305,8 @@ impl Generator {
 
     /// Begins to compute the next token of every slot.
     ///
-    /// A slot that has not begun yields meaningless tokens. A slot stays at the last position of the cache: its tokens are
-    /// meaningless after the one that follows `capacity` tokens.
+    /// The token of an idle slot is 0. A slot stays at the last position of the cache, which it then writes again: its tokens are meaningless
+    /// after the one that follows `capacity` tokens.
     pub fn step(&self, engine: &mut dyn Engine) -> Result<Step> {
         let warning = engine.capture_or_replay(&self.graph, &mut |engine| self.decode(engine))?;
         Ok(Step { tokens: engine.read_async(self.cache.sampled)?, warning })
@@ -298,7 +327,7 @@ impl Generator {
         );
         let (model, d) = (&self.decoder, &self.decoder.descriptor);
         let (v, vp, softcap) = (d.vocab, d.padded_vocab(), d.softcap);
-        let layout = self.layout_of(inputs.len());
+        let layout = self.layout_of(inputs.len(), 0);
         let mut words = engine.host_buffer(layout.words())?;
         words.fill(0);
         let set =
@@ -323,9 +352,9 @@ impl Generator {
         Ok(())
     }
 
-    /// Returns the layout of a prompt of `tokens` tokens.
-    fn layout_of(&self, tokens: usize) -> BatchLayout {
-        BatchLayout::new(1, tokens.next_multiple_of(PADDING).min(self.cache.capacity))
+    /// Returns the layout of `tokens` tokens after `past` ones.
+    fn layout_of(&self, tokens: usize, past: usize) -> BatchLayout {
+        BatchLayout::new(1, tokens.next_multiple_of(PADDING).min(self.cache.capacity - past))
     }
 
     /// Lets the engine time the GEMMs of a step and choose the fastest implementation of each.
@@ -345,7 +374,7 @@ impl Generator {
         let (model, rows) = (&self.decoder, self.cache.slot_count);
         let pass = DecodePass { model, rows, cache: self.cache };
         let mut residual = self.embed(engine)?;
-        for sublayer in model.layers(rows).iter().flatten() {
+        for sublayer in model.layers(rows, 0).iter().flatten() {
             sublayer.decode(engine, &pass, residual)?;
             residual = sublayer.output();
         }

@@ -52,7 +52,7 @@ pub use data_parallel::{DataParallel, LayerBuffers, StopRequest};
 pub use decoder::{Decoder, Training};
 pub use descriptor::Descriptor;
 pub use fp8::{Fp8Gradients, Fp8Options, Fp8Recipe, Fp8Settings};
-pub use generator::Generator;
+pub use generator::{Generator, Held};
 pub use memory_plan::{LOGIT_ROWS, PlanOptions};
 pub use params::{Param, ParamKind, Params, Shard, Unit};
 pub use recompute::Recompute;

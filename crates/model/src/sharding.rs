@@ -219,8 +219,8 @@ pub trait LayerHooks {
     /// pass will read those of `next` afterwards.
     fn gather_parameters(&mut self, engine: &mut dyn Engine, layer: usize, next: Option<usize>) -> Result<()>;
 
-    /// Called when the queries, keys and values `qkv` (B, T, NH + 2 KV, HS) of a layer are complete, until the next layer's replace
-    /// them. Generation copies keys and values to its cache.
+    /// Called when the queries, keys and values `qkv` (B, T, NH + 2 KV, HS) of a layer are complete, before its attention. Generation copies
+    /// keys and values to its cache. If the batch continues a sequence, `qkv` begins with the rows of its past, which the callback provides.
     fn qkv_computed(&mut self, _engine: &mut dyn Engine, _layer: usize, _qkv: Tensor) -> Result<()> {
         Ok(())
     }

@@ -238,7 +238,7 @@ impl<const GROUP: usize> Softmax<GROUP> {
 /// Computes out (B, NH, HS), or with several splits `partials` (B, NH, splits, HS + 2) f32, and stores the new keys and values.
 ///
 /// A partial result holds the weighted values, the maximum score and the sum of weights. [`decode_attention_combine`] must follow.
-/// Without rotation, table is null; weights of the norm may be null. Grid: [`Sizes::grid`]. Shared memory: [`shared`].
+/// Without rotation, table is null; weights of the norm may be null. The output of an idle slot is 0. Grid: [`Sizes::grid`]. Shared memory: [`shared`].
 #[kernel(
     threads = 128,
     instances([bf16 = cuda_std::bf16, f32 = f32] * [g1 = 1, g2 = 2, g4 = 4, g8 = 8]),
@@ -262,7 +262,21 @@ pub fn decode_attention<T: Element, const GROUP: usize>(
     let group = sizes.group();
     let groups = group.div_ceil(GROUP as u32).max(1);
     let (kv, first) = (thread::block_idx_y() / groups, thread::block_idx_y() % groups * GROUP as u32);
-    let position = slots.at(slot * WORDS + POSITION) as u32;
+    let position = slots.at(slot * WORDS + POSITION);
+    let thread = thread::thread_idx_x() as usize;
+    if position < 0 {
+        // Later operations read the output of an idle slot.
+        if split == 0 && thread < hs {
+            for g in 0..GROUP as u32 {
+                if first + g < group {
+                    let head = slot * sizes.heads as usize + (kv * group + first + g) as usize;
+                    out.set(head * hs + thread, T::from_f32(0.0));
+                }
+            }
+        }
+        return;
+    }
+    let position = position as u32;
     let len = sizes.visible(position);
     let per_split = sizes.split_len::<T>(len);
     let start = split * per_split;
@@ -291,7 +305,6 @@ pub fn decode_attention<T: Element, const GROUP: usize>(
     let newest = if position < capacity { position } else { position % capacity };
     let oldest = if position < capacity || newest + 1 == capacity { 0 } else { newest + 1 };
     let rotated_key = shared.heads.skip(GROUP * hs);
-    let thread = thread::thread_idx_x() as usize;
     if is_last && first == 0 && thread < hs {
         let at = cache + newest as usize * hs + thread;
         keys.set(at, T::from_f32(rotated_key.at(thread)));
@@ -414,7 +427,11 @@ pub fn decode_attention_combine<T: Element>(
         return;
     }
     let (head, slot) = (thread::block_idx_x() as usize, thread::block_idx_y() as usize);
-    let len = sizes.visible(slots.at(slot * WORDS + POSITION) as u32);
+    let position = slots.at(slot * WORDS + POSITION);
+    if position < 0 {
+        return;
+    }
+    let len = sizes.visible(position as u32);
     let count = len.div_ceil(sizes.split_len::<T>(len).max(1)) as usize;
     let row = slot * sizes.heads as usize + head;
     let partials = partials.skip(row * sizes.splits as usize * (hs + 2));
@@ -426,40 +443,91 @@ pub fn decode_attention_combine<T: Element>(
     out.set(row * hs + channel, T::from_f32(sum * math::recip(weight)));
 }
 
-/// Returns the grid size of [`cache_fill`] for `tokens` tokens.
-pub const fn fill_grid<T: Element>(tokens: usize, kv_heads: usize, head_size: usize) -> u32 {
-    (2 * tokens * kv_heads * head_size).div_ceil(THREADS * T::PACKET) as u32
+/// The scalars of [`cache_fill`] and [`cache_read`]. Passed by value.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct CacheSizes {
+    /// Rows of qkv.
+    pub tokens: u32,
+    /// Position of the first row.
+    pub first: u32,
+    /// NH.
+    pub heads: u32,
+    /// KV.
+    pub kv_heads: u32,
+    /// HS.
+    pub head_size: u32,
+    /// T, positions of the ring. It is at least 1.
+    pub capacity: u32,
 }
 
-/// Copies keys and values of one sequence from qkv (tokens, NH + 2 KV, HS) to keys and values (KV, T, HS): the last T tokens, token i
-/// to i mod T.
+#[device]
+impl CacheSizes {
+    /// Returns the grid size of [`cache_fill`].
+    pub const fn fill_grid<T: Element>(self) -> u32 {
+        (2 * self.kv_heads * self.tokens * self.head_size).div_ceil((THREADS * T::PACKET) as u32)
+    }
+
+    /// Returns the grid size of [`cache_read`].
+    pub const fn read_grid<T: Element>(self) -> u32 {
+        ((self.heads + 2 * self.kv_heads) * self.tokens * self.head_size).div_ceil((THREADS * T::PACKET) as u32)
+    }
+
+    /// Returns the row, the head below `heads` and the first channel of the thread's packet. Neighboring threads have the heads of one row.
+    fn packet<T: Element>(self, heads: u32) -> (u32, u32, usize) {
+        let packets = (self.head_size / T::PACKET as u32).max(1);
+        let i = thread::index_1d() as u32;
+        let row = i / packets;
+        (row / heads.max(1), row % heads.max(1), (i % packets) as usize * T::PACKET)
+    }
+
+    /// Returns whether the ring holds a row after the last one.
+    const fn holds(self, row: u32) -> bool {
+        self.tokens - row <= self.capacity
+    }
+
+    /// Returns the index of the first channel of a head in qkv.
+    const fn packed(self, row: u32, head: u32) -> usize {
+        (row as usize * (self.heads + 2 * self.kv_heads) as usize + head as usize) * self.head_size as usize
+    }
+
+    /// Returns the index of the first channel of a row of a key-value head in the cache.
+    fn cached(self, row: u32, kv: u32) -> usize {
+        let capacity = if self.capacity > 1 { self.capacity } else { 1 };
+        let place = (self.first + row) % capacity;
+        (kv as usize * capacity as usize + place as usize) * self.head_size as usize
+    }
+}
+
+/// Copies keys and values of one sequence from qkv (tokens, NH + 2 KV, HS) to keys and values (KV, T, HS): the last T rows, position p to
+/// p mod T.
 ///
-/// One packet per thread. Grid: [`fill_grid`].
+/// One packet per thread. Grid: [`CacheSizes::fill_grid`].
 #[kernel(threads = 128, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
-pub fn cache_fill<T: Element>(
-    keys: GlobalMut<T>,
-    values: GlobalMut<T>,
-    qkv: Global<T>,
-    tokens: u32,
-    heads: u32,
-    kv_heads: u32,
-    head_size: u32,
-    capacity: u32,
-) {
-    let packets = head_size / T::PACKET as u32;
-    let i = thread::index_1d() as u32;
-    let (row, packet) = (i / packets.max(1), i % packets.max(1));
-    // Neighboring threads copy the heads of one token.
-    let (token, head) = (row / (2 * kv_heads).max(1), row % (2 * kv_heads).max(1));
-    let capacity = if capacity > 1 { capacity } else { 1 };
-    if token >= tokens || tokens - token > capacity {
+pub fn cache_fill<T: Element>(keys: GlobalMut<T>, values: GlobalMut<T>, qkv: Global<T>, sizes: CacheSizes) {
+    let (row, head, channel) = sizes.packet::<T>(2 * sizes.kv_heads);
+    if row >= sizes.tokens || !sizes.holds(row) {
         return;
     }
-    let channel = packet as usize * T::PACKET;
-    let from =
-        (token as usize * (heads + 2 * kv_heads) as usize + (heads + head) as usize) * head_size as usize + channel;
-    let kv = head % kv_heads.max(1);
-    let to = (kv as usize * capacity as usize + (token % capacity) as usize) * head_size as usize + channel;
-    let data = qkv.packet(from);
-    if head < kv_heads { keys.set_packet(to, data) } else { values.set_packet(to, data) }
+    let data = qkv.packet(sizes.packed(row, sizes.heads + head) + channel);
+    let to = sizes.cached(row, head % sizes.kv_heads.max(1)) + channel;
+    if head < sizes.kv_heads { keys.set_packet(to, data) } else { values.set_packet(to, data) }
+}
+
+/// Copies keys and values (KV, T, HS) of the last T rows of a sequence that begins at position 0 to qkv (tokens, NH + 2 KV, HS), and sets
+/// all else in qkv to 0.
+///
+/// One packet per thread. Grid: [`CacheSizes::read_grid`].
+#[kernel(threads = 128, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+pub fn cache_read<T: Element>(qkv: GlobalMut<T>, keys: Global<T>, values: Global<T>, sizes: CacheSizes) {
+    let (row, head, channel) = sizes.packet::<T>(sizes.heads + 2 * sizes.kv_heads);
+    if row >= sizes.tokens {
+        return;
+    }
+    let mut data = Packet::<T>::zero();
+    if head >= sizes.heads && sizes.holds(row) {
+        let from = sizes.cached(row, (head - sizes.heads) % sizes.kv_heads.max(1)) + channel;
+        data = if head < sizes.heads + sizes.kv_heads { keys.packet(from) } else { values.packet(from) };
+    }
+    qkv.set_packet(sizes.packed(row, head) + channel, data);
 }

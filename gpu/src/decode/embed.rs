@@ -11,7 +11,7 @@ pub const fn grid<T: Element>(channels: usize, slots: usize) -> [u32; 3] {
     [channels.div_ceil(THREADS * T::PACKET) as u32, slots as u32, 1]
 }
 
-/// Computes out (B, C) from wte (Vp, C) and wpe (max T, C), which may be null. C is a multiple of the packet.
+/// Computes out (B, C) from wte (Vp, C) and wpe (max T, C), which may be null. C is a multiple of the packet. An idle slot has position 0.
 ///
 /// One packet per thread. Grid: [`grid`].
 #[kernel(threads = 128, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
@@ -21,7 +21,8 @@ pub fn decode_embed<T: Element>(out: GlobalMut<T>, slots: Global<i32>, wte: Glob
         return;
     }
     let slot = thread::block_idx_y() as usize;
-    let (token, position) = (slots.at(slot * WORDS + TOKEN) as usize, slots.at(slot * WORDS + POSITION) as usize);
+    let (token, position) =
+        (slots.at(slot * WORDS + TOKEN) as usize, slots.at(slot * WORDS + POSITION).max(0) as usize);
     let token = wte.packet(token * channels + column);
     let sum = if wpe.is_null() {
         token

@@ -139,7 +139,7 @@ impl Scores {
 }
 
 /// Chooses each slot's next token, writes it to sampled (B), and advances the slot: token and position in slots (B, 8) and its entry
-/// in seen (B, Vp). scratch (B, Vp) may be uninitialized.
+/// in seen (B, Vp). An idle slot does not change, and its token is 0. scratch (B, Vp) may be uninitialized.
 ///
 /// Grid: the number of slots. Shared memory: [`shared`].
 #[kernel(threads = 1024, blocks_per_sm = 1, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
@@ -160,6 +160,12 @@ pub fn sample_tokens<T: Element>(
     let (logits, seen) = (logits.skip(slot * vp), seen.skip(slot * vp));
     let softcap = Softcap::new(if sizes.softcap > 0.0 { sizes.softcap } else { 1.0 });
     let divisor = if temperature > 0.0 { temperature } else { 1.0 };
+    if position.cast_signed() < 0 {
+        if thread::thread_idx_x() == 0 {
+            sampled.set(slot, 0.0);
+        }
+        return;
+    }
 
     let vocab = sizes.vocab as usize;
     batches(

@@ -17,7 +17,8 @@ tests! {
     kernels of "decode";
     for both types: embeddings_of_any_token_and_position, matmuls_match_f64_reference, normed_matmuls_match_f64_reference,
         unsupported_matmuls_have_no_kernel, attention_matches_f64_reference, attention_in_a_ring_matches_f64_reference,
-        filled_caches_hold_keys_and_values, tokens_match_the_reference;
+        filled_caches_hold_keys_and_values, read_caches_give_back_keys_and_values, idle_slots_do_not_change,
+        tokens_match_the_reference;
     slow in f32: matmuls_of_integers_are_exact, large_and_small_rows_are_normalized,
         attention_of_random_shapes_matches_f64_reference, nan_and_infinity_stay_in_their_head, tokens_of_special_logits;
     once: gumbel_noise_matches_f64;
@@ -518,22 +519,21 @@ fn nan_and_infinity_stay_in_their_head<T: Tolerance>() {
 }
 
 fn filled_caches_hold_keys_and_values<T: Tolerance>() {
-    let shape = (1..40usize, 1..5usize, 1..4usize, select(vec![16, 64, 80]), 1..50usize, 0..9u32);
-    for_all(24, shape, |(t, kv, group, hs, capacity, seed)| {
+    let shape = (1..40usize, 1..5usize, 1..4usize, select(vec![16, 64, 80]), 1..50usize, 0..99usize, 0..9u32);
+    for_all(24, shape, |(t, kv, group, hs, capacity, first_position, seed)| {
         let heads = kv * group;
         let qkv = rounded::<T>(&noise(t * (heads + 2 * kv) * hs, seed));
         let mut memory = Memory::new();
         let (keys, values) =
             (memory.output::<T>("keys", kv * capacity * hs), memory.output::<T>("values", kv * capacity * hs));
         let inp = memory.input("qkv", &qkv);
-        let [tokens, nh, heads_kv, head_size, cap] = [t, heads, kv, hs, capacity].map(|size| size as u32);
-        let launch = attention::cache_fill::<T>(keys, values, inp, tokens, nh, heads_kv, head_size, cap);
-        run(&mut memory, &launch, attention::fill_grid::<T>(t, kv, hs), 0);
+        let sizes = cache_sizes(t, first_position, [heads, kv, hs], capacity);
+        run(&mut memory, &attention::cache_fill::<T>(keys, values, inp, sizes), sizes.fill_grid::<T>(), 0);
         let rows: Vec<_> = qkv.chunks((heads + 2 * kv) * hs).collect();
         for (first, cache) in [(heads, keys), (heads + kv, values)] {
             for (head, place) in (0..kv).flat_map(|head| (0..capacity).map(move |place| (head, place))) {
                 let got = memory.slice(cache.reader().skip((head * capacity + place) * hs), hs);
-                match (0..t).rev().find(|token| token % capacity == place) {
+                match (0..t).rev().find(|token| (first_position + token) % capacity == place) {
                     Some(token) => {
                         let want = &rows[token][(first + head) * hs..][..hs];
                         assert_same("cache", &wide(got.unwrap()), &wide(want));
@@ -543,6 +543,93 @@ fn filled_caches_hold_keys_and_values<T: Tolerance>() {
             }
         }
     });
+}
+
+fn cache_sizes(t: usize, first: usize, [heads, kv_heads, hs]: [usize; 3], capacity: usize) -> attention::CacheSizes {
+    let [tokens, first, heads, kv_heads, head_size, capacity] =
+        [t, first, heads, kv_heads, hs, capacity].map(|size| size as u32);
+    attention::CacheSizes { tokens, first, heads, kv_heads, head_size, capacity }
+}
+
+fn read_caches_give_back_keys_and_values<T: Tolerance>() {
+    let shape = (1..40usize, 1..5usize, 1..4usize, select(vec![16, 64, 80]), 1..50usize, 0..9u32);
+    for_all(24, shape, |(t, kv, group, hs, capacity, seed)| {
+        let heads = kv * group;
+        let caches = [seed, seed + 1].map(|seed| rounded::<T>(&noise(kv * capacity * hs, seed)));
+        let mut memory = Memory::new();
+        let [keys, values] = [("keys", 0), ("values", 1)].map(|(name, i)| memory.input(name, &caches[i]));
+        let qkv = memory.output::<T>("qkv", t * (heads + 2 * kv) * hs);
+        let sizes = cache_sizes(t, 0, [heads, kv, hs], capacity);
+        run(&mut memory, &attention::cache_read::<T>(qkv, keys, values, sizes), sizes.read_grid::<T>(), 0);
+        let want = (0..t).flat_map(|token| (0..heads + 2 * kv).map(move |head| (token, head)));
+        let want = want.flat_map(|(token, head)| match head.checked_sub(heads) {
+            Some(head) if t - token <= capacity => {
+                wide(&caches[head / kv][(head % kv * capacity + token % capacity) * hs..][..hs])
+            }
+            _ => vec![0.0; hs],
+        });
+        assert_same("qkv", &read(&memory, qkv), &want.collect::<Vec<_>>());
+    });
+}
+
+/// The attention of an idle slot is 0, its token is 0, and neither its cache nor its state changes. Other slots do not notice it.
+fn idle_slots_do_not_change<T: Tolerance>() {
+    let (heads, kv, hs, capacity, vp) = (6, 2, 64, 40, 128);
+    for (splits, positions) in [(1, [-1, 5]), (3, [39, -1]), (2, [-1, -1])] {
+        let mut memory = Memory::new();
+        let cache = rounded::<T>(&noise(2 * kv * capacity * hs, 3));
+        let (keys, values) = (memory.buffer("keys", &cache), memory.buffer("values", &cache));
+        let out = memory.output::<T>("out", 2 * heads * hs);
+        let state = slots(&positions.map(|position| (7, position)));
+        let words = memory.buffer("slots", &state);
+        let operands = AttentionOperands {
+            out,
+            partials: memory.output::<f32>("partials", 2 * heads * splits * (hs + 2)),
+            keys,
+            values,
+            qkv: memory.input("qkv", &rounded::<T>(&noise(2 * (heads + 2 * kv) * hs, 4))),
+            slots: words.reader(),
+            table: null(),
+            q_weight: null(),
+            k_weight: null(),
+        };
+        let sizes = attention::Sizes {
+            heads: heads as u32,
+            kv_heads: kv as u32,
+            head_size: hs as u32,
+            capacity: capacity as u32,
+            splits: splits as u32,
+            rotation: NO_ROTATION,
+            qk_norm: 0,
+            eps: QK_EPS,
+            gain: QK_GAIN,
+        };
+        for kernel in launch::attention(operands, sizes, 2).unwrap() {
+            run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
+        }
+        let (seen, sampled) = (memory.buffer("seen", &vec![0; 2 * vp]), memory.output::<f32>("sampled", 2));
+        let scratch = memory.output::<f32>("scratch", 2 * vp);
+        let logits = memory.input("logits", &rounded::<T>(&noise(2 * vp, 5)));
+        let sizes = sample::Sizes { vocab: 100, padded_vocab: vp as u32, capacity: capacity as u32, softcap: 0.0 };
+        let launch = sample::sample_tokens::<T>(sampled, words, seen, scratch, logits, sizes);
+        run(&mut memory, &launch, 2, shared_bytes(sample::shared));
+        let (out, tokens, new_state) = (read(&memory, out), memory.read(sampled), memory.read(words));
+        for (slot, position) in positions.into_iter().enumerate() {
+            let idle = position < 0;
+            let own = |values: &[f64]| {
+                let n = values.len() / 2;
+                values[slot * n..][..n].to_vec()
+            };
+            assert_eq!(own(&out).iter().all(|x| *x == 0.0), idle, "attention of slot {slot}");
+            assert_eq!(own(&read(&memory, keys)) == own(&wide(&cache)), idle, "keys of slot {slot}");
+            assert_eq!(own(&read(&memory, values)) == own(&wide(&cache)), idle, "values of slot {slot}");
+            let words = slot * WORDS..(slot + 1) * WORDS;
+            assert_eq!(new_state[words.clone()] == state[words], idle, "state of slot {slot}");
+            let marked = memory.read(seen)[slot * vp..][..vp].iter().sum::<i32>();
+            assert_eq!(marked, i32::from(!idle), "seen tokens of slot {slot}");
+            assert!(!idle || tokens[slot] == 0.0, "token of slot {slot}");
+        }
+    }
 }
 
 fn gumbel_noise_matches_f64() {

@@ -77,7 +77,7 @@ fn scale(shape: AttentionShape) -> f32 {
 
 /// `scratch` is (B, NH, T, HS): the rows of a head are contiguous, so that a task can own them.
 pub(super) fn forward(arena: &mut Arena, scratch: Tensor, op: &AttentionForward) -> Result<()> {
-    let AttentionForward { out, lse, qkv, shape, mask, quantized } = *op;
+    let AttentionForward { out, lse, qkv, shape, first_query, mask, quantized } = *op;
     shape.check()?;
     let AttentionShape { b, t, heads, head_size, .. } = shape;
     let n = b * t * heads * head_size;
@@ -101,7 +101,7 @@ pub(super) fn forward(arena: &mut Arena, scratch: Tensor, op: &AttentionForward)
     let tiles: Vec<_> = by_head
         .flat_map(|(bh, (out, lse))| {
             let tiles = out.chunks_mut(TILE * head_size).zip(lse.chunks_mut(TILE)).enumerate();
-            tiles.map(move |(i, (out, lse))| (bh, i * TILE, out, lse))
+            tiles.map(move |(i, (out, lse))| (bh, i * TILE, out, lse)).skip(first_query / TILE)
         })
         .collect();
     // Late tiles have the most keys.
@@ -135,6 +135,9 @@ pub(super) fn forward(arena: &mut Arena, scratch: Tensor, op: &AttentionForward)
 
     let scratch = &*scratch;
     out.par_chunks_mut(heads * head_size).enumerate().with_min_len(16).for_each(|(row, out)| {
+        if row % t < first_query {
+            return;
+        }
         for (head, out) in out.chunks_mut(head_size).enumerate() {
             let at = ((row / t * heads + head) * t + row % t) * head_size;
             out.copy_from_slice(&scratch[at..][..head_size]);

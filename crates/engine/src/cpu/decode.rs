@@ -4,8 +4,8 @@ use super::arena::{Arena, optional};
 use super::{activation, encoder, matmul as linear, norm, rotary};
 use crate::Result;
 use crate::ops::{
-    AttentionShape, CacheFill, DecodeAttention, DecodeEmbed, DecodeMatmul, Epilogue, MatmulForward, MatmulShape,
-    Rotation, SampleTokens, Slot, SlotSampling,
+    AttentionShape, CacheFill, CacheRead, DecodeAttention, DecodeEmbed, DecodeMatmul, Epilogue, MatmulForward,
+    MatmulShape, Rotation, SampleTokens, Slot, SlotSampling,
 };
 use anyhow::ensure;
 use rayon::prelude::*;
@@ -24,10 +24,15 @@ fn slots(words: &[f32]) -> impl Iterator<Item = Slot> {
     words.as_chunks::<{ Slot::WORDS }>().0.iter().map(|words| Slot::of_words(words.map(|x| x.to_bits().cast_signed())))
 }
 
-/// Returns a slot's position if it is below `most`.
-fn position(slot: &Slot, most: usize) -> Result<usize> {
-    let position = usize::try_from(slot.position).ok().filter(|&position| position < most);
-    position.ok_or_else(|| anyhow::anyhow!("slot: expected a position below {most}, found {}", slot.position))
+/// Returns a slot's position if it is below `most`. An idle slot has none.
+fn position(slot: &Slot, most: usize) -> Result<Option<usize>> {
+    let position = usize::try_from(slot.position).ok();
+    ensure!(
+        position.is_none_or(|position| position < most),
+        "slot: expected a position below {most}, found {}",
+        slot.position
+    );
+    Ok(position)
 }
 
 pub(super) fn embed(arena: &mut Arena, op: DecodeEmbed) -> Result<()> {
@@ -46,7 +51,7 @@ pub(super) fn embed(arena: &mut Arena, op: DecodeEmbed) -> Result<()> {
         encoder::check_tokens(&[slot.token], vocab)?;
         out.copy_from_slice(&wte[slot.token as usize * c..][..c]);
         if positions > 0 {
-            let row = &wpe[position(&slot, positions)? * c..][..c];
+            let row = &wpe[position(&slot, positions)?.unwrap_or(0) * c..][..c];
             out.iter_mut().zip(row).for_each(|(out, pe)| *out += pe);
         }
     }
@@ -121,7 +126,7 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
 }
 
 pub(super) fn cache_fill(arena: &mut Arena, op: CacheFill) -> Result<()> {
-    let CacheFill { keys, values, qkv, shape, capacity } = op;
+    let CacheFill { keys, values, qkv, shape, first: first_position, capacity } = op;
     let AttentionShape { b, t, heads, kv_heads, head_size: hs } = shape;
     shape.check()?;
     ensure!(
@@ -133,11 +138,38 @@ pub(super) fn cache_fill(arena: &mut Arena, op: CacheFill) -> Result<()> {
     let [keys, values, qkv] = arena.split("cache_fill", operands)?;
     for (first, cache) in [(heads, keys), (heads + kv_heads, values)] {
         cache.par_chunks_mut(capacity * hs).enumerate().for_each(|(head, cache)| {
-            for (position, row) in qkv.chunks(row).enumerate().skip(t.saturating_sub(capacity)) {
-                cache[position % capacity * hs..][..hs].copy_from_slice(&row[(first + head) * hs..][..hs]);
+            for (token, row) in qkv.chunks(row).enumerate().skip(t.saturating_sub(capacity)) {
+                let place = (first_position + token) % capacity;
+                cache[place * hs..][..hs].copy_from_slice(&row[(first + head) * hs..][..hs]);
             }
         });
     }
+    Ok(())
+}
+
+pub(super) fn cache_read(arena: &mut Arena, op: CacheRead) -> Result<()> {
+    let CacheRead { qkv, keys, values, shape, capacity } = op;
+    let AttentionShape { b, t, heads, kv_heads, head_size: hs } = shape;
+    shape.check()?;
+    ensure!(
+        b == 1 && capacity > 0,
+        "cache: expected one sequence and a position of the cache, found {b} and {capacity}"
+    );
+    let (row, len) = (shape.packed_heads() * hs, kv_heads * capacity * hs);
+    let operands = [("qkv", qkv, t * row), ("keys", keys, len), ("values", values, len)];
+    let [qkv, keys, values] = arena.split("cache_read", operands)?;
+    let (keys, values) = (&*keys, &*values);
+    qkv.par_chunks_mut(row).enumerate().with_min_len(16).for_each(|(position, row)| {
+        row.fill(0.0);
+        if t - position > capacity {
+            return;
+        }
+        for (first, cache) in [(heads, keys), (heads + kv_heads, values)] {
+            for (head, cache) in cache.chunks(capacity * hs).enumerate() {
+                row[(first + head) * hs..][..hs].copy_from_slice(&cache[position % capacity * hs..][..hs]);
+            }
+        }
+    });
     Ok(())
 }
 
@@ -163,6 +195,7 @@ pub(super) fn attention(arena: &mut Arena, op: &DecodeAttention) -> Result<()> {
     let positions = slots(words).map(|slot| position(&slot, most)).collect::<Result<Vec<_>>>()?;
     for (row, &position) in qkv.chunks_mut(shape.packed_heads() * hs).zip(&positions) {
         let Some(Rotation { pairs, qk_norm, .. }) = rotation else { break };
+        let Some(position) = position else { continue };
         for (h, head) in row[..(heads + kv_heads) * hs].chunks_mut(hs).enumerate() {
             rotary::normalize(head, if h < heads { q_weight } else { k_weight }, qk_norm);
             rotary::rotate(head, &table[position * hs..][..hs], pairs, 1.0);
@@ -171,8 +204,8 @@ pub(super) fn attention(arena: &mut Arena, op: &DecodeAttention) -> Result<()> {
     let (qkv, group) = (&*qkv, heads / kv_heads);
     let caches = keys.par_chunks_mut(t * hs).zip(values.par_chunks_mut(t * hs));
     out.par_chunks_mut(group * hs).zip(caches).enumerate().for_each(|(i, (out, (keys, values)))| {
-        let (row, kv, position) =
-            (&qkv[i / kv_heads * shape.packed_heads() * hs..], i % kv_heads, positions[i / kv_heads]);
+        let (row, kv) = (&qkv[i / kv_heads * shape.packed_heads() * hs..], i % kv_heads);
+        let Some(position) = positions[i / kv_heads] else { return out.fill(0.0) };
         let head = |h: usize| &row[h * hs..][..hs];
         let (at, len) = (position % t * hs, (position + 1).min(t) * hs);
         keys[at..][..hs].copy_from_slice(head(heads + kv));
@@ -216,6 +249,10 @@ pub(super) fn sample(arena: &mut Arena, op: SampleTokens) -> Result<()> {
     let rows = logits.par_chunks(vp).zip(seen.par_chunks_mut(vp)).zip(words.par_chunks_mut(Slot::WORDS)).zip(sampled);
     rows.for_each(|(((logits, seen), words), sampled)| {
         let Some(mut slot) = slots(words).next() else { return };
+        *sampled = 0.0;
+        if slot.position < 0 {
+            return;
+        }
         let mut scores: Vec<f32> =
             logits[..v].iter().map(|&x| softcap.map_or(x, |cap| cap * (x / cap).tanh())).collect();
         let token = choose(&mut scores, |token| seen[token].to_bits() != 0, &slot);

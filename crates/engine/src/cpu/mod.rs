@@ -120,6 +120,7 @@ impl Cpu {
             Operation::DecodeMatmul(op) => decode::matmul(arena, &op),
             Operation::DecodeAttention(op) => decode::attention(arena, &op),
             Operation::CacheFill(op) => decode::cache_fill(arena, op),
+            Operation::CacheRead(op) => decode::cache_read(arena, op),
             Operation::SampleTokens(op) => decode::sample(arena, op),
         }
     }

@@ -106,7 +106,7 @@ fn map_of<T: Float>(
 }
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &AttentionForward) -> Result<()> {
-    let AttentionForward { out, lse, qkv, shape, mask, quantized } = *op;
+    let AttentionForward { out, lse, qkv, shape, first_query: _, mask, quantized } = *op;
     shape.check()?;
     let mask = mask_of(cuda, mask, shape)?;
     let rows = shape.b * shape.t * shape.heads;

@@ -3,8 +3,8 @@
 use super::{Cuda, Float, matmul as linear, norm, shared_bytes};
 use crate::Result;
 use crate::ops::{
-    Activation, AttentionShape, CacheFill, DecodeAttention, DecodeEmbed, DecodeMatmul, Epilogue, MatmulForward,
-    MatmulShape, RotaryPairs, SampleTokens, Slot, decode_splits,
+    Activation, AttentionShape, CacheFill, CacheRead, DecodeAttention, DecodeEmbed, DecodeMatmul, Epilogue,
+    MatmulForward, MatmulShape, RotaryPairs, SampleTokens, Slot, decode_splits,
 };
 use crate::tensor::Tensor;
 use anyhow::{Context, ensure};
@@ -129,7 +129,25 @@ pub(super) fn attention<T: Float>(cuda: &mut Cuda<T>, op: &DecodeAttention) -> R
 }
 
 pub(super) fn cache_fill<T: Float>(cuda: &mut Cuda<T>, op: CacheFill) -> Result<()> {
-    let CacheFill { keys, values, qkv, shape, capacity } = op;
+    let CacheFill { keys, values, qkv, shape, first, capacity } = op;
+    let sizes = cache_sizes::<T>(shape, first, capacity)?;
+    let len = shape.kv_heads * capacity * shape.head_size;
+    let (keys, values) = (cuda.output("keys", keys, len)?, cuda.output("values", values, len)?);
+    let qkv = cuda.input("qkv", qkv, shape.t * shape.packed_heads() * shape.head_size)?;
+    cuda.launch(kernels::cache_fill::<T>(keys, values, qkv, sizes), [sizes.fill_grid::<T>(), 1, 1], 0)
+}
+
+pub(super) fn cache_read<T: Float>(cuda: &mut Cuda<T>, op: CacheRead) -> Result<()> {
+    let CacheRead { qkv, keys, values, shape, capacity } = op;
+    let sizes = cache_sizes::<T>(shape, 0, capacity)?;
+    let len = shape.kv_heads * capacity * shape.head_size;
+    let (keys, values) = (cuda.input("keys", keys, len)?, cuda.input("values", values, len)?);
+    let qkv = cuda.output("qkv", qkv, shape.t * shape.packed_heads() * shape.head_size)?;
+    cuda.launch(kernels::cache_read::<T>(qkv, keys, values, sizes), [sizes.read_grid::<T>(), 1, 1], 0)
+}
+
+/// Returns the scalars of a copy between a cache and the rows of a forward pass.
+fn cache_sizes<T: Float>(shape: AttentionShape, first: usize, capacity: usize) -> Result<kernels::CacheSizes> {
     let AttentionShape { b, t, heads, kv_heads, head_size: hs } = shape;
     shape.check()?;
     ensure!(
@@ -141,12 +159,9 @@ pub(super) fn cache_fill<T: Float>(cuda: &mut Cuda<T>, op: CacheFill) -> Result<
         "cache: expected a head size that is a multiple of {}, found {hs}",
         T::PACKET
     );
-    let len = kv_heads * capacity * hs;
-    let (keys, values) = (cuda.output("keys", keys, len)?, cuda.output("values", values, len)?);
-    let qkv = cuda.input("qkv", qkv, t * shape.packed_heads() * hs)?;
-    let [tokens, heads, kv, head_size, capacity] = [t, heads, kv_heads, hs, capacity].map(|size| size as u32);
-    let launch = kernels::cache_fill::<T>(keys, values, qkv, tokens, heads, kv, head_size, capacity);
-    cuda.launch(launch, [kernels::fill_grid::<T>(t, kv_heads, hs), 1, 1], 0)
+    let [tokens, first, heads, kv_heads, head_size, capacity] =
+        [t, first, heads, kv_heads, hs, capacity].map(|size| size as u32);
+    Ok(kernels::CacheSizes { tokens, first, heads, kv_heads, head_size, capacity })
 }
 
 pub(super) fn sample<T: Float>(cuda: &mut Cuda<T>, op: SampleTokens) -> Result<()> {

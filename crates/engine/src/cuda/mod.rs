@@ -334,6 +334,7 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::DecodeMatmul(op) => decode::matmul(self, &op),
             Operation::DecodeAttention(op) => decode::attention(self, &op),
             Operation::CacheFill(op) => decode::cache_fill(self, op),
+            Operation::CacheRead(op) => decode::cache_read(self, op),
             Operation::SampleTokens(op) => decode::sample(self, op),
         }
     }

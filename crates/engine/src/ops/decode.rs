@@ -8,12 +8,13 @@ use crate::tensor::Tensor;
 
 /// The state of a slot: (8) i32 words of a `slots` tensor (B, 8). Floats are stored as their bits.
 ///
-/// [`SampleTokens`] replaces `token` by the next one and increments `position` up to the last position of the cache.
+/// [`SampleTokens`] replaces `token` by the next one and increments `position` up to the last position of the cache. An *idle* slot has a
+/// negative position: no operation changes its state or its cache, its attention is zero, and its token is 0.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Slot {
     /// The newest token, which is not in the cache yet.
     pub token: i32,
-    /// Its position: the number of tokens in the cache.
+    /// Its position: the number of tokens in the cache. Negative if the slot is idle.
     pub position: i32,
     /// Seed of the random numbers.
     pub seed: u32,
@@ -47,6 +48,9 @@ impl Slot {
     /// Words of a slot.
     pub const WORDS: usize = 8;
 
+    /// An idle slot.
+    pub const IDLE: Self = Self { token: 0, position: -1, seed: 0, sampling: SlotSampling::GREEDY };
+
     /// Returns the words.
     pub fn words(self) -> [i32; Self::WORDS] {
         let Self { token, position, seed, sampling } = self;
@@ -75,7 +79,7 @@ impl Slot {
     }
 }
 
-/// Computes `out[b] = wte[token[b]] + wpe[position[b]]`, without the second term if there is no `wpe`.
+/// Computes `out[b] = wte[token[b]] + wpe[position[b]]`, without the second term if there is no `wpe`. An idle slot has position 0.
 #[derive(Clone, Copy, Debug)]
 pub struct DecodeEmbed {
     /// (B, C) float
@@ -148,6 +152,24 @@ pub struct CacheFill {
     pub values: Tensor,
     /// (T, NH + 2 KV, HS) float, after the rotation
     pub qkv: Tensor,
+    /// Sizes of `qkv`, with B = 1.
+    pub shape: AttentionShape,
+    /// Position of the first row of `qkv`.
+    pub first: usize,
+    /// Positions of the cache.
+    pub capacity: usize,
+}
+
+/// Copies keys and values of the first T positions of a sequence from a slot's cache to the rows of a forward pass, the reverse of
+/// [`CacheFill`]. The queries become 0, and so do keys and values of all but the last `capacity` positions.
+#[derive(Clone, Copy, Debug)]
+pub struct CacheRead {
+    /// (T, NH + 2 KV, HS) float, after the rotation
+    pub qkv: Tensor,
+    /// (KV, capacity, HS) float
+    pub keys: Tensor,
+    /// (KV, capacity, HS) float
+    pub values: Tensor,
     /// Sizes of `qkv`, with B = 1.
     pub shape: AttentionShape,
     /// Positions of the cache.

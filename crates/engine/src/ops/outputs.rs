@@ -62,6 +62,7 @@ impl Operation<'_> {
                 vec![some("out", op.out), some("keys", op.keys), some("values", op.values)]
             }
             Self::CacheFill(op) => vec![some("keys", op.keys), some("values", op.values)],
+            Self::CacheRead(op) => vec![some("qkv", op.qkv)],
             Self::SampleTokens(op) => {
                 vec![some("sampled", op.sampled), some("slots", op.slots), some("seen", op.seen)]
             }

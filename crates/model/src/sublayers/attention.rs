@@ -19,11 +19,11 @@ use std::sync::Arc;
 struct Attention {
     layer: usize,
     ln1: NormBuffers,
-    /// (B, T, NH + 2 KV, HS)
+    /// (B, T, NH + 2 KV, HS), in generation after the rows of the past
     qkv: Tensor,
     /// (B, T, NH + KV, HS): queries and keys before their norm
     qk_saved: Option<Tensor>,
-    /// (B, T, NH, HS): what attproj reads
+    /// (B, T, NH, HS): what attproj reads, in generation after the rows of the past
     attended: Tensor,
     /// (B, NH, T) f32
     lse: Tensor,
@@ -72,32 +72,66 @@ impl Attention {
         Some(Rotation { table, pairs: rotary.pairs, qk_norm })
     }
 
-    /// Returns what hides keys besides the causal mask.
-    fn mask(&self, model: &Decoder, layout: BatchLayout) -> AttentionMask {
-        let window = model.descriptor.window(self.layer, layout.t);
+    /// Returns what hides keys from `t` queries besides the causal mask.
+    fn mask(&self, model: &Decoder, layout: BatchLayout, t: usize) -> AttentionMask {
+        let window = model.descriptor.window(self.layer, t);
         AttentionMask { documents: layout.documents_of(model.batch), window }
     }
 
-    fn qkv(&self, model: &Decoder) -> MatmulForward {
-        model.linear(self.layer, [Param::Qkvw, Param::Qkvb], self.qkv, self.ln1.out, Epilogue::None)
+    /// Returns the linear layer that computes `qkv`, the rows of the batch.
+    fn qkv(&self, model: &Decoder, qkv: Tensor) -> MatmulForward {
+        model.linear(self.layer, [Param::Qkvw, Param::Qkvb], qkv, self.ln1.out, Epilogue::None)
     }
 
-    fn attproj(&self, model: &Decoder, residual: Tensor) -> MatmulForward {
+    /// Returns the linear layer that reads `attended`, the rows of the batch.
+    fn attproj(&self, model: &Decoder, attended: Tensor, residual: Tensor) -> MatmulForward {
         let (params, epilogue) = ([Param::Attprojw, Param::Attprojb], Epilogue::Residual(residual));
-        model.linear(self.layer, params, self.residual2, self.attended, epilogue)
+        model.linear(self.layer, params, self.residual2, attended, epilogue)
+    }
+
+    /// Computes queries, keys and values of the batch.
+    fn project(&self, engine: &mut dyn Engine, pass: &ForwardPass) -> Result<()> {
+        let (model, d) = (pass.model, &pass.model.descriptor);
+        let qkv = after(self.qkv, pass.past * d.qkv_channels());
+        model.run_linear(engine, self.layer, Param::Qkvw, self.qkv(model, qkv))?;
+        let Some(rotation) = self.rotation(model) else { return Ok(()) };
+        let rotation = Rotation { table: after(rotation.table, pass.past * d.head_size), ..rotation };
+        let shape = d.attention(pass.layout.b, pass.layout.t);
+        engine.run(RotaryForward { qkv, saved: self.qk_saved, rotation, shape })
+    }
+
+    /// Computes the output from queries, keys and values. The output of the `last` sub-layer that is recomputed is not needed.
+    fn attend(&self, engine: &mut dyn Engine, pass: &ForwardPass, residual: Tensor, last: bool) -> Result<()> {
+        let Self { qkv, attended: out, lse, .. } = *self;
+        let (model, past, t) = (pass.model, pass.past, pass.past + pass.layout.t);
+        let shape = model.descriptor.attention(pass.layout.b, t);
+        let attended = after(out, past * model.descriptor.attention_channels());
+        let quantized = model.fp8_input(self.layer, Param::Attprojw, attended);
+        let mask = self.mask(model, pass.layout, t);
+        engine.run(AttentionForward { out, lse, qkv, shape, first_query: past, mask, quantized })?;
+        if last {
+            model.recompute_adapter(engine, self.layer, Param::Attprojw, attended)
+        } else {
+            model.run_linear(engine, self.layer, Param::Attprojw, self.attproj(model, attended, residual))
+        }
     }
 }
 
+/// Returns a tensor without its first elements.
+fn after(tensor: Tensor, elements: usize) -> Tensor {
+    tensor.slice(elements, tensor.len - elements)
+}
+
 impl SubLayer for Attention {
-    fn rows(&self, rows: usize, d: &Descriptor) -> Arc<dyn SubLayer> {
+    fn rows(&self, rows: usize, past: usize, d: &Descriptor) -> Arc<dyn SubLayer> {
         let of = |tensor: Tensor, width: usize| tensor.slice(0, rows * width);
         Arc::new(Self {
             layer: self.layer,
             ln1: self.ln1.rows(rows, d.channels),
-            qkv: of(self.qkv, d.qkv_channels()),
+            qkv: self.qkv.slice(0, (past + rows) * d.qkv_channels()),
             qk_saved: self.qk_saved.map(|saved| of(saved, qk_channels(d))),
-            attended: of(self.attended, d.attention_channels()),
-            lse: of(self.lse, d.heads),
+            attended: self.attended.slice(0, (past + rows) * d.attention_channels()),
+            lse: self.lse.slice(0, (past + rows) * d.heads),
             residual2: of(self.residual2, d.channels),
         })
     }
@@ -121,26 +155,14 @@ impl SubLayer for Attention {
         hooks: &mut dyn LayerHooks,
         residual: Tensor,
     ) -> Result<()> {
-        self.recompute(engine, pass, residual, false)?;
-        hooks.qkv_computed(engine, self.layer, self.qkv)
+        self.project(engine, pass)?;
+        hooks.qkv_computed(engine, self.layer, self.qkv)?;
+        self.attend(engine, pass, residual, false)
     }
 
     fn recompute(&self, engine: &mut dyn Engine, pass: &ForwardPass, residual: Tensor, last: bool) -> Result<()> {
-        let Self { qkv, attended, lse, .. } = *self;
-        let model = pass.model;
-        model.run_linear(engine, self.layer, Param::Qkvw, self.qkv(model))?;
-        let shape = model.descriptor.attention(pass.layout.b, pass.layout.t);
-        if let Some(rotation) = self.rotation(model) {
-            engine.run(RotaryForward { qkv, saved: self.qk_saved, rotation, shape })?;
-        }
-        let quantized = model.fp8_input(self.layer, Param::Attprojw, attended);
-        let mask = self.mask(model, pass.layout);
-        engine.run(AttentionForward { out: attended, lse, qkv, shape, mask, quantized })?;
-        if last {
-            model.recompute_adapter(engine, self.layer, Param::Attprojw, attended)
-        } else {
-            model.run_linear(engine, self.layer, Param::Attprojw, self.attproj(model, residual))
-        }
+        self.project(engine, pass)?;
+        self.attend(engine, pass, residual, last)
     }
 
     fn backward(&self, engine: &mut dyn Engine, pass: &BackwardPass, residual: Tensor) -> Result<()> {
@@ -151,7 +173,7 @@ impl SubLayer for Attention {
         let attproj = pass.linear(layer, Param::Attprojw, [pass.dattention, pass.dresidual], attended, dbias);
         pass.run_linear(engine, layer, Param::Attprojw, attproj)?;
         let (dout, shape) = (pass.dattention, d.attention(pass.layout.b, pass.layout.t));
-        let mask = self.mask(model, pass.layout);
+        let mask = self.mask(model, pass.layout, pass.layout.t);
         engine.run(AttentionBackward { dqkv, dout, qkv, out: attended, lse, shape, mask })?;
         if let Some(rotation) = self.rotation(model) {
             let weights = rotation.qk_norm.and_then(|norm| norm.weights);
@@ -172,7 +194,7 @@ impl SubLayer for Attention {
     fn decode(&self, engine: &mut dyn Engine, pass: &DecodePass, residual: Tensor) -> Result<()> {
         let (model, d) = (pass.model, &pass.model.descriptor);
         let norm = Some(model.norm_of(&self.ln1, residual, None));
-        engine.run(DecodeMatmul { norm, matmul: self.qkv(model) })?;
+        engine.run(DecodeMatmul { norm, matmul: self.qkv(model, self.qkv) })?;
         let Cache { keys, values, partials, slots, .. } = pass.cache;
         engine.run(DecodeAttention {
             out: self.attended,
@@ -184,6 +206,6 @@ impl SubLayer for Attention {
             rotation: self.rotation(model),
             shape: d.attention(pass.rows, pass.cache.positions(d, self.layer)),
         })?;
-        engine.run(DecodeMatmul { norm: None, matmul: self.attproj(model, residual) })
+        engine.run(DecodeMatmul { norm: None, matmul: self.attproj(model, self.attended, residual) })
     }
 }

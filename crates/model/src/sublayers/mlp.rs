@@ -72,7 +72,7 @@ impl Mlp {
 }
 
 impl SubLayer for Mlp {
-    fn rows(&self, rows: usize, d: &Descriptor) -> Arc<dyn SubLayer> {
+    fn rows(&self, rows: usize, _past: usize, d: &Descriptor) -> Arc<dyn SubLayer> {
         let of = |tensor: Tensor, width: usize| tensor.slice(0, rows * width);
         Arc::new(Self {
             layer: self.layer,

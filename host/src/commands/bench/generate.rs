@@ -102,16 +102,18 @@ impl Generate {
         let prompt: Vec<u32> = (0..self.prompt).map(|i| ((i * 7919 + 13) % d.vocab) as u32).collect();
         let sampling = SlotSampling { temperature: 1.0, ..SlotSampling::GREEDY };
         // The first prompt tunes GEMMs and loads kernels.
-        generator.begin(engine, 0, &prompt, 0, sampling)?;
+        generator.begin(engine, 0, 0, &prompt, 0, sampling)?;
         let pending = generator.step(engine)?.tokens;
         engine.wait(pending)?;
         let start = Instant::now();
-        generator.begin(engine, 0, &prompt, 0, sampling)?;
+        generator.begin(engine, 0, 0, &prompt, 0, sampling)?;
         let pending = generator.step(engine)?.tokens;
         engine.wait(pending)?;
         let first_token = start.elapsed().as_secs_f64();
         for slot in 1..slots {
-            generator.begin_copy(engine, [slot, 0], &prompt, slot as u32, sampling)?;
+            let past = prompt.len() - 1;
+            generator.copy_slot(engine, [slot, 0], past)?;
+            generator.begin(engine, slot, past, &prompt, slot as u32, sampling)?;
         }
         // The CUDA graph exists after two steps.
         let pending = generator.step(engine)?.tokens;

@@ -103,6 +103,8 @@ pub enum Truncate {
 pub struct Usage {
     /// Tokens of all prompts.
     pub prompt: usize,
+    /// Those of them that were not computed again.
+    pub cached: usize,
     /// Tokens of all texts.
     pub completion: usize,
 }
@@ -470,8 +472,9 @@ fn stop_reason(finish: Option<Finish>) -> Option<&'static str> {
 
 impl Usage {
     fn object(self) -> Value {
-        let Self { prompt, completion } = self;
-        json!({ "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion })
+        let Self { prompt, cached, completion } = self;
+        json!({ "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+            "prompt_tokens_details": { "cached_tokens": cached } })
     }
 }
 
@@ -608,7 +611,7 @@ mod tests {
     #[test]
     fn responses_have_the_form_of_openai() {
         let header = |chat| Header { id: "x-1".to_owned(), created: 5, model: "m".to_owned(), chat };
-        let usage = Usage { prompt: 2, completion: 3 };
+        let usage = Usage { prompt: 2, cached: 1, completion: 3 };
         let choice = |text: &str, finish| CompletionChoice {
             text: text.to_owned(),
             finish: Some(finish),
@@ -619,7 +622,8 @@ mod tests {
             response,
             json!({ "id": "x-1", "object": "text_completion", "created": 5, "model": "m", "choices": [
                 { "index": 0, "text": "a", "logprobs": null, "finish_reason": "length", "stop_reason": null }],
-                "usage": { "prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5 } })
+                "usage": { "prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5,
+                    "prompt_tokens_details": { "cached_tokens": 1 } } })
         );
         let response = header(true).response(vec![choice("a", Finish::Stop)], usage);
         assert_eq!(

@@ -285,7 +285,7 @@ impl Worker {
         match prepared {
             Ok((requests, prompt_tokens)) => {
                 let id = self.next_id;
-                let usage = Usage { prompt: prompt_tokens, completion: 0 };
+                let usage = Usage { prompt: prompt_tokens, ..Usage::default() };
                 let left = requests.len();
                 for (index, mut planned) in requests.into_iter().enumerate() {
                     if !planned.echo.is_empty() {
@@ -402,7 +402,12 @@ impl Worker {
                 // Its log probabilities take about as long as a step.
                 ended.push((text.id, Finish::Length));
             } else {
-                scheduler.begin(generator, &mut **engine, text.id, text.planned.request.clone())?;
+                let cached = scheduler.begin(generator, &mut **engine, text.id, text.planned.request.clone())?;
+                let running = self.running.iter_mut().find(|running| running.id == text.job);
+                // The tokens of a prompt count once for all of its texts.
+                if let Some(running) = running.filter(|running| text.index.is_multiple_of(running.job.completion.n)) {
+                    running.usage.cached += cached;
+                }
             }
             self.active.push(text);
         }
@@ -444,7 +449,7 @@ impl Worker {
             std::mem::take(&mut self.active).into_iter().partition(|text| running(text.job));
         self.active = kept;
         if let Some(model) = &mut self.model {
-            model.scheduler.stop(|id| dropped.iter().any(|text| text.id == id));
+            model.scheduler.stop(&model.loaded.generator, |id| dropped.iter().any(|text| text.id == id));
         }
         self.update(|_| ());
     }

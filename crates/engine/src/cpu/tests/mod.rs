@@ -309,7 +309,7 @@ proptest! {
         let mut words: Vec<i32> = (0..layout.words()).map(|_| bench.rng.below(documents.max(1) as u32) as i32).collect();
         layout.find_documents(&mut words, 0);
         bench.engine.write_i32(batch, &words).unwrap();
-        bench.dyn_engine().run(AttentionForward { out, lse, qkv, shape, mask, quantized: None }).unwrap();
+        bench.dyn_engine().run(AttentionForward { out, lse, qkv, shape, first_query: 0, mask, quantized: None }).unwrap();
         bench.dyn_engine().run(AttentionBackward { dqkv, dout, qkv, out, lse, shape, mask }).unwrap();
         let first_key = |seq: usize, row: usize| {
             let document = (0..=row).rev().find(|&key| documents > 0 && words[seq * t + key] == 0).unwrap_or(0);
@@ -638,6 +638,7 @@ fn invalid_operands_are_errors_that_name_the_tensor() {
             lse: b,
             qkv: b,
             shape: AttentionShape { b: 1, t: 64, heads: 1, kv_heads: 1, head_size: 1 },
+            first_query: 0,
             mask: AttentionMask::default(),
             quantized: None,
         })

@@ -153,7 +153,8 @@ pub fn attention_forward(attention: &MaskedAttention) -> Case {
     let work = Work { floats: rows * (c + packed), bytes: 4 * rows * shape.heads, flops };
     let operands = with_batch(operands, batch);
     case("attention_forward", attention.name(), attention.workload(), operands, work, move |e, x| {
-        e.run(AttentionForward { out: x[0], lse: x[1], qkv: x[2], shape, mask: attention.mask(x[3]), quantized: None })
+        let mask = attention.mask(x[3]);
+        e.run(AttentionForward { out: x[0], lse: x[1], qkv: x[2], shape, first_query: 0, mask, quantized: None })
     })
 }
 
@@ -178,7 +179,7 @@ pub fn attention_backward(attention: &MaskedAttention) -> Case {
     // The backward pass reads the output of the engine's own forward pass.
     let forward = move |e: &mut dyn engine::Engine, x: &[Tensor]| {
         let mask = attention.mask(x[5]);
-        e.run(AttentionForward { out: x[3], lse: x[4], qkv: x[2], shape, mask, quantized: None })
+        e.run(AttentionForward { out: x[3], lse: x[4], qkv: x[2], shape, first_query: 0, mask, quantized: None })
     };
     Case { before: Some(Box::new(forward)), ..case }
 }

@@ -4,7 +4,7 @@ use super::{UNIT, case, exact, f32, i32, if_present, input, output, workload};
 use crate::selftest::case::{Case, Init, Operand, Work};
 use crate::selftest::compare::Tolerance;
 use engine::ops::{
-    Activation, AttentionShape, CacheFill, DecodeAttention, DecodeEmbed, DecodeMatmul, Epilogue, HeadNorm,
+    Activation, AttentionShape, CacheFill, CacheRead, DecodeAttention, DecodeEmbed, DecodeMatmul, Epilogue, HeadNorm,
     MatmulForward, MatmulShape, NormForward, RotaryPairs, Rotation, SampleTokens, Slot, SlotSampling, decode_splits,
 };
 use engine::tensor::Tensor;
@@ -59,7 +59,15 @@ pub fn edge_cases() -> Vec<Case> {
         cases.push(attention_in_ring(AttentionShape { b: 3, t, ..shape }, positions, None, false));
     }
     cases.extend([fill(shape, 1), fill(shape, 17), fill(shape, 39)]);
-    cases.extend([fill(shape, 40), fill(AttentionShape { t: 7, heads: 3, kv_heads: 1, ..shape }, 9)]);
+    let few = AttentionShape { t: 7, heads: 3, kv_heads: 1, ..shape };
+    cases.extend([
+        fill(shape, 40),
+        fill(few, 9),
+        fill_from(few, 3, 9),
+        fill_from(few, 25, 9),
+        fill_from(shape, 100, 17),
+    ]);
+    cases.extend([read(shape, 1), read(shape, 17), read(shape, 40), read(few, 9)]);
     for (b, v, vp) in [(1, 5, 128), (3, 257, 384), (5, 1000, 1024)] {
         cases.extend([sample(b, v, vp, None), sample(b, v, vp, Some(1.5))]);
     }
@@ -93,21 +101,26 @@ pub fn model_cases() -> Vec<Case> {
         let pairs = (kv_heads < heads).then_some(RotaryPairs::HalfSplit);
         cases.push(attention(shape, pairs, false));
     }
-    cases.push(fill(AttentionShape { b: 1, t: 1024, heads: 32, kv_heads: 8, head_size: 64 }, 1024));
+    let shape = AttentionShape { b: 1, t: 1024, heads: 32, kv_heads: 8, head_size: 64 };
+    cases.extend([fill(shape, 1024), read(shape, 1024)]);
     cases.extend([sample(1, 50257, 50304, None), sample(64, 50257, 50304, None), sample(4, 128_256, 128_256, None)]);
     cases
 }
 
-/// Returns the words of slots at the last positions of a cache of `t` positions.
+/// Returns the words of slots at the last positions of a cache of `t` positions. If there are more than two, the second one is idle.
 fn slots(b: usize, t: usize, vocab: usize, sampling: impl Fn(usize) -> SlotSampling) -> Operand {
     let slot = |i: usize| Slot {
         token: (i * 31 % vocab) as i32,
-        position: (t - 1 - (i * 13) % t) as i32,
+        position: if is_idle(i, b) { -1 } else { (t - 1 - (i * 13) % t) as i32 },
         seed: i as u32 + 5,
         sampling: sampling(i),
     };
     let words = (0..b).flat_map(|i| slot(i).words()).collect();
     i32(input("slots", b * Slot::WORDS, Init::Words(words)))
+}
+
+fn is_idle(slot: usize, b: usize) -> bool {
+    b > 2 && slot == 1
 }
 
 fn greedy(_: usize) -> SlotSampling {
@@ -204,7 +217,7 @@ fn attention_in_ring(shape: AttentionShape, positions: usize, pairs: Option<Rota
         input("q weight", hs, Init::Uniform { mean: 1.0, spread: 0.5 }),
         input("k weight", hs, Init::Uniform { mean: 1.0, spread: 0.5 }),
     ];
-    let read: usize = (0..b).map(|i| t.min(positions - (i * 13) % positions)).sum();
+    let read: usize = (0..b).filter(|&i| !is_idle(i, b)).map(|i| t.min(positions - (i * 13) % positions)).sum();
     let work = Work { floats: 2 * read * kv_heads * hs, bytes: 0, flops: 4 * read * heads * hs };
     let kind = match (pairs, norm) {
         (None, _) => "",
@@ -223,16 +236,36 @@ fn attention_in_ring(shape: AttentionShape, positions: usize, pairs: Option<Rota
 
 /// Returns the copy of a prompt of `shape.t` tokens to a cache.
 fn fill(shape: AttentionShape, capacity: usize) -> Case {
+    fill_from(shape, 0, capacity)
+}
+
+/// Returns the copy of `shape.t` tokens from position `first` on to a cache.
+fn fill_from(shape: AttentionShape, first: usize, capacity: usize) -> Case {
     let shape = AttentionShape { b: 1, ..shape };
     let AttentionShape { t, kv_heads, head_size, .. } = shape;
     let cache = kv_heads * capacity * head_size;
     let cached = |name| Operand { checked: Some(Tolerance::ELEMENTWISE), ..input(name, cache, UNIT) };
     let operands = vec![cached("keys"), cached("values"), input("qkv", t * shape.packed_heads() * head_size, UNIT)];
     let work = Work { floats: 4 * t * kv_heads * head_size, bytes: 0, flops: 0 };
-    let name = format!("T{t}/{capacity} NH{} KV{kv_heads} HS{head_size}", shape.heads);
+    let start = if first == 0 { String::new() } else { format!("{first}+") };
+    let name = format!("T{start}{t}/{capacity} NH{} KV{kv_heads} HS{head_size}", shape.heads);
     let channels = shape.heads * head_size;
     exact(case("cache_fill", name, workload(1, t, channels, shape.heads, 128, 0), operands, work, move |e, x| {
-        e.run(CacheFill { keys: x[0], values: x[1], qkv: x[2], shape, capacity })
+        e.run(CacheFill { keys: x[0], values: x[1], qkv: x[2], shape, first, capacity })
+    }))
+}
+
+/// Returns the copy of `shape.t` tokens from a cache.
+fn read(shape: AttentionShape, capacity: usize) -> Case {
+    let shape = AttentionShape { b: 1, ..shape };
+    let AttentionShape { t, heads, kv_heads, head_size, .. } = shape;
+    let (cache, packed) = (kv_heads * capacity * head_size, t * shape.packed_heads() * head_size);
+    let operands =
+        vec![output("qkv", packed, Tolerance::ELEMENTWISE), input("keys", cache, UNIT), input("values", cache, UNIT)];
+    let work = Work { floats: packed + 2 * t.min(capacity) * kv_heads * head_size, bytes: 0, flops: 0 };
+    let name = format!("T{t}/{capacity} NH{heads} KV{kv_heads} HS{head_size}");
+    exact(case("cache_read", name, workload(1, t, heads * head_size, heads, 128, 0), operands, work, move |e, x| {
+        e.run(CacheRead { qkv: x[0], keys: x[1], values: x[2], shape, capacity })
     }))
 }
 

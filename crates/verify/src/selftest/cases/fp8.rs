@@ -636,6 +636,7 @@ fn quantized_attention(attention: AttentionShape, scaling: Scaling) -> Case {
             lse: x[2],
             qkv: x[3],
             shape: attention,
+            first_query: 0,
             mask: AttentionMask::default(),
             quantized: Some(quantized),
         })?;
