@@ -334,8 +334,9 @@ fn chat_templates_and_end_tokens_of_a_model_survive_fine_tuning() {
     // The export of the model itself, with the sorted keys of config.json.
     succeed(&["export", "--format", "hf", text(&hf), text(&copy)]);
     let batch = ["--batch", "2", "--seq", "64", "--steps", "2"];
+    let each = ["--checkpoint-every", "1", "--keep", "5"];
     let printed =
-        succeed(&strs(&fixture.train("data", "data", "tuned", &[&["--model", text(&hf)], &batch[..]].concat())));
+        succeed(&strs(&fixture.train("data", "data", "tuned", &[&["--model", text(&hf)], &batch[..], &each].concat())));
     // The commands that are printed next fit the model: the tokenizer of a model is that of data to fine-tune it.
     assert!(printed.contains(" chat --model ") && !printed.contains(" sample --model "), "{printed}");
     let (play, retokenized) = (fixture.at("play.txt"), fixture.at("retokenized"));
@@ -344,7 +345,12 @@ fn chat_templates_and_end_tokens_of_a_model_survive_fine_tuning() {
     assert!(next.contains(&format!(" --model {} --batch ", hf.display())), "{next}");
     fs::remove_dir_all(&hf).unwrap();
     assert_chat_model(&copy, &copy);
+    // The run was stopped after its first step, whose checkpoint has the files, too.
+    remove_step(&tuned, "00000002");
     succeed(&["train", "--config", text(&tuned.join("config.toml")), "--resume", "--device", "cpu"]);
+    let first = fixture.at("first");
+    succeed(&["export", "--format", "hf", text(&tuned.join("model_00000001.bin")), text(&first)]);
+    assert_chat_model(&first, &copy);
     let out = fixture.at("out");
     let printed = succeed(&["export", "--format", "hf", text(&tuned), text(&out)]);
     assert!(printed.contains(&format!(" chat --model {}\n", out.display())), "{printed}");
@@ -377,16 +383,33 @@ fn chat_templates_and_end_tokens_of_a_model_survive_fine_tuning() {
     let second = fixture.at("second");
     succeed(&["export", "--format", "hf", text(&again), text(&second)]);
     assert_chat_model(&second, &copy);
-    for entry in fs::read_dir(&again).unwrap().map(Result::unwrap) {
-        if entry.file_name().to_string_lossy().contains("00000002") {
-            fs::remove_file(entry.path()).unwrap();
-        }
-    }
+    remove_step(&again, "00000002");
     train(&["--layers", "1", "--heads", "2", "--channels", "8"]);
     let fresh = fixture.at("fresh");
     succeed(&["export", "--format", "hf", text(&again), text(&fresh)]);
     assert!(!fresh.join("chat_template.jinja").exists());
     assert_eq!(json_of(&fresh.join("config.json"))["eos_token_id"], 299);
+
+    // The template that a user puts into a run precedes that of the model, in exports and in runs that start from it, too.
+    let own = "{{ messages[-1].content }}";
+    fs::write(tuned.join("chat_template.jinja"), own).unwrap();
+    succeed(&strs(&fixture.train("data", "data", "third", &[&["--model", text(&tuned)], &batch[..]].concat())));
+    for (run, name) in [("tuned", "own"), ("third", "own of third")] {
+        let out = fixture.at(name);
+        succeed(&["export", "--format", "hf", text(&fixture.at(run)), text(&out)]);
+        assert_eq!(fs::read_to_string(out.join("chat_template.jinja")).unwrap(), own, "{run}");
+        fs::copy(copy.join("chat_template.jinja"), out.join("chat_template.jinja")).unwrap();
+        assert_chat_model(&out, &copy);
+    }
+}
+
+/// Removes the files of a step from a run.
+fn remove_step(run: &Path, step: &str) {
+    for entry in fs::read_dir(run).unwrap().map(Result::unwrap) {
+        if entry.file_name().to_string_lossy().contains(step) {
+            fs::remove_file(entry.path()).unwrap();
+        }
+    }
 }
 
 /// Dropout would give other tokens each time.

@@ -18,7 +18,7 @@ pub const DIRECTORY: &str = "hugging_face";
 pub const GENERATION: &str = "generation_config.json";
 
 /// Names of the files with the default chat template: the newer one is only that.
-const TEMPLATE: &str = "chat_template.jinja";
+pub const TEMPLATE: &str = "chat_template.jinja";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
 /// Name of the directory with chat templates besides the default one.

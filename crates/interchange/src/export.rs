@@ -67,7 +67,7 @@ pub fn hugging_face(
     let companions = source.companions();
     let copied = if named.is_none() { tokenizer_files(companions.as_deref())? } else { Vec::new() };
     // Files are copied even if llm-rs cannot read them.
-    let tokenizer = if copied.is_empty() { source.tokenizer(named)? } else { None };
+    let tokenizer = if copied.iter().any(|file| is_vocabulary(file)) { None } else { source.tokenizer(named)? };
     let special = tokenizer.as_ref().map_or([None; 2], tokenizer::bos_eos);
     let mut config = match source.config()? {
         Some(config) => config,
@@ -84,15 +84,24 @@ pub fn hugging_face(
         let mut file = BufWriter::new(File::create(directory.join(WEIGHTS))?);
         write_safetensors(&mut file, source, dtype)?;
         file.flush()?;
-        if let Some(companions) = companions.filter(|_| !copied.is_empty()) {
+        let written = if copied.iter().any(|file| is_vocabulary(file)) {
+            WrittenTokenizer::Copied
+        } else {
+            let files =
+                tokenizer.as_ref().map(|tokenizer| tokenizer::files(tokenizer, descriptor.max_seq_len)).transpose()?;
+            for (name, bytes) in files.into_iter().flatten() {
+                write(name, &bytes)?;
+            }
+            tokenizer.as_ref().map_or(WrittenTokenizer::None, WrittenTokenizer::from)
+        };
+        if let Some(companions) = companions {
             companions::copy(copied, &companions, directory)?;
-            return Ok(WrittenTokenizer::Copied);
         }
-        let Some(tokenizer) = tokenizer else { return Ok(WrittenTokenizer::None) };
-        for (name, bytes) in tokenizer::files(&tokenizer, descriptor.max_seq_len)? {
-            write(name, &bytes)?;
+        if let Some(template) = source.template_of_run().filter(|_| named.is_none()) {
+            let run = atomic_file::parent(&template);
+            companions::copy([PathBuf::from(companions::TEMPLATE)], run, directory)?;
         }
-        Ok(WrittenTokenizer::from(&tokenizer))
+        Ok(written)
     })
 }
 
@@ -336,11 +345,18 @@ fn generation_config(source: &ModelSource, config: &ModelConfig, keep: bool) -> 
     pretty(&json!({"_from_model_config": true, "bos_token_id": bos, "eos_token_id": eos}))
 }
 
-/// Returns the names of the tokenizer files in a directory, if one of them contains a vocabulary.
+/// Returns the names of the tokenizer files and chat templates in a directory. If none of them contains a vocabulary, only templates remain:
+/// the other files describe a tokenizer that is not there.
 fn tokenizer_files(directory: Option<&Path>) -> Result<Vec<PathBuf>> {
-    let files = directory.map(companions::tokenizer_files).transpose()?.unwrap_or_default();
-    let is_vocabulary = |file: &PathBuf| VOCABULARY_FILES.iter().any(|name| file.as_os_str() == *name);
-    Ok(if files.iter().any(is_vocabulary) { files } else { Vec::new() })
+    let mut files = directory.map(companions::tokenizer_files).transpose()?.unwrap_or_default();
+    if !files.iter().any(|file| is_vocabulary(file)) {
+        files.retain(|file| file.extension().is_some_and(|extension| extension == "jinja"));
+    }
+    Ok(files)
+}
+
+fn is_vocabulary(file: &Path) -> bool {
+    VOCABULARY_FILES.iter().any(|name| file.as_os_str() == *name)
 }
 
 fn gguf_vocabulary(source: &ModelSource, named: Option<&str>) -> Result<(Vocabulary, WrittenTokenizer)> {

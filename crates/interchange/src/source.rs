@@ -210,6 +210,14 @@ impl ModelSource {
         [self.directory().to_owned()].into_iter().chain(companions).collect()
     }
 
+    /// Returns the file of a chat template that a user has put into the directory of a run, which precedes the template of its companions.
+    pub fn template_of_run(&self) -> Option<PathBuf> {
+        match &self.0 {
+            Kind::HuggingFace(_) => None,
+            Kind::LlmC(_) => Some(self.directory().join(companions::TEMPLATE)).filter(|path| path.is_file()),
+        }
+    }
+
     /// Returns the chat template.
     pub fn chat_template(&self) -> Result<Option<String>> {
         for directory in self.settings() {

@@ -21,6 +21,7 @@ use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use system::{fs, process};
+use tokenizer::Tokenizer;
 use tokenizer::stored::{self, Found};
 
 /// Time that a run waits for another process to release its directory. A supervisor may restart a killed run while the operating
@@ -50,6 +51,8 @@ pub struct ModelFiles<'a> {
     pub tokenizer: &'a Found,
     /// The [companions](interchange::companions) of the model from which the run starts.
     pub companions: Option<PathBuf>,
+    /// The chat template in the directory of the run from which the run starts.
+    pub template: Option<PathBuf>,
 }
 
 impl OutDirectory {
@@ -140,6 +143,9 @@ impl OutDirectory {
         }
         if newest.is_none() {
             companions::keep(files.companions.as_deref(), tokenizer, &self.path)?;
+            if let Some(template) = &files.template {
+                copy_template(template, tokenizer, &self.path)?;
+            }
         }
         let mut log = match newest {
             Some(step) => Log::resume(&self.path, step, progress.evaluated)?,
@@ -156,6 +162,21 @@ impl OutDirectory {
         progress.verified.into_iter().for_each(|step| writer.keep_verified(step));
         Ok((log, writer))
     }
+}
+
+/// Copies the chat template of a run to another run with the same tokenizer, unless this has one.
+fn copy_template(template: &Path, tokenizer: Option<&Tokenizer>, run: &Path) -> Result<()> {
+    let copy = run.join(companions::TEMPLATE);
+    let is_same = match (tokenizer, stored::in_directory(atomic_file::parent(template))) {
+        (Some(tokenizer), Ok(Some(own))) => own == *tokenizer,
+        _ => true,
+    };
+    if !is_same || fs::exists(&copy).with_context(|| format!("cannot read {}", copy.display()))? {
+        return Ok(());
+    }
+    let text = bounded_file::read(template, bounded_file::SETTINGS)
+        .with_context(|| format!("cannot read {}", template.display()))?;
+    atomic_file::write(&copy, |file| Ok(file.write_all(&text)?))
 }
 
 /// Removes unfinished files of killed runs and saves the settings: the first changes of the directory.

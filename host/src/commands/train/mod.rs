@@ -305,7 +305,9 @@ impl PlannedRun {
             None => RunState::fresh(train.position()),
         };
         let source = self.frozen.as_ref().filter(|_| newest.is_none()).map(|frozen| &frozen.source);
-        let companions = self.weights.as_ref().or(source).and_then(ModelSource::companions);
+        let source = self.weights.as_ref().or(source);
+        let companions = source.and_then(ModelSource::companions);
+        let template = source.and_then(ModelSource::template_of_run);
         let digest =
             self.frozen.map(|frozen| load_frozen(frozen, newest, &model, engine, ranks, &config)).transpose()?;
         load_weights(newest, self.weights, &model, engine, ranks, &config)?;
@@ -323,7 +325,7 @@ impl PlannedRun {
         let (log, mut checkpoints) = match out {
             Some(out) => {
                 let progress = &state.progress;
-                let files = ModelFiles { tokenizer: &self.tokenizer, companions };
+                let files = ModelFiles { tokenizer: &self.tokenizer, companions, template };
                 Some(out.open(&config, &files, self.identity, newest, progress, args.tensorboard)?).unzip()
             }
             None => (None, writer_of_other_rank(ranks, &model, &config, self.identity, newest)),
