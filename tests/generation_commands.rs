@@ -190,3 +190,80 @@ fn lines_that_are_no_messages_are_errors() {
     fs::write(run.join("chat_template.jinja"), "{% set ns = namespace() %}{% set ns.x = ns %}{{ ns }}").unwrap();
     fail(&args, &["chat_template.jinja", "exceeds a limit or overflows the stack"]);
 }
+
+#[test]
+fn commands_of_a_conversation_repeat_answers_and_save_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let [run, talk, other] = ["run", "my talk.json", "other.json"].map(|name| dir.path().join(name));
+    train(&run);
+    let args = ["chat", "--device", "cpu", "--model", text(&run), "-g", "3", "--temperature", "0", "--stop", "\n"];
+    // A model without a template has a text, and no instructions.
+    let input = format!("to be\n/retry\n/system x\n/save {}\n", talk.display());
+    let (answers, err) = with_bytes(&args, input.as_bytes());
+    let answers: Vec<&str> = answers.lines().collect();
+    assert_eq!(answers[0], answers[1]);
+    assert!(
+        err.contains("no chat template") && err.contains("/system: expected a model with a chat template"),
+        "{err}"
+    );
+    let saved: Value = serde_json::from_str(&fs::read_to_string(&talk).unwrap()).unwrap();
+    assert_eq!(saved["text"], format!("to be{}", answers[1]));
+    fs::remove_file(&talk).unwrap();
+
+    fs::write(run.join("chat_template.jinja"), "{% for m in messages %}{{ m.content }}{% endfor %}").unwrap();
+    fs::write(&other, "mine").unwrap();
+    let input = format!(
+        "/retry\nto be\n/retry\n/save {talk}\n/system s\nor\n/save {talk}\n/save {other}\n/save\n/help\n/unknown\n",
+        talk = talk.display(),
+        other = other.display()
+    );
+    let (answers, err) = with_bytes(&args, input.as_bytes());
+    let answers: Vec<&str> = answers.lines().collect();
+    assert_eq!((answers.len(), answers[0]), (4, answers[1]), "{answers:?} {err}");
+    let saved: Value = serde_json::from_str(&fs::read_to_string(&talk).unwrap()).unwrap();
+    let message = |role: &str, content: &str| serde_json::json!({ "role": role, "content": content });
+    let expected = [
+        message("system", "s"),
+        message("user", "to be"),
+        message("assistant", answers[1]),
+        message("user", "or"),
+        message("assistant", answers[2]),
+    ];
+    assert_eq!(saved["messages"], Value::from(expected.to_vec()));
+    assert_eq!(fs::read_to_string(&other).unwrap(), "mine");
+    for part in [
+        "/retry: expected a message before it",
+        "in place of the earlier state",
+        "other.json: expected a new file, found an existing one",
+        "/save: expected the name of a file",
+        "/save FILE    write the conversation",
+    ] {
+        assert!(err.contains(part), "{part}: {err}");
+    }
+}
+
+/// The answers to a conversation are those of computing each prompt as a whole, and the settings of the model count.
+#[test]
+fn generation_settings_of_a_model_are_the_defaults_of_chat() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("run");
+    train(&run);
+    fs::write(run.join("chat_template.jinja"), "{% for m in messages %}{{ m.content }}{% endfor %}").unwrap();
+    let chat = |config: &str, flags: &[&str]| {
+        fs::write(run.join("generation_config.json"), config).unwrap();
+        let args = ["chat", "--device", "cpu", "--model", text(&run), "-g", "8"];
+        with_bytes(&[&args[..], flags].concat(), b"to be\nor\n")
+    };
+    let (greedy, _) = chat("{}", &["--temperature", "0"]);
+    let (plain, err) = chat(r#"{"temperature": 0.01}"#, &[]);
+    assert!(plain != greedy && !err.contains("sampling of generation_config.json"), "{err}");
+    let (stated, err) = chat(r#"{"do_sample": false}"#, &[]);
+    assert!(stated == greedy && err.contains("unless flags say otherwise: temperature 0\n"), "{err}");
+    assert_eq!(chat(r#"{"do_sample": true, "top_k": 1}"#, &[]).0, greedy);
+    assert_eq!(chat(r#"{"do_sample": false}"#, &["--temperature", "1"]).0, plain);
+    fs::write(run.join("generation_config.json"), r#"{"do_sample": true, "top_p": 2}"#).unwrap();
+    fail(
+        &["chat", "--device", "cpu", "--model", text(&run)],
+        &["generation_config.json", "top_p: expected a number from 0 to 1, found 2"],
+    );
+}

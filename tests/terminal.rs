@@ -157,3 +157,68 @@ fn the_live_plot_obeys_keys_and_restores_the_terminal() {
         );
     }
 }
+
+/// Reads what a program in a terminal writes until `part` appears after `from`. Returns where it ends.
+fn wait_for(output: &mut impl Read, written: &mut Vec<u8>, from: usize, part: &str) -> usize {
+    loop {
+        if let Some(at) = written[from..].windows(part.len()).position(|found| found == part.as_bytes()) {
+            return from + at + part.len();
+        }
+        let mut bytes = [0; 4096];
+        let length = output.read(&mut bytes).unwrap();
+        assert!(length > 0, "{part}: {}", String::from_utf8_lossy(written));
+        written.extend(&bytes[..length]);
+    }
+}
+
+#[test]
+fn a_conversation_in_a_terminal_has_a_history_and_interrupts() {
+    let directory = tempfile::tempdir().unwrap();
+    let [run, state] = ["run", "state"].map(|name| directory.path().join(name));
+    let model = ["--layers", "1", "--channels", "32", "--heads", "2", "--seq", "32", "--batch", "2", "--steps", "1"];
+    let rest = ["--val-every", "0", "--sample-every", "0", "--out", run.to_str().unwrap()];
+    succeed(&[&["train", "--device", "cpu"], &model[..], &rest].concat());
+    let start = || {
+        let program = env!("CARGO_BIN_EXE_llm-rs");
+        let mut script = Command::new("script");
+        let command =
+            format!("stty cols 80 rows 24; exec {program} chat --device cpu --model {} -g 100000000", run.display());
+        script.args(["-qec", &command, "/dev/null"]).env("TERM", "xterm").env("XDG_STATE_HOME", &state);
+        script.current_dir(directory.path()).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut script = script.spawn().expect("script is installed");
+        let (input, output) = (script.stdin.take().unwrap(), script.stdout.take().unwrap());
+        (script, input, output)
+    };
+    let (mut script, mut input, mut output) = start();
+    let mut written = Vec::new();
+    let at = wait_for(&mut output, &mut written, 0, "> ");
+    // A pasted text of two lines is one message. Its answer, which would take hours, ends at Ctrl-C.
+    input.write_all(b"\x1b[200~to be\nor not\x1b[201~\r").unwrap();
+    let at = wait_for(&mut output, &mut written, at, "not");
+    thread::sleep(Duration::from_millis(300));
+    input.write_all(b"\x03").unwrap();
+    let at = wait_for(&mut output, &mut written, at, "the answer was interrupted");
+    let at = wait_for(&mut output, &mut written, at, "> ");
+    input.write_all(b"/help\r").unwrap();
+    let at = wait_for(&mut output, &mut written, at, "/retry        another answer");
+    let at = wait_for(&mut output, &mut written, at, "> ");
+    input.write_all(b"/nothing\r").unwrap();
+    let at = wait_for(&mut output, &mut written, at, "/nothing: expected a command, found an unknown one");
+    wait_for(&mut output, &mut written, at, "> ");
+    input.write_all(b"\x04").unwrap();
+    output.read_to_end(&mut written).unwrap();
+    assert!(script.wait().unwrap().success());
+    let history = fs::read_to_string(state.join("llm-rs/chat_history")).unwrap();
+    assert!(history.contains("to be\\nor not\n/help\n/nothing\n"), "{history}");
+    assert!(!directory.path().join("chat_history").exists());
+
+    // Another conversation has the lines of this one.
+    let (mut script, mut input, mut output) = start();
+    let mut written = Vec::new();
+    let at = wait_for(&mut output, &mut written, 0, "> ");
+    input.write_all(b"\x1b[A\x1b[A").unwrap();
+    wait_for(&mut output, &mut written, at, "/help");
+    input.write_all(b"\x15\x03").unwrap();
+    output.read_to_end(&mut written).unwrap();
+    assert!(script.wait().unwrap().success());
+}

@@ -109,6 +109,32 @@ impl Stop {
     }
 }
 
+/// Ctrl-C in a conversation: it ends an answer, and not the program.
+#[derive(Debug)]
+pub struct Interrupts(Arc<AtomicBool>);
+
+impl Interrupts {
+    /// Listens from here on. A second SIGINT before [`clear`](Self::clear) ends the process, so that a computation that does not look at the
+    /// first one can be ended.
+    pub fn listen() -> Result<Self> {
+        let set = Arc::new(AtomicBool::new(false));
+        flag::register_conditional_shutdown(SIGINT, 128 + SIGINT, Arc::clone(&set))
+            .and_then(|_| flag::register(SIGINT, Arc::clone(&set)))
+            .context("cannot listen for signals")?;
+        Ok(Self(set))
+    }
+
+    /// Forgets earlier interrupts.
+    pub fn clear(&self) {
+        self.0.store(false, Ordering::Relaxed);
+    }
+
+    /// Returns whether there was an interrupt.
+    pub fn is_set(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
 /// The effect of a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Response {

@@ -192,3 +192,48 @@ fn health_and_models_tell_whether_requests_can_be_answered() {
         assert!(status == 404 && error.contains("model_not_found"), "{error}");
     }
 }
+
+/// The files of the model from which a run started: template, settings and end tokens.
+#[test]
+fn a_conversation_uses_the_settings_and_the_cache() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("run");
+    train(&run, "6", &[]);
+    let files = run.join("hugging_face");
+    fs::create_dir(&files).unwrap();
+    fs::write(files.join("chat_template.jinja"), "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}a")
+        .unwrap();
+    fs::write(files.join("generation_config.json"), r#"{"do_sample": false, "eos_token_id": [300]}"#).unwrap();
+    let ask = |server: &Server, messages: &[Value], more: Value| {
+        let mut body = json!({ "messages": messages, "max_tokens": 6 });
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let (status, text) = server.post("/v1/chat/completions", &body.to_string());
+        assert_eq!(status, 200, "{text}");
+        let answer: Value = serde_json::from_str(&text).unwrap();
+        let usage = &answer["usage"];
+        let tokens = [&usage["prompt_tokens"], &usage["prompt_tokens_details"]["cached_tokens"]];
+        (answer["choices"][0]["message"]["content"].clone(), tokens.map(|tokens| tokens.as_u64().unwrap()))
+    };
+    let message = |role: &str, content: &Value| json!({ "role": role, "content": content });
+    let server = Server::start(&run, &["--slots", "2"]);
+    let status = server.event("status", |status| status["model"]["sampling"].is_object());
+    assert_eq!(status["model"]["sampling"]["temperature"], 0.0);
+    let mut talk = vec![message("user", &json!("to be or not to be"))];
+    let (first, tokens) = ask(&server, &talk, json!({}));
+    assert_eq!(tokens, [21, 0]);
+    talk.extend([message("assistant", &first), message("user", &json!("or"))]);
+    let (second, [prompt, cached]) = ask(&server, &talk, json!({}));
+    // All but the last token of the answer, and what the template adds.
+    assert!(cached >= 21 && cached < prompt, "{cached} of {prompt}");
+    // The same answer from a server that has computed nothing, and with the settings in the request. Log probabilities do not use the cache.
+    let fresh = Server::start(&run, &["--slots", "2"]);
+    assert_eq!(ask(&fresh, &talk, json!({ "temperature": 0 })), (second, [prompt, 0]));
+    let scored = |server: &Server| {
+        let body = json!({ "prompt": "uto be or not to be;a", "max_tokens": 2, "echo": true, "logprobs": 2, "temperature": 0 });
+        server.complete(&body)["choices"].clone()
+    };
+    assert_eq!(scored(&server), scored(&Server::start(&run, &["--slots", "2"])));
+    // Another answer begins at the last token of the prompt. Two texts for a prompt count its tokens once.
+    let (_, [prompt, cached]) = ask(&server, &talk, json!({ "temperature": 1, "n": 2 }));
+    assert_eq!(cached, prompt - 1);
+}

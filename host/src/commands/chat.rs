@@ -1,29 +1,37 @@
 //! `chat`: a conversation with a model in the terminal.
 
+mod command;
 mod date;
+mod input;
 pub mod renderer;
 pub mod template;
 
-use super::generation::{Loaded, SamplingFlags, check_prompt, context, end_tokens, load, tokenizer_of};
+use super::generation::{
+    Loaded, SamplingFlags, check_prompt, context, default_sampling, describe_sampling, end_tokens, load, tokenizer_of,
+};
 use super::resources::{Hardware, ModelPath};
-use crate::generate::{Finish, Request, TextStream, generate};
+use crate::generate::{Finish, Request, Scheduler, TextStream};
+use crate::signals::Interrupts;
 use crate::terminal::{self, counted};
 use crate::values::count;
-use anyhow::{Context, Result, bail, ensure};
-use std::io::{BufRead, IsTerminal, Read, Write, stderr, stdin, stdout};
+use anyhow::{Result, anyhow, bail, ensure};
+use command::Command;
+use engine::ops::SlotSampling;
+use input::{Input, Line};
+use interchange::ModelSource;
+use serde_json::json;
+use std::io::{Write, stderr, stdout};
+use std::path::{Path, PathBuf};
 use template::{ChatTemplate, Message};
 use tokenizer::Tokenizer;
 
 /// Tokens reserved for an answer: the oldest messages are removed to make room. At most a quarter of a short context is reserved.
 const MIN_ANSWER: usize = 64;
 
-/// Maximum length of a line of a conversation in bytes, including the line break.
-const MAX_LINE: u64 = 1 << 20;
-
 /// Talk to a model in the terminal
 ///
 /// A model with a chat template (chat_template in tokenizer_config.json, or chat_template.jinja) answers messages. Any other model
-/// continues the text. /clear begins a new conversation. /exit or the end of the input ends the program.
+/// continues the text. /help lists the commands. Ctrl-C ends an answer; at the prompt, Ctrl-C or Ctrl-D ends the program.
 #[derive(Debug, clap::Args)]
 pub struct Chat {
     #[command(flatten)]
@@ -72,104 +80,207 @@ pub fn run(args: &Chat) -> Result<()> {
     }
     // A template that cannot be used is an error before the first message.
     template.as_ref().map_or(Ok(()), ChatTemplate::check)?;
+    let of_model = default_sampling(&source)?;
     let (capacity, note) = context(&source, args.context);
     note.map_or(Ok(()), |note| terminal::note(&note))?;
-    let loaded = load(source, &args.hardware, 1, capacity)?;
+    if let Some(sampling) = describe_sampling(of_model) {
+        terminal::note(&format!("sampling of generation_config.json, unless flags say otherwise: {sampling}"))?;
+    }
+    let mut loaded = load(source, &args.hardware, 1, capacity)?;
+    let scheduler = Scheduler::new(&loaded.generator, &mut *loaded.engine, loaded.run_ahead)?;
     let mode = match template {
         Some(template) => {
             Mode::Messages { template: Box::new(template), system: args.system.clone(), messages: Vec::new() }
         }
-        None => Mode::Text(vec![tokenizer.document()]),
+        None => Mode::Text { tokens: vec![tokenizer.document()], answer: None },
     };
-    let mut conversation = Conversation { args, tokenizer, ends, loaded, vocab: descriptor.vocab, mode, turns: 0 };
-    let terminal = stdin().is_terminal();
-    let kind = match conversation.mode {
-        Mode::Text(_) => "no chat template: the model continues the text",
-        Mode::Messages { .. } => "chat template found",
+    writeln!(stderr(), "{}; /help: commands, /exit: end", mode.description())?;
+    let mut input = Input::open()?;
+    let mut conversation = Conversation {
+        args,
+        tokenizer,
+        ends,
+        sampling: args.sampling.settings().over(of_model),
+        loaded,
+        scheduler,
+        vocab: descriptor.vocab,
+        mode,
+        unanswered: None,
+        saved: None,
+        turns: 0,
+        interrupts: if input.is_interactive() { Some(Interrupts::listen()?) } else { None },
     };
-    writeln!(stderr(), "{kind}; /clear: new conversation, /exit: end")?;
-    let mut input = stdin().lock();
     loop {
-        if terminal {
-            write!(stderr(), "> ")?;
+        match input.next()? {
+            Line::End => return Ok(()),
+            Line::NotUtf8 => {
+                writeln!(stderr(), "error: message: expected UTF-8 text, found other bytes; the line is ignored")?;
+            }
+            Line::Text(line) => match Command::parse(&line) {
+                Ok(Some(Command::Exit)) => return Ok(()),
+                // A script that sends messages knows the commands that it uses.
+                Ok(Some(Command::Unknown(_))) if !input.is_interactive() => conversation.answer(&line)?,
+                Ok(Some(command)) => conversation.obey(command)?,
+                Err(error) => writeln!(stderr(), "error: {error}")?,
+                Ok(None) if line.trim().is_empty() => {}
+                Ok(None) => conversation.answer(&line)?,
+            },
         }
-        let Some(line) = read_line(&mut input)? else { return Ok(()) };
-        let Ok(line) = String::from_utf8(line) else {
-            writeln!(stderr(), "error: message: expected UTF-8 text, found other bytes; the line is ignored")?;
-            continue;
-        };
-        match line.trim() {
-            "/exit" => return Ok(()),
-            "/clear" => conversation.clear(),
-            "" => {}
-            _ => conversation.answer(&line)?,
-        }
     }
-}
-
-/// Returns the next line without its end, or `None` at the end of the input.
-fn read_line(input: &mut impl BufRead) -> Result<Option<Vec<u8>>> {
-    let mut line = Vec::new();
-    let read = input.take(MAX_LINE + 1).read_until(b'\n', &mut line).context("cannot read standard input")?;
-    ensure!(
-        read as u64 <= MAX_LINE,
-        "message: expected a line of at most {MAX_LINE} bytes, found a longer one; shorten it"
-    );
-    if line.last() == Some(&b'\n') {
-        line.pop();
-    }
-    if line.last() == Some(&b'\r') {
-        line.pop();
-    }
-    Ok((read > 0).then_some(line))
 }
 
 /// The text that the model reads.
 enum Mode {
-    /// The tokens of the whole text, which the model continues.
-    Text(Vec<u32>),
+    /// The tokens of the whole text, which the model continues, and where the last answer begins.
+    Text { tokens: Vec<u32>, answer: Option<usize> },
     /// Messages, which the template turns into a text.
     Messages { template: Box<ChatTemplate>, system: Option<String>, messages: Vec<Message> },
+}
+
+impl Mode {
+    fn description(&self) -> &'static str {
+        match self {
+            Self::Text { .. } => {
+                "no chat template: the model continues the text (for answers, tune it with conversations, or put the \
+                 chat_template.jinja that it was tuned with next to it)"
+            }
+            Self::Messages { .. } => "chat template found",
+        }
+    }
 }
 
 struct Conversation<'a> {
     args: &'a Chat,
     tokenizer: Tokenizer,
     ends: Vec<u32>,
+    sampling: SlotSampling,
     loaded: Loaded,
+    /// Keeps the keys and values of the conversation.
+    scheduler: Scheduler,
     vocab: usize,
     mode: Mode,
+    /// The last message, if it has no answer. It is not part of the conversation.
+    unanswered: Option<String>,
+    /// The file to which this conversation has been saved.
+    saved: Option<PathBuf>,
     turns: u32,
+    /// Set in a terminal.
+    interrupts: Option<Interrupts>,
 }
 
 impl Conversation<'_> {
+    /// Obeys any command but that to exit. An invalid one is an error message.
+    fn obey(&mut self, command: Command) -> Result<()> {
+        let done = match command {
+            Command::Exit => Ok(None),
+            Command::Unknown(name) => Err(anyhow!(
+                "{name}: expected a command, found an unknown one; /help lists them, and a space before it makes it a message"
+            )),
+            Command::Help => Ok(Some(command::HELP.to_owned())),
+            Command::Clear => {
+                self.clear();
+                Ok(None)
+            }
+            Command::Retry => return self.retry(),
+            Command::Save(path) => self.save(&path).map(Some),
+            Command::System(text) => self.set_system(text).map(Some),
+        };
+        match done {
+            Ok(Some(note)) => writeln!(stderr(), "{note}")?,
+            Ok(None) => {}
+            Err(error) => writeln!(stderr(), "error: {error:#}")?,
+        }
+        Ok(())
+    }
+
     fn clear(&mut self) {
+        (self.unanswered, self.saved) = (None, None);
         match &mut self.mode {
-            Mode::Text(text) => text.truncate(1),
+            Mode::Text { tokens, answer } => {
+                tokens.truncate(1);
+                *answer = None;
+            }
             Mode::Messages { messages, .. } => messages.clear(),
         }
     }
 
+    fn set_system(&mut self, text: Option<String>) -> Result<String> {
+        let Mode::Messages { system, .. } = &mut self.mode else {
+            bail!("/system: expected a model with a chat template, found one without");
+        };
+        *system = text;
+        Ok(match system {
+            Some(_) => "the instructions precede the conversation from the next answer on".to_owned(),
+            None => "the conversation has no instructions; /system TEXT sets them".to_owned(),
+        })
+    }
+
+    /// Writes the conversation as a JSON object with `messages`, or with the `text` of a model without a template.
+    fn save(&mut self, path: &Path) -> Result<String> {
+        let name = path.display();
+        let exists = path.exists();
+        ensure!(
+            !exists || self.saved.as_deref() == Some(path),
+            "/save {name}: expected a new file, found an existing one, which would be overwritten; choose another name"
+        );
+        let json = match &self.mode {
+            Mode::Text { tokens, .. } => json!({ "text": self.tokenizer.text(&tokens[1..]) }),
+            Mode::Messages { system, messages, .. } => {
+                let system = system.as_deref().map(|text| Message::new("system", text));
+                json!({ "messages": system.iter().chain(messages).collect::<Vec<_>>() })
+            }
+        };
+        atomic_file::write(path, |file| Ok(writeln!(file, "{json}")?))?;
+        self.saved = Some(path.to_owned());
+        Ok(if exists {
+            format!("saved to {name} again, in place of the earlier state")
+        } else {
+            format!("saved to {name}")
+        })
+    }
+
     /// Adds the user's line and prints the model's answer.
     fn answer(&mut self, line: &str) -> Result<()> {
-        let prompt = match &mut self.mode {
-            Mode::Text(text) => {
-                text.extend(self.tokenizer.encode(line)?);
-                text.clone()
+        self.unanswered = None;
+        match &mut self.mode {
+            Mode::Text { tokens, answer } => {
+                tokens.extend(self.tokenizer.encode(line)?);
+                *answer = Some(tokens.len());
             }
-            Mode::Messages { messages, .. } => {
-                messages.push(Message::new("user", line));
-                match self.rendered()? {
-                    Some(prompt) => prompt,
-                    None => return Ok(()),
-                }
+            Mode::Messages { messages, .. } => messages.push(Message::new("user", line)),
+        }
+        self.generate()
+    }
+
+    /// Prints another answer to the last message.
+    fn retry(&mut self) -> Result<()> {
+        if let Some(line) = self.unanswered.take() {
+            return self.answer(&line);
+        }
+        match &mut self.mode {
+            Mode::Text { tokens, answer: Some(answer) } => tokens.truncate(*answer),
+            Mode::Messages { messages, .. } if messages.last().is_some_and(Message::is_answer) => {
+                messages.pop();
             }
+            _ => return Ok(writeln!(stderr(), "error: /retry: expected a message before it, found none; write one")?),
+        }
+        self.generate()
+    }
+
+    /// Prints the model's answer to the conversation, and adds it.
+    fn generate(&mut self) -> Result<()> {
+        let prompt = match &self.mode {
+            Mode::Text { tokens, .. } => tokens.clone(),
+            Mode::Messages { .. } => match self.rendered()? {
+                Some(prompt) => prompt,
+                None => return Ok(()),
+            },
         };
         check_prompt(&prompt, self.vocab)?;
         let capacity = self.loaded.generator.capacity();
         let room = match self.mode {
             // A text that exceeds the context continues from its newest half.
-            Mode::Text(_) => usize::MAX,
+            Mode::Text { .. } => usize::MAX,
             // The last token needs no place in the cache.
             Mode::Messages { .. } => capacity + 1 - prompt.len(),
         };
@@ -178,7 +289,7 @@ impl Conversation<'_> {
             tokens: self.args.tokens.min(room),
             // Every answer has random numbers of its own.
             seed: self.args.sampling.seed.wrapping_add(self.turns),
-            sampling: self.args.sampling.sampling(),
+            sampling: self.sampling,
             ends: self.ends.clone(),
         };
         self.turns = self.turns.wrapping_add(1);
@@ -191,8 +302,14 @@ impl Conversation<'_> {
             *text += &new;
             Ok(())
         };
-        let Loaded { generator, engine, run_ahead } = &mut self.loaded;
-        let finishes = generate(generator, &mut **engine, &[request], *run_ahead, &mut |_, token| {
+        let interrupts = self.interrupts.as_ref();
+        interrupts.inspect(|interrupts| interrupts.clear());
+        let is_interrupted = || interrupts.is_some_and(Interrupts::is_set);
+        let Loaded { generator, engine, .. } = &mut self.loaded;
+        let finishes = self.scheduler.generate(generator, &mut **engine, &[request], &mut |_, token| {
+            if is_interrupted() {
+                return Ok(false);
+            }
             tokens.push(token);
             print(&mut text, stream.push(token))?;
             Ok(!stream.stopped())
@@ -200,13 +317,25 @@ impl Conversation<'_> {
         print(&mut text, stream.finish())?;
         writeln!(stdout())?;
         if room < self.args.tokens && finishes == [Finish::Length] {
-            writeln!(stderr(), "note: the answer ends because the context of {capacity} tokens is full")?;
+            let advice = if self.interrupts.is_some() { "; /clear begins a new conversation" } else { "" };
+            writeln!(stderr(), "note: the answer ends because the context of {capacity} tokens is full{advice}")?;
         }
-        match &mut self.mode {
-            Mode::Text(whole) => whole.extend(tokens),
-            Mode::Messages { messages, .. } => messages.push(Message::new("assistant", &text)),
+        if is_interrupted() {
+            writeln!(stderr(), "note: the answer was interrupted; /retry begins another one")?;
         }
+        self.add(&text, &tokens, is_interrupted());
         Ok(())
+    }
+
+    /// Adds an answer. A message whose answer was interrupted before it began is not part of the conversation.
+    fn add(&mut self, text: &str, new: &[u32], is_interrupted: bool) {
+        match &mut self.mode {
+            Mode::Text { tokens, .. } => tokens.extend(new),
+            Mode::Messages { messages, .. } if text.is_empty() && is_interrupted => {
+                self.unanswered = messages.pop().map(Message::into_content);
+            }
+            Mode::Messages { messages, .. } => messages.push(Message::new("assistant", text)),
+        }
     }
 
     /// Returns the tokens of the conversation. If they and the shortest answer exceed the context, the oldest messages are removed. If the

@@ -1,6 +1,6 @@
 //! `sample`: generates text with a model.
 
-use super::generation::{Loaded, SamplingFlags, check_prompt, end_tokens, load, tokenizer_of};
+use super::generation::{Loaded, PLAIN_SAMPLING, SamplingFlags, check_prompt, end_tokens, load, tokenizer_of};
 use super::resources::{Hardware, ModelPath};
 use crate::generate::{Finish, Request, TextStream, generate};
 use crate::terminal::{self, counted};
@@ -73,7 +73,7 @@ pub fn run(args: &Sample) -> Result<()> {
     let ends = if args.ignore_end { Vec::new() } else { end_tokens(&tokenizer, &source)? };
     let capacity = descriptor.max_seq_len.min(prompt.len().saturating_add(args.tokens));
     let Loaded { generator, mut engine, run_ahead } = load(source, &args.hardware, args.n.min(MAX_SLOTS), capacity)?;
-    let (tokens, sampling) = (args.tokens, args.sampling.sampling());
+    let (tokens, sampling) = (args.tokens, args.sampling.settings().over(PLAIN_SAMPLING));
     let request = |i: usize| {
         let seed = args.sampling.seed.wrapping_add(i as u32);
         Request { prompt: prompt.clone(), tokens, seed, sampling, ends: ends.clone() }

@@ -8,6 +8,7 @@ use anyhow::{Context, Result};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::env;
 use std::io::{Read, Write, stdin, stdout};
+use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
 /// The first argument of the process. It is not a command of users.
@@ -26,6 +27,8 @@ pub fn render(template: &ChatTemplate, messages: &[&Message]) -> Result<Result<S
     // The running program, even if its file has been replaced.
     let mut command = Command::new("/proc/self/exe");
     command.arg(COMMAND).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+    // Ctrl-C in a terminal goes to the process group of `chat`, where it must not end the process.
+    command.process_group(0);
     let mut child = command.spawn().context("cannot start the process that renders the chat template")?;
     if let Some(mut stdin) = child.stdin.take() {
         // A process that has ended does not read.

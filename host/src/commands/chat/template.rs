@@ -26,6 +26,16 @@ impl Message {
     pub fn new(role: &str, content: &str) -> Self {
         Self { role: role.to_owned(), content: content.to_owned() }
     }
+
+    /// Returns the text.
+    pub fn into_content(self) -> String {
+        self.content
+    }
+
+    /// Returns whether the model has written the message.
+    pub fn is_answer(&self) -> bool {
+        self.role == "assistant"
+    }
 }
 
 /// The reason why a template gives no text.

@@ -1,9 +1,8 @@
 //! The part of OpenAI's API that the server implements: requests, and the JSON of responses.
 
 use super::error::ApiError;
-use crate::commands::generation::divisor;
+use crate::commands::generation::SamplingSettings;
 use crate::generate::Finish;
-use engine::ops::SlotSampling;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::fmt::Display;
@@ -71,8 +70,8 @@ pub struct Completion {
     pub n: usize,
     /// Maximum number of tokens in each text; `None`: as many as the context holds.
     pub tokens: Option<usize>,
-    /// How tokens are chosen.
-    pub sampling: SlotSampling,
+    /// How tokens are chosen. Settings that are absent are those of the model.
+    pub sampling: SamplingSettings,
     /// Seed of the first text; `None`: a random one.
     pub seed: Option<u32>,
     /// Strings before which a text ends.
@@ -226,25 +225,20 @@ impl Completion {
 }
 
 impl Body {
-    fn sampling(&self) -> Result<SlotSampling, ApiError> {
-        let temperature = self.temperature.unwrap_or(1.0);
-        check("temperature", (0.0..=100.0).contains(&temperature), "a number from 0 to 100", temperature)?;
-        let top_p = self.top_p.unwrap_or(1.0);
-        check("top_p", (0.0..=1.0).contains(&top_p), "a number from 0 to 1", top_p)?;
-        let min_p = self.min_p.unwrap_or(0.0);
-        check("min_p", (0.0..=1.0).contains(&min_p), "a number from 0 to 1", min_p)?;
-        let repetition_penalty = self.repetition_penalty.unwrap_or(1.0);
-        let valid = repetition_penalty > 0.0 && repetition_penalty.is_finite();
-        check("repetition_penalty", valid, "a finite number above 0", repetition_penalty)?;
+    fn sampling(&self) -> Result<SamplingSettings, ApiError> {
+        let Self { temperature, top_p, min_p, repetition_penalty, .. } = *self;
+        let within = |name, value: Option<f32>, most: f32, expected: &str| {
+            value.map_or(Ok(()), |value| check(name, (0.0..=most).contains(&value), expected, value))
+        };
+        within("temperature", temperature, 100.0, "a number from 0 to 100")?;
+        within("top_p", top_p, 1.0, "a number from 0 to 1")?;
+        within("min_p", min_p, 1.0, "a number from 0 to 1")?;
+        if let Some(penalty) = repetition_penalty {
+            check("repetition_penalty", penalty > 0.0 && penalty.is_finite(), "a finite number above 0", penalty)?;
+        }
         // Other servers write -1 for all tokens.
-        let top_k = self.top_k.unwrap_or(0).max(0);
-        Ok(SlotSampling {
-            repetition_penalty,
-            temperature: divisor(temperature),
-            top_k: i32::try_from(top_k).unwrap_or(i32::MAX),
-            top_p,
-            min_p,
-        })
+        let top_k = self.top_k.map(|top_k| i32::try_from(top_k.max(0)).unwrap_or(i32::MAX));
+        Ok(SamplingSettings { temperature, top_k, top_p, min_p, repetition_penalty })
     }
 
     fn truncate(&self) -> Result<Option<Truncate>, ApiError> {
@@ -506,7 +500,8 @@ mod tests {
     fn settings_are_checked() {
         let request = parse(&json!({ "stop": "x", "top_k": -1, "seed": -1, "max_tokens": 5, "n": 2 }), false).unwrap();
         assert_eq!((request.stops, request.seed, request.tokens), (vec!["x".to_owned()], Some(u32::MAX), Some(5)));
-        assert_eq!((request.sampling.top_k, request.n, request.stream), (0, 2, None));
+        assert_eq!((request.sampling.top_k, request.n, request.stream), (Some(0), 2, None));
+        assert_eq!(request.sampling.temperature, None);
         let request = parse(&json!({ "stream": true, "stream_options": { "include_usage": true } }), false).unwrap();
         assert_eq!((request.stream, request.tokens), (Some(StreamOptions { include_usage: true }), Some(16)));
         let truncate =

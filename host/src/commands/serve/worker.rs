@@ -6,15 +6,16 @@ use super::logprobs::{Scored, logprobs};
 use super::openai::{Completion, Prompt, Truncate, Usage};
 use super::queue::{Event, Job, Queue};
 use crate::commands::chat::template::ChatTemplate;
-use crate::commands::generation::{Loaded, context, end_tokens, load, tokenizer_of};
+use crate::commands::generation::{Loaded, context, default_sampling, end_tokens, load, tokenizer_of};
 use crate::commands::resources::Hardware;
 use crate::commands::resources::open_with_adapters;
 use crate::generate::{Finish, Request, Scheduler, TextStream};
 use anyhow::{Context, Result};
 use checkpoint::resume::{newest_model_file, newest_model_path};
+use engine::ops::SlotSampling;
 use interchange::ModelSource;
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -62,6 +63,8 @@ pub struct Status {
     pub loaded: Option<String>,
     /// Whether the model has a chat template; unknown before there is a checkpoint.
     pub chat: Option<bool>,
+    /// How tokens are chosen unless a request says otherwise, by the names of requests.
+    pub sampling: Option<Value>,
     /// Why the model cannot be used.
     pub error: Option<String>,
     /// Texts in progress.
@@ -80,6 +83,7 @@ impl Status {
         let source = opened.as_ref().ok().map(|(source, _)| source);
         Self {
             chat: source.map(has_template),
+            sampling: source.and_then(|source| default_sampling(source).ok()).map(settings_of),
             context: source.map(|source| settings.capacity(source)),
             error: opened.as_ref().err().map(|error| format!("{error:#}")),
             slots: settings.slots,
@@ -90,6 +94,20 @@ impl Status {
 
 /// The status, shared with the thread.
 pub type SharedStatus = Arc<Mutex<Status>>;
+
+/// Returns settings by the names of requests.
+fn settings_of(sampling: SlotSampling) -> Value {
+    let SlotSampling { repetition_penalty, temperature, top_k, top_p, min_p } = sampling;
+    // The decimal that the user wrote, not the digits of the nearest f64.
+    let number = |x: f32| json!(x.to_string().parse::<f64>().unwrap_or_default());
+    let mut settings = json!({ "top_k": top_k });
+    for (name, value) in
+        [("temperature", temperature), ("top_p", top_p), ("min_p", min_p), ("repetition_penalty", repetition_penalty)]
+    {
+        settings[name] = number(value);
+    }
+    settings
+}
 
 /// Returns whether a model has a chat template. Requests report that it is not valid.
 fn has_template(source: &ModelSource) -> bool {
@@ -115,6 +133,7 @@ struct Opened {
     source: ModelSource,
     tokenizer: Tokenizer,
     ends: Vec<u32>,
+    sampling: SlotSampling,
 }
 
 /// A model that is ready.
@@ -125,6 +144,8 @@ struct Model {
     scheduler: Scheduler,
     tokenizer: Tokenizer,
     ends: Vec<u32>,
+    /// Unless a request says otherwise.
+    sampling: SlotSampling,
     has_template: bool,
     vocab: usize,
 }
@@ -270,6 +291,7 @@ impl Worker {
             status.error = opened.as_ref().err().map(|error| format!("{error:#}"));
             if let Ok(source) = &opened {
                 status.chat = Some(has_template(source));
+                status.sampling = default_sampling(source).ok().map(settings_of);
                 status.context = Some(self.settings.capacity(source));
             }
         });
@@ -338,6 +360,7 @@ impl Worker {
                 self.update(|status| {
                     status.loaded = Some(model.file.display().to_string());
                     status.chat = Some(model.has_template);
+                    status.sampling = Some(settings_of(model.sampling));
                     status.context = Some(model.loaded.generator.capacity());
                     status.error = None;
                 });
@@ -527,17 +550,18 @@ impl Opened {
         let file = if is_run(path) { newest_model_file(path)? } else { None };
         let (source, tokenizer) = open_path(file.as_ref().unwrap_or(path), settings)?;
         let ends = end_tokens(&tokenizer, &source)?;
-        Ok(Self { identity, source, tokenizer, ends })
+        let sampling = default_sampling(&source)?;
+        Ok(Self { identity, source, tokenizer, ends, sampling })
     }
 
     fn load(self, settings: &Settings) -> Result<Model> {
-        let Self { identity, source, tokenizer, ends } = self;
+        let Self { identity, source, tokenizer, ends, sampling } = self;
         let (vocab, has_template, file) = (source.descriptor().vocab, has_template(&source), source.path().to_owned());
         let capacity = settings.capacity(&source);
         let mut loaded = load(source, &settings.hardware, settings.slots, capacity)
             .with_context(|| format!("cannot load {}", file.display()))?;
         let scheduler = Scheduler::new(&loaded.generator, &mut *loaded.engine, loaded.run_ahead)?;
-        Ok(Model { identity, file, loaded, scheduler, tokenizer, ends, has_template, vocab })
+        Ok(Model { identity, file, loaded, scheduler, tokenizer, ends, sampling, has_template, vocab })
     }
 }
 
@@ -574,7 +598,7 @@ impl Model {
                     prompt: tokens.clone(),
                     tokens: completion.tokens.map_or(room, |tokens| tokens.min(room)),
                     seed,
-                    sampling: completion.sampling,
+                    sampling: completion.sampling.over(self.sampling),
                     ends: if completion.ignore_end { Vec::new() } else { self.ends.clone() },
                 };
                 requests.push(Planned {
