@@ -234,13 +234,13 @@ fn a_visitor_sees_the_run_and_talks_to_the_model() {
     browser.click("#prompt");
     browser.write("To be, or");
     browser.click("#send");
-    browser.wait_until("document.querySelector('.message.model')?.textContent.length > 50");
+    browser.wait_until("document.querySelector('.message.model .text')?.textContent.length > 50");
     browser.wait_until("!document.querySelector('#send').disabled");
-    assert_eq!(browser.evaluate("document.querySelector('.message.user').textContent"), "To be, or");
+    assert_eq!(browser.evaluate("document.querySelector('.message.user .text').textContent"), "To be, or");
     assert!(browser.screenshot("serve.png") > 20_000);
 
     // The number of tokens is a setting. The message is sent with the keyboard.
-    browser.click("section#chat summary");
+    browser.click("#sampling summary");
     browser
         .evaluate("(() => { const field = document.querySelector('#max_tokens'); field.focus(); field.select(); })()");
     browser.write("5");
@@ -250,7 +250,7 @@ fn a_visitor_sees_the_run_and_talks_to_the_model() {
     browser.key("Enter", 13, "\r");
     browser.wait_until("document.querySelectorAll('.message.model').length === 2");
     browser.wait_until("!document.querySelector('#send').disabled");
-    let second = browser.evaluate("document.querySelectorAll('.message.model')[1].textContent");
+    let second = browser.evaluate("document.querySelectorAll('.message.model .text')[1].textContent");
     assert!((1..=5).contains(&second.as_str().unwrap().chars().count()), "{second}");
 
     // While other clients occupy the model, Escape stops a message that waits. It is not answered later.
@@ -263,9 +263,11 @@ fn a_visitor_sees_the_run_and_talks_to_the_model() {
     browser.wait_until("!document.querySelector('#send').disabled");
     drop(others);
     browser.wait_until("/waiting requests0/.test(document.querySelector('#machine').textContent)");
-    assert_eq!(browser.evaluate("document.querySelectorAll('.message.user').length"), 3);
+    assert_eq!(browser.evaluate("document.querySelectorAll('.message.user').length"), 2);
     assert_eq!(browser.evaluate("document.querySelectorAll('.message.model').length"), 2);
-    browser.click("#clear");
+    assert_eq!(browser.evaluate("document.querySelector('#prompt').value"), "to be");
+    assert_eq!(browser.evaluate("document.querySelector('#base').hidden"), false);
+    browser.click("#new");
     assert_eq!(browser.evaluate("document.querySelector('#messages').children.length"), 0);
     assert_eq!(browser.evaluate("document.activeElement.id"), "prompt");
 
@@ -299,6 +301,198 @@ fn the_page_says_that_the_context_is_full() {
     browser.click("#send");
     browser
         .wait_until("/context of 64 tokens is full/.test(document.querySelector('.message.note')?.textContent ?? '')");
+    assert_eq!(browser.complaints, Vec::<String>::new());
+}
+
+/// Trains a model with a chat template and opens its page.
+fn open_chat(
+    browser: &mut Browser,
+    directory: &Path,
+    size: [u32; 2],
+    dark: bool,
+) -> (Process, Lines<BufReader<ChildStdout>>) {
+    let run = directory.join("run");
+    let model = ["--layers", "1", "--channels", "32", "--heads", "2", "--seq", "64", "--batch", "2", "--steps", "2"];
+    succeed(&[&["train", "--device", "cpu", "--val-every", "0"], &model[..], &["--out", text(&run)]].concat());
+    fs::write(run.join("chat_template.jinja"), "{% for m in messages %}{{ m.content }}{% endfor %}").unwrap();
+    let (server, lines, url) = serve(&run, &[]);
+    browser.open(&url, size, dark);
+    browser.wait_until("document.querySelector('#connection').textContent === 'connected'");
+    (server, lines)
+}
+
+/// Lets the page receive `window.answer` in parts of seven characters instead of answers of the model, and keep what it sent.
+const OTHER_ANSWERS: &str = r"(() => { const real = fetch; window.sent = []; window.fetch = async (url, options) => {
+    if (!String(url).includes('completions')) return real(url, options);
+    window.sent.push(JSON.parse(options.body));
+    const part = (content) => `data: ${JSON.stringify({ choices: [{ index: 0, delta: { content } }] })}\n\n`;
+    return new Response(window.answer.match(/[^]{1,7}/g).map(part).join('') + 'data: [DONE]\n\n');
+}; })()";
+
+/// What a model may write to harm a reader.
+const HOSTILE: &str = r#"# Title <script>window.harmed = 1</script>
+
+<img src=x onerror="window.harmed = 1"> <iframe srcdoc="<script>parent.harmed = 1</script>"></iframe>
+
+[a](javascript:window.harmed=1) [b](JaVaScRiPt:alert(1)) [c](data:text/html,<script>1</script>) [d](https://example.com/?q=1)
+![pixel](http://example.invalid/pixel.png) <https://example.org> [e](  vbscript:x ) [f](file:///etc/passwd) [g]("><script>1</script>)
+
+| a | b | <b>c</b> |
+|---|:-:|---|
+| 1 | **2** | `<script>window.harmed = 1</script>` |
+
+- one
+  - **two** *three*
+> quote
+
+```html"><script>window.harmed = 1</script>
+</code></pre><script>window.harmed = 1</script>
+"#;
+
+#[test]
+fn answers_of_a_hostile_model_do_no_harm() {
+    let Some(mut browser) = Browser::start() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    for (size, dark) in [([390, 844], true), ([1280, 900], false)] {
+        let _server = open_chat(&mut browser, dir.path(), size, dark);
+        browser.evaluate(OTHER_ANSWERS);
+        let columns = "| a ".repeat(200) + "|\n" + &"|---".repeat(200) + "|\n" + &"| cell ".repeat(200) + "|\n";
+        let rows = "| a | b |\n|---|---|\n".to_owned() + &"| 1 | 2 |\n".repeat(2000);
+        let nested = "> ".repeat(500) + &"[".repeat(5000) + &"*a ".repeat(5000) + &"`".repeat(3001);
+        for answer in [HOSTILE.to_owned(), columns + "\n" + &rows, nested] {
+            browser.evaluate(&format!("window.answer = {}", json!(answer)));
+            browser.click("#prompt");
+            browser.write("<b>hello</b>");
+            browser.click("#send");
+            browser.wait_until(
+                "!document.querySelector('#send').disabled && document.querySelector('#prompt').value === ''",
+            );
+        }
+        browser.wait_until("document.querySelectorAll('.message.model').length === 3");
+        assert_eq!(browser.evaluate("typeof window.harmed"), "undefined");
+        let forbidden =
+            "#messages :is(script, img, iframe, object, embed, style, link, form, input, [onerror], [srcdoc], [src])";
+        assert_eq!(browser.evaluate(&format!("document.querySelectorAll({}).length", json!(forbidden))), 0);
+        let links = "[...document.querySelectorAll('#messages a')].map((a) => a.href)";
+        let expected = json!(["https://example.com/?q=1", "http://example.invalid/pixel.png", "https://example.org/"]);
+        assert_eq!(browser.evaluate(links), expected);
+        assert_eq!(
+            browser.evaluate("[...document.querySelectorAll('#messages a')].every((a) => a.rel.includes('noopener') && a.rel.includes('noreferrer'))"),
+            true
+        );
+        // An unclosed block of code ends with the answer. Its language is text, too.
+        let code = "document.querySelector('.message.model .code code').textContent";
+        assert_eq!(browser.evaluate(code), "</code></pre><script>window.harmed = 1</script>\n");
+        assert_eq!(
+            browser.evaluate("document.querySelector('.code-bar span').textContent"),
+            "html\"><script>window.harmed"
+        );
+        assert_eq!(
+            browser.evaluate("document.querySelector('.message.model h3').textContent"),
+            "Title <script>window.harmed = 1</script>"
+        );
+        assert_eq!(browser.evaluate("document.querySelector('.message.model li li strong').textContent"), "two");
+        assert_eq!(browser.evaluate("document.querySelector('.message.model blockquote').textContent"), "quote");
+        assert_eq!(browser.evaluate("document.querySelectorAll('.message.model td').length >= 3 + 64 + 4000"), true);
+        assert_eq!(browser.evaluate("document.querySelector('.message.user .text').textContent"), "<b>hello</b>");
+        assert_eq!(browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), true);
+        assert!(browser.screenshot(&format!("chat_{}.png", size[0])) > 10_000);
+        assert_eq!(browser.complaints, Vec::<String>::new());
+        // The page does not see the end of its server.
+        browser.call("Page.navigate", json!({ "url": "about:blank" }));
+        fs::remove_dir_all(dir.path().join("run")).unwrap();
+    }
+}
+
+#[test]
+fn conversations_are_edited_answered_again_and_kept() {
+    let Some(mut browser) = Browser::start() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let _server = open_chat(&mut browser, dir.path(), [1000, 900], false);
+    let url = browser.evaluate("location.href").as_str().unwrap().to_owned();
+    browser.evaluate(OTHER_ANSWERS);
+    let texts = "[...document.querySelectorAll('.message .text')].map((text) => text.textContent)";
+    let answered = "!document.querySelector('#send').disabled";
+    browser.click("#instructions summary");
+    browser.click("#system");
+    browser.write("Be brief.");
+    for (message, answer) in [("one", "first"), ("two", "second")] {
+        browser.evaluate(&format!("window.answer = {}", json!(answer)));
+        browser.click("#prompt");
+        browser.write(message);
+        browser.key("Enter", 13, "\r");
+        browser
+            .wait_until(&format!("{answered} && document.querySelector('#messages').textContent.includes('{answer}')"));
+    }
+    assert_eq!(browser.evaluate(texts), json!(["one", "first", "two", "second"]));
+    let message = |role: &str, content: &str| json!({ "role": role, "content": content });
+    let system = message("system", "Be brief.");
+    assert_eq!(
+        browser.evaluate("window.sent[1].messages"),
+        json!([system, message("user", "one"), message("assistant", "first"), message("user", "two")])
+    );
+    assert_eq!(browser.evaluate("'temperature' in window.sent[1]"), false);
+    // Another answer, and another message, which replaces those after it. Both with the keyboard.
+    let press = |browser: &mut Browser, name: &str, i: usize| {
+        browser.evaluate(&format!(
+            "[...document.querySelectorAll('.actions button')].filter((b) => b.textContent === '{name}')[{i}].focus()"
+        ));
+        browser.key("Enter", 13, "\r");
+    };
+    browser.evaluate("window.answer = 'third'");
+    press(&mut browser, "Regenerate", 1);
+    browser.wait_until(&format!("{answered} && document.querySelector('#messages').textContent.includes('third')"));
+    assert_eq!(browser.evaluate(texts), json!(["one", "first", "two", "third"]));
+    browser.evaluate("window.answer = 'fourth'");
+    press(&mut browser, "Edit", 0);
+    browser.wait_until("document.activeElement.tagName === 'TEXTAREA' && document.activeElement.value === 'one'");
+    assert!(
+        browser
+            .evaluate("document.querySelector('.edit p').textContent")
+            .as_str()
+            .unwrap()
+            .contains("3 later messages")
+    );
+    browser.write(" more");
+    browser.key("Enter", 13, "\r");
+    browser.wait_until(&format!("{answered} && document.querySelector('#messages').textContent.includes('fourth')"));
+    assert_eq!(browser.evaluate(texts), json!(["one more", "fourth"]));
+    // A second conversation, and the list of both. The page shows the last one again when it is loaded again.
+    browser.click("#new");
+    browser.click("#prompt");
+    browser.write("other");
+    browser.click("#send");
+    browser.wait_until(&format!("{answered} && document.querySelectorAll('.message.model').length === 1"));
+    browser.evaluate("document.querySelector('.talks details').open = true");
+    browser.click("#rename");
+    browser.write("My talk");
+    browser.key("Enter", 13, "\r");
+    browser.wait_until("document.querySelector('#talks').selectedOptions[0].textContent === 'My talk'");
+    browser.open("about:blank#", [1000, 900], false);
+    browser.open(&url, [1000, 900], false);
+    browser.wait_until("document.querySelector('#connection').textContent === 'connected'");
+    assert_eq!(browser.evaluate(texts), json!(["other", "fourth"]));
+    assert_eq!(
+        browser.evaluate("[...document.querySelector('#talks').options].map((option) => option.textContent)"),
+        json!(["My talk", "one more"])
+    );
+    let choose = "(() => { const list = document.querySelector('#talks'); list.value = list.options[1].value; list.dispatchEvent(new Event('change')); })()";
+    browser.evaluate(choose);
+    assert_eq!(browser.evaluate(texts), json!(["one more", "fourth"]));
+    assert_eq!(browser.evaluate("document.querySelector('#system').value"), "Be brief.");
+    browser.evaluate("window.confirm = () => true; document.querySelector('#delete').click()");
+    assert_eq!(browser.evaluate(texts), json!(["other", "fourth"]));
+    assert_eq!(browser.evaluate("document.querySelector('#talks').options.length"), 1);
+    // The export is what `messages` of the API expects.
+    browser.evaluate(
+        "(() => { URL.createObjectURL = (blob) => { blob.text().then((text) => { window.exported = text; }); return '#'; }; })()",
+    );
+    browser.evaluate("document.querySelector('#export').click()");
+    browser.wait_until("window.exported !== undefined");
+    assert_eq!(
+        browser.evaluate("JSON.parse(window.exported)"),
+        json!({ "messages": [message("user", "other"), message("assistant", "fourth")] })
+    );
     assert_eq!(browser.complaints, Vec::<String>::new());
 }
 

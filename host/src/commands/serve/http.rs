@@ -52,6 +52,7 @@ const HEARTBEAT: Duration = Duration::from_secs(10);
 const PAGE: &str = include_str!("page.html");
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
+const MARKDOWN: &str = include_str!("markdown.js");
 
 /// The part of the content security policy that allows nothing but the server itself.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; \
@@ -105,6 +106,7 @@ fn routes(server: Shared) -> Router {
         .route("/page.css", get(|| asset(STYLE, "text/css; charset=utf-8")))
         .route("/figure.css", get(async || ([(header::CONTENT_TYPE, "text/css")], metrics::svg::dark_mode())))
         .route("/page.js", get(|| asset(SCRIPT, "text/javascript; charset=utf-8")))
+        .route("/markdown.js", get(|| asset(MARKDOWN, "text/javascript; charset=utf-8")))
         .route("/tooltip.js", get(|| asset(metrics::report::TOOLTIP, "text/javascript; charset=utf-8")))
         .route("/health", get(health))
         .route("/live", get(|| asset("ok\n", "text/plain")))
