@@ -212,10 +212,9 @@ impl ModelSource {
 
     /// Returns the file of a chat template that a user has put into the directory of a run, which precedes the template of its companions.
     pub fn template_of_run(&self) -> Option<PathBuf> {
-        match &self.0 {
-            Kind::HuggingFace(_) => None,
-            Kind::LlmC(_) => Some(self.directory().join(companions::TEMPLATE)).filter(|path| path.is_file()),
-        }
+        let trains_adapters = self.adapter.as_ref().is_some_and(|adapted| adapted.file.is_run());
+        let is_run = trains_adapters || matches!(self.kind, Kind::LlmC(_));
+        is_run.then(|| self.directory().join(companions::TEMPLATE)).filter(|path| path.is_file())
     }
 
     /// Returns the chat template.

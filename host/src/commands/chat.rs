@@ -18,7 +18,7 @@ use anyhow::{Result, anyhow, bail, ensure};
 use command::Command;
 use engine::ops::SlotSampling;
 use input::{Input, Line};
-use interchange::ModelSource;
+
 use serde_json::json;
 use std::io::{Write, stderr, stdout};
 use std::path::{Path, PathBuf};
