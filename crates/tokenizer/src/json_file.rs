@@ -67,10 +67,54 @@ impl ByteLevel {
         })
     }
 
+    /// Returns the positions of a text that normalization changes; `None` if it leaves the text as it is.
+    pub fn normalized(&self, text: &str) -> Option<Normalized> {
+        if !self.nfc || is_nfc(text) {
+            return None;
+        }
+        // No character is composed with an ASCII character after it.
+        let starts = text.char_indices().filter(|(at, c)| *at > 0 && c.is_ascii()).map(|(at, _)| at);
+        let mut cuts = vec![[0, 0]];
+        for end in starts.chain([text.len()]) {
+            let [start, normalized] = cuts[cuts.len() - 1];
+            let length: usize = text[start..end].nfc().map(char::len_utf8).sum();
+            cuts.push([end, normalized + length]);
+        }
+        Some(Normalized { cuts })
+    }
+
     /// Returns the bytes of a token; none if the id is unused.
     pub fn bytes(&self, id: u32) -> Option<&[u8]> {
         let token = self.bpe.tokens().get(id as usize).map(|token| &**token);
         token.filter(|token| !token.is_empty()).or_else(|| self.added.bytes(id))
+    }
+}
+
+/// Positions in a text before and after normalization.
+#[derive(Debug)]
+pub struct Normalized {
+    /// Positions before and after it, in increasing order. Each part between two of them is normalized by itself.
+    cuts: Vec<[usize; 2]>,
+}
+
+impl Normalized {
+    /// Returns the length of the normalized text.
+    pub fn len(&self) -> usize {
+        self.cuts[self.cuts.len() - 1][1]
+    }
+
+    /// Returns the position before normalization of a position after it. Inside a part whose length has changed, it is the start of the
+    /// part, or its end.
+    pub fn origin(&self, at: usize, is_end: bool) -> usize {
+        let last = self.cuts.partition_point(|cut| cut[1] <= at) - 1;
+        let [start, normalized] = self.cuts[last];
+        let Some([end, normalized_end]) = self.cuts.get(last + 1) else { return start };
+        match at - normalized {
+            0 => start,
+            inside if end - start == normalized_end - normalized => start + inside,
+            _ if is_end => *end,
+            _ => start,
+        }
     }
 }
 

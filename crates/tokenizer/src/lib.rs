@@ -27,7 +27,7 @@ use matcher::{Matcher, Part};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
 use tokenizers::ModelWrapper;
@@ -252,28 +252,27 @@ impl Tokenizer {
         if is_json { open_json(&name, text) } else { open_tiktoken(&name, text) }
     }
 
+    /// Reads the contents of a `tokenizer.json`. `name` names it in messages and in its identity.
+    pub fn from_json(name: &str, text: &str) -> Result<Self> {
+        open_json(name, text)
+    }
+
     fn new(name: &str, encoding: Encoding, special: Vec<Special>, vocab: usize, file: Option<File>) -> Result<Self> {
         let fingerprint = match &encoding {
             Encoding::ByteLevel(ByteLevelRef::Gpt2) => GPT2_FINGERPRINT,
             encoding => fingerprint(encoding, &special),
         };
-        let document = match &encoding {
-            // Also if the vocabulary comes from a file, such as that of an exported model of bytes.
-            _ if fingerprint == self::fingerprint(&Encoding::Bytes, &[]) => u32::from(b'\n'),
-            _ => {
-                DOCUMENT_TOKENS
-                    .iter()
-                    .find_map(|text| special.iter().find(|token| token.text == *text))
-                    .with_context(|| {
-                        format!(
-                            "{name}: expected a special token that precedes documents, one of {}, found {}; add one to added_tokens \
-                             with \"special\": true",
-                            DOCUMENT_TOKENS.join(", "),
-                            some_of(&special)
-                        )
-                    })?
-                    .id
-            }
+        let named = DOCUMENT_TOKENS.iter().find_map(|text| special.iter().find(|token| token.text == *text));
+        let document = match named {
+            Some(token) => token.id,
+            // Also if the vocabulary comes from a file, such as that of an exported model of bytes, or one with added tokens.
+            None if has_only_bytes(&encoding) => u32::from(b'\n'),
+            None => bail!(
+                "{name}: expected a special token that precedes documents, one of {}, found {}; add one to added_tokens with \
+                 \"special\": true",
+                DOCUMENT_TOKENS.join(", "),
+                some_of(&special)
+            ),
         };
         let special =
             Matcher::new(special).with_context(|| format!("{name}: the special tokens cannot be searched"))?;
@@ -294,6 +293,15 @@ impl Tokenizer {
     /// Returns the number of ids.
     pub fn vocab(&self) -> usize {
         self.0.vocab
+    }
+
+    /// Reports whether this tokenizer has all tokens of another one with the same ids, and only special tokens after them.
+    pub fn extends(&self, other: &Self) -> bool {
+        let old = other.vocab();
+        let (kept, added): (Vec<_>, Vec<_>) = self.special().iter().partition(|token| (token.id as usize) < old);
+        self.vocab() == old + added.len()
+            && other.special().iter().all(|token| kept.contains(&token))
+            && (0..old as u32).all(|id| self.decode(&[id]) == other.decode(&[id]))
     }
 
     /// Returns the token that precedes each document: `<|endoftext|>` for GPT-2, `<|begin_of_text|>` for Llama 3, a newline for
@@ -371,6 +379,69 @@ impl Tokenizer {
         Ok(ids)
     }
 
+    /// Returns the tokens of [`encode_with_special`](Self::encode_with_special), each with the bytes of the text that it stands for. A
+    /// special token around one of the positions `broken` is ordinary text. Only encodings for which
+    /// [`breaks_special`](Self::breaks_special) is true support such positions.
+    ///
+    /// Several tokens of a character that is normalized stand for the same bytes.
+    pub fn encode_with_ranges(&self, text: &str, broken: &[usize]) -> Result<Vec<(u32, Range<usize>)>> {
+        if let Encoding::HuggingFace(encoding) = &self.0.encoding {
+            ensure!(broken.is_empty(), "{self}: expected text without special tokens that are ordinary text");
+            return self.encode_by_crate(&encoding.with_special, text);
+        }
+        let mut tokens = Vec::with_capacity(text.len() / 3);
+        let is_broken = |range: &Range<usize>| broken.iter().any(|at| range.start < *at && *at < range.end);
+        self.0.special.split_unless(text, is_broken, |part, start| {
+            match part {
+                Part::Token(id) => {
+                    let length = self.0.special.bytes(id).map_or(0, <[u8]>::len);
+                    tokens.push((id, start..start + length));
+                }
+                Part::Text(text) => self.add_ranges(text, start, &mut tokens)?,
+            }
+            Ok(())
+        })?;
+        Ok(tokens)
+    }
+
+    /// Reports whether [`encode_with_ranges`](Self::encode_with_ranges) can encode special tokens in parts of a text as ordinary text.
+    pub fn breaks_special(&self) -> bool {
+        !matches!(self.0.encoding, Encoding::HuggingFace(_))
+    }
+
+    /// Passes each special token in a text to `found`, as the bytes of its text.
+    pub fn find_special(&self, text: &str, mut found: impl FnMut(Range<usize>)) {
+        self.0.special.find(text, &mut found);
+    }
+
+    /// Appends the tokens of plain text that begins at `start`, each with its bytes.
+    fn add_ranges(&self, text: &str, start: usize, tokens: &mut Vec<(u32, Range<usize>)>) -> Result<()> {
+        let mut ids = Vec::with_capacity(text.len() / 3);
+        self.encode_plain(text, &mut ids)?;
+        let normalized = match &self.0.encoding {
+            Encoding::ByteLevel(encoding) => encoding.normalized(text),
+            Encoding::Bytes | Encoding::HuggingFace(_) => None,
+        };
+        let origin = |at, is_end| normalized.as_ref().map_or(at, |normalized| normalized.origin(at, is_end));
+        let mut at = 0;
+        for id in ids {
+            let end = at + self.token_len(id);
+            tokens.push((id, start + origin(at, false)..start + origin(end, true)));
+            at = end;
+        }
+        let expected = normalized.as_ref().map_or(text.len(), json_file::Normalized::len);
+        ensure!(at == expected, "{self}: expected tokens of {expected} bytes for a text, found {at} bytes");
+        Ok(())
+    }
+
+    /// Returns the number of bytes of a token that is not special.
+    fn token_len(&self, id: u32) -> usize {
+        match &self.0.encoding {
+            Encoding::ByteLevel(encoding) => encoding.bytes(id).map_or(0, <[u8]>::len),
+            Encoding::Bytes | Encoding::HuggingFace(_) => 1,
+        }
+    }
+
     /// Returns the number of special tokens that [`encode_with_special`](Self::encode_with_special) finds in a text.
     pub fn count_special(&self, text: &str) -> usize {
         self.0.special.count(text)
@@ -390,10 +461,26 @@ impl Tokenizer {
         if text.is_empty() {
             return Ok(Vec::new());
         }
-        let encoding = quiet_panic::catch(|| tokenizer.encode_fast(text, false))
+        Ok(self.checked(|| tokenizer.encode_fast(text, false))?.get_ids().to_vec())
+    }
+
+    /// Returns the tokens of text, each with its bytes, by the `tokenizers` crate.
+    fn encode_by_crate(&self, tokenizer: &tokenizers::Tokenizer, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
+        if text.is_empty() {
+            return Ok(Vec::new());
+        }
+        let encoding = self.checked(|| tokenizer.encode(text, false))?;
+        let ranges = encoding.get_offsets().iter().map(|&(start, end)| start..end);
+        Ok(encoding.get_ids().iter().copied().zip(ranges).collect())
+    }
+
+    fn checked(
+        &self,
+        encode: impl FnOnce() -> tokenizers::Result<tokenizers::Encoding>,
+    ) -> Result<tokenizers::Encoding> {
+        let encoding = quiet_panic::catch(encode)
             .with_context(|| format!("{self} cannot encode the text: its parts are inconsistent"))?;
-        let encoding = encoding.map_err(|error| anyhow::anyhow!("{self} cannot encode the text: {error}"))?;
-        Ok(encoding.get_ids().to_vec())
+        encoding.map_err(|error| anyhow::anyhow!("{self} cannot encode the text: {error}"))
     }
 
     /// Returns the bytes of tokens, which may end inside a character. Ids outside the vocabulary, such as those of a padded
@@ -447,6 +534,11 @@ impl fmt::Display for Tokenizer {
 /// Reports whether tokens are bytes in GPT-2's alphabet, so that each token can be decoded by itself.
 fn is_byte_level(tokenizer: &tokenizers::Tokenizer) -> bool {
     matches!(tokenizer.get_decoder(), Some(tokenizers::DecoderWrapper::ByteLevel(_)))
+}
+
+/// Reports whether the tokens are the bytes, each with its value as its id.
+fn has_only_bytes(encoding: &Encoding) -> bool {
+    fingerprint(encoding, &[]) == fingerprint(&Encoding::Bytes, &[])
 }
 
 /// Returns the bytes of a token in a byte-level vocabulary. Added tokens may be plain text.

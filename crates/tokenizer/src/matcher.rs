@@ -3,6 +3,7 @@
 use crate::Special;
 use aho_corasick::{AhoCorasick, MatchKind};
 use anyhow::Result;
+use std::ops::Range;
 
 /// Finds some tokens. The leftmost match counts, and the longest one if several begin there.
 #[derive(Debug)]
@@ -50,19 +51,36 @@ impl Matcher {
         if self.tokens.is_empty() { 0 } else { self.automaton.find_iter(text).count() }
     }
 
+    /// Passes each token in a text to `found`, as the bytes of its text.
+    pub fn find(&self, text: &str, found: &mut dyn FnMut(Range<usize>)) {
+        if !self.tokens.is_empty() {
+            self.automaton.find_iter(text).for_each(|token| found(token.range()));
+        }
+    }
+
     /// Passes the parts of a text to `put`, in order.
     pub fn split(&self, text: &str, mut put: impl FnMut(Part) -> Result<()>) -> Result<()> {
+        self.split_unless(text, |_| false, |part, _| put(part))
+    }
+
+    /// Passes the parts of a text and their positions to `put`, in order. Tokens for which `is_text` is true are text.
+    pub fn split_unless(
+        &self,
+        text: &str,
+        is_text: impl Fn(&Range<usize>) -> bool,
+        mut put: impl FnMut(Part, usize) -> Result<()>,
+    ) -> Result<()> {
         let mut begin = 0;
         if !self.tokens.is_empty() {
-            for found in self.automaton.find_iter(text) {
+            for found in self.automaton.find_iter(text).filter(|found| !is_text(&found.range())) {
                 if begin < found.start() {
-                    put(Part::Text(&text[begin..found.start()]))?;
+                    put(Part::Text(&text[begin..found.start()]), begin)?;
                 }
-                put(Part::Token(self.tokens[found.pattern().as_usize()].id))?;
+                put(Part::Token(self.tokens[found.pattern().as_usize()].id), found.start())?;
                 begin = found.end();
             }
         }
-        if begin < text.len() { put(Part::Text(&text[begin..])) } else { Ok(()) }
+        if begin < text.len() { put(Part::Text(&text[begin..]), begin) } else { Ok(()) }
     }
 }
 

@@ -385,3 +385,56 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn ranges_of_tokens_cover_the_text() {
+    let (_directory, path) = small_json();
+    let json = fs::read_to_string(&path).unwrap();
+    let nfc = json.replace(r#""normalizer": null"#, r#""normalizer": {"type": "NFC"}"#);
+    // An encoding of the `tokenizers` crate.
+    let slow = json.replace(r#""lstrip": false"#, r#""lstrip": true"#);
+    let tokenizers = [
+        Tokenizer::gpt2(),
+        Tokenizer::bytes(),
+        Tokenizer::from_json("a", &json).unwrap(),
+        Tokenizer::from_json("b", &nfc).unwrap(),
+        Tokenizer::from_json("c", &slow).unwrap(),
+    ];
+    assert_eq!(tokenizers.each_ref().map(Tokenizer::breaks_special), [true, true, true, true, false]);
+    for text in ["", "Hello  né <|endoftext|><|pad|> h\n", "e\u{301}a e\u{301}", "<|endoftext|>"] {
+        for tokenizer in &tokenizers {
+            let tokens = tokenizer.encode_with_ranges(text, &[]).unwrap();
+            let ids: Vec<u32> = tokens.iter().map(|(id, _)| *id).collect();
+            assert_eq!(ids, tokenizer.encode_with_special(text).unwrap(), "{tokenizer}: {text}");
+            let mut end = 0;
+            for (id, range) in tokens {
+                // Tokens of a normalized character stand for the same bytes.
+                assert!(range.start <= end && range.end >= end, "{tokenizer}: {text}: {id} {range:?}");
+                end = range.end;
+            }
+            assert_eq!(end, text.len(), "{tokenizer}: {text}");
+        }
+    }
+    // The accent is composed with the letter before it.
+    let ranges: Vec<_> = tokenizers[3].encode_with_ranges("ae\u{301}b", &[]).unwrap();
+    assert_eq!(ranges.iter().map(|(_, range)| range.clone()).collect::<Vec<_>>(), [0..1, 1..4, 1..4, 4..5]);
+}
+
+#[test]
+fn broken_special_tokens_are_text() {
+    let tokenizer = Tokenizer::gpt2();
+    let text = "a<|endoftext|>b<|endoftext|>";
+    let ids = |broken: &[usize]| -> Vec<u32> {
+        tokenizer.encode_with_ranges(text, broken).unwrap().into_iter().map(|(id, _)| id).collect()
+    };
+    let end = vec![50256];
+    assert_eq!(ids(&[2]), [gpt2("a<|endoftext|>b"), end.clone()].concat());
+    // The first position is before the second token.
+    assert_eq!(ids(&[1, 16]), [gpt2("a"), end, gpt2("b<|endoftext|>")].concat());
+    let mut found = Vec::new();
+    tokenizer.find_special(text, |range| found.push(range));
+    assert_eq!(found, [1..14, 15..28]);
+    let (_directory, path) = small_json();
+    let slow = fs::read_to_string(path).unwrap().replace(r#""lstrip": false"#, r#""lstrip": true"#);
+    assert!(Tokenizer::from_json("c", &slow).unwrap().encode_with_ranges(text, &[2]).is_err());
+}
