@@ -6,7 +6,9 @@
 For each model, FOLDER/NAME contains a Hugging Face directory (config.json, model.safetensors in fp32) and reference.safetensors:
 inputs and targets (B, T), logits (B, T, V), the gradient of every parameter under its name, and the losses and gradient norms of
 ten AdamW steps on that batch. Some models also have documents.safetensors: the same with attention within documents, which begin at
-the token SEPARATOR, and positions that restart in each document. Values are computed in double precision on the CPU and stored in
+the token SEPARATOR, and positions that restart in each document. conversations.safetensors has rows of several conversations (C, T),
+which begin where the tensor starts is 1. Targets of -1 have no loss, as the tokens of users and padding; the loss is the mean over the
+others. All targets of two rows are masked. Values are computed in double precision on the CPU and stored in
 single precision.
 The weights of models named *-bf16 are in bf16. Their reference contains inputs, logits, and bf16_logits: the logits that
 transformers computes in bf16.
@@ -28,6 +30,11 @@ WEIGHT_DECAY, CLIP = 0.1, 1.0
 # Token that begins a document, and its positions (row, column): documents of one token, at the start and in the middle of a row.
 SEPARATOR = V - 1
 SEPARATORS = [(0, 7), (0, 8), (0, 20), (1, 0), (1, 1), (1, 2), (1, 13)]
+# Rows of conversations, the first tokens of their conversations, and the first column of the padding. The targets of MASKED rows have no loss.
+C, MASKED = 8, (2, 3)
+STARTS = [(0, 7, 15), (0, 1, 2), (0, 12), (0,), (0, 5), (0, 23), (0, 8, 9, 16), (0, 11)]
+PADDING = [T, T, T, T, 17, T, T, 20]
+WITH_CONVERSATIONS = ["llama-tied", "llama-untied", "qwen3", "nanochat", "mistral"]
 WITH_DOCUMENTS = ["llama-tied", "qwen3", "nanochat", "mistral", "qwen3-windows"]
 COMMON = {"vocab_size": V, "num_hidden_layers": 2, "max_position_embeddings": 32, "attn_implementation": "eager"}
 SCALED = {
@@ -117,16 +124,32 @@ def write_bf16(name, folder):
     print(name, "root mean square error of the logits in bf16", (rounded - exact).square().mean().sqrt().item())
 
 
-def documents_of(inputs, config):
-    """Returns the masks (B, 1, T, T) of documents and windows, added to the scores, and the positions (B, T)."""
-    number = (inputs == SEPARATOR).cumsum(1)
+def conversations():
+    """Returns inputs and targets (C, T), and whether each input begins a conversation. Padding consists of conversations of one token."""
+    batch = torch.randint(0, V, (C, T + 1), generator=torch.Generator().manual_seed(7))
+    column = torch.arange(T + 1)
+    starts = torch.zeros(C, T + 1, dtype=torch.bool)
+    for row in range(C):
+        starts[row, list(STARTS[row])] = True
+        starts[row, PADDING[row] :] = True
+    # Tokens of the assistant. The first one of a conversation has no loss.
+    has_loss = ((column + 3 * torch.arange(C)[:, None]) % 5 < 3) & ~starts
+    has_loss[list(MASKED)] = False
+    targets = torch.where(has_loss[:, 1:], batch[:, 1:], -1)
+    return batch[:, :-1].contiguous(), targets.contiguous(), starts[:, :-1].contiguous()
+
+
+def documents_of(starts, config):
+    """Returns the masks (B, 1, T, T) of documents and windows, added to the scores, and the positions (B, T). Documents begin where
+    starts (B, T) is true."""
+    number = starts.cumsum(1)
     position = torch.arange(T)
     distance = position[:, None] - position
     visible = (number[:, :, None] == number[:, None, :]) & (distance >= 0)
 
     def mask(window):
         hidden = ~(visible & (distance < window))
-        return torch.zeros(B, 1, T, T, dtype=torch.float64).masked_fill(hidden[:, None], float("-inf"))
+        return torch.zeros(len(starts), 1, T, T, dtype=torch.float64).masked_fill(hidden[:, None], float("-inf"))
 
     window = getattr(config, "sliding_window", None) or T
     masks = {"full_attention": mask(T), "sliding_attention": mask(window)}
@@ -135,27 +158,34 @@ def documents_of(inputs, config):
     return {"attention_mask": attention_mask, "position_ids": visible.sum(2) - 1}
 
 
-def loss_of(model, inputs, targets, documents):
-    logits = model(inputs, **(documents_of(inputs, model.config) if documents else {})).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
+def loss_of(model, inputs, targets, starts):
+    logits = model(inputs, **({} if starts is None else documents_of(starts, model.config))).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1), logits
 
 
-def write_reference(name, path, documents):
+def write_reference(name, path, kind):
     """Writes the values of a model with random weights, and returns what to print."""
     model = make_model(name)
     model.save_pretrained(path.parent)
-    model, batch = model.double(), tokens()
-    if documents:
-        for row, column in SEPARATORS:
-            batch[row, column] = SEPARATOR
-    inputs, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+    model = model.double()
+    if kind == "conversations":
+        inputs, targets, starts = conversations()
+    else:
+        batch = tokens()
+        if kind == "documents":
+            for row, column in SEPARATORS:
+                batch[row, column] = SEPARATOR
+        inputs, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        starts = inputs == SEPARATOR if kind == "documents" else None
     decayed = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, **ADAMW)
     tensors, losses, norms = {"inputs": inputs.int(), "targets": targets.int()}, [], []
+    if kind == "conversations":
+        tensors["starts"] = starts.int()
     for step in range(STEPS):
-        loss, logits = loss_of(model, inputs, targets, documents)
+        loss, logits = loss_of(model, inputs, targets, starts)
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
@@ -175,9 +205,10 @@ def main():
         if name.endswith("-bf16"):
             write_bf16(name, folder / name)
             continue
-        print(name, *write_reference(name, folder / name / "reference.safetensors", False))
-        if name in WITH_DOCUMENTS:
-            print(name, "documents", *write_reference(name, folder / name / "documents.safetensors", True))
+        kinds = ["reference"]
+        kinds += ["documents"] * (name in WITH_DOCUMENTS) + ["conversations"] * (name in WITH_CONVERSATIONS)
+        for kind in kinds:
+            print(name, kind, *write_reference(name, folder / name / f"{kind}.safetensors", kind))
         (folder / name / "generation_config.json").unlink(missing_ok=True)
 
 

@@ -2,6 +2,7 @@
 
 mod browser;
 mod common;
+mod conversations;
 mod core_tasks;
 mod data_hints;
 mod decoders;

@@ -2,16 +2,19 @@
 //! steps. The bf16 kernels, on the emulator, against transformers in bf16. `scripts/transformers_reference.py` computes the references.
 
 use distributed::Ranks;
+use distributed::tcp_group::TcpGroup;
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::ops::AdamW;
 use engine::{BatchLayout, Engine};
 use interchange::ModelSource;
 use interchange::architecture::{Architecture, exchange_halves, of_layer};
-use model::{Decoder, Param, PlanOptions, Recompute, TrainStep, Unsharded};
+use model::{Decoder, Param, PlanOptions, Recompute, StepStats, TrainStep, Unsharded};
 use safetensors::SafeTensors;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
 
 const LAYOUT: BatchLayout = BatchLayout::new(2, 24);
 /// The token that begins a document in the references with documents.
@@ -189,6 +192,101 @@ fn attention_within_documents() {
     }
 }
 
+/// The rows of the references with conversations.
+const CONVERSATION_ROWS: usize = 8;
+
+/// Ranks and micro-batches of a step.
+#[derive(Clone, Copy, Debug)]
+struct Split {
+    ranks: usize,
+    micro_batches: usize,
+}
+
+/// Runs ten steps on packed conversations as one rank, and compares loss, norm and all gradients.
+fn train_on_conversations(name: &str, split: Split, group: TcpGroup) {
+    let Split { ranks: world, micro_batches } = split;
+    let reference = Reference::read_file(name, "conversations.safetensors");
+    let [inputs, targets, starts] = ["inputs", "targets", "starts"].map(|part| reference.ints(part));
+    let layout = BatchLayout::new(CONVERSATION_ROWS / (world * micro_batches), LAYOUT.t).with_documents();
+    let (source, mut engine, rank) = (ModelSource::open(&folder(name)).unwrap(), Cpu::new(), group.rank);
+    let architecture = source.architecture().unwrap();
+    let (model, plan) = Decoder::plan(source.descriptor(), PlanOptions::training(layout.b, layout.t), &mut engine);
+    engine.allocate(&plan).unwrap();
+    source.load(&model, &mut engine).unwrap();
+    let mut ranks = if world == 1 { Ranks::Single } else { Ranks::Connected(group) };
+    ranks.init_communicator(&engine, model.params, world).unwrap();
+    let mut micro_batch = 0;
+    let mut load = |engine: &mut dyn Engine| {
+        let tokens = layout.b * layout.t;
+        let rows = (micro_batch % micro_batches * world + rank) * tokens..;
+        micro_batch += 1;
+        let mut words = engine.host_buffer(layout.words())?;
+        words[layout.inputs()].copy_from_slice(&inputs[rows.clone()][..tokens]);
+        words[layout.targets()].copy_from_slice(&targets[rows.clone()][..tokens]);
+        layout.sort(&mut words);
+        let begins: Vec<bool> = starts[rows][..tokens].iter().map(|&start| start == 1).collect();
+        layout.set_documents(&mut words, &begins);
+        let count = layout.count_targets(&words);
+        engine.load_batch(model.batch, layout, words)?;
+        Ok(count)
+    };
+    let mut step = TrainStep::new(&model, layout, micro_batches).mask_targets(true);
+    let (losses, norms) = (reference.floats("losses"), reference.floats("norms"));
+    for (i, (expected, expected_norm)) in losses.into_iter().zip(norms).enumerate() {
+        let settings = AdamW {
+            learning_rate: 1e-2,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            weight_decay: 0.1,
+            step: i as u32 + 1,
+            clip: 1.0,
+            seed: 0,
+        };
+        let mut decide = |_: &mut dyn Engine, _: StepStats| Ok(Some(settings.into()));
+        let (stats, _) = step.run(&mut engine, &mut ranks, &mut load, &mut decide).unwrap();
+        let [loss, norm] = stats.loss_and_norm(&engine.read(stats.tensor).unwrap()).unwrap();
+        let context = format!("{name}, {split:?}, step {i}");
+        assert!((loss - expected).abs() <= 1e-5 * expected.max(1.0), "{context}: loss {loss}, expected {expected}");
+        // Short conversations have small gradients of queries and keys, as short documents have.
+        assert!(
+            (norm - expected_norm).abs() <= 1e-3 * expected_norm,
+            "{context}: norm {norm}, expected {expected_norm}"
+        );
+        if i == 0 {
+            // The first moments are 1 - beta1 times the gradients that the update applies, which are clipped.
+            let scale = (1.0 / expected_norm).min(1.0) * 0.1;
+            for (_, names, layer) in architecture.all_tensors(&model.descriptor) {
+                let moments = model.layout.of(model.training.unwrap().m, names.param, layer);
+                let all = engine.read(moments).unwrap();
+                let prefix = if names.param == Param::LmHead { "" } else { architecture.prefix };
+                let full_name = format!("{prefix}{}", of_layer(names.hugging_face, layer));
+                let mut found: Vec<f32> = all[names.elements(&model.descriptor)].iter().map(|x| x / scale).collect();
+                if architecture.reverses_rotation && names.is_rotated() {
+                    exchange_halves(&mut found, model.descriptor.head_size * model.descriptor.channels);
+                }
+                assert_close(&format!("{context}, {full_name}"), &found, &reference.floats(&full_name));
+            }
+        }
+    }
+}
+
+/// Needs conversations.safetensors, which `scripts/transformers_reference.py` makes.
+#[test]
+fn loss_on_packed_conversations() {
+    for name in ["llama-tied", "llama-untied", "qwen3", "nanochat", "mistral"] {
+        for (ranks, micro_batches) in [(1, 1), (1, 4), (2, 1), (2, 4)] {
+            let split = Split { ranks, micro_batches };
+            let groups = TcpGroup::in_process(ranks, Duration::from_mins(1)).unwrap();
+            thread::scope(|scope| {
+                for group in groups {
+                    scope.spawn(move || train_on_conversations(name, split, group));
+                }
+            });
+        }
+    }
+}
+
 /// Returns the logits (B, T, V) of a model on `engine` for the inputs of its reference.
 fn logits_on(engine: &mut dyn Engine, name: &str, reference: &Reference) -> Vec<f32> {
     let source = ModelSource::open(&folder(name)).unwrap();
@@ -230,5 +328,48 @@ fn the_bf16_kernels_are_not_less_accurate_than_transformers_in_bf16() {
             println!("{name}, sm_90a {hopper}: {found:.6}, of transformers {of_transformers:.6}");
             assert!(found <= of_transformers, "{name}, sm_90a {hopper}: {found}, of transformers {of_transformers}");
         }
+    }
+}
+
+#[test]
+fn new_ids_have_the_mean_of_the_rows_of_all_others() {
+    let llm_c = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/tiny.bin");
+    for path in [folder("llama-tied"), folder("llama-untied"), llm_c] {
+        let load = |added: usize| {
+            let source = ModelSource::open(&path).unwrap();
+            let vocab = source.descriptor().vocab + added;
+            let (source, mut engine) = (source.with_vocab(vocab), Cpu::new());
+            assert_eq!(source.descriptor().vocab, vocab);
+            let (model, plan) = Decoder::plan(source.descriptor(), PlanOptions::inference(1, 4), &mut engine);
+            engine.allocate(&plan).unwrap();
+            source.load(&model, &mut engine).unwrap();
+            (model, engine)
+        };
+        let ((old, mut old_engine), (new, mut new_engine)) = (load(0), load(3));
+        let (vocab, channels) = (old.descriptor.vocab, old.descriptor.channels);
+        let mut grown = 0;
+        for (param, layer) in old.layout.file_order() {
+            let before = old_engine.read(old.layout.of(old.params, param, layer)).unwrap();
+            let after = new_engine.read(new.layout.of(new.params, param, layer)).unwrap();
+            if !param.has_vocab_rows() {
+                assert_eq!(before, after, "{}", param.name());
+                continue;
+            }
+            grown += 1;
+            assert_eq!(before[..vocab * channels], after[..vocab * channels], "{}", param.name());
+            let mean = |column: usize| {
+                let sum: f64 =
+                    before[..vocab * channels].iter().skip(column).step_by(channels).map(|&x| f64::from(x)).sum();
+                (sum / vocab as f64) as f32
+            };
+            let mean: Vec<f32> = (0..channels).map(mean).collect();
+            for row in after[vocab * channels..][..3 * channels].chunks(channels) {
+                assert_eq!(row, mean, "{}", param.name());
+            }
+            assert!(after[(vocab + 3) * channels..].iter().all(|&padding| padding == 0.0), "{}", param.name());
+        }
+        assert_eq!(grown, if old.descriptor.tied { 1 } else { 2 });
+        // A smaller vocabulary changes nothing.
+        assert_eq!(ModelSource::open(&path).unwrap().with_vocab(5).descriptor(), old.descriptor);
     }
 }

@@ -1,5 +1,6 @@
 //! The command line: the commands, and the rules that hold for every flag.
 
+use crate::chat_template::renderer;
 use crate::commands::{
     bench, chat, data, doctor, eval, export, inspect, log, plan, plot, sample, selftest, serve, shell, simulate, sweep,
     tokenizer, train, verify,
@@ -138,7 +139,7 @@ impl Cli {
 
 /// Does the work of a process that another process of this program has started to help it. Returns `None` in any other process.
 pub fn run_helper() -> Option<Result<()>> {
-    chat::renderer::is_requested().then(chat::renderer::run)
+    renderer::is_requested().then(renderer::run)
 }
 
 /// Returns the parser: the derived one, with negative numbers accepted as values, and `train --help` in sections.

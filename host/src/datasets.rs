@@ -2,8 +2,9 @@
 
 use crate::hints;
 use anyhow::{Context, Result, anyhow, ensure};
-use data::Tokens;
 use data::dataset::{self, Dataset};
+use data::{DocumentStart, Tokens};
+use interchange::companions;
 use std::path::{Path, PathBuf};
 use tokenizer::{Identity, Tokenizer};
 
@@ -49,13 +50,31 @@ impl Datasets {
 
     /// Opens the token files that match a glob pattern, with their recorded hashes.
     pub fn tokens(&self, pattern: &str) -> Result<Vec<Tokens>> {
-        let with_hash = |tokens: Tokens| {
-            let path = Path::new(tokens.name());
-            let mut in_directory = self.0.iter().filter(|(directory, _)| path.parent() == Some(directory));
-            let hash = in_directory.find_map(|(_, dataset)| dataset.hash(path));
-            tokens.with_recorded_hash(hash)
+        let with_hashes = |tokens: Tokens| {
+            let directory = Path::new(tokens.name()).parent().map(Path::to_owned);
+            let dataset = self.0.iter().find(|(found, _)| directory.as_ref() == Some(found));
+            dataset.map_or(Ok(tokens.clone()), |(_, dataset)| dataset.with_hashes(tokens))
         };
-        Ok(open_tokens(pattern)?.into_iter().map(with_hash).collect())
+        open_tokens(pattern)?.into_iter().map(with_hashes).collect()
+    }
+
+    /// Returns the directory of a data set of conversations; `None` if there is none. Fails if several have other chat templates.
+    pub fn conversations(&self) -> Result<Option<PathBuf>> {
+        let mut found = self.0.iter().filter(|(_, dataset)| dataset.has_masks()).map(|(directory, _)| directory);
+        let Some(first) = found.next() else { return Ok(None) };
+        let template = |directory: &Path| -> Result<Option<String>> {
+            Ok(companions::chat_template(directory, &serde_json::Value::Null)?.map(|(_, source)| source))
+        };
+        let expected = template(first)?;
+        for other in found {
+            ensure!(
+                template(other)? == expected,
+                "{}: expected the chat template of {}, found another one; make both data sets with one --chat-template",
+                other.display(),
+                first.display()
+            );
+        }
+        Ok(Some(first.clone()))
     }
 
     /// Checks that a model with `vocab` ids accepts the tokens. `model` names it.
@@ -63,13 +82,23 @@ impl Datasets {
         self.0.iter().try_for_each(|(directory, dataset)| dataset.check_vocab(directory, model, vocab))
     }
 }
-/// Returns the token that begins a document, if attention stays within documents.
-pub fn separator(document_mask: bool, tokenizer: Option<&Tokenizer>) -> Result<Option<u32>> {
-    let tokenizer = document_mask.then(|| {
-        tokenizer.context(
-            "--document-mask: expected the tokenizer of the token files, whose document token begins each document, found none; \
-             name it with --tokenizer",
-        )
-    });
-    Ok(tokenizer.transpose()?.map(Tokenizer::document))
+
+/// Returns whether the shards are conversations, which have masks.
+pub fn has_masks(shards: &[Tokens]) -> bool {
+    shards.iter().any(|shard| shard.mask().is_some())
+}
+
+/// Returns what begins a document, if attention stays within documents. Only conversations need no document token.
+pub fn document_start(
+    document_mask: bool,
+    tokenizer: Option<&Tokenizer>,
+    only_conversations: bool,
+) -> Result<Option<DocumentStart>> {
+    let token = tokenizer.map(Tokenizer::document);
+    ensure!(
+        !document_mask || only_conversations || token.is_some(),
+        "--document-mask: expected the tokenizer of the token files, whose document token begins each document, found none; name it \
+         with --tokenizer"
+    );
+    Ok(document_mask.then_some(DocumentStart { token }))
 }

@@ -6,6 +6,7 @@
 //! `distributed`, comparisons with references in `verify`.
 //!
 //! * [`cli`] parses the command line with [`values`] and [`config_file`]; `commands` implements each command.
+//! * `chat_template` renders conversations.
 //! * [`mod@train`], [`evaluate`] and [`sample`] use a model; [`corpus`] is the text that the program trains on by default;
 //!   [`datasets`] reads the descriptions of others.
 //! * [`console`], [`terminal`], [`log`], [`plots`], [`hints`], [`style`] and [`version`] produce what a user reads.
@@ -16,6 +17,7 @@
 #![warn(missing_docs)]
 
 pub mod allocator;
+mod chat_template;
 pub mod cli;
 pub mod clock;
 mod commands;

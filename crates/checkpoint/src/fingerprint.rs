@@ -21,25 +21,34 @@ pub struct ShardFingerprint {
     pub tokens: usize,
     /// Hash of some of its blocks, in hexadecimal.
     pub xxh3: String,
+    /// Hash of some blocks of its mask, in hexadecimal.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mask: Option<String>,
 }
 
 impl ShardFingerprint {
     fn new(tokens: &Tokens) -> Result<Self> {
         let path = Path::new(tokens.name());
         let name = path.file_name().map_or_else(|| tokens.name().into(), |name| name.to_string_lossy().into_owned());
-        let mut hash = Xxh3::new();
-        let mut block = vec![0; BLOCK.min(tokens.len())];
-        let last = tokens.len() - block.len();
-        for i in 0..BLOCKS {
-            tokens.read(last * i / (BLOCKS - 1), &mut block)?;
-            hash.update(bytemuck::cast_slice(&block));
-        }
-        Ok(Self { name, tokens: tokens.len(), xxh3: format!("{:016x}", hash.digest()) })
+        let mask = tokens.mask().map(hash_of_blocks).transpose()?;
+        Ok(Self { name, tokens: tokens.len(), xxh3: hash_of_blocks(tokens)?, mask })
     }
 
     fn has_same_content(&self, other: &Self) -> bool {
-        (self.tokens, &self.xxh3) == (other.tokens, &other.xxh3)
+        (self.tokens, &self.xxh3, &self.mask) == (other.tokens, &other.xxh3, &other.mask)
     }
+}
+
+/// Returns the hash of some blocks, in hexadecimal.
+fn hash_of_blocks(tokens: &Tokens) -> Result<String> {
+    let mut hash = Xxh3::new();
+    let mut block = vec![0; BLOCK.min(tokens.len())];
+    let last = tokens.len() - block.len();
+    for i in 0..BLOCKS {
+        tokens.read(last * i / (BLOCKS - 1), &mut block)?;
+        hash.update(bytemuck::cast_slice(&block));
+    }
+    Ok(format!("{:016x}", hash.digest()))
 }
 
 /// Returns the fingerprints of shards.
@@ -56,13 +65,27 @@ pub fn difference(was: &[ShardFingerprint], now: &[ShardFingerprint]) -> Option<
         return Some([describe(was), describe(now)]);
     }
     let (was, now) = was.iter().zip(now).find(|(was, now)| !was.has_same_content(now))?;
-    let describe = |shard: &ShardFingerprint| format!("{} ({} tokens, hash {})", shard.name, shard.tokens, shard.xxh3);
+    let describe = |shard: &ShardFingerprint| {
+        let mask = shard.mask.as_ref().map_or_else(String::new, |mask| format!(", mask {mask}"));
+        format!("{} ({} tokens, hash {}{mask})", shard.name, shard.tokens, shard.xxh3)
+    };
     Some([describe(was), describe(now)])
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn masks_are_compared() {
+        let of = |flags: Option<u32>| {
+            let tokens = Tokens::in_memory("a", vec![1; 9]);
+            of_shards([&flags.map_or(tokens.clone(), |flags| tokens.with_flags(vec![flags; 9]))]).unwrap()
+        };
+        assert_eq!(difference(&of(Some(1)), &of(Some(1))), None);
+        assert!(difference(&of(Some(1)), &of(Some(0))).unwrap()[0].contains(", mask "));
+        assert!(difference(&of(None), &of(Some(0))).is_some());
+    }
 
     fn fingerprint(shards: &[(&str, Vec<u32>)]) -> Vec<ShardFingerprint> {
         let shards: Vec<Tokens> =
@@ -89,7 +112,7 @@ mod tests {
 
     #[test]
     fn totals_do_not_overflow() {
-        let shard = ShardFingerprint { name: "x".to_owned(), tokens: usize::MAX, xxh3: String::new() };
+        let shard = ShardFingerprint { name: "x".to_owned(), tokens: usize::MAX, xxh3: String::new(), mask: None };
         let found = difference(&[shard.clone(), shard], &[]).unwrap();
         assert_eq!(found, ["2 files with 36893488147419103230 tokens", "0 files with 0 tokens"]);
     }

@@ -132,7 +132,7 @@ mod tests {
 
     fn info() -> RankInfo {
         let Value::Object(config) = json!({"lr": 0.001, "out": "run"}) else { unreachable!() };
-        let shard = ShardFingerprint { name: "train_0.bin".into(), tokens: 900, xxh3: "ab".into() };
+        let shard = ShardFingerprint { name: "train_0.bin".into(), tokens: 900, xxh3: "ab".into(), mask: None };
         RankInfo { build: build_hash().unwrap(), config, train: vec![shard], val: None, gpu: None, nccl: None }
     }
 

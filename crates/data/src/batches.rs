@@ -67,6 +67,33 @@ impl Batches {
         }
     }
 
+    /// Returns the number of batches in an epoch. That of a mixture may be an estimate.
+    pub fn batches_per_epoch(&self) -> Result<usize> {
+        match self {
+            Self::Shards(loader) => Ok(loader.batches_per_epoch()),
+            Self::Mixture(mixture) => mixture.batches_per_epoch(),
+        }
+    }
+
+    /// Starts over after every `batches` batches, so that each evaluation reads the same batches.
+    #[must_use]
+    pub fn rewinding_after(self, batches: usize) -> Self {
+        match self {
+            Self::Shards(loader) => Self::Shards(loader.rewinding_after(batches)),
+            Self::Mixture(mixture) => mixture.rewinding_after(batches).into(),
+        }
+    }
+
+    /// Writes the documents of the batch that was read last, for attention within documents. Those of data without masks begin with the
+    /// token `start`.
+    pub(crate) fn set_documents(&self, layout: BatchLayout, words: &mut [i32], start: Option<u32>) {
+        match (self, start) {
+            (Self::Mixture(mixture), _) => layout.set_documents(words, mixture.document_starts()),
+            (Self::Shards(_), Some(start)) => layout.find_documents(words, start as i32),
+            (Self::Shards(_), None) => layout.set_documents(words, &vec![false; layout.b * layout.t]),
+        }
+    }
+
     /// Reads the inputs and targets of the next batch into `words`, laid out by [`layout`](Self::layout). The caller sorts the batch.
     pub fn next(&mut self, words: &mut [i32]) -> Result<()> {
         match self {

@@ -1,14 +1,16 @@
 //! Tokenization, token files, batches and evaluation sets.
 //!
 //! Files contain documents ([`documents`]), text becomes tokens ([`tokenizer`]), and tokens become shards on disk ([`text`],
-//! [`tinyshakespeare`], [`tinystories`], [`fineweb`]) with a description ([`dataset`]). Shards become batches ([`Loader`],
-//! [`Mixture`], [`Prefetch`]). [`MultipleChoice`] holds evaluation sets such as HellaSwag. Scoring a model on them does not belong here.
+//! [`tinyshakespeare`], [`tinystories`], [`fineweb`]) with a description ([`dataset`]). Conversations become shards with masks
+//! ([`conversations`], [`mask`]). Shards become batches ([`Loader`], [`Mixture`], [`Prefetch`]). [`MultipleChoice`] holds evaluation
+//! sets such as HellaSwag. Scoring a model on them does not belong here.
 
 #![warn(missing_docs)]
 
 mod archive;
 pub mod batches;
 pub mod check;
+pub mod conversations;
 pub mod core_tasks;
 pub mod dataset;
 pub mod documents;
@@ -18,6 +20,7 @@ pub mod header;
 pub mod hellaswag;
 pub mod loader;
 mod local_files;
+pub mod mask;
 pub mod mixture;
 pub mod mmlu;
 pub mod multiple_choice;
@@ -34,5 +37,5 @@ pub use batches::Batches;
 pub use loader::{Geometry, Loader};
 pub use mixture::Mixture;
 pub use multiple_choice::MultipleChoice;
-pub use prefetch::{LoadedBatch, Prefetch};
+pub use prefetch::{DocumentStart, LoadedBatch, Prefetch};
 pub use tokens::Tokens;

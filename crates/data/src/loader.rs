@@ -72,6 +72,7 @@ impl Loader {
     pub fn new(shards: Vec<Tokens>, geometry: Geometry, vocab: usize, shuffle: Option<u32>) -> Result<Self> {
         ensure!(!shards.is_empty(), "data loader: expected at least one token file, found none");
         for shard in &shards {
+            ensure!(shard.mask().is_none(), "{shard}: expected tokens without a mask, which this loader does not read");
             let needed = geometry.sample_tokens() + 1;
             ensure!(
                 shard.len() >= needed,

@@ -22,6 +22,13 @@ pub struct Prefetch {
     thread: Option<JoinHandle<()>>,
 }
 
+/// What begins a document: flags of a mask, or the token that precedes documents in data without masks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DocumentStart {
+    /// The token. Data with masks do not need one.
+    pub token: Option<u32>,
+}
+
 struct PreparedBatch {
     words: HostBuffer,
     loaded: LoadedBatch,
@@ -44,15 +51,15 @@ impl Prefetch {
         Self::start_with_documents(loader, engine, None)
     }
 
-    /// Does the same as [`start`](Self::start), for attention within documents if there is a `separator`, the token that begins a document.
+    /// Does the same as [`start`](Self::start), for attention within documents if `documents` states what begins a document.
     pub fn start_with_documents(
         loader: impl Into<Batches>,
         engine: &dyn Engine,
-        separator: Option<u32>,
+        documents: Option<DocumentStart>,
     ) -> Result<Self> {
         let mut loader = loader.into();
         let (mut layout, masks_targets) = (loader.layout(), loader.masks_targets());
-        if separator.is_some() {
+        if documents.is_some() {
             layout = layout.with_documents();
         }
         let (batch_sender, batches) = channel();
@@ -64,8 +71,8 @@ impl Prefetch {
             for mut words in buffer_receiver {
                 let batch = loader.next(&mut words).map(|()| {
                     layout.sort(&mut words);
-                    if let Some(separator) = separator {
-                        layout.find_documents(&mut words, separator as i32);
+                    if let Some(DocumentStart { token }) = documents {
+                        loader.set_documents(layout, &mut words, token);
                     }
                     let loaded = LoadedBatch {
                         targets: layout.count_targets(&words),

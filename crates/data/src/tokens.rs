@@ -2,8 +2,11 @@
 //!
 //! A file consists of a [`header`] (magic, version, number of tokens) and the tokens in little-endian order:
 //! as u16 with magic 20240520 and version 1, or as u32 with magic 20240801 and version 7 (llm.c's format for Llama 3).
+//!
+//! A [`mask`](crate::mask) beside a file has the same layout, with one byte of flags per token.
 
 use crate::header::{self, Format, HEADER_BYTES};
+use crate::mask;
 use crate::pattern;
 use anyhow::{Context, Error, Result, anyhow, ensure};
 use std::fmt;
@@ -22,6 +25,8 @@ pub enum Width {
     U16,
     /// Four bytes.
     U32,
+    /// One byte, for the flags of a [`mask`](crate::mask).
+    Flags,
 }
 
 impl Width {
@@ -35,6 +40,7 @@ impl Width {
         match self {
             Self::U16 => 2,
             Self::U32 => 4,
+            Self::Flags => 1,
         }
     }
 
@@ -42,6 +48,7 @@ impl Width {
         match self {
             Self::U16 => Format { name: "token file", magic: 20240520, version: 1 },
             Self::U32 => Format { name: "token file", magic: 20240801, version: 7 },
+            Self::Flags => Format { name: "mask file", magic: 20251128, version: 1 },
         }
     }
 }
@@ -55,6 +62,8 @@ pub struct Tokens {
     name: String,
     len: usize,
     source: Source,
+    /// The flags of the tokens.
+    mask: Option<Arc<Tokens>>,
 }
 
 /// Storage of the tokens. A file is read with `pread` instead of being mapped, so truncating it during a run is
@@ -170,18 +179,37 @@ fn hash_of(file: &File) -> io::Result<u64> {
 }
 
 impl Tokens {
-    /// Opens a `.bin` file, and checks its header and its size.
+    /// Opens a `.bin` file and the mask beside it, if there is one. Checks their headers and sizes.
     pub fn open(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
         ensure!(
             !path.is_dir(),
             "{name}: expected a token file (.bin), found a directory; use the pattern '{name}/*.bin'"
         );
-        let file = bounded_file::open(path).with_context(|| format!("cannot open token file {name}"))?;
+        let tokens = Self::open_widths(path, &[Width::U16, Width::U32])?;
+        let mask = mask::path(path);
+        if mask == path || !mask.exists() {
+            return Ok(tokens);
+        }
+        let mask = Self::open_widths(&mask, &[Width::Flags])?;
+        ensure!(
+            mask.len == tokens.len,
+            "{mask}: expected flags for the {} tokens of {name}, found {}; make the data set again",
+            tokens.len,
+            mask.len
+        );
+        Ok(Self { mask: Some(Arc::new(mask)), ..tokens })
+    }
+
+    /// Opens a file with one of these widths.
+    fn open_widths(path: &Path, widths: &[Width]) -> Result<Self> {
+        let name = path.display().to_string();
+        let formats: Vec<Format> = widths.iter().map(|width| width.format()).collect();
+        let kind = formats[0].name;
+        let file = bounded_file::open(path).with_context(|| format!("cannot open {kind} {name}"))?;
         let version = FileVersion::of(&file).with_context(|| format!("cannot read {name}"))?;
         let size = version.size;
-        let widths = [Width::U16, Width::U32];
-        let (which, header) = header::read_one_of(&widths.map(Width::format), &name, &mut &file)?;
+        let (which, header) = header::read_one_of(&formats, &name, &mut &file)?;
         let (width, count) = (widths[which], header.word(2));
         ensure!(count > 0, "{name}: expected a token count above 0 in the header, found {count}");
         let len = count as usize;
@@ -192,7 +220,7 @@ impl Tokens {
             if size < expected { "truncated" } else { "too long" }
         );
         let shard = Shard { path: path.to_owned(), width, version: Mutex::new(version), hash: None };
-        Ok(Self { name, len, source: Source::File(Arc::new(shard)) })
+        Ok(Self { name, len, source: Source::File(Arc::new(shard)), mask: None })
     }
 
     /// Opens every file that matches a glob pattern, sorted by name.
@@ -202,21 +230,43 @@ impl Tokens {
 
     /// Creates a shard in memory. `name` identifies it in messages.
     pub fn in_memory(name: impl Into<String>, tokens: Vec<u32>) -> Self {
-        Self { name: name.into(), len: tokens.len(), source: Source::Memory(Arc::new(tokens)) }
+        Self { name: name.into(), len: tokens.len(), source: Source::Memory(Arc::new(tokens)), mask: None }
     }
 
-    /// Sets the hash of the tokens that the data set records. A file that changes while it is in use is then no error if its tokens
-    /// still have this hash.
+    /// Adds flags to a shard in memory, one for each token.
     #[must_use]
-    pub fn with_recorded_hash(self, hash: Option<u64>) -> Self {
+    pub fn with_flags(self, flags: Vec<u32>) -> Self {
+        debug_assert_eq!(flags.len(), self.len);
+        let mask = Self::in_memory(format!("{} (mask)", self.name), flags);
+        Self { mask: Some(Arc::new(mask)), ..self }
+    }
+
+    /// Returns the flags of the tokens, if the shard has a mask.
+    pub fn mask(&self) -> Option<&Self> {
+        self.mask.as_deref()
+    }
+
+    /// Sets the hashes of the tokens and of the mask that the data set records. A file that changes while it is in use is then no error
+    /// if its contents still have this hash.
+    #[must_use]
+    pub fn with_recorded_hashes(self, tokens: Option<u64>, mask: Option<u64>) -> Self {
+        let mask = self.mask.map(|flags| Arc::new((*flags).clone().with_recorded_hashes(mask, None)));
         let source = match self.source {
             Source::File(shard) => {
                 let version = Mutex::new(*shard.version.lock().unwrap_or_else(PoisonError::into_inner));
-                Source::File(Arc::new(Shard { path: shard.path.clone(), width: shard.width, version, hash }))
+                Source::File(Arc::new(Shard { path: shard.path.clone(), width: shard.width, version, hash: tokens }))
             }
             memory @ Source::Memory(_) => memory,
         };
-        Self { source, ..self }
+        Self { source, mask, ..self }
+    }
+
+    /// Returns the hash that the data set records, if there is one.
+    pub(crate) fn recorded_hash(&self) -> Option<u64> {
+        match &self.source {
+            Source::File(shard) => shard.hash,
+            Source::Memory(_) => None,
+        }
     }
 
     /// Returns the hash of the tokens, or `None` in memory.
@@ -259,6 +309,7 @@ impl Tokens {
                 match shard.width {
                     Width::U16 => buffer.as_chunks().0.iter().map(|&id| u16::from_le_bytes(id)).max().map(u32::from),
                     Width::U32 => buffer.as_chunks().0.iter().map(|&id| u32::from_le_bytes(id)).max(),
+                    Width::Flags => buffer.iter().max().map(|&flags| flags.into()),
                 }
             }
         };
@@ -283,7 +334,7 @@ impl Tokens {
             shard.read_tokens(None, start, &mut bytes)?;
             match (shard.width, u16::try_from(token)) {
                 (Width::U16, Ok(token)) => find_all(bytes.as_chunks().0, &token.to_le_bytes(), start, &mut found),
-                (Width::U16, Err(_)) => {}
+                (Width::U16, Err(_)) | (Width::Flags, _) => {}
                 (Width::U32, _) => find_all(bytes.as_chunks().0, &token.to_le_bytes(), start, &mut found),
             }
         }
@@ -319,6 +370,7 @@ impl Tokens {
                         let tokens = bytes.as_chunks().0.iter().map(|&token| u32::from_le_bytes(token));
                         out.iter_mut().zip(tokens).for_each(|(to, token)| *to = token);
                     }
+                    Width::Flags => out.iter_mut().zip(bytes).for_each(|(to, flags)| *to = flags.into()),
                 }
             }
         }
@@ -527,7 +579,7 @@ mod tests {
         let ids = [1u16, 2, 3];
         write(&path, &ids, Width::U16).unwrap();
         let hash = Tokens::open(&path).unwrap().hash().unwrap();
-        let tokens = Tokens::open(&path).unwrap().with_recorded_hash(hash);
+        let tokens = Tokens::open(&path).unwrap().with_recorded_hashes(hash, None);
         let read = || {
             let mut found = [0; 3];
             tokens.read(0, &mut found).map(|()| found)

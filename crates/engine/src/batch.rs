@@ -112,17 +112,24 @@ impl BatchLayout {
     /// Computes the parts of [`documents_of`](Self::documents_of) from `inputs`, if the layout has them. A document begins at each
     /// `separator`, and at the start of a sequence.
     pub fn find_documents(self, words: &mut [i32], separator: i32) {
+        let begins: Vec<bool> = words[self.inputs()].iter().map(|&token| token == separator).collect();
+        self.set_documents(words, &begins);
+    }
+
+    /// Does the same as [`find_documents`](Self::find_documents) for documents that begin at the positions (B·T) that `begins` states, and
+    /// at the start of a sequence.
+    pub fn set_documents(self, words: &mut [i32], begins: &[bool]) {
         if !self.documents {
             return;
         }
-        let (head, documents) = words.split_at_mut(self.seed().end);
+        let documents = &mut words[self.seed().end..];
         let (first_keys, rest) = documents.split_at_mut(self.tokens());
         let (last_queries, order) = rest.split_at_mut(self.tokens());
         let (query_tiles, key_tiles) = order.split_at_mut(self.b * self.tiles());
-        for (b, inputs) in head[self.inputs()].chunks(self.t).enumerate() {
+        for (b, begins) in begins.chunks(self.t).enumerate() {
             let positions = b * self.t..(b + 1) * self.t;
             let (first_keys, last_queries) = (&mut first_keys[positions.clone()], &mut last_queries[positions]);
-            let mut starts: Vec<_> = (0..self.t).filter(|&i| i == 0 || inputs[i] == separator).collect();
+            let mut starts: Vec<_> = (0..self.t).filter(|&i| i == 0 || begins[i]).collect();
             starts.push(self.t);
             for document in starts.windows(2) {
                 first_keys[document[0]..document[1]].fill(document[0] as i32);

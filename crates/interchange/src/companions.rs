@@ -3,10 +3,14 @@
 //! The checkpoints of a run have no place for them. A run that starts from such a directory keeps its files in a directory of its own,
 //! so that they do not depend on the original.
 
+use crate::architecture::Architecture;
+use crate::config::ModelConfig;
 use crate::{config, tokenizer};
 use ::tokenizer::{Tokenizer, stored};
 use anyhow::{Context, Result, ensure};
-use serde_json::Value;
+use engine::tensor::DType;
+use model::Descriptor;
+use serde_json::{Value, json};
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -49,6 +53,84 @@ pub fn keep(model: Option<&Path>, tokenizer: Option<&Tokenizer>, run: &Path) -> 
     }
 }
 
+/// Replaces the files that the directory `run` keeps, for a run on conversations: its tokenizer, the template and the tokenizer settings
+/// in `data`, and the configuration and the generation settings in `model`, the directory of the model from which the run starts. They
+/// get the size of the vocabulary and the end token of the tokenizer settings. A model without a configuration gets a new one.
+pub fn keep_of_conversations(
+    model: Option<&Path>,
+    data: &Path,
+    tokenizer: &Tokenizer,
+    descriptor: &Descriptor,
+    run: &Path,
+) -> Result<()> {
+    let kept = run.join(DIRECTORY);
+    if system::fs::exists(&kept).with_context(|| format!("cannot read {}", kept.display()))? {
+        check_only(&kept, |name| name == config::FILE || name == GENERATION || is_tokenizer_file(name))?;
+    }
+    let settings = tokenizer_config(data)?;
+    let eos = settings["eos_token"].as_str().or_else(|| settings["eos_token"]["content"].as_str());
+    let eos = tokenizer.special().iter().find(|token| Some(token.text.as_str()) == eos).map(|token| token.id);
+    let of_model = |name: &str| -> Result<Option<Value>> {
+        let Some(path) = model.map(|model| model.join(name)).filter(|path| path.is_file()) else { return Ok(None) };
+        let text = bounded_file::read_to_string(&path, bounded_file::DESCRIPTION)
+            .with_context(|| format!("cannot read {}", path.display()))?;
+        serde_json::from_str(&text).map(Some).with_context(|| format!("{}: not valid JSON", path.display()))
+    };
+    let [bos, document] = tokenizer::bos_eos(tokenizer);
+    let mut configuration = match (of_model(config::FILE)?, Architecture::of(descriptor)) {
+        (Some(configuration), _) => Some(configuration),
+        (None, Ok(architecture)) => {
+            let new = ModelConfig::new(architecture, *descriptor, [bos, document]);
+            Some(Value::Object(new.exported(DType::F32)))
+        }
+        // There is no export of this model.
+        (None, Err(_)) => None,
+    };
+    if let Some(configuration) = &mut configuration {
+        configuration["vocab_size"] = descriptor.vocab.into();
+        if let Some(eos) = eos {
+            configuration["eos_token_id"] = eos.into();
+        }
+    }
+    let generation = with_end(of_model(GENERATION)?, eos);
+    atomic_file::write_directory(&kept, |to| {
+        for (name, value) in [(config::FILE, configuration.as_ref()), (GENERATION, Some(&generation))] {
+            if let Some(value) = value {
+                write_synced(&to.join(name), &tokenizer::pretty(value)?)?;
+            }
+        }
+        if let Some(file) = tokenizer.file() {
+            write_synced(&to.join(file.name), &file.bytes)?;
+        }
+        copy(
+            [TEMPLATE, TOKENIZER_CONFIG].map(PathBuf::from).into_iter().filter(|name| data.join(name).is_file()),
+            data,
+            to,
+        )
+    })
+}
+
+/// Adds an end token to generation settings. The first one is that of a turn.
+fn with_end(generation: Option<Value>, eos: Option<u32>) -> Value {
+    let mut generation = generation.filter(Value::is_object).unwrap_or_else(|| json!({}));
+    if let Some(eos) = eos {
+        let old = match generation["eos_token_id"].take() {
+            Value::Array(ids) => ids,
+            Value::Null => Vec::new(),
+            id => vec![id],
+        };
+        let ids: Vec<Value> = [eos.into()].into_iter().chain(old.into_iter().filter(|id| *id != eos)).collect();
+        generation["eos_token_id"] = if ids.len() == 1 { ids[0].clone() } else { ids.into() };
+    }
+    generation
+}
+
+fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
+    let mut file = File::create(path)?;
+    file.write_all(bytes)?;
+    Ok(file.sync_all()?)
+}
+
 /// Returns the names of the tokenizer files and chat templates in a directory, relative to it.
 pub fn tokenizer_files(directory: &Path) -> Result<Vec<PathBuf>> {
     let mut names: Vec<PathBuf> = tokenizer::FILES.map(PathBuf::from).into();
@@ -68,9 +150,7 @@ pub fn copy(names: impl IntoIterator<Item = PathBuf>, from: &Path, to: &Path) ->
         if let Some(directory) = name.parent() {
             fs::create_dir_all(to.join(directory))?;
         }
-        let mut file = File::create(target)?;
-        file.write_all(&bytes)?;
-        file.sync_all()?;
+        write_synced(&target, &bytes)?;
     }
     Ok(())
 }
@@ -141,4 +221,45 @@ fn entries(directory: &Path, subdirectory: &str) -> Result<Vec<String>> {
     let mut names: Vec<String> = fs::read_dir(&path).with_context(cannot)?.map(name).collect::<Result<_>>()?;
     names.sort();
     Ok(names)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_end_token_of_a_turn_is_added() {
+        let with = |old: Value| with_end(Some(old), Some(7))["eos_token_id"].clone();
+        assert_eq!(with(json!({})), 7);
+        assert_eq!(with(json!({"eos_token_id": 7})), 7);
+        assert_eq!(with(json!({"eos_token_id": 5})), json!([7, 5]));
+        assert_eq!(with(json!({"eos_token_id": [5, 7, 6]})), json!([7, 5, 6]));
+        assert_eq!(with_end(None, Some(7)), json!({"eos_token_id": 7}));
+        assert_eq!(with_end(Some(json!({"top_p": 1})), None), json!({"top_p": 1}));
+    }
+
+    #[test]
+    fn a_run_on_conversations_keeps_the_template_of_its_data() {
+        let directory = tempfile::tempdir().unwrap();
+        let [model, data, run] = ["model", "data", "run"].map(|name| directory.path().join(name));
+        for path in [&model, &data, &run] {
+            fs::create_dir(path).unwrap();
+        }
+        let extended = tokenizer::with_special(&Tokenizer::gpt2(), &["<|im_end|>"], "a").unwrap();
+        fs::write(model.join("config.json"), r#"{"model_type": "gpt2", "vocab_size": 50257}"#).unwrap();
+        fs::write(model.join("chat_template.jinja"), "old").unwrap();
+        fs::write(data.join("chat_template.jinja"), "new").unwrap();
+        fs::write(data.join("tokenizer_config.json"), r#"{"eos_token": "<|im_end|>"}"#).unwrap();
+        for model in [Some(model.as_path()), None] {
+            let descriptor = Descriptor::gpt2(1, 1, 8, 64, 50258).unwrap();
+            keep_of_conversations(model, &data, &extended, &descriptor, &run).unwrap();
+            let read = |name: &str| fs::read_to_string(run.join(DIRECTORY).join(name));
+            assert_eq!(read("chat_template.jinja").unwrap(), "new");
+            assert!(read("generation_config.json").unwrap().contains("\"eos_token_id\": 50257"));
+            assert!(read("tokenizer.json").is_ok() && read("tokenizer_config.json").is_ok());
+            let config: Value = serde_json::from_str(&read("config.json").unwrap()).unwrap();
+            assert_eq!((&config["vocab_size"], &config["eos_token_id"]), (&json!(50258), &json!(50257)));
+            assert_eq!(config["n_embd"], if model.is_some() { Value::Null } else { 8.into() });
+        }
+    }
 }

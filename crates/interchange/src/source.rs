@@ -29,6 +29,8 @@ use tokenizer::{Tokenizer, hub};
 pub struct ModelSource {
     kind: Kind,
     adapter: Option<Adapted>,
+    /// Number of ids to which the vocabulary grows when the model is loaded.
+    vocab: Option<usize>,
 }
 
 /// Adapters whose products the weights of a source contain.
@@ -47,7 +49,7 @@ enum Kind {
 
 impl From<Kind> for ModelSource {
     fn from(kind: Kind) -> Self {
-        Self { kind, adapter: None }
+        Self { kind, adapter: None, vocab: None }
     }
 }
 
@@ -271,10 +273,23 @@ impl ModelSource {
 
     /// Returns the shape of the model.
     pub fn descriptor(&self) -> Descriptor {
+        let stored = self.stored_descriptor();
+        Descriptor { vocab: self.vocab.unwrap_or(stored.vocab), ..stored }
+    }
+
+    fn stored_descriptor(&self) -> Descriptor {
         match &self.kind {
             Kind::LlmC(file) => file.descriptor(),
             Kind::HuggingFace(model) => model.descriptor(),
         }
+    }
+
+    /// Returns the model with a vocabulary of at least `vocab` ids. [`load`](Self::load) sets each row of the embeddings and of the head
+    /// that the files do not have to the mean of those that they have.
+    #[must_use]
+    pub fn with_vocab(self, vocab: usize) -> Self {
+        let grows = vocab > self.stored_descriptor().vocab;
+        Self { vocab: grows.then_some(vocab), ..self }
     }
 
     /// Returns the number of rows of wte in llm.c's files of this model.
@@ -353,16 +368,50 @@ impl ModelSource {
     /// been planned for [`descriptor`](Self::descriptor). Values are widened or rounded to nearest if the types differ. NaN and
     /// infinite values are an error that names the tensor.
     pub fn load(self, model: &Decoder, engine: &mut dyn Engine) -> Result<()> {
-        if self.adapter.is_some() {
-            return load_merged(&self, model, engine);
+        if self.adapter.is_some() || self.vocab.is_some() {
+            return self.load_by_tensor(model, engine);
         }
         match self.kind {
             Kind::LlmC(file) => file.load(model, engine),
             Kind::HuggingFace(source) => {
-                load(&source, model, engine).with_context(|| format!("cannot load {}", source.directory().display()))
+                let read = |param, layer| source.read(param, layer);
+                assert_eq!(model.descriptor, source.descriptor(), "the model was planned for another directory");
+                load(read, source.bytes(), model, engine)
+                    .with_context(|| format!("cannot load {}", source.directory().display()))
             }
         }
     }
+
+    /// Loads the tensors that [`read`](Self::read) returns, and new rows of the embeddings.
+    fn load_by_tensor(&self, model: &Decoder, engine: &mut dyn Engine) -> Result<()> {
+        let stored = self.stored_descriptor();
+        let new_rows = self.descriptor().vocab - stored.vocab;
+        // The sums of weights and products have more digits than the weights.
+        let dtype = if self.adapter.is_some() { DType::F32 } else { self.dtype() };
+        let read = |param: Param, layer| {
+            let mut bytes = self.read(param, layer, dtype)?;
+            if param.has_vocab_rows() {
+                add_mean_rows(&mut bytes, stored.channels, new_rows, dtype);
+            }
+            Ok((Element::from(dtype), bytes))
+        };
+        let bytes = (stored.parameters() * dtype.bytes()) as u64;
+        load(read, bytes, model, engine).with_context(|| format!("cannot load {}", self.path().display()))
+    }
+}
+
+/// Appends rows of `columns` elements to a matrix, each the mean of its rows.
+fn add_mean_rows(bytes: &mut Vec<u8>, columns: usize, rows: usize, dtype: DType) {
+    let element = Element::from(dtype);
+    let mut sums = vec![0.0; columns];
+    let row_bytes = columns * element.bytes();
+    for row in bytes.chunks(row_bytes) {
+        sums.iter_mut().zip(element.widen(row)).for_each(|(sum, value)| *sum += f64::from(value));
+    }
+    let count = (bytes.len() / row_bytes).max(1) as f64;
+    let mean: Vec<u8> = sums.iter().flat_map(|sum| ((sum / count) as f32).to_le_bytes()).collect();
+    let mean = Element::F32.convert(mean, dtype);
+    (0..rows).for_each(|_| bytes.extend(&mean));
 }
 
 /// Reorders the rows of each head, of `row` bytes each, to these rotary pairs from the others.
@@ -376,40 +425,22 @@ pub fn convert_pairs(rows: &[u8], row: usize, head_size: usize, pairs: RotaryPai
     rows.chunks(head_size * row).flat_map(head).collect()
 }
 
-/// Reads weights to which the products of adapters are added.
-fn load_merged(source: &ModelSource, model: &Decoder, engine: &mut dyn Engine) -> Result<()> {
-    assert_eq!(model.descriptor, source.descriptor(), "the model was planned for another one");
+/// Loads the tensors of `bytes` bytes that `read` returns.
+fn load(
+    read: impl Fn(Param, usize) -> Result<(Element, Vec<u8>)>,
+    bytes: u64,
+    model: &Decoder,
+    engine: &mut dyn Engine,
+) -> Result<()> {
     let stores = model.weight_stores();
-    let progress = progress::start("loading tensors", Unit::Bytes, 4 * model.descriptor.parameters() as u64);
-    for (param, layer) in model.layout.file_order() {
-        if stores.iter().all(|store| store.held(param, layer).is_none()) {
-            continue;
-        }
-        let values = source.read_floats(param, layer)?;
-        progress.add(4 * values.len() as u64);
-        for store in &stores {
-            let Some((range, to)) = store.held(param, layer) else { continue };
-            // Rows that pad the vocabulary are not in the file.
-            let wanted = range.start.min(values.len())..range.end.min(values.len());
-            if !wanted.is_empty() {
-                store.write(engine, to.slice(0, wanted.len()), &values[wanted])?;
-            }
-        }
-    }
-    Ok(())
-}
-
-fn load(source: &HuggingFaceModel, model: &Decoder, engine: &mut dyn Engine) -> Result<()> {
-    assert_eq!(model.descriptor, source.descriptor(), "the model was planned for another directory");
-    let stores = model.weight_stores();
-    let progress = progress::start("loading tensors", Unit::Bytes, source.bytes());
+    let progress = progress::start("loading tensors", Unit::Bytes, bytes);
     for (param, layer) in model.layout.file_order() {
         let held = |store| WeightStore::held(store, param, layer).map(|(range, tensor)| (store, range, tensor));
         let held: Vec<_> = stores.iter().filter_map(held).collect();
         if held.is_empty() {
             continue;
         }
-        let (element, bytes) = source.read(param, layer)?;
+        let (element, bytes) = read(param, layer)?;
         progress.add(bytes.len() as u64);
         let elements = bytes.len() / element.bytes();
         for (store, range, tensor) in held {

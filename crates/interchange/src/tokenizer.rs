@@ -278,6 +278,64 @@ pub fn files(tokenizer: &Tokenizer, max_tokens: usize) -> Result<Vec<(&'static s
     Ok(vec![(file.name, file.bytes.clone()), ("tokenizer_config.json", pretty(&config)?)])
 }
 
+/// Returns the tokenizer with these texts as special tokens. Missing ones get the ids after all others; no other id changes. A built-in
+/// tokenizer becomes a `tokenizer.json`. `name` is the path of the result, for its identity.
+pub fn with_special(tokenizer: &Tokenizer, texts: &[&str], name: &str) -> Result<Tokenizer> {
+    let is_special = |text: &&&str| tokenizer.special().iter().any(|token| token.text == **text);
+    let missing: Vec<&str> = texts.iter().filter(|text| !is_special(text)).copied().collect();
+    let mut file: Value = match tokenizer.file() {
+        Some(_) if missing.is_empty() => return Ok(tokenizer.clone()),
+        Some(file) if file.name == stored::JSON => serde_json::from_slice(&file.bytes)?,
+        Some(_) => bail!(
+            "{tokenizer}: expected a tokenizer.json, to which special tokens can be added, found another file; use the tokenizer.json of \
+             the model"
+        ),
+        None => Vocabulary::of(tokenizer, 0)?.tokenizer(),
+    };
+    let mut next = tokenizer.vocab();
+    for text in missing {
+        ensure!(!text.is_empty(), "special token: expected text, found none");
+        let in_vocabulary = file["model"]["vocab"].get(text).and_then(Value::as_u64);
+        let added =
+            file["added_tokens"].as_array_mut().with_context(|| format!("{tokenizer}: expected added_tokens"))?;
+        if let Some(token) = added.iter_mut().find(|token| token["content"] == text) {
+            token["special"] = true.into();
+            continue;
+        }
+        let id = in_vocabulary.unwrap_or(next as u64);
+        added.push(json!({
+            "id": id, "content": text, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true,
+        }));
+        next += usize::from(in_vocabulary.is_none());
+    }
+    Tokenizer::from_json(name, std::str::from_utf8(&pretty(&file)?)?)
+}
+
+/// Returns the `tokenizer_config.json` of a tokenizer whose texts begin and end with these tokens. It is `old`, the one of the tokenizer
+/// that was extended, or a new one if that is null. `is_extended` states whether special tokens were added.
+pub fn config_of(old: &Value, tokenizer: &Tokenizer, eos: Option<&str>, is_extended: bool) -> Value {
+    let document = tokenizer.special().iter().find(|token| token.id == tokenizer.document()).map(|token| &token.text);
+    let mut config = if old.is_object() {
+        old.clone()
+    } else {
+        json!({ "bos_token": document, "eos_token": document, "clean_up_tokenization_spaces": false, "tokenizer_class": FAST })
+    };
+    if is_extended {
+        // Other classes have vocabularies of their own.
+        config["tokenizer_class"] = FAST.into();
+        config.as_object_mut().map(|config| config.remove("added_tokens_decoder"));
+    }
+    if let Some(eos) = eos {
+        config["eos_token"] = eos.into();
+    }
+    // The template is a file of its own.
+    config.as_object_mut().map(|config| config.remove("chat_template"));
+    config
+}
+
+/// The class of transformers for any `tokenizer.json`.
+const FAST: &str = "PreTrainedTokenizerFast";
+
 /// Reports whether the `post_processor` of a `tokenizer.json` puts a special token before a text.
 fn adds_bos(post_processor: &Value) -> bool {
     let one = [post_processor.clone()];
@@ -399,6 +457,52 @@ mod tests {
             assert_eq!(padded.tokens[..size], vocabulary.tokens);
         }
         assert!(Vocabulary::built_in(300).is_none());
+    }
+
+    #[test]
+    fn special_tokens_are_appended() {
+        let texts = ["<|im_start|>", "<|im_end|>"];
+        let text = "a<|im_start|>user\nné 42<|endoftext|>";
+        for (tokenizer, document) in [(Tokenizer::gpt2(), 50256), (Tokenizer::bytes(), 10)] {
+            let vocab = tokenizer.vocab();
+            let extended = with_special(&tokenizer, &texts, "out/tokenizer.json").unwrap();
+            assert_eq!((extended.vocab(), extended.document()), (vocab + 2, document));
+            assert!(extended.extends(&tokenizer) && extended.extends(&extended) && !tokenizer.extends(&extended));
+            assert!(
+                !extended.extends(&Tokenizer::of_vocab(if vocab == 256 { GPT2_VOCAB } else { BYTE_VOCAB }).unwrap())
+            );
+            assert_eq!((extended.name(), extended.file().unwrap().name), ("out/tokenizer.json", "tokenizer.json"));
+            let ids = extended.encode_with_special(text).unwrap();
+            let old = |text| tokenizer.encode_with_special(text).unwrap();
+            assert_eq!(ids, [old("a"), vec![vocab as u32], old("user\nné 42<|endoftext|>")].concat());
+            // The tokens are there already.
+            assert_eq!(with_special(&extended, &texts, "other").unwrap().name(), "out/tokenizer.json");
+            let more = with_special(&extended, &["<|im_end|>", "<|end|>"], "more").unwrap();
+            assert_eq!(
+                (more.vocab(), more.encode_with_special("<|end|>").unwrap()),
+                (vocab + 3, vec![vocab as u32 + 2])
+            );
+        }
+        // The ids of tokens that are in the vocabulary stay.
+        let named = with_special(&Tokenizer::gpt2(), &["a"], "a").unwrap();
+        assert_eq!((named.vocab(), named.encode_with_special("a").unwrap()), (50257, vec![64]));
+        assert_eq!(named.special().len(), 2);
+        let same = with_special(&Tokenizer::gpt2(), &[], "gpt2").unwrap();
+        assert!(same == Tokenizer::gpt2() && same.file().is_some());
+    }
+
+    #[test]
+    fn configurations_state_the_end_token() {
+        let extended = with_special(&Tokenizer::gpt2(), &["<|im_end|>"], "a").unwrap();
+        let new = config_of(&Value::Null, &extended, Some("<|im_end|>"), true);
+        assert_eq!((&new["bos_token"], &new["eos_token"]), (&json!("<|endoftext|>"), &json!("<|im_end|>")));
+        assert_eq!(new["tokenizer_class"], FAST);
+        let old = json!({"tokenizer_class": "Qwen2Tokenizer", "chat_template": "a", "pad_token": "b", "added_tokens_decoder": {}});
+        assert_eq!(
+            config_of(&old, &extended, None, false),
+            json!({"tokenizer_class": "Qwen2Tokenizer", "pad_token": "b", "added_tokens_decoder": {}})
+        );
+        assert_eq!(config_of(&old, &extended, None, true), json!({"tokenizer_class": FAST, "pad_token": "b"}));
     }
 
     type Change = fn(&mut Value);

@@ -1,15 +1,25 @@
 //! Chat templates of Hugging Face directories: Jinja templates that turn messages into the text that a model reads.
 //!
-//! A template is a program of the model's author. [`ChatTemplate::render`] runs it in a process with limits ([`renderer`]).
+//! A template is a program of the model's author. [`ChatTemplate::render`] and [`Training`] run it in processes with limits
+//! ([`renderer`]).
 
-use super::{date, renderer};
+mod date;
+pub mod renderer;
+mod training;
+
+pub use training::{Training, default_template};
+
 use anyhow::Result;
+use data::conversations::Json;
 use interchange::{ModelSource, companions};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::{Environment, Error, ErrorKind, context};
+use minijinja::value::{Enumerator, Kwargs, Object};
+use minijinja::{Environment, Error, ErrorKind, context, filters};
+use renderer::{Purpose, Renderer};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// The maximum work of a template: an instruction costs 1, and so do 64 bytes of text. Templates in use need a few thousand for a message.
 const MAX_FUEL: u64 = 5_000_000;
@@ -39,7 +49,7 @@ impl Message {
 }
 
 /// The reason why a template gives no text.
-#[derive(Debug, thiserror::Error, Serialize, Deserialize)]
+#[derive(Clone, Debug, thiserror::Error, Serialize, Deserialize)]
 pub enum TemplateError {
     /// The template calls `raise_exception`, or does not know how to handle the messages.
     #[error("the chat template rejects the conversation: {0}")]
@@ -83,7 +93,9 @@ impl ChatTemplate {
         Ok(template.map(|(path, source)| Self::new(&path, source, &config)))
     }
 
-    fn new(path: &Path, source: String, config: &Value) -> Self {
+    /// Creates a template. `path` is its file, for errors, and `config` is the `tokenizer_config.json` with the special tokens that it
+    /// names.
+    pub fn new(path: &Path, source: String, config: &Value) -> Self {
         let token = |name: &str| match &config[name] {
             Value::Object(token) => token.get("content").and_then(Value::as_str).unwrap_or_default().to_owned(),
             token => token.as_str().unwrap_or_default().to_owned(),
@@ -92,10 +104,20 @@ impl ChatTemplate {
         Self { path, source, bos_token: token("bos_token"), eos_token: token("eos_token") }
     }
 
+    /// Returns the source.
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
     /// Returns the text of a conversation, up to the beginning of the model's answer.
     pub fn render(&self, messages: &[&Message]) -> Result<String, TemplateError> {
-        let rendered = renderer::render(self, messages);
-        rendered.unwrap_or_else(|error| Err(TemplateError::Unusable(format!("{}: {error:#}", self.path))))
+        let values = json!({ "messages": messages });
+        let rendered = Renderer::start(self).and_then(|mut renderer| renderer.render(Purpose::Answer, &values));
+        rendered.unwrap_or_else(|error| Err(self.unusable(&error))).map(|rendered| rendered.text)
+    }
+
+    fn unusable(&self, error: &anyhow::Error) -> TemplateError {
+        TemplateError::Unusable(format!("{}: {error:#}", self.path))
     }
 
     /// Fails if the template is not valid. It may reject a conversation without messages.
@@ -105,27 +127,162 @@ impl ChatTemplate {
             Ok(_) | Err(TemplateError::Rejected(_)) => Ok(()),
         }
     }
+}
 
-    /// Does the work of [`render`](Self::render) in this process, without limits of memory, stack and time.
-    pub(super) fn render_here(&self, messages: &[Message]) -> Result<String, TemplateError> {
+/// The characters around the turns of the assistant in a rendered text. They are no characters of Unicode, so no text needs them.
+const TURN_START: char = '\u{fdd1}';
+const TURN_END: char = '\u{fdd2}';
+
+/// The text of a conversation.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Rendered {
+    /// The text.
+    pub text: String,
+    /// The turns of the assistant: their starts and ends in bytes. Only for [`Purpose::Training`].
+    pub turns: Vec<(usize, usize)>,
+    /// Whether the template marks the turns with `{% generation %}`.
+    pub marks_turns: bool,
+}
+
+/// A template that has been compiled, in this process, without limits of memory, stack and time.
+pub struct Compiled<'a> {
+    template: &'a ChatTemplate,
+    environment: Environment<'static>,
+    marks_turns: bool,
+}
+
+impl<'a> Compiled<'a> {
+    /// Compiles a template.
+    pub fn new(template: &'a ChatTemplate) -> Result<Self, TemplateError> {
         let invalid = |error: Error| {
-            TemplateError::Unusable(format!("{}: expected a valid chat template, found an error: {error}", self.path))
+            TemplateError::Unusable(format!(
+                "{}: expected a valid chat template, found an error: {error}",
+                template.path
+            ))
         };
         let mut environment = environment().map_err(invalid)?;
-        environment.add_template_owned("chat", without_generation(&self.source)).map_err(invalid)?;
-        let template = environment.get_template("chat").map_err(invalid)?;
-        let message = |m: &Message| context! { role => m.role.clone(), content => m.content.clone() };
-        let messages: Vec<minijinja::Value> = messages.iter().map(message).collect();
-        let (bos_token, eos_token) = (self.bos_token.clone(), self.eos_token.clone());
-        let values = context! { messages => messages, bos_token, eos_token, add_generation_prompt => true };
-        template.render(values).map_err(|error| match error.kind() {
+        let (source, marks_turns) = with_generation_filter(&template.source);
+        environment.add_template_owned("chat", source).map_err(invalid)?;
+        Ok(Self { template, environment, marks_turns })
+    }
+
+    /// Renders a conversation. `values` has the messages, and may have tools.
+    pub fn render(&self, purpose: Purpose, values: &minijinja::Value) -> Result<Rendered, TemplateError> {
+        let messages = values.get_attr("messages").and_then(|messages| messages.try_iter());
+        let messages: Vec<_> = messages.map_err(|error| TemplateError::Rejected(error.to_string()))?.collect();
+        let tools = values.get_attr("tools").unwrap_or_default();
+        let text = |messages: &[minijinja::Value], prompts| self.text(messages, &tools, prompts);
+        match purpose {
+            Purpose::Answer => {
+                let (text, _) = without_marks(&text(&messages, true)?);
+                Ok(Rendered { text, ..Rendered::default() })
+            }
+            Purpose::Training if self.marks_turns => {
+                let (text, turns) = without_marks(&text(&messages, false)?);
+                Ok(Rendered { text, turns, marks_turns: true })
+            }
+            Purpose::Training => {
+                let whole = text(&messages, false)?;
+                let mut turns = Vec::new();
+                for (i, _) in messages.iter().enumerate().filter(|(_, message)| is_of_assistant(message)) {
+                    let (before, after) = (text(&messages[..i], true)?, text(&messages[..=i], false)?);
+                    if !after.starts_with(&before) || !whole.starts_with(&after) {
+                        return Err(self.ambiguous(i, messages.len(), &before, &after, &whole));
+                    }
+                    turns.push((before.len(), after.len()));
+                }
+                Ok(Rendered { text: whole, turns, marks_turns: false })
+            }
+        }
+    }
+
+    fn text(
+        &self,
+        messages: &[minijinja::Value],
+        tools: &minijinja::Value,
+        add_generation_prompt: bool,
+    ) -> Result<String, TemplateError> {
+        let ChatTemplate { path, bos_token, eos_token, .. } = self.template;
+        let values = context! { messages, tools, bos_token, eos_token, add_generation_prompt };
+        let rendered = self.environment.get_template("chat").and_then(|template| template.render(values));
+        rendered.map_err(|error| match error.kind() {
             ErrorKind::OutOfFuel => TemplateError::Unusable(format!(
-                "{}: expected a chat template of at most {MAX_FUEL} steps, found more; send shorter messages, or use another template",
-                self.path
+                "{path}: expected a chat template of at most {MAX_FUEL} steps, found more; send shorter messages, or use another template"
             )),
             _ => TemplateError::Rejected(error.to_string()),
         })
     }
+
+    /// Returns the error for a template whose text of the first messages is not the beginning of its text of all.
+    fn ambiguous(&self, message: usize, of: usize, before: &str, after: &str, whole: &str) -> TemplateError {
+        let (short, long) = if after.starts_with(before) { (after, whole) } else { (before, after) };
+        let same = short.bytes().zip(long.bytes()).take_while(|(a, b)| a == b).count();
+        let from = |text: &str| {
+            let start = text.floor_char_boundary(same);
+            text[start..].chars().take(20).collect::<String>()
+        };
+        TemplateError::Unusable(format!(
+            "{}: expected a template whose text of the first messages is the beginning of its text of more messages, found {:?} instead \
+             of {:?} at message {} of {of}, so the tokens of the assistant are unknown; mark the assistant's turns in the template with \
+             {{% generation %}} and {{% endgeneration %}}, and pass it with --chat-template FILE",
+            self.template.path,
+            from(long),
+            from(short),
+            message + 1
+        ))
+    }
+}
+
+/// Returns a value for a template. Objects keep the order of their fields.
+pub fn value_of(json: &Json) -> minijinja::Value {
+    match json {
+        Json::Null => ().into(),
+        Json::Bool(value) => (*value).into(),
+        Json::Number(number) => match (number.as_i64(), number.as_u64()) {
+            (Some(number), _) => number.into(),
+            (None, Some(number)) => number.into(),
+            (None, None) => number.as_f64().unwrap_or(f64::NAN).into(),
+        },
+        Json::String(text) => text.as_str().into(),
+        Json::Array(values) => values.iter().map(value_of).collect::<Vec<_>>().into(),
+        Json::Object(fields) => {
+            let fields = fields.iter().map(|(name, value)| (name.clone(), value_of(value)));
+            minijinja::Value::from_object(Fields(fields.collect()))
+        }
+    }
+}
+
+/// The fields of an object, in their order.
+#[derive(Debug)]
+struct Fields(Vec<(String, minijinja::Value)>);
+
+impl Object for Fields {
+    fn get_value(self: &Arc<Self>, key: &minijinja::Value) -> Option<minijinja::Value> {
+        let key = key.as_str()?;
+        self.0.iter().rev().find(|(name, _)| name == key).map(|(_, value)| value.clone())
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        Enumerator::Values(self.0.iter().map(|(name, _)| name.as_str().into()).collect())
+    }
+}
+
+fn is_of_assistant(message: &minijinja::Value) -> bool {
+    message.get_attr("role").is_ok_and(|role| role.as_str() == Some("assistant"))
+}
+
+/// Removes the marks of turns. Returns the text and the turns.
+fn without_marks(marked: &str) -> (String, Vec<(usize, usize)>) {
+    let (mut text, mut turns, mut start) = (String::with_capacity(marked.len()), Vec::new(), None);
+    for part in marked.split_inclusive([TURN_START, TURN_END]) {
+        text += part.trim_end_matches([TURN_START, TURN_END]);
+        if part.ends_with(TURN_START) {
+            start.get_or_insert(text.len());
+        } else if part.ends_with(TURN_END) {
+            turns.extend(start.take().map(|start| (start, text.len())));
+        }
+    }
+    (text, turns)
 }
 
 /// Returns what templates may use.
@@ -135,6 +292,8 @@ fn environment() -> Result<Environment<'static>, Error> {
     // As in transformers.
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.add_filter("tojson", tojson);
+    environment.add_filter(GENERATION_FILTER, |text: String| format!("{TURN_START}{text}{TURN_END}"));
     environment.add_function("raise_exception", |message: String| -> Result<String, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message))
     });
@@ -145,26 +304,52 @@ fn environment() -> Result<Environment<'static>, Error> {
     Ok(environment)
 }
 
-/// Returns a template without the blocks `{% generation %}` of transformers. They mark the tokens of the assistant for training, and
-/// do not change the text.
-fn without_generation(source: &str) -> String {
-    let mut text = String::new();
-    let mut rest = source;
+/// Returns JSON as `tojson` of transformers does: without escapes for HTML.
+fn tojson(value: &minijinja::Value, indent: Option<minijinja::Value>, args: Kwargs) -> Result<String, Error> {
+    let _: Option<bool> = args.get("ensure_ascii")?;
+    let escaped = filters::tojson(value, indent, args)?.to_string();
+    let mut text = String::with_capacity(escaped.len());
+    let mut rest = escaped.as_str();
+    while let Some(at) = rest.find('\\') {
+        text += &rest[..at];
+        let known = [("\\u003c", '<'), ("\\u003e", '>'), ("\\u0026", '&'), ("\\u0027", '\'')];
+        if let Some((sequence, c)) = known.into_iter().find(|(sequence, _)| rest[at..].starts_with(sequence)) {
+            text.push(c);
+            rest = &rest[at + sequence.len()..];
+        } else {
+            // An escape sequence begins with a backslash and an ASCII character.
+            text += &rest[at..at + 2];
+            rest = &rest[at + 2..];
+        }
+    }
+    Ok(text + rest)
+}
+
+/// The filter that marks a turn of the assistant.
+const GENERATION_FILTER: &str = "mark_turn";
+
+/// Returns a template with a filter in place of the blocks `{% generation %}` of transformers, which mark the tokens of the assistant for
+/// training, and whether there are any.
+fn with_generation_filter(source: &str) -> (String, bool) {
+    let (mut text, mut rest, mut has_blocks) = (String::new(), source, false);
     while let Some((before, tag)) = rest.split_once("{%") {
         text += before;
         text += "{%";
         let start = tag.len() - tag.trim_start_matches(['-', '+']).trim_start().len();
         let word = tag[start..].split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or_default();
-        let replacement = match word {
-            "generation" => "if true",
-            "endgeneration" => "endif",
-            other => other,
-        };
         text += &tag[..start];
-        text += replacement;
+        match word {
+            "generation" => {
+                has_blocks = true;
+                text += "filter ";
+                text += GENERATION_FILTER;
+            }
+            "endgeneration" => text += "endfilter",
+            other => text += other,
+        }
         rest = &tag[start + word.len()..];
     }
-    text + rest
+    (text + rest, has_blocks)
 }
 
 #[cfg(test)]
@@ -179,9 +364,28 @@ mod tests {
     /// The structure of the templates of Llama 3 and Qwen: loops, methods of strings, and special tokens.
     const SOURCE: &str = "{{ bos_token }}\n{%- for message in messages %}\n    {%- if message.role not in ['system', 'user', 'assistant'] %}\n        {{- raise_exception('unknown role') }}\n    {%- endif %}\n    {{- '<' + message['role'] + '>' + message.content.strip() + '\\n' }}\n{%- endfor %}\n{%- if add_generation_prompt %}\n    {{- '<assistant>' }}\n{%- endif %}";
 
+    fn rendered(template: &ChatTemplate, purpose: Purpose, values: &Value) -> Result<Rendered, TemplateError> {
+        let values: Json = serde_json::from_str(&values.to_string()).unwrap();
+        Compiled::new(template)?.render(purpose, &value_of(&values))
+    }
+
+    /// Returns the text of a conversation, with its turns in brackets.
+    fn turns(source: &str, messages: &[(&str, &str)]) -> Result<String, TemplateError> {
+        let template = ChatTemplate::new(Path::new("chat.jinja"), source.to_owned(), &json!({ "eos_token": "</s>" }));
+        let messages: Vec<Message> = messages.iter().map(|(role, content)| Message::new(role, content)).collect();
+        let Rendered { mut text, turns, .. } =
+            rendered(&template, Purpose::Training, &json!({ "messages": messages }))?;
+        for (start, end) in turns.into_iter().rev() {
+            text.insert(end, ']');
+            text.insert(start, '[');
+        }
+        Ok(text)
+    }
+
     fn render(source: &str, config: &Value, messages: &[(&str, &str)]) -> Result<String, TemplateError> {
         let messages: Vec<Message> = messages.iter().map(|(role, content)| Message::new(role, content)).collect();
-        ChatTemplate::new(Path::new("chat.jinja"), source.to_owned(), config).render_here(&messages)
+        let template = ChatTemplate::new(Path::new("chat.jinja"), source.to_owned(), config);
+        rendered(&template, Purpose::Answer, &json!({ "messages": messages })).map(|rendered| rendered.text)
     }
 
     #[test]
@@ -211,6 +415,46 @@ mod tests {
         assert!(error.contains("expected directives of a date or time, found %Q"), "{error}");
     }
 
+    const CONVERSATION: [(&str, &str); 4] = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")];
+
+    #[test]
+    fn turns_are_found_by_blocks_and_by_prefixes() {
+        let marked = "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}\n{%- generation -%}  {{ m.content }}.{% endgeneration %}\n\n{%- else %} {{ m.content }} {% endif %}{% endfor %}";
+        assert_eq!(turns(marked, &CONVERSATION).unwrap(), "user: a assistant:[b.]user: c assistant:[d.]");
+        assert_eq!(turns(SOURCE, &CONVERSATION).unwrap(), "<user>a\n<assistant>[b\n]<user>c\n<assistant>[d\n]");
+        assert_eq!(turns(SOURCE, &[("user", "a")]).unwrap(), "<user>a\n");
+        let two = [("user", "a"), ("assistant", "b"), ("assistant", "c")];
+        assert_eq!(turns(SOURCE, &two).unwrap(), "<user>a\n<assistant>[b\n]<assistant>[c\n]");
+    }
+
+    #[test]
+    fn templates_without_prefixes_are_ambiguous() {
+        // Earlier turns lose a part of their text, as with the thoughts of Qwen 3.
+        let source = "{% for m in messages %}{{ m.role }} {{ m.content }}{% if loop.last and m.role == 'assistant' %}!{% endif %} {% endfor %}{% if \
+                      add_generation_prompt %}assistant {% endif %}";
+        let error = turns(source, &CONVERSATION).unwrap_err().to_string();
+        assert!(error.contains("at message 2 of 4") && error.contains("{% generation %}"), "{error}");
+        assert!(error.contains(r#"found " user c assistant d!" instead of "! ""#), "{error}");
+        assert_eq!(turns(source, &CONVERSATION[..2]).unwrap(), "user a assistant [b! ]");
+        let error = turns("{{ messages[-1].content }}", &CONVERSATION).unwrap_err().to_string();
+        assert!(error.contains("expected a template whose text"), "{error}");
+    }
+
+    #[test]
+    fn json_has_the_order_and_the_characters_of_the_conversation() {
+        let template = ChatTemplate::new(
+            Path::new("chat.jinja"),
+            "{{ tools | tojson }} {{ tools | tojson(ensure_ascii=False) }}".to_owned(),
+            &Value::Null,
+        );
+        let values = r#"{"messages": [], "tools": [{"z": "<&'é\\u003c\n", "a": 1.5, "b": null}]}"#;
+        let rendered = Compiled::new(&template)
+            .unwrap()
+            .render(Purpose::Answer, &value_of(&serde_json::from_str(values).unwrap()));
+        let json = r#"[{"z": "<&'é\\u003c\n", "a": 1.5, "b": null}]"#;
+        assert_eq!(rendered.unwrap().text, format!("{json} {json}"));
+    }
+
     #[test]
     fn errors_of_templates_have_one_line() {
         let error = render("a\n{% nothing %}\nb", &Value::Null, &[]).unwrap_err().to_string();
@@ -222,7 +466,8 @@ mod tests {
     #[test]
     fn templates_are_found_beside_the_model() {
         let dir = tempfile::tempdir().unwrap();
-        let find = || ChatTemplate::find(dir.path()).map(|found| found.map(|found| found.render_here(&[]).unwrap()));
+        let text = |found: ChatTemplate| rendered(&found, Purpose::Answer, &json!({ "messages": [] })).unwrap().text;
+        let find = || ChatTemplate::find(dir.path()).map(|found| found.map(text));
         assert_eq!(find().unwrap(), None);
         let config = |value: Value| fs::write(dir.path().join(CONFIG), value.to_string()).unwrap();
         config(json!({ "eos_token": "x" }));

@@ -1,15 +1,13 @@
 //! `chat`: a conversation with a model in the terminal.
 
 mod command;
-mod date;
 mod input;
-pub mod renderer;
-pub mod template;
 
 use super::generation::{
     Loaded, SamplingFlags, check_prompt, context, default_sampling, describe_sampling, end_tokens, load, tokenizer_of,
 };
 use super::resources::{Hardware, ModelPath};
+use crate::chat_template::{ChatTemplate, Message};
 use crate::generate::{Finish, Request, Scheduler, TextStream};
 use crate::signals::Interrupts;
 use crate::terminal::{self, counted};
@@ -18,11 +16,9 @@ use anyhow::{Result, anyhow, bail, ensure};
 use command::Command;
 use engine::ops::SlotSampling;
 use input::{Input, Line};
-
 use serde_json::json;
 use std::io::{Write, stderr, stdout};
 use std::path::{Path, PathBuf};
-use template::{ChatTemplate, Message};
 use tokenizer::Tokenizer;
 
 /// Tokens reserved for an answer: the oldest messages are removed to make room. At most a quarter of a short context is reserved.

@@ -6,7 +6,7 @@ mod generate;
 
 use super::json;
 use super::resources::{Hardware, ModelPath, load};
-use crate::datasets::{Datasets, open_tokens, separator};
+use crate::datasets::{Datasets, document_start, has_masks};
 use crate::evaluate;
 use crate::evaluate::multiple_choice::{self, Score};
 use crate::evaluate::predictions::Predictions;
@@ -17,7 +17,8 @@ use crate::values::{count, switch};
 use anyhow::{Context, Result};
 use checkpoint::config;
 use clap::ArgAction;
-use data::{Geometry, Loader, MultipleChoice, Prefetch};
+use data::mixture::{Packing, Settings, Source};
+use data::{Batches, DocumentStart, Geometry, Loader, Mixture, MultipleChoice, Prefetch, mask};
 use engine::{BatchLayout, Engine};
 use interchange::ModelSource;
 use model::{Decoder, Descriptor, Unsharded, fit};
@@ -73,7 +74,8 @@ pub struct Eval {
     #[arg(short = 't', long, value_name = "T", value_parser = count)]
     seq: Option<usize>,
 
-    /// Attention only within documents, as in `train` [default: for --val and a run, that of the run; otherwise 0]
+    /// Attention only within documents, as in `train` [default: for --val and a run, that of the run; otherwise 1 for conversations, and 0
+    /// for text]
     #[arg(long, value_name = "0|1", value_parser = switch, num_args = 0..=1, default_missing_value = "1", action = ArgAction::Set, requires = "val")]
     document_mask: Option<bool>,
 
@@ -148,7 +150,7 @@ struct SetScore {
 
 /// The data to evaluate on. Nothing has been computed yet.
 struct Inputs {
-    loader: Option<Loader>,
+    loader: Option<Batches>,
     hellaswag: Option<MultipleChoice>,
     mmlu: Option<MultipleChoice>,
 }
@@ -168,11 +170,14 @@ pub fn run(args: &Eval) -> Result<()> {
     let file = args.model.open()?;
     let descriptor = file.descriptor();
     let [of_text, planned] = args.layouts(&file)?;
-    let tokenizer = args.tokenizer(&file)?;
-    let Inputs { loader, hellaswag, mmlu } = args.inputs(descriptor, [of_text, planned], tokenizer.as_ref())?;
+    let datasets = args.datasets()?;
+    let tokenizer = args.tokenizer(&file, &datasets)?;
+    let Inputs { loader, hellaswag, mmlu } =
+        args.inputs(descriptor, [of_text, planned], (&datasets, tokenizer.as_ref()))?;
     let of_run = || config::saved(file.directory(), "document-mask")?.as_bool();
-    let mask = args.document_mask.or_else(of_run).unwrap_or(false) && loader.is_some();
-    let separator = separator(mask, tokenizer.as_ref())?;
+    let is_masked = loader.as_ref().is_some_and(|loader| loader.shards().iter().any(|shard| shard.mask().is_some()));
+    let mask = args.document_mask.or_else(of_run).unwrap_or(is_masked) && loader.is_some();
+    let documents = document_start(mask, tokenizer.as_ref(), is_masked)?;
     let mut engine = args.hardware.open_quietly()?;
     let engine = &mut *engine;
     let model = load(file, planned.b, planned.t, engine)?;
@@ -187,7 +192,7 @@ pub fn run(args: &Eval) -> Result<()> {
         mmlu: None,
     };
     if let Some(loader) = loader {
-        let validation = args.validate(&model, engine, (loader, separator), tokenizer.as_ref())?;
+        let validation = args.validate(&model, engine, (loader, documents), tokenizer.as_ref())?;
         args.print(&validation.describe(of_text))?;
         results.validation = Some(validation);
     }
@@ -221,10 +226,14 @@ impl Eval {
         Ok([of_text, longest].map(|t| BatchLayout::new(self.batch, t)))
     }
 
+    /// Reads the description of the data.
+    fn datasets(&self) -> Result<Datasets> {
+        Datasets::open(&self.val.as_deref().map(|val| ("--val", val)).into_iter().collect::<Vec<_>>())
+    }
+
     /// Finds the tokenizer. An unknown one is reported, because only bits per byte and the evaluation sets need it.
-    fn tokenizer(&self, model: &ModelSource) -> Result<Option<Tokenizer>> {
+    fn tokenizer(&self, model: &ModelSource, datasets: &Datasets) -> Result<Option<Tokenizer>> {
         let named = self.tokenizer.as_deref().map(Tokenizer::named).transpose().context("--tokenizer")?;
-        let datasets = Datasets::open(&self.val.as_deref().map(|val| ("--val", val)).into_iter().collect::<Vec<_>>())?;
         let vocab = model.descriptor().vocab;
         datasets.check_vocab(&self.model.get().display().to_string(), vocab)?;
         let (named, data) = (named.as_ref(), datasets.tokenizer());
@@ -240,9 +249,19 @@ impl Eval {
         &self,
         descriptor: Descriptor,
         [BatchLayout { b, t, .. }, planned]: [BatchLayout; 2],
-        tokenizer: Option<&Tokenizer>,
+        (datasets, tokenizer): (&Datasets, Option<&Tokenizer>),
     ) -> Result<Inputs> {
-        let loader = |val: &String| Loader::new(open_tokens(val)?, Geometry::single(b, t), descriptor.vocab, None);
+        let loader = |val: &String| -> Result<Batches> {
+            let (shards, geometry, vocab) = (datasets.tokens(val)?, Geometry::single(b, t), descriptor.vocab);
+            if !has_masks(&shards) {
+                return Ok(Loader::new(shards, geometry, vocab, None)?.into());
+            }
+            mask::check(&shards)?;
+            let source = Source { name: "val".to_owned(), shards, weight: 1.0, max_epochs: Some(1) };
+            let separator = tokenizer.map(Tokenizer::document);
+            let settings = Settings { geometry, vocab, shuffle: None, packing: Packing::Pad, separator };
+            Ok(Mixture::new(vec![source], settings)?.into())
+        };
         let open = |path: Option<&Path>, examples| {
             let set =
                 path.map(|path| MultipleChoice::open_first(path, examples)?.with_tokenizer(tokenizer)).transpose()?;
@@ -262,16 +281,16 @@ impl Eval {
         &self,
         model: &Decoder,
         engine: &mut dyn Engine,
-        (loader, separator): (Loader, Option<u32>),
+        (loader, documents): (Batches, Option<DocumentStart>),
         tokenizer: Option<&Tokenizer>,
     ) -> Result<Validation> {
         let token_bytes = tokenizer.map(TokenBytes::new);
-        let all = loader.batches_per_epoch();
+        let all = loader.batches_per_epoch()?;
         let batches = self.val_batches.map_or(all, |wanted| wanted.min(all));
         if let Some(note) = self.val_batches.and_then(|wanted| evaluate::excess_batches(wanted, all)) {
             terminal::note(&format!("note: {note}"))?;
         }
-        let mut data = Prefetch::start_with_documents(loader, engine, separator)?;
+        let mut data = Prefetch::start_with_documents(loader.rewinding_after(batches), engine, documents)?;
         let lengths = token_bytes.clone().unwrap_or_default();
         let BatchLayout { b, t, .. } = data.layout();
         let mut score = |predictions: Option<&mut Predictions>| {

@@ -1,7 +1,7 @@
 //! Flags and functions that the commands which generate text share.
 
-use super::chat::template::ChatTemplate;
 use super::resources::Hardware;
+use crate::chat_template::ChatTemplate;
 use crate::hints::Invocation;
 use crate::values::{non_negative, positive, probability, seed, whole_number};
 use anyhow::{Context, Result, bail, ensure};

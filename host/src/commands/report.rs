@@ -8,7 +8,7 @@ use crate::terminal::counted;
 use crate::train::{CLIP, Outcome};
 use anyhow::Result;
 use data::mixture::{Counts, Estimate, Packing, SourceState};
-use data::{Batches, Loader, Mixture, MultipleChoice};
+use data::{Batches, Mixture, MultipleChoice, Tokens};
 use engine::open::{Device, Opened, Precision};
 use engine::ops::Fp8Accumulation;
 use engine::plan::{Group, Plan};
@@ -83,20 +83,20 @@ impl Setup<'_> {
                 let patterns = self.config.flags.patterns(|table| table.train.as_deref(), &self.config.flags.train);
                 return vec![("training data", describe_patterns(&patterns)), ("steps", steps)];
             }
+            Some(train) if self.config.flags.overfit_one_batch => {
+                let one = format!("one batch, repeated, of {}", describe_data(&train.shards()));
+                return vec![("training data", one), ("steps", steps.to_string())];
+            }
             Some(Batches::Mixture(mixture)) => return self.mixture(mixture),
             Some(Batches::Shards(train)) => train,
         };
-        if self.config.flags.overfit_one_batch {
-            let one = format!("one batch, repeated, of {}", describe_data(train));
-            return vec![("training data", one), ("steps", steps.to_string())];
-        }
         let batches = train.batches_per_epoch();
         let order = if train.shuffles() { "shuffled" } else { "in order" };
         let tokens = batches * batch * seq * self.ranks;
         let epochs = (steps * total_batch) as f64 / tokens as f64;
         let steps_per_epoch = batches / self.config.grad_accum(self.ranks);
         vec![
-            ("training data", describe_data(train)),
+            ("training data", describe_data(&train.shards().iter().collect::<Vec<_>>())),
             ("epoch", format!("{tokens} tokens in {batches} batches, {steps_per_epoch} steps, {order}")),
             ("steps", format!("{steps}, {epochs:.2} epochs")),
         ]
@@ -113,19 +113,31 @@ impl Setup<'_> {
         };
         let n = estimates.len();
         let order = if mixture.shuffles() { "shuffled" } else { "in order" };
-        let heading = format!("{n} {}{packing}, {order}", if n == 1 { "source" } else { "sources" });
+        let conversations = mixture.shards().any(|shard| shard.mask().is_some());
+        let loss = if conversations { ", loss on the assistant's tokens" } else { "" };
+        let documents = self.config.flags.document_mask.unwrap_or(false);
+        let attention = if documents { ", attention within documents" } else { "" };
+        let heading = format!("{n} {}{packing}, {order}{loss}{attention}", if n == 1 { "source" } else { "sources" });
         let (rows, _) = mixture.rows_of_run(estimates, (steps * (total_batch / seq)) as u64);
         let total: f64 = mixture.sources().map(|source| source.weight).sum();
         let source = |((source, estimate), rows): ((&SourceState, &Estimate), &f64)| {
-            let Estimate { counts: Counts { used, cropped, padded }, is_exact, .. } = *estimate;
+            let Estimate { counts: Counts { used, cropped, padded, shortened }, is_exact, .. } = *estimate;
             let percent = |part: u64, whole: u64| 100.0 * part as f64 / whole.max(1) as f64;
             let about = if is_exact { "" } else { "about " };
             let padding = match mixture.packing() {
                 Packing::Pad => format!(", {:.1} % of the sequences padding", percent(padded, used + padded)),
                 Packing::Stream | Packing::BestFit => String::new(),
             };
+            let shortened = if shortened > 0 {
+                format!(
+                    " ({about}{} longer than --seq {seq} + 1 lose their end)",
+                    counted(shortened as usize, "conversation")
+                )
+            } else {
+                String::new()
+            };
             format!(
-                "{}: weight {:.2} %, {} tokens, {:.2} epochs; {about}{:.1} % of the tokens used, {:.1} % cropped{padding}",
+                "{}: weight {:.2} %, {} tokens, {:.2} epochs; {about}{:.1} % of the tokens used, {:.1} % cropped{shortened}{padding}",
                 source.name,
                 100.0 * source.weight / total,
                 source.tokens,
@@ -149,9 +161,10 @@ impl Setup<'_> {
                 vec![(name(0), describe_patterns(&patterns))]
             }
             Some([]) => vec![(name(0), "none".to_owned())],
-            Some([only]) => vec![(name(0), describe_data(&only.loader))],
+            Some([only]) => vec![(name(0), describe_data(&only.loader.shards()))],
             Some(sources) => {
-                let describe = |source: &ValidationData| format!("{}: {}", source.name, describe_data(&source.loader));
+                let describe =
+                    |source: &ValidationData| format!("{}: {}", source.name, describe_data(&source.loader.shards()));
                 sources.iter().enumerate().map(|(i, source)| (name(i), describe(source))).collect()
             }
         }
@@ -191,7 +204,7 @@ impl Setup<'_> {
         };
         let mut rows = Vec::new();
         let available = match self.data {
-            Some(data) => data.val.iter().map(|val| val.loader.batches_per_epoch()).max(),
+            Some(data) => data.val.iter().map(|val| val.batches).max(),
             None => config.flags.names_validation().then_some(usize::MAX),
         };
         if let Some(available) = available {
@@ -349,12 +362,12 @@ fn describe_patterns(patterns: &[&str]) -> String {
     if patterns.is_empty() { "none".to_owned() } else { format!("{}, not opened", patterns.join(", ")) }
 }
 
-fn describe_data(loader: &Loader) -> String {
-    let tokens = loader.tokens();
-    match loader.shards() {
+fn describe_data(shards: &[&Tokens]) -> String {
+    let tokens: usize = shards.iter().map(|shard| shard.len()).sum();
+    match shards {
         [only] => format!("{}, {tokens} tokens", only.name()),
         [first, .., last] => {
-            format!("{} … {}, {} shards, {tokens} tokens", first.name(), last.name(), loader.shards().len())
+            format!("{} … {}, {} shards, {tokens} tokens", first.name(), last.name(), shards.len())
         }
         [] => String::new(),
     }

@@ -10,9 +10,9 @@ mod queue;
 mod stall;
 mod worker;
 
-use super::chat::template::ChatTemplate;
 use super::generation::context;
 use super::resources::Hardware;
+use crate::chat_template::ChatTemplate;
 use crate::gpu_info::GpuInfo;
 use crate::terminal;
 use crate::values::count;

@@ -9,8 +9,8 @@ mod replacement;
 pub use names::ShardNames;
 pub use replacement::{Replacement, Replaces};
 
-use crate::pattern;
-use anyhow::{Context, Result, ensure};
+use crate::{Tokens, mask, pattern};
+use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -48,6 +48,9 @@ pub struct Split {
     /// The XXH3 hash of the tokens of each shard, in hexadecimal, by file name. Earlier versions did not record it.
     #[serde(default)]
     pub hashes: BTreeMap<String, String>,
+    /// The XXH3 hash of the flags of each mask, in hexadecimal, by file name. Only data sets of conversations have masks.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub masks: BTreeMap<String, String>,
 }
 
 /// The amount of text that was read.
@@ -92,6 +95,38 @@ impl Dataset {
         u64::from_str_radix(hash, 16).ok()
     }
 
+    /// Returns the recorded hash of the mask of a shard.
+    fn mask_hash(&self, shard: &Path) -> Option<u64> {
+        let path = mask::path(shard);
+        let name = path.file_name()?.to_str()?;
+        let hash = self.train.masks.get(name).or_else(|| self.val.masks.get(name))?;
+        u64::from_str_radix(hash, 16).ok()
+    }
+
+    /// Reports whether this is a data set of conversations.
+    pub fn has_masks(&self) -> bool {
+        !(self.train.masks.is_empty() && self.val.masks.is_empty())
+    }
+
+    /// Adds the recorded hashes to a shard of this data set. Fails if the shard has no mask, but the data set records one, or the other way
+    /// around.
+    pub fn with_hashes(&self, shard: Tokens) -> Result<Tokens> {
+        let path = PathBuf::from(shard.name());
+        let recorded = self.mask_hash(&path);
+        ensure!(
+            recorded.is_none() || shard.mask().is_some(),
+            "{}: expected the mask of {shard}, which {FILE_NAME} records, found none; restore the file or make the data set again",
+            mask::path(&path).display()
+        );
+        if let Some(mask) = shard.mask().filter(|_| recorded.is_none()) {
+            bail!(
+                "{mask}: expected a mask that {FILE_NAME} records, found one that it does not; make the data set again, or remove the file \
+                 to train on all tokens"
+            );
+        }
+        Ok(shard.with_recorded_hashes(self.hash(&path), recorded))
+    }
+
     /// Checks that a model with `vocab` ids accepts the tokens. `model` names it.
     pub fn check_vocab(&self, directory: &Path, model: &str, vocab: usize) -> Result<()> {
         let Encoding { name, vocab: ids, .. } = &self.tokenizer;
@@ -129,14 +164,27 @@ pub fn read_for_shard(path: &Path) -> Result<Option<Dataset>> {
 
 /// Reports whether a file in an output directory belongs to its data set: a part of it, or a copy of the tokenizer file.
 pub(crate) fn is_output(path: &Path) -> bool {
-    let is_tokenizer = |name: &str| is_tokenizer(name) || name == train::RANKS;
+    let is_tokenizer = |name: &str| is_tokenizer(name) || name == train::RANKS || CHAT_FILES.contains(&name);
     is_part(path) || path.file_name().and_then(|name| name.to_str()).is_some_and(is_tokenizer)
 }
 
 /// Reports whether a file name is one of those in a data set: a shard, its description, or an unfinished file.
 fn is_part(path: &Path) -> bool {
     let Some(name) = path.file_name().and_then(|name| name.to_str()) else { return false };
-    name == FILE_NAME || ShardNames::of_shard(name).is_some() || name.starts_with(atomic_file::TEMPORARY_PREFIX)
+    name == FILE_NAME
+        || ShardNames::of_shard(name).is_some()
+        || is_mask(name)
+        || name.starts_with(atomic_file::TEMPORARY_PREFIX)
+}
+
+/// The files of a data set of conversations for a model that is trained on it: the chat template, and the tokens that begin and end a
+/// text.
+pub const CHAT_FILES: [&str; 2] = ["chat_template.jinja", "tokenizer_config.json"];
+
+/// Reports whether a file name is that of the mask of a shard.
+fn is_mask(name: &str) -> bool {
+    let shard = name.strip_suffix(mask::EXTENSION).map(|stem| format!("{stem}bin"));
+    shard.is_some_and(|shard| ShardNames::of_shard(&shard).is_some())
 }
 
 /// Reports whether a name is that of a copy of a tokenizer file.

@@ -4,7 +4,7 @@
 //! them when all are synced. Only then are they moved to their names, and old shards that remain are removed. A replacement that
 //! was interrupted before that point is discarded by the next one; later, the next one completes it first.
 
-use super::{Dataset, FILE_NAME, ShardNames, is_tokenizer};
+use super::{CHAT_FILES, Dataset, FILE_NAME, ShardNames, is_mask, is_tokenizer};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs::{self, File, TryLockError};
 use std::io::{ErrorKind, Write};
@@ -74,8 +74,29 @@ impl Replacement {
         &self.staging
     }
 
-    /// Writes the description and the tokenizer's file, and replaces the old data set. The shards must be synced to disk.
-    pub fn commit(mut self, dataset: &Dataset, tokenizer: Option<&tokenizer::File>) -> Result<()> {
+    /// Fails if the directory has a file with the name of one of [`CHAT_FILES`] that is not that of an old data set.
+    pub fn check_chat_files(&self) -> Result<()> {
+        let is_old = Dataset::read(&self.out)?.is_some_and(|old| old.has_masks());
+        for path in CHAT_FILES.map(|name| self.out.join(name)) {
+            ensure!(
+                is_old || !path.try_exists().with_context(|| format!("cannot read {}", path.display()))?,
+                "{}: expected a directory without this file, found one that no data set has written; use another --out directory",
+                path.display()
+            );
+        }
+        Ok(())
+    }
+
+    /// Writes the description, the tokenizer's file and other files, and replaces the old data set. The shards must be synced to disk.
+    pub fn commit(
+        mut self,
+        dataset: &Dataset,
+        tokenizer: Option<&tokenizer::File>,
+        others: &[(&str, Vec<u8>)],
+    ) -> Result<()> {
+        for (name, bytes) in others {
+            atomic_file::write(&self.staging.join(name), |out| Ok(out.write_all(bytes)?))?;
+        }
         if let Some(file) = tokenizer {
             atomic_file::write(&self.staging.join(file.name), |out| Ok(out.write_all(&file.bytes)?))?;
         }
@@ -137,6 +158,14 @@ fn check_old(out: &Path, old: &str, replaces: Replaces) -> Result<()> {
             path.display()
         );
     }
+    if is_mask(old) {
+        ensure!(
+            replaces == Replaces::Everything,
+            "{} already exists: expected a directory without masks; use another --out directory{}",
+            path.display(),
+            if replaces == Replaces::Nothing { ", or --overwrite" } else { "" }
+        );
+    }
     let Some(found) = ShardNames::of_shard(old) else { return Ok(()) };
     ensure!(
         !path.is_dir(),
@@ -193,11 +222,21 @@ fn complete(out: &Path) -> Result<()> {
         moved.with_context(|| format!("cannot write {}", to.display()))?;
     }
     atomic_file::sync_directory(out)?;
-    for old in names(out)? {
-        let is_content = ShardNames::of_shard(&old).is_some() || is_tokenizer(&old) || old == FILE_NAME;
-        if is_content && !new.contains(&old.as_str()) {
-            fs::remove_file(out.join(&old)).with_context(|| format!("cannot remove {}", out.join(&old).display()))?;
-        }
+    let mut old = names(out)?;
+    old.retain(|name| !new.contains(&name.as_str()));
+    let has_masks = old.iter().any(|name| is_mask(name));
+    let is_content = |name: &str| {
+        ShardNames::of_shard(name).is_some()
+            || is_tokenizer(name)
+            || name == FILE_NAME
+            || is_mask(name)
+            || has_masks && CHAT_FILES.contains(&name)
+    };
+    old.retain(|name| is_content(name));
+    // The masks, which show that the other files belong to a data set, are removed last.
+    old.sort_by_key(|name| is_mask(name));
+    for name in old {
+        fs::remove_file(out.join(&name)).with_context(|| format!("cannot remove {}", out.join(&name).display()))?;
     }
     fs::remove_dir_all(&staging).with_context(|| format!("cannot remove {}", staging.display()))?;
     atomic_file::sync_directory(out)

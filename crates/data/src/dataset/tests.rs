@@ -22,7 +22,7 @@ fn replace(out: &Path, names: &[&str]) {
     for name in names {
         shard(replacement.directory(), name, "new");
     }
-    replacement.commit(&dataset(names.len()), None).unwrap();
+    replacement.commit(&dataset(names.len()), None, &[]).unwrap();
 }
 
 fn names(directory: &Path) -> Vec<String> {
@@ -51,7 +51,7 @@ fn the_tokenizer_file_belongs_to_the_data_set() {
     let file = |name, text: &str| tokenizer::File { name, bytes: text.into() };
     let replacement = Replacement::begin(out, Replaces::Nothing).unwrap();
     assert_eq!(names(out), [".unfinished-dataset"]);
-    replacement.commit(&dataset(0), Some(&file("tokenizer.json", "first"))).unwrap();
+    replacement.commit(&dataset(0), Some(&file("tokenizer.json", "first")), &[]).unwrap();
     assert_eq!(names(out), ["dataset.json", "tokenizer.json"]);
     // It is never replaced by accident.
     let message = Replacement::begin(out, Replaces::Nothing).unwrap_err().to_string();
@@ -59,10 +59,10 @@ fn the_tokenizer_file_belongs_to_the_data_set() {
     drop(Replacement::begin(out, Replaces::Everything).unwrap());
     assert_eq!(fs::read_to_string(out.join("tokenizer.json")).unwrap(), "first");
     let replacement = Replacement::begin(out, Replaces::Everything).unwrap();
-    replacement.commit(&dataset(0), Some(&file("tokenizer.model", "second"))).unwrap();
+    replacement.commit(&dataset(0), Some(&file("tokenizer.model", "second")), &[]).unwrap();
     assert_eq!(names(out), ["dataset.json", "tokenizer.model"]);
     assert_eq!(fs::read_to_string(out.join("tokenizer.model")).unwrap(), "second");
-    Replacement::begin(out, Replaces::Everything).unwrap().commit(&dataset(0), None).unwrap();
+    Replacement::begin(out, Replaces::Everything).unwrap().commit(&dataset(0), None, &[]).unwrap();
     assert_eq!(names(out), ["dataset.json"]);
     // The directory of a model.
     fs::remove_file(out.join("dataset.json")).unwrap();
@@ -169,7 +169,7 @@ fn a_directory_holds_one_data_set() {
     shard(replacement.directory(), "edu_fineweb_val_000000.bin", "new");
     fs::create_dir(replacement.directory().join("source")).unwrap();
     shard(replacement.directory(), "source/data00.json", "temporary");
-    replacement.commit(&dataset(1), None).unwrap();
+    replacement.commit(&dataset(1), None, &[]).unwrap();
     assert_eq!(names(out), ["dataset.json", "edu_fineweb_val_000000.bin", "hellaswag_val.bin"]);
     assert_eq!(fs::read_to_string(out.join("edu_fineweb_val_000000.bin")).unwrap(), "new");
     replace(out, &["train_000000.bin"]);

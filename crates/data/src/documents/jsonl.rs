@@ -12,18 +12,35 @@ use std::io::{BufRead, Read};
 
 /// Passes the field `field` of each line to `sink` as a document.
 pub fn read(source: &mut Source, field: &str, sink: &mut dyn Sink) -> Result<FileReport> {
-    let mut report = FileReport::default();
+    let name = source.name().to_owned();
+    let invalid_utf8 = read_lines(source, &mut |number, line| {
+        if let Some(document) = value(line, field).with_context(|| place(&name, number))? {
+            sink.text(&document)?;
+        }
+        sink.end()
+    })?;
+    Ok(FileReport { invalid_utf8, ..FileReport::default() })
+}
+
+/// Names a line in a message.
+pub fn place(file: &str, line: usize) -> String {
+    format!("{file}, line {line}")
+}
+
+/// Passes each line that is not blank to `put`, with its number. Returns the number of invalid UTF-8 sequences, each of which became
+/// U+FFFD.
+pub fn read_lines(source: &mut Source, put: &mut dyn FnMut(usize, &str) -> Result<()>) -> Result<usize> {
+    let mut invalid = 0;
     let name = source.name().to_owned();
     let mut line = Vec::new();
     for number in 1usize.. {
         line.clear();
         let limit = MAX_RECORD_BYTES as u64 + 1;
         source.stream().take(limit).read_until(b'\n', &mut line).map_err(|error| cannot_read(&name, error))?;
-        let place = || format!("{name}, line {number}");
         ensure!(
             line.len() <= MAX_RECORD_BYTES,
             "{}: expected at most {MAX_RECORD_BYTES} bytes in a line, found more; store long documents as text files",
-            place()
+            place(&name, number)
         );
         if line.is_empty() {
             break;
@@ -35,14 +52,11 @@ pub fn read(source: &mut Source, field: &str, sink: &mut dyn Sink) -> Result<Fil
         }
         let text = String::from_utf8_lossy(content);
         if let Cow::Owned(_) = text {
-            report.invalid_utf8 += content.utf8_chunks().filter(|chunk| !chunk.invalid().is_empty()).count();
+            invalid += content.utf8_chunks().filter(|chunk| !chunk.invalid().is_empty()).count();
         }
-        if let Some(document) = value(&text, field).with_context(place)? {
-            sink.text(&document)?;
-        }
-        sink.end()?;
+        put(number, &text)?;
     }
-    Ok(report)
+    Ok(invalid)
 }
 
 /// Returns the text in a field of an object; `None` if it is null.
@@ -109,7 +123,8 @@ impl<'de> Visitor<'de> for FieldsVisitor {
     }
 }
 
-fn not_an_object(json: &str, error: &serde_json::Error) -> anyhow::Error {
+/// Returns the error for text that is not a JSON object.
+pub fn not_an_object(json: &str, error: &serde_json::Error) -> anyhow::Error {
     if error.is_data() {
         return anyhow!("expected a JSON object, found {}; check --format and --field", kind(json.trim_start()));
     }

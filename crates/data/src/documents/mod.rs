@@ -8,12 +8,15 @@ mod field;
 mod find;
 mod jsonl;
 mod parquet;
+mod records;
 mod source;
 mod text;
 
 pub use field::text_field;
 pub use find::{Found, Reason, Skipped, find};
+pub(crate) use jsonl::not_an_object;
 pub use parquet::check as check_parquet;
+pub(crate) use records::{Record, read as read_records};
 
 use anyhow::{Result, bail, ensure};
 use source::Source;
@@ -92,30 +95,19 @@ pub struct FileReport {
 
 /// Passes the documents of a file to `sink`. `progress` counts the bytes of the file.
 pub fn read(path: &Path, reading: &Reading, progress: &Progress, sink: &mut dyn Sink) -> Result<FileReport> {
-    let name = path.display();
     let format = reading.format.unwrap_or_else(|| Format::of_name(path));
     if format == Format::Parquet {
-        ensure!(
-            path != Path::new(STDIN) && source::without_compression(path) == path,
-            "{name}: expected a parquet file, found {}; parquet is read at random positions: pass an uncompressed file",
-            if path == Path::new(STDIN) { "standard input" } else { "a compressed one" }
-        );
+        check_random_access(path)?;
         return parquet::read(path, &reading.field, progress, sink);
     }
     let mut source = Source::open(path, progress)?;
     if source.is_empty() {
         return Ok(FileReport { skipped: Some(Reason::Empty), ..FileReport::default() });
     }
-    if source.is_utf16() {
-        if format == Format::Text && path != Path::new(STDIN) {
-            return Ok(FileReport { skipped: Some(Reason::Utf16), ..FileReport::default() });
-        }
-        bail!(
-            "{}: expected UTF-8, found a byte order mark of UTF-16 or UTF-32; convert the input, for example with \
-             `iconv -f UTF-16 -t UTF-8`",
-            source.name()
-        );
+    if format == Format::Text && path != Path::new(STDIN) && source.is_utf16() {
+        return Ok(FileReport { skipped: Some(Reason::Utf16), ..FileReport::default() });
     }
+    source.check_utf8()?;
     match format {
         Format::Text if source.is_binary() => {
             if path == Path::new(STDIN) {
@@ -134,6 +126,17 @@ pub fn read(path: &Path, reading: &Reading, progress: &Progress, sink: &mut dyn 
         Format::Csv => csv::read(&mut source, &reading.field, sink),
         Format::Parquet => unreachable!("parquet files are read above"),
     }
+}
+
+/// Fails for input that cannot be read at random positions.
+fn check_random_access(path: &Path) -> Result<()> {
+    ensure!(
+        path != Path::new(STDIN) && source::without_compression(path) == path,
+        "{}: expected a parquet file, found {}; parquet is read at random positions: pass an uncompressed file",
+        path.display(),
+        if path == Path::new(STDIN) { "standard input" } else { "a compressed one" }
+    );
+    Ok(())
 }
 
 /// Passes bytes as one document to `sink` and returns the number of invalid UTF-8 sequences.

@@ -2,7 +2,7 @@
 
 use super::STDIN;
 use crate::header::read_available;
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, ensure};
 use flate2::bufread::MultiGzDecoder;
 use std::ffi::OsStr;
 use std::fs::File;
@@ -95,6 +95,17 @@ impl Source {
     /// Returns whether the first bytes are a byte order mark of UTF-16 or UTF-32.
     pub fn is_utf16(&self) -> bool {
         [&b"\xff\xfe"[..], b"\xfe\xff", b"\0\0\xfe\xff"].iter().any(|mark| self.head.starts_with(mark))
+    }
+
+    /// Fails if the first bytes are a byte order mark of UTF-16 or UTF-32.
+    pub fn check_utf8(&self) -> Result<()> {
+        ensure!(
+            !self.is_utf16(),
+            "{}: expected UTF-8, found a byte order mark of UTF-16 or UTF-32; convert the input, for example with \
+             `iconv -f UTF-16 -t UTF-8`",
+            self.name
+        );
+        Ok(())
     }
 
     /// Skips a byte order mark of UTF-8 at the beginning. Nothing may have been read before.

@@ -494,3 +494,67 @@ fn damaged_parquet_files_are_errors_that_name_the_file() {
     }
     assert!(contradictory > 0, "the parquet crate panics for some of these files");
 }
+
+/// Writes a file with a column of lists of structs, as Hugging Face's datasets store conversations: two rows, and a null.
+fn conversations_file(path: &Path, properties: WriterProperties) {
+    let schema = "message m { optional group messages (LIST) { repeated group list { optional group element { optional binary role (UTF8); \
+                  optional binary content (UTF8); } } } required binary other (UTF8); }";
+    let schema = Arc::new(parse_message_type(schema).unwrap());
+    let mut writer = SerializedFileWriter::new(File::create(path).unwrap(), schema, Arc::new(properties)).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    let columns: [(&[&str], &[i16], &[i16]); 2] = [
+        (&["user", "assistant", "user"], &[4, 4, 4, 0], &[0, 1, 0, 0]),
+        // The content of the second message is null.
+        (&["a", "né"], &[4, 3, 4, 0], &[0, 1, 0, 0]),
+    ];
+    for (values, definitions, repetitions) in columns {
+        let values: Vec<ByteArray> = values.iter().map(|text| ByteArray::from(*text)).collect();
+        let mut column = group.next_column().unwrap().unwrap();
+        column.typed::<ByteArrayType>().write_batch(&values, Some(definitions), Some(repetitions)).unwrap();
+        column.close().unwrap();
+    }
+    let mut column = group.next_column().unwrap().unwrap();
+    column.typed::<ByteArrayType>().write_batch(&["x", "y", "z"].map(ByteArray::from), None, None).unwrap();
+    column.close().unwrap();
+    group.close().unwrap();
+    writer.close().unwrap();
+}
+
+#[test]
+fn rows_of_parquet_files_are_records_with_lists_and_structs() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.parquet");
+    let read = |columns: &[&str]| -> Result<Vec<Record>> {
+        let mut records = Vec::new();
+        read_records(&path, None, columns, &Progress::default(), &mut |record| {
+            records.push(record);
+            Ok(())
+        })?;
+        Ok(records)
+    };
+    let expected = [
+        r#"{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":null}]}"#,
+        r#"{"messages":[{"role":"user","content":"né"}]}"#,
+        r#"{"messages":null}"#,
+    ];
+    for version in [WriterVersion::PARQUET_1_0, WriterVersion::PARQUET_2_0] {
+        for encoding in [Encoding::PLAIN, Encoding::DELTA_LENGTH_BYTE_ARRAY, Encoding::DELTA_BYTE_ARRAY] {
+            let properties = WriterProperties::builder().set_writer_version(version).set_dictionary_enabled(false);
+            conversations_file(&path, properties.set_encoding(encoding).build());
+            let records = read(&["messages", "absent"]).unwrap();
+            assert_eq!(records.iter().map(|record| record.json.as_str()).collect::<Vec<_>>(), expected, "{encoding}");
+            assert_eq!(records[2].place, format!("{}, row 3", path.display()));
+        }
+    }
+    assert_eq!(read(&["other"]).unwrap()[1].json, r#"{"other":"y"}"#);
+    let error = read(&["prompt", "completion"]).unwrap_err().to_string();
+    assert!(error.contains("expected one of the columns prompt, completion, found messages, other"), "{error}");
+    // A damaged file is an error, and no panic.
+    let bytes = fs::read(&path).unwrap();
+    for at in (0..bytes.len()).step_by(3) {
+        let mut damaged = bytes.clone();
+        damaged[at] ^= 0x41;
+        fs::write(&path, &damaged).unwrap();
+        let _ = read(&["messages"]);
+    }
+}

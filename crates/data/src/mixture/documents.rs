@@ -4,12 +4,12 @@ use crate::Tokens;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Deserializer, Serializer};
 
-/// A document, or a part of a long one: the separator token, and the tokens that follow.
+/// A document, or a part of a long one: the separator token, and the tokens that follow. A conversation has no separator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Document {
     /// The shard.
     pub shard: u32,
-    /// The position of the first token after the separator in the shard.
+    /// The position of the first token in the shard, after the separator.
     pub start: u32,
     /// Number of tokens, including the separator.
     pub len: u32,

@@ -29,7 +29,7 @@ use anyhow::{Result, bail, ensure};
 use engine::{BatchLayout, MASKED_TARGET};
 use schedule::next_source;
 use serde::{Deserialize, Serialize};
-use source::Reader;
+use source::{Reader, Row};
 use std::sync::Arc;
 
 /// How the tokens of a source become rows.
@@ -88,7 +88,7 @@ pub struct Settings {
     pub shuffle: Option<u32>,
     /// How tokens become rows.
     pub packing: Packing,
-    /// The token that precedes each document. [`Packing::Stream`] does not need it.
+    /// The token that precedes each document in sources without masks. [`Packing::Stream`] does not need it.
     pub separator: Option<u32>,
 }
 
@@ -111,22 +111,45 @@ pub struct Mixture {
     settings: Settings,
     readers: Vec<Reader>,
     /// The documents of the current row.
-    row: Vec<Document>,
+    documents: Vec<Document>,
     /// The tokens of the current row.
-    tokens: Vec<u32>,
+    row: Row,
+    /// Whether each input (B, T) of the last batch begins a document.
+    begins: Vec<bool>,
+    /// Number of batches after which the mixture starts over.
+    rewind_after: Option<usize>,
+    batches_since_rewind: usize,
 }
 
 impl Mixture {
     /// Creates a loader at the first row.
     pub fn new(sources: Vec<Source>, settings: Settings) -> Result<Self> {
-        let Settings { packing, separator, geometry, .. } = settings;
-        ensure!(
-            packing == Packing::Stream || separator.is_some(),
-            "--packing: expected data sets with a document token, found none; use --packing stream"
-        );
+        let Geometry { b, t, .. } = settings.geometry;
         check_sources(&sources)?;
         let readers = sources.into_iter().map(|source| Reader::new(source, &settings)).collect::<Result<_>>()?;
-        Ok(Self { settings, readers, row: Vec::new(), tokens: vec![0; geometry.t + 1] })
+        Ok(Self {
+            settings,
+            readers,
+            documents: Vec::new(),
+            row: Row::new(t),
+            begins: vec![false; b * t],
+            rewind_after: None,
+            batches_since_rewind: 0,
+        })
+    }
+
+    /// Starts over after every `batches` batches, so that each evaluation reads the same batches. Rows after the last epoch are padding.
+    #[must_use]
+    pub fn rewinding_after(mut self, batches: usize) -> Self {
+        self.rewind_after = Some(batches);
+        self
+    }
+
+    /// Returns the number of batches in an epoch of all sources, the last of which may not be full. It may be an estimate.
+    pub fn batches_per_epoch(&self) -> Result<usize> {
+        let rows: f64 = self.estimates()?.iter().map(|estimate| estimate.rows).sum();
+        let Geometry { b, ranks, .. } = self.settings.geometry;
+        Ok((rows.round() as usize).div_ceil(ranks * b))
     }
 
     /// Returns the layout of a batch.
@@ -146,7 +169,12 @@ impl Mixture {
 
     /// Returns whether targets may be masked.
     pub fn masks_targets(&self) -> bool {
-        self.settings.packing == Packing::Pad
+        self.settings.packing == Packing::Pad || self.readers.iter().any(|reader| reader.is_masked)
+    }
+
+    /// Returns whether each input (B, T) of the batch that was read last begins a document.
+    pub fn document_starts(&self) -> &[bool] {
+        &self.begins
     }
 
     /// Returns whether the sources are shuffled.
@@ -215,41 +243,53 @@ impl Mixture {
     }
 
     /// Reads the inputs and targets of the next batch into `words`, laid out by [`layout`](Self::layout). The caller sorts the batch.
-    /// Targets in padding are masked.
+    /// Targets in padding, and those without loss, are masked.
     pub fn next(&mut self, words: &mut [i32]) -> Result<()> {
         let Geometry { b, t, ranks, rank } = self.settings.geometry;
+        if self.rewind_after == Some(self.batches_since_rewind) {
+            self.batches_since_rewind = 0;
+            self.readers.iter_mut().for_each(|reader| reader.state = reader.state.begun());
+        }
+        self.batches_since_rewind += 1;
         let (inputs, targets) = (self.layout().inputs().start, self.layout().targets().start);
         for row in 0..ranks * b {
             let source = self.next_row()?;
             let Some(at) = row.checked_sub(rank * b).filter(|&row| row < b).map(|row| row * t) else { continue };
-            let filled = self.readers[source].read(&self.row, &mut self.tokens, self.settings.vocab)?;
+            match source {
+                Some(source) => self.readers[source].read(&self.documents, &mut self.row, self.settings.vocab)?,
+                // The last batch of an evaluation.
+                None if self.rewind_after.is_some() => self.row.pad(self.settings.separator.unwrap_or(0)),
+                None => {
+                    let rows: u64 = self.readers.iter().map(|reader| reader.state.rows).sum();
+                    bail!(
+                        "training data: all sources have reached their max_epochs after {rows} sequences; raise max_epochs, or use \
+                         fewer --steps"
+                    );
+                }
+            }
+            let Row { tokens, has_loss, begins } = &self.row;
             // Ids are below the vocabulary size, which fits into an i32.
-            let convert = |(to, from): (&mut i32, &u32)| *to = *from as i32;
-            words[inputs + at..][..t].iter_mut().zip(&self.tokens).for_each(convert);
-            words[targets + at..][..t].iter_mut().zip(&self.tokens[1..]).for_each(convert);
-            words[targets + at..][filled - 1..t].fill(MASKED_TARGET);
+            words[inputs + at..][..t].iter_mut().zip(tokens).for_each(|(to, from)| *to = *from as i32);
+            for ((to, from), has_loss) in words[targets + at..][..t].iter_mut().zip(&tokens[1..]).zip(&has_loss[1..]) {
+                *to = if *has_loss { *from as i32 } else { MASKED_TARGET };
+            }
+            self.begins[at..][..t].copy_from_slice(&begins[..t]);
         }
         Ok(())
     }
 
-    /// Chooses the source and the documents of the next row.
-    fn next_row(&mut self) -> Result<usize> {
+    /// Chooses the source and the documents of the next row. Returns `None` after the last row.
+    fn next_row(&mut self) -> Result<Option<usize>> {
         loop {
             let weight = |reader: &Reader| if reader.state.exhausted { 0.0 } else { reader.state.weight };
             let weights: Vec<f64> = self.readers.iter().map(weight).collect();
             let rows: Vec<u64> = self.readers.iter().map(|reader| reader.state.phase_rows).collect();
-            let Some(source) = next_source(&weights, &rows) else {
-                let rows: u64 = self.readers.iter().map(|reader| reader.state.rows).sum();
-                bail!(
-                    "training data: all sources have reached their max_epochs after {rows} sequences; raise max_epochs, or use fewer \
-                     --steps"
-                );
-            };
+            let Some(source) = next_source(&weights, &rows) else { return Ok(None) };
             let reader = &mut self.readers[source];
-            if reader.next_row(&mut self.row)? {
+            if reader.next_row(&mut self.documents)? {
                 reader.state.rows += 1;
                 reader.state.phase_rows += 1;
-                return Ok(source);
+                return Ok(Some(source));
             }
             // From here on, the other sources share the rows by their weights.
             reader.state.exhausted = true;

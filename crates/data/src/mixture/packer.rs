@@ -2,8 +2,9 @@
 
 use super::documents::{self, Document};
 use super::order::{Cursor, Order};
-use crate::Tokens;
+use crate::{Tokens, mask};
 use anyhow::Result;
+use std::ops::Range;
 
 /// Number of documents among which the packer chooses, as in nanochat.
 pub const BUFFER: usize = 1000;
@@ -17,21 +18,24 @@ pub struct Counts {
     pub cropped: u64,
     /// Tokens that were added to fill rows.
     pub padded: u64,
+    /// Conversations that are longer than a row, and lose their end.
+    pub shortened: u64,
 }
 
 /// Fills rows with the documents of a source.
 #[derive(Clone, Debug)]
 pub struct Packer {
-    pub separator: u32,
+    /// The token that is put before each document. Conversations have `None`.
+    pub separator: Option<u32>,
     pub pads: bool,
     pub t: usize,
     /// A shard and the parts of its documents.
-    index: Option<(usize, Vec<(u32, u32)>)>,
+    index: Option<(usize, Vec<Part>)>,
     pub counts: Counts,
 }
 
 impl Packer {
-    pub fn new(separator: u32, pads: bool, t: usize) -> Self {
+    pub fn new(separator: Option<u32>, pads: bool, t: usize) -> Self {
         Self { separator, pads, t, index: None, counts: Counts::default() }
     }
 
@@ -104,16 +108,39 @@ impl Packer {
                 break;
             }
             let part = self.index.as_ref().map(|(_, parts)| parts[item]);
-            buffer.extend(part.map(|(start, end)| Document { shard: shard as u32, start, len: end - start + 1 }));
+            if let Some(Part { start, end, cropped }) = part {
+                self.counts.cropped += u64::from(cropped);
+                self.counts.shortened += u64::from(cropped > 0);
+                buffer.push(Document { shard: shard as u32, start, len: end - start + u32::from(separator.is_some()) });
+            }
             cursor.item += 1;
         }
         Ok(())
     }
 }
 
-/// Returns the documents of a shard, in parts of at most `t` tokens.
-fn parts_of(shard: &Tokens, separator: u32, t: usize) -> Result<Vec<(u32, u32)>> {
-    let parts =
-        |(start, end): (u32, u32)| (start..end).step_by(t).map(move |at| (at, end.min(at.saturating_add(t as u32))));
+/// A document in a shard, or a part of it.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    start: u32,
+    end: u32,
+    /// Tokens after the end that belong to the document, but to no part.
+    cropped: u32,
+}
+
+/// Returns the documents of a shard, in parts of at most `t` tokens. Of conversations, returns the first `t + 1` tokens.
+fn parts_of(shard: &Tokens, separator: Option<u32>, t: usize) -> Result<Vec<Part>> {
+    let Some(separator) = separator else {
+        let conversations = shard.mask().map_or(Ok(Vec::new()), mask::conversations)?;
+        let first = |Range { start, end }: Range<u32>| {
+            let kept = end.min(start.saturating_add(t as u32 + 1));
+            Part { start, end: kept, cropped: end - kept }
+        };
+        return Ok(conversations.into_iter().map(first).collect());
+    };
+    let parts = |(start, end): (u32, u32)| {
+        let part = move |start: u32| Part { start, end: end.min(start.saturating_add(t as u32)), cropped: 0 };
+        (start..end).step_by(t).map(part)
+    };
     Ok(documents::of_shard(shard, separator)?.into_iter().flat_map(parts).collect())
 }

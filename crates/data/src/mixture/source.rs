@@ -4,7 +4,7 @@ use super::documents::{self, Document};
 use super::order::{Cursor, Order};
 use super::packer::{BUFFER, Counts, Packer};
 use super::{Packing, Settings, Source};
-use crate::Tokens;
+use crate::{Tokens, mask};
 use anyhow::{Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -76,6 +76,29 @@ pub struct Estimate {
     pub is_exact: bool,
 }
 
+/// The tokens of a row: T inputs, and the same tokens shifted by one as targets.
+#[derive(Clone, Debug)]
+pub struct Row {
+    pub tokens: Vec<u32>,
+    /// Whether each token has loss as a target.
+    pub has_loss: Vec<bool>,
+    /// Whether each token begins a document. Each token of padding does.
+    pub begins: Vec<bool>,
+}
+
+impl Row {
+    pub fn new(t: usize) -> Self {
+        Self { tokens: vec![0; t + 1], has_loss: vec![false; t + 1], begins: vec![false; t + 1] }
+    }
+
+    /// Fills the row with padding.
+    pub fn pad(&mut self, token: u32) {
+        self.tokens.fill(token);
+        self.has_loss.fill(false);
+        self.begins.fill(true);
+    }
+}
+
 /// Reads the rows of a source.
 #[derive(Clone, Debug)]
 pub struct Reader {
@@ -85,8 +108,24 @@ pub struct Reader {
     t: usize,
     /// `None` for windows.
     packer: Option<Packer>,
-    /// The shard that was read last, and its open file: opening it takes longer than reading a short document.
-    open: Option<(u32, Option<Arc<File>>)>,
+    /// The token that precedes each document, if it is known.
+    separator: Option<u32>,
+    /// Whether the shards have masks.
+    pub is_masked: bool,
+    /// The token of padding.
+    fill: u32,
+    /// The flags of a document.
+    flags: Vec<u32>,
+    /// The shard that was read last, and its open files: opening them takes longer than reading a short document.
+    open: Option<OpenShard>,
+}
+
+/// The open files of a shard; none in memory.
+#[derive(Clone, Debug)]
+struct OpenShard {
+    shard: u32,
+    tokens: Option<Arc<File>>,
+    mask: Option<Arc<File>>,
 }
 
 impl Reader {
@@ -95,18 +134,41 @@ impl Reader {
         let Source { name, shards, weight, max_epochs } = source;
         let t = settings.geometry.t;
         let tokens: usize = shards.iter().map(Tokens::len).sum();
+        // Conversations are padded.
+        let is_padded = settings.packing == Packing::Pad && shards.iter().all(|shard| shard.mask().is_some());
         ensure!(
-            shards.iter().any(|shard| shard.len() > t),
+            !shards.is_empty() && (is_padded || shards.iter().any(|shard| shard.len() > t)),
             "data source {name}: expected a shard of at least {} tokens (--seq {t} + 1), found {tokens} tokens in {} files; use a \
              smaller --seq",
             t + 1,
             shards.len()
         );
         let order = Order::new(&name, settings.shuffle, shards.len(), max_epochs.unwrap_or(u32::MAX));
-        let packer = settings.separator.filter(|_| settings.packing != Packing::Stream);
-        let packer = packer.map(|separator| Packer::new(separator, settings.packing == Packing::Pad, t));
-        if let Some(Packer { separator, .. }) = packer {
-            check_separators(&name, &shards, separator)?;
+        let masked = shards.iter().filter(|shard| shard.mask().is_some()).count();
+        ensure!(
+            masked == 0 || masked == shards.len(),
+            "data source {name}: expected masks for all files or for none, found {masked} in {} files; make two sources of them",
+            shards.len()
+        );
+        let is_masked = masked > 0;
+        let pads = settings.packing == Packing::Pad;
+        let packer = match (settings.packing, settings.separator) {
+            (Packing::Stream, _) => None,
+            (_, _) if is_masked => Some(Packer::new(None, pads, t)),
+            (_, None) => bail!("--packing: expected data sets with a document token, found none; use --packing stream"),
+            (_, Some(separator)) => {
+                check_separators(&name, &shards, separator)?;
+                Some(Packer::new(Some(separator), pads, t))
+            }
+        };
+        if packer.is_some() && is_masked {
+            let mut conversations = shards.iter().filter_map(Tokens::mask).map(mask::conversations);
+            let found =
+                conversations.find_map(|found| found.map(|found| (!found.is_empty()).then_some(())).transpose());
+            ensure!(
+                found.transpose()?.is_some(),
+                "data source {name}: expected conversations of at least 2 tokens, found none; make the data set again"
+            );
         }
         let state = SourceState {
             name,
@@ -119,7 +181,19 @@ impl Reader {
             cursor: Cursor::default(),
             buffer: Vec::new(),
         };
-        Ok(Self { shards, state, order, t, packer, open: None })
+        let fill = settings.separator.unwrap_or(0);
+        Ok(Self {
+            shards,
+            state,
+            order,
+            t,
+            packer,
+            separator: settings.separator,
+            is_masked,
+            fill,
+            flags: Vec::new(),
+            open: None,
+        })
     }
 
     /// Chooses the next row. Returns false if the source is exhausted.
@@ -136,21 +210,24 @@ impl Reader {
         Ok(true)
     }
 
-    /// Reads the tokens of a row. The rest of `tokens` is filled with separators. Returns the length of the row.
-    pub fn read(&mut self, row: &[Document], tokens: &mut [u32], vocab: usize) -> Result<usize> {
+    /// Reads the tokens of a row, and fills its rest with padding.
+    pub fn read(&mut self, documents: &[Document], row: &mut Row, vocab: usize) -> Result<()> {
         let mut filled = 0;
-        for &Document { shard: number, start, len } in row {
-            let (shard, start) = (&self.shards[number as usize], start as usize);
-            if self.open.as_ref().is_none_or(|(open, _)| *open != number) {
-                self.open = Some((number, shard.open_file()?));
+        row.pad(self.fill);
+        for &Document { shard: number, start, len } in documents {
+            let (shard, start, end) = (&self.shards[number as usize], start as usize, filled + len as usize);
+            if self.open.as_ref().is_none_or(|open| open.shard != number) {
+                let mask = shard.mask().map_or(Ok(None), Tokens::open_file)?;
+                self.open = Some(OpenShard { shard: number, tokens: shard.open_file()?, mask });
             }
-            let file = self.open.as_ref().and_then(|(_, file)| file.as_deref());
-            let mut part = &mut tokens[filled..filled + len as usize];
-            if let Some(Packer { separator, .. }) = self.packer {
-                part[0] = separator;
-                part = &mut part[1..];
+            let files = self.open.as_ref();
+            let mut first = filled;
+            if let Some(separator) = self.packer.as_ref().and_then(|packer| packer.separator) {
+                row.tokens[first] = separator;
+                first += 1;
             }
-            shard.read_from(file, start, part)?;
+            let part = &mut row.tokens[first..end];
+            shard.read_from(files.and_then(|open| open.tokens.as_deref()), start, part)?;
             if let Some(i) = part.iter().position(|&token| token as usize >= vocab) {
                 bail!(
                     "{shard}: token {} at position {}: expected ids below {vocab}, the vocabulary size; tokenize the text for this \
@@ -159,10 +236,23 @@ impl Reader {
                     start + i
                 );
             }
-            filled += len as usize;
+            if let Some(mask) = shard.mask() {
+                self.flags.resize(len as usize, 0);
+                mask.read_from(files.and_then(|open| open.mask.as_deref()), start, &mut self.flags)?;
+                for (i, &flags) in (filled..).zip(&self.flags) {
+                    row.begins[i] = flags & mask::START != 0;
+                    // The first token of a conversation is no target of the one before.
+                    row.has_loss[i] = flags & mask::LOSS != 0 && !row.begins[i];
+                }
+            } else {
+                row.has_loss[filled..end].fill(true);
+                for (begins, token) in row.begins[filled..end].iter_mut().zip(&row.tokens[filled..end]) {
+                    *begins = Some(*token) == self.separator;
+                }
+            }
+            filled = end;
         }
-        tokens[filled..].fill(self.packer.as_ref().map_or(0, |packer| packer.separator));
-        Ok(filled)
+        Ok(())
     }
 
     /// Moves to a saved state, or to the next epoch if its rows have changed.
@@ -175,9 +265,10 @@ impl Reader {
             state.cursor = Cursor { epoch: cursor.epoch.saturating_add((cursor != begin).into()), ..begin };
             return Ok(());
         }
+        let has_separator = usize::from(!self.is_masked);
         let is_valid = |document: &Document| {
             let shard = shards.get(document.shard as usize);
-            let end = document.start as usize + document.len as usize - 1;
+            let end = document.start as usize + document.len as usize - has_separator;
             (2..=*t + 1).contains(&(document.len as usize)) && shard.is_some_and(|shard| end <= shard.len())
         };
         ensure!(
@@ -195,7 +286,7 @@ impl Reader {
         let Some(packer) = &self.packer else {
             let rows: usize = self.shards.iter().map(|shard| (shard.len() - 1) / self.t).sum();
             let used = (rows * self.t) as u64;
-            let counts = Counts { used, cropped: self.state.tokens as u64 - used, padded: 0 };
+            let counts = Counts { used, cropped: self.state.tokens as u64 - used, ..Counts::default() };
             return Ok(Estimate { rows: rows as f64, counts, is_exact: true });
         };
         let mut reader = self.clone();

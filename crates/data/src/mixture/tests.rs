@@ -1,6 +1,7 @@
 //! Tests of mixtures of small documents whose tokens are all different.
 
 use super::*;
+use crate::mask;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
@@ -338,7 +339,7 @@ fn estimates_of_large_sources_are_close() {
     let mut mixture = Mixture::new(vec![web], settings).unwrap();
     let estimate = mixture.estimates().unwrap()[0];
     let mut n = 0;
-    while mixture.next_row().is_ok() {
+    while mixture.next_row().unwrap().is_some() {
         n += 1;
     }
     assert!(!estimate.is_exact && (estimate.rows / f64::from(n) - 1.0).abs() < 0.02, "{n} {estimate:?}");
@@ -397,4 +398,142 @@ fn damaged_states_are_errors() {
         mixture.seek(&with(&|source| source.cursor = cursor)).unwrap();
         rows(&mut mixture, 50);
     }
+}
+
+/// Returns a source of conversations with these lengths, in one shard. The tokens count from `first`. Every third token and the last one of
+/// a conversation have loss.
+fn chat(name: &str, lens: &[usize], first: u32) -> Source {
+    let (mut tokens, mut flags) = (Vec::new(), Vec::new());
+    for &len in lens {
+        let start = first + tokens.len() as u32;
+        tokens.extend(start..start + len as u32);
+        let flag = |i: usize| match i {
+            0 => mask::START,
+            _ => u32::from(i.is_multiple_of(3) || i + 1 == len) * mask::LOSS,
+        };
+        flags.extend((0..len).map(flag));
+    }
+    let shard = Tokens::in_memory(name, tokens).with_flags(flags);
+    Source { name: name.to_owned(), shards: vec![shard], weight: 1.0, max_epochs: None }
+}
+
+#[test]
+fn conversations_are_packed_without_separators_and_masked() {
+    let lens: Vec<usize> = (0..40).map(|i| 2 + i * i % (T + 1)).collect();
+    for packing in [Packing::BestFit, Packing::Pad] {
+        // After the epoch, the last row would continue with the next one.
+        let source = Source { max_epochs: Some(1), ..chat("chat", &lens, 1) };
+        let mut mixture = mixture(vec![source], packing);
+        assert!(mixture.masks_targets());
+        let (mut seen, mut starts) = (Vec::new(), BTreeMap::new());
+        let mut at = 1;
+        for &len in &lens {
+            starts.insert(at, len);
+            at += len as i32;
+        }
+        let rows_of_epoch = mixture.estimates().unwrap()[0].rows as usize;
+        for _ in 0..rows_of_epoch {
+            let [inputs, targets] = batch(&mut mixture).remove(0);
+            let begins = mixture.document_starts().to_vec();
+            for (i, (&input, &target)) in inputs.iter().zip(&targets).enumerate() {
+                let is_padding = input == SEPARATOR as i32;
+                assert_eq!(begins[i], is_padding || starts.contains_key(&input), "{packing:?}: {inputs:?}, {begins:?}");
+                seen.push(input);
+                if target == MASKED_TARGET {
+                    continue;
+                }
+                // A target follows its input in the same conversation.
+                assert!(!is_padding && target == input + 1 && !starts.contains_key(&target), "{inputs:?} {targets:?}");
+                let (start, len) = starts.range(..=target).next_back().unwrap();
+                assert!((target - start) % 3 == 0 || target - start + 1 == *len as i32, "{inputs:?} {targets:?}");
+            }
+        }
+        if packing == Packing::Pad {
+            // Every conversation is used once per epoch. Its last token may only be a target.
+            assert!(starts.keys().all(|start| seen.iter().filter(|token| *token == start).count() == 1));
+        }
+    }
+}
+
+#[test]
+fn long_conversations_lose_their_end() {
+    let lens = [T + 1, T + 2, 3 * T, 4, 1];
+    let mut mixture = mixture(vec![chat("chat", &lens, 1)], Packing::Pad);
+    let Estimate { rows: of_epoch, counts, .. } = mixture.estimates().unwrap()[0];
+    let cropped = (1 + 2 * T - 1) as u64;
+    assert_eq!((of_epoch, counts.cropped, counts.shortened), (4.0, cropped, 2));
+    assert_eq!(counts.used, (3 * (T + 1) + 4) as u64);
+    // No target is beyond the end, also in the next epoch.
+    let first = |row: &[Vec<i32>; 2]| row[0][0];
+    let mut firsts: Vec<i32> = rows(&mut mixture, 4).iter().map(first).collect();
+    firsts.sort_unstable();
+    assert_eq!(firsts, [1, 10, 20, 44]);
+}
+
+#[test]
+fn conversations_and_text_are_mixed() {
+    let sources = || vec![chat("chat", &[5, 6, 3, 9, 2], 50_000), source("web", 1, 1.0)];
+    let mut mixture = mixture(sources(), Packing::Pad);
+    let rows = rows(&mut mixture, 60);
+    let of_chat = |row: &&[Vec<i32>; 2]| row[0][0] >= 50_000;
+    let (chats, texts): (Vec<_>, Vec<_>) = rows.iter().partition(|row| of_chat(row));
+    assert_eq!((chats.len(), texts.len()), (30, 30));
+    // All tokens of a text have loss, but the padding.
+    for [inputs, targets] in texts {
+        let filled = targets.iter().position(|&target| target == MASKED_TARGET).unwrap_or(T);
+        assert!(filled > 0 && inputs[1..filled] == targets[..filled - 1]);
+        assert!(targets[filled..].iter().all(|&target| target == MASKED_TARGET));
+    }
+    assert!(chats.iter().any(|[_, targets]| targets[0] == MASKED_TARGET));
+    // A resumed mixture continues with the same rows.
+    let state = mixture.state();
+    let expected = self::rows(&mut mixture, 20);
+    let mut again = Mixture::new(sources(), settings(Packing::Pad, 1, 1, 0)).unwrap();
+    let state: State = serde_json::from_str(&serde_json::to_string(&state).unwrap()).unwrap();
+    again.seek(&state).unwrap();
+    assert_eq!(self::rows(&mut again, 20), expected);
+}
+
+#[test]
+fn validation_starts_over() {
+    let settings = Settings { shuffle: None, ..settings(Packing::Pad, 2, 1, 0) };
+    let source = Source { max_epochs: Some(1), ..chat("chat", &[9, 9, 9, 9, 9], 1) };
+    let mixture = Mixture::new(vec![source], settings).unwrap();
+    assert_eq!(mixture.batches_per_epoch().unwrap(), 3);
+    for batches in [1, 2, 3] {
+        let mut mixture = mixture.clone().rewinding_after(batches);
+        let first = rows(&mut mixture, batches);
+        let starts: Vec<i32> = first.iter().map(|row| row[0][0]).collect();
+        assert_eq!(starts, [1, 10, 19, 28, 37, 0][..2 * batches]);
+        assert_eq!(rows(&mut mixture, batches), first);
+        assert_eq!(rows(&mut mixture, batches), first);
+        if batches == 3 {
+            // The last batch is not full.
+            assert_eq!(first[5], [vec![SEPARATOR as i32; T], vec![MASKED_TARGET; T]]);
+        }
+    }
+}
+
+#[test]
+fn windows_of_conversations_are_masked() {
+    let mut mixture = mixture(vec![chat("chat", &[5, 6, 9, 14], 1)], Packing::Stream);
+    let starts = [1, 6, 12, 21];
+    for [inputs, targets] in rows(&mut mixture, 8) {
+        for (input, target) in inputs.into_iter().zip(targets) {
+            assert!(target == MASKED_TARGET || target == input + 1 && !starts.contains(&target));
+        }
+    }
+}
+
+#[test]
+fn sources_have_masks_for_all_files_or_none() {
+    let mut some = chat("chat", &[5, 6, 9, 14], 1);
+    some.shards.extend(source("web", 1, 1.0).shards);
+    let error = Mixture::new(vec![some], settings(Packing::Pad, 1, 1, 0)).unwrap_err().to_string();
+    assert!(
+        error.contains("data source chat: expected masks for all files or for none, found 1 in 4 files"),
+        "{error}"
+    );
+    let error = Mixture::new(vec![chat("chat", &[1, 1], 1)], settings(Packing::Pad, 1, 1, 0)).unwrap_err().to_string();
+    assert!(error.contains("expected conversations of at least 2 tokens"), "{error}");
 }

@@ -146,7 +146,7 @@ pub(crate) fn write_shards(
         input: summary.input.clone(),
         program: program.to_owned(),
     };
-    replacement.commit(&dataset, encoder.tokenizer.file())?;
+    replacement.commit(&dataset, encoder.tokenizer.file(), &[])?;
     Ok(summary)
 }
 

@@ -6,7 +6,7 @@ use crate::terminal::{self, counted};
 use crate::values::count;
 use anyhow::{Result, ensure};
 use data::check::{self, Report};
-use data::{Tokens, dataset, tokens};
+use data::{Tokens, dataset, mask, tokens};
 use serde::Serialize;
 use serde_json::json;
 use std::path::Path;
@@ -54,6 +54,9 @@ struct Contents {
     longest: usize,
     largest: u32,
     starts_with_document: bool,
+    /// Number of tokens with loss, if the file has a mask.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    targets: Option<usize>,
 }
 
 /// Prints a table of the files, and each problem. Fails if there are any.
@@ -71,15 +74,17 @@ pub fn run(args: &Check) -> Result<()> {
             "tokens", "bits", "documents", "longest", "largest"
         ))?;
     }
-    let (mut total, mut documents, mut problems) = (0, 0, 0);
+    let (mut total, mut documents, mut problems, mut targets) = (0, 0, 0, None);
     let mut reports = Vec::new();
     for file in &files {
         let report = match check_file(file, args.vocab, tokenizer.as_ref()) {
-            Ok(Checked { tokens, vocab, report, problem }) => {
-                total += tokens.len();
-                documents += report.documents;
-                problems += report.invalid + usize::from(problem.is_some());
-                FileReport::new(&tokens, &report, vocab, problem)
+            Ok(checked) => {
+                total += checked.tokens.len();
+                documents += checked.report.documents;
+                targets =
+                    targets.map_or(checked.targets, |targets: usize| Some(targets + checked.targets.unwrap_or(0)));
+                problems += checked.report.invalid + checked.problems.len();
+                FileReport::new(checked)
             }
             Err(error) => {
                 problems += 1;
@@ -96,7 +101,8 @@ pub fn run(args: &Check) -> Result<()> {
     if args.json {
         json::print(&json!({ "files": reports, "tokens": total, "documents": documents, "problems": problems }))?;
     } else {
-        terminal::line(&format!("{total} tokens, {} in {in_files}", counted(documents, "document")))?;
+        let targets = targets.map_or_else(String::new, |targets| format!(", {targets} with loss"));
+        terminal::line(&format!("{total} tokens{targets}, {} in {in_files}", counted(documents, "document")))?;
     }
     ensure!(problems == 0, "expected valid token files, found {} in {in_files}", counted(problems, "problem"));
     Ok(())
@@ -107,8 +113,10 @@ struct Checked {
     tokens: Tokens,
     vocab: usize,
     report: Report,
-    /// A problem other than ids outside of the vocabulary.
-    problem: Option<String>,
+    /// Number of tokens with loss, if the file has a mask.
+    targets: Option<usize>,
+    /// Problems other than ids outside of the vocabulary.
+    problems: Vec<String>,
 }
 
 fn check_file(file: &Path, vocab: Option<usize>, tokenizer: Option<&Tokenizer>) -> Result<Checked> {
@@ -119,28 +127,46 @@ fn check_file(file: &Path, vocab: Option<usize>, tokenizer: Option<&Tokenizer>) 
     };
     let (default, document) = tokenizer.map_or(LLAMA3, |tokenizer| (tokenizer.vocab(), tokenizer.document()));
     let vocab = vocab.unwrap_or(default);
-    let report = check::shard(&tokens, vocab, document)?;
-    let problem = match dataset::read_for_shard(file)? {
-        Some(dataset) => different_hash(&tokens, dataset.hash(file))?,
+    let mut report = check::shard(&tokens, vocab, document)?;
+    let dataset = dataset::read_for_shard(file)?;
+    let tokens = dataset.as_ref().map_or(Ok(tokens.clone()), |dataset| dataset.with_hashes(tokens))?;
+    let flags = tokens.mask().map(mask::report).transpose()?;
+    if let Some(flags) = &flags {
+        // Conversations begin where the mask says.
+        report = Report {
+            documents: flags.conversations,
+            longest: flags.longest,
+            starts_with_document: flags.starts_with_conversation,
+            ..report
+        };
+    }
+    let mut problems = Vec::new();
+    match dataset {
+        Some(dataset) => problems.extend(different_hash(&tokens, dataset.hash(file))?),
         // A file of a described data set may lie inside of one long document.
-        None if report.documents > 0 => None,
-        None => Some(format!("{tokens}: expected token {document} before each document, found none")),
-    };
-    Ok(Checked { tokens, vocab, report, problem })
+        None if report.documents > 0 => {}
+        None => problems.push(format!("{tokens}: expected token {document} before each document, found none")),
+    }
+    if let (Some(mask), Some(flags)) = (tokens.mask(), &flags) {
+        problems.extend(mask::different_hash(mask)?);
+        problems.extend(flags.problem(mask));
+    }
+    Ok(Checked { vocab, report, targets: flags.map(|flags| flags.targets), problems, tokens })
 }
 
 impl FileReport {
-    fn new(tokens: &Tokens, report: &Report, vocab: usize, problem: Option<String>) -> Self {
-        let Report { documents, longest, largest, starts_with_document, .. } = *report;
+    fn new(Checked { tokens, vocab, report, targets, problems: others }: Checked) -> Self {
+        let Report { documents, longest, largest, starts_with_document, .. } = report;
         let bits = tokens.width().map_or(0, |width| 8 * width.bytes());
-        let contents = Contents { tokens: tokens.len(), bits, documents, longest, largest, starts_with_document };
-        let mut problems = invalid_ids(tokens, report, vocab);
-        problems.extend(problem);
+        let len = tokens.len();
+        let contents = Contents { tokens: len, bits, documents, longest, largest, starts_with_document, targets };
+        let mut problems = invalid_ids(&tokens, &report, vocab);
+        problems.extend(others);
         Self { file: tokens.to_string(), contents: Some(contents), problems }
     }
 
     fn print(&self) -> Result<()> {
-        if let Some(Contents { tokens, bits, documents, longest, largest, starts_with_document }) = &self.contents {
+        if let Some(Contents { tokens, bits, documents, longest, largest, starts_with_document, .. }) = &self.contents {
             let start = if *starts_with_document { "document" } else { "inside" };
             let file = &self.file;
             terminal::line(&format!(

@@ -59,7 +59,7 @@ fn format(text: &str) -> Result<Format, &'static str> {
 }
 
 /// Accepts an extension with or without its dot.
-fn extension(text: &str) -> Result<String, &'static str> {
+pub fn extension(text: &str) -> Result<String, &'static str> {
     let name = text.strip_prefix('.').unwrap_or(text);
     if name.is_empty() { Err("expected extensions, such as rs,md") } else { Ok(name.to_owned()) }
 }

@@ -1,5 +1,6 @@
 //! `data`: converts text and named data sets to token files, and shows and checks them.
 
+mod chat;
 mod check;
 mod core;
 mod download;
@@ -30,6 +31,7 @@ pub struct Data {
 #[derive(Debug, clap::Subcommand)]
 enum Source {
     Text(text::Text),
+    Chat(chat::Chat),
     SmallWorld(small_world::SmallWorld),
     Tinyshakespeare(tinyshakespeare::Tinyshakespeare),
     Tinystories(tinystories::Tinystories),
@@ -55,6 +57,7 @@ pub fn run(args: &Data) -> Result<()> {
     check_threads()?;
     match &args.source {
         Source::Text(args) => text::run(args),
+        Source::Chat(args) => chat::run(args),
         Source::SmallWorld(args) => small_world::run(args),
         Source::Tinyshakespeare(args) => tinyshakespeare::run(args),
         Source::Tinystories(args) => tinystories::run(args),

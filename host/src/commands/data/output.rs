@@ -5,7 +5,7 @@ use crate::hints::Invocation;
 use crate::terminal::{self, counted};
 use crate::version;
 use anyhow::Result;
-use data::dataset::ShardNames;
+use data::dataset::{ShardNames, Split};
 use data::text::Summary;
 use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
@@ -18,11 +18,15 @@ pub fn program() -> String {
 /// Prints the amounts of data and everything that was left out or changed.
 pub fn print_summary(directory: &Path, names: ShardNames, written: &Summary) -> Result<()> {
     print_input(names, written)?;
-    let mut out = stdout();
-    for (name, part) in [("train", &written.train), ("val", &written.val)] {
+    print_splits(directory, names, [&written.train, &written.val])
+}
+
+/// Prints the tokens and the files of the training and the validation split.
+pub fn print_splits(directory: &Path, names: ShardNames, splits: [&Split; 2]) -> Result<()> {
+    for (name, part) in ["train", "val"].into_iter().zip(splits) {
         if part.shards > 0 {
             let (shards, files) = (counted(part.shards, "shard"), directory.join(names.pattern(name)));
-            writeln!(out, "wrote {} tokens for {name}, {shards}: {}", part.tokens, files.display())?;
+            writeln!(stdout(), "wrote {} tokens for {name}, {shards}: {}", part.tokens, files.display())?;
         }
     }
     Ok(())

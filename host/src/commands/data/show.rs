@@ -1,10 +1,10 @@
 //! `data show`.
 
+use crate::style::{Tone, is_colored, paint};
 use crate::values::{count, whole_number};
 use anyhow::{Context, Result, ensure};
-use data::Tokens;
-use data::dataset;
 use data::tokens::Width;
+use data::{Tokens, dataset, mask};
 use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
 use tokenizer::{Tokenizer, stored};
@@ -43,15 +43,44 @@ pub fn run(args: &Show) -> Result<()> {
         Some(tokenizer) => Some(tokenizer),
         None => default_tokenizer(&args.file, &tokens)?,
     };
+    let flags = match tokens.mask() {
+        Some(mask) => {
+            let mut flags = vec![0; ids.len()];
+            mask.read(start, &mut flags)?;
+            Some(flags)
+        }
+        None => None,
+    };
+    let has_loss = |i: usize| flags.as_ref().is_some_and(|flags| flags[i] & mask::LOSS != 0);
     let mut out = stdout();
-    writeln!(out, "{tokens}: {len} tokens\n\n  {:>10} {:>7}  text", "position", "id")?;
-    for (position, &id) in (start..).zip(&ids) {
+    let column = if flags.is_some() { "  loss" } else { "" };
+    writeln!(out, "{tokens}: {len} tokens\n\n  {:>10} {:>7}{column}  text", "position", "id")?;
+    for (i, &id) in ids.iter().enumerate() {
+        let position = start + i;
         let marker = if position == args.at { '>' } else { ' ' };
         let text = tokenizer.as_ref().map_or_else(String::new, |tokenizer| text_of(tokenizer, id));
-        writeln!(out, "{}", format!("{marker} {position:>10} {id:>7}  {text}").trim_end())?;
+        let loss = if column.is_empty() {
+            ""
+        } else if has_loss(i) {
+            "     1"
+        } else {
+            "      "
+        };
+        writeln!(out, "{}", format!("{marker} {position:>10} {id:>7}{loss}  {text}").trim_end())?;
     }
     match tokenizer {
-        Some(tokenizer) => writeln!(out, "\n{}", tokenizer.text(&ids))?,
+        Some(tokenizer) => {
+            let colored = flags.is_some() && is_colored(&out);
+            let positions: Vec<usize> = (0..ids.len()).collect();
+            let text: String = positions
+                .chunk_by(|&one, &next| has_loss(one) == has_loss(next))
+                .map(|run| {
+                    let text = tokenizer.text(&ids[run[0]..run[0] + run.len()]);
+                    paint(&text, Tone::Good, colored && has_loss(run[0]))
+                })
+                .collect();
+            writeln!(out, "\n{text}")?;
+        }
         None => writeln!(out, "\nFor the text, pass the tokenizer of these 32-bit tokens with --tokenizer FILE.")?,
     }
     Ok(())

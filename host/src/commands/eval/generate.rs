@@ -1,7 +1,7 @@
 //! `eval generate`: the accuracy of generated answers.
 
 use super::STANDARD_OUTPUT;
-use crate::commands::chat::template::{ChatTemplate, Message};
+use crate::chat_template::{ChatTemplate, Message};
 use crate::commands::generation::{Loaded, check_prompt, divisor, end_tokens, load, tokenizer_of};
 use crate::commands::json;
 use crate::commands::resources::Hardware;

@@ -5,7 +5,7 @@ use super::openai::{Completion, CompletionChoice, Header, Prompt, StreamOptions,
 use super::queue::{Event, Queue};
 use super::stall::StallTimeout;
 use super::worker::SharedStatus;
-use crate::commands::chat::template::{ChatTemplate, Message, TemplateError};
+use crate::chat_template::{ChatTemplate, Message, TemplateError};
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Path as UrlPath, Request, State};

@@ -5,7 +5,7 @@ use super::identity::{Identity, is_run};
 use super::logprobs::{Scored, logprobs};
 use super::openai::{Completion, Prompt, Truncate, Usage};
 use super::queue::{Event, Job, Queue};
-use crate::commands::chat::template::ChatTemplate;
+use crate::chat_template::ChatTemplate;
 use crate::commands::generation::{Loaded, context, default_sampling, end_tokens, load, tokenizer_of};
 use crate::commands::resources::Hardware;
 use crate::commands::resources::open_with_adapters;

@@ -17,6 +17,7 @@ use checkpoint::sidecar::Identity;
 use checkpoint::writer::CheckpointWriter;
 use interchange::companions;
 use metrics::tensorboard;
+use model::Descriptor;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -53,6 +54,8 @@ pub struct ModelFiles<'a> {
     pub companions: Option<PathBuf>,
     /// The chat template in the directory of the run from which the run starts.
     pub template: Option<PathBuf>,
+    /// The directory of a data set of conversations, and the model.
+    pub conversations: Option<(&'a Path, Descriptor)>,
 }
 
 impl OutDirectory {
@@ -142,9 +145,17 @@ impl OutDirectory {
             stored::write(tokenizer, &self.path)?;
         }
         if newest.is_none() {
-            companions::keep(files.companions.as_deref(), tokenizer, &self.path)?;
-            if let Some(template) = &files.template {
-                copy_template(template, tokenizer, &self.path)?;
+            let model = files.companions.as_deref();
+            match (files.conversations, tokenizer) {
+                (Some((data, descriptor)), Some(tokenizer)) => {
+                    companions::keep_of_conversations(model, data, tokenizer, &descriptor, &self.path)?;
+                }
+                _ => {
+                    companions::keep(model, tokenizer, &self.path)?;
+                    if let Some(template) = &files.template {
+                        copy_template(template, tokenizer, &self.path)?;
+                    }
+                }
             }
         }
         let mut log = match newest {

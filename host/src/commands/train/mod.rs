@@ -17,7 +17,7 @@ pub use resolve::{DEFAULT_SEQ, TrainingData, UNKNOWN_STEPS, ValidationData};
 
 use super::report::{Setup, planned, zero_stages};
 use crate::console::Console;
-use crate::datasets::separator;
+use crate::datasets::document_start;
 use crate::evaluate::core::CoreSet;
 use crate::evaluate::{self, text::TokenBytes};
 use crate::gpu_info::{GpuErrors, GpuInfo};
@@ -32,7 +32,7 @@ use checkpoint::resume::{Accepted, Checkpoint, FoundCheckpoint};
 use checkpoint::sidecar::Identity;
 use checkpoint::writer::CheckpointWriter;
 use checkpoint::{RunState, fingerprint};
-use data::{Batches, MultipleChoice, Prefetch};
+use data::{Batches, DocumentStart, MultipleChoice, Prefetch};
 use directory::{ModelFiles, OutDirectory};
 use distributed::Ranks;
 use distributed::rendezvous::elastic::Members;
@@ -116,6 +116,7 @@ struct PlannedRun {
     hellaswag: Option<MultipleChoice>,
     core: Option<CoreSet>,
     tokenizer: Found,
+    conversations: Option<PathBuf>,
     identity: Identity,
     checkpoint: Option<Checkpoint>,
     notes: Vec<String>,
@@ -144,8 +145,20 @@ fn train(
     notes.extend(elastic_notes);
     let resumed = checkpoint.as_ref().map(|checkpoint| (checkpoint.descriptor(), checkpoint.final_fraction()));
     let resumed = ranks.broadcast(resumed)?;
-    let Resolved { mut config, descriptor, weights, frozen, data, hellaswag, core, tokenizer, note: without_data } =
-        Resolved::new(args, &opened, resumed, ranks.rank(), ranks.world_size())?;
+    let Resolved {
+        mut config,
+        descriptor,
+        weights,
+        frozen,
+        data,
+        hellaswag,
+        core,
+        tokenizer,
+        conversations,
+        growth,
+        note: without_data,
+    } = Resolved::new(args, &opened, resumed, ranks.rank(), ranks.world_size())?;
+    notes.extend(growth);
     let out = claim(out, ranks, args, &mut config)?;
     let mut console = multi_rank::console(ranks, args, &config)?;
     let gpu_info = (config.flags.gpu_info_every > 0).then(|| gpu_info(opened.device, gpu));
@@ -196,6 +209,7 @@ fn train(
         hellaswag,
         core,
         tokenizer,
+        conversations,
         identity,
         checkpoint,
         notes,
@@ -227,7 +241,7 @@ fn check_out(args: &TrainOptions) -> Result<()> {
 
 /// Returns a note if there are fewer validation batches than a flag says.
 fn excess_val_batches(args: &TrainOptions, config: &Config, data: Option<&TrainingData>) -> Option<String> {
-    let found = data?.val.iter().map(|val| val.loader.batches_per_epoch()).min()?;
+    let found = data?.val.iter().map(|val| val.batches).min()?;
     let Some(Count::Some(wanted)) = args.val_batches else { return None };
     let note = evaluate::excess_batches(wanted, found);
     note.filter(|_| config.val_every > 0)
@@ -325,7 +339,8 @@ impl PlannedRun {
         let (log, mut checkpoints) = match out {
             Some(out) => {
                 let progress = &state.progress;
-                let files = ModelFiles { tokenizer: &self.tokenizer, companions, template };
+                let conversations = self.conversations.as_deref().map(|data| (data, model.descriptor));
+                let files = ModelFiles { tokenizer: &self.tokenizer, companions, template, conversations };
                 Some(out.open(&config, &files, self.identity, newest, progress, args.tensorboard)?).unzip()
             }
             None => (None, writer_of_other_rank(ranks, &model, &config, self.identity, newest)),
@@ -339,14 +354,17 @@ impl PlannedRun {
         }
         let (stop, printed) =
             (stop(config.flags.out.clone().filter(|_| ranks.is_first()))?, args.json && ranks.is_first());
-        let separator = separator(config.flags.document_mask, self.tokenizer.tokenizer.as_ref())?;
+        let has_documents = config.flags.document_mask.unwrap_or(false);
+        let mut shards = train.shards().into_iter().chain(self.val.iter().flat_map(|val| val.loader.shards()));
+        let only_conversations = shards.all(|shard| shard.mask().is_some());
+        let documents = document_start(has_documents, self.tokenizer.tokenizer.as_ref(), only_conversations)?;
         let mut run = Run {
             settings: &settings,
             ranks,
             model: &model,
-            val: validation(self.val, &config, self.tokenizer.tokenizer.as_ref(), (engine, separator))?,
+            val: validation(self.val, &config, self.tokenizer.tokenizer.as_ref(), (engine, documents))?,
             tokenizer: self.tokenizer.tokenizer,
-            train: Prefetch::start_with_documents(train, engine, separator)?,
+            train: Prefetch::start_with_documents(train, engine, documents)?,
             hellaswag: self.hellaswag,
             core: self.core,
             engine,
@@ -398,14 +416,14 @@ fn validation(
     data: Vec<ValidationData>,
     config: &Config,
     tokenizer: Option<&Tokenizer>,
-    (engine, separator): (&dyn Engine, Option<u32>),
+    (engine, documents): (&dyn Engine, Option<DocumentStart>),
 ) -> Result<Validation> {
-    let start = |ValidationData { name, loader }| {
-        let batches = config.val_batches.min(loader.batches_per_epoch());
+    let start = |ValidationData { name, loader, batches }: ValidationData| {
+        let batches = config.val_batches.min(batches);
         Ok(ValidationSource {
             name,
             batches,
-            data: Prefetch::start_with_documents(loader.rewinding_after(batches), engine, separator)?,
+            data: Prefetch::start_with_documents(loader.rewinding_after(batches), engine, documents)?,
         })
     };
     let sources = data.into_iter().map(start).collect::<Result<Vec<_>>>()?;

@@ -81,10 +81,10 @@ pub struct TrainOptions {
 
     /// How tokens become sequences. stream: windows, which may begin inside a document. best-fit: each sequence begins with a document and
     /// contains the largest documents that fit; its last one is cropped. pad: the same, but documents are not cropped; the rest of the
-    /// sequence is padding, which has no loss
-    #[arg(long, value_name = "stream|best-fit|pad", value_parser = packing, default_value = "stream", help_heading = DATA)]
-    #[serde(skip_serializing_if = "is_stream")]
-    pub packing: Packing,
+    /// sequence is padding, which has no loss [default: stream, or pad for conversations]
+    #[arg(long, value_name = "stream|best-fit|pad", value_parser = packing, help_heading = DATA)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub packing: Option<Packing>,
 
     /// Tokenizer of the token files: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: the tokenizer of the model, or the one
     /// in dataset.json next to the token files, or the built-in one with the model's vocabulary size]
@@ -98,9 +98,9 @@ pub struct TrainOptions {
     pub shuffle: bool,
 
     /// 1: attend only within documents, so that a token does not see other documents of its sequence. A document begins at each document
-    /// token of the tokenizer
-    #[arg(long, value_name = "0|1", value_parser = switch, default_value = "0", num_args = 0..=1, default_missing_value = "1", action = ArgAction::Set, help_heading = DATA)]
-    pub document_mask: bool,
+    /// token of the tokenizer; a conversation is a document [default: 0, or 1 for conversations]
+    #[arg(long, value_name = "0|1", value_parser = switch, num_args = 0..=1, default_missing_value = "1", action = ArgAction::Set, help_heading = DATA)]
+    pub document_mask: Option<bool>,
 
     /// Train on a single batch, the first of --val (of --train without --val). The loss should approach 0
     #[arg(short = 'a', long, value_name = "0|1", value_parser = switch, default_value = "0", num_args = 0..=1, default_missing_value = "1", action = ArgAction::Set, help_heading = DATA)]
@@ -440,11 +440,6 @@ pub struct TrainOptions {
 /// Serializes the pattern of a single source. Several are serialized as [`TrainOptions::data`].
 fn only<S: Serializer>(patterns: &[String], serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(patterns.first().map_or("", String::as_str))
-}
-
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
-fn is_stream(packing: &Packing) -> bool {
-    *packing == Packing::Stream
 }
 
 impl TrainOptions {

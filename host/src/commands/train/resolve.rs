@@ -5,22 +5,22 @@ use super::sources::{self, SourceTable};
 use super::{Config, TrainOptions};
 use crate::commands::resources::Fp8Flags;
 use crate::corpus;
-use crate::datasets::Datasets;
+use crate::datasets::{Datasets, has_masks};
 use crate::evaluate::core::{CoreSet, Limits};
 use crate::train::MuonSettings;
 use crate::values::Count;
 use anyhow::{Context, Result, ensure};
 use data::core_tasks::Bundle;
-use data::mixture::{self, Estimate, Source};
-use data::{Batches, Geometry, Loader, Mixture, MultipleChoice, Tokens, check, tokens};
+use data::mixture::{self, Estimate, Packing, Source};
+use data::{Batches, Geometry, Loader, Mixture, MultipleChoice, Tokens, check, mask, tokens};
 use engine::open::Opened;
 use engine::tensor::DType;
 use interchange::ModelSource;
 use model::schedule::ScheduleKind;
 use model::{Descriptor, Fp8Settings, MasterWeights, Moments, Optimizer, fit};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use tokenizer::Tokenizer;
-use tokenizer::stored::{Found, Search};
+use tokenizer::stored::{self, Found, Search};
 
 /// The complete settings of a run. Nothing has been computed or written yet.
 pub struct Resolved {
@@ -36,6 +36,10 @@ pub struct Resolved {
     /// The rank's share of the questions.
     pub core: Option<CoreSet>,
     pub tokenizer: Found,
+    /// The directory of a data set of conversations, with the chat template that the run keeps.
+    pub conversations: Option<PathBuf>,
+    /// How the vocabulary of the model grows.
+    pub growth: Option<String>,
     /// Why there are no data.
     pub note: Option<String>,
 }
@@ -51,7 +55,9 @@ pub struct TrainingData {
 /// A source of validation data.
 pub struct ValidationData {
     pub name: String,
-    pub loader: Loader,
+    pub loader: Batches,
+    /// Number of batches in an epoch.
+    pub batches: usize,
 }
 
 /// Number of steps of a plan without data, if it is one epoch.
@@ -151,8 +157,19 @@ impl Resolved {
         let of_data = datasets.tokenizer().map(|(_, identity)| identity.vocab);
         let vocab = of_data.or_else(|| named.as_ref().map(Tokenizer::vocab));
         let seq = options.seq.unwrap_or(defaults.t);
-        let (shape, descriptor, mut weights) = shape::resolve(options, vocab, seq, from_files, resumed)?;
+        let (shape, descriptor, weights) = shape::resolve(options, vocab, seq, from_files, resumed)?;
+        let Grown { weights, tokenizer: extended, note: growth } =
+            grow(weights, &datasets, options.tokenizer.as_deref())?;
+        let mut weights = weights;
+        let descriptor = weights.as_ref().map_or(descriptor, ModelSource::descriptor);
         let (descriptor, frozen) = shape::with_adapters(options, descriptor, &mut weights, resumed)?;
+        ensure!(
+            frozen.is_none() || growth.is_none(),
+            "--lora-rank: expected data without new special tokens, whose embeddings would be frozen, found {}; tune the whole model, or \
+             use the chat template of the model",
+            growth.unwrap_or_default()
+        );
+        let named = extended.or(named);
         check_optimizer(options, descriptor, opened)?;
         let batch = BatchSize::new(options, &defaults, descriptor, ranks)?;
         let model = options.model.as_ref().map_or_else(|| "the model".to_owned(), |name| format!("--model {name}"));
@@ -192,12 +209,16 @@ impl Resolved {
             (config.flags.train, config.flags.val, config.flags.data) = (Vec::new(), Vec::new(), tables);
         }
         config.final_fraction = options.final_fraction.or(final_fraction).unwrap_or(config.final_fraction);
-        let all = data.iter().flat_map(|data| &data.val).map(|val| val.loader.batches_per_epoch()).max();
+        let all = data.iter().flat_map(|data| &data.val).map(|val| val.batches).max();
         if let (Some(Count::All), Some(all)) = (options.val_batches, all) {
             config.val_batches = all;
         }
+        if let Some(data) = &data {
+            save_packing(&mut config, data);
+        }
         shape.save(&mut config.flags);
-        Ok(Self { config, descriptor, weights, frozen, data, hellaswag, core, tokenizer, note })
+        let conversations = datasets.conversations()?;
+        Ok(Self { config, descriptor, weights, frozen, data, hellaswag, core, tokenizer, conversations, growth, note })
     }
 }
 
@@ -215,6 +236,54 @@ fn core_set(
     let bundle = Bundle::open(path, None).context("--core")?;
     let per_task = Some(options.core_max_per_task.unwrap_or(CORE_MAX_PER_TASK));
     CoreSet::encode(&bundle, tokenizer, Limits { longest, per_task }, rank_of_ranks).context("--core")
+}
+
+/// A model whose vocabulary has grown for its data.
+struct Grown {
+    weights: Option<ModelSource>,
+    /// The tokenizer of the data, if it has more special tokens than that of the model.
+    tokenizer: Option<Tokenizer>,
+    note: Option<String>,
+}
+
+/// Adds ids to the vocabulary of a model if the tokenizer of the data is its own with more special tokens.
+fn grow(weights: Option<ModelSource>, datasets: &Datasets, named: Option<&str>) -> Result<Grown> {
+    let same = |weights| Ok(Grown { weights, tokenizer: None, note: None });
+    let (Some(source), Some((directory, identity))) = (&weights, datasets.tokenizer()) else { return same(weights) };
+    // Other differences are reported where the tokenizers are compared.
+    let Ok(Some(own)) = source.tokenizer(named) else { return same(weights) };
+    if own.identity().has_vocabulary_of(identity) || identity.vocab <= own.vocab() {
+        return same(weights);
+    }
+    let Ok(extended) = stored::with_identity(identity, directory) else { return same(weights) };
+    if !extended.extends(&own) {
+        return same(weights);
+    }
+    let (old, added) =
+        (source.descriptor().vocab, extended.special().iter().filter(|token| token.id as usize >= own.vocab()));
+    let added: Vec<&str> = added.map(|token| token.text.as_str()).collect();
+    let weights = weights.map(|source| source.with_vocab(extended.vocab()));
+    let vocab = weights.as_ref().map_or(old, |source| source.descriptor().vocab);
+    let how = if vocab > old {
+        format!(
+            "the vocabulary of the model grows from {old} to {vocab} ids; the new rows of the embeddings are the mean of the others"
+        )
+    } else {
+        "the vocabulary of the model has unused ids for them".to_owned()
+    };
+    let note = Some(format!("new special tokens: {}: {how}", added.join(", ")));
+    Ok(Grown { weights, tokenizer: Some(extended), note })
+}
+
+/// Writes the packing and the document mask of a run into its settings. Their defaults depend on the data.
+fn save_packing(config: &mut Config, data: &TrainingData) {
+    let is_masked = data.train.shards().iter().any(|shard| shard.mask().is_some());
+    config.flags.document_mask.get_or_insert(is_masked);
+    // The settings of earlier versions do not name the default.
+    config.flags.packing = match &data.train {
+        Batches::Mixture(mixture) => Some(mixture.packing()).filter(|&packing| packing != Packing::Stream || is_masked),
+        Batches::Shards(_) => None,
+    };
 }
 
 /// Checks that the flags of the optimizer and of the schedule apply.
@@ -285,33 +354,49 @@ fn training_data(
     rank: usize,
 ) -> Result<TrainingData> {
     let geometry = Geometry { b: batch.b, t: batch.t, ranks: batch.ranks, rank };
-    let is_single = sources::is_single(tables, options.packing);
     let (sources, val) = open_sources(options, descriptor, (datasets, tokenizer), tables)?;
     check_vocabulary(&sources, &val, descriptor, geometry)?;
-    let in_order = |shards| Loader::new(shards, geometry, descriptor.vocab, None);
-    let mut estimates = Vec::new();
+    // Conversations are not cut into windows, unless a flag says so.
+    let is_masked = sources.iter().any(|source| has_masks(&source.shards));
+    let packing = options.packing.unwrap_or(if is_masked { Packing::Pad } else { Packing::Stream });
+    let is_single = sources::is_single(tables, packing) && !is_masked;
+    let settings = mixture::Settings {
+        geometry,
+        vocab: descriptor.vocab,
+        shuffle: options.shuffle.then_some(options.seed),
+        packing,
+        separator: tokenizer.tokenizer.as_ref().map(Tokenizer::document),
+    };
+    // Text is read in windows, and conversations as in training.
+    let in_order = |name: &str, shards: Vec<Tokens>| -> Result<Batches> {
+        if !has_masks(&shards) {
+            return Ok(Loader::new(shards, geometry, descriptor.vocab, None)?.into());
+        }
+        let source = Source { name: name.to_owned(), shards, weight: 1.0, max_epochs: Some(1) };
+        let packing = options.packing.unwrap_or(Packing::Pad);
+        Ok(Mixture::new(vec![source], mixture::Settings { shuffle: None, packing, ..settings })?.into())
+    };
     let mut shards = || sources[0].shards.clone();
     let train = if options.overfit_one_batch {
         // All micro-batches of a step are the same batch, too.
         let first = val.first().map_or_else(&mut shards, |(_, val)| val.clone());
-        in_order(first)?.rewinding_after(1).into()
+        in_order("train", first)?.rewinding_after(1)
     } else if !is_single {
-        let settings = mixture::Settings {
-            geometry,
-            vocab: descriptor.vocab,
-            shuffle: options.shuffle.then_some(options.seed),
-            packing: options.packing,
-            separator: tokenizer.tokenizer.as_ref().map(Tokenizer::document),
-        };
-        let mixture = Mixture::new(sources, settings)?;
-        estimates = mixture.estimates()?;
-        mixture.into()
+        Mixture::new(sources, settings)?.into()
     } else if options.shuffle {
         Loader::new(shards(), geometry, descriptor.vocab, Some(options.seed))?.into()
     } else {
-        in_order(shards())?.with_whole_steps(batch.total / batch.tokens)?.into()
+        let loader = Loader::new(shards(), geometry, descriptor.vocab, None)?;
+        loader.with_whole_steps(batch.total / batch.tokens)?.into()
     };
-    let validation = |(name, shards)| Ok(ValidationData { name, loader: in_order(shards)? });
+    let estimates = match &train {
+        Batches::Mixture(mixture) => mixture.estimates()?,
+        Batches::Shards(_) => Vec::new(),
+    };
+    let validation = |(name, shards): (String, Vec<Tokens>)| {
+        let loader = in_order(&name, shards)?;
+        Ok(ValidationData { batches: loader.batches_per_epoch()?, name, loader })
+    };
     Ok(TrainingData { train, estimates, val: val.into_iter().map(validation).collect::<Result<_>>()? })
 }
 
@@ -326,8 +411,12 @@ fn check_vocabulary(
         shards.skip(geometry.rank).step_by(geometry.ranks).cloned().collect()
     };
     let train = share(&mut train.iter().flat_map(|source| &source.shards));
-    check::vocabulary(&train, descriptor.vocab).context("--train")?;
-    check::vocabulary(&share(&mut val.iter().flat_map(|(_, shards)| shards)), descriptor.vocab).context("--val")
+    let val = share(&mut val.iter().flat_map(|(_, shards)| shards));
+    for (flag, shards) in [("--train", train), ("--val", val)] {
+        check::vocabulary(&shards, descriptor.vocab).context(flag)?;
+        mask::check(&shards).context(flag)?;
+    }
+    Ok(())
 }
 
 /// Returns the number of steps of the run.

@@ -10,15 +10,15 @@ use anyhow::{Context, Result, ensure};
 /// Maximum number of lengths per byte. DuckDB stores 2048 equal lengths in 9 bytes.
 const MAX_RATIO: u64 = 1024;
 
-/// Pages of a column of strings, not of lists, of which those with delta encodings are checked.
-pub struct CheckedPages<P> {
+/// Pages of a column, of which those with delta encodings of strings are checked.
+pub struct CheckedPages {
     /// The pages.
-    pub pages: P,
-    /// Whether a page of version 1 begins with definition levels.
-    pub has_levels: bool,
+    pub pages: Box<dyn PageReader>,
+    /// Number of lists of levels with which a page of version 1 begins: repetition levels, and definition levels.
+    pub levels: usize,
 }
 
-impl<P: PageReader> Iterator for CheckedPages<P> {
+impl Iterator for CheckedPages {
     type Item = ParquetResult<Page>;
 
     fn next(&mut self) -> Option<Self::Item> {
@@ -26,10 +26,10 @@ impl<P: PageReader> Iterator for CheckedPages<P> {
     }
 }
 
-impl<P: PageReader> PageReader for CheckedPages<P> {
+impl PageReader for CheckedPages {
     fn get_next_page(&mut self) -> ParquetResult<Option<Page>> {
         let page = self.pages.get_next_page()?;
-        let checked = page.as_ref().map(|page| check(page, self.has_levels)).transpose();
+        let checked = page.as_ref().map(|page| check(page, self.levels)).transpose();
         checked.map_err(|error| ParquetError::General(format!("{error:#}")))?;
         Ok(page)
     }
@@ -43,7 +43,7 @@ impl<P: PageReader> PageReader for CheckedPages<P> {
     }
 }
 
-fn check(page: &Page, has_levels: bool) -> Result<()> {
+fn check(page: &Page, levels: usize) -> Result<()> {
     let lists = match page.encoding() {
         // The lengths of the strings.
         Encoding::DELTA_LENGTH_BYTE_ARRAY => 1,
@@ -53,18 +53,17 @@ fn check(page: &Page, has_levels: bool) -> Result<()> {
     };
     let mut reader = Reader(&page.buffer()[..]);
     match page {
-        Page::DataPage { def_level_encoding, .. } if has_levels => {
-            ensure!(
-                *def_level_encoding == Encoding::RLE,
-                "page: expected levels with encoding RLE, found {def_level_encoding}"
-            );
-            let (size, _) = reader.0.split_first_chunk().context("page: expected levels, found its end")?;
-            reader.skip_bytes(size_of::<u32>() as u64 + u64::from(u32::from_le_bytes(*size)))?;
+        Page::DataPage { def_level_encoding, rep_level_encoding, .. } => {
+            for encoding in [def_level_encoding, rep_level_encoding].into_iter().take(levels) {
+                ensure!(*encoding == Encoding::RLE, "page: expected levels with encoding RLE, found {encoding}");
+                let (size, _) = reader.0.split_first_chunk().context("page: expected levels, found its end")?;
+                reader.skip_bytes(size_of::<u32>() as u64 + u64::from(u32::from_le_bytes(*size)))?;
+            }
         }
         Page::DataPageV2 { def_levels_byte_len, rep_levels_byte_len, .. } => {
             reader.skip_bytes(u64::from(*def_levels_byte_len) + u64::from(*rep_levels_byte_len))?;
         }
-        _ => {}
+        Page::DictionaryPage { .. } => {}
     }
     (0..lists).try_for_each(|_| skip_lengths(&mut reader))
 }
@@ -126,18 +125,18 @@ mod tests {
             (Encoding::DELTA_BYTE_ARRAY, &[&[128, 1, 4, 0, 0], &[128, 1, 4, 1, 0]]),
             (Encoding::PLAIN, &[MANY]),
         ] {
-            check(&page(encoding, &parts.concat()), true).unwrap();
+            check(&page(encoding, &parts.concat()), 1).unwrap();
         }
         for (encoding, parts) in [
             (Encoding::DELTA_LENGTH_BYTE_ARRAY, &[MANY][..]),
             (Encoding::DELTA_BYTE_ARRAY, &[MANY]),
             (Encoding::DELTA_BYTE_ARRAY, &[FIVE, MANY]),
         ] {
-            let error = check(&page(encoding, &parts.concat()), true).unwrap_err().to_string();
+            let error = check(&page(encoding, &parts.concat()), 1).unwrap_err().to_string();
             assert!(error.contains("lengths in 15 bytes, found 1099511627776"), "{error}");
         }
         for bytes in [&FIVE[..FIVE.len() - 1], &FIVE[..8], &FIVE[..2], &[128, 1, 0, 5, 0]] {
-            assert!(check(&page(Encoding::DELTA_LENGTH_BYTE_ARRAY, bytes), true).is_err(), "{bytes:?}");
+            assert!(check(&page(Encoding::DELTA_LENGTH_BYTE_ARRAY, bytes), 1).is_err(), "{bytes:?}");
         }
     }
 }

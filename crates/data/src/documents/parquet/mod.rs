@@ -2,6 +2,9 @@
 
 mod deltas;
 mod headers;
+mod rows;
+
+pub use rows::read as read_rows;
 
 use super::{FileReport, Sink, document, list_names};
 use ::parquet::basic::{Compression, Type};
@@ -39,7 +42,10 @@ pub fn read(path: &Path, field: &str, progress: &Progress, sink: &mut dyn Sink) 
         let chunk = metadata.row_group(group).column(column);
         let expected = metadata.row_group(group).num_rows();
         let pages = decode(path, || SerializedPageReader::new(Arc::clone(&file), chunk, expected as usize, None))?;
-        let pages = CheckedPages { pages: pages.with_context(place)?, has_levels: descriptor.max_def_level() > 0 };
+        let pages = CheckedPages {
+            pages: Box::new(pages.with_context(place)?),
+            levels: usize::from(descriptor.max_def_level() > 0),
+        };
         let values = get_column_reader(descriptor.clone(), Box::new(pages));
         let ColumnReader::ByteArrayColumnReader(mut values) = values else {
             bail!("{name}: expected a column of strings in \"{field}\"");
