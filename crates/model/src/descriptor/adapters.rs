@@ -29,7 +29,7 @@ pub enum AdapterBase {
     /// The type of activations: bf16 on a GPU
     #[default]
     Bf16,
-    /// FP8, also outside of training steps. Needs --precision fp8
+    /// FP8, also outside of training steps
     Fp8,
 }
 
