@@ -119,16 +119,16 @@ impl Decoder {
         engine: &mut dyn Engine,
         layer: usize,
         weight: Param,
-        op: MatmulForward,
+        op: &MatmulForward,
     ) -> Result<()> {
         if self.frozen.is_some() && op.fp8.is_some() {
             // The adapters read the input, so the operation that computes it writes it unquantized.
             self.quantized_input(layer, weight, op.inp).map_or(Ok(()), |quantize| engine.run(quantize))?;
         }
-        let Some(adapter) = self.adapter(layer, weight, op.shape) else { return engine.run(op) };
+        let Some(adapter) = self.adapter(layer, weight, op.shape) else { return engine.run(*op) };
         let frozen = match op.epilogue {
-            Epilogue::Activation(_, sums) => MatmulForward { out: sums, epilogue: Epilogue::None, ..op },
-            _ => op,
+            Epilogue::Activation(_, sums) => MatmulForward { out: sums, epilogue: Epilogue::None, ..*op },
+            _ => *op,
         };
         engine.run(frozen)?;
         adapter.reduce(engine, op.inp)?;
@@ -174,12 +174,12 @@ impl BackwardPass<'_> {
         engine: &mut dyn Engine,
         layer: usize,
         weight: Param,
-        op: MatmulBackward,
+        op: &MatmulBackward,
     ) -> Result<()> {
         let model = self.model;
-        let Some(adapter) = model.adapter(layer, weight, op.shape) else { return engine.run(op) };
-        let Some([param_a, param_b]) = weight.adapters() else { return engine.run(op) };
-        let Some(buffers) = self.adapter_buffers() else { return engine.run(op) };
+        let Some(adapter) = model.adapter(layer, weight, op.shape) else { return engine.run(*op) };
+        let Some([param_a, param_b]) = weight.adapters() else { return engine.run(*op) };
+        let Some(buffers) = self.adapter_buffers() else { return engine.run(*op) };
         let Adapter { a, b, reduced, width, scale, shape, .. } = adapter;
         let (rows, columns) = (shape.rows, shape.c);
         let dreduced = buffers.dreduced.slice(0, reduced.len);
@@ -191,9 +191,9 @@ impl BackwardPass<'_> {
             }
             dinp = buffers.dactivated.map_or(dinp, |buffer| buffer.slice(0, rows * columns));
         }
-        engine.run(MatmulBackward { dinp, activation: None, ..op })?;
+        engine.run(MatmulBackward { dinp, activation: None, ..*op })?;
         let [da, db] = [param_a, param_b].map(|param| model.gradient(self.grads, param, layer));
-        let of_adapter = MatmulBackward { adds_to_dinp: false, activation: None, dbias: None, fp8: None, ..op };
+        let of_adapter = MatmulBackward { adds_to_dinp: false, activation: None, dbias: None, fp8: None, ..*op };
         engine.run(MatmulBackward {
             dinp: dreduced,
             dweight: db,

@@ -250,9 +250,7 @@ impl Fp8 {
         options: Fp8Options,
         descriptor: &Descriptor,
         [b, t]: [usize; 2],
-        zero: Zero,
-        recompute: Recompute,
-        float: DType,
+        (zero, recompute, float): (Zero, Recompute, DType),
         [narrow, wide, dout_transposed, inp_transposed]: [Tensor; BUFFERS],
     ) -> Self {
         let (d, layers, dtype) = (descriptor, descriptor.layers, options.dtype);

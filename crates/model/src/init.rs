@@ -86,13 +86,12 @@ fn matrices(descriptor: &Descriptor) -> impl Iterator<Item = (Param, usize, usiz
     let residual = STD * (1.0 / (2.0 * d.layers as f32).sqrt());
     let fan_in = 1.0 / (d.channels as f32).sqrt();
     let std = move |param: Param| match (d.init, param.kind()) {
+        (_, ParamKind::AdapterB) | (Init::DepthScaled, ParamKind::Linear(_, Output::Residual)) => 0.0,
         (_, ParamKind::AdapterA) => 1.0 / (param.shape(&d).1 as f32).sqrt(),
-        (_, ParamKind::AdapterB) => 0.0,
         (Init::Gpt2, ParamKind::Linear(_, Output::Residual)) => residual,
         (Init::Gpt2 | Init::Normal, _) => STD,
         (Init::DepthScaled, ParamKind::TokenEmbedding) => WTE_STD,
         (Init::DepthScaled, ParamKind::Head) => HEAD_STD,
-        (Init::DepthScaled, ParamKind::Linear(_, Output::Residual)) => 0.0,
         (Init::DepthScaled, ParamKind::Linear(_, Output::Activation)) => FC_FACTOR * fan_in,
         (Init::DepthScaled, _) => fan_in,
     };

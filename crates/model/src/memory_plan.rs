@@ -218,8 +218,9 @@ impl Decoder {
             let squares = zero.shards_optimizer().then(|| plan.add(Group::Workspace, "squared norm", &[1], f32));
             let ((grads, grad_buffers), [dresidual, dwide]) = (grads, backward);
             let fp8 = options.fp8.zip(fp8);
-            let fp8 = fp8
-                .map(|(fp8, buffers)| Fp8::plan(&mut plan, fp8, &descriptor, [b, t], zero, recompute, dtype, buffers));
+            let fp8 = fp8.map(|(fp8, buffers)| {
+                Fp8::plan(&mut plan, fp8, &descriptor, [b, t], (zero, recompute, dtype), buffers)
+            });
             Training {
                 grads,
                 grad_buffers,

@@ -96,6 +96,7 @@ pub fn open_with_adapters(model: &Path, lora: Option<&Path>) -> Result<ModelSour
 /// Low-rank adapters that are trained instead of the weights.
 #[derive(Clone, Debug, Default, clap::Args, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[expect(clippy::struct_field_names, reason = "the names of the flags derive from those of the fields")]
 pub struct LoraFlags {
     /// Train low-rank adapters (LoRA) of rank R. The weights of the model are frozen
     #[arg(long, value_name = "R", value_parser = count, help_heading = MODEL)]

@@ -34,7 +34,8 @@ pub enum AdapterBase {
 }
 
 impl AdapterBase {
-    fn is_default(&self) -> bool {
+    /// Reports whether this is the default, which files leave out.
+    pub fn is_default(&self) -> bool {
         *self == Self::default()
     }
 }

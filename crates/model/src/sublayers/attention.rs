@@ -93,7 +93,7 @@ impl Attention {
     fn project(&self, engine: &mut dyn Engine, pass: &ForwardPass) -> Result<()> {
         let (model, d) = (pass.model, &pass.model.descriptor);
         let qkv = after(self.qkv, pass.past * d.qkv_channels());
-        model.run_linear(engine, self.layer, Param::Qkvw, self.qkv(model, qkv))?;
+        model.run_linear(engine, self.layer, Param::Qkvw, &self.qkv(model, qkv))?;
         let Some(rotation) = self.rotation(model) else { return Ok(()) };
         let rotation = Rotation { table: after(rotation.table, pass.past * d.head_size), ..rotation };
         let shape = d.attention(pass.layout.b, pass.layout.t);
@@ -112,7 +112,7 @@ impl Attention {
         if last {
             model.recompute_adapter(engine, self.layer, Param::Attprojw, attended)
         } else {
-            model.run_linear(engine, self.layer, Param::Attprojw, self.attproj(model, attended, residual))
+            model.run_linear(engine, self.layer, Param::Attprojw, &self.attproj(model, attended, residual))
         }
     }
 }
@@ -171,7 +171,7 @@ impl SubLayer for Attention {
         let dqkv = pass.dwide.slice(0, qkv.len);
         let dbias = pass.output_bias_gradient(self);
         let attproj = pass.linear(layer, Param::Attprojw, [pass.dattention, pass.dresidual], attended, dbias);
-        pass.run_linear(engine, layer, Param::Attprojw, attproj)?;
+        pass.run_linear(engine, layer, Param::Attprojw, &attproj)?;
         let (dout, shape) = (pass.dattention, d.attention(pass.layout.b, pass.layout.t));
         let mask = self.mask(model, pass.layout, pass.layout.t);
         engine.run(AttentionBackward { dqkv, dout, qkv, out: attended, lse, shape, mask })?;
@@ -188,7 +188,7 @@ impl SubLayer for Attention {
         }
         let dbias = model.gradient(pass.grads, Param::Qkvb, layer);
         let qkv = pass.linear(layer, Param::Qkvw, [pass.dchannels, dqkv], ln1.out, dbias);
-        pass.run_linear(engine, layer, Param::Qkvw, qkv)
+        pass.run_linear(engine, layer, Param::Qkvw, &qkv)
     }
 
     fn decode(&self, engine: &mut dyn Engine, pass: &DecodePass, residual: Tensor) -> Result<()> {

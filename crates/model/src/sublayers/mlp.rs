@@ -106,17 +106,17 @@ impl SubLayer for Mlp {
         if let Some(fp8) = &mut fc.fp8 {
             fp8.out = pass.model.fp8_input(self.layer, Param::Fcprojw, self.activated);
         }
-        pass.model.run_linear(engine, self.layer, Param::Fcw, fc)?;
-        pass.model.run_linear(engine, self.layer, Param::Fcprojw, self.fcproj(pass.model, residual))
+        pass.model.run_linear(engine, self.layer, Param::Fcw, &fc)?;
+        pass.model.run_linear(engine, self.layer, Param::Fcprojw, &self.fcproj(pass.model, residual))
     }
 
     fn recompute(&self, engine: &mut dyn Engine, pass: &ForwardPass, residual: Tensor, last: bool) -> Result<()> {
         let model = pass.model;
-        model.run_linear(engine, self.layer, Param::Fcw, self.fc(model))?;
+        model.run_linear(engine, self.layer, Param::Fcw, &self.fc(model))?;
         if last {
             model.recompute_adapter(engine, self.layer, Param::Fcprojw, self.activated)
         } else {
-            model.run_linear(engine, self.layer, Param::Fcprojw, self.fcproj(model, residual))
+            model.run_linear(engine, self.layer, Param::Fcprojw, &self.fcproj(model, residual))
         }
     }
 
@@ -145,7 +145,7 @@ impl SubLayer for Mlp {
         if let Some(fp8) = &mut fcproj.fp8 {
             fp8.dinp = model.fp8_output_gradient(layer, Param::Fcw, dfc, dfcb);
         }
-        pass.run_linear(engine, layer, Param::Fcprojw, fcproj)?;
+        pass.run_linear(engine, layer, Param::Fcprojw, &fcproj)?;
         // In FP8, only the gradient of fc's weight reads the output of ln2, in memory that the gradient of fcproj's weight uses before.
         if pass.recompute >= Recompute::ActivationAndNorms && in_fp8 {
             model.recompute_norm(engine, ln2, residual)?;
@@ -153,7 +153,7 @@ impl SubLayer for Mlp {
         // In FP8, the operation above quantizes dfc, and computes this gradient from it.
         let dbias = dfcb.filter(|_| !in_fp8);
         let fc = pass.linear(layer, Param::Fcw, [pass.dchannels, dfc], ln2.out, dbias);
-        pass.run_linear(engine, layer, Param::Fcw, fc)
+        pass.run_linear(engine, layer, Param::Fcw, &fc)
     }
 
     fn decode(&self, engine: &mut dyn Engine, pass: &DecodePass, residual: Tensor) -> Result<()> {

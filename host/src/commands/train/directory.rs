@@ -146,15 +146,12 @@ impl OutDirectory {
         }
         if newest.is_none() {
             let model = files.companions.as_deref();
-            match (files.conversations, tokenizer) {
-                (Some((data, descriptor)), Some(tokenizer)) => {
-                    companions::keep_of_conversations(model, data, tokenizer, &descriptor, &self.path)?;
-                }
-                _ => {
-                    companions::keep(model, tokenizer, &self.path)?;
-                    if let Some(template) = &files.template {
-                        copy_template(template, tokenizer, &self.path)?;
-                    }
+            if let (Some((data, descriptor)), Some(tokenizer)) = (files.conversations, tokenizer) {
+                companions::keep_of_conversations(model, data, tokenizer, &descriptor, &self.path)?;
+            } else {
+                companions::keep(model, tokenizer, &self.path)?;
+                if let Some(template) = &files.template {
+                    copy_template(template, tokenizer, &self.path)?;
                 }
             }
         }
