@@ -3,7 +3,7 @@
 //! A file consists of a [`header`] (magic, version, number of tokens) and the tokens in little-endian order:
 //! as u16 with magic 20240520 and version 1, or as u32 with magic 20240801 and version 7 (llm.c's format for Llama 3).
 //!
-//! A [`mask`](crate::mask) beside a file has the same layout, with one byte of flags per token.
+//! A [`mask`] beside a file has the same layout, with one byte of flags per token.
 
 use crate::header::{self, Format, HEADER_BYTES};
 use crate::mask;
@@ -25,7 +25,7 @@ pub enum Width {
     U16,
     /// Four bytes.
     U32,
-    /// One byte, for the flags of a [`mask`](crate::mask).
+    /// One byte, for the flags of a [`mask`].
     Flags,
 }
 

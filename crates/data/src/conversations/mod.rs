@@ -139,7 +139,7 @@ impl fmt::Display for SkippedRecords {
     }
 }
 
-/// Settings of [`write`].
+/// Settings of [`write()`].
 #[derive(Clone, Debug)]
 pub struct ChatOptions {
     /// The tokenizer, with all special tokens of the template.
