@@ -76,7 +76,7 @@ struct Slot {
     ended: u64,
 }
 
-/// What the cache of a slot holds.
+/// The contents of the cache of a slot.
 #[derive(Clone, Debug, Default)]
 struct Cached {
     tokens: Vec<u32>,
@@ -128,7 +128,7 @@ pub struct Scheduler {
     ended: u64,
 }
 
-/// Where a prompt begins.
+/// The start of a prompt.
 struct Place {
     slot: usize,
     /// The slot that holds the beginning of the prompt, and the number of its tokens.

@@ -22,7 +22,7 @@ pub struct Prefetch {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What begins a document: flags of a mask, or the token that precedes documents in data without masks.
+/// The mark that begins a document: the flags of a mask, or the document token in data without masks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DocumentStart {
     /// The token. Data with masks do not need one.

@@ -1,4 +1,4 @@
-//! Questions as rows of tokens, part of which a model is scored on, and the rules by which rows become answers.
+//! Rows of tokens that pose a question. A model is scored on a part of each row, and a rule turns the scores into an answer.
 
 use anyhow::{Result, ensure};
 use std::ops::Range;
@@ -17,11 +17,11 @@ pub struct ScoredRow {
 pub struct ScoredQuestion {
     /// At least one row.
     pub rows: Vec<ScoredRow>,
-    /// What makes the answer correct.
+    /// The rule by which the answer is correct.
     pub rule: Rule,
 }
 
-/// What makes the answer to a question correct.
+/// The rule by which the answer to a question is correct.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {
     /// The row `gold` has the lowest mean loss of its scored tokens. The first row wins a tie.

@@ -419,7 +419,7 @@ pub struct AttentionForward {
     pub qkv: Tensor,
     /// Sizes.
     pub shape: AttentionShape,
-    /// Index of the first query of each sequence whose outputs are needed. Those of earlier queries are undefined afterwards.
+    /// Index of the first query of each sequence that is needed. The outputs of earlier queries are undefined afterwards.
     pub first_query: usize,
     /// What hides keys.
     pub mask: AttentionMask,

@@ -271,7 +271,7 @@ fn tensor_names(architecture: &Architecture, names: &TensorNames, layer: usize) 
     ["A", "B"].map(|matrix| format!("base_model.model.{module}.lora_{matrix}.weight"))
 }
 
-/// Returns the settings of a PEFT directory. The targets are those of which the file has tensors in the first layer.
+/// Returns the settings of a PEFT directory. A matrix is a target if the file has tensors for it in the first layer.
 fn peft_settings(
     config: &PeftConfig,
     d: &Descriptor,
@@ -412,7 +412,7 @@ fn parts_of(d: &Descriptor, param: Param) -> Result<(Adapters, Param)> {
     Ok((d.adapters.context("internal error: no adapters; please report it")?, weight))
 }
 
-/// Adds the products of the adapters of a linear layer to its weight (OC, C).
+/// Merges the adapters of a linear layer into its weight (OC, C): W += α / R · B A.
 pub(crate) fn add_products(d: &Descriptor, weight: Param, a: &[f32], b: &[f32], to: &mut [f32]) {
     let Some(adapters) = d.adapters else { return };
     let (c, width) = (weight.shape(d).1, b.len() / weight.shape(d).0);

@@ -24,7 +24,7 @@ use tokenizer::{Tokenizer, hub};
 
 /// An open model: a checkpoint's model file (`.bin` or `.safetensors`), the newest checkpoint of a run, or a Hugging Face directory.
 ///
-/// The weights of a model with adapters contain their products.
+/// If the model has adapters, they are added to the weights that are read.
 #[derive(Debug)]
 pub struct ModelSource {
     kind: Kind,
@@ -33,7 +33,7 @@ pub struct ModelSource {
     vocab: Option<usize>,
 }
 
-/// Adapters whose products the weights of a source contain.
+/// Adapters that have been added to the weights of a source.
 #[derive(Debug)]
 struct Adapted {
     file: AdapterFile,

@@ -210,7 +210,7 @@ pub(super) fn keeps_input(weight: Param, recompute: Recompute) -> bool {
     }
 }
 
-/// What a model needs whose weights are in FP8 only.
+/// The additional buffers of a model that stores the weights of its layers in FP8 only.
 #[derive(Clone, Copy, Debug)]
 struct Base {
     /// Scales of the inputs outside of training steps.

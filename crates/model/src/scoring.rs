@@ -5,7 +5,7 @@ use super::memory_plan::chunk_rows;
 use engine::ops::{Classifier, EncoderForward, MostLikely};
 use engine::{BatchLayout, Engine, Result};
 
-/// What is computed for each scored token.
+/// The value that is computed for each scored token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenScore {
     /// Its loss in nats.

@@ -26,7 +26,7 @@ const MAX_BYTES: u64 = 1 << 30;
 /// Maximum length of a result as JSON in bytes. The body of a request to the server has at most 1 MiB.
 const MAX_RESULT: u64 = 16 << 20;
 
-/// What a request asks for.
+/// The kind of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Purpose {
     /// The text up to the beginning of the model's answer.

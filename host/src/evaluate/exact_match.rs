@@ -45,7 +45,7 @@ pub struct Question {
     reference: Reference,
 }
 
-/// What an answer must contain.
+/// The text that an answer must contain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Reference {
     Number(String),

@@ -120,7 +120,7 @@ impl<'a> Encoder<'a> {
         encoded.flags = vec![0; tokens.len()];
         for turn in turns {
             let mut end = turn.end;
-            // The tokens whose text overlaps the turn, as in transformers.
+            // A token has loss if its text overlaps the turn. transformers has the same rule.
             let overlaps = |range: &Range<usize>| range.start < turn.end && range.end > turn.start;
             if !is_exact {
                 let is_end = |(id, range): &&(u32, Range<usize>)| self.special.contains(id) && overlaps(range);

@@ -1,4 +1,4 @@
-//! JSON values whose objects keep the order of their fields, as a chat template may print them.
+//! JSON values. Objects keep the order of their fields, because a chat template may print them.
 
 use crate::documents::list_names;
 use serde::de::{MapAccess, SeqAccess, Visitor};

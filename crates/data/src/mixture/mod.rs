@@ -145,7 +145,7 @@ impl Mixture {
         self
     }
 
-    /// Returns the number of batches in an epoch of all sources, the last of which may not be full. It may be an estimate.
+    /// Returns the number of batches in an epoch of all sources. The last batch may not be full. The number may be an estimate.
     pub fn batches_per_epoch(&self) -> Result<usize> {
         let rows: f64 = self.estimates()?.iter().map(|estimate| estimate.rows).sum();
         let Geometry { b, ranks, .. } = self.settings.geometry;

@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 use std::path::PathBuf;
 
-/// What `/help` prints.
+/// The output of `/help`.
 pub const HELP: &str = "\
 /retry        another answer to the last message
 /save FILE    write the conversation to a new file, as JSON with `messages`

@@ -15,7 +15,7 @@ const MAX_LINE: u64 = 1 << 20;
 /// Number of lines of the history.
 const MAX_HISTORY: usize = 1000;
 
-/// What the user has entered.
+/// The input of the user.
 pub enum Line {
     /// A line without its end. A pasted text may have several.
     Text(String),
@@ -25,7 +25,7 @@ pub enum Line {
     End,
 }
 
-/// Where lines come from.
+/// The source of lines.
 pub enum Input {
     /// A terminal, and the file of the history if it can be written.
     Terminal(Box<Editor<(), FileHistory>>, Option<PathBuf>),

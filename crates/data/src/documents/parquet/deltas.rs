@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 /// Maximum number of lengths per byte. DuckDB stores 2048 equal lengths in 9 bytes.
 const MAX_RATIO: u64 = 1024;
 
-/// Pages of a column, of which those with delta encodings of strings are checked.
+/// The pages of a column. Pages with delta encodings of strings are checked.
 pub struct CheckedPages {
     /// The pages.
     pub pages: Box<dyn PageReader>,

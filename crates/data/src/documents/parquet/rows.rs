@@ -79,7 +79,7 @@ fn projection(path: &Path, schema: &Type, columns: &[&str]) -> Result<Type> {
     Ok(Type::group_type_builder(schema.name()).with_fields(selected).build()?)
 }
 
-/// A row group whose pages are checked.
+/// A row group that checks its pages.
 struct CheckedGroup<'a> {
     file: Arc<CheckedFile>,
     metadata: &'a RowGroupMetaData,
