@@ -569,13 +569,25 @@ fn print_profile(profile: &[Interval], step: f64, table: &mut Table) -> Result<(
     print("sum", &sum)
 }
 
-/// Returns values of a frozen tensor. Normally distributed weights of a large model would take minutes.
+/// Returns values of a frozen tensor: normally distributed weights of a large model would take minutes. The values are uniform, and repeat
+/// after a prime number of elements, so that all rows differ.
 fn random_weights(d: &Descriptor, param: Param, layer: usize) -> Vec<f32> {
-    let seed = layer as u32 * 64 + param as u32;
-    let value = |i: usize| match param.kind() {
-        ParamKind::NormWeight => 1.0,
-        ParamKind::Bias => 0.0,
-        _ => (gpu::noise::squirrel5(i as u32, seed).cast_signed() as f32) * 2f32.powi(-36),
+    const PERIOD: usize = 65_521;
+    let len = param.len(&d.base());
+    let constant = match param.kind() {
+        ParamKind::NormWeight => Some(1.0),
+        ParamKind::Bias => Some(0.0),
+        _ => None,
     };
-    (0..param.len(&d.base())).map(value).collect()
+    if let Some(value) = constant {
+        return vec![value; len];
+    }
+    let seed = layer as u32 * 64 + param as u32;
+    let value = |i: usize| (gpu::noise::squirrel5(i as u32, seed).cast_signed() as f32) * 2f32.powi(-36);
+    let period: Vec<f32> = (0..PERIOD.min(len)).map(value).collect();
+    let mut values = Vec::with_capacity(len);
+    while values.len() < len {
+        values.extend_from_slice(&period[..PERIOD.min(len - values.len())]);
+    }
+    values
 }

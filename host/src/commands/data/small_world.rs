@@ -11,8 +11,8 @@ use xxhash_rust::xxh3::xxh3_64;
 
 /// Write text, conversations and questions about sums, spelling and dates: enough to train a model that answers in minutes
 ///
-/// The files are text.txt (one statement a line, to pretrain on), chat.jsonl (conversations, to tune on) and questions.jsonl (with answers,
-/// to evaluate). No question occurs in the other two files, not even as a statement.
+/// The files are text.txt (one statement a line, to pretrain on), chat.jsonl (conversations, to tune on) and questions.jsonl (conversations,
+/// to evaluate). No last question of the latter occurs in the other two files, not even as a statement.
 #[derive(Debug, clap::Args)]
 pub struct SmallWorld {
     /// Directory for the files
@@ -23,8 +23,8 @@ pub struct SmallWorld {
     #[arg(long, value_name = "N", default_value = "120000")]
     statements: usize,
 
-    /// Number of conversations
-    #[arg(long, value_name = "N", default_value = "40000")]
+    /// Number of conversations, of one to six questions each
+    #[arg(long, value_name = "N", default_value = "12000")]
     conversations: usize,
 
     /// Number of questions
@@ -39,6 +39,9 @@ pub struct SmallWorld {
     #[arg(long)]
     overwrite: bool,
 }
+
+/// Most questions of a conversation.
+const MOST_QUESTIONS: u32 = 6;
 
 /// One fact of this many is left for the questions.
 const HELD_OUT: u64 = 8;
@@ -134,6 +137,20 @@ fn written(day: NaiveDate) -> String {
     format!("{} {} {}", day.day(), MONTHS[day.month0() as usize], day.year())
 }
 
+/// Draws the questions of a conversation. Only the last one may be `held_out`.
+fn conversation(rng: &mut Mt19937, held_out: bool) -> Result<Vec<Fact>> {
+    let mut facts = (0..rng.below(MOST_QUESTIONS)).map(|_| Fact::drawn(rng, false)).collect::<Result<Vec<_>>>()?;
+    facts.push(Fact::drawn(rng, held_out)?);
+    Ok(facts)
+}
+
+/// Returns the conversation as a line of JSON.
+fn messages(facts: &[Fact]) -> String {
+    let message = |role: &str, content: &str| json!({ "role": role, "content": content });
+    let turn = |fact: &Fact| [message("user", &fact.question), message("assistant", &fact.answer)];
+    json!({ "messages": facts.iter().flat_map(turn).collect::<Vec<_>>() }).to_string()
+}
+
 /// Writes the files.
 pub fn run(args: &SmallWorld) -> Result<()> {
     let files = ["text.txt", "chat.jsonl", "questions.jsonl"].map(|name| args.out.join(name));
@@ -148,17 +165,13 @@ pub fn run(args: &SmallWorld) -> Result<()> {
     let [text, chat, questions] = &files;
     let mut rng = Mt19937::new(args.seed);
     write(text, args.statements, |_| Ok(Fact::drawn(&mut rng, false)?.statement))?;
-    write(chat, args.conversations, |_| {
-        let Fact { question, answer, .. } = Fact::drawn(&mut rng, false)?;
-        let message = |role: &str, content: String| json!({ "role": role, "content": content });
-        Ok(json!({ "messages": [message("user", question), message("assistant", answer)] }).to_string())
-    })?;
+    write(chat, args.conversations, |_| Ok(messages(&conversation(&mut rng, false)?)))?;
     let mut asked = HashSet::new();
     write(questions, args.questions, |_| {
         loop {
-            let Fact { question, answer, .. } = Fact::drawn(&mut rng, true)?;
-            if asked.insert(question.clone()) {
-                return Ok(json!({ "prompt": question, "answer": answer }).to_string());
+            let facts = conversation(&mut rng, true)?;
+            if asked.insert(facts[facts.len() - 1].question.clone()) {
+                return Ok(messages(&facts));
             }
         }
     })?;
