@@ -68,9 +68,10 @@ MODELS = {
         hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=56, rms_norm_eps=1e-6,
         tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}, **COMMON)),
     # ReLU squared, norms without weights, a norm of queries and keys after their rotation, logits within +-15.
+    # The row of a padding token would have no gradient.
     "nanochat": (NanoChatForCausalLM, NanoChatConfig(
-        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96, rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **COMMON)),
+        pad_token_id=None, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
+        rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **COMMON)),
     # A window in both layers.
     "mistral": (MistralForCausalLM, MistralConfig(
         hidden_size=48, num_attention_heads=6, num_key_value_heads=2, intermediate_size=80, rms_norm_eps=1e-5, sliding_window=5,

@@ -271,9 +271,7 @@ fn train_on_conversations(name: &str, split: Split, group: TcpGroup) {
     }
 }
 
-/// Needs conversations.safetensors, which `scripts/transformers_reference.py` makes.
 #[test]
-#[ignore = "needs conversations.safetensors of scripts/transformers_reference.py"]
 fn loss_on_packed_conversations() {
     for name in ["llama-tied", "llama-untied", "qwen3", "nanochat", "mistral"] {
         for (ranks, micro_batches) in [(1, 1), (1, 4), (2, 1), (2, 4)] {
