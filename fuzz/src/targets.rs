@@ -10,16 +10,21 @@ use checkpoint::resume::{self, Accepted};
 use checkpoint::sidecar::{FileChecksum, Identity, Sidecar, format_checksum};
 use checkpoint::state::{self, OptimizerState, Values};
 use checkpoint::{Progress, RunState, fingerprint};
+use data::conversations::{self, ChatOptions, Render, RenderError, Rendered};
+use data::core_tasks::Bundle;
 use data::documents::{self, Format, Reading, Sink};
+use data::mixture::{self, Packing};
 use data::multiple_choice::{self, Example, MultipleChoice};
-use data::{Batches, Geometry, Loader, Tokens, hellaswag, mmlu, tinystories, tokens};
+use data::{Batches, Geometry, Loader, Mixture, Tokens, hellaswag, mask, mmlu, tinystories, tokens};
 use engine::cpu::Cpu;
 use engine::tensor::DType;
 use engine::{Algorithms, Engine};
 use host::cli::Cli;
+use host::evaluate::exact_match;
 use host::log::Log;
 use host::sample::{self, Sampling};
 use interchange::config::ModelConfig;
+use interchange::peft::{self, AdapterFile};
 use interchange::tokenizer::Vocabulary;
 use interchange::{ModelSource, export};
 use metrics::figure::{Figure, FigureOptions};
@@ -51,7 +56,7 @@ pub struct Target {
 }
 
 /// Every file format that the program reads.
-pub static TARGETS: [Target; 21] = [
+pub static TARGETS: [Target; 28] = [
     // Token shards.
     Target { name: "tokens", read: read_tokens, seeds: token_files },
     // Model files.
@@ -94,6 +99,20 @@ pub static TARGETS: [Target; 21] = [
     Target { name: "hf_tokenizer", read: read_hf_tokenizer, seeds: hf_tokenizers },
     // Safetensors files.
     Target { name: "safetensors", read: read_safetensors, seeds: safetensors_files },
+    // Masks of token shards.
+    Target { name: "mask", read: read_mask, seeds: mask_files },
+    // Conversations in JSON lines.
+    Target { name: "conversations", read: read_conversations, seeds: conversation_files },
+    // The list of tasks of CORE.
+    Target { name: "core", read: read_core, seeds: core_lists },
+    // Questions of a task of CORE.
+    Target { name: "core_questions", read: read_core_questions, seeds: core_question_files },
+    // Questions with exact answers.
+    Target { name: "questions", read: read_questions, seeds: question_files },
+    // `adapter_config.json` of PEFT directories.
+    Target { name: "adapter_config", read: read_adapter_config, seeds: adapter_configs },
+    // `adapter_model.safetensors` of PEFT directories.
+    Target { name: "adapters", read: read_adapters, seeds: adapter_files },
 ];
 
 impl Target {
@@ -139,6 +158,29 @@ fn token_files() -> Vec<Vec<u8>> {
         written(|path| tokens::write(path, &[50_256u16, 1, 2, 3], tokens::Width::U16)),
         written(|path| tokens::write(path, &[7u16; 100], tokens::Width::U16)),
     ]
+}
+
+/// Number of tokens that a mask belongs to.
+const MASKED_TOKENS: usize = 12;
+
+fn read_mask(data: &[u8]) -> Result<()> {
+    let directory = tempfile::tempdir()?;
+    let path = directory.path().join("train_000000.bin");
+    tokens::write(&path, &[7u16; MASKED_TOKENS], tokens::Width::U16)?;
+    fs::write(mask::path(&path), data)?;
+    let shards = vec![Tokens::open(&path)?];
+    mask::check(&shards)?;
+    let source = mixture::Source { name: "chat".to_owned(), shards, weight: 1.0, max_epochs: None };
+    let (geometry, packing) = (Geometry::single(1, 4), Packing::Pad);
+    let settings = mixture::Settings { geometry, vocab: 50_257, shuffle: None, packing, separator: None };
+    let mut mixture = Mixture::new(vec![source], settings)?;
+    let mut words = vec![0; mixture.layout().words()];
+    (0..4).try_for_each(|_| mixture.next(&mut words))
+}
+
+fn mask_files() -> Vec<Vec<u8>> {
+    let flags: Vec<u16> = (0..MASKED_TOKENS as u16).map(|i| [2, 0, 1, 1][i as usize % 4]).collect();
+    vec![written(|path| tokens::write(path, &flags, tokens::Width::Flags))]
 }
 
 /// Plans a model for sequences of up to 8 tokens.
@@ -233,6 +275,58 @@ fn hf_indexes() -> Vec<Vec<u8>> {
     let names = header.keys().filter(|name| *name != "__metadata__");
     let map: serde_json::Map<_, _> = names.map(|name| (name.clone(), "a.safetensors".into())).collect();
     vec![serde_json::json!({ "weight_map": map }).to_string().into_bytes()]
+}
+
+/// Loads the small model with adapters.
+fn load_adapters(config: &[u8], weights: &[u8]) -> Result<()> {
+    let directory = tempfile::tempdir()?;
+    let [base, adapters] = ["base", "adapters"].map(|name| directory.path().join(name));
+    let files = [("config.json", &HF_FILES[0][..]), ("model.safetensors", &HF_FILES[1])];
+    let of_adapters = [(peft::CONFIG, config), (peft::WEIGHTS, weights)];
+    for (to, files) in [(&base, files), (&adapters, of_adapters)] {
+        fs::create_dir(to)?;
+        files.iter().try_for_each(|(name, bytes)| fs::write(to.join(name), bytes))?;
+    }
+    let (file, source) = (AdapterFile::open(&adapters)?, ModelSource::open(&base)?);
+    let mut engine = Cpu::new();
+    let (model, plan) = Decoder::plan(file.descriptor(&source)?, PlanOptions::training(1, 2), &mut engine);
+    engine.allocate(&plan)?;
+    file.load(&source, &model, &mut engine)
+}
+
+const ADAPTER_CONFIG: &[u8] =
+    br#"{"peft_type": "LORA", "r": 1, "lora_alpha": 2, "target_modules": ["c_fc"], "bias": "none"}"#;
+
+/// Returns the tensors of adapters of `c_fc` in the small model.
+fn adapter_weights() -> Vec<u8> {
+    let names = |layer: usize| {
+        let name = format!("base_model.model.transformer.h.{layer}.mlp.c_fc.lora");
+        [(format!("{name}_A.weight"), [1, 2]), (format!("{name}_B.weight"), [8, 1])]
+    };
+    let (mut header, mut end) = (serde_json::Map::new(), 0);
+    for (name, shape) in (0..2).flat_map(names) {
+        let start = end;
+        end += 4 * shape[0] * shape[1];
+        header.insert(name, serde_json::json!({ "dtype": "F32", "shape": shape, "data_offsets": [start, end] }));
+    }
+    let header = serde_json::Value::Object(header).to_string().into_bytes();
+    [&(header.len() as u64).to_le_bytes()[..], &header, &vec![0; end]].concat()
+}
+
+fn read_adapter_config(data: &[u8]) -> Result<()> {
+    load_adapters(data, &adapter_weights())
+}
+
+fn adapter_configs() -> Vec<Vec<u8>> {
+    vec![ADAPTER_CONFIG.to_vec()]
+}
+
+fn read_adapters(data: &[u8]) -> Result<()> {
+    load_adapters(ADAPTER_CONFIG, data)
+}
+
+fn adapter_files() -> Vec<Vec<u8>> {
+    vec![adapter_weights()]
 }
 
 fn read_hf_tokenizer(data: &[u8]) -> Result<()> {
@@ -515,6 +609,101 @@ fn jsonl_files() -> Vec<Vec<u8>> {
     let lines =
         "{\"id\": [1, {\"x\": null}], \"a\": {\"text\": \"One \\u00e9\\ud83d\\ude42\\n\"}}\r\n\n{\"a.text\": \"\"}";
     vec![lines.into(), "\u{feff}{\"a\": {\"text\": null}}\n".into()]
+}
+
+/// Writes roles and contents without a template.
+struct Plain;
+
+impl Render for Plain {
+    fn render(&self, values: &str) -> Result<Rendered, RenderError> {
+        let values: serde_json::Value = serde_json::from_str(values).expect("the values are JSON");
+        let mut rendered = Rendered::default();
+        for message in values["messages"].as_array().expect("there are messages") {
+            let start = rendered.text.len();
+            rendered.text.extend(["role", "content"].map(|key| message[key].as_str().unwrap_or_default()));
+            if message["role"] == "assistant" {
+                rendered.turns.push(start..rendered.text.len());
+            }
+        }
+        Ok(rendered)
+    }
+}
+
+fn read_conversations(data: &[u8]) -> Result<()> {
+    let directory = tempfile::tempdir()?;
+    let (file, out) = (directory.path().join("chat.jsonl"), directory.path().join("out"));
+    fs::write(&file, data)?;
+    let options = ChatOptions {
+        tokenizer: Tokenizer::bytes(),
+        allow_special: false,
+        format: Some(Format::Jsonl),
+        val_fraction: 0.5,
+        shard_tokens: 20,
+        overwrite: false,
+        program: String::new(),
+    };
+    let found = documents::find(&[file], &[], None)?;
+    conversations::write(&found, &out, &options, &Plain, |_| Ok(Vec::new())).map(drop)
+}
+
+fn conversation_files() -> Vec<Vec<u8>> {
+    let messages = r#"{"messages": [{"role": "user", "content": [{"type": "text", "text": "a\u00e9"}]}, {"role": "assistant", "content": "b"}]}"#;
+    let turns = r#"{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "\n"}]}"#;
+    let pair = r#"{"prompt": "a", "completion": "b", "id": 1e99}"#;
+    vec![format!("{messages}\n{turns}\n\n{pair}\r\n").into()]
+}
+
+/// Encodes all questions of a bundle.
+fn encode_bundle(list: &[u8], questions: &[u8]) -> Result<()> {
+    let directory = tempfile::tempdir()?;
+    let tasks = directory.path().join("eval_data");
+    fs::create_dir(&tasks)?;
+    fs::write(tasks.join("a.jsonl"), questions)?;
+    fs::write(directory.path().join("core.yaml"), list)?;
+    fs::write(directory.path().join("eval_meta_data.csv"), "Eval Task,Random baseline\na,25\nb,0\nc,50\n")?;
+    for task in Bundle::open(directory.path(), None)?.tasks {
+        let questions = task.questions(Some(5))?;
+        (0..questions.len()).try_for_each(|index| questions.encode(index, &Tokenizer::bytes(), 64).map(drop))?;
+    }
+    Ok(())
+}
+
+const CORE_LIST: &str = "icl_tasks:\n- label: a\n  dataset_uri: a.jsonl\n  num_fewshot: [1]\n  icl_task_type: ";
+const CORE_QUESTIONS: [&str; 3] = [
+    r#"{"query": "Which?", "choices": ["this", "th\u0061t"], "gold": 1}"#,
+    r#"{"context_options": ["He", "She"], "continuation": "runs.", "gold": 0}"#,
+    r#"{"context": "One, two,", "continuation": "three"}"#,
+];
+
+fn read_core(data: &[u8]) -> Result<()> {
+    encode_bundle(data, CORE_QUESTIONS[0].repeat(3).replace("}{", "}\n{").as_bytes())
+}
+
+fn core_lists() -> Vec<Vec<u8>> {
+    vec![format!("{CORE_LIST}multiple_choice\n  continuation_delimiter: \"\\n\"\n").into()]
+}
+
+fn read_core_questions(data: &[u8]) -> Result<()> {
+    let kinds = ["multiple_choice", "schema", "language_modeling"];
+    let read = kinds.map(|kind| encode_bundle(format!("{CORE_LIST}{kind}\n").as_bytes(), data));
+    read.into_iter().reduce(Result::or).expect("there are kinds")
+}
+
+fn core_question_files() -> Vec<Vec<u8>> {
+    CORE_QUESTIONS.map(|line| format!("{line}\n\n{line}\r\n").into()).into()
+}
+
+fn read_questions(data: &[u8]) -> Result<()> {
+    for question in as_file(data, exact_match::read)? {
+        question.accepts(question.extract("#### 1,000.0").as_deref());
+    }
+    Ok(())
+}
+
+fn question_files() -> Vec<Vec<u8>> {
+    let question = r##"{"question": "6 * 3?", "answer": "6 * 3 = <<6*3=18>>18\n#### 18"}"##;
+    let messages = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}"#;
+    vec![format!("{question}\n{messages}\n").into(), r#"{"prompt": "a", "answer": "-1.5"}"#.into()]
 }
 
 fn read_csv(data: &[u8]) -> Result<()> {
