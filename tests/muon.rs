@@ -54,7 +54,8 @@ fn training_lowers_the_loss_and_a_resumed_run_is_identical() {
     ];
     let run =
         |out: &std::path::Path, more: &[&str]| succeed(&[&SMALL[..], &muon, &["--out", text(out)], more].concat());
-    let printed = run(&whole, &["--embedding-lr", "0.01"]);
+    let additions = ["--muon-equilibrate", "--muon-renormalize", "--muon-cautious-decay"];
+    let printed = run(&whole, &[&["--embedding-lr", "0.01"], &additions[..]].concat());
     assert!(printed.contains("Muon for the layers' matrices, peak 2.00e-2, momentum 0.95; AdamW, embeddings peak"));
     let losses = losses(&whole);
     let mean = |losses: &[f64]| losses.iter().sum::<f64>() / losses.len() as f64;
@@ -66,6 +67,9 @@ fn training_lowers_the_loss_and_a_resumed_run_is_identical() {
         "muon-momentum = 0.95",
         "muon-momentum-warmup = 40",
         "muon-coefficients = \"polar-express\"",
+        "muon-equilibrate = true",
+        "muon-renormalize = true",
+        "muon-cautious-decay = true",
         "embedding-lr = 0.01",
     ] {
         assert!(config.lines().any(|found| found == line), "{line}: {config}");
@@ -96,6 +100,9 @@ fn flags_that_do_not_apply_are_errors() {
         ["--muon-momentum", "0.9"],
         ["--muon-momentum-warmup", "1"],
         ["--muon-coefficients", "classic"],
+        ["--muon-equilibrate", "1"],
+        ["--muon-renormalize", "0"],
+        ["--muon-cautious-decay", "1"],
     ] {
         fails(&flags, &[flags[0], "expected --optimizer muon, found adamw"]);
     }

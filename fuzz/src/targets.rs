@@ -701,7 +701,7 @@ fn read_questions(data: &[u8]) -> Result<()> {
 }
 
 fn question_files() -> Vec<Vec<u8>> {
-    let question = r##"{"question": "6 * 3?", "answer": "6 * 3 = <<6*3=18>>18\n#### 18"}"##;
+    let question = r#"{"question": "6 * 3?", "answer": "6 * 3 = <<6*3=18>>18\n#### 18"}"#;
     let messages = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}"#;
     vec![format!("{question}\n{messages}\n").into(), r#"{"prompt": "a", "answer": "-1.5"}"#.into()]
 }

@@ -7,6 +7,7 @@
 //! m = momentum * m + (1 - momentum) * g            muon_momentum
 //! update = momentum * m + (1 - momentum) * g
 //! x = update / (norm(update) * factor + epsilon)   muon_squared_sums, muon_scale
+//!     or with equal norms of the rows              muon_row_sums, muon_scale_rows
 //! x = five Newton-Schulz steps of x                (GEMMs)
 //! param -= learning_rate * (scale * x + weight_decay * param)   muon_apply
 //! ```
@@ -31,7 +32,7 @@ pub use crate::global_norm::shared;
 use crate::noise::{self, Stream};
 use crate::weights::{self, Master};
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Global, GlobalMut, block, kernel, math, thread};
+use cuda_std::{Element, Global, GlobalMut, block, kernel, math, thread, warp};
 
 /// Updates m (n) and computes update (n) from grads (n). `stats` (2) holds the sum of the losses and the norm of all
 /// gradients. Element i of bf16 m draws random number i of `seed`. Grid: [`grid`].
@@ -126,6 +127,86 @@ pub fn muon_scale<T: Element>(
     Float4Tile::<T>::of_thread().process(n as usize, |i| [inp.four(i)], scale_four, scale_one);
 }
 
+/// Rows that a block of [`muon_row_sums`] or [`muon_scale_rows`] processes, one for each warp.
+pub const BLOCK_ROWS: u32 = 8;
+
+/// Returns the blocks of [`muon_row_sums`] and [`muon_scale_rows`] for a matrix.
+pub const fn row_grid(rows: usize) -> u32 {
+    rows.div_ceil(BLOCK_ROWS as usize) as u32
+}
+
+/// Computes row_sums (matrices, rows), the sum of squares of each row.
+///
+/// Matrix i has (rows, cols) elements and begins at element i · stride of `matrices`. Grid: ([`row_grid`], number of matrices).
+#[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+pub fn muon_row_sums<T: Element>(row_sums: GlobalMut<f32>, matrices: Global<T>, stride: u64, rows: u32, cols: u32) {
+    let matrix = thread::block_idx_y() as usize;
+    let row = (thread::block_idx_x() * BLOCK_ROWS + warp::index()) as usize;
+    if row >= rows as usize {
+        return;
+    }
+    let values = matrices.skip(matrix * stride as usize + row * cols as usize);
+    let mut sum = 0.0;
+    let mut i = warp::lane();
+    while i < cols {
+        let value = values.at(i as usize).to_f32();
+        sum = math::fma(value, value, sum);
+        i += warp::LANES;
+    }
+    let sum = warp::sum(sum);
+    if warp::lane() == 0 {
+        row_sums.set(matrix * rows as usize + row, sum);
+    }
+}
+
+/// Computes out (matrices, rows, cols) from inp (matrices, rows, cols): scales each row to the root mean square of the rows' norms, and then
+/// divides the matrix by norm · factor + epsilon, where norm is its Frobenius norm. A row is divided by at least `smallest`. `row_sums`
+/// (matrices, rows) are those of [`muon_row_sums`].
+///
+/// Matrix i begins at element i · `out_stride` of out and i · `inp_stride` of inp. Grid: ([`row_grid`], number of matrices). Shared memory:
+/// [`shared`].
+#[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+pub fn muon_scale_rows<T: Element>(
+    out: GlobalMut<T>,
+    inp: Global<T>,
+    row_sums: Global<f32>,
+    scaling: Scaling,
+    smallest: f32,
+    out_stride: u64,
+    inp_stride: u64,
+    rows: u32,
+    cols: u32,
+) {
+    let matrix = thread::block_idx_y() as usize;
+    let row_sums = row_sums.skip(matrix * rows as usize);
+    // The sums of squares before and after the rows have equal norms. Small rows stay below.
+    let (mut before, mut after) = (0.0, 0.0);
+    let mut i = thread::thread_idx_x();
+    while i < rows {
+        let sum = row_sums.at(i as usize);
+        before += sum;
+        let share = math::sqrt(sum).min(smallest) / smallest;
+        after += share * share;
+        i += thread::block_dim_x();
+    }
+    let shared = shared(&mut Layout::new());
+    let target = math::sqrt(block::sum(before, shared) / rows as f32);
+    let norm = target * math::sqrt(block::sum(after, shared));
+    let row = (thread::block_idx_x() * BLOCK_ROWS + warp::index()) as usize;
+    if row >= rows as usize {
+        return;
+    }
+    let scale = math::div_rn(target, math::sqrt(row_sums.at(row)).max(smallest))
+        / math::fma(norm, scaling.factor, scaling.epsilon);
+    let first = row * cols as usize;
+    let (out, inp) = (out.skip(matrix * out_stride as usize + first), inp.skip(matrix * inp_stride as usize + first));
+    let mut i = warp::lane();
+    while i < cols {
+        out.set(i as usize, T::from_f32(inp.at(i as usize).to_f32() * scale));
+        i += warp::LANES;
+    }
+}
+
 /// The scalar arguments of [`muon_apply`]. Passed to the kernel by value.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -136,13 +217,15 @@ pub struct Scalars {
     pub scale: f32,
     /// Weight decay coefficient.
     pub weight_decay: f32,
+    /// 1: only parameters with the sign of x decay.
+    pub cautious_decay: u32,
     /// The factor of [`muon_momentum`]: both skip the same steps.
     pub grad_factor: f32,
     /// Seed of the stochastic rounding: element i draws number i.
     pub seed: u32,
 }
 
-/// Computes params (n) -= learning_rate · (scale · x (n) + weight_decay · params).
+/// Computes params (n) -= learning_rate · (scale · x (n) + weight_decay · params), where params of another sign than x may not decay.
 ///
 /// `masters` (n) is null if there are no master weights. `stats` (2) is that of [`muon_momentum`]. Grid: [`grid`].
 #[kernel(
@@ -160,9 +243,12 @@ pub fn muon_apply<T: Element, W: Master>(
     if grad_scale(stats.at(0), stats.at(1), scalars.grad_factor, f32::INFINITY).is_none() {
         return;
     }
-    let Scalars { learning_rate, scale, weight_decay, seed, .. } = scalars;
+    let Scalars { learning_rate, scale, weight_decay, cautious_decay, seed, .. } = scalars;
     let has_masters = weights::exist(masters);
-    let step = |x: f32, old: f32| math::fma(-learning_rate, math::fma(weight_decay, old, scale * x), old);
+    let step = |x: f32, old: f32| {
+        let decay = if cautious_decay == 1 && x * old < 0.0 { 0.0 } else { weight_decay };
+        math::fma(-learning_rate, math::fma(decay, old, scale * x), old)
+    };
     let load_four = |i| [x.four(i), if has_masters { W::four(masters, params, i) } else { params.four(i) }];
     let update_four = |i, [x, old]: [[f32; 4]; 2]| {
         let new = core::array::from_fn(|k| step(x[k], old[k]));

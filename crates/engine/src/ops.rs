@@ -19,7 +19,10 @@ pub use decode::{
 pub(crate) use fp8::largest_rounded;
 pub use fp8::{Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Scale, Fp8Scales, Quantize, Scaling};
 pub use norm::{NormBackward, NormForward};
-pub use update::{AdamW, AdamWUpdate, Master, MuonApply, MuonCoefficients, MuonMomentum, Orthogonalize, UpdateRange};
+pub use update::{
+    AdamW, AdamWUpdate, Master, MuonAdditions, MuonApply, MuonCoefficients, MuonMomentum, Orthogonalize, SMALLEST_NORM,
+    UpdateRange,
+};
 
 use crate::Result;
 use crate::batch::BatchLayout;

@@ -14,7 +14,7 @@ use super::params::{DecayRange, Unit};
 use super::sharding::LayerHooks;
 use super::update::{Muon, Update};
 use anyhow::Context;
-use engine::ops::{MuonApply, MuonCoefficients, MuonMomentum};
+use engine::ops::{MuonApply, MuonMomentum};
 use engine::tensor::{Sharded, Tensor};
 use engine::{Engine, Result};
 use std::cmp::Reverse;
@@ -60,7 +60,7 @@ impl Decoder {
             // Only the number of matrices counts, not their places.
             let tensor = buffers.update.slice(matrix.elements.start - start, matrix.elements.len());
             let tensors = vec![tensor; buffers.batches.of(matrix, shape.len())];
-            engine.run(buffers.orthogonalize(&tensors, matrix, MuonCoefficients::default()))?;
+            engine.run(buffers.orthogonalize(&tensors, matrix, &Muon::default()))?;
         }
         Ok(())
     }
@@ -107,7 +107,7 @@ impl Decoder {
             let matrix = &matrices[0][shape[0]];
             for batch in own.chunks(buffers.batches.of(matrix, shape.len())) {
                 let tensors: Vec<Tensor> = batch.iter().map(|member| member.tensor).collect();
-                let orthogonalize = buffers.orthogonalize(&tensors, matrix, muon.coefficients);
+                let orthogonalize = buffers.orthogonalize(&tensors, matrix, muon);
                 engine.run(orthogonalize)?;
                 for (i, &member) in batch.iter().enumerate() {
                     let result = Member { tensor: orthogonalize.result(i), ..member };
@@ -181,6 +181,7 @@ impl Decoder {
             learning_rate: muon.learning_rate,
             scale: matrix.scale(),
             weight_decay: update.adamw.weight_decay,
+            cautious_decay: muon.additions.cautious_decay,
             seed: update.adamw.seed.wrapping_add(range.seed),
         })
     }

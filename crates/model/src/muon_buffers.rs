@@ -1,7 +1,8 @@
 //! The matrices that Muon updates, and the memory of their update.
 
 use super::params::{Param, Params};
-use engine::ops::{MuonCoefficients, Orthogonalize};
+use super::update::Muon;
+use engine::ops::Orthogonalize;
 use engine::plan::Wanted;
 use engine::tensor::{DType, Tensor};
 use std::ops::Range;
@@ -95,7 +96,7 @@ pub(super) struct MuonBuffers {
     /// (matrices, s, s) float of the largest batch for the shorter side s
     gram: Tensor,
     polynomial: Tensor,
-    /// (matrices, partial sums) f32
+    /// (matrices, sums of squares) f32
     partials: Tensor,
 }
 
@@ -135,7 +136,7 @@ impl MuonSizes {
             update: [batches.layers, layout.largest_layer()],
             batch: [largest(|matrix| matrix.elements.len())],
             square: [largest(|matrix| matrix.rows.min(matrix.cols).pow(2))],
-            partials: [count, gpu::muon::PARTIALS as usize],
+            partials: [count, matrices.iter().map(|matrix| Orthogonalize::partials(matrix.rows)).max().unwrap_or(0)],
         }
     }
 
@@ -168,15 +169,11 @@ impl MuonBuffers {
     }
 
     /// Returns the operation that orthogonalizes matrices of the shape of `matrix`.
-    pub(super) fn orthogonalize<'a>(
-        &self,
-        matrices: &'a [Tensor],
-        matrix: &Matrix,
-        coefficients: MuonCoefficients,
-    ) -> Orthogonalize<'a> {
+    pub(super) fn orthogonalize<'a>(&self, matrices: &'a [Tensor], matrix: &Matrix, muon: &Muon) -> Orthogonalize<'a> {
         let Self { out, next, gram, polynomial, partials, .. } = *self;
         let Matrix { rows, cols, .. } = *matrix;
-        Orthogonalize { matrices, out, next, gram, polynomial, partials, rows, cols, coefficients }
+        let Muon { coefficients, additions, .. } = *muon;
+        Orthogonalize { matrices, out, next, gram, polynomial, partials, rows, cols, coefficients, additions }
     }
 }
 

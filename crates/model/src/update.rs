@@ -3,7 +3,7 @@
 use super::decoder::Decoder;
 use super::params::{DecayRange, Unit};
 use super::sharding::{LayerHooks, Store};
-use engine::ops::{AdamW, AdamWUpdate, GlobalNorm, MuonCoefficients, SquareRoot, SquaredSum, Sum};
+use engine::ops::{AdamW, AdamWUpdate, GlobalNorm, MuonAdditions, MuonCoefficients, SquareRoot, SquaredSum, Sum};
 use engine::{Engine, Result};
 use serde::{Deserialize, Serialize};
 
@@ -20,7 +20,7 @@ pub enum Optimizer {
 }
 
 /// Hyperparameters of one Muon update. Weight decay, clipping and the seed are those of AdamW.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Muon {
     /// Learning rate.
     pub learning_rate: f32,
@@ -28,6 +28,8 @@ pub struct Muon {
     pub momentum: f32,
     /// Coefficients of the Newton-Schulz iterations.
     pub coefficients: MuonCoefficients,
+    /// Additions.
+    pub additions: MuonAdditions,
 }
 
 /// Hyperparameters of one update.

@@ -9,7 +9,7 @@ use gpu::remainder;
 
 tests! {
     kernels of "muon.rs";
-    for both types: momentum_matches_f64_reference, scale_matches_f64_reference, apply_matches_f64_reference,
+    for both types: momentum_matches_f64_reference, scale_matches_f64_reference, rows_match_f64_reference, apply_matches_f64_reference,
         non_finite_loss_or_norm_skips_the_step, nan_stays_in_its_element, parameters_are_rounded_masters;
     slow in f32: matrices_are_scaled_independently, result_does_not_depend_on_length, a_zero_matrix_stays_zero;
     once: bf16_momentum_is_rounded_f32_momentum, remainders_are_exact_master_weights,
@@ -72,7 +72,8 @@ fn scaled<T: Tolerance>(matrices: &[&[T]], factor: f32, epsilon: f32) -> Vec<Vec
     memory.read(out).chunks(out_stride).map(split).collect()
 }
 
-const SCALARS: Scalars = Scalars { learning_rate: 0.02, scale: 1.5, weight_decay: 0.1, grad_factor: 1.0, seed: 9 };
+const SCALARS: Scalars =
+    Scalars { learning_rate: 0.02, scale: 1.5, weight_decay: 0.1, cautious_decay: 0, grad_factor: 1.0, seed: 9 };
 
 /// Returns parameters and masters after [`muon::muon_apply`].
 fn applied<T: Tolerance>(
@@ -161,6 +162,60 @@ fn scale_matches_f64_reference<T: Tolerance>() {
     }
 }
 
+/// Returns matrices (rows, cols) after [`muon::muon_row_sums`] and [`muon::muon_scale_rows`]. NaN lies between them, and is not written.
+fn scaled_rows<T: Tolerance>(matrices: &[Vec<T>], rows: usize, cols: usize) -> Vec<Vec<T>> {
+    let mut memory = Memory::new();
+    let (n, count) = (rows * cols, matrices.len());
+    let (inp_stride, out_stride) = (n + 3, n + 5);
+    let mut all = vec![T::from_f32(f32::NAN); count * inp_stride];
+    for (at, matrix) in all.chunks_mut(inp_stride).zip(matrices) {
+        at[..n].copy_from_slice(matrix);
+    }
+    let inp = memory.input("inp", &all);
+    let out = memory.buffer("out", &vec![T::from_f32(5.0); count * out_stride]);
+    let row_sums = memory.output("row_sums", count * rows);
+    let grid = [muon::row_grid(rows), count as u32, 1];
+    let sums = muon::muon_row_sums(row_sums, inp, inp_stride as u64, rows as u32, cols as u32);
+    run(&mut memory, &sums, grid, 0);
+    let (scaling, strides) = (Scaling { factor: 1.01, epsilon: 1e-6 }, [out_stride, inp_stride].map(|x| x as u64));
+    let (sums, shape) = (row_sums.reader(), [rows, cols].map(|x| x as u32));
+    let scale = muon::muon_scale_rows(out, inp, sums, scaling, SMALLEST, strides[0], strides[1], shape[0], shape[1]);
+    run(&mut memory, &scale, grid, crate::common::shared_bytes(muon::shared));
+    let split = |out: &[T]| {
+        assert!(wide(&out[n..]).iter().all(|x| x.to_bits() == 5f64.to_bits()), "{rows}x{cols}: writes behind a matrix");
+        out[..n].to_vec()
+    };
+    memory.read(out).chunks(out_stride).map(split).collect()
+}
+
+const SMALLEST: f32 = 1e-3;
+
+/// The first row of each matrix is 0, or below the smallest norm.
+fn rows_match_f64_reference<T: Tolerance>() {
+    for (rows, cols) in [(1, 1), (2, 33), (5, 7), (8, 32), (9, 100), (300, 40)] {
+        let small = |(i, x): (usize, T)| if i < cols { T::from_f32(x.to_f32() * 1e-5) } else { x };
+        let mut matrices =
+            matrices::<T>(rows * cols).map(|matrix| matrix.into_iter().enumerate().map(small).collect::<Vec<_>>());
+        matrices[0][..cols].fill(T::from_f32(0.0));
+        let norm = |values: &[f64]| values.iter().map(|x| x * x).sum::<f64>().sqrt();
+        for (got, matrix) in scaled_rows(&matrices, rows, cols).iter().zip(&matrices) {
+            let mut want = wide(matrix);
+            let target = norm(&want) / (rows as f64).sqrt();
+            for row in want.chunks_mut(cols) {
+                let scale = target / norm(row).max(f64::from(SMALLEST));
+                for x in row {
+                    *x *= scale;
+                }
+            }
+            let divisor = norm(&want) * f64::from(1.01f32) + f64::from(1e-6f32);
+            let want: Vec<f64> = want.iter().map(|x| x / divisor).collect();
+            assert_close("out", &wide(got), &want, 3.0 * T::ROUNDING, 1e-6);
+        }
+        let alone = scaled_rows(&matrices[1..2], rows, cols);
+        assert_same("alone", &wide(&alone[0]), &wide(&scaled_rows(&matrices, rows, cols)[1]));
+    }
+}
+
 /// The result for a matrix has the same bits in any batch. NaN stays in its matrix.
 fn matrices_are_scaled_independently<T: Tolerance>() {
     for n in [17, 5003] {
@@ -179,16 +234,19 @@ fn matrices_are_scaled_independently<T: Tolerance>() {
 
 fn apply_matches_f64_reference<T: Tolerance>() {
     for n in lengths() {
-        for mastered in [false, true] {
+        for (mastered, cautious_decay) in [(false, 0), (true, 0), (false, 1), (true, 1)] {
             let (params, x): (Vec<T>, Vec<T>) = (values(n, 4), values(n, 5));
             let masters: Vec<f32> = values(n, 6);
             let masters = mastered.then_some(&masters[..]);
-            let (got, got_masters) = applied(&params, masters, &x, STATS, SCALARS);
+            let (got, got_masters) = applied(&params, masters, &x, STATS, Scalars { cautious_decay, ..SCALARS });
             let Scalars { learning_rate, scale, weight_decay, .. } = SCALARS;
             let [rate, scale, decay] = [learning_rate, scale, weight_decay].map(f64::from);
             let old = masters.map_or_else(|| wide(&params), wide);
-            let want: Vec<f64> =
-                old.iter().zip(wide(&x)).map(|(old, x)| old - rate * (scale * x + decay * old)).collect();
+            let step = |(old, x): (&f64, f64)| {
+                let decay = if cautious_decay == 1 && x * old < 0.0 { 0.0 } else { decay };
+                old - rate * (scale * x + decay * old)
+            };
+            let want: Vec<f64> = old.iter().zip(wide(&x)).map(step).collect();
             assert_close("params", &wide(&got), &want, T::STEP, 1e-2);
             if let Some(masters) = got_masters {
                 assert_close("masters", &wide(&masters), &want, 1e-6, 1e-1);

@@ -1,7 +1,7 @@
 //! Hyperparameters of the optimizer over the steps.
 
 use super::Settings;
-use engine::ops::{AdamW, MuonCoefficients};
+use engine::ops::{AdamW, MuonAdditions, MuonCoefficients};
 use model::schedule::Schedule;
 use model::{Muon, Update};
 
@@ -35,12 +35,19 @@ pub struct MuonSettings {
     pub warmup: usize,
     /// Coefficients of the Newton-Schulz iterations.
     pub coefficients: MuonCoefficients,
+    /// Additions.
+    pub additions: MuonAdditions,
 }
 
 impl MuonSettings {
     /// The settings of modded-nanogpt and nanochat.
-    pub const DEFAULT: Self =
-        Self { lr: 0.02, momentum: 0.95, warmup: 300, coefficients: MuonCoefficients::PolarExpress };
+    pub const DEFAULT: Self = Self {
+        lr: 0.02,
+        momentum: 0.95,
+        warmup: 300,
+        coefficients: MuonCoefficients::PolarExpress,
+        additions: MuonAdditions { equilibrate: false, renormalize: false, cautious_decay: false },
+    };
 
     /// The momentum of the first step.
     const FIRST_MOMENTUM: f32 = 0.85;
@@ -78,6 +85,7 @@ impl Settings {
                 learning_rate: rate(muon.lr),
                 momentum: muon.momentum_at(step),
                 coefficients: muon.coefficients,
+                additions: muon.additions,
             }),
             grad_factor: 1.0,
         }

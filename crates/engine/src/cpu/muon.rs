@@ -6,7 +6,7 @@ use super::arena::Arena;
 use super::gemm::{Into, Matrix, Parallelism, multiply};
 use super::global_norm::total;
 use crate::Result;
-use crate::ops::{Master, MuonApply, MuonMomentum, Orthogonalize};
+use crate::ops::{Master, MuonApply, MuonMomentum, Orthogonalize, SMALLEST_NORM};
 use crate::tensor::Tensor;
 use anyhow::ensure;
 use rayon::prelude::*;
@@ -37,20 +37,31 @@ pub(super) fn orthogonalize(arena: &mut Arena, op: Orthogonalize) -> Result<()> 
 
 /// Orthogonalizes matrix `i` of the batch.
 fn orthogonalize_one(arena: &mut Arena, op: Orthogonalize, i: usize) -> Result<()> {
-    let Orthogonalize { next, gram, polynomial, rows, cols, coefficients, .. } = op;
+    let Orthogonalize { out, next, gram, polynomial, rows, cols, coefficients, additions, .. } = op;
     let (n, side) = (rows * cols, op.side());
     let part = |batch: Tensor, elements: usize| batch.slice(i * Orthogonalize::stride(elements), elements);
     let operands = [
         ("matrix", op.matrices[i], n),
-        ("out", op.result(i), n),
+        ("out", part(out, n), n),
         ("next", part(next, n), n),
         ("gram", part(gram, side * side), side * side),
         ("polynomial", part(polynomial, side * side), side * side),
     ];
     let [matrix, out, next, gram, polynomial] = arena.split("orthogonalize", operands)?;
-    let norm = total(matrix, |x| x * x).sqrt() as f32;
+    let norm = |values: &[f32]| total(values, |x| x * x).sqrt() as f32;
     let (factor, epsilon) = coefficients.scaling();
-    scale_into(next, 1.0 / (norm * factor + epsilon), matrix);
+    if additions.equilibrate {
+        let target = norm(matrix) / (rows as f32).sqrt();
+        let both = next.par_chunks_mut(cols).zip(matrix.par_chunks(cols));
+        both.for_each(|(to, from)| {
+            let scale = target / norm(from).max(SMALLEST_NORM);
+            to.iter_mut().zip(from).for_each(|(to, from)| *to = scale * from);
+        });
+        let scale = 1.0 / (norm(next) * factor + epsilon);
+        next.par_iter_mut().for_each(|x| *x *= scale);
+    } else {
+        scale_into(next, 1.0 / (norm(matrix) * factor + epsilon), matrix);
+    }
     let (mut from, mut to) = (next, out);
     for [a, b, c] in coefficients.steps() {
         let x = Matrix::row_major(from, rows, cols);
@@ -65,6 +76,9 @@ fn orthogonalize_one(arena: &mut Arena, op: Orthogonalize, i: usize) -> Result<(
         multiply(to, Into::Add, 1.0, left, right, ALL);
         std::mem::swap(&mut from, &mut to);
     }
+    if additions.renormalize {
+        scale_into(to, (side as f32).sqrt() / norm(from).max(SMALLEST_NORM), from);
+    }
     Ok(())
 }
 
@@ -78,7 +92,18 @@ fn scale_into(to: &mut [f32], scale: f32, from: &[f32]) {
 }
 
 pub(super) fn apply(arena: &mut Arena, op: MuonApply) -> Result<()> {
-    let MuonApply { params, master, update, stats, grad_factor, learning_rate, scale, weight_decay, seed: _ } = op;
+    let MuonApply {
+        params,
+        master,
+        update,
+        stats,
+        grad_factor,
+        learning_rate,
+        scale,
+        weight_decay,
+        cautious_decay,
+        seed: _,
+    } = op;
     ensure!(master == Master::None, "muon: the CPU engine's parameters are f32 and take no master weights");
     let n = params.len;
     let operands = [("params", params, n), ("update", update, n), ("stats", stats, 2)];
@@ -88,7 +113,8 @@ pub(super) fn apply(arena: &mut Arena, op: MuonApply) -> Result<()> {
     }
     params.par_chunks_mut(CHUNK).zip(update.par_chunks(CHUNK)).for_each(|(params, update)| {
         for (param, update) in params.iter_mut().zip(update) {
-            *param -= learning_rate * (scale * update + weight_decay * *param);
+            let decay = if cautious_decay && update * *param < 0.0 { 0.0 } else { weight_decay };
+            *param -= learning_rate * (scale * update + decay * *param);
         }
     });
     Ok(())

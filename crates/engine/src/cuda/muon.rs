@@ -5,7 +5,7 @@ use crate::Result;
 use crate::gemm::{
     Batching, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, Residual, ScaleFactors, StridedBatch,
 };
-use crate::ops::{Master, MuonApply, MuonMomentum, Orthogonalize};
+use crate::ops::{Master, MuonApply, MuonMomentum, Orthogonalize, SMALLEST_NORM};
 use crate::tensor::{DType, Tensor};
 use anyhow::{bail, ensure};
 use cuda_std::bf16;
@@ -53,28 +53,44 @@ pub(super) fn apply<T: Float>(cuda: &mut Cuda<T>, op: MuonApply) -> Result<()> {
 
 /// Launches the kernel for master weights `W`.
 fn launch_apply<T: Float, W: StorageType + gpu::weights::Master>(cuda: &mut Cuda<T>, op: MuonApply) -> Result<()> {
-    let MuonApply { params, master, update, stats, grad_factor, learning_rate, scale, weight_decay, seed } = op;
+    let MuonApply {
+        params,
+        master,
+        update,
+        stats,
+        grad_factor,
+        learning_rate,
+        scale,
+        weight_decay,
+        cautious_decay,
+        seed,
+    } = op;
+    let cautious_decay = cautious_decay.into();
     let n = params.len;
     let launch = muon::muon_apply::<T, W>(
         cuda.output("params", params, n)?,
         cuda.optional_output("master", master.tensor(), n)?,
         cuda.input("update", update, n)?,
         cuda.input("stats", stats, 2)?,
-        muon::Scalars { learning_rate, scale, weight_decay, grad_factor, seed },
+        muon::Scalars { learning_rate, scale, weight_decay, cautious_decay, grad_factor, seed },
         n as u64,
     );
     cuda.launch(launch, [muon::grid::<T>(n), 1, 1], 0)
 }
 
 pub(super) fn orthogonalize<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize) -> Result<()> {
-    let Orthogonalize { matrices, out, next, coefficients, .. } = op;
+    let Orthogonalize { matrices, out, next, coefficients, additions, rows, cols, .. } = op;
     if matrices.is_empty() {
         return Ok(());
     }
     let mut first = 0;
     while first < matrices.len() {
         let run = evenly_spaced(&matrices[first..]);
-        scale(cuda, op, first, run)?;
+        if additions.equilibrate {
+            scale_rows(cuda, op, first, run)?;
+        } else {
+            scale(cuda, op, first, run)?;
+        }
         first += run.count;
     }
     let (mut from, mut to) = (next, out);
@@ -82,12 +98,18 @@ pub(super) fn orthogonalize<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize) -> 
         step(cuda, op, coefficients, from, to)?;
         std::mem::swap(&mut from, &mut to);
     }
+    if additions.renormalize {
+        let (stride, count) = (Orthogonalize::stride(rows * cols), matrices.len());
+        let inp = Matrices { tensor: from.slice(0, (count - 1) * stride + rows * cols), count, stride };
+        let scaling = muon::Scaling { factor: 1.0 / (op.side() as f32).sqrt(), epsilon: SMALLEST_NORM };
+        scale_by_norms(cuda, op, to, inp, 0, scaling)?;
+    }
     Ok(())
 }
 
 /// Matrices at equal distances.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct EvenlySpaced {
+struct Matrices {
     /// The memory from the first matrix to the end of the last.
     tensor: Tensor,
     count: usize,
@@ -96,44 +118,88 @@ struct EvenlySpaced {
 }
 
 /// Returns as many matrices as possible, from the first on.
-fn evenly_spaced(matrices: &[Tensor]) -> EvenlySpaced {
+fn evenly_spaced(matrices: &[Tensor]) -> Matrices {
     let first = matrices[0];
     let bytes = first.dtype.bytes();
     let distance = |pair: &[Tensor]| pair[1].offset.checked_sub(pair[0].offset).map(|distance| distance / bytes);
     // The kernels read vectors of 8 elements.
     let stride = matrices.windows(2).next().and_then(distance).filter(|stride| stride.is_multiple_of(8));
-    let Some(stride) = stride else { return EvenlySpaced { tensor: first, count: 1, stride: 0 } };
+    let Some(stride) = stride else { return Matrices { tensor: first, count: 1, stride: 0 } };
     let count = 1 + matrices.windows(2).take_while(|pair| distance(pair) == Some(stride)).count();
-    EvenlySpaced { tensor: Tensor { len: (count - 1) * stride + first.len, ..first }, count, stride }
+    Matrices { tensor: Tensor { len: (count - 1) * stride + first.len, ..first }, count, stride }
 }
 
 /// Writes the matrices of a run, divided by their norms, to `next`, where they begin with number `first`.
-fn scale<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize, first: usize, run: EvenlySpaced) -> Result<()> {
-    let Orthogonalize { next, partials, rows, cols, coefficients, .. } = op;
-    let (n, matrices) = (rows * cols, run.count as u32);
+fn scale<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize, first: usize, run: Matrices) -> Result<()> {
+    let (factor, epsilon) = op.coefficients.scaling();
+    scale_by_norms(cuda, op, op.next, run, first, muon::Scaling { factor, epsilon })
+}
+
+/// Returns the elements of a matrix, after a check of the inputs.
+fn elements(op: Orthogonalize, first: usize, run: Matrices) -> Result<usize> {
+    let n = op.rows * op.cols;
     ensure!(
         op.matrices[first..first + run.count].iter().all(|matrix| matrix.len == n),
         "orthogonalize: expected matrices of {n} elements, found {:?}",
         op.matrices
     );
-    let len = run.count * muon::PARTIALS as usize;
-    let partials = partials.slice(first * muon::PARTIALS as usize, len);
-    let inp = cuda.input("matrices", run.tensor, run.tensor.len)?;
-    let sums = muon::muon_squared_sums::<T>(cuda.output("partials", partials, len)?, inp, run.stride as u64, n as u64);
+    Ok(n)
+}
+
+/// Writes the matrices `inp`, scaled by their norms, to `out`, where they begin with number `first`.
+fn scale_by_norms<T: Float>(
+    cuda: &mut Cuda<T>,
+    op: Orthogonalize,
+    out: Tensor,
+    inp: Matrices,
+    first: usize,
+    scaling: muon::Scaling,
+) -> Result<()> {
+    let (n, matrices) = (elements(op, first, inp)?, inp.count as u32);
+    let len = inp.count * muon::PARTIALS as usize;
+    let partials = op.partials.slice(first * muon::PARTIALS as usize, len);
+    let values = cuda.input("matrices", inp.tensor, inp.tensor.len)?;
+    let sums =
+        muon::muon_squared_sums::<T>(cuda.output("partials", partials, len)?, values, inp.stride as u64, n as u64);
     cuda.launch(sums, [muon::PARTIALS, matrices, 1], shared_bytes(muon::shared))?;
     let stride = Orthogonalize::stride(n);
-    let out_len = (run.count - 1) * stride + n;
-    let (factor, epsilon) = coefficients.scaling();
+    let out_len = (inp.count - 1) * stride + n;
     let launch = muon::muon_scale::<T>(
-        cuda.output("next", next.slice(first * stride, out_len), out_len)?,
-        inp,
+        cuda.output("out", out.slice(first * stride, out_len), out_len)?,
+        values,
         cuda.input("partials", partials, len)?,
-        muon::Scaling { factor, epsilon },
+        scaling,
         stride as u64,
-        run.stride as u64,
+        inp.stride as u64,
         n as u64,
     );
     cuda.launch(launch, [muon::grid::<T>(n), matrices, 1], shared_bytes(muon::shared))
+}
+
+/// Writes the matrices of a run, with equal norms of their rows and divided by their norms, to `next`, where they begin with number `first`.
+fn scale_rows<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize, first: usize, run: Matrices) -> Result<()> {
+    let (rows, cols, n) = (op.rows, op.cols, elements(op, first, run)?);
+    let len = run.count * rows;
+    let row_sums = op.partials.slice(first * rows, len);
+    let inp = cuda.input("matrices", run.tensor, run.tensor.len)?;
+    let grid = [muon::row_grid(rows), run.count as u32, 1];
+    let sums = cuda.output("partials", row_sums, len)?;
+    cuda.launch(muon::muon_row_sums::<T>(sums, inp, run.stride as u64, rows as u32, cols as u32), grid, 0)?;
+    let stride = Orthogonalize::stride(n);
+    let out_len = (run.count - 1) * stride + n;
+    let (factor, epsilon) = op.coefficients.scaling();
+    let launch = muon::muon_scale_rows::<T>(
+        cuda.output("next", op.next.slice(first * stride, out_len), out_len)?,
+        inp,
+        cuda.input("partials", row_sums, len)?,
+        muon::Scaling { factor, epsilon },
+        SMALLEST_NORM,
+        stride as u64,
+        run.stride as u64,
+        rows as u32,
+        cols as u32,
+    );
+    cuda.launch(launch, grid, shared_bytes(muon::shared))
 }
 
 /// The matrices of one operand of the steps.
@@ -209,7 +275,7 @@ mod tests {
     fn runs_are_as_long_as_possible() {
         let at = |i: usize| Tensor { offset: 2 * i, len: 24, dtype: DType::Bf16 };
         let of = |starts: &[usize]| evenly_spaced(&starts.iter().map(|&i| at(i)).collect::<Vec<_>>());
-        let run = |count, stride, len| EvenlySpaced { tensor: Tensor { len, ..at(8) }, count, stride };
+        let run = |count, stride, len| Matrices { tensor: Tensor { len, ..at(8) }, count, stride };
         assert_eq!(of(&[8]), run(1, 0, 24));
         assert_eq!(of(&[8, 32, 56]), run(3, 24, 72));
         assert_eq!(of(&[8, 108, 148, 188]), run(1, 0, 24), "100 is not a multiple of 8");

@@ -174,6 +174,20 @@ impl MuonCoefficients {
     }
 }
 
+/// Additions to Muon.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MuonAdditions {
+    /// Scales each row to the root mean square of the rows' norms before the iterations (MuonEq, 2026, arXiv:2603.28254).
+    pub equilibrate: bool,
+    /// Scales the result to the Frobenius norm of a semi-orthogonal matrix, √min(rows, cols) (Muon+, 2026, arXiv:2602.21545).
+    pub renormalize: bool,
+    /// Decays a weight only if the update has its sign, so that both move it to 0 (Chen et al., 2025, arXiv:2510.12402).
+    pub cautious_decay: bool,
+}
+
+/// Smallest norm by which a row or a result is divided.
+pub const SMALLEST_NORM: f32 = 1e-6;
+
 /// Computes an approximation of the nearest semi-orthogonal matrix to each of several matrices of one shape: scales it by its
 /// Frobenius norm, then runs five Newton-Schulz steps, each `A = X·Xᵀ`, `B = b·A + c·A·A`, `X = a·X + B·X`. Matrices with more
 /// rows than columns are multiplied from the right, so that A is square of the shorter side.
@@ -181,6 +195,7 @@ impl MuonCoefficients {
 /// The matrices are processed as a batch. The bits of a result do not depend on the other matrices of the batch.
 ///
 /// The scaling writes `next`. A step reads one of `next` and `out` and writes the other, so an odd number of steps ends in `out`.
+/// With [`renormalize`](MuonAdditions::renormalize), the results are in `next`.
 /// In these and in A and B, matrix i begins at element i · [`stride`](Self::stride).
 #[derive(Clone, Copy, Debug)]
 pub struct Orthogonalize<'a> {
@@ -194,7 +209,7 @@ pub struct Orthogonalize<'a> {
     pub gram: Tensor,
     /// (matrices, s, s) float, B of a step; overwritten
     pub polynomial: Tensor,
-    /// (matrices, [`PARTIALS`](gpu::muon::PARTIALS)) f32, partial sums of the squared norms; overwritten
+    /// (matrices, [`partials`](Self::partials)) f32, sums of squares of parts of the matrices; overwritten
     pub partials: Tensor,
     /// Rows.
     pub rows: usize,
@@ -202,9 +217,16 @@ pub struct Orthogonalize<'a> {
     pub cols: usize,
     /// Coefficients of the steps.
     pub coefficients: MuonCoefficients,
+    /// What is done before and after the steps.
+    pub additions: MuonAdditions,
 }
 
 impl Orthogonalize<'_> {
+    /// Returns the sums of squares of a matrix with `rows` rows that `partials` has room for.
+    pub fn partials(rows: usize) -> usize {
+        rows.max(gpu::muon::PARTIALS as usize)
+    }
+
     /// Returns the shorter side of a matrix.
     pub fn side(self) -> usize {
         self.rows.min(self.cols)
@@ -216,10 +238,11 @@ impl Orthogonalize<'_> {
         elements.next_multiple_of(cublaslt::BATCH_ALIGNMENT)
     }
 
-    /// Returns the place of result `i` in `out`.
+    /// Returns the place of result `i`.
     pub fn result(self, i: usize) -> Tensor {
         let n = self.rows * self.cols;
-        self.out.slice(i * Self::stride(n), n)
+        let results = if self.additions.renormalize { self.next } else { self.out };
+        results.slice(i * Self::stride(n), n)
     }
 
     /// Returns the floating-point operations for a matrix of this shape if all elements of A and B are computed.
@@ -230,8 +253,8 @@ impl Orthogonalize<'_> {
     }
 }
 
-/// Applies Muon's update: `param -= learning_rate · (scale · update + weight_decay · param)`. Nothing changes unless both
-/// values of `stats` are finite.
+/// Applies Muon's update: `param -= learning_rate · (scale · update + weight_decay · param)`. With `cautious_decay`, only weights with
+/// `update · param >= 0` decay. Nothing changes unless both values of `stats` are finite.
 #[derive(Clone, Copy, Debug)]
 pub struct MuonApply {
     /// (n) float
@@ -250,6 +273,8 @@ pub struct MuonApply {
     pub scale: f32,
     /// Decoupled weight decay.
     pub weight_decay: f32,
+    /// Whether only weights with the sign of their update decay.
+    pub cautious_decay: bool,
     /// Seed of the stochastic rounding to bf16.
     pub seed: u32,
 }

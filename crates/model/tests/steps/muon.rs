@@ -4,7 +4,7 @@ use distributed::Ranks;
 use distributed::tcp_group::TcpGroup;
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, MatmulBackend, Precision, emulated};
-use engine::ops::{Activation, AdamW, MuonCoefficients, Orthogonalize};
+use engine::ops::{Activation, AdamW, MuonAdditions, MuonCoefficients, Orthogonalize};
 use engine::plan::{Group, Plan};
 use engine::tensor::DType;
 use engine::tensor::Tensor;
@@ -60,16 +60,30 @@ impl Dense {
     }
 
     /// Returns the Newton-Schulz iterations, always multiplied from the left.
-    fn orthogonalized(&self, kind: MuonCoefficients) -> Self {
+    fn orthogonalized(&self, kind: MuonCoefficients, additions: MuonAdditions) -> Self {
         let (steps, factor, epsilon) = coefficients(kind);
-        let norm = self.values.iter().map(|x| x * x).sum::<f64>().sqrt();
+        let norm = |values: &[f64]| values.iter().map(|x| x * x).sum::<f64>().sqrt();
         let mut x = self.clone();
-        x.values.iter_mut().for_each(|value| *value /= norm * factor + epsilon);
+        if additions.equilibrate {
+            let target = norm(&x.values) / (x.rows as f64).sqrt();
+            for row in x.values.chunks_mut(x.cols) {
+                let scale = target / norm(row).max(1e-6);
+                for value in row {
+                    *value *= scale;
+                }
+            }
+        }
+        let norm_before = norm(&x.values);
+        x.values.iter_mut().for_each(|value| *value /= norm_before * factor + epsilon);
         for [a, b, c] in steps {
             let gram = x.times(&x.transposed());
             let (once, twice) = (gram.times(&x), gram.times(&gram.times(&x)));
             let terms = once.values.iter().zip(&twice.values);
             x.values.iter_mut().zip(terms).for_each(|(x, (once, twice))| *x = a * *x + b * once + c * twice);
+        }
+        if additions.renormalize {
+            let scale = (x.rows.min(x.cols) as f64).sqrt() / norm(&x.values).max(1e-6);
+            x.values.iter_mut().for_each(|value| *value *= scale);
         }
         x
     }
@@ -111,6 +125,7 @@ fn orthogonalized_together(
     (rows, cols): (usize, usize),
     values: &[Vec<f32>],
     coefficients: MuonCoefficients,
+    additions: MuonAdditions,
 ) -> Vec<Vec<f32>> {
     let mut plan = Plan::new();
     let (dtype, side, count) = (engine.dtype(), rows.min(cols), values.len());
@@ -122,7 +137,7 @@ fn orthogonalized_together(
     let [out, next] = ["out", "next"].map(|name| add(name, count * Orthogonalize::stride(rows * cols), dtype));
     let square = count * Orthogonalize::stride(side * side);
     let [gram, polynomial] = ["gram", "polynomial"].map(|name| add(name, square, dtype));
-    let partials = add("partials", count * gpu::muon::PARTIALS as usize, DType::F32);
+    let partials = add("partials", count * Orthogonalize::partials(rows), DType::F32);
     let attention = Descriptor::gpt2(1, 1, 8, 8, 8).unwrap().attention(1, 8);
     let workload = engine::Workload {
         attention,
@@ -140,7 +155,18 @@ fn orthogonalized_together(
     for (matrix, values) in matrices.iter().zip(values) {
         engine.write(*matrix, values).unwrap();
     }
-    let op = Orthogonalize { matrices: &matrices, out, next, gram, polynomial, partials, rows, cols, coefficients };
+    let op = Orthogonalize {
+        matrices: &matrices,
+        out,
+        next,
+        gram,
+        polynomial,
+        partials,
+        rows,
+        cols,
+        coefficients,
+        additions,
+    };
     engine.run(op).unwrap();
     for (matrix, values) in matrices.iter().zip(values) {
         assert!(dtype != DType::F32 || engine.read(*matrix).unwrap() == *values, "the input is only read");
@@ -153,24 +179,31 @@ fn orthogonalized(
     shape: (usize, usize),
     values: &[f32],
     coefficients: MuonCoefficients,
+    additions: MuonAdditions,
 ) -> Vec<f32> {
-    orthogonalized_together(engine, shape, &[values.to_vec()], coefficients).remove(0)
+    orthogonalized_together(engine, shape, &[values.to_vec()], coefficients, additions).remove(0)
 }
 
 const SHAPES: [(usize, usize); 6] = [(1, 8), (16, 16), (24, 40), (40, 24), (64, 16), (32, 96)];
 const BOTH: [MuonCoefficients; 2] = [MuonCoefficients::PolarExpress, MuonCoefficients::Classic];
+const NONE: MuonAdditions = MuonAdditions { equilibrate: false, renormalize: false, cautious_decay: false };
+const ALL: MuonAdditions = MuonAdditions { equilibrate: true, renormalize: true, cautious_decay: true };
+const ADDITIONS: [MuonAdditions; 4] =
+    [NONE, MuonAdditions { equilibrate: true, ..NONE }, MuonAdditions { renormalize: true, ..NONE }, ALL];
 
 /// Returns the largest difference between an engine's and the reference's orthogonalization, of all shapes and coefficients.
 fn largest_error(engine: &mut dyn Engine, shapes: &[(usize, usize)]) -> f64 {
     let mut largest = 0.0f64;
     for (i, &(rows, cols)) in shapes.iter().enumerate() {
         let values = random(rows * cols, 7 + i as u32);
-        for kind in BOTH {
-            let got = orthogonalized(engine, (rows, cols), &values, kind);
-            let want = Dense::new(rows, cols, &values).orthogonalized(kind);
+        // Rows with norms of different sizes.
+        let values: Vec<f32> = values.iter().enumerate().map(|(i, x)| x * (1 + i / cols % 3) as f32).collect();
+        for (kind, additions) in BOTH.into_iter().flat_map(|kind| ADDITIONS.map(|additions| (kind, additions))) {
+            let got = orthogonalized(engine, (rows, cols), &values, kind, additions);
+            let want = Dense::new(rows, cols, &values).orthogonalized(kind, additions);
             for (got, want) in got.iter().zip(&want.values) {
                 let error = (f64::from(*got) - want).abs();
-                assert!(error.is_finite(), "{rows}x{cols} {kind:?}: {got}");
+                assert!(error.is_finite(), "{rows}x{cols} {kind:?} {additions:?}: {got}");
                 largest = largest.max(error);
             }
         }
@@ -203,7 +236,7 @@ fn kernels_of_all_tile_shapes_agree() {
     for (rows, cols) in [(16, 64), (136, 72)] {
         let values = random(rows * cols, 3);
         let kind = MuonCoefficients::PolarExpress;
-        let of = |matmul, config| orthogonalized(&mut *bf16(matmul, config), (rows, cols), &values, kind);
+        let of = |matmul, config| orthogonalized(&mut *bf16(matmul, config), (rows, cols), &values, kind, ALL);
         let library = of(MatmulBackend::Cublaslt, None);
         let kernels = of(MatmulBackend::Rust, None);
         for (got, want) in kernels.iter().zip(&library) {
@@ -225,15 +258,17 @@ fn results_do_not_depend_on_the_rest_of_the_batch() {
         || bf16(MatmulBackend::Rust, None),
     ];
     for engine in engines {
-        for shape in [(24, 40), (136, 72)] {
+        for (shape, additions) in [((24, 40), NONE), ((24, 40), ALL), ((136, 72), NONE), ((136, 72), ALL)] {
             // Norms differ by orders of magnitude.
             let matrix = |i: u32| random(shape.0 * shape.1, i).iter().map(|x| x * 100f32.powi(i as i32)).collect();
             let values: Vec<Vec<f32>> = (0..5).map(matrix).collect();
-            let together = orthogonalized_together(&mut *engine(), shape, &values, kind);
+            let together = orthogonalized_together(&mut *engine(), shape, &values, kind, additions);
             for (i, (values, got)) in values.iter().zip(&together).enumerate() {
-                assert!(*got == orthogonalized(&mut *engine(), shape, values, kind), "{shape:?}, matrix {i}");
+                let alone = orthogonalized(&mut *engine(), shape, values, kind, additions);
+                assert!(*got == alone, "{shape:?}, matrix {i}");
             }
-            let pair = orthogonalized_together(&mut *engine(), shape, &[values[4].clone(), values[1].clone()], kind);
+            let pair = [values[4].clone(), values[1].clone()];
+            let pair = orthogonalized_together(&mut *engine(), shape, &pair, kind, additions);
             assert!(pair[0] == together[4] && pair[1] == together[1], "{shape:?}");
         }
     }
@@ -245,7 +280,7 @@ fn singular_values_approach_one() {
         for scale in [1e-4, 1.0, 1e4] {
             let values: Vec<f32> = random(rows * cols, 7 + i as u32).iter().map(|x| x * scale).collect();
             for kind in BOTH {
-                let got = orthogonalized(&mut Cpu::new(), (rows, cols), &values, kind);
+                let got = orthogonalized(&mut Cpu::new(), (rows, cols), &values, kind, NONE);
                 let singular_values = Dense::new(rows, cols, &got).singular_values();
                 assert_eq!(singular_values.len(), rows.min(cols));
                 for sigma in singular_values {
@@ -258,12 +293,16 @@ fn singular_values_approach_one() {
 
 #[test]
 fn a_zero_matrix_stays_zero() {
-    assert_eq!(orthogonalized(&mut Cpu::new(), (3, 8), &[0.0; 24], MuonCoefficients::PolarExpress), [0.0; 24]);
+    for additions in ADDITIONS {
+        let kind = MuonCoefficients::PolarExpress;
+        assert_eq!(orthogonalized(&mut Cpu::new(), (3, 8), &[0.0; 24], kind, additions), [0.0; 24]);
+    }
 }
 
 const ADAMW: AdamW =
     AdamW { learning_rate: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 3, clip: 1.0, seed: 77 };
-const MUON: Muon = Muon { learning_rate: 0.02, momentum: 0.9, coefficients: MuonCoefficients::PolarExpress };
+const MUON: Muon =
+    Muon { learning_rate: 0.02, momentum: 0.9, coefficients: MuonCoefficients::PolarExpress, additions: ALL };
 /// Gradient norm, above the threshold of clipping.
 const NORM: f32 = 2.5;
 
@@ -313,26 +352,41 @@ fn matrices(param: Param) -> Option<Vec<usize>> {
 }
 
 /// Returns one matrix and its momentum after a step, in double precision.
-fn reference_step(cols: usize, param: &[f32], m: &[f32], grads: &[f32]) -> (Vec<f64>, Vec<f64>) {
+fn reference_step(
+    cols: usize,
+    param: &[f32],
+    m: &[f32],
+    grads: &[f32],
+    additions: MuonAdditions,
+) -> (Vec<f64>, Vec<f64>) {
     let rows = param.len() / cols;
     let mu = f64::from(MUON.momentum);
     let wide = |values: &[f32]| Dense::new(rows, cols, values).values;
     let grads: Vec<f64> = wide(grads).iter().map(|g| g / f64::from(NORM)).collect();
     let m: Vec<f64> = wide(m).iter().zip(&grads).map(|(m, g)| m + (1.0 - mu) * (g - m)).collect();
     let nesterov = m.iter().zip(&grads).map(|(m, g)| g + mu * (m - g)).collect();
-    let x = Dense { rows, cols, values: nesterov }.orthogonalized(MUON.coefficients);
+    let x = Dense { rows, cols, values: nesterov }.orthogonalized(MUON.coefficients, additions);
     let scale = (rows as f64 / cols as f64).max(1.0).sqrt();
     let (rate, decay) = (f64::from(MUON.learning_rate), f64::from(ADAMW.weight_decay));
-    let new = wide(param).iter().zip(&x.values).map(|(w, x)| w - rate * (scale * x + decay * w)).collect();
+    let step = |(w, x): (&f64, &f64)| {
+        let decay = if additions.cautious_decay && x * w < 0.0 { 0.0 } else { decay };
+        w - rate * (scale * x + decay * w)
+    };
+    let new = wide(param).iter().zip(&x.values).map(step).collect();
     (new, m)
 }
 
 #[test]
 fn a_step_matches_f64_reference_and_adamw_updates_the_rest() {
+    ADDITIONS.into_iter().for_each(assert_step);
+}
+
+fn assert_step(additions: MuonAdditions) {
     let (engine, plain) = (&mut Cpu::new(), &mut Cpu::new());
     let model = filled(engine, Optimizer::Muon);
     let before: Vec<_> = model.layout.file_order().map(|(param, l)| values(engine, &model, param, l)).collect();
-    model.apply_update(engine, &Update { muon: Some(MUON), ..ADAMW.into() }, &mut Unsharded).unwrap();
+    let muon = Some(Muon { additions, ..MUON });
+    model.apply_update(engine, &Update { muon, ..ADAMW.into() }, &mut Unsharded).unwrap();
     let alone = filled(plain, Optimizer::AdamW);
     alone.apply_update(plain, &ADAMW.into(), &mut Unsharded).unwrap();
     let mut compared = 0;
@@ -346,7 +400,8 @@ fn a_step_matches_f64_reference_and_adamw_updates_the_rest() {
         let (cols, mut start) = (param.shape(&model.descriptor).1, 0);
         for rows in parts {
             let part = |values: &[Vec<f32>; 4], k: usize| values[k][start..start + rows * cols].to_vec();
-            let (want, want_m) = reference_step(cols, &part(&before, 0), &part(&before, 1), &part(&before, 3));
+            let (want, want_m) =
+                reference_step(cols, &part(&before, 0), &part(&before, 1), &part(&before, 3), additions);
             let close = |got: Vec<f32>, want: Vec<f64>, what: &str| {
                 for (got, want) in got.iter().zip(&want) {
                     assert!((f64::from(*got) - want).abs() < 1e-5, "{what} of {}: {got}, {want}", param.name());

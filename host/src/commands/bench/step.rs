@@ -10,7 +10,7 @@ use anyhow::Context;
 use checkpoint::preflight::{self, RankInfo};
 use distributed::Ranks;
 use engine::open::Precision;
-use engine::ops::{AdamW, MuonCoefficients};
+use engine::ops::AdamW;
 use engine::plan::Plan;
 use engine::{BatchLayout, Engine, Interval, Result};
 use interchange::ModelSource;
@@ -431,8 +431,7 @@ impl StepBench<'_> {
         let (learning_rate, beta1, beta2, eps) = (1e-4, 0.9, 0.95, 1e-8);
         let (weight_decay, step, clip, seed) = (0.1, self.step, 1.0, self.step);
         let adamw = AdamW { learning_rate, beta1, beta2, eps, weight_decay, step, clip, seed };
-        let (momentum, coefficients) = (0.95, MuonCoefficients::default());
-        let muon = Muon { learning_rate: 1e-3, momentum, coefficients };
+        let muon = Muon { learning_rate: 1e-3, momentum: 0.95, ..Muon::default() };
         Update { muon: (self.optimizer == Optimizer::Muon).then_some(muon), ..adamw.into() }
     }
 

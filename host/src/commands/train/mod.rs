@@ -39,6 +39,7 @@ use distributed::rendezvous::elastic::Members;
 use elastic::Part;
 use engine::Engine;
 use engine::open::{Device, Opened, Precision};
+use engine::ops::MuonAdditions;
 use engine::plan::Plan;
 use engine::trace::BitFlip;
 use interchange::ModelSource;
@@ -617,6 +618,11 @@ fn optimizer(config: &Config) -> OptimizerSettings {
             momentum: flags.muon_momentum.unwrap_or(default.momentum),
             warmup: flags.muon_momentum_warmup.unwrap_or(default.warmup),
             coefficients: flags.muon_coefficients.unwrap_or_default(),
+            additions: MuonAdditions {
+                equilibrate: flags.muon_equilibrate.unwrap_or(false),
+                renormalize: flags.muon_renormalize.unwrap_or(false),
+                cautious_decay: flags.muon_cautious_decay.unwrap_or(false),
+            },
         }),
     }
 }

@@ -4,10 +4,14 @@ use super::{Case, UNIT, accumulated, case, exact, f32, input, output, workload};
 use crate::selftest::case::{Init, Operand, Work};
 use crate::selftest::compare::Tolerance;
 use engine::Workload;
-use engine::ops::{AdamW, AdamWUpdate, Master, MuonApply, MuonCoefficients, MuonMomentum, Orthogonalize, UpdateRange};
+use engine::ops::{
+    AdamW, AdamWUpdate, Master, MuonAdditions, MuonApply, MuonCoefficients, MuonMomentum, Orthogonalize, UpdateRange,
+};
 use engine::tensor::{DType, Tensor};
-use gpu::muon::PARTIALS;
 use model::{MasterWeights, Moments};
+
+/// All additions to Muon.
+const ALL: MuonAdditions = MuonAdditions { equilibrate: true, renormalize: true, cautious_decay: true };
 
 /// Returns every operation at small and odd sizes.
 pub(super) fn edge_cases() -> Vec<Case> {
@@ -15,10 +19,14 @@ pub(super) fn edge_cases() -> Vec<Case> {
     // Matrices need not divide into vectors.
     cases.extend([8, 1001, 12_344].into_iter().flat_map(muon_forms));
     // More than one tile of 128 x 128 or 128 x 192.
-    cases.extend([(136, 456), (520, 200)].map(|(r, c)| orthogonalize(2, r, c, MuonCoefficients::PolarExpress)));
+    let kind = MuonCoefficients::PolarExpress;
+    for (rows, cols) in [(136, 456), (520, 200)] {
+        cases.extend([MuonAdditions::default(), ALL].map(|additions| orthogonalize(2, rows, cols, kind, additions)));
+    }
     for (rows, cols) in [(8, 40), (96, 24), (16, 72)] {
         let kinds = [MuonCoefficients::PolarExpress, MuonCoefficients::Classic];
-        cases.extend(kinds.map(|kind| orthogonalize(3, rows, cols, kind)));
+        cases.extend(kinds.map(|kind| orthogonalize(3, rows, cols, kind, MuonAdditions::default())));
+        cases.push(orthogonalize(3, rows, cols, kind, ALL));
     }
     cases
 }
@@ -27,7 +35,10 @@ pub(super) fn edge_cases() -> Vec<Case> {
 pub(super) fn model_cases() -> Vec<Case> {
     let mut cases: Vec<Case> = [1 << 20, 7_087_872].into_iter().flat_map(adamw_forms).collect();
     cases.extend(muon_forms(1 << 20));
-    cases.extend([(768, 3072), (3072, 768)].map(|(r, c)| orthogonalize(4, r, c, MuonCoefficients::PolarExpress)));
+    for (rows, cols) in [(768, 3072), (3072, 768)] {
+        let of = |additions| orthogonalize(4, rows, cols, MuonCoefficients::PolarExpress, additions);
+        cases.extend([MuonAdditions::default(), ALL].map(of));
+    }
     cases
 }
 
@@ -211,6 +222,8 @@ fn muon_apply(n: usize, master_weights: MasterWeights) -> Case {
                 learning_rate,
                 scale,
                 weight_decay,
+                // Odd numbers of weights.
+                cautious_decay: n % 2 == 1,
                 seed,
             })?;
         }
@@ -220,7 +233,13 @@ fn muon_apply(n: usize, master_weights: MasterWeights) -> Case {
 
 /// Returns an orthogonalization of `count` random matrices as a batch. Matrices that are far from square have no small singular
 /// values.
-fn orthogonalize(count: usize, rows: usize, cols: usize, coefficients: MuonCoefficients) -> Case {
+fn orthogonalize(
+    count: usize,
+    rows: usize,
+    cols: usize,
+    coefficients: MuonCoefficients,
+    additions: MuonAdditions,
+) -> Case {
     let (n, side) = (rows * cols, rows.min(cols));
     let (batch, square) = (count * Orthogonalize::stride(n), count * Orthogonalize::stride(side * side));
     let operands = vec![
@@ -231,15 +250,16 @@ fn orthogonalize(count: usize, rows: usize, cols: usize, coefficients: MuonCoeff
         input("next", batch, Init::Poison),
         input("gram", square, Init::Poison),
         input("polynomial", square, Init::Poison),
-        f32(input("partials", count * PARTIALS as usize, Init::Poison)),
+        f32(input("partials", count * Orthogonalize::partials(rows), Init::Poison)),
     ];
     let work = Work { floats: 0, bytes: 0, flops: count * Orthogonalize::flops(rows, cols) };
-    let name = format!("{count} of {rows}x{cols} {coefficients:?}");
+    let added = if additions == MuonAdditions::default() { "" } else { " with additions" };
+    let name = format!("{count} of {rows}x{cols} {coefficients:?}{added}");
     case("orthogonalize", name, workload(1, 1, 8, 1, 128, n), operands, work, move |e, x| {
         let [all, results, out, next, gram, polynomial, partials] = [x[0], x[1], x[2], x[3], x[4], x[5], x[6]];
         let matrices: Vec<Tensor> = (0..count).map(|i| all.part(i, count)).collect();
         let matrices = &matrices;
-        let op = Orthogonalize { matrices, out, next, gram, polynomial, partials, rows, cols, coefficients };
+        let op = Orthogonalize { matrices, out, next, gram, polynomial, partials, rows, cols, coefficients, additions };
         e.run(op)?;
         (0..count).try_for_each(|i| e.copy(results.part(i, count), op.result(i)))
     })
