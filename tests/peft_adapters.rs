@@ -59,7 +59,7 @@ fn assert_logits(name: &str, model: &Decoder, engine: &mut Cpu, reference: &[u8]
     assert_close(&format!("logits of {name}"), &found, &floats(reference, "logits"));
 }
 
-/// Returns a directory of PEFT whose tensors are the gradients of a reference, to read them as they are in memory.
+/// Writes the gradients of a reference as the adapters of a PEFT directory, so that [`AdapterFile::read`] converts them to our layout.
 fn gradients_of(name: &str, reference: &[u8]) -> tempfile::TempDir {
     let directory = tempfile::tempdir().unwrap();
     fs::copy(folder(name).join("adapter_config.json"), directory.path().join("adapter_config.json")).unwrap();

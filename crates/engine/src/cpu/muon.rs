@@ -92,28 +92,17 @@ fn scale_into(to: &mut [f32], scale: f32, from: &[f32]) {
 }
 
 pub(super) fn apply(arena: &mut Arena, op: MuonApply) -> Result<()> {
-    let MuonApply {
-        params,
-        master,
-        update,
-        stats,
-        grad_factor,
-        learning_rate,
-        scale,
-        weight_decay,
-        cautious_decay,
-        seed: _,
-    } = op;
+    let MuonApply { params, master, update, stats, learning_rate, scale, .. } = op;
     ensure!(master == Master::None, "muon: the CPU engine's parameters are f32 and take no master weights");
     let n = params.len;
     let operands = [("params", params, n), ("update", update, n), ("stats", stats, 2)];
     let [params, update, stats] = arena.split("muon_apply", operands)?;
-    if gradient_scale(stats, grad_factor, f32::INFINITY).is_none() {
+    if gradient_scale(stats, op.grad_factor, f32::INFINITY).is_none() {
         return Ok(());
     }
     params.par_chunks_mut(CHUNK).zip(update.par_chunks(CHUNK)).for_each(|(params, update)| {
         for (param, update) in params.iter_mut().zip(update) {
-            let decay = if cautious_decay && update * *param < 0.0 { 0.0 } else { weight_decay };
+            let decay = if op.cautious_decay && update * *param < 0.0 { 0.0 } else { op.weight_decay };
             *param -= learning_rate * (scale * update + decay * *param);
         }
     });

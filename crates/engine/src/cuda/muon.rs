@@ -53,19 +53,8 @@ pub(super) fn apply<T: Float>(cuda: &mut Cuda<T>, op: MuonApply) -> Result<()> {
 
 /// Launches the kernel for master weights `W`.
 fn launch_apply<T: Float, W: StorageType + gpu::weights::Master>(cuda: &mut Cuda<T>, op: MuonApply) -> Result<()> {
-    let MuonApply {
-        params,
-        master,
-        update,
-        stats,
-        grad_factor,
-        learning_rate,
-        scale,
-        weight_decay,
-        cautious_decay,
-        seed,
-    } = op;
-    let cautious_decay = cautious_decay.into();
+    let MuonApply { params, master, update, stats, grad_factor, learning_rate, scale, weight_decay, seed, .. } = op;
+    let cautious_decay = op.cautious_decay.into();
     let n = params.len;
     let launch = muon::muon_apply::<T, W>(
         cuda.output("params", params, n)?,

@@ -217,7 +217,7 @@ pub struct Orthogonalize<'a> {
     pub cols: usize,
     /// Coefficients of the steps.
     pub coefficients: MuonCoefficients,
-    /// What is done before and after the steps.
+    /// Additions before and after the steps.
     pub additions: MuonAdditions,
 }
 
