@@ -11,7 +11,9 @@ mod decode;
 mod fp8;
 mod norm;
 mod outputs;
+mod stream;
 mod update;
+mod value_embedding;
 
 pub use decode::{
     CacheFill, CacheRead, DecodeAttention, DecodeEmbed, DecodeMatmul, SampleTokens, Slot, SlotSampling, decode_splits,
@@ -19,10 +21,12 @@ pub use decode::{
 pub(crate) use fp8::largest_rounded;
 pub use fp8::{Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Scale, Fp8Scales, Quantize, Scaling};
 pub use norm::{NormBackward, NormForward};
+pub use stream::{Mix, MixBackward, Smear, SmearBackward};
 pub use update::{
     AdamW, AdamWUpdate, Master, MuonAdditions, MuonApply, MuonCoefficients, MuonMomentum, Orthogonalize, SMALLEST_NORM,
     UpdateRange,
 };
+pub use value_embedding::{GateInputBackward, RowTokens, ValueEmbed, ValueEmbedBackward, ValueGate};
 
 use crate::Result;
 use crate::batch::BatchLayout;
@@ -68,6 +72,13 @@ operations!(
     Activate,
     ActivateBackward,
     ScaleBlocks,
+    Mix,
+    MixBackward,
+    Smear,
+    SmearBackward,
+    ValueEmbed,
+    ValueEmbedBackward,
+    GateInputBackward,
     AttentionForward,
     AttentionBackward,
     Classifier,

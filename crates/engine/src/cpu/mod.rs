@@ -20,8 +20,10 @@ mod norm;
 mod quantize;
 mod rotary;
 mod scale_blocks;
+mod stream;
 #[cfg(test)]
 mod tests;
+mod value_embedding;
 
 use crate::ops::AttentionShape;
 use crate::plan::{Group, Plan};
@@ -96,6 +98,13 @@ impl Cpu {
             Operation::Activate(op) => activation::activate(arena, op),
             Operation::ActivateBackward(op) => activation::activate_backward(arena, op),
             Operation::ScaleBlocks(op) => scale_blocks::scale_blocks(arena, op),
+            Operation::Mix(op) => stream::mix(arena, op),
+            Operation::MixBackward(op) => stream::mix_backward(arena, op),
+            Operation::Smear(op) => stream::smear(arena, op),
+            Operation::SmearBackward(op) => stream::smear_backward(arena, op),
+            Operation::ValueEmbed(op) => value_embedding::forward(arena, op),
+            Operation::ValueEmbedBackward(op) => value_embedding::backward(arena, op),
+            Operation::GateInputBackward(op) => value_embedding::input_backward(arena, op),
             Operation::AttentionForward(op) => {
                 let scratch = self.scratch(op.out.len)?;
                 attention::forward(&mut self.arena, scratch, &op)

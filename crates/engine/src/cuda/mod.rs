@@ -33,7 +33,9 @@ mod profile;
 mod quantize;
 mod rotary;
 mod scale_blocks;
+mod stream;
 mod tensor_maps;
+mod value_embedding;
 mod wgmma;
 
 pub use cuda_std::launch::HAS_EMULATOR;
@@ -316,6 +318,13 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::Activate(op) => activation::activate(self, op),
             Operation::ActivateBackward(op) => activation::activate_backward(self, op),
             Operation::ScaleBlocks(op) => scale_blocks::scale_blocks(self, op),
+            Operation::Mix(op) => stream::mix(self, op),
+            Operation::MixBackward(op) => stream::mix_backward(self, op),
+            Operation::Smear(op) => stream::smear(self, op),
+            Operation::SmearBackward(op) => stream::smear_backward(self, op),
+            Operation::ValueEmbed(op) => value_embedding::forward(self, op),
+            Operation::ValueEmbedBackward(op) => value_embedding::backward(self, op),
+            Operation::GateInputBackward(op) => value_embedding::input_backward(self, op),
             Operation::AttentionForward(op) => attention::forward(self, &op),
             Operation::AttentionBackward(op) => attention::backward(self, &op),
             Operation::Classifier(op) => classifier::classifier(self, op),

@@ -36,6 +36,25 @@ impl Operation<'_> {
             Self::Activate(op) => vec![some("out", op.out)],
             Self::ActivateBackward(op) => vec![some("dinp", op.dinp)],
             Self::ScaleBlocks(op) => vec![some("values", op.values)],
+            Self::Mix(op) => vec![some("out", op.out)],
+            Self::MixBackward(op) => {
+                let dout = op.scale.map(|_| ("dout", op.dout));
+                vec![
+                    dout,
+                    some("dadded", op.dadded),
+                    named("dscale", op.dscale),
+                    named("dadded_scale", op.dadded_scale),
+                ]
+            }
+            Self::Smear(op) => vec![some("out", op.out), some("gates", op.gates)],
+            Self::SmearBackward(op) => {
+                vec![some("dinp", op.dinp), named("dweight", op.dweight), named("dscale", op.dscale)]
+            }
+            Self::ValueEmbed(op) => vec![some("qkv", op.qkv)],
+            Self::ValueEmbedBackward(op) => {
+                vec![some("drows", op.drows), some("dgates", op.dgates), named("dweight", op.dweight)]
+            }
+            Self::GateInputBackward(op) => vec![some("dinp", op.dinp)],
             Self::AttentionForward(op) => {
                 let outputs = [some("out", op.out), some("lse", op.lse)];
                 outputs.into_iter().chain(op.quantized.iter().flat_map(quantize)).collect()
