@@ -8,6 +8,7 @@ mod gradient_accumulation;
 mod guards;
 mod hellaswag;
 mod llmc_checkpoints;
+mod nanochat;
 mod parity;
 mod peft_adapters;
 mod resume_emulated;

@@ -36,14 +36,14 @@ pub enum Order {
 }
 
 /// Tensors of all layers that follow each other in a file.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Slot {
     /// The tensor, or `None` for zeros that no tensor of the model has.
     pub param: Option<Param>,
     /// Elements of one layer.
     pub elements: usize,
-    /// Number of layers.
-    pub layers: usize,
+    /// The layers, or 0 if the tensor does not belong to layers.
+    pub layers: Vec<usize>,
 }
 
 impl FileShape {
@@ -55,7 +55,7 @@ impl FileShape {
     /// Returns the tensors of the file in order.
     pub fn slots(&self) -> Vec<Slot> {
         let d = &self.descriptor;
-        let layers = |param: Param| if param.layered() { d.layers } else { 1 };
+        let layers = |param: Param| param.layers(d).collect();
         let slot = |param| Slot { param: Some(param), elements: self.tensor_elements(param), layers: layers(param) };
         match self.order {
             Order::Params => d.params().map(slot).collect(),
@@ -86,7 +86,7 @@ impl FileShape {
             let n = elements as u128;
             let part = n.div_ceil(share.ranks as u128);
             let own = n.min((share.rank as u128 + 1) * part) - n.min(share.rank as u128 * part);
-            own * layers as u128
+            own * layers.len() as u128
         };
         self.slots().into_iter().map(elements).sum()
     }
@@ -95,20 +95,21 @@ impl FileShape {
     /// vocabulary.
     pub(crate) fn place(&self, param: Param, layer: usize) -> (u64, usize) {
         let before = self.slots().into_iter().take_while(|slot| slot.param != Some(param));
-        let before: u64 = before.map(|slot| (slot.layers * slot.elements) as u64).sum();
-        let len = self.tensor_elements(param);
-        (before + (layer * len) as u64, self.used(param))
+        let before: u64 = before.map(|slot| (slot.layers.len() * slot.elements) as u64).sum();
+        let layers = param.layers(&self.descriptor).take_while(|&before| before < layer).count();
+        (before + (layers * self.tensor_elements(param)) as u64, self.used(param))
     }
 
     /// Returns the number of elements of a tensor of one layer in the file.
     fn tensor_elements(&self, param: Param) -> usize {
-        if param.has_vocab_rows() { self.padded_vocab * self.descriptor.channels } else { param.len(&self.descriptor) }
+        let (rows, columns) = param.shape(&self.descriptor);
+        if param.has_vocab_rows() { self.padded_vocab * columns } else { rows * columns }
     }
 
     /// Returns the number of elements of a tensor of one layer without padding of the vocabulary.
     fn used(&self, param: Param) -> usize {
-        let Descriptor { vocab, channels, .. } = self.descriptor;
-        if param.has_vocab_rows() { vocab * channels } else { param.len(&self.descriptor) }
+        let (rows, columns) = param.shape(&self.descriptor);
+        if param.has_vocab_rows() { self.descriptor.vocab * columns } else { rows * columns }
     }
 }
 
@@ -134,8 +135,8 @@ pub fn read<R: Read + Seek>(
     let total = shape.elements() as u64 * dtype.bytes() as u64;
     let progress = progress::start("loading tensors", Unit::Bytes, total);
     let mut bytes = Vec::new();
-    let tensors = shape.slots().into_iter().flat_map(|slot| (0..slot.layers).map(move |layer| (slot, layer)));
-    for (Slot { param, elements: len, .. }, layer) in tensors {
+    let of_slot = |Slot { param, elements, layers }| layers.into_iter().map(move |layer| (param, elements, layer));
+    for (param, len, layer) in shape.slots().into_iter().flat_map(of_slot) {
         let used = param.map_or(0, |param| shape.used(param));
         let mut non_finite = NonFinite::default();
         let held = |param| {

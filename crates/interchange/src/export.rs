@@ -154,9 +154,9 @@ fn llmc_llama(source: &ModelSource, out: &Path, dtype: DType) -> Result<()> {
     let shape = FileShape { descriptor, padded_vocab: descriptor.vocab, order: Order::LlmCLlama };
     atomic_file::write(out, |file| {
         model_file::llama::write_header(file, &descriptor, dtype)?;
-        let tensors = shape.slots().into_iter().flat_map(|slot| (0..slot.layers).map(move |layer| (slot, layer)));
+        let of_slot = |Slot { param, elements, layers }| layers.into_iter().map(move |layer| (param, elements, layer));
         let progress = exporting(shape.elements() as u64 * dtype.bytes() as u64);
-        for (Slot { param, elements, .. }, layer) in tensors {
+        for (param, elements, layer) in shape.slots().into_iter().flat_map(of_slot) {
             progress.add((elements * dtype.bytes()) as u64);
             match param {
                 None => file.write_all(&vec![0; elements * dtype.bytes()])?,

@@ -391,7 +391,7 @@ impl ModelSource {
         let read = |param: Param, layer| {
             let mut bytes = self.read(param, layer, dtype)?;
             if param.has_vocab_rows() {
-                add_mean_rows(&mut bytes, stored.channels, new_rows, dtype);
+                add_mean_rows(&mut bytes, param.shape(&stored).1, new_rows, dtype);
             }
             Ok((Element::from(dtype), bytes))
         };

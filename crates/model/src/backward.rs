@@ -8,7 +8,7 @@
 //! for all layers and are recomputed by the operation that computed them, so that gradients keep their bits.
 
 use super::decoder::{BackwardPass, Decoder, NormBuffers, SubLayer};
-use super::descriptor;
+use super::descriptor::{Addition, Normalization};
 use super::nvtx::Range;
 use super::params::{Param, Unit};
 use super::recompute::Recompute;
@@ -31,7 +31,10 @@ impl Decoder {
         let encoded = self.encoded.slice(0, rows * c);
         let embedding_norm = self.embedding_norm.map(|norm| norm.rows(rows, c));
         let embedded = embedding_norm.map_or(encoded, |norm| norm.out);
-        let layer_norm = d.norm == descriptor::Normalization::LayerNorm && d.has(Param::Attprojb);
+        let first = self.stream.first(embedded);
+        // Between layers, the residual stream is scaled, or another gradient is added.
+        let is_plain = !d.adds(Addition::ResidualScales) && !d.adds(Addition::Backout);
+        let layer_norm = d.norm == Normalization::LayerNorm && d.has(Param::Attprojb) && is_plain;
         let pass = BackwardPass {
             model: self,
             layout,
@@ -41,14 +44,20 @@ impl Decoder {
             dresidual: training.dresidual.slice(0, rows * c),
             dchannels: training.dchannels.slice(0, rows * c),
             dattention: training.dchannels.slice(0, rows * d.attention_channels()),
+            dvalues: training.dchannels.slice(0, rows * d.kv_heads * d.head_size),
             dwide: training.dwide,
+            stream: training.stream,
         };
         // The sub-layer before each, and its output.
         let before = |l: usize, i: usize| match i {
             0 => l.checked_sub(1).and_then(|below| layers[below].last()),
             _ => Some(&layers[l][i - 1]),
         };
-        let output = |sublayer: Option<&Arc<dyn SubLayer>>| sublayer.map_or(embedded, |sublayer| sublayer.output());
+        let output = |sublayer: Option<&Arc<dyn SubLayer>>| sublayer.map_or(first, |sublayer| sublayer.output());
+        let input = |l: usize, i: usize| {
+            let residual = output(before(l, i));
+            if i == 0 { self.stream.layer_input(l, residual) } else { residual }
+        };
 
         let last = layers.len() - 1;
         hooks.gather_parameters(engine, last, last.checked_sub(1))?;
@@ -56,28 +65,31 @@ impl Decoder {
         engine.zero(pass.dresidual)?;
         pass.zero_discarded(engine)?;
         let top = layers[last].last();
-        pass.norm(engine, &self.final_norm.rows(rows, c), output(top), top)?;
+        pass.norm(engine, &self.final_norm.rows(rows, c), self.stream.final_input(output(top)), top)?;
+        pass.begin_stream(engine)?;
         for (l, layer) in layers.iter().enumerate().rev() {
             let _range = Range::new(format_args!("layer {l}"));
             let below = l.checked_sub(1);
             self.quantize_gathered_weights(engine, l)?;
+            pass.leave_layer(engine, l, output(layer.last()))?;
+            let residual = output(before(l, 0));
             if training.recompute == Recompute::Layers {
-                self.recompute_layer(engine, layer, layout, output(before(l, 0)))?;
+                self.recompute_layer(engine, (l, layer), layout, [residual, first])?;
             }
             for (i, sublayer) in layer.iter().enumerate().rev() {
-                let previous = before(l, i);
-                sublayer.backward(engine, &pass, output(previous))?;
+                sublayer.backward(engine, &pass, input(l, i))?;
                 if let (0, Some(below)) = (i, below) {
                     hooks.begin_gradients(engine, below)?;
                 }
-                pass.norm(engine, &sublayer.norm(), output(previous), previous)?;
+                pass.norm(engine, &sublayer.norm(), input(l, i), before(l, i))?;
             }
+            pass.enter_layer(engine, l, [residual, first])?;
             hooks.gradients_ready(engine, Unit::Layer(l))?;
             if let Some(below) = below {
                 hooks.gather_parameters(engine, below, below.checked_sub(1))?;
             }
         }
-        pass.embedding(engine, embedding_norm, encoded)?;
+        pass.embedding(engine, embedding_norm, [encoded, embedded])?;
         hooks.gradients_ready(engine, Unit::Embeddings)
     }
 }
@@ -138,15 +150,21 @@ impl BackwardPass<'_> {
         engine.run(NormBackward { dinp, dweight, dbias, column_sums, dout, inp, weight, mean, rstd, c })
     }
 
-    /// Computes the gradients of the embeddings, and of their norm if there is one.
-    fn embedding(&self, engine: &mut dyn Engine, norm: Option<NormBuffers>, encoded: Tensor) -> Result<()> {
+    /// Computes the gradients of the embeddings, of their smear and of their norm, if the model has these. `embedded` are the embeddings after
+    /// their norm.
+    fn embedding(
+        &self,
+        engine: &mut dyn Engine,
+        norm: Option<NormBuffers>,
+        [encoded, embedded]: [Tensor; 2],
+    ) -> Result<()> {
         let [dwte, dwpe] = [Param::Wte, Param::Wpe].map(|param| self.model.gradient(self.grads, param, 0));
         let Some(dwte) = dwte else { return Ok(()) };
-        let mut dout = self.dresidual;
+        let [mut dout, free] = self.finish_stream(engine, embedded)?;
         if let Some(norm) = norm {
-            engine.zero(self.dchannels)?;
-            self.norm_gradient(engine, &norm, encoded, [self.dchannels, dout], None)?;
-            dout = self.dchannels;
+            engine.zero(free)?;
+            self.norm_gradient(engine, &norm, encoded, [free, dout], None)?;
+            dout = free;
         }
         let (layout, c) = (self.layout, self.model.descriptor.channels);
         engine.run(EncoderBackward { dwte, dwpe, dout, batch: self.model.batch, layout, c })

@@ -10,6 +10,7 @@ use super::muon_buffers::MuonBuffers;
 use super::params::{Param, Params};
 use super::recompute::Recompute;
 use super::sharding::{LayerHooks, Store, Zero};
+use super::stream::{StreamBuffers, StreamGradients};
 use anyhow::Context;
 use engine::ops::Master;
 use engine::tensor::Tensor;
@@ -46,6 +47,8 @@ pub struct Decoder {
     pub(super) encoded: Tensor,
     /// The norm of the token embeddings
     pub(super) embedding_norm: Option<NormBuffers>,
+    /// The residual stream between layers
+    pub(super) stream: StreamBuffers,
     pub(super) layers: Vec<Layer>,
     pub(super) final_norm: NormBuffers,
 }
@@ -85,6 +88,7 @@ pub struct Training {
     pub(super) dchannels: Tensor,
     /// (B, T, the larger of qkv and fc)
     pub(super) dwide: Tensor,
+    pub(super) stream: StreamGradients,
     pub(super) recompute: Recompute,
     /// Set if the model was planned for Muon.
     pub(super) muon: Option<MuonBuffers>,
@@ -167,7 +171,10 @@ pub(super) struct BackwardPass<'a> {
     pub(super) dchannels: Tensor,
     /// (rows, NH·HS), in the memory of `dchannels`
     pub(super) dattention: Tensor,
+    /// (rows, KV·HS), in the memory of `dchannels`
+    pub(super) dvalues: Tensor,
     pub(super) dwide: Tensor,
+    pub(super) stream: StreamGradients,
 }
 
 /// Values that the sub-layers share when each of the sequences in B slots gets one token.

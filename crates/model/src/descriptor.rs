@@ -1,12 +1,14 @@
 //! The shape of a model, and the names of known shapes.
 
 mod adapters;
+mod additions;
 mod overrides;
 mod presets;
 mod rotary;
 mod windows;
 
 pub use adapters::{AdapterBase, AdapterTarget, AdapterTargets, Adapters};
+pub use additions::{Addition, Additions};
 pub use overrides::Overrides;
 pub use rotary::{Llama3Scaling, Rotary, RotaryScaling, YarnScaling};
 pub use windows::{WindowPattern, Windows};
@@ -57,6 +59,9 @@ pub struct Descriptor {
     /// Layers in which a token attends only to the tokens before it that are near.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub windows: Option<Windows>,
+    /// Additions of nanochat.
+    #[serde(default, skip_serializing_if = "Additions::is_empty")]
+    pub additions: Additions,
     /// Low-rank adapters. The parameters of the descriptor are those of the adapters then, and the model is [`base`](Self::base).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adapters: Option<Adapters>,
@@ -119,8 +124,11 @@ pub enum Init {
     /// Standard deviation 0.02, as in transformers' Llama and Qwen.
     Normal,
     /// Standard deviation C^-1/2; projections onto the residual stream are 0, token embeddings have 0.8 and the head 0.001, as in
-    /// nanochat.
+    /// nanochat of January 2026.
     DepthScaled,
+    /// As in nanochat at 92d63d4: token embeddings have 0.8 and the head 0.001; other matrices are uniformly distributed with the standard
+    /// deviation C^-1/2, 0.4 times that for the first layer of the MLP; projections onto the residual stream are 0.
+    Nanochat,
 }
 
 /// Size of the vocabulary of the GPT-2 encoding.
@@ -133,7 +141,7 @@ pub enum DescriptorError {
     #[error(
         "unknown model '{0}': expected gpt2, gpt2-medium, gpt2-large, gpt2-xl, dN (d6, d12, d24, d36, d48, d60, d72, d84), \
          gpt3:cN (c384, c768, c1024, c1536, c2048, c2560, c4096, c12288), llama3:N (1b, 3b, 8b), qwen2.5:N (0.5b, 1.5b), \
-         qwen3:N (0.6b, 1.7b) or modern:dN (d2 to d64)"
+         qwen3:N (0.6b, 1.7b), modern:dN (d2 to d64) or nanochat:dN (d2 to d64)"
     )]
     Unknown(String),
     /// The number of channels is not a multiple of the number of heads.
@@ -180,6 +188,11 @@ pub enum DescriptorError {
         /// Value found.
         found: usize,
     },
+    /// Value embeddings read the output of an RMSNorm.
+    #[error(
+        "value embeddings: expected a model with RMSNorm, found LayerNorm; leave them out, or choose another model"
+    )]
+    ValueEmbeddingsWithLayerNorm,
     /// A window has no layer.
     #[error("window pattern: expected a layer with a window (S), found none; leave the window out")]
     NoWindow,
@@ -242,6 +255,7 @@ impl Descriptor {
             softcap: None,
             init: Init::Gpt2,
             windows: None,
+            additions: Additions::NONE,
             adapters: None,
         }
         .checked()
@@ -284,6 +298,9 @@ impl Descriptor {
         if let Some(windows) = self.windows {
             windows.check(layers)?;
         }
+        if self.adds(Addition::ValueEmbeddings) && self.norm == Normalization::LayerNorm {
+            return Err(DescriptorError::ValueEmbeddingsWithLayerNorm);
+        }
         if let Some(adapters) = self.adapters {
             adapters.check(self.smallest_target().unwrap_or(0))?;
         }
@@ -309,10 +326,12 @@ impl Descriptor {
         let inputs = wide(self.activation.inputs() + 1).checked_mul(wide(self.mlp_channels))?;
         let layer = packed.checked_add(attention)?.checked_add(inputs)?.checked_mul(wide(self.channels))?;
         let positions = if self.positions == Positions::Learned { wide(self.max_seq_len) } else { 0 };
-        let heads = if self.tied { 1 } else { 2 };
-        let embeddings =
-            (heads * wide(self.vocab.next_multiple_of(128)) + positions).checked_mul(wide(self.channels))?;
-        layer.checked_mul(wide(self.layers))?.checked_add(embeddings)
+        let (heads, rows) = (if self.tied { 1 } else { 2 }, wide(self.vocab.next_multiple_of(128)));
+        let embeddings = (heads * rows + positions).checked_mul(wide(self.channels))?;
+        let value_embeddings = if self.adds(Addition::ValueEmbeddings) { wide(self.layers.div_ceil(2)) } else { 0 };
+        let value_embeddings =
+            rows.checked_mul(wide(self.kv_heads) * wide(self.head_size))?.checked_mul(value_embeddings)?;
+        layer.checked_mul(wide(self.layers))?.checked_add(embeddings)?.checked_add(value_embeddings)
     }
 
     /// Returns the vocabulary size rounded up to a multiple of 128, the number of rows of wte and of columns of the logits.
@@ -399,7 +418,7 @@ impl Descriptor {
 
     /// Returns the number of parameters with the padded vocabulary (llm.c's N).
     pub fn parameters(&self) -> usize {
-        self.params().map(|param| param.len(self) * if param.layered() { self.layers } else { 1 }).sum()
+        self.params().map(|param| param.len(self) * param.layers(self).count()).sum()
     }
 
     /// Returns the window of a layer, if it hides a token of sequences of `t` tokens.
@@ -408,10 +427,12 @@ impl Descriptor {
     }
 
     /// Returns llm.c's estimate of the training FLOPs per token, 6N + 12 NH HS times the mean number of keys that a query attends to, in
-    /// all layers. Of T tokens that is T / 2, or W - W² / 2T with a window W. An embedding that is not the head is not counted, because
-    /// it takes no FLOPs. Frozen parameters take 4 instead of 6.
+    /// all layers. Of T tokens that is T / 2, or W - W² / 2T with a window W. Embeddings that are not the head are not counted, because
+    /// they take no FLOPs. Frozen parameters take 4 instead of 6.
     pub fn flops_per_token(&self, t: usize) -> usize {
         let lookup = if self.tied { 0 } else { Param::Wte.len(self) };
+        let values = Param::ValueTable;
+        let lookup = lookup + if values.is_in(self) { values.len(self) * values.layers(self).count() } else { 0 };
         let attention = 6 * self.attention_channels() * self.doubled_keys(t);
         match self.adapters {
             // Frozen weights have no gradient.
@@ -476,6 +497,9 @@ impl fmt::Display for Descriptor {
         }
         if let Some(Windows { size, pattern }) = self.windows {
             write!(f, ", windows of {size} tokens ({pattern})")?;
+        }
+        if !self.additions.is_empty() {
+            write!(f, ", with {}", self.additions)?;
         }
         write!(f, ", up to {max_seq_len} tokens, vocabulary {vocab}")
     }

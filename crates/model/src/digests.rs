@@ -69,8 +69,7 @@ impl Decoder {
     fn digest_of(&self, engine: &mut dyn Engine, store: Store, sharded: [bool; 2]) -> Result<[u64; 2]> {
         let mut sums = [0u64; 2];
         for (i, param) in Param::ALL.into_iter().enumerate().filter(|(_, param)| self.descriptor.has(*param)) {
-            let layers = if param.layered() { self.descriptor.layers } else { 1 };
-            for layer in 0..layers {
+            for layer in param.layers(&self.descriptor) {
                 let Some((range, tensor)) = store.held(param, layer) else { continue };
                 let position = (i + layer * LAYER) as u64 * TENSOR + range.start as u64;
                 let digest = engine.digest(tensor, position)?;

@@ -49,11 +49,13 @@ impl Decoder {
         let layers = self.layers(rows, past);
         let after = |layer: usize| (layer + 1 < layers.len()).then_some(layer + 1);
 
-        let mut residual = self.embed(engine, past, layout)?;
+        let first = self.embed(engine, past, layout)?;
+        let (mut residual, mut middle) = (first, first);
         let pass = ForwardPass { model: self, layout, past };
         hooks.gather_parameters(engine, 0, after(0))?;
         for (l, layer) in layers.iter().enumerate() {
             let _range = Range::new(format_args!("layer {l}"));
+            residual = self.enter_layer(engine, l, [residual, first])?;
             for (i, sublayer) in layer.iter().enumerate() {
                 self.norm(engine, &sublayer.norm(), residual)?;
                 if i == 0 {
@@ -63,22 +65,40 @@ impl Decoder {
                 sublayer.forward(engine, &pass, hooks, residual)?;
                 residual = sublayer.output();
             }
+            self.leave_layer(engine, l, residual)?;
+            if self.descriptor.backout_layer() == Some(l) {
+                middle = residual;
+            }
             if let Some(next) = after(l) {
                 hooks.gather_parameters(engine, next, None)?;
             }
         }
+        let residual = self.leave_layers(engine, residual, middle)?;
         self.norm(engine, &self.final_norm.rows(rows, self.descriptor.channels), residual)
     }
 
     /// Embeds the tokens and returns the residual stream of the first layer.
     fn embed(&self, engine: &mut dyn Engine, past: usize, layout: BatchLayout) -> Result<Tensor> {
+        let embedded = self.embed_tokens(engine, past, layout)?;
+        let before = self.stream.before().filter(|_| past > 0);
+        let before = before.map(|before| before.slice(0, layout.b * self.descriptor.channels));
+        self.smear(engine, layout, embedded, before)
+    }
+
+    /// Embeds the tokens of the batch, which follow `past` ones, with their norm if there is one.
+    pub(super) fn embed_tokens(&self, engine: &mut dyn Engine, past: usize, layout: BatchLayout) -> Result<Tensor> {
         let (rows, c) = (layout.b * layout.t, self.descriptor.channels);
         let (wte, wpe) = (self.param(Param::Wte, 0), self.optional(Param::Wpe, 0));
         let wpe = wpe.map(|wpe| wpe.slice(past * c, wpe.len - past * c));
         let encoded = self.encoded.slice(0, rows * c);
         engine.run(EncoderForward { out: encoded, batch: self.batch, layout, wte, wpe, c })?;
+        self.norm_embeddings(engine, encoded)
+    }
+
+    /// Normalizes the embeddings of tokens (rows, C), if the model does that.
+    pub(super) fn norm_embeddings(&self, engine: &mut dyn Engine, encoded: Tensor) -> Result<Tensor> {
         let Some(norm) = self.embedding_norm else { return Ok(encoded) };
-        let norm = norm.rows(rows, c);
+        let norm = norm.rows(encoded.len / self.descriptor.channels, self.descriptor.channels);
         self.norm(engine, &norm, encoded)?;
         Ok(norm.out)
     }
@@ -104,14 +124,16 @@ impl Decoder {
         MatmulShape { rows: inp.len / c, c, oc }
     }
 
-    /// Recomputes the activations of a layer from its input `residual`, except its output. The losses of FP8 have been counted.
+    /// Recomputes the activations of a layer, except its output, from the residual stream before it and the first one. The losses of FP8
+    /// have been counted.
     pub(super) fn recompute_layer(
         &self,
         engine: &mut dyn Engine,
-        layer: &Layer,
+        (l, layer): (usize, &Layer),
         layout: BatchLayout,
-        mut residual: Tensor,
+        [residual, first]: [Tensor; 2],
     ) -> Result<()> {
+        let mut residual = self.enter_layer(engine, l, [residual, first])?;
         let model = Self { fp8: self.fp8.map(Fp8::uncounted), ..self.clone() };
         let pass = ForwardPass { model: &model, layout, past: 0 };
         for (i, sublayer) in layer.iter().enumerate() {

@@ -218,7 +218,9 @@ impl Generator {
             "generation: expected fewer cached tokens than the {} of the prompt, found {past}",
             prompt.len()
         );
+        self.set_text_before(engine, slot, &prompt[..past])?;
         self.prefill(engine, slot, past, &prompt[past..prompt.len() - 1])?;
+        self.set_text_before(engine, slot, &prompt[..prompt.len() - 1])?;
         self.set_slot(engine, slot, prompt, seed, sampling)
     }
 
@@ -275,7 +277,9 @@ impl Generator {
         layout.sort(&mut words);
         engine.load_batch(self.decoder.batch.slice(0, layout.words()), layout, words)?;
         let mut fill = Fill { generator: self, slot, past, tokens: tokens.len() };
-        self.decoder.forward_after(engine, past, layout, &mut fill)
+        let stream = self.decoder.stream.after_sequence(slot, self.decoder.descriptor.channels);
+        let model = Decoder { stream, ..self.decoder.clone() };
+        model.forward_after(engine, past, layout, &mut fill)
     }
 
     fn set_slot(
@@ -373,11 +377,17 @@ impl Generator {
     fn decode(&self, engine: &mut dyn Engine) -> Result<()> {
         let (model, rows) = (&self.decoder, self.cache.slot_count);
         let pass = DecodePass { model, rows, cache: self.cache };
-        let mut residual = self.embed(engine)?;
-        for sublayer in model.layers(rows, 0).iter().flatten() {
-            sublayer.decode(engine, &pass, residual)?;
-            residual = sublayer.output();
+        let first = self.embed(engine)?;
+        let mut residual = first;
+        for (l, layer) in model.layers(rows, 0).iter().enumerate() {
+            residual = model.enter_layer(engine, l, [residual, first])?;
+            for sublayer in layer {
+                sublayer.decode(engine, &pass, residual)?;
+                residual = sublayer.output();
+            }
+            model.leave_layer(engine, l, residual)?;
         }
+        let residual = model.leave_layers(engine, residual, residual)?;
         self.sample(engine, residual)
     }
 
@@ -387,10 +397,27 @@ impl Generator {
         let (wte, wpe) = (model.param(Param::Wte, 0), model.optional(Param::Wpe, 0));
         let out = model.encoded.slice(0, rows * c);
         engine.run(DecodeEmbed { out, slots: self.cache.slots, wte, wpe, c })?;
-        let Some(norm) = model.embedding_norm else { return Ok(out) };
-        let norm = norm.rows(rows, c);
-        model.norm(engine, &norm, out)?;
-        Ok(norm.out)
+        let embedded = model.norm_embeddings(engine, out)?;
+        let Some(before) = model.stream.before() else { return Ok(embedded) };
+        let before = before.slice(0, rows * c);
+        let first = model.smear(engine, BatchLayout::new(rows, 1), embedded, Some(before))?;
+        engine.copy(before, embedded)?;
+        Ok(first)
+    }
+
+    /// Sets the embedding that is added to that of the token after `text` in a slot, if the model does that: the one of the last token, or 0.
+    fn set_text_before(&self, engine: &mut dyn Engine, slot: usize, text: &[u32]) -> Result<()> {
+        let (model, c) = (&self.decoder, self.decoder.descriptor.channels);
+        let Some(before) = model.stream.before().map(|before| before.slice(slot * c, c)) else { return Ok(()) };
+        let Some((&token, earlier)) = text.split_last() else { return engine.zero(before) };
+        let layout = BatchLayout::new(1, 1);
+        let mut words = engine.host_buffer(layout.words())?;
+        words.fill(0);
+        words[0] = token as i32;
+        layout.sort(&mut words);
+        engine.load_batch(model.batch.slice(0, layout.words()), layout, words)?;
+        let embedded = model.embed_tokens(engine, earlier.len(), layout)?;
+        engine.copy(before, embedded)
     }
 
     /// Computes the logits and chooses the next tokens.

@@ -15,17 +15,20 @@ pub const SEED: u32 = 42;
 /// Standard deviation of the weights of [`Init::Gpt2`] and [`Init::Normal`], before residual projections are scaled down.
 const STD: f32 = 0.02;
 
-/// Standard deviations of [`Init::DepthScaled`] (nanochat).
+/// Standard deviations of [`Init::DepthScaled`] and [`Init::Nanochat`].
 const WTE_STD: f32 = 0.8;
 const HEAD_STD: f32 = 0.001;
 /// Factor of the MLP's first layer.
 const FC_FACTOR: f32 = 0.4;
+/// Bound of the weights of gates, which are not negative.
+const LARGEST_GATE: f32 = 0.02;
 
 /// Generates the initial values of every parameter and passes them to `write`, one tensor of one layer at a time. `values` holds the
 /// whole tensor, including zeros for the padded rows of the vocabulary. An error of `write` ends the generation.
 ///
-/// Matrices and embeddings are normally distributed as [`Init`] states. Weights of norms are 1, biases 0. The adapters of a linear layer of
-/// C inputs have a uniformly distributed A in ±C^-1/2, as PEFT's `reset_lora_parameters`, and a B of 0.
+/// Matrices and embeddings are distributed as [`Init`] states, gates uniformly in 0 to 0.02. Weights of norms are 1, biases 0, factors as
+/// in nanochat. The adapters of a linear layer of C inputs have a uniformly distributed A in ±C^-1/2, as PEFT's `reset_lora_parameters`,
+/// and a B of 0.
 pub fn generate(
     descriptor: &Descriptor,
     seed: u32,
@@ -46,6 +49,16 @@ pub fn generate(
                     drawn.for_each(|value| *value = (2.0 * rng.next_f32() - 1.0) * std);
                 }
             }
+            (ParamKind::Gate, _) => {
+                buffer.iter_mut().for_each(|value| *value = rng.next_f32() * LARGEST_GATE);
+            }
+            (kind, _)
+                if descriptor.init == Init::Nanochat
+                    && !matches!(kind, ParamKind::TokenEmbedding | ParamKind::Head) =>
+            {
+                let bound = 3f32.sqrt() * std;
+                buffer[..values].iter_mut().for_each(|value| *value = (2.0 * rng.next_f32() - 1.0) * bound);
+            }
             _ => rng.normal(&mut buffer[..values], std),
         }
         write(param, layer, &buffer)?;
@@ -53,12 +66,27 @@ pub fn generate(
     }
     let vectors = descriptor.params().filter(|param| !param.is_matrix());
     for param in vectors {
-        let value = if param.kind() == ParamKind::NormWeight { 1.0 } else { 0.0 };
-        for layer in 0..if param.layered() { descriptor.layers } else { 1 } {
+        for layer in param.layers(descriptor) {
+            let value = match param.kind() {
+                ParamKind::NormWeight => 1.0,
+                ParamKind::Factor => first_factor(descriptor, param, layer),
+                _ => 0.0,
+            };
             write(param, layer, &vec![value; param.len(descriptor)])?;
         }
     }
     Ok(())
+}
+
+/// Returns the initial value of a factor, that of nanochat. Those of the residual stream fall from layer to layer.
+fn first_factor(d: &Descriptor, param: Param, layer: usize) -> f32 {
+    let depth = layer as f32 / (d.layers - 1).max(1) as f32;
+    match param {
+        Param::ResidualScale => 1.15 - 0.10 * depth,
+        Param::EmbeddingScale => 0.20 - 0.15 * depth,
+        Param::BackoutScale => 0.2,
+        _ => 0.0,
+    }
 }
 
 impl Decoder {
@@ -86,14 +114,14 @@ fn matrices(descriptor: &Descriptor) -> impl Iterator<Item = (Param, usize, usiz
     let residual = STD * (1.0 / (2.0 * d.layers as f32).sqrt());
     let fan_in = 1.0 / (d.channels as f32).sqrt();
     let std = move |param: Param| match (d.init, param.kind()) {
-        (_, ParamKind::AdapterB) | (Init::DepthScaled, ParamKind::Linear(_, Output::Residual)) => 0.0,
+        (_, ParamKind::AdapterB) | (Init::DepthScaled | Init::Nanochat, ParamKind::Linear(_, Output::Residual)) => 0.0,
         (_, ParamKind::AdapterA) => 1.0 / (param.shape(&d).1 as f32).sqrt(),
         (Init::Gpt2, ParamKind::Linear(_, Output::Residual)) => residual,
         (Init::Gpt2 | Init::Normal, _) => STD,
-        (Init::DepthScaled, ParamKind::TokenEmbedding) => WTE_STD,
-        (Init::DepthScaled, ParamKind::Head) => HEAD_STD,
-        (Init::DepthScaled, ParamKind::Linear(_, Output::Activation)) => FC_FACTOR * fan_in,
-        (Init::DepthScaled, _) => fan_in,
+        (Init::DepthScaled | Init::Nanochat, ParamKind::TokenEmbedding) => WTE_STD,
+        (Init::DepthScaled | Init::Nanochat, ParamKind::Head) => HEAD_STD,
+        (Init::DepthScaled | Init::Nanochat, ParamKind::Linear(_, Output::Activation)) => FC_FACTOR * fan_in,
+        (Init::DepthScaled | Init::Nanochat, _) => fan_in,
     };
     let drawn = move |param: Param, layer| {
         let rows = if param.has_vocab_rows() { d.vocab } else { param.shape(&d).0 };
@@ -102,7 +130,8 @@ fn matrices(descriptor: &Descriptor) -> impl Iterator<Item = (Param, usize, usiz
     };
     let of_model = d.params().filter(|param| param.is_matrix());
     let embeddings = of_model.clone().filter(|param| !param.layered()).map(move |param| drawn(param, 0));
-    let of_layer = move |layer| of_model.clone().filter(|param| param.layered()).map(move |param| drawn(param, layer));
+    let in_layer = move |layer| move |param: &Param| param.layered() && param.is_in_layer(&d, layer);
+    let of_layer = move |layer| of_model.clone().filter(in_layer(layer)).map(move |param| drawn(param, layer));
     embeddings.chain((0..d.layers).flat_map(of_layer))
 }
 

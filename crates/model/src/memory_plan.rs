@@ -10,6 +10,7 @@ use super::params::{Param, Params, Unit};
 use super::recompute::Recompute;
 use super::sharding::{Store, Zero};
 use super::storage::{MasterWeights, Moments};
+use super::stream::{StreamBuffers, StreamGradients};
 use super::sublayers;
 use super::update::Optimizer;
 use engine::ops::Master;
@@ -162,8 +163,7 @@ pub(super) fn workload(descriptor: &Descriptor, options: &PlanOptions) -> Worklo
         padded_vocab: descriptor.padded_vocab(),
         parameters: layout.elements(),
         norm_tensors: if options.zero.shards_optimizer() { descriptor.layers + 1 } else { 1 },
-        // The embeddings are two ranges if the head has a learning rate of its own.
-        update_ranges: layout.decay_ranges().len() + usize::from(layout.head().is_some()),
+        update_ranges: layout.group_ranges().len(),
         training: options.training,
     }
 }
@@ -194,6 +194,7 @@ impl Decoder {
         let is_training = training;
         let mut activations = Activations::new(&mut plan, &descriptor, [b, t], dtype, training, recompute, keeps_fp8);
         let embedding_norm = descriptor.embedding_norm.then(|| activations.embedding_norm());
+        let stream = StreamBuffers::plan(&mut activations, &descriptor, training);
         let layers = layers(&mut activations, &descriptor, backward.map(|[_, dwide]| dwide));
         let final_norm = activations.final_norm([Param::Lnfw, Param::Lnfb]);
         let frozen = frozen.map(|(layout, params)| {
@@ -214,6 +215,7 @@ impl Decoder {
                 MasterWeights::Remainder if dtype != f32 => Master::Remainder(state("master remainder", DType::U16)),
                 _ => Master::None,
             };
+            let stream = StreamGradients::plan(&mut plan, &descriptor, [b, t], dtype);
             let stats = plan.add(Group::Workspace, "stats", &[2], f32);
             let squares = zero.shards_optimizer().then(|| plan.add(Group::Workspace, "squared norm", &[1], f32));
             let ((grads, grad_buffers), [dresidual, dwide]) = (grads, backward);
@@ -234,6 +236,7 @@ impl Decoder {
                 dresidual,
                 dchannels,
                 dwide,
+                stream,
                 recompute,
                 muon,
                 fp8,
@@ -257,6 +260,7 @@ impl Decoder {
             rotary_table,
             encoded,
             embedding_norm,
+            stream,
             layers,
             final_norm,
         };

@@ -10,7 +10,7 @@
 
 use super::decoder::{Decoder, Training};
 use super::muon_buffers::{Matrix, matrices, shapes};
-use super::params::{DecayRange, Unit};
+use super::params::{GroupRange, Unit};
 use super::sharding::LayerHooks;
 use super::update::{Muon, Update};
 use anyhow::Context;
@@ -36,7 +36,7 @@ fn owners(matrices: &[Matrix], ranks: usize) -> Vec<usize> {
 /// A matrix of a group of layers.
 #[derive(Clone, Copy)]
 struct Member<'a> {
-    decayed: &'a DecayRange,
+    decayed: &'a GroupRange,
     matrix: &'a Matrix,
     /// The update, before or after its orthogonalization.
     tensor: Tensor,
@@ -75,7 +75,7 @@ impl Decoder {
     pub(super) fn apply_muon(
         &self,
         engine: &mut dyn Engine,
-        (layers, decayed): (Range<usize>, &[DecayRange]),
+        (layers, decayed): (Range<usize>, &[GroupRange]),
         update: &Update,
         muon: &Muon,
         hooks: &mut dyn LayerHooks,
@@ -131,7 +131,7 @@ impl Decoder {
     fn momentum(
         &self,
         engine: &mut dyn Engine,
-        matrices: &DecayRange,
+        matrices: &GroupRange,
         whole: Tensor,
         update: &Update,
         muon: &Muon,

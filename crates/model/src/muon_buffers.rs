@@ -31,7 +31,9 @@ impl Matrix {
 pub(super) fn matrices(layout: &Params, layer: usize) -> Vec<Matrix> {
     let d = layout.descriptor();
     let mut matrices = Vec::new();
-    for param in Param::linear(d) {
+    let gate = Param::ValueGate;
+    let gate = Some(gate).filter(|gate| gate.is_in(d) && gate.is_in_layer(d, layer) && d.has(*gate));
+    for param in Param::linear(d).chain(gate) {
         let (_, cols) = param.shape(d);
         let mut start = layout.range(param, layer).start;
         for rows in param.matrices(d) {

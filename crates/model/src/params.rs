@@ -4,7 +4,7 @@
 //! `[wte wpe lm_head] [layer 0] … [layer L-1] [lnfw lnfb]`. Tensors that a model lacks take no memory. In a layer's block the matrices (weight-decayed) come first. llm.c's
 //! files hold the tensors in [`Param::ALL`] order with all layers of one tensor together; [`Params::file_order`] translates.
 
-use super::descriptor::{Biases, Descriptor, Normalization, Positions};
+use super::descriptor::{Addition, Biases, Descriptor, Normalization, Positions};
 use engine::ops::UpdateRange;
 use engine::tensor::Tensor;
 use gpu::noise;
@@ -30,6 +30,52 @@ pub enum ParamKind {
     AdapterA,
     /// The second matrix (OC, R) of the adapters of a linear layer, initially 0.
     AdapterB,
+    /// An embedding of values: one row for each token of the padded vocabulary.
+    ValueEmbedding,
+    /// The weight of a gate.
+    Gate,
+    /// A factor.
+    Factor,
+}
+
+/// Parameters that an optimizer treats alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
+pub enum ParamGroup {
+    /// wte and wpe.
+    Embeddings,
+    /// A head of its own.
+    Head,
+    /// The tables of value embeddings.
+    ValueEmbeddings,
+    /// The gate and the factor of the smear, and the factor of the backout.
+    Smear,
+    /// The matrices of the layers, which Muon updates.
+    Matrices,
+    /// Biases, and weights of norms.
+    Vectors,
+    /// The factors of the residual stream before each layer.
+    ResidualScales,
+    /// The factors of the first residual stream before each layer.
+    EmbeddingScales,
+}
+
+impl ParamGroup {
+    /// All groups, in the order of [`Self`].
+    pub const ALL: [Self; 8] = [
+        Self::Embeddings,
+        Self::Head,
+        Self::ValueEmbeddings,
+        Self::Smear,
+        Self::Matrices,
+        Self::Vectors,
+        Self::ResidualScales,
+        Self::EmbeddingScales,
+    ];
+
+    /// Reports whether weight decay applies: to matrices and embeddings, and as in nanochat to the factors of the residual stream.
+    pub const fn decayed(self) -> bool {
+        !matches!(self, Self::Smear | Self::Vectors | Self::EmbeddingScales)
+    }
 }
 
 /// The operation that computes the input of a linear layer. In FP8 it also quantizes that input.
@@ -79,7 +125,8 @@ macro_rules! params {
             /// Returns what the parameter is.
             pub const fn kind(self) -> ParamKind {
                 use ParamKind::{
-                    AdapterA, AdapterB, Bias, Head, Linear, NormWeight, PositionEmbedding, TokenEmbedding,
+                    AdapterA, AdapterB, Bias, Factor, Gate, Head, Linear, NormWeight, PositionEmbedding,
+                    TokenEmbedding, ValueEmbedding,
                 };
                 match self {
                     $(Self::$param => $kind,)*
@@ -138,15 +185,51 @@ params! { d;
     FcB = "fcw.lora_b", AdapterB, Param::Fcw.has_adapters(d), Param::Fcw.adapter_b(d);
     FcprojA = "fcprojw.lora_a", AdapterA, Param::Fcprojw.has_adapters(d), Param::Fcprojw.adapter_a(d);
     FcprojB = "fcprojw.lora_b", AdapterB, Param::Fcprojw.has_adapters(d), Param::Fcprojw.adapter_b(d);
+    /// The value embedding of a layer that has one.
+    ValueTable = "ve", ValueEmbedding, d.adds(Addition::ValueEmbeddings), (d.padded_vocab(), d.kv_heads * d.head_size);
+    /// The gate of the value embedding, for each key-value head.
+    ValueGate = "vegatew", Gate, d.adds(Addition::ValueEmbeddings), (d.kv_heads, d.value_gate_channels());
+    SmearGate = "smeargatew", Gate, d.adds(Addition::Smear), (1, d.smear_gate_channels());
+    SmearScale = "smear", Factor, d.adds(Addition::Smear), (1, 1);
+    BackoutScale = "backout", Factor, d.adds(Addition::Backout), (1, 1);
+    /// The factor of the residual stream before a layer.
+    ResidualScale = "resid", Factor, d.adds(Addition::ResidualScales), (1, 1);
+    /// The factor of the first residual stream before a layer.
+    EmbeddingScale = "x0", Factor, d.adds(Addition::ResidualScales), (1, 1);
 }
 
 /// The contiguous part of the parameter block that holds a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Part {
     Embeddings,
+    /// With the embeddings: what only additions have.
+    ValueTables,
+    Smear,
     LayerMatrices,
     LayerVectors,
+    ResidualScales,
+    EmbeddingScales,
     LastNorm,
+}
+
+impl Part {
+    /// The parts of the embeddings, in order.
+    const EMBEDDINGS: [Self; 3] = [Self::Embeddings, Self::ValueTables, Self::Smear];
+    /// The parts of a layer, in order.
+    const LAYER: [Self; 4] = [Self::LayerMatrices, Self::LayerVectors, Self::ResidualScales, Self::EmbeddingScales];
+
+    /// Returns the group of the part's parameters. The head is a group of its own.
+    const fn group(self) -> ParamGroup {
+        match self {
+            Self::Embeddings => ParamGroup::Embeddings,
+            Self::ValueTables => ParamGroup::ValueEmbeddings,
+            Self::Smear => ParamGroup::Smear,
+            Self::LayerMatrices => ParamGroup::Matrices,
+            Self::LayerVectors | Self::LastNorm => ParamGroup::Vectors,
+            Self::ResidualScales => ParamGroup::ResidualScales,
+            Self::EmbeddingScales => ParamGroup::EmbeddingScales,
+        }
+    }
 }
 
 impl ParamKind {
@@ -160,9 +243,9 @@ impl ParamKind {
         matches!(self, Self::Linear(..) | Self::AdapterA | Self::AdapterB)
     }
 
-    /// Reports whether the tensor has two dimensions. Weight decay applies to matrices.
+    /// Reports whether the tensor has two dimensions.
     const fn is_matrix(self) -> bool {
-        !matches!(self, Self::Bias | Self::NormWeight)
+        !matches!(self, Self::Bias | Self::NormWeight | Self::Factor)
     }
 }
 
@@ -170,8 +253,14 @@ impl Param {
     const fn part(self) -> Part {
         match (self, self.kind()) {
             (Self::Lnfw | Self::Lnfb, _) => Part::LastNorm,
+            (Self::SmearGate | Self::SmearScale | Self::BackoutScale, _) => Part::Smear,
+            (Self::ResidualScale, _) => Part::ResidualScales,
+            (_, ParamKind::Factor) => Part::EmbeddingScales,
+            (_, ParamKind::ValueEmbedding) => Part::ValueTables,
             (_, ParamKind::TokenEmbedding | ParamKind::PositionEmbedding | ParamKind::Head) => Part::Embeddings,
-            (_, ParamKind::Linear(..) | ParamKind::AdapterA | ParamKind::AdapterB) => Part::LayerMatrices,
+            (_, ParamKind::Linear(..) | ParamKind::Gate | ParamKind::AdapterA | ParamKind::AdapterB) => {
+                Part::LayerMatrices
+            }
             (_, ParamKind::Bias | ParamKind::NormWeight) => Part::LayerVectors,
         }
     }
@@ -217,12 +306,24 @@ impl Param {
 
     /// Reports whether the tensor has one row for each token of the padded vocabulary.
     pub const fn has_vocab_rows(self) -> bool {
-        matches!(self.kind(), ParamKind::TokenEmbedding | ParamKind::Head)
+        matches!(self.kind(), ParamKind::TokenEmbedding | ParamKind::Head | ParamKind::ValueEmbedding)
     }
 
-    /// Reports whether every layer has such a tensor.
+    /// Reports whether each layer, or each with a value embedding, has such a tensor.
     pub const fn layered(self) -> bool {
-        matches!(self.part(), Part::LayerMatrices | Part::LayerVectors)
+        !matches!(self.part(), Part::Embeddings | Part::Smear | Part::LastNorm)
+    }
+
+    /// Returns the layers with this tensor, or 0 if it does not belong to layers.
+    pub fn layers(self, d: &Descriptor) -> impl Iterator<Item = usize> + Clone + use<> {
+        let descriptor = *d;
+        let layers = if self.layered() { d.layers } else { 1 };
+        (0..layers).filter(move |&layer| self.is_in_layer(&descriptor, layer))
+    }
+
+    /// Reports whether a layer has the tensor, if it belongs to layers and the model has it.
+    pub(crate) fn is_in_layer(self, d: &Descriptor, layer: usize) -> bool {
+        !matches!(self, Self::ValueTable | Self::ValueGate) || d.has_value_embedding(layer)
     }
 
     /// Reports whether the tensor has two dimensions. A matrix may have one row.
@@ -251,10 +352,11 @@ impl Param {
 /// Parameters begin at multiples of this many elements, because vector loads and cuBLASLt require aligned rows.
 const ALIGNMENT: usize = 64;
 
-/// Returns the elements that the tensors of a part take before `end`, without those that the layout lacks.
-fn part_elements(descriptor: &Descriptor, set: ParamSet, part: Part, end: Option<Param>) -> usize {
+/// Returns the elements that the tensors of a part in `layer` take before `end`, without those that the layout lacks.
+fn part_elements(descriptor: &Descriptor, set: ParamSet, part: Part, layer: usize, end: Option<Param>) -> usize {
     let before = Param::ALL.into_iter().take_while(|param| Some(*param) != end);
-    let present = before.filter(|param| param.part() == part && set.has(descriptor, *param));
+    let present = before
+        .filter(|param| param.part() == part && set.has(descriptor, *param) && param.is_in_layer(descriptor, layer));
     present.map(|param| param.len(descriptor).next_multiple_of(ALIGNMENT)).sum()
 }
 
@@ -320,33 +422,27 @@ pub struct Params {
     descriptor: Descriptor,
     set: ParamSet,
     shard: Shard,
-    /// Elements of the embeddings, of a layer's matrices, of a layer, and of lnfw and lnfb, without padding at their ends.
-    embeddings: usize,
-    layer_matrices: usize,
-    layer_elements: usize,
-    last_norm: usize,
-    layers_at: usize,
-    /// Distance from one layer to the next.
-    stride: usize,
+    /// Start of each layer.
+    layers_at: Vec<usize>,
     elements: usize,
 }
 
-/// A range of the parameter block that AdamW treats alike.
+/// A range of the parameter block that an optimizer treats alike.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DecayRange {
+pub struct GroupRange {
     /// The unit that contains the range.
     pub unit: Unit,
+    /// The group of the parameters.
+    pub group: ParamGroup,
     /// Elements of the block.
     pub elements: Range<usize>,
-    /// Applies weight decay.
-    pub decayed: bool,
     /// Start of the range in an unsharded block. It makes the range's random numbers distinct and independent of sharding.
     pub unsharded_start: usize,
     /// Elements that precede this part of a whole range, see [`part`](Self::part).
     pub first: usize,
 }
 
-impl DecayRange {
+impl GroupRange {
     /// Returns the part of the range that lies in `elements`. An element draws the same random number as in the whole range.
     pub fn part(&self, elements: &Range<usize>) -> Self {
         let start = self.elements.start.max(elements.start);
@@ -362,7 +458,7 @@ impl DecayRange {
             |start: usize| noise::seed_from(self.unsharded_start as u32, self.first + start - self.elements.start);
         (start < end).then(|| UpdateRange {
             elements: start - shard.start..end - shard.start,
-            decayed: self.decayed,
+            decayed: self.group.decayed(),
             seed: seed(start),
         })
     }
@@ -386,24 +482,44 @@ impl Params {
     }
 
     fn of_set(descriptor: Descriptor, set: ParamSet, shard: Shard) -> Self {
-        let elements_of = |part| part_elements(&descriptor, set, part, None);
-        let [embeddings, layer_matrices] = [Part::Embeddings, Part::LayerMatrices].map(elements_of);
-        let layer_elements = layer_matrices + elements_of(Part::LayerVectors);
-        let last_norm = elements_of(Part::LastNorm);
+        let mut layout = Self { descriptor, set, shard, layers_at: Vec::new(), elements: 0 };
         let padded = |n: usize| n.div_ceil(shard.ranks).next_multiple_of(ALIGNMENT) * shard.ranks;
-        let (layers_at, stride) = (padded(embeddings), padded(layer_elements));
-        let elements = layers_at + (descriptor.layers - 1) * stride + padded(layer_elements + last_norm);
-        Self {
-            descriptor,
-            set,
-            shard,
-            embeddings,
-            layer_matrices,
-            layer_elements,
-            last_norm,
-            layers_at,
-            stride,
-            elements,
+        let mut end = padded(Part::EMBEDDINGS.into_iter().map(|part| layout.part_len(part, 0)).sum());
+        for layer in 0..descriptor.layers {
+            layout.layers_at.push(end);
+            end += padded(layout.layer_parts(layer).map(|part| layout.part_len(part, layer)).sum());
+        }
+        layout.elements = end;
+        layout
+    }
+
+    /// Returns the elements of a part, in `layer` if the part belongs to layers, without padding at its end.
+    fn part_len(&self, part: Part, layer: usize) -> usize {
+        let of_layer = |layer| part_elements(&self.descriptor, self.set, part, layer, None);
+        match part {
+            Part::ValueTables => (0..self.descriptor.layers).map(of_layer).sum(),
+            _ => of_layer(layer),
+        }
+    }
+
+    /// Returns the parts of a layer, in order.
+    fn layer_parts(&self, layer: usize) -> impl Iterator<Item = Part> + use<> {
+        let last = layer + 1 == self.descriptor.layers;
+        Part::LAYER.into_iter().chain(last.then_some(Part::LastNorm))
+    }
+
+    /// Returns the start of a part.
+    fn part_at(&self, part: Part, layer: usize) -> usize {
+        let len = |part| self.part_len(part, layer);
+        match part {
+            Part::Embeddings | Part::ValueTables | Part::Smear => {
+                Part::EMBEDDINGS.into_iter().take_while(|before| *before != part).map(len).sum()
+            }
+            _ => {
+                let layer = if part == Part::LastNorm { self.descriptor.layers - 1 } else { layer };
+                let before = self.layer_parts(layer).take_while(|before| *before != part);
+                self.layers_at[layer] + before.map(|part| self.part_len(part, layer)).sum::<usize>()
+            }
         }
     }
 
@@ -424,13 +540,11 @@ impl Params {
 
     /// Returns the range of `param`, which the layout has, in `layer` (0 for tensors that are not layered).
     pub fn range(&self, param: Param, layer: usize) -> Range<usize> {
-        let part_at = match param.part() {
-            Part::Embeddings => 0,
-            Part::LastNorm => self.last_norm_at(),
-            Part::LayerMatrices => self.layers_at + layer * self.stride,
-            Part::LayerVectors => self.layers_at + layer * self.stride + self.layer_matrices,
-        };
-        let start = part_at + part_elements(&self.descriptor, self.set, param.part(), Some(param));
+        let part = param.part();
+        let before = |layer| part_elements(&self.descriptor, self.set, part, layer, None);
+        let tables = if part == Part::ValueTables { (0..layer).map(before).sum() } else { 0 };
+        let in_part = part_elements(&self.descriptor, self.set, part, layer, Some(param));
+        let start = self.part_at(part, layer) + tables + in_part;
         start..start + param.len(&self.descriptor)
     }
 
@@ -438,10 +552,6 @@ impl Params {
     pub fn head(&self) -> Option<usize> {
         let head = Param::LmHead;
         self.descriptor.has(head).then(|| self.range(head, 0).start)
-    }
-
-    fn last_norm_at(&self) -> usize {
-        self.layers_at + (self.descriptor.layers - 1) * self.stride + self.layer_elements
     }
 
     /// Returns all units in block order.
@@ -452,19 +562,20 @@ impl Params {
     /// Returns the unit that contains a tensor.
     pub fn unit_of(&self, param: Param, layer: usize) -> Unit {
         match param.part() {
-            Part::Embeddings => Unit::Embeddings,
+            Part::Embeddings | Part::ValueTables | Part::Smear => Unit::Embeddings,
             Part::LastNorm => Unit::Layer(self.descriptor.layers - 1),
-            Part::LayerMatrices | Part::LayerVectors => Unit::Layer(layer),
+            Part::LayerMatrices | Part::LayerVectors | Part::ResidualScales | Part::EmbeddingScales => {
+                Unit::Layer(layer)
+            }
         }
     }
 
     /// Returns the range of a unit, padding included.
     pub fn unit(&self, unit: Unit) -> Range<usize> {
         match unit {
-            Unit::Embeddings => 0..self.layers_at,
+            Unit::Embeddings => 0..self.layers_at[0],
             Unit::Layer(layer) => {
-                let start = self.layers_at + layer * self.stride;
-                start..if layer + 1 == self.descriptor.layers { self.elements } else { start + self.stride }
+                self.layers_at[layer]..self.layers_at.get(layer + 1).copied().unwrap_or(self.elements)
             }
         }
     }
@@ -479,8 +590,7 @@ impl Params {
 
     /// Returns the elements of the largest layer.
     pub fn largest_layer(&self) -> usize {
-        let last = self.unit(Unit::Layer(self.descriptor.layers - 1));
-        last.len().max(self.stride)
+        (0..self.descriptor.layers).map(|layer| self.unit(Unit::Layer(layer)).len()).max().unwrap_or(0)
     }
 
     /// Returns `param` of `layer` in a tensor with this layout.
@@ -491,32 +601,40 @@ impl Params {
 
     /// Returns every (tensor, layer) in the order of llm.c's files.
     pub fn file_order(&self) -> impl Iterator<Item = (Param, usize)> {
-        let layers = self.descriptor.layers;
         let (descriptor, set) = (self.descriptor, self.set);
         let params = descriptor.params().filter(move |param| set.has(&descriptor, *param));
-        params.flat_map(move |p| (0..if p.layered() { layers } else { 1 }).map(move |l| (p, l)))
+        params.flat_map(move |p| p.layers(&descriptor).map(move |l| (p, l)))
     }
 
-    /// Returns the ranges of the block by weight decay, which applies to matrices and embeddings only. Padding belongs to none.
-    pub fn decay_ranges(&self) -> Vec<DecayRange> {
-        let range = |unit, start, len, decayed, unsharded_start| DecayRange {
-            unit,
-            elements: start..start + len,
-            decayed,
-            unsharded_start,
-            first: 0,
-        };
-        let mut ranges = vec![range(Unit::Embeddings, 0, self.embeddings, true, 0)];
-        for layer in 0..self.descriptor.layers {
-            let (unit, start) = (Unit::Layer(layer), self.layers_at + layer * self.stride);
-            let number = self.embeddings + layer * self.layer_elements;
-            let matrices = self.layer_matrices;
-            ranges.push(range(unit, start, matrices, true, number));
-            ranges.push(range(unit, start + matrices, self.layer_elements - matrices, false, number + matrices));
+    /// Returns the ranges of the block by unit and group. Padding belongs to none.
+    pub fn group_ranges(&self) -> Vec<GroupRange> {
+        let mut ranges = Vec::new();
+        let mut number = 0;
+        for unit in self.units() {
+            let layer = if let Unit::Layer(layer) = unit { layer } else { 0 };
+            let parts: Vec<Part> = match unit {
+                Unit::Embeddings => Part::EMBEDDINGS.to_vec(),
+                Unit::Layer(layer) => self.layer_parts(layer).collect(),
+            };
+            for part in parts {
+                let (start, len) = (self.part_at(part, layer), self.part_len(part, layer));
+                let range = GroupRange {
+                    unit,
+                    group: part.group(),
+                    elements: start..start + len,
+                    unsharded_start: number,
+                    first: 0,
+                };
+                number += len;
+                match self.head().filter(|_| part == Part::Embeddings) {
+                    Some(at) => ranges.extend([
+                        range.part(&(start..at)),
+                        GroupRange { group: ParamGroup::Head, ..range.part(&(at..start + len)) },
+                    ]),
+                    None => ranges.push(range),
+                }
+            }
         }
-        let layers = self.descriptor.layers;
-        let number = self.embeddings + layers * self.layer_elements;
-        ranges.push(range(Unit::Layer(layers - 1), self.last_norm_at(), self.last_norm, false, number));
         ranges.retain(|range| !range.elements.is_empty());
         ranges
     }
@@ -537,7 +655,7 @@ mod tests {
     #[test]
     fn parts_of_a_range_draw_the_random_numbers_of_the_whole() {
         let layout = Params::new(Descriptor::gpt2(3, 2, 24, 10, 60).unwrap());
-        let range = &layout.decay_ranges()[3];
+        let range = &layout.group_ranges()[3];
         let start = range.elements.start;
         let part = range.part(&(start + 64..start + 320));
         assert_eq!((part.elements.clone(), part.first), (start + 64..start + 320, 64));
@@ -573,9 +691,9 @@ mod tests {
             assert_eq!(used.iter().sum::<usize>(), descriptor.parameters());
             // Decay and random numbers do not depend on sharding.
             let alone = Params::new(descriptor);
-            for (range, whole) in layouts[0].decay_ranges().into_iter().zip(alone.decay_ranges()) {
+            for (range, whole) in layouts[0].group_ranges().into_iter().zip(alone.group_ranges()) {
                 assert_eq!((range.unsharded_start, range.elements.len()), (whole.elements.start, whole.elements.len()));
-                assert_eq!((range.unit, range.decayed), (whole.unit, whole.decayed));
+                assert_eq!((range.unit, range.group), (whole.unit, whole.group));
             }
         }
     }

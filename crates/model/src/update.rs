@@ -1,7 +1,7 @@
 //! The optimizer update: gradient norm, clipping, and AdamW or Muon.
 
 use super::decoder::Decoder;
-use super::params::{DecayRange, Unit};
+use super::params::{GroupRange, ParamGroup, Unit};
 use super::sharding::{LayerHooks, Store};
 use engine::ops::{AdamW, AdamWUpdate, GlobalNorm, MuonAdditions, MuonCoefficients, SquareRoot, SquaredSum, Sum};
 use engine::{Engine, Result};
@@ -32,15 +32,28 @@ pub struct Muon {
     pub additions: MuonAdditions,
 }
 
+/// AdamW's hyperparameters of a group of parameters.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GroupSettings {
+    /// Learning rate.
+    pub learning_rate: f32,
+    /// Decay of the first moment.
+    pub beta1: f32,
+    /// Decay of the second moment.
+    pub beta2: f32,
+    /// Added to the denominator.
+    pub eps: f32,
+    /// Decoupled weight decay, if the group [decays](ParamGroup::decayed).
+    pub weight_decay: f32,
+}
+
 /// Hyperparameters of one update.
 #[derive(Clone, Copy, Debug)]
 pub struct Update {
-    /// AdamW.
+    /// AdamW. Its clip and seed are those of all groups.
     pub adamw: AdamW,
-    /// AdamW's learning rate of the embeddings.
-    pub embedding_learning_rate: f32,
-    /// AdamW's learning rate of a head of its own.
-    pub head_learning_rate: f32,
+    /// Groups with settings of their own, at the places of [`ParamGroup::ALL`].
+    pub groups: [Option<GroupSettings>; ParamGroup::ALL.len()],
     /// Updates the layers' matrices instead of AdamW.
     pub muon: Option<Muon>,
     /// Factor of the gradients and of their norm, applied before clipping. [`TrainStep::run`](crate::TrainStep::run) sets it.
@@ -50,8 +63,16 @@ pub struct Update {
 impl From<AdamW> for Update {
     /// Updates all parameters with AdamW.
     fn from(adamw: AdamW) -> Self {
-        let rate = adamw.learning_rate;
-        Self { adamw, embedding_learning_rate: rate, head_learning_rate: rate, muon: None, grad_factor: 1.0 }
+        Self { adamw, groups: [None; ParamGroup::ALL.len()], muon: None, grad_factor: 1.0 }
+    }
+}
+
+impl Update {
+    /// Returns AdamW's hyperparameters of a group.
+    fn adamw_of(&self, group: ParamGroup) -> AdamW {
+        let Some(settings) = self.groups[group as usize] else { return self.adamw };
+        let GroupSettings { learning_rate, beta1, beta2, eps, weight_decay } = settings;
+        AdamW { learning_rate, beta1, beta2, eps, weight_decay, ..self.adamw }
     }
 }
 
@@ -76,7 +97,7 @@ impl Decoder {
         engine.run(SquareRoot { out: training.stats.slice(1, 1), value })
     }
 
-    /// Clips the gradients by the measured norm and updates this rank's shard, with weight decay on matrices and embeddings only.
+    /// Clips the gradients by the measured norm and updates this rank's shard, with weight decay of the groups that decay.
     /// Nothing changes unless loss and norm are finite.
     ///
     /// If ranks shard the update, it proceeds unit by unit and calls `hooks` after each. Muon updates several layers before the
@@ -89,7 +110,7 @@ impl Decoder {
         }
         for unit in self.layout.units() {
             if sharded {
-                let others: Vec<_> = others.iter().filter(|(range, _)| range.unit == unit).cloned().collect();
+                let others: Vec<_> = others.iter().filter(|range| range.unit == unit).cloned().collect();
                 self.apply_adamw(engine, Some(unit), &others, update)?;
             }
             if let (Some(muon), Unit::Layer(layer)) = (&update.muon, unit)
@@ -103,42 +124,31 @@ impl Decoder {
         Ok(())
     }
 
-    /// Returns the ranges of the layers' matrices, if Muon updates them, and all other ranges with AdamW's learning rates.
-    fn ranges(&self, update: &Update) -> (Vec<DecayRange>, Vec<(DecayRange, f32)>) {
-        let is_matrices = |range: &DecayRange| range.decayed && range.unit != Unit::Embeddings;
-        let ranges = self.layout.decay_ranges();
-        let (matrices, others): (Vec<_>, Vec<_>) =
-            ranges.into_iter().partition(|range| update.muon.is_some() && is_matrices(range));
-        let (embeddings, head) = (update.embedding_learning_rate, update.head_learning_rate);
-        let mut rated = Vec::new();
-        for range in others {
-            match (range.unit, self.layout.head()) {
-                (Unit::Embeddings, Some(at)) if embeddings.to_bits() != head.to_bits() => {
-                    rated.push((range.part(&(range.elements.start..at)), embeddings));
-                    rated.push((range.part(&(at..range.elements.end)), head));
-                }
-                (Unit::Embeddings, _) => rated.push((range, embeddings)),
-                (Unit::Layer(_), _) => rated.push((range, update.adamw.learning_rate)),
-            }
-        }
-        (matrices, rated)
+    /// Returns the ranges of the layers' matrices, if Muon updates them, and all other ranges by group.
+    fn ranges(&self, update: &Update) -> (Vec<GroupRange>, Vec<GroupRange>) {
+        let is_muons = |range: &GroupRange| update.muon.is_some() && range.group == ParamGroup::Matrices;
+        let (matrices, mut others): (Vec<_>, Vec<_>) = self.layout.group_ranges().into_iter().partition(is_muons);
+        // Sorting is stable.
+        others.sort_by_key(|range| update.groups[range.group as usize].map(|_| range.group));
+        (matrices, others)
     }
 
-    /// Applies AdamW to this rank's shard of `ranges`, which lie in `unit` if ranks shard the update. Ranges with equal learning
-    /// rates are updated together.
+    /// Applies AdamW to this rank's shard of `ranges`, which lie in `unit` if ranks shard the update. Those of groups with
+    /// equal settings are updated together.
     fn apply_adamw(
         &self,
         engine: &mut dyn Engine,
         unit: Option<Unit>,
-        ranges: &[(DecayRange, f32)],
+        ranges: &[GroupRange],
         update: &Update,
     ) -> Result<()> {
         let training = self.training()?;
         let own = unit.map_or(0..self.layout.elements(), |unit| self.layout.own(unit));
         let of = |store: Store| unit.map_or_else(|| store.all(), |unit| store.own(unit));
         let state = |tensor| of(self.state_store(tensor));
-        for ranges in ranges.chunk_by(|a, b| a.1.to_bits() == b.1.to_bits()) {
-            let own_ranges: Vec<_> = ranges.iter().filter_map(|(range, _)| range.within(&own)).collect();
+        let settings = |range: &GroupRange| update.groups[range.group as usize];
+        for ranges in ranges.chunk_by(|a, b| settings(a) == settings(b)) {
+            let own_ranges: Vec<_> = ranges.iter().filter_map(|range| range.within(&own)).collect();
             engine.run(AdamWUpdate {
                 params: of(self.param_store()),
                 grads: of(self.grad_store(training)),
@@ -148,7 +158,7 @@ impl Decoder {
                 ranges: &own_ranges,
                 stats: training.stats,
                 grad_factor: update.grad_factor,
-                settings: AdamW { learning_rate: ranges[0].1, ..update.adamw },
+                settings: update.adamw_of(ranges[0].group),
             })?;
         }
         Ok(())

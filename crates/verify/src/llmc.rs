@@ -142,7 +142,7 @@ impl<'a> Verification<'a> {
                 }
                 Some(param) => {
                     let elements = slot.elements;
-                    comparisons.push(self.gradient(param, slot.layers, &mut |state| state.floats(elements))?);
+                    comparisons.push(self.gradient(param, slot.layers.len(), &mut |state| state.floats(elements))?);
                 }
                 None => self.zeros(slot)?,
             }
@@ -259,7 +259,7 @@ impl<'a> Verification<'a> {
 
     /// Checks the gradients in place of biases that the model does not have.
     fn zeros(&mut self, slot: Slot) -> Result<()> {
-        for _ in 0..slot.layers {
+        for _ in slot.layers {
             let found = self.state.floats(slot.elements)?.into_iter().find(|&value| value != 0.0);
             ensure!(
                 found.is_none(),

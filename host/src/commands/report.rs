@@ -5,7 +5,7 @@ use super::train::{Config, TrainOptions, TrainingData, UNKNOWN_STEPS, Validation
 use crate::evaluate::core::CoreSet;
 use crate::gpu_info::GpuInfo;
 use crate::terminal::counted;
-use crate::train::{CLIP, Outcome};
+use crate::train::Outcome;
 use anyhow::Result;
 use data::mixture::{Counts, Estimate, Packing, SourceState};
 use data::{Batches, Mixture, MultipleChoice, Tokens};
@@ -188,11 +188,13 @@ impl Setup<'_> {
             ("batch", format!("{batch} x {seq} tokens x {micro_batches} = {total_batch} per step")),
             ("optimizer", optimizer_name(flags)),
             ("learning rate", schedule),
-            ("weight decay, clip", format!("{}, {}", config.weight_decay, CLIP)),
+            ("weight decay, clip", format!("{}, {}", config.weight_decay, flags.clip())),
             ("skipped updates", skipped_updates(config)),
             ("seed", flags.seed.to_string()),
         ];
-        let default = flags.optimizer == Optimizer::AdamW && flags.embedding_lr.or(flags.head_lr).is_none();
+        let default = flags.optimizer == Optimizer::AdamW
+            && flags.embedding_lr.or(flags.head_lr).is_none()
+            && flags.group.is_empty();
         rows.into_iter().filter(|(name, _)| !default || *name != "optimizer").collect()
     }
 
@@ -286,7 +288,8 @@ fn optimizer_name(flags: &TrainOptions) -> String {
         _ => "AdamW".to_owned(),
     };
     let rate = |name, lr: Option<f32>| lr.map_or_else(String::new, |lr| format!(", {name} peak {lr:.2e}"));
-    [optimizer, rate("embeddings", flags.embedding_lr), rate("head", flags.head_lr)].concat()
+    let groups = flags.group.iter().map(|group| format!(", {group}")).collect();
+    [optimizer, rate("embeddings", flags.embedding_lr), rate("head", flags.head_lr), groups].concat()
 }
 
 fn skipped_updates(config: &Config) -> String {

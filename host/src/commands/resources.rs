@@ -10,7 +10,7 @@ use engine::ops::Fp8Accumulation;
 use engine::{Engine, GeluFusion};
 use interchange::ModelSource;
 use interchange::peft::AdapterFile;
-use model::descriptor::{AdapterBase, AdapterTargets, Adapters, Overrides, WindowPattern};
+use model::descriptor::{AdapterBase, AdapterTargets, Adapters, Additions, Overrides, WindowPattern};
 use model::fit;
 use model::{Decoder, Descriptor, Fp8Gradients, Fp8Recipe, Fp8Settings, PlanOptions};
 use serde::Serialize;
@@ -131,10 +131,10 @@ impl LoraFlags {
     }
 }
 
-/// Windows of attention.
+/// Windows of attention, and additions to the model.
 #[derive(Clone, Copy, Debug, clap::Args, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct WindowFlags {
+pub struct StructureFlags {
     /// Window of attention: a token attends to itself and the N - 1 tokens before it [default: all tokens before it]
     #[arg(long, value_name = "N", value_parser = count, help_heading = MODEL)]
     pub window: Option<usize>,
@@ -143,13 +143,18 @@ pub struct WindowFlags {
     /// [default: S]
     #[arg(long, value_name = "PATTERN", help_heading = MODEL)]
     pub window_pattern: Option<WindowPattern>,
+
+    /// Additions of nanochat: a list of residual-scales, value-embeddings, smear and backout, or none or all [default: from --model]
+    #[arg(long, value_name = "LIST", help_heading = MODEL)]
+    pub additions: Option<Additions>,
 }
 
-impl WindowFlags {
-    /// Returns the model with these windows.
+impl StructureFlags {
+    /// Returns the model with these windows and additions.
     pub fn apply(self, descriptor: Descriptor) -> Result<Descriptor> {
-        let Self { window, window_pattern } = self;
-        descriptor.with(Overrides { window, window_pattern, ..Overrides::default() }).context("--window")
+        let Self { window, window_pattern, additions } = self;
+        let overrides = Overrides { window, window_pattern, additions, ..Overrides::default() };
+        descriptor.with(overrides).context("--window")
     }
 }
 

@@ -13,7 +13,7 @@ mod saving;
 pub use evaluation::{SourceLoss, Validation, ValidationSource};
 pub use hardware::HardwareChecks;
 pub use logging::Diverged;
-pub use optimizer::{CLIP, MuonSettings, OptimizerSettings};
+pub use optimizer::{CLIP, GroupFlag, MuonSettings, OptimizerSettings};
 pub use saving::flight_recorder_name;
 
 use crate::clock::Clock;

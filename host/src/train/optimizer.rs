@@ -1,9 +1,13 @@
 //! Hyperparameters of the optimizer over the steps.
 
 use super::Settings;
+use clap::ValueEnum;
 use engine::ops::{AdamW, MuonAdditions, MuonCoefficients};
 use model::schedule::Schedule;
-use model::{Muon, Update};
+use model::{GroupSettings, Muon, ParamGroup, Update};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
 
 /// Maximum gradient norm, as in llm.c.
 pub const CLIP: f32 = 1.0;
@@ -14,14 +18,102 @@ const EPS: f32 = 1e-8;
 
 /// Learning rates of groups of parameters, and the optimizer of the layers' matrices. The default is AdamW with one learning
 /// rate.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct OptimizerSettings {
-    /// Peak learning rate of the embeddings, if it is another one.
-    pub embedding_lr: Option<f32>,
-    /// Peak learning rate of the head, if it is another one.
-    pub head_lr: Option<f32>,
+    /// Groups of parameters with other hyperparameters of AdamW. Later ones precede.
+    pub groups: Vec<GroupFlag>,
     /// Set if Muon updates the layers' matrices.
     pub muon: Option<MuonSettings>,
+}
+
+/// AdamW's hyperparameters of a group of parameters, as in `head:lr=0.008,beta2=0.96`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct GroupFlag {
+    group: ParamGroup,
+    /// In the order of [`KEYS`](Self::KEYS).
+    values: [Option<f32>; 5],
+}
+
+impl GroupFlag {
+    /// Peak learning rate, decay of the moments, epsilon and weight decay.
+    const KEYS: [&str; 5] = ["lr", "beta1", "beta2", "eps", "decay"];
+
+    /// Returns the hyperparameters in the order of [`KEYS`](Self::KEYS).
+    pub const fn new(group: ParamGroup, values: [Option<f32>; 5]) -> Self {
+        Self { group, values }
+    }
+
+    /// Replaces the settings of the group in `update`. `rate` returns the learning rate of a step from the peak.
+    fn apply(&self, update: &mut Update, rate: impl Fn(f32) -> f32) {
+        let AdamW { learning_rate, beta1, beta2, eps, weight_decay, .. } = update.adamw;
+        let settings = update.groups[self.group as usize].get_or_insert(GroupSettings {
+            learning_rate,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+        });
+        let [lr, beta1, beta2, eps, decay] = self.values;
+        settings.learning_rate = lr.map_or(settings.learning_rate, rate);
+        for (setting, value) in [
+            (&mut settings.beta1, beta1),
+            (&mut settings.beta2, beta2),
+            (&mut settings.eps, eps),
+            (&mut settings.weight_decay, decay),
+        ] {
+            *setting = value.unwrap_or(*setting);
+        }
+    }
+}
+
+impl fmt::Display for GroupFlag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let values = Self::KEYS.iter().zip(self.values).filter_map(|(key, value)| Some(format!("{key}={}", value?)));
+        write!(f, "{}:{}", name_of(self.group), values.collect::<Vec<_>>().join(","))
+    }
+}
+
+impl From<GroupFlag> for String {
+    fn from(flag: GroupFlag) -> Self {
+        flag.to_string()
+    }
+}
+
+impl TryFrom<String> for GroupFlag {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl FromStr for GroupFlag {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let names = || ParamGroup::ALL.map(name_of).join(", ");
+        let (name, list) = text.split_once(':').ok_or_else(|| {
+            format!("expected GROUP:KEY=VALUE,... such as head:lr=0.004, where GROUP is {}, found '{text}'", names())
+        })?;
+        let group = ParamGroup::ALL.into_iter().find(|&group| name_of(group) == name);
+        let group = group.ok_or_else(|| format!("expected a group of {}, found '{name}'", names()))?;
+        let mut values = [None; 5];
+        for entry in list.split(',') {
+            let (key, value) = entry.split_once('=').unwrap_or((entry, ""));
+            let at = Self::KEYS.iter().position(|known| *known == key);
+            let at = at.ok_or_else(|| format!("expected a key of {}, found '{key}'", Self::KEYS.join(", ")))?;
+            let value = value.parse::<f32>().ok().filter(|x| *x >= 0.0 && x.is_finite() && (at == 0 || *x < 1.0));
+            let range = if at == 0 { "a number of at least 0" } else { "a number from 0 to below 1" };
+            values[at] = Some(value.ok_or_else(|| format!("{key}: expected {range}, found '{entry}'"))?);
+        }
+        Ok(Self { group, values })
+    }
+}
+
+/// Returns the name of a group in flags.
+fn name_of(group: ParamGroup) -> String {
+    group.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
 }
 
 /// Settings of Muon.
@@ -66,35 +158,53 @@ impl Settings {
     /// Returns the hyperparameters of a step, counted from 0. The learning rates of all groups have the same schedule.
     pub(super) fn update(&self, step: usize, seed: u32) -> Update {
         let rate = |peak: f32| Schedule { peak, ..self.schedule }.at(step);
-        let OptimizerSettings { embedding_lr, head_lr, muon } = self.optimizer;
-        let learning_rate = self.schedule.at(step);
-        Update {
-            adamw: AdamW {
-                learning_rate,
-                beta1: BETAS.0,
-                beta2: BETAS.1,
-                eps: EPS,
-                weight_decay: self.weight_decay,
-                step: step as u32 + 1,
-                clip: self.clip,
-                seed,
-            },
-            embedding_learning_rate: embedding_lr.map_or(learning_rate, rate),
-            head_learning_rate: head_lr.map_or(learning_rate, rate),
-            muon: muon.map(|muon| Muon {
-                learning_rate: rate(muon.lr),
-                momentum: muon.momentum_at(step),
-                coefficients: muon.coefficients,
-                additions: muon.additions,
-            }),
-            grad_factor: 1.0,
+        let OptimizerSettings { groups, muon } = &self.optimizer;
+        let mut update = Update::from(AdamW {
+            learning_rate: self.schedule.at(step),
+            beta1: BETAS.0,
+            beta2: BETAS.1,
+            eps: EPS,
+            weight_decay: self.weight_decay,
+            step: step as u32 + 1,
+            clip: self.clip,
+            seed,
+        });
+        for group in groups {
+            group.apply(&mut update, rate);
         }
+        update.muon = muon.map(|muon| Muon {
+            learning_rate: rate(muon.lr),
+            momentum: muon.momentum_at(step),
+            coefficients: muon.coefficients,
+            additions: muon.additions,
+        });
+        update
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn groups_have_their_own_settings() {
+        let parse = |text: &str| text.parse::<GroupFlag>();
+        let flag = parse("head:lr=0.004,beta2=0.96").unwrap();
+        assert_eq!(flag.to_string(), "head:lr=0.004,beta2=0.96");
+        let (learning_rate, beta1, beta2, eps) = (0.1, 0.9, 0.95, 1e-8);
+        let adamw = AdamW { learning_rate, beta1, beta2, eps, weight_decay: 0.2, step: 1, clip: 1.0, seed: 0 };
+        let mut update = Update::from(adamw);
+        for flag in [flag, parse("head:decay=0.01,lr=0.002").unwrap()] {
+            flag.apply(&mut update, |peak| peak / 2.0);
+        }
+        let head = GroupSettings { learning_rate: 0.001, beta1, beta2: 0.96, eps, weight_decay: 0.01 };
+        assert_eq!(update.groups[ParamGroup::Head as usize], Some(head));
+        assert_eq!(update.groups[ParamGroup::Embeddings as usize], None);
+        assert!(parse("lr=0.1").unwrap_err().contains("value-embeddings"));
+        for (text, expected) in [("tail:lr=1", "'tail'"), ("head:beta=1", "'beta'"), ("head:beta1=1", "'beta1=1'")] {
+            assert!(parse(text).unwrap_err().ends_with(expected), "{text}");
+        }
+    }
 
     #[test]
     fn momentum_increases_linearly_from_085() {

@@ -79,7 +79,7 @@ fn entries(descriptor: &Descriptor, dtype: DType) -> Result<Map<String, Value>> 
         let (rows, columns) = param.shape(descriptor);
         let mut shape = if param.is_matrix() { vec![rows, columns] } else { vec![columns] };
         if param.layered() {
-            shape.insert(0, descriptor.layers);
+            shape.insert(0, param.layers(descriptor).count());
         }
         let end = at + shape.iter().product::<usize>() * dtype.bytes();
         entries.insert(

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use engine::ops::{Activation, RotaryPairs};
 use engine::tensor::DType;
 use model::Descriptor;
-use model::descriptor::{Biases, Init, Llama3Scaling, Normalization, Positions, Rotary, RotaryScaling};
+use model::descriptor::{Additions, Biases, Init, Llama3Scaling, Normalization, Positions, Rotary, RotaryScaling};
 use std::io::Write;
 use system::fs::File;
 
@@ -73,6 +73,7 @@ pub(super) fn read_header(file: &File, name: &str) -> Result<Header> {
         softcap: None,
         init: Init::Normal,
         windows: None,
+        additions: Additions::NONE,
         adapters: None,
     };
     let descriptor = descriptor.checked().with_context(|| format!("{name}: invalid header"))?;

@@ -5,8 +5,8 @@ use crate::keys::Keys;
 use anyhow::{Context, Result, bail, ensure};
 use engine::ops::{Activation, RotaryPairs};
 use model::descriptor::{
-    Biases, Init, Llama3Scaling, Normalization, Positions, QkNorm, Rotary, RotaryScaling, WindowPattern, Windows,
-    YarnScaling,
+    Additions, Biases, Init, Llama3Scaling, Normalization, Positions, QkNorm, Rotary, RotaryScaling, WindowPattern,
+    Windows, YarnScaling,
 };
 use model::{Descriptor, Param};
 use serde_json::{Map, Value, json};
@@ -200,6 +200,7 @@ pub fn descriptor(keys: Keys, biases: Biases, qk_norm: Option<QkNorm>, head_size
         softcap: None,
         init: Init::Normal,
         windows: None,
+        additions: Additions::NONE,
         adapters: None,
     };
     descriptor.checked().context("not a supported shape")

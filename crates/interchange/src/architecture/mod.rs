@@ -191,10 +191,7 @@ impl Architecture {
     ) -> impl Iterator<Item = (usize, &'static TensorNames, usize)> + use<> {
         let (tensors, descriptor) = (self.tensors, *descriptor);
         let present = tensors.iter().enumerate().filter(move |(_, names)| names.param.is_in(&descriptor));
-        present.flat_map(move |(row, names)| {
-            let count = if names.param.layered() { descriptor.layers } else { 1 };
-            (0..count).map(move |layer| (row, names, layer))
-        })
+        present.flat_map(move |(row, names)| names.param.layers(&descriptor).map(move |layer| (row, names, layer)))
     }
 
     /// Converts elements of `size` bytes of a tensor between the class of Hugging Face and this program, if they rotate in different

@@ -1,6 +1,6 @@
 //! Free shapes: a known shape with other sizes.
 
-use super::{Descriptor, DescriptorError, WindowPattern, Windows};
+use super::{Additions, Descriptor, DescriptorError, WindowPattern, Windows};
 
 /// Sizes that replace those of a known shape.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -21,12 +21,14 @@ pub struct Overrides {
     pub window: Option<usize>,
     /// Layers with the window, repeated for all layers. By default all.
     pub window_pattern: Option<WindowPattern>,
+    /// Additions of nanochat.
+    pub additions: Option<Additions>,
 }
 
 impl Overrides {
     /// Reports whether a size of a tensor is replaced.
     pub fn has_sizes(&self) -> bool {
-        Self { window: None, window_pattern: None, ..*self } != Self::default()
+        Self { window: None, window_pattern: None, additions: None, ..*self } != Self::default()
     }
 
     /// Reports whether nothing is replaced.
@@ -38,7 +40,7 @@ impl Overrides {
 impl Descriptor {
     /// Returns the shape with other sizes.
     pub fn with(self, overrides: Overrides) -> Result<Self, DescriptorError> {
-        let Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels, window, window_pattern } =
+        let Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels, window, window_pattern, additions } =
             overrides;
         let (new_heads, new_channels) = (heads.unwrap_or(self.heads), channels.unwrap_or(self.channels));
         let new_head_size = match head_size {
@@ -70,6 +72,7 @@ impl Descriptor {
             channels: new_channels,
             mlp_channels: mlp_channels.unwrap_or(default_mlp_channels),
             windows,
+            additions: additions.unwrap_or(self.additions),
             ..self
         }
         .checked()

@@ -1,9 +1,10 @@
 //! The names of known shapes: `FAMILY:SIZE`, where GPT-2 is the default family.
 
 use super::{
-    Activation, Biases, Descriptor, DescriptorError, GPT2_VOCAB, Init, Normalization, Positions, QkNorm, Rotary,
+    Activation, Additions, Biases, Descriptor, DescriptorError, GPT2_VOCAB, Init, Normalization, Positions, QkNorm,
+    Rotary,
 };
-use super::{Llama3Scaling, RotaryScaling};
+use super::{Llama3Scaling, RotaryScaling, WindowPattern, Windows};
 use engine::ops::RotaryPairs;
 use std::str::FromStr;
 
@@ -52,6 +53,7 @@ impl FromStr for Descriptor {
             "qwen2.5" => qwen2_5(size).ok_or_else(unknown)?.checked(),
             "qwen3" => qwen3(size).ok_or_else(unknown)?.checked(),
             "modern" => number('d').and_then(modern).ok_or_else(unknown)?.checked(),
+            "nanochat" => number('d').and_then(nanochat).ok_or_else(unknown)?.checked(),
             _ => Err(unknown()),
         }
     }
@@ -110,6 +112,7 @@ impl Descriptor {
             softcap: None,
             init: Init::Normal,
             windows: None,
+            additions: Additions::NONE,
             adapters: None,
         }
     }
@@ -179,5 +182,18 @@ fn modern(layers: usize) -> Option<Descriptor> {
         softcap: Some(15.0),
         init: Init::DepthScaled,
         ..Descriptor::llama(sizes, rotary, MODERN_EPS)
+    })
+}
+
+/// nanochat's model at 92d63d4. In three of four layers, but not in the last, a token attends to itself and the tokens before it, a quarter
+/// of the longest sequence. nanochat normalizes queries and keys after their rotation, which gives the same: a rotation keeps norms.
+fn nanochat(layers: usize) -> Option<Descriptor> {
+    let modern = modern(layers)?;
+    let pattern = WindowPattern::of_layers((0..layers).map(|layer| layer % 4 != 3 && layer + 1 < layers))?;
+    Some(Descriptor {
+        init: Init::Nanochat,
+        windows: Some(Windows { size: modern.max_seq_len / 4 + 1, pattern }),
+        additions: Additions::ALL,
+        ..modern
     })
 }

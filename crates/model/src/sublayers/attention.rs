@@ -7,8 +7,9 @@ use crate::params::Param;
 use crate::recompute::Recompute;
 use crate::sharding::LayerHooks;
 use engine::ops::{
-    AttentionBackward, AttentionForward, AttentionMask, DecodeAttention, DecodeMatmul, Epilogue, HeadNorm,
-    MatmulForward, RotaryBackward, RotaryForward, Rotation,
+    AttentionBackward, AttentionForward, AttentionMask, DecodeAttention, DecodeMatmul, EncoderBackward, Epilogue,
+    GateInputBackward, HeadNorm, MatmulForward, RotaryBackward, RotaryForward, Rotation, RowTokens, Slot, ValueEmbed,
+    ValueEmbedBackward, ValueGate,
 };
 use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, Engine, Result};
@@ -89,11 +90,25 @@ impl Attention {
         model.linear(self.layer, params, self.residual2, attended, epilogue)
     }
 
-    /// Computes queries, keys and values of the batch.
-    fn project(&self, engine: &mut dyn Engine, pass: &ForwardPass) -> Result<()> {
+    /// Returns the table of the layer's value embedding and its gate, which reads the sub-layer's input `residual`, if there is one.
+    fn value_embedding(&self, model: &Decoder, residual: Tensor) -> Option<(Tensor, ValueGate)> {
+        let (d, param) = (&model.descriptor, |param| model.param(param, self.layer));
+        d.has_value_embedding(self.layer).then(|| {
+            let (rstd, norm_weight) = (self.ln1.rstd, model.norm_params(&self.ln1).weight);
+            let gate = ValueGate { inp: residual, rstd, norm_weight, weight: param(Param::ValueGate), c: d.channels };
+            (param(Param::ValueTable), gate)
+        })
+    }
+
+    /// Computes queries, keys and values of the batch from the output of the norm and the sub-layer's input `residual`.
+    fn project(&self, engine: &mut dyn Engine, pass: &ForwardPass, residual: Tensor) -> Result<()> {
         let (model, d) = (pass.model, &pass.model.descriptor);
         let qkv = after(self.qkv, pass.past * d.qkv_channels());
         model.run_linear(engine, self.layer, Param::Qkvw, &self.qkv(model, qkv))?;
+        if let Some((table, gate)) = self.value_embedding(model, residual) {
+            let shape = d.attention(pass.layout.b, pass.layout.t);
+            engine.run(ValueEmbed { qkv, table, tokens: tokens(model, pass.layout), gate, shape })?;
+        }
         let Some(rotation) = self.rotation(model) else { return Ok(()) };
         let rotation = Rotation { table: after(rotation.table, pass.past * d.head_size), ..rotation };
         let shape = d.attention(pass.layout.b, pass.layout.t);
@@ -115,6 +130,11 @@ impl Attention {
             model.run_linear(engine, self.layer, Param::Attprojw, &self.attproj(model, attended, residual))
         }
     }
+}
+
+/// Returns the tokens of the batch.
+fn tokens(model: &Decoder, layout: BatchLayout) -> RowTokens {
+    RowTokens { tokens: layout.tensor(model.batch, layout.inputs()), stride: 1 }
 }
 
 /// Returns a tensor without its first elements.
@@ -155,13 +175,13 @@ impl SubLayer for Attention {
         hooks: &mut dyn LayerHooks,
         residual: Tensor,
     ) -> Result<()> {
-        self.project(engine, pass)?;
+        self.project(engine, pass, residual)?;
         hooks.qkv_computed(engine, self.layer, self.qkv)?;
         self.attend(engine, pass, residual, false)
     }
 
     fn recompute(&self, engine: &mut dyn Engine, pass: &ForwardPass, residual: Tensor, last: bool) -> Result<()> {
-        self.project(engine, pass)?;
+        self.project(engine, pass, residual)?;
         self.attend(engine, pass, residual, last)
     }
 
@@ -182,19 +202,45 @@ impl SubLayer for Attention {
             let dweights = weights.and(dq.zip(dk)).map(|(dq, dk)| [dq, dk]);
             engine.run(RotaryBackward { dqkv, saved: self.qk_saved, dweights, rotation, shape })?;
         }
+        let value_embedding = self.value_embedding(model, residual).zip(pass.stream.gates);
+        if let Some(((table, gate), dgates)) = value_embedding {
+            let width = d.kv_heads * d.head_size;
+            let rows = pass.layout.b * pass.layout.t;
+            let (dgates, drows) = (dgates.slice(0, rows * d.kv_heads), pass.dvalues);
+            let dweight = model.gradient(pass.grads, Param::ValueGate, layer);
+            let tokens = tokens(model, pass.layout);
+            engine.run(ValueEmbedBackward { drows, dgates, dweight, dqkv, table, tokens, gate, shape })?;
+            if let Some(dwte) = model.gradient(pass.grads, Param::ValueTable, layer) {
+                let (batch, layout) = (model.batch, pass.layout);
+                engine.run(EncoderBackward { dwte, dwpe: None, dout: drows, batch, layout, c: width })?;
+            }
+        }
         // The norms of all sub-layers share one buffer, which those that follow have overwritten.
         if pass.recompute >= Recompute::ActivationAndNorms {
             model.recompute_norm(engine, ln1, residual)?;
         }
         let dbias = model.gradient(pass.grads, Param::Qkvb, layer);
         let qkv = pass.linear(layer, Param::Qkvw, [pass.dchannels, dqkv], ln1.out, dbias);
-        pass.run_linear(engine, layer, Param::Qkvw, &qkv)
+        pass.run_linear(engine, layer, Param::Qkvw, &qkv)?;
+        let Some(((_, gate), dgates)) = value_embedding else { return Ok(()) };
+        let (dinp, heads) = (pass.dchannels, d.kv_heads);
+        let dgates = dgates.slice(0, pass.layout.b * pass.layout.t * heads);
+        engine.run(GateInputBackward { dinp, dgates, weight: gate.weight, heads, c: d.channels })
     }
 
     fn decode(&self, engine: &mut dyn Engine, pass: &DecodePass, residual: Tensor) -> Result<()> {
         let (model, d) = (pass.model, &pass.model.descriptor);
-        let norm = Some(model.norm_of(&self.ln1, residual, None));
+        let mut norm = Some(model.norm_of(&self.ln1, residual, None));
+        let value_embedding = self.value_embedding(model, residual);
+        if value_embedding.is_some() {
+            // The gate reads the norm's statistics, which a kernel of both norm and matmul does not write.
+            norm.take().map_or(Ok(()), |norm| engine.run(norm))?;
+        }
         engine.run(DecodeMatmul { norm, matmul: self.qkv(model, self.qkv) })?;
+        if let Some((table, gate)) = value_embedding {
+            let tokens = RowTokens { tokens: pass.cache.slots, stride: Slot::WORDS };
+            engine.run(ValueEmbed { qkv: self.qkv, table, tokens, gate, shape: d.attention(pass.rows, 1) })?;
+        }
         let Cache { keys, values, partials, slots, .. } = pass.cache;
         engine.run(DecodeAttention {
             out: self.attended,

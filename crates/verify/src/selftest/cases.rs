@@ -186,7 +186,7 @@ pub fn training_step_cases(descriptor: &Descriptor, b: usize, t: usize, engine: 
             (rmsnorm_forward(rows, c, weights), rmsnorm_backward(rows, c, weights))
         }
     };
-    let update_ranges: Vec<_> = layout.decay_ranges().iter().filter_map(|range| range.within(&(0..n))).collect();
+    let update_ranges: Vec<_> = layout.group_ranges().iter().filter_map(|range| range.within(&(0..n))).collect();
     vec![
         encoder_forward(b, t, c, v, learned),
         norm_forward,

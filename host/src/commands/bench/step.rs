@@ -2,7 +2,7 @@
 
 use super::table::{Column, Json, Spread, Table};
 use super::trace::{self, RankTrace};
-use crate::commands::resources::{Fp8Flags, Hardware, LoraFlags, WindowFlags};
+use crate::commands::resources::{Fp8Flags, Hardware, LoraFlags, StructureFlags};
 use crate::commands::train::{Launch, load_source, multi_rank};
 use crate::gpu_info::GpuInfo;
 use crate::values::{count, level};
@@ -72,7 +72,7 @@ pub struct Step {
     launch: Launch,
 
     #[command(flatten)]
-    windows: WindowFlags,
+    structure: StructureFlags,
 
     #[command(flatten)]
     lora: LoraFlags,
@@ -196,7 +196,7 @@ impl Step {
                 (source.descriptor(), Some(source))
             }
         };
-        let descriptor = self.lora.apply(self.windows.apply(descriptor)?)?;
+        let descriptor = self.lora.apply(self.structure.apply(descriptor)?)?;
         let layout = BatchLayout::new(self.batch, self.seq);
         let Self { recompute, optimizer, master_weights, moments, .. } = *self;
         let shard = multi_rank::shard(ranks, self.shard_size)?;

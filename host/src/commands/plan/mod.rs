@@ -5,7 +5,7 @@ mod print;
 
 use super::bench::table::Json;
 use super::json;
-use super::resources::{Fp8Flags, WindowFlags};
+use super::resources::{Fp8Flags, StructureFlags};
 use super::train::DEFAULT_SEQ;
 use crate::values::{count, fraction, level, zero_stage};
 use anyhow::{Context, Result, bail};
@@ -85,7 +85,7 @@ pub struct Plan {
     #[arg(long, value_enum, default_value = "bf16", help_heading = COMPUTE)]
     precision: Precision,
     #[command(flatten)]
-    windows: WindowFlags,
+    structure: StructureFlags,
     #[command(flatten)]
     fp8: Fp8Flags,
     /// Files of `bench step --json` on one GPU
@@ -178,7 +178,7 @@ impl Plan {
             Err(unknown) if !Path::new(&self.model).exists() => return Err(unknown).context("--model"),
             Err(_) => ModelSource::open(Path::new(&self.model)).context("--model")?.descriptor(),
         };
-        self.windows.apply(descriptor)
+        self.structure.apply(descriptor)
     }
 
     fn connections(&self, cluster: Cluster) -> Result<Connections> {

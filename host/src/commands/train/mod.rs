@@ -23,7 +23,7 @@ use crate::evaluate::{self, text::TokenBytes};
 use crate::gpu_info::{GpuErrors, GpuInfo};
 use crate::signals::Stop;
 use crate::train::{
-    CLIP, Diverged, HardwareChecks, MuonSettings, OptimizerSettings, Run, Settings, Validation, ValidationSource,
+    Diverged, GroupFlag, HardwareChecks, MuonSettings, OptimizerSettings, Run, Settings, Validation, ValidationSource,
     flight_recorder_name,
 };
 use crate::values::{Count, Resume};
@@ -46,7 +46,7 @@ use interchange::ModelSource;
 use metrics::report::Summary;
 use model::fit::{self, RunLimits};
 use model::schedule::Schedule;
-use model::{Decoder, Descriptor, Fp8Options, Optimizer, PlanOptions, Zero};
+use model::{Decoder, Descriptor, Fp8Options, Optimizer, ParamGroup, PlanOptions, Zero};
 use reports::{draw, read_log, report_dry_run, report_end, report_start};
 use resolve::Resolved;
 use shape::Frozen;
@@ -561,7 +561,7 @@ fn settings(config: &Config, ranks: usize, gpu: Option<usize>) -> Result<Setting
         },
         optimizer: optimizer(config),
         weight_decay: config.weight_decay,
-        clip: CLIP,
+        clip: config.flags.clip(),
         limits: config.limits(),
         val_every: every(config.val_every),
         core_every: every(config.flags.core_every.unwrap_or(config.steps)),
@@ -610,9 +610,11 @@ fn check_hashes(model: &Decoder, engine: &mut dyn Engine, ranks: &mut Ranks, sta
 /// Returns the settings of the optimizer.
 fn optimizer(config: &Config) -> OptimizerSettings {
     let (default, flags) = (MuonSettings::DEFAULT, &config.flags);
+    let of_rate =
+        |(group, lr): (_, Option<f32>)| lr.map(|lr| GroupFlag::new(group, [Some(lr), None, None, None, None]));
+    let rates = [(ParamGroup::Embeddings, flags.embedding_lr), (ParamGroup::Head, flags.head_lr)];
     OptimizerSettings {
-        embedding_lr: flags.embedding_lr,
-        head_lr: flags.head_lr,
+        groups: rates.into_iter().filter_map(of_rate).chain(flags.group.iter().copied()).collect(),
         muon: (flags.optimizer == Optimizer::Muon).then(|| MuonSettings {
             lr: flags.muon_lr.unwrap_or(default.lr),
             momentum: flags.muon_momentum.unwrap_or(default.momentum),

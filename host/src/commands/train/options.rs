@@ -5,8 +5,9 @@
 //! [`Config`](super::Config) has its final value.
 
 use super::sources::{SourceTable, source_table};
-use crate::commands::resources::{Fp8Flags, Hardware, LoraFlags, WindowFlags};
+use crate::commands::resources::{Fp8Flags, Hardware, LoraFlags, StructureFlags};
 use crate::console::Verbosity;
+use crate::train::{CLIP, GroupFlag};
 use crate::values::{
     Count, Resume, count, count_or_all, fraction, fraction_f32, interval, level, momentum, non_negative, packing,
     resume, seed, switch, whole_number, zero_stage,
@@ -141,7 +142,7 @@ pub struct TrainOptions {
     /// Windows of attention.
     #[command(flatten)]
     #[serde(flatten)]
-    pub windows: WindowFlags,
+    pub structure: StructureFlags,
 
     /// Low-rank adapters.
     #[command(flatten)]
@@ -201,6 +202,16 @@ pub struct TrainOptions {
     /// Peak learning rate of the head, if it is not tied to the token embedding [default: --lr]
     #[arg(long, value_name = "LR", value_parser = non_negative, help_heading = OPTIMIZER)]
     pub head_lr: Option<f32>,
+
+    /// AdamW's hyperparameters of a group of parameters: embeddings, head, value-embeddings, smear, matrices, vectors, residual-scales or
+    /// embedding-scales. Keys are lr (peak), beta1, beta2, eps and decay. Repeat the flag for other groups
+    #[arg(long, value_name = "GROUP:KEY=VALUE,...", help_heading = OPTIMIZER)]
+    #[serde(skip_serializing_if = "Vec::is_empty", default)]
+    pub group: Vec<GroupFlag>,
+
+    /// Maximum norm of the gradient, to which larger gradients are scaled; 0: none [default: 1]
+    #[arg(long, value_name = "X", value_parser = non_negative, help_heading = OPTIMIZER)]
+    pub clip: Option<f32>,
 
     /// Peak learning rate of Muon [default: 0.02]
     #[arg(long, value_name = "LR", value_parser = non_negative, help_heading = OPTIMIZER)]
@@ -457,6 +468,14 @@ fn only<S: Serializer>(patterns: &[String], serializer: S) -> Result<S::Ok, S::E
 impl TrainOptions {
     /// Value of `--out` with which a run saves nothing.
     const NO_OUT: &str = "none";
+
+    /// Returns the maximum norm of the gradient.
+    pub fn clip(&self) -> f32 {
+        match self.clip {
+            Some(0.0) => f32::INFINITY,
+            clip => clip.unwrap_or(CLIP),
+        }
+    }
 
     /// Returns whether a resumed run may have another value of a setting than its checkpoint. The section of the flag decides.
     pub fn may_change(key: &str) -> bool {

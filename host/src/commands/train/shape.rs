@@ -1,7 +1,7 @@
 //! The shape of the model, from `--model` and the flags that replace its sizes.
 
 use super::options::TrainOptions;
-use crate::commands::resources::WindowFlags;
+use crate::commands::resources::StructureFlags;
 use anyhow::{Context, Result, ensure};
 use engine::open::Precision;
 use interchange::ModelSource;
@@ -23,12 +23,12 @@ pub struct ModelFlags {
 impl ModelFlags {
     /// Writes the settings to the flags of the run.
     pub fn save(self, flags: &mut TrainOptions) {
-        let Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels, window, window_pattern } =
+        let Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels, window, window_pattern, additions } =
             self.overrides;
         flags.model = self.model;
         (flags.layers, flags.heads, flags.channels) = (layers, heads, channels);
         (flags.kv_heads, flags.head_size, flags.ffn) = (kv_heads, head_size, mlp_channels);
-        flags.windows = WindowFlags { window, window_pattern };
+        flags.structure = StructureFlags { window, window_pattern, additions };
     }
 }
 
@@ -44,9 +44,10 @@ pub fn resolve(
     from_files: bool,
     resumed: Option<Descriptor>,
 ) -> Result<(ModelFlags, Descriptor, Option<ModelSource>)> {
-    let TrainOptions { layers, heads, kv_heads, head_size, channels, ffn: mlp_channels, windows, .. } = *options;
-    let WindowFlags { window, window_pattern } = windows;
-    let overrides = Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels, window, window_pattern };
+    let TrainOptions { layers, heads, kv_heads, head_size, channels, ffn: mlp_channels, structure, .. } = *options;
+    let StructureFlags { window, window_pattern, additions } = structure;
+    let overrides =
+        Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels, window, window_pattern, additions };
     // Earlier versions of the program trained models of 50,257 ids on the data of any tokenizer.
     let vocab = resumed.map(|descriptor| descriptor.vocab).or(vocab);
     let default = (from_files && !overrides.has_sizes()).then(|| "d12".to_owned());

@@ -1,0 +1,148 @@
+//! The model of nanochat at 92d63d4 on the CPU engine against nanochat's own modules in double precision: logits, loss and every gradient.
+//! `scripts/nanochat_reference.py` computes the reference.
+
+use distributed::Ranks;
+use engine::cpu::Cpu;
+use engine::{BatchLayout, Engine};
+use interchange::architecture::exchange_halves;
+use model::descriptor::{Init, WindowPattern, Windows};
+use model::{Decoder, Descriptor, Param, PlanOptions, Recompute, TrainStep, Unsharded};
+use safetensors::SafeTensors;
+use std::fs;
+use std::path::Path;
+
+const LAYOUT: BatchLayout = BatchLayout::new(2, 140);
+const VOCAB: usize = 97;
+
+/// A safetensors file.
+struct File(Vec<u8>);
+
+impl File {
+    fn read(name: &str) -> Self {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/nanochat");
+        Self(fs::read(folder.join(name)).unwrap())
+    }
+
+    fn floats(&self, name: &str) -> Vec<f32> {
+        let file = SafeTensors::deserialize(&self.0).unwrap();
+        let data = file.tensor(name).unwrap_or_else(|error| panic!("{name}: {error}")).data().to_vec();
+        data.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect()
+    }
+
+    fn ints(&self, name: &str) -> Vec<i32> {
+        self.floats(name).into_iter().map(|bits| bits.to_bits().cast_signed()).collect()
+    }
+
+    /// Returns a parameter of this program from nanochat's tensors, whose names begin with `prefix`. nanochat rotates in the other
+    /// direction, and has one vector for the factors of all layers.
+    fn param(&self, prefix: &str, d: &Descriptor, param: Param, layer: usize) -> Vec<f32> {
+        let of = |name: &str| self.floats(&format!("{prefix}{name}"));
+        let in_layer = |name: &str| of(&format!("transformer.h.{layer}.{name}.weight"));
+        let rotated = |name: &str| {
+            let mut rows = in_layer(name);
+            exchange_halves(&mut rows, d.head_size * d.channels);
+            rows
+        };
+        match param {
+            Param::Wte => of("transformer.wte.weight"),
+            Param::LmHead => of("lm_head.weight"),
+            Param::Qkvw => [rotated("attn.c_q"), rotated("attn.c_k"), in_layer("attn.c_v")].concat(),
+            Param::Attprojw => in_layer("attn.c_proj"),
+            Param::Fcw => in_layer("mlp.c_fc"),
+            Param::Fcprojw => in_layer("mlp.c_proj"),
+            Param::ValueTable => of(&format!("value_embeds.{layer}.weight")),
+            Param::ValueGate => in_layer("attn.ve_gate"),
+            Param::SmearGate => of("smear_gate.weight"),
+            Param::SmearScale => of("smear_lambda"),
+            Param::BackoutScale => of("backout_lambda"),
+            Param::ResidualScale => vec![of("resid_lambdas")[layer]],
+            Param::EmbeddingScale => vec![of("x0_lambdas")[layer]],
+            other => panic!("nanochat has no {}", other.name()),
+        }
+    }
+}
+
+/// The model of the reference: its sizes are smaller than those of any `nanochat:dN`.
+fn descriptor() -> Descriptor {
+    let d4: Descriptor = "nanochat:d4".parse().unwrap();
+    let windows = Some(Windows { size: 129, pattern: "SSSL".parse::<WindowPattern>().unwrap() });
+    let d = Descriptor { heads: 2, kv_heads: 1, head_size: 24, channels: 48, mlp_channels: 192, windows, ..d4 };
+    assert_eq!(d.init, Init::Nanochat);
+    Descriptor { max_seq_len: LAYOUT.t, vocab: VOCAB, ..d }.checked().unwrap()
+}
+
+/// Asserts that values agree within 1e-5 of the largest expected value.
+#[track_caller]
+fn assert_close(name: &str, found: &[f32], expected: &[f32]) {
+    assert_eq!(found.len(), expected.len(), "{name}");
+    let scale = expected.iter().fold(0.0f32, |max, x| max.max(x.abs()));
+    let worst = found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(worst <= 1e-5 * scale, "{name}: largest difference {worst}, largest value {scale}");
+}
+
+/// The model on an engine, with the batch of the reference.
+struct Bench {
+    engine: Cpu,
+    model: Decoder,
+    reference: File,
+}
+
+impl Bench {
+    fn new(options: PlanOptions) -> Self {
+        let (mut engine, reference, weights) =
+            (Cpu::new(), File::read("reference.safetensors"), File::read("model.safetensors"));
+        let (model, plan) = Decoder::plan(descriptor(), options, &mut engine);
+        engine.allocate(&plan).unwrap();
+        for (param, layer) in model.layout.file_order() {
+            let values = weights.param("", &model.descriptor, param, layer);
+            engine.write(model.layout.of(model.params, param, layer), &values).unwrap();
+        }
+        let mut words = engine.host_buffer(LAYOUT.words()).unwrap();
+        words[LAYOUT.inputs()].copy_from_slice(&reference.ints("inputs"));
+        words[LAYOUT.targets()].copy_from_slice(&reference.ints("targets"));
+        LAYOUT.sort(&mut words);
+        engine.load_batch(model.batch, LAYOUT, words).unwrap();
+        Self { engine, model, reference }
+    }
+
+    fn logits(&mut self) {
+        let Self { engine, model, reference } = self;
+        model.forward(engine, LAYOUT, &mut Unsharded).unwrap();
+        let (rows, vp) = (LAYOUT.b * LAYOUT.t, model.descriptor.padded_vocab());
+        let logits = model.logits(engine, 0..rows).unwrap();
+        let values = engine.read(logits).unwrap();
+        let found = values.chunks(vp).flat_map(|row| row[..VOCAB].iter().map(|&x| model.descriptor.softcapped(x)));
+        assert_close("logits", &found.collect::<Vec<_>>(), &reference.floats("logits"));
+    }
+
+    fn gradients(&mut self) {
+        let Self { engine, model, reference } = self;
+        let grads = model.training.unwrap().grads;
+        for (param, layer) in model.layout.file_order() {
+            let found = engine.read(model.layout.of(grads, param, layer)).unwrap();
+            let expected = reference.param("", &model.descriptor, param, layer);
+            assert_close(&format!("gradient of {} in layer {layer}", param.name()), &found, &expected);
+        }
+    }
+}
+
+#[test]
+fn logits_loss_and_gradients() {
+    for recompute in Recompute::ALL {
+        let mut bench = Bench::new(PlanOptions { recompute, ..PlanOptions::training(LAYOUT.b, LAYOUT.t) });
+        bench.logits();
+        let (mut step, targets) = (TrainStep::new(&bench.model, LAYOUT, 1), LAYOUT.targets().len());
+        let ranks = &mut Ranks::default();
+        step.gradients(&mut bench.engine, ranks, &mut |_| Ok(targets)).unwrap();
+        step.measure(&mut bench.engine, ranks).unwrap();
+        bench.gradients();
+        let stats = bench.engine.read(bench.model.training.unwrap().stats).unwrap();
+        let (found, expected) = (stats[0] / targets as f32, bench.reference.floats("losses")[0]);
+        assert!((found - expected).abs() <= 1e-5, "{recompute:?}: loss {found}, expected {expected}");
+    }
+}
+
+#[test]
+fn logits_without_the_activations_of_training() {
+    Bench::new(PlanOptions::inference(LAYOUT.b, LAYOUT.t)).logits();
+}
