@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// A small model of each family.
-const MODELS: [&[&str]; 4] = [
+const MODELS: [&[&str]; 5] = [
     &["--model", "llama3:1b", "--layers", "2", "--channels", "32", "--heads", "4", "--kv-heads", "2", "--ffn", "56"],
     &["--model", "qwen2.5:0.5b", "--layers", "2", "--channels", "32", "--heads", "4", "--kv-heads", "2", "--ffn", "56"],
     &[
@@ -23,6 +23,7 @@ const MODELS: [&[&str]; 4] = [
         "16",
     ],
     &["--model", "modern:d2", "--channels", "32", "--heads", "2"],
+    &["--model", "nanochat:d2", "--channels", "32", "--heads", "2", "--window", "9"],
 ];
 
 /// Trains on the built-in text, with batches of 2 x 16 tokens.

@@ -6,7 +6,7 @@ use engine::ops::{Activation, RotaryPairs, SlotSampling};
 use engine::{Engine, Result};
 use host::generate::{Finish, Request, Scheduler, generate};
 use host::sample::{self, Sampling};
-use model::descriptor::{Biases, Normalization, Positions, QkNorm, Rotary, Windows};
+use model::descriptor::{Additions, Biases, Normalization, Positions, QkNorm, Rotary, Windows};
 use model::{Decoder, Descriptor, Generator, PlanOptions, Unsharded, init};
 
 /// Returns a small model of every architecture. Kernels of attention need heads of at least 64 channels.
@@ -50,6 +50,9 @@ fn models() -> Vec<(&'static str, Descriptor)> {
         ("geglu", Descriptor { activation: Activation::GeGlu, ..llama }),
         ("gpt2 with windows", Descriptor { windows: windows(4, "SS"), ..gpt2 }),
         ("qwen3 with windows", Descriptor { windows: windows(3, "SL"), ..qwen3 }),
+        ("nanochat", Descriptor { additions: Additions::ALL, windows: windows(5, "SL"), ..modern }),
+        ("qwen3 with value embeddings", Descriptor { additions: "value-embeddings".parse().unwrap(), ..qwen3 }),
+        ("gpt2 with additions", Descriptor { additions: "residual-scales,smear,backout".parse().unwrap(), ..gpt2 }),
     ]
     .map(|(name, descriptor)| (name, descriptor.checked().unwrap()))
     .to_vec()

@@ -213,7 +213,7 @@ fn check(name: &str, targets: &str, rank: usize) {
 
 #[test]
 fn losses_and_gradients_are_those_of_merged_weights() {
-    for name in ["d6", "llama3:1b", "qwen2.5:0.5b", "qwen3:0.6b", "modern:d2"] {
+    for name in ["d6", "llama3:1b", "qwen2.5:0.5b", "qwen3:0.6b", "modern:d2", "nanochat:d2"] {
         check(name, "all", 3);
     }
     check("llama3:1b", "q,v", 8);

@@ -445,7 +445,12 @@ fn groups_have_their_own_learning_rates() {
     };
     let mut at = |rate| after(engine, AdamW { learning_rate: rate, ..ADAMW }.into());
     let [base, slow, fast] = [0.01, 0.001, 0.1].map(&mut at);
-    let rates = Update { embedding_learning_rate: 0.1, head_learning_rate: 0.001, ..ADAMW.into() };
+    let AdamW { beta1, beta2, eps, weight_decay, .. } = ADAMW;
+    let mut rates = Update::from(ADAMW);
+    for (group, learning_rate) in [(ParamGroup::Embeddings, 0.1), (ParamGroup::Head, 0.001)] {
+        let settings = GroupSettings { learning_rate, beta1, beta2, eps, weight_decay };
+        rates.groups[group as usize] = Some(settings);
+    }
     let got = after(engine, rates);
     assert!(got[0] == fast[0] && got[1] == fast[1] && got[2] == slow[2] && got[3] == base[3] && got[4] == base[4]);
 }
