@@ -9,7 +9,7 @@
 //! the rank that orthogonalizes it nor on the rest of its batch, so neither do the results.
 
 use super::decoder::{Decoder, Training};
-use super::muon_buffers::{Matrix, matrices, shapes};
+use super::muon_buffers::{Matrix, fullest_layer, matrices, shapes};
 use super::params::{GroupRange, Unit};
 use super::sharding::LayerHooks;
 use super::update::{Muon, Update};
@@ -54,12 +54,13 @@ impl Decoder {
     /// Lets the engine collect the GEMMs of an update, for autotuning.
     pub(super) fn tune_muon(&self, engine: &mut dyn Engine) -> Result<()> {
         let Some(buffers) = self.training.and_then(|training| training.muon) else { return Ok(()) };
-        let (matrices, start) = (matrices(&self.layout, 0), self.layout.unit(Unit::Layer(0)).start);
-        for shape in shapes(&matrices) {
+        let (layer, matrices) = fullest_layer(&self.layout);
+        let start = self.layout.unit(Unit::Layer(layer)).start;
+        for shape in shapes(matrices.iter()) {
             let matrix = &matrices[shape[0]];
             // Only the number of matrices counts, not their places.
             let tensor = buffers.update.slice(matrix.elements.start - start, matrix.elements.len());
-            let tensors = vec![tensor; buffers.batches.of(matrix, shape.len())];
+            let tensors = vec![tensor; buffers.batches.largest(matrix, shape.len())];
             engine.run(buffers.orthogonalize(&tensors, matrix, &Muon::default()))?;
         }
         Ok(())
@@ -95,16 +96,19 @@ impl Decoder {
         let mut members = Vec::new();
         for (layer, (matrices, decayed)) in matrices.iter().zip(decayed).enumerate() {
             let start = self.layout.unit(decayed.unit).start;
-            for (matrix, owner) in matrices.iter().zip(&mut owners) {
+            for (position, (matrix, owner)) in matrices.iter().zip(&mut owners).enumerate() {
                 let tensor = buffers.layer(layer).slice(matrix.elements.start - start, matrix.elements.len());
-                members.push(Member { decayed, matrix, tensor, owner });
+                members.push((position, Member { decayed, matrix, tensor, owner }));
             }
         }
-        for shape in shapes(&matrices[0]) {
-            // Equal positions in all layers are neighbors: their distances are equal, so that one kernel scales them.
-            let of = |&i: &usize| members.iter().skip(i).step_by(matrices[0].len());
-            let own: Vec<Member> = shape.iter().flat_map(of).filter(|of| of.owner == shard.rank).copied().collect();
-            let matrix = &matrices[0][shape[0]];
+        // Equal positions in all layers are neighbors: their distances are equal, so that one kernel scales them.
+        let mut by_position = members.clone();
+        by_position.sort_by_key(|&(position, _)| position);
+        let members: Vec<Member> = members.into_iter().map(|(_, member)| member).collect();
+        for shape in shapes(by_position.iter().map(|(_, member)| member.matrix)) {
+            let of_shape = shape.iter().map(|&i| by_position[i].1);
+            let own: Vec<Member> = of_shape.filter(|member| member.owner == shard.rank).collect();
+            let matrix = by_position[shape[0]].1.matrix;
             for batch in own.chunks(buffers.batches.of(matrix, shape.len())) {
                 let tensors: Vec<Tensor> = batch.iter().map(|member| member.tensor).collect();
                 let orthogonalize = buffers.orthogonalize(&tensors, matrix, muon);

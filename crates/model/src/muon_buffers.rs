@@ -27,7 +27,8 @@ impl Matrix {
     }
 }
 
-/// Returns the matrices of a layer. Queries, keys and values are matrices of their own, as are up and gate of a gated activation.
+/// Returns the matrices of a layer. Queries, keys and values are matrices of their own, as are up and gate of a gated activation. Layers have
+/// the same matrices at the same positions, but some layers may have more of them.
 pub(super) fn matrices(layout: &Params, layer: usize) -> Vec<Matrix> {
     let d = layout.descriptor();
     let mut matrices = Vec::new();
@@ -44,6 +45,12 @@ pub(super) fn matrices(layout: &Params, layer: usize) -> Vec<Matrix> {
     matrices
 }
 
+/// Returns the layer with the most matrices, and these.
+pub(super) fn fullest_layer(layout: &Params) -> (usize, Vec<Matrix>) {
+    let layers = (0..layout.descriptor().layers).map(|layer| (layer, matrices(layout, layer)));
+    layers.max_by_key(|(_, matrices)| matrices.len()).unwrap_or_default()
+}
+
 /// Tiles of 128 x 128 on and above the diagonal of a batch of symmetric matrices that fill a large GPU: eight for each of 132 SMs.
 /// Larger batches take more memory and gain little.
 const BATCH_TILES: usize = 1056;
@@ -54,20 +61,16 @@ fn largest_batch(matrix: &Matrix) -> usize {
     BATCH_TILES.div_ceil(tiles * (tiles + 1) / 2)
 }
 
-/// Returns the matrices of a layer by shape: the positions in `matrices` of those with the same rows and columns.
-pub(super) fn shapes(matrices: &[Matrix]) -> Vec<Vec<usize>> {
-    let mut shapes: Vec<Vec<usize>> = Vec::new();
-    for (i, matrix) in matrices.iter().enumerate() {
-        let same = |shape: &&mut Vec<usize>| {
-            let other = &matrices[shape[0]];
-            (other.rows, other.cols) == (matrix.rows, matrix.cols)
-        };
-        match shapes.iter_mut().find(same) {
-            Some(shape) => shape.push(i),
-            None => shapes.push(vec![i]),
+/// Returns matrices by shape: the positions of those with the same rows and columns.
+pub(super) fn shapes<'a>(matrices: impl Iterator<Item = &'a Matrix>) -> Vec<Vec<usize>> {
+    let mut shapes: Vec<((usize, usize), Vec<usize>)> = Vec::new();
+    for (i, &Matrix { rows, cols, .. }) in matrices.enumerate() {
+        match shapes.iter_mut().find(|(shape, _)| *shape == (rows, cols)) {
+            Some((_, positions)) => positions.push(i),
+            None => shapes.push(((rows, cols), vec![i])),
         }
     }
-    shapes
+    shapes.into_iter().map(|(_, positions)| positions).collect()
 }
 
 /// How many layers are updated at a time, and how many of their matrices are orthogonalized at a time.
@@ -79,9 +82,14 @@ pub(super) struct Batches {
 }
 
 impl Batches {
-    /// Returns the matrices of a batch, of a shape that each layer has `per_layer` times.
-    pub(super) fn of(self, matrix: &Matrix, per_layer: usize) -> usize {
-        (self.layers * per_layer).min(self.matrices).min(largest_batch(matrix))
+    /// Returns the matrices of a batch, of a shape that the layers of an update have `count` times.
+    pub(super) fn of(self, matrix: &Matrix, count: usize) -> usize {
+        count.min(self.matrices).min(largest_batch(matrix))
+    }
+
+    /// Returns the matrices of a batch, of a shape that each layer has at most `per_layer` times.
+    pub(super) fn largest(self, matrix: &Matrix, per_layer: usize) -> usize {
+        self.of(matrix, self.layers * per_layer)
     }
 }
 
@@ -114,7 +122,7 @@ pub(super) struct MuonSizes {
 impl MuonSizes {
     /// Returns the sizes for as many layers as possible in `free` bytes, or the smallest sizes. `dtype` is that of the parameters.
     pub(super) fn new(layout: &Params, dtype: DType, free: usize) -> Self {
-        let matrices = matrices(layout, 0);
+        let (_, matrices) = fullest_layer(layout);
         let (layers, most) = (layout.descriptor().layers, matrices.len());
         let whole = (1..=layers).rev().map(|layers| Batches { layers, matrices: usize::MAX });
         let parts = (1..most).rev().map(|matrices| Batches { layers: 1, matrices });
@@ -124,15 +132,15 @@ impl MuonSizes {
     }
 
     fn of(layout: &Params, matrices: &[Matrix], batches: Batches) -> Self {
-        let shapes = shapes(matrices);
+        let shapes = shapes(matrices.iter());
         let largest = |elements: fn(&Matrix) -> usize| {
             let of = |shape: &Vec<usize>| {
                 let matrix = &matrices[shape[0]];
-                batches.of(matrix, shape.len()) * Orthogonalize::stride(elements(matrix))
+                batches.largest(matrix, shape.len()) * Orthogonalize::stride(elements(matrix))
             };
             shapes.iter().map(of).max().unwrap_or(0)
         };
-        let count = shapes.iter().map(|shape| batches.of(&matrices[shape[0]], shape.len())).max().unwrap_or(0);
+        let count = shapes.iter().map(|shape| batches.largest(&matrices[shape[0]], shape.len())).max().unwrap_or(0);
         Self {
             batches,
             update: [batches.layers, layout.largest_layer()],
@@ -201,9 +209,9 @@ mod tests {
     #[test]
     fn matrices_of_one_shape_form_a_batch() {
         let gpt2 = Descriptor::gpt2(3, 2, 24, 10, 60).unwrap();
-        assert_eq!(shapes(&matrices(&Params::new(gpt2), 0)), [vec![0, 1, 2, 3], vec![4], vec![5]]);
+        assert_eq!(shapes(matrices(&Params::new(gpt2), 0).iter()), [vec![0, 1, 2, 3], vec![4], vec![5]]);
         let gated = Descriptor { activation: Activation::SwiGlu, kv_heads: 1, ..gpt2 };
-        assert_eq!(shapes(&matrices(&Params::new(gated), 0)), [vec![0, 3], vec![1, 2], vec![4, 5], vec![6]]);
+        assert_eq!(shapes(matrices(&Params::new(gated), 0).iter()), [vec![0, 3], vec![1, 2], vec![4, 5], vec![6]]);
         let square = |side| Matrix { rows: side, cols: 4 * side, elements: 0..0 };
         assert_eq!([64, 768, 2048, 8192].map(|side| largest_batch(&square(side))), [1056, 51, 8, 1]);
     }
