@@ -54,7 +54,7 @@ fn training_lowers_the_loss_and_a_resumed_run_is_identical() {
     ];
     let run =
         |out: &std::path::Path, more: &[&str]| succeed(&[&SMALL[..], &muon, &["--out", text(out)], more].concat());
-    let additions = ["--muon-equilibrate", "--muon-renormalize", "--muon-cautious-decay"];
+    let additions = ["--muon-equilibrate", "--muon-renormalize", "--muon-variance", "--muon-cautious-decay"];
     let printed = run(&whole, &[&["--embedding-lr", "0.01"], &additions[..]].concat());
     assert!(printed.contains("Muon for the layers' matrices, peak 2.00e-2, momentum 0.95; AdamW, embeddings peak"));
     let losses = losses(&whole);
@@ -69,6 +69,7 @@ fn training_lowers_the_loss_and_a_resumed_run_is_identical() {
         "muon-coefficients = \"polar-express\"",
         "muon-equilibrate = true",
         "muon-renormalize = true",
+        "muon-variance = true",
         "muon-cautious-decay = true",
         "embedding-lr = 0.01",
     ] {
@@ -102,6 +103,7 @@ fn flags_that_do_not_apply_are_errors() {
         ["--muon-coefficients", "classic"],
         ["--muon-equilibrate", "1"],
         ["--muon-renormalize", "0"],
+        ["--muon-variance", "1"],
         ["--muon-cautious-decay", "1"],
     ] {
         fails(&flags, &[flags[0], "expected --optimizer muon, found adamw"]);

@@ -23,8 +23,8 @@ pub use fp8::{Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Scale, Fp8
 pub use norm::{NormBackward, NormForward};
 pub use stream::{Mix, MixBackward, Smear, SmearBackward};
 pub use update::{
-    AdamW, AdamWUpdate, Master, MuonAdditions, MuonApply, MuonCoefficients, MuonMomentum, Orthogonalize, SMALLEST_NORM,
-    UpdateRange,
+    AdamW, AdamWUpdate, Master, MuonAdditions, MuonApply, MuonCoefficients, MuonMomentum, MuonVariance, Orthogonalize,
+    SMALLEST_NORM, SMALLEST_VARIANCE, UpdateRange,
 };
 pub use value_embedding::{GateInputBackward, RowTokens, ValueEmbed, ValueEmbedBackward, ValueGate};
 
@@ -90,6 +90,7 @@ operations!(
     AdamWUpdate<'a>,
     MuonMomentum,
     Orthogonalize<'a>,
+    MuonVariance,
     MuonApply,
     Quantize,
     Fp8Scales,

@@ -92,7 +92,7 @@ struct SharedBuffers {
 
 impl SharedBuffers {
     fn plan(plan: &mut Plan, options: &PlanOptions, layout: &Params, dtype: DType) -> Self {
-        let PlanOptions { b, t, training, zero, logit_rows, optimizer, recompute, .. } = *options;
+        let PlanOptions { b, t, training, zero, logit_rows, optimizer, recompute, moments, .. } = *options;
         let descriptor = layout.descriptor();
         let (vp, c) = Param::Wte.shape(descriptor);
         let f32 = DType::F32;
@@ -121,7 +121,8 @@ impl SharedBuffers {
         let unit = if training && zero.shards_optimizer() { &unit[..] } else { &[] };
         // Muon updates as many layers at a time as fit in the memory that the other phases need anyway.
         let free = [&head[..], &backward, unit].map(engine::plan::bytes).into_iter().max().unwrap_or(0);
-        let sizes = (training && optimizer == Optimizer::Muon).then(|| MuonSizes::new(layout, dtype, free));
+        let sizes = (training && optimizer == Optimizer::Muon)
+            .then(|| MuonSizes::new(layout, [dtype, moments.dtype(dtype)], free));
         let muon: Vec<_> = sizes.iter().flat_map(|sizes| sizes.wanted(dtype)).collect();
         let [head, backward, unit, muon] = plan.share(Group::Activations, [&head, &backward, unit, &muon]);
         Self {

@@ -7,6 +7,9 @@
 //! If ranks shard the optimizer state, each computes the momentum of its shard, the update is gathered, each rank
 //! orthogonalizes whole matrices, these are exchanged, and each rank applies its shard. The bits of a matrix depend neither on
 //! the rank that orthogonalizes it nor on the rest of its batch, so neither do the results.
+//!
+//! Muon has no second moments of single weights. With [`MuonVariance`], the running means of a matrix are the first elements of its v,
+//! so that they are stored, sharded and resumed like v. Ranks exchange them before the update, and each scales all matrices.
 
 use super::decoder::{Decoder, Training};
 use super::muon_buffers::{Matrix, fullest_layer, matrices, shapes};
@@ -14,7 +17,7 @@ use super::params::{GroupRange, Unit};
 use super::sharding::LayerHooks;
 use super::update::{Muon, Update};
 use anyhow::Context;
-use engine::ops::{MuonApply, MuonMomentum};
+use engine::ops::{MuonApply, MuonMomentum, MuonVariance};
 use engine::tensor::{Sharded, Tensor};
 use engine::{Engine, Result};
 use std::cmp::Reverse;
@@ -42,6 +45,8 @@ struct Member<'a> {
     tensor: Tensor,
     /// The rank that orthogonalizes it.
     owner: usize,
+    /// The running means of [`MuonVariance`], in v or, if ranks shard it, gathered from it.
+    second: Tensor,
 }
 
 /// Returns the elements that two ranges share; empty if there are none.
@@ -96,9 +101,16 @@ impl Decoder {
         let mut members = Vec::new();
         for (layer, (matrices, decayed)) in matrices.iter().zip(decayed).enumerate() {
             let start = self.layout.unit(decayed.unit).start;
+            let mut first = 0;
             for (position, (matrix, owner)) in matrices.iter().zip(&mut owners).enumerate() {
                 let tensor = buffers.layer(layer).slice(matrix.elements.start - start, matrix.elements.len());
-                members.push((position, Member { decayed, matrix, tensor, owner }));
+                let means = matrix.means();
+                let second = match buffers.means(layer) {
+                    Some(gathered) => gathered.slice(first, means.len()),
+                    None => self.state_store(training.v).at(decayed.unit, means.clone()),
+                };
+                first += means.len();
+                members.push((position, Member { decayed, matrix, tensor, owner, second }));
             }
         }
         // Equal positions in all layers are neighbors: their distances are equal, so that one kernel scales them.
@@ -126,6 +138,9 @@ impl Decoder {
         if shard.ranks > 1 {
             let owned: Vec<_> = members.iter().map(|member| (member.owner, member.tensor)).collect();
             hooks.exchange_matrices(engine, &owned)?;
+            if muon.additions.variance {
+                self.gather_means(engine, training, &members, hooks)?;
+            }
             members.into_iter().try_for_each(|member| self.apply_matrix(engine, training, member, update, muon))?;
         }
         Ok(())
@@ -164,15 +179,74 @@ impl Decoder {
         Ok(())
     }
 
+    /// Gathers the running means of matrices, which ranks shard.
+    fn gather_means(
+        &self,
+        engine: &mut dyn Engine,
+        training: &Training,
+        members: &[Member],
+        hooks: &mut dyn LayerHooks,
+    ) -> Result<()> {
+        let mut parts = Vec::new();
+        for &Member { decayed, matrix, second, .. } in members {
+            let (unit, own, means) = (self.layout.unit(decayed.unit), self.layout.own(decayed.unit), matrix.means());
+            for (rank, start) in unit.step_by(own.len()).enumerate() {
+                let part = intersection(&means, &(start..start + own.len()));
+                if part.is_empty() {
+                    continue;
+                }
+                let to = second.slice(part.start - means.start, part.len());
+                if start == own.start {
+                    engine.copy(to, self.state_store(training.v).at(decayed.unit, part))?;
+                }
+                parts.push((rank, to));
+            }
+        }
+        hooks.exchange_matrices(engine, &parts)
+    }
+
+    /// Scales the orthogonalized update of a matrix by its running means, and updates this rank's shard of these.
+    fn scale_by_means(
+        &self,
+        engine: &mut dyn Engine,
+        training: &Training,
+        Member { decayed, matrix, tensor, second, .. }: Member,
+        update: &Update,
+    ) -> Result<()> {
+        let (buffers, means) = (training.muon.context("this model was planned for AdamW only")?, matrix.means());
+        let range = decayed.part(&means).within(&means).context("a matrix has no elements")?;
+        engine.run(MuonVariance {
+            update: tensor,
+            second,
+            sums: buffers.partials.slice(0, means.len()),
+            stats: training.stats,
+            rows: matrix.rows,
+            cols: matrix.cols,
+            beta2: Muon::BETA2,
+            grad_factor: update.grad_factor,
+            seed: update.adamw.seed.wrapping_add(range.seed),
+        })?;
+        let mine = intersection(&means, &self.layout.own(decayed.unit));
+        if self.layout.shard().ranks > 1 && !mine.is_empty() {
+            let from = second.slice(mine.start - means.start, mine.len());
+            engine.copy(self.state_store(training.v).at(decayed.unit, mine), from)?;
+        }
+        Ok(())
+    }
+
     /// Applies the orthogonalized update of a matrix to this rank's shard of it.
     fn apply_matrix(
         &self,
         engine: &mut dyn Engine,
         training: &Training,
-        Member { decayed, matrix, tensor, .. }: Member,
+        member: Member,
         update: &Update,
         muon: &Muon,
     ) -> Result<()> {
+        if muon.additions.variance {
+            self.scale_by_means(engine, training, member, update)?;
+        }
+        let Member { decayed, matrix, tensor, .. } = member;
         let unit = decayed.unit;
         let mine = intersection(&matrix.elements, &self.layout.own(unit));
         let Some(range) = decayed.part(&matrix.elements).within(&mine) else { return Ok(()) };

@@ -25,6 +25,11 @@ impl Matrix {
     pub(super) fn scale(&self) -> f32 {
         (self.rows as f32 / self.cols as f32).max(1.0).sqrt()
     }
+
+    /// Returns the elements of v with the running means of its rows, or of its columns if there are more of them.
+    pub(super) fn means(&self) -> Range<usize> {
+        self.elements.start..self.elements.start + self.rows.max(self.cols)
+    }
 }
 
 /// Returns the matrices of a layer. Queries, keys and values are matrices of their own, as are up and gate of a gated activation. Layers have
@@ -107,7 +112,9 @@ pub(super) struct MuonBuffers {
     gram: Tensor,
     polynomial: Tensor,
     /// (matrices, sums of squares) f32
-    partials: Tensor,
+    pub(super) partials: Tensor,
+    /// (layers, running means of a layer), of the type of v: the means that ranks exchange; empty if they do not shard them
+    means: Tensor,
 }
 
 /// The sizes of [`MuonBuffers`].
@@ -117,21 +124,24 @@ pub(super) struct MuonSizes {
     batch: [usize; 1],
     square: [usize; 1],
     partials: [usize; 2],
+    means: [usize; 2],
+    moments: DType,
 }
 
 impl MuonSizes {
-    /// Returns the sizes for as many layers as possible in `free` bytes, or the smallest sizes. `dtype` is that of the parameters.
-    pub(super) fn new(layout: &Params, dtype: DType, free: usize) -> Self {
+    /// Returns the sizes for as many layers as possible in `free` bytes, or the smallest sizes. `dtype` is that of the parameters,
+    /// `moments` that of v.
+    pub(super) fn new(layout: &Params, [dtype, moments]: [DType; 2], free: usize) -> Self {
         let (_, matrices) = fullest_layer(layout);
         let (layers, most) = (layout.descriptor().layers, matrices.len());
         let whole = (1..=layers).rev().map(|layers| Batches { layers, matrices: usize::MAX });
         let parts = (1..most).rev().map(|matrices| Batches { layers: 1, matrices });
-        let mut sizes = whole.chain(parts).map(|batches| Self::of(layout, &matrices, batches));
+        let mut sizes = whole.chain(parts).map(|batches| Self::of(layout, &matrices, batches, moments));
         let fitting = sizes.find(|sizes| sizes.bytes(dtype) <= free);
-        fitting.unwrap_or_else(|| Self::of(layout, &matrices, Batches { layers: 1, matrices: 1 }))
+        fitting.unwrap_or_else(|| Self::of(layout, &matrices, Batches { layers: 1, matrices: 1 }, moments))
     }
 
-    fn of(layout: &Params, matrices: &[Matrix], batches: Batches) -> Self {
+    fn of(layout: &Params, matrices: &[Matrix], batches: Batches, moments: DType) -> Self {
         let shapes = shapes(matrices.iter());
         let largest = |elements: fn(&Matrix) -> usize| {
             let of = |shape: &Vec<usize>| {
@@ -140,18 +150,25 @@ impl MuonSizes {
             };
             shapes.iter().map(of).max().unwrap_or(0)
         };
+        let means = matrices.iter().map(|matrix| matrix.means().len()).sum();
         let count = shapes.iter().map(|shape| batches.largest(&matrices[shape[0]], shape.len())).max().unwrap_or(0);
         Self {
             batches,
             update: [batches.layers, layout.largest_layer()],
             batch: [largest(|matrix| matrix.elements.len())],
             square: [largest(|matrix| matrix.rows.min(matrix.cols).pow(2))],
-            partials: [count, matrices.iter().map(|matrix| Orthogonalize::partials(matrix.rows)).max().unwrap_or(0)],
+            // Also the sums of squares of one matrix's rows or columns.
+            partials: [
+                count,
+                matrices.iter().map(|matrix| Orthogonalize::partials(matrix.means().len())).max().unwrap_or(0),
+            ],
+            means: [batches.layers, if layout.shard().ranks > 1 { means } else { 0 }],
+            moments,
         }
     }
 
     /// Returns the buffers to plan, in the order that [`MuonBuffers::new`] takes them.
-    pub(super) fn wanted(&self, dtype: DType) -> [Wanted<'_>; 6] {
+    pub(super) fn wanted(&self, dtype: DType) -> [Wanted<'_>; 7] {
         [
             ("muon update", &self.update, dtype),
             ("muon out", &self.batch, dtype),
@@ -159,6 +176,7 @@ impl MuonSizes {
             ("muon gram", &self.square, dtype),
             ("muon polynomial", &self.square, dtype),
             ("muon partials", &self.partials, DType::F32),
+            ("muon means", &self.means, self.moments),
         ]
     }
 
@@ -169,13 +187,18 @@ impl MuonSizes {
 
 impl MuonBuffers {
     /// Creates the handles of planned buffers.
-    pub(super) fn new(sizes: &MuonSizes, [update, out, next, gram, polynomial, partials]: [Tensor; 6]) -> Self {
-        Self { batches: sizes.batches, update, out, next, gram, polynomial, partials }
+    pub(super) fn new(sizes: &MuonSizes, [update, out, next, gram, polynomial, partials, means]: [Tensor; 7]) -> Self {
+        Self { batches: sizes.batches, update, out, next, gram, polynomial, partials, means }
     }
 
     /// Returns the memory of the update of layer number `i` of a group.
     pub(super) fn layer(&self, i: usize) -> Tensor {
         self.update.part(i, self.batches.layers)
+    }
+
+    /// Returns the memory of the running means of layer number `i` of a group, if ranks exchange them.
+    pub(super) fn means(&self, i: usize) -> Option<Tensor> {
+        (self.means.len > 0).then(|| self.means.part(i, self.batches.layers))
     }
 
     /// Returns the operation that orthogonalizes matrices of the shape of `matrix`.
@@ -220,7 +243,7 @@ mod tests {
     #[test]
     fn batches_fit_in_the_memory_that_is_free() {
         let layout = Params::new(Descriptor::gpt2(12, 12, 768, 1024, 50257).unwrap());
-        let sizes = |free| MuonSizes::new(&layout, DType::Bf16, free);
+        let sizes = |free| MuonSizes::new(&layout, [DType::Bf16, DType::F32], free);
         let all = sizes(usize::MAX);
         assert_eq!(all.batches, Batches { layers: 12, matrices: usize::MAX });
         assert_eq!((all.update, all.batch, all.partials[0]), ([12, layout.largest_layer()], [12 * 3072 * 768], 48));

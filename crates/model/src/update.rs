@@ -32,6 +32,11 @@ pub struct Muon {
     pub additions: MuonAdditions,
 }
 
+impl Muon {
+    /// Decay of the running means of [`MuonVariance`](engine::ops::MuonVariance), as in nanochat.
+    pub const BETA2: f32 = 0.9;
+}
+
 /// AdamW's hyperparameters of a group of parameters.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GroupSettings {

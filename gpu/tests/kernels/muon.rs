@@ -3,17 +3,20 @@
 use crate::common::{Tolerance, assert_close, assert_same, noise, rounded, run, wide};
 use cuda_std::emulate::Memory;
 use cuda_std::{Element, GlobalMut, bf16};
+use gpu::column_sum;
+use gpu::muon::variance::{self, Variance};
 use gpu::muon::{self, Scalars, Scaling};
 use gpu::noise::{Stream, round};
 use gpu::remainder;
 
 tests! {
-    kernels of "muon.rs";
+    kernels of "muon.rs", "muon";
     for both types: momentum_matches_f64_reference, scale_matches_f64_reference, rows_match_f64_reference, apply_matches_f64_reference,
+        variance_matches_f64_reference,
         non_finite_loss_or_norm_skips_the_step, nan_stays_in_its_element, parameters_are_rounded_masters;
     slow in f32: matrices_are_scaled_independently, result_does_not_depend_on_length, a_zero_matrix_stays_zero;
     once: bf16_momentum_is_rounded_f32_momentum, remainders_are_exact_master_weights,
-        remainders_keep_nan_in_its_element_and_skip_steps;
+        remainders_keep_nan_in_its_element_and_skip_steps, bf16_means_are_rounded_f32_means, a_skipped_step_keeps_the_means;
 }
 
 /// All lengths up to two packets, all remainders around one block's tile, and several blocks.
@@ -214,6 +217,94 @@ fn rows_match_f64_reference<T: Tolerance>() {
         let alone = scaled_rows(&matrices[1..2], rows, cols);
         assert_same("alone", &wide(&alone[0]), &wide(&scaled_rows(&matrices, rows, cols)[1]));
     }
+}
+
+const VARIANCE: Variance = Variance { beta2: 0.9, smallest: 1e-10, grad_factor: 1.0, seed: 9 };
+
+/// Returns x (rows, cols) and the running means `second` after the kernels of [`variance`].
+fn with_variance<T: Tolerance, M: Tolerance>(x: &[T], second: &[M], cols: usize, stats: [f32; 2]) -> (Vec<T>, Vec<M>) {
+    let mut memory = Memory::new();
+    let (rows, n) = (x.len() / cols, second.len());
+    let x = memory.buffer("x", x);
+    let second = memory.buffer("second", second);
+    let sums = memory.output("sums", n);
+    let stats = memory.input("stats", &stats);
+    let (grid, shape) = ([muon::row_grid(rows), 1, 1], [rows, cols].map(|side| side as u32));
+    if rows >= cols {
+        let launch = muon::muon_row_sums(sums, x.reader(), (rows * cols) as u64, shape[0], shape[1]);
+        run(&mut memory, &launch, grid, 0);
+    } else {
+        let launch = variance::muon_column_sums(sums, x.reader(), shape[0], shape[1]);
+        run(&mut memory, &launch, column_sum::grid(cols), crate::common::shared_bytes(column_sum::shared));
+    }
+    let elements = shape[0].min(shape[1]);
+    let launch = variance::muon_variance_factors(second, sums, stats, VARIANCE, elements, n as u32);
+    run(&mut memory, &launch, 1, crate::common::shared_bytes(muon::shared));
+    let launch = variance::muon_scale_by_factors(x, sums.reader(), shape[0], shape[1]);
+    run(&mut memory, &launch, grid, 0);
+    (memory.read(x), memory.read(second))
+}
+
+/// Returns x (rows, cols) and running means as nanochat computes them.
+fn reference_variance(x: &[f64], second: &[f64], cols: usize) -> (Vec<f64>, Vec<f64>) {
+    let rows = x.len() / cols;
+    let side = |i: usize| if rows >= cols { i / cols } else { i % cols };
+    let (beta2, count) = (f64::from(VARIANCE.beta2), rows.min(cols) as f64);
+    let mut means = vec![0.0; second.len()];
+    x.iter().enumerate().for_each(|(i, x)| means[side(i)] += x * x / count);
+    let second: Vec<f64> = second.iter().zip(&means).map(|(old, mean)| old + (1.0 - beta2) * (mean - old)).collect();
+    let steps: Vec<f64> = second.iter().map(|x| 1.0 / x.max(1e-10).sqrt()).collect();
+    let before = means.iter().map(|mean| mean * count).sum::<f64>().sqrt();
+    let after = means.iter().zip(&steps).map(|(mean, step)| mean * count * step * step).sum::<f64>().sqrt();
+    let scaled = x.iter().enumerate().map(|(i, x)| x * steps[side(i)] * before / after.max(1e-10)).collect();
+    (scaled, second)
+}
+
+/// Shapes with more, equally many and fewer rows than columns, and with more rows or columns than a block has threads.
+const VARIANCE_SHAPES: [(usize, usize); 8] =
+    [(1, 1), (1, 12), (12, 1), (9, 9), (33, 20), (20, 33), (300, 7), (70, 300)];
+
+/// Returns a matrix with rows and columns of different sizes, and running means of which the first is 0.
+fn uneven<T: Tolerance>(rows: usize, cols: usize) -> (Vec<T>, Vec<f32>) {
+    let x: Vec<f64> = noise(rows * cols, 3);
+    let x: Vec<f64> = x.iter().enumerate().map(|(i, x)| x * (1 + i / cols % 3 + i % cols % 2) as f64).collect();
+    let mut second: Vec<f32> = values::<f32>(rows.max(cols), 4).iter().map(|x| x.abs() + 0.01).collect();
+    second[0] = 0.0;
+    (rounded(&x), second)
+}
+
+fn variance_matches_f64_reference<T: Tolerance>() {
+    for (rows, cols) in VARIANCE_SHAPES {
+        let (x, second) = uneven::<T>(rows, cols);
+        let (got, got_second) = with_variance(&x, &second, cols, STATS);
+        let (want, want_second) = reference_variance(&wide(&x), &wide(&second), cols);
+        assert_close("second", &wide(&got_second), &want_second, 1e-5, 1e-6);
+        assert_close("x", &wide(&got), &want, 2.0 * T::ROUNDING, 1e-6);
+        let zeros = vec![T::from_f32(0.0); rows * cols];
+        let (got, _) = with_variance(&zeros, &vec![0f32; rows.max(cols)], cols, STATS);
+        assert_same("zero matrix", &wide(&got), &wide(&zeros));
+    }
+}
+
+/// The matrix does not depend on the type of the means. bf16 means are those in f32, rounded with the bits of their stream.
+fn bf16_means_are_rounded_f32_means() {
+    for (rows, cols) in VARIANCE_SHAPES {
+        let (x, second) = uneven::<bf16>(rows, cols);
+        let second: Vec<bf16> = rounded(&wide(&second));
+        let wider: Vec<f32> = second.iter().map(|x| x.to_f32()).collect();
+        let (got, got_second) = with_variance(&x, &second, cols, STATS);
+        let (want, exact) = with_variance(&x, &wider, cols, STATS);
+        let want_second: Vec<bf16> =
+            exact.iter().enumerate().map(|(i, &x)| round(Stream::V, x, i, VARIANCE.seed)).collect();
+        assert_same("x", &wide(&got), &wide(&want));
+        assert_same("second", &wide(&got_second), &wide(&want_second));
+    }
+}
+
+fn a_skipped_step_keeps_the_means() {
+    let (x, second) = uneven::<f32>(20, 33);
+    let (_, got) = with_variance(&x, &second, 33, [7.0, f32::INFINITY]);
+    assert_same("second", &wide(&got), &wide(&second));
 }
 
 /// The result for a matrix has the same bits in any batch. NaN stays in its matrix.

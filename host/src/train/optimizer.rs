@@ -138,7 +138,7 @@ impl MuonSettings {
         momentum: 0.95,
         warmup: 300,
         coefficients: MuonCoefficients::PolarExpress,
-        additions: MuonAdditions { equilibrate: false, renormalize: false, cautious_decay: false },
+        additions: MuonAdditions { equilibrate: false, renormalize: false, variance: false, cautious_decay: false },
     };
 
     /// The momentum of the first step.

@@ -122,6 +122,7 @@ impl Cpu {
             Operation::AdamWUpdate(op) => adamw::adamw(arena, op),
             Operation::MuonMomentum(op) => muon::momentum(arena, op),
             Operation::Orthogonalize(op) => muon::orthogonalize(arena, op),
+            Operation::MuonVariance(op) => muon::variance(arena, op),
             Operation::MuonApply(op) => muon::apply(arena, op),
             Operation::Quantize(op) => quantize::quantize(arena, op),
             Operation::Fp8Scales(op) => quantize::scales(arena, op),

@@ -6,7 +6,7 @@ use super::arena::Arena;
 use super::gemm::{Into, Matrix, Parallelism, multiply};
 use super::global_norm::total;
 use crate::Result;
-use crate::ops::{Master, MuonApply, MuonMomentum, Orthogonalize, SMALLEST_NORM};
+use crate::ops::{Master, MuonApply, MuonMomentum, MuonVariance, Orthogonalize, SMALLEST_NORM, SMALLEST_VARIANCE};
 use crate::tensor::Tensor;
 use anyhow::ensure;
 use rayon::prelude::*;
@@ -89,6 +89,34 @@ fn scale_into(to: &mut [f32], scale: f32, from: &[f32]) {
             *to = scale * from;
         }
     });
+}
+
+pub(super) fn variance(arena: &mut Arena, op: MuonVariance) -> Result<()> {
+    let MuonVariance { update, second, sums, stats, rows, cols, beta2, grad_factor, seed: _ } = op;
+    let n = rows.max(cols);
+    let operands = [("update", update, rows * cols), ("second", second, n), ("sums", sums, n), ("stats", stats, 2)];
+    let [update, second, sums, stats] = arena.split("muon_variance", operands)?;
+    if gradient_scale(stats, grad_factor, f32::INFINITY).is_none() {
+        return Ok(());
+    }
+    let side = |row: usize, col: usize| if rows >= cols { row } else { col };
+    sums.fill(0.0);
+    for (row, values) in update.chunks(cols).enumerate() {
+        values.iter().enumerate().for_each(|(col, x)| sums[side(row, col)] += x * x);
+    }
+    let (mut before, mut after) = (0.0, 0.0);
+    for (sum, second) in sums.iter_mut().zip(second) {
+        *second = beta2 * *second + (1.0 - beta2) * *sum / rows.min(cols) as f32;
+        let step = 1.0 / second.max(SMALLEST_VARIANCE).sqrt();
+        before += f64::from(*sum);
+        after += f64::from(*sum * step * step);
+        *sum = step;
+    }
+    let scale = (before.sqrt() / after.sqrt().max(f64::from(SMALLEST_VARIANCE))) as f32;
+    update.par_chunks_mut(cols).enumerate().for_each(|(row, values)| {
+        values.iter_mut().enumerate().for_each(|(col, x)| *x *= sums[side(row, col)] * scale);
+    });
+    Ok(())
 }
 
 pub(super) fn apply(arena: &mut Arena, op: MuonApply) -> Result<()> {

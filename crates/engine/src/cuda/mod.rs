@@ -336,6 +336,7 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::AdamWUpdate(op) => adamw::adamw(self, op),
             Operation::MuonMomentum(op) => muon::momentum(self, op),
             Operation::Orthogonalize(op) => muon::orthogonalize(self, op),
+            Operation::MuonVariance(op) => muon::variance(self, op),
             Operation::MuonApply(op) => muon::apply(self, op),
             Operation::Quantize(op) => quantize::quantize(self, op),
             Operation::Fp8Scales(op) => quantize::scales(self, op),

@@ -5,11 +5,11 @@ use crate::Result;
 use crate::gemm::{
     Batching, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, Residual, ScaleFactors, StridedBatch,
 };
-use crate::ops::{Master, MuonApply, MuonMomentum, Orthogonalize, SMALLEST_NORM};
+use crate::ops::{Master, MuonApply, MuonMomentum, MuonVariance, Orthogonalize, SMALLEST_NORM, SMALLEST_VARIANCE};
 use crate::tensor::{DType, Tensor};
 use anyhow::{bail, ensure};
 use cuda_std::bf16;
-use gpu::muon;
+use gpu::{column_sum, muon};
 
 pub(super) fn momentum<T: Float>(cuda: &mut Cuda<T>, op: MuonMomentum) -> Result<()> {
     match (T::DTYPE, op.m.dtype) {
@@ -39,6 +39,44 @@ fn launch_momentum<T: Float, M: Float>(cuda: &mut Cuda<T>, op: MuonMomentum) -> 
         n as u64,
     );
     cuda.launch(launch, [muon::grid::<T>(n), 1, 1], 0)
+}
+
+pub(super) fn variance<T: Float>(cuda: &mut Cuda<T>, op: MuonVariance) -> Result<()> {
+    match (T::DTYPE, op.second.dtype) {
+        (_, DType::F32) => launch_variance::<T, f32>(cuda, op),
+        (DType::Bf16, DType::Bf16) => launch_variance::<T, bf16>(cuda, op),
+        (params, second) => bail!(
+            "muon: expected running means in f32, or in bf16 beside bf16 parameters; found {} parameters and {} means",
+            params.name(),
+            second.name()
+        ),
+    }
+}
+
+/// Launches the kernels for running means of type `M`.
+fn launch_variance<T: Float, M: Float>(cuda: &mut Cuda<T>, op: MuonVariance) -> Result<()> {
+    let MuonVariance { update, second, sums, stats, rows, cols, beta2, grad_factor, seed } = op;
+    let (elements, n) = (rows * cols, rows.max(cols));
+    let x = cuda.output("update", update, elements)?;
+    let sums = cuda.output("sums", sums, n)?;
+    let [rows, cols] = [rows, cols].map(|side| side as u32);
+    let row_grid = [muon::row_grid(op.rows), 1, 1];
+    if rows >= cols {
+        cuda.launch(muon::muon_row_sums::<T>(sums, x.reader(), elements as u64, rows, cols), row_grid, 0)?;
+    } else {
+        let launch = muon::variance::muon_column_sums::<T>(sums, x.reader(), rows, cols);
+        cuda.launch(launch, [column_sum::grid(n), 1, 1], shared_bytes(column_sum::shared))?;
+    }
+    let launch = muon::variance::muon_variance_factors::<M>(
+        cuda.output("second", second, n)?,
+        sums,
+        cuda.input("stats", stats, 2)?,
+        muon::variance::Variance { beta2, smallest: SMALLEST_VARIANCE, grad_factor, seed },
+        rows.min(cols),
+        rows.max(cols),
+    );
+    cuda.launch(launch, [1, 1, 1], shared_bytes(muon::shared))?;
+    cuda.launch(muon::variance::muon_scale_by_factors::<T>(x, sums.reader(), rows, cols), row_grid, 0)
 }
 
 pub(super) fn apply<T: Float>(cuda: &mut Cuda<T>, op: MuonApply) -> Result<()> {

@@ -73,6 +73,7 @@ impl Operation<'_> {
                 vec![some("params", op.params), some("m", op.m), some("v", op.v), master]
             }
             Self::MuonMomentum(op) => vec![some("update", op.update), some("m", op.m)],
+            Self::MuonVariance(op) => vec![some("update", op.update), some("second", op.second)],
             Self::MuonApply(op) => vec![some("params", op.params), named("master", op.master.tensor())],
             Self::Quantize(op) => quantize(op),
             Self::Fp8Scales(op) => vec![some("scales", op.scales), some("amaxes", op.amaxes)],

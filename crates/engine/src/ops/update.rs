@@ -181,6 +181,8 @@ pub struct MuonAdditions {
     pub equilibrate: bool,
     /// Scales the result to the Frobenius norm of a semi-orthogonal matrix, √min(rows, cols) (Muon+, 2026, arXiv:2602.21545).
     pub renormalize: bool,
+    /// Scales rows or columns of the result by a running mean of their squares, see [`MuonVariance`].
+    pub variance: bool,
     /// Decays a weight only if the update has its sign, so that both move it to 0 (Chen et al., 2025, arXiv:2510.12402).
     pub cautious_decay: bool,
 }
@@ -252,6 +254,35 @@ impl Orthogonalize<'_> {
         MuonCoefficients::STEPS * 2 * short * short * (2 * long + short)
     }
 }
+
+/// Scales the rows of an orthogonalized matrix, or its columns if there are more of them, by the inverse root of a running mean of their
+/// squares, and then the matrix to the Frobenius norm that it had (NorMuon, Li et al., 2025, arXiv:2510.05491): with the mean v of the
+/// squares of a row or column, `second = beta2 · second + (1 - beta2) · v`, and the row or column is divided by
+/// `√max(second, 1e-10)`. Nothing changes unless both values of `stats` are finite.
+#[derive(Clone, Copy, Debug)]
+pub struct MuonVariance {
+    /// (rows, cols) float, an orthogonalized matrix; overwritten
+    pub update: Tensor,
+    /// (the larger of rows and cols) f32 or float, the running means. bf16 is rounded stochastically.
+    pub second: Tensor,
+    /// (the larger of rows and cols) f32, sums of squares; overwritten
+    pub sums: Tensor,
+    /// (2) f32: sum of the losses, and norm of all gradients.
+    pub stats: Tensor,
+    /// Rows.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    /// Decay of the running means.
+    pub beta2: f32,
+    /// The factor of [`MuonMomentum`]: both skip the same updates.
+    pub grad_factor: f32,
+    /// Seed of the stochastic rounding to bf16.
+    pub seed: u32,
+}
+
+/// Smallest running mean in [`MuonVariance`] whose root divides, and smallest norm that divides.
+pub const SMALLEST_VARIANCE: f32 = 1e-10;
 
 /// Applies Muon's update: `param -= learning_rate · (scale · update + weight_decay · param)`. With `cautious_decay`, only weights with
 /// `update · param >= 0` decay. Nothing changes unless both values of `stats` are finite.

@@ -9,7 +9,7 @@ use engine::plan::{Group, Plan};
 use engine::tensor::DType;
 use engine::tensor::Tensor;
 use engine::{BatchLayout, Engine};
-use model::{Decoder, Descriptor, Muon, Optimizer, Param, PlanOptions, Store, Unsharded, Update};
+use model::{Decoder, Descriptor, GroupSettings, Muon, Optimizer, Param, ParamGroup, PlanOptions, Store, Unsharded, Update};
 use model::{Shard, TrainStep, Zero};
 use std::thread;
 use std::time::Duration;
@@ -186,8 +186,9 @@ fn orthogonalized(
 
 const SHAPES: [(usize, usize); 6] = [(1, 8), (16, 16), (24, 40), (40, 24), (64, 16), (32, 96)];
 const BOTH: [MuonCoefficients; 2] = [MuonCoefficients::PolarExpress, MuonCoefficients::Classic];
-const NONE: MuonAdditions = MuonAdditions { equilibrate: false, renormalize: false, cautious_decay: false };
-const ALL: MuonAdditions = MuonAdditions { equilibrate: true, renormalize: true, cautious_decay: true };
+const NONE: MuonAdditions =
+    MuonAdditions { equilibrate: false, renormalize: false, variance: false, cautious_decay: false };
+const ALL: MuonAdditions = MuonAdditions { equilibrate: true, renormalize: true, variance: true, cautious_decay: true };
 const ADDITIONS: [MuonAdditions; 4] =
     [NONE, MuonAdditions { equilibrate: true, ..NONE }, MuonAdditions { renormalize: true, ..NONE }, ALL];
 
@@ -258,7 +259,8 @@ fn results_do_not_depend_on_the_rest_of_the_batch() {
         || bf16(MatmulBackend::Rust, None),
     ];
     for engine in engines {
-        for (shape, additions) in [((24, 40), NONE), ((24, 40), ALL), ((136, 72), NONE), ((136, 72), ALL)] {
+        let shapes = [(24, 40), (136, 72)];
+        for (shape, additions) in shapes.into_iter().flat_map(|shape| [NONE, ALL].map(|additions| (shape, additions))) {
             // Norms differ by orders of magnitude.
             let matrix = |i: u32| random(shape.0 * shape.1, i).iter().map(|x| x * 100f32.powi(i as i32)).collect();
             let values: Vec<Vec<f32>> = (0..5).map(matrix).collect();
@@ -351,21 +353,34 @@ fn matrices(param: Param) -> Option<Vec<usize>> {
     }
 }
 
-/// Returns one matrix and its momentum after a step, in double precision.
-fn reference_step(
-    cols: usize,
-    param: &[f32],
-    m: &[f32],
-    grads: &[f32],
-    additions: MuonAdditions,
-) -> (Vec<f64>, Vec<f64>) {
+/// Scales x by the running means of the squares of its rows or columns, as in nanochat, and updates the means.
+fn reference_variance(x: &mut Dense, second: &mut [f64]) {
+    let Dense { rows, cols, .. } = *x;
+    let side = |i: usize| if rows >= cols { i / cols } else { i % cols };
+    let count = rows.min(cols) as f64;
+    let mut means = vec![0.0; second.len()];
+    x.values.iter().enumerate().for_each(|(i, x)| means[side(i)] += x * x / count);
+    second.iter_mut().zip(&means).for_each(|(second, mean)| *second += (1.0 - 0.9) * (mean - *second));
+    let steps: Vec<f64> = second.iter().map(|second| 1.0 / second.max(1e-10).sqrt()).collect();
+    let before = means.iter().map(|mean| mean * count).sum::<f64>().sqrt();
+    let after = means.iter().zip(&steps).map(|(mean, step)| mean * count * step * step).sum::<f64>().sqrt();
+    x.values.iter_mut().enumerate().for_each(|(i, x)| *x *= steps[side(i)] * before / after);
+}
+
+/// Returns one matrix, its momentum and its second moments after a step, in double precision. With variance, the second moments begin with
+/// the running means.
+fn reference_step(cols: usize, [param, m, v, grads]: [&[f32]; 4], additions: MuonAdditions) -> [Vec<f64>; 3] {
     let rows = param.len() / cols;
     let mu = f64::from(MUON.momentum);
     let wide = |values: &[f32]| Dense::new(rows, cols, values).values;
     let grads: Vec<f64> = wide(grads).iter().map(|g| g / f64::from(NORM)).collect();
     let m: Vec<f64> = wide(m).iter().zip(&grads).map(|(m, g)| m + (1.0 - mu) * (g - m)).collect();
     let nesterov = m.iter().zip(&grads).map(|(m, g)| g + mu * (m - g)).collect();
-    let x = Dense { rows, cols, values: nesterov }.orthogonalized(MUON.coefficients, additions);
+    let mut x = Dense { rows, cols, values: nesterov }.orthogonalized(MUON.coefficients, additions);
+    let mut v = wide(v);
+    if additions.variance {
+        reference_variance(&mut x, &mut v[..rows.max(cols)]);
+    }
     let scale = (rows as f64 / cols as f64).max(1.0).sqrt();
     let (rate, decay) = (f64::from(MUON.learning_rate), f64::from(ADAMW.weight_decay));
     let step = |(w, x): (&f64, &f64)| {
@@ -373,7 +388,7 @@ fn reference_step(
         w - rate * (scale * x + decay * w)
     };
     let new = wide(param).iter().zip(&x.values).map(step).collect();
-    (new, m)
+    [new, m, v]
 }
 
 #[test]
@@ -396,19 +411,17 @@ fn assert_step(additions: MuonAdditions) {
             assert!(got == values(plain, &alone, param, layer), "{} of layer {layer}", param.name());
             continue;
         };
-        assert!(got[2] == before[2], "v of {}", param.name());
+        assert!(additions.variance || got[2] == before[2], "v of {}", param.name());
         let (cols, mut start) = (param.shape(&model.descriptor).1, 0);
         for rows in parts {
             let part = |values: &[Vec<f32>; 4], k: usize| values[k][start..start + rows * cols].to_vec();
-            let (want, want_m) =
-                reference_step(cols, &part(&before, 0), &part(&before, 1), &part(&before, 3), additions);
-            let close = |got: Vec<f32>, want: Vec<f64>, what: &str| {
-                for (got, want) in got.iter().zip(&want) {
-                    assert!((f64::from(*got) - want).abs() < 1e-5, "{what} of {}: {got}, {want}", param.name());
+            let want = reference_step(cols, [0, 1, 2, 3].map(|k| &before[k][start..start + rows * cols]), additions);
+            for (k, want) in want.iter().enumerate() {
+                for (got, want) in part(&got, k).into_iter().zip(want) {
+                    let what = ["weights", "momentum", "second moments"][k];
+                    assert!((f64::from(got) - want).abs() < 1e-5, "{what} of {}: {got}, {want}", param.name());
                 }
-            };
-            close(part(&got, 0), want, "weights");
-            close(part(&got, 1), want_m, "momentum");
+            }
             start += rows * cols;
             compared += 1;
         }
@@ -479,10 +492,10 @@ const LAYOUT: BatchLayout = BatchLayout::new(1, 16);
 
 type NewEngine = fn() -> Box<dyn Engine>;
 
-/// The elements of a tensor that a rank keeps: parameters (0) or momentum (1), the tensor, its layer, the first element, bits.
+/// The elements of a tensor that a rank keeps: parameters (0), m (1) or v (2), the tensor, its layer, the first element, bits.
 type Part = (usize, Param, usize, usize, Vec<u32>);
 
-/// Returns this rank's parts of the parameters and of m after two steps: tensor, layer, first element and bits.
+/// Returns this rank's parts of the parameters, m and v after two steps: tensor, layer, first element and bits.
 fn trained(group: TcpGroup, engine: &mut dyn Engine, stage: u8) -> Vec<Part> {
     let (rank, ranks) = (group.rank, group.world_size);
     let zero = Zero::new(stage, Shard { rank, ranks });
@@ -511,7 +524,8 @@ fn trained(group: TcpGroup, engine: &mut dyn Engine, stage: u8) -> Vec<Part> {
     }
     let training = model.training.unwrap();
     let mut parts = Vec::new();
-    for (kind, store) in [model.param_store(), model.state_store(training.m)].into_iter().enumerate() {
+    let [m, v] = [training.m, training.v].map(|kept| model.state_store(kept));
+    for (kind, store) in [model.param_store(), m, v].into_iter().enumerate() {
         for (param, layer) in model.layout.file_order() {
             if let Some((elements, tensor)) = store.held(param, layer) {
                 let bits = engine.read(tensor).unwrap().into_iter().map(f32::to_bits).collect();

@@ -623,6 +623,7 @@ fn optimizer(config: &Config) -> OptimizerSettings {
             additions: MuonAdditions {
                 equilibrate: flags.muon_equilibrate.unwrap_or(false),
                 renormalize: flags.muon_renormalize.unwrap_or(false),
+                variance: flags.muon_variance.unwrap_or(false),
                 cautious_decay: flags.muon_cautious_decay.unwrap_or(false),
             },
         }),

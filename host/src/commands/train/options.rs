@@ -237,6 +237,10 @@ pub struct TrainOptions {
     #[arg(long, value_name = "0|1", value_parser = switch, num_args = 0..=1, default_missing_value = "1", help_heading = OPTIMIZER)]
     pub muon_renormalize: Option<bool>,
 
+    /// Scale rows or columns of Muon's updates by a running mean of their squares (NorMuon) [default: 0]
+    #[arg(long, value_name = "0|1", value_parser = switch, num_args = 0..=1, default_missing_value = "1", help_heading = OPTIMIZER)]
+    pub muon_variance: Option<bool>,
+
     /// Decay only those weights that Muon's update moves to 0, too [default: 0]
     #[arg(long, value_name = "0|1", value_parser = switch, num_args = 0..=1, default_missing_value = "1", help_heading = OPTIMIZER)]
     pub muon_cautious_decay: Option<bool>,

@@ -289,7 +289,7 @@ fn save_packing(config: &mut Config, data: &TrainingData) {
 /// Checks that the flags of the optimizer and of the schedule apply.
 fn check_optimizer(options: &TrainOptions, descriptor: Descriptor, opened: &Opened) -> Result<()> {
     let TrainOptions { muon_lr, muon_momentum, muon_momentum_warmup, muon_coefficients, .. } = options;
-    let TrainOptions { muon_equilibrate, muon_renormalize, muon_cautious_decay, .. } = options;
+    let TrainOptions { muon_equilibrate, muon_renormalize, muon_variance, muon_cautious_decay, .. } = options;
     let muon = options.optimizer == Optimizer::Muon;
     for (flag, given) in [
         ("--muon-lr", muon_lr.is_some()),
@@ -298,6 +298,7 @@ fn check_optimizer(options: &TrainOptions, descriptor: Descriptor, opened: &Open
         ("--muon-coefficients", muon_coefficients.is_some()),
         ("--muon-equilibrate", muon_equilibrate.is_some()),
         ("--muon-renormalize", muon_renormalize.is_some()),
+        ("--muon-variance", muon_variance.is_some()),
         ("--muon-cautious-decay", muon_cautious_decay.is_some()),
     ] {
         ensure!(muon || !given, "{flag}: expected --optimizer muon, found adamw; add it or omit this flag");

@@ -5,13 +5,14 @@ use crate::selftest::case::{Init, Operand, Work};
 use crate::selftest::compare::Tolerance;
 use engine::Workload;
 use engine::ops::{
-    AdamW, AdamWUpdate, Master, MuonAdditions, MuonApply, MuonCoefficients, MuonMomentum, Orthogonalize, UpdateRange,
+    AdamW, AdamWUpdate, Master, MuonAdditions, MuonApply, MuonCoefficients, MuonMomentum, MuonVariance, Orthogonalize,
+    UpdateRange,
 };
 use engine::tensor::{DType, Tensor};
-use model::{MasterWeights, Moments};
+use model::{MasterWeights, Moments, Muon};
 
 /// All additions to Muon.
-const ALL: MuonAdditions = MuonAdditions { equilibrate: true, renormalize: true, cautious_decay: true };
+const ALL: MuonAdditions = MuonAdditions { equilibrate: true, renormalize: true, variance: true, cautious_decay: true };
 
 /// Returns every operation at small and odd sizes.
 pub(super) fn edge_cases() -> Vec<Case> {
@@ -28,6 +29,9 @@ pub(super) fn edge_cases() -> Vec<Case> {
         cases.extend(kinds.map(|kind| orthogonalize(3, rows, cols, kind, MuonAdditions::default())));
         cases.push(orthogonalize(3, rows, cols, kind, ALL));
     }
+    for (rows, cols) in [(1, 12), (136, 456), (520, 200)] {
+        cases.extend([Moments::F32, Moments::Bf16].map(|moments| muon_variance(rows, cols, moments)));
+    }
     cases
 }
 
@@ -38,6 +42,7 @@ pub(super) fn model_cases() -> Vec<Case> {
     for (rows, cols) in [(768, 3072), (3072, 768)] {
         let of = |additions| orthogonalize(4, rows, cols, MuonCoefficients::PolarExpress, additions);
         cases.extend([MuonAdditions::default(), ALL].map(of));
+        cases.push(muon_variance(rows, cols, Moments::F32));
     }
     cases
 }
@@ -180,6 +185,29 @@ fn muon_momentum(n: usize, moments: Moments) -> Case {
         let [update, m, grads, stats] = [x[0], x[1], x[2], x[3]];
         e.run(MuonMomentum { update, m, grads, stats, grad_factor: GRAD_FACTOR, momentum: 0.95, clip: 1.0, seed: 77 })
     }))
+}
+
+/// Returns a scaling of a matrix by the running means of its rows or columns.
+fn muon_variance(rows: usize, cols: usize, moments: Moments) -> Case {
+    let (elements, n) = (rows * cols, rows.max(cols));
+    let means = Operand { init: Init::Uniform { mean: 1.0, spread: 0.9 }, ..input("second", n, UNIT) };
+    let means = match moments {
+        Moments::F32 => f32(Operand { checked: Some(Tolerance::REDUCTION), ..means }),
+        Moments::Bf16 => Operand { checked: Some(Tolerance::STOCHASTIC), ..means },
+    };
+    let operands = vec![
+        accumulated("update", elements, Tolerance::CHAIN),
+        means,
+        f32(input("sums", n, Init::Poison)),
+        f32(input("stats", 2, Init::Values(vec![7.0, 2.5]))),
+    ];
+    let work = Work { floats: 3 * elements, bytes: 0, flops: 0 };
+    let name = format!("{rows}x{cols}, means {}", moments.name());
+    case("muon_variance", name, workload(1, 1, 8, 1, 128, elements), operands, work, move |e, x| {
+        let [update, second, sums, stats] = [x[0], x[1], x[2], x[3]];
+        let (beta2, grad_factor, seed) = (Muon::BETA2, GRAD_FACTOR, 77);
+        e.run(MuonVariance { update, second, sums, stats, rows, cols, beta2, grad_factor, seed })
+    })
 }
 
 /// Returns an update of `n` weights, or four with remainders: they start at 0, so they affect the parameters from the second on.
