@@ -8,7 +8,7 @@
 //! update = momentum * m + (1 - momentum) * g
 //! x = update / (norm(update) * factor + epsilon)   muon_squared_sums, muon_scale
 //!     or with equal norms of the rows              muon_row_sums, muon_scale_rows
-//! x = five Newton-Schulz steps of x                (GEMMs)
+//! x = five Newton-Schulz steps of x                (GEMMs; small does all for small matrices)
 //! x = x with about equal norms of its rows or columns over time (optional: variance)
 //! param -= learning_rate * (scale * x + weight_decay * param)   muon_apply
 //! ```
@@ -25,6 +25,7 @@
 //! The kernels are memory-bound. Bytes per bf16 element, read and written: momentum 12, or 8 with bf16 m; squared sums 2; scale 4; apply
 //! 6, 14 with f32 master weights, or 10 with remainders.
 
+pub mod small;
 pub mod variance;
 
 use crate::adamw::{grad_scale, lerp};

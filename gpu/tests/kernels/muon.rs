@@ -4,6 +4,7 @@ use crate::common::{Tolerance, assert_close, assert_same, noise, rounded, run, w
 use cuda_std::emulate::Memory;
 use cuda_std::{Element, GlobalMut, bf16};
 use gpu::column_sum;
+use gpu::muon::small::{self, Iteration};
 use gpu::muon::variance::{self, Variance};
 use gpu::muon::{self, Scalars, Scaling};
 use gpu::noise::{Stream, round};
@@ -12,7 +13,7 @@ use gpu::remainder;
 tests! {
     kernels of "muon.rs", "muon";
     for both types: momentum_matches_f64_reference, scale_matches_f64_reference, rows_match_f64_reference, apply_matches_f64_reference,
-        variance_matches_f64_reference,
+        variance_matches_f64_reference, small_matrices_match_f64_reference,
         non_finite_loss_or_norm_skips_the_step, nan_stays_in_its_element, parameters_are_rounded_masters;
     slow in f32: matrices_are_scaled_independently, result_does_not_depend_on_length, a_zero_matrix_stays_zero;
     once: bf16_momentum_is_rounded_f32_momentum, remainders_are_exact_master_weights,
@@ -305,6 +306,99 @@ fn a_skipped_step_keeps_the_means() {
     let (x, second) = uneven::<f32>(20, 33);
     let (_, got) = with_variance(&x, &second, 33, [7.0, f32::INFINITY]);
     assert_same("second", &wide(&got), &wide(&second));
+}
+
+/// The coefficients of Polar Express.
+const COEFFICIENTS: [[f32; 3]; 5] = [
+    [8.156_554, -22.483_293, 15.878_77],
+    [4.042_93, -2.808_917_5, 0.500_017_8],
+    [3.891_667_8, -2.772_484, 0.506_064_82],
+    [3.285_753_7, -2.368_129_5, 0.464_490_23],
+    [2.346_541_3, -1.709_782_8, 0.423_235_5],
+];
+
+/// Returns matrices (rows, cols) after [`small::muon_orthogonalize_small`]. NaN lies between them, and is not written.
+fn orthogonalized<T: Tolerance>(matrices: &[Vec<T>], rows: usize, cols: usize, additions: bool) -> Vec<Vec<T>> {
+    let mut memory = Memory::new();
+    let (n, count) = (rows * cols, matrices.len());
+    let (inp_stride, out_stride) = (n + 3, n + 5);
+    let mut all = vec![T::from_f32(f32::NAN); count * inp_stride];
+    for (at, matrix) in all.chunks_mut(inp_stride).zip(matrices) {
+        at[..n].copy_from_slice(matrix);
+    }
+    let inp = memory.input("inp", &all);
+    let out = memory.buffer("out", &vec![T::from_f32(5.0); count * out_stride]);
+    let iteration = Iteration {
+        coefficients: COEFFICIENTS,
+        scaling: Scaling { factor: 1.01, epsilon: 1e-6 },
+        smallest: SMALLEST,
+        equilibrate: additions.into(),
+        renormalize: additions.into(),
+    };
+    let (strides, shape) = ([out_stride, inp_stride].map(|x| x as u64), [rows, cols].map(|side| side as u32));
+    let launch = small::muon_orthogonalize_small(out, inp, iteration, strides[0], strides[1], shape[0], shape[1]);
+    run(&mut memory, &launch, count as u32, crate::common::shared_bytes(small::shared));
+    let split = |out: &[T]| {
+        assert!(wide(&out[n..]).iter().all(|x| x.to_bits() == 5f64.to_bits()), "{rows}x{cols}: writes behind a matrix");
+        out[..n].to_vec()
+    };
+    memory.read(out).chunks(out_stride).map(split).collect()
+}
+
+/// Returns the product of row-major matrices with `inner` columns and rows.
+fn times(a: &[f64], b: &[f64], inner: usize) -> Vec<f64> {
+    let cols = b.len() / inner;
+    let dot = |i: usize, j: usize| (0..inner).map(|k| a[i * inner + k] * b[k * cols + j]).sum();
+    (0..a.len() / inner * cols).map(|at| dot(at / cols, at % cols)).collect()
+}
+
+/// The first row of the second matrix is below the smallest norm.
+fn small_matrices_match_f64_reference<T: Tolerance>() {
+    let norm = |values: &[f64]| values.iter().map(|x| x * x).sum::<f64>().sqrt();
+    for (rows, cols) in [(1, 1), (1, 12), (2, 12), (12, 12), (32, 12), (12, 32), (7, 5), (32, 64), (64, 31)] {
+        let [first, mut second, _] = matrices::<T>(rows * cols);
+        if rows > 2 {
+            second[..cols].iter_mut().for_each(|x| *x = T::from_f32(x.to_f32() * 1e-4));
+        }
+        let matrices = [first, second];
+        for additions in [false, true] {
+            let got = orthogonalized(&matrices, rows, cols, additions);
+            for (got, matrix) in got.iter().zip(&matrices) {
+                let mut x = wide(matrix);
+                if additions {
+                    let target = norm(&x) / (rows as f64).sqrt();
+                    for row in x.chunks_mut(cols) {
+                        let scale = target / norm(row).max(f64::from(SMALLEST));
+                        row.iter_mut().for_each(|x| *x *= scale);
+                    }
+                }
+                let divisor = norm(&x) * f64::from(1.01f32) + f64::from(1e-6f32);
+                x.iter_mut().for_each(|x| *x /= divisor);
+                for coefficients in COEFFICIENTS {
+                    let [a, b, c] = coefficients.map(f64::from);
+                    let transposed: Vec<f64> = (0..rows * cols).map(|at| x[at % rows * cols + at / rows]).collect();
+                    let gram = times(&x, &transposed, cols);
+                    let (once, twice) = (times(&gram, &x, rows), times(&gram, &times(&gram, &x, rows), rows));
+                    let terms = once.iter().zip(&twice);
+                    x.iter_mut().zip(terms).for_each(|(x, (once, twice))| *x = a * *x + b * once + c * twice);
+                }
+                if additions {
+                    let scale = (rows.min(cols) as f64).sqrt() / norm(&x).max(f64::from(SMALLEST));
+                    x.iter_mut().for_each(|x| *x *= scale);
+                }
+                // Rounding errors grow in directions of small singular values.
+                assert_close(
+                    &format!("{rows}x{cols}, {additions}"),
+                    &wide(got),
+                    &x,
+                    T::ROUNDING,
+                    if T::ROUNDING < 1e-4 { 250.0 } else { 1.0 },
+                );
+            }
+            let alone = orthogonalized(&matrices[1..], rows, cols, additions);
+            assert_same("alone", &wide(&alone[0]), &wide(&got[1]));
+        }
+    }
 }
 
 /// The result for a matrix has the same bits in any batch. NaN stays in its matrix.

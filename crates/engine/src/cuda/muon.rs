@@ -110,15 +110,21 @@ pub(super) fn orthogonalize<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize) -> 
     if matrices.is_empty() {
         return Ok(());
     }
+    let small = is_small(rows, cols);
     let mut first = 0;
     while first < matrices.len() {
         let run = evenly_spaced(&matrices[first..]);
-        if additions.equilibrate {
+        if small {
+            orthogonalize_small(cuda, op, first, run)?;
+        } else if additions.equilibrate {
             scale_rows(cuda, op, first, run)?;
         } else {
             scale(cuda, op, first, run)?;
         }
         first += run.count;
+    }
+    if small {
+        return Ok(());
     }
     let (mut from, mut to) = (next, out);
     for coefficients in coefficients.steps() {
@@ -132,6 +138,35 @@ pub(super) fn orthogonalize<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize) -> 
         scale_by_norms(cuda, op, to, inp, 0, scaling)?;
     }
     Ok(())
+}
+
+/// Returns whether one kernel orthogonalizes matrices of this shape. GEMMs need rows of a multiple of 8 elements.
+fn is_small(rows: usize, cols: usize) -> bool {
+    muon::small::fits(rows, cols) && !(rows.is_multiple_of(8) && cols.is_multiple_of(8))
+}
+
+/// Orthogonalizes the small matrices of a run. The results begin with number `first`.
+fn orthogonalize_small<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize, first: usize, run: Matrices) -> Result<()> {
+    let Orthogonalize { rows, cols, coefficients, additions, .. } = op;
+    let (n, (factor, epsilon)) = (elements(op, first, run)?, coefficients.scaling());
+    let stride = Orthogonalize::stride(n);
+    let out = Tensor { len: (run.count - 1) * stride + n, ..op.result(first) };
+    let launch = muon::small::muon_orthogonalize_small::<T>(
+        cuda.output("out", out, out.len)?,
+        cuda.input("matrices", run.tensor, run.tensor.len)?,
+        muon::small::Iteration {
+            coefficients: coefficients.steps(),
+            scaling: muon::Scaling { factor, epsilon },
+            smallest: SMALLEST_NORM,
+            equilibrate: additions.equilibrate.into(),
+            renormalize: additions.renormalize.into(),
+        },
+        stride as u64,
+        run.stride as u64,
+        rows as u32,
+        cols as u32,
+    );
+    cuda.launch(launch, [run.count as u32, 1, 1], shared_bytes(muon::small::shared))
 }
 
 /// Matrices at equal distances.

@@ -184,7 +184,19 @@ fn orthogonalized(
     orthogonalized_together(engine, shape, &[values.to_vec()], coefficients, additions).remove(0)
 }
 
-const SHAPES: [(usize, usize); 6] = [(1, 8), (16, 16), (24, 40), (40, 24), (64, 16), (32, 96)];
+const SHAPES: [(usize, usize); 11] = [
+    (1, 8),
+    (1, 72),
+    (16, 16),
+    (24, 40),
+    (40, 24),
+    (64, 16),
+    (32, 96),
+    (1, 12),
+    (2, 12),
+    (12, 12),
+    (32, 12),
+];
 const BOTH: [MuonCoefficients; 2] = [MuonCoefficients::PolarExpress, MuonCoefficients::Classic];
 const NONE: MuonAdditions =
     MuonAdditions { equilibrate: false, renormalize: false, variance: false, cautious_decay: false };
@@ -219,7 +231,7 @@ fn newton_schulz_matches_f64_reference() {
     let error = largest_error(&mut *emulated(EmulatedGpu::new(false), Precision::Fp32, None, true), &SHAPES);
     assert!(error < 1e-3, "f32: {error}");
     // Rounding errors of bf16 grow in directions of small singular values, which only nearly square matrices have.
-    let wide = [(1, 8), (16, 64), (64, 16), (32, 96)];
+    let wide = [(1, 8), (1, 72), (16, 64), (64, 16), (32, 96), (1, 12), (2, 12), (32, 12), (12, 33)];
     let error = largest_error(&mut *emulated(EmulatedGpu::new(true), Precision::Bf16, None, true), &wide);
     assert!(error < 5e-2, "bf16: {error}");
 }
@@ -259,7 +271,7 @@ fn results_do_not_depend_on_the_rest_of_the_batch() {
         || bf16(MatmulBackend::Rust, None),
     ];
     for engine in engines {
-        let shapes = [(24, 40), (136, 72)];
+        let shapes = [(24, 40), (136, 72), (2, 12)];
         for (shape, additions) in shapes.into_iter().flat_map(|shape| [NONE, ALL].map(|additions| (shape, additions))) {
             // Norms differ by orders of magnitude.
             let matrix = |i: u32| random(shape.0 * shape.1, i).iter().map(|x| x * 100f32.powi(i as i32)).collect();

@@ -29,6 +29,10 @@ pub(super) fn edge_cases() -> Vec<Case> {
         cases.extend(kinds.map(|kind| orthogonalize(3, rows, cols, kind, MuonAdditions::default())));
         cases.push(orthogonalize(3, rows, cols, kind, ALL));
     }
+    // One kernel for small matrices with rows of any length.
+    for (rows, cols) in [(1, 12), (2, 12), (12, 33), (32, 12)] {
+        cases.extend([MuonAdditions::default(), ALL].map(|additions| orthogonalize(3, rows, cols, kind, additions)));
+    }
     for (rows, cols) in [(1, 12), (136, 456), (520, 200)] {
         cases.extend([Moments::F32, Moments::Bf16].map(|moments| muon_variance(rows, cols, moments)));
     }
