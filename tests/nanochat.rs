@@ -1,12 +1,17 @@
-//! The model of nanochat at 92d63d4 on the CPU engine against nanochat's own modules in double precision: logits, loss and every gradient.
+//! The model of nanochat at 92d63d4 on the CPU engine against nanochat's own modules in double precision: logits, loss, every gradient, and
+//! ten steps of its optimizer.
 //! `scripts/nanochat_reference.py` computes the reference.
 
 use distributed::Ranks;
 use engine::cpu::Cpu;
+use engine::ops::{AdamW, MuonAdditions};
 use engine::{BatchLayout, Engine};
 use interchange::architecture::exchange_halves;
 use model::descriptor::{Init, WindowPattern, Windows};
-use model::{Decoder, Descriptor, Param, PlanOptions, Recompute, TrainStep, Unsharded};
+use model::{
+    Decoder, Descriptor, GroupSettings, Muon, Optimizer, Param, ParamGroup, PlanOptions, Recompute, TrainStep,
+    Unsharded, Update,
+};
 use safetensors::SafeTensors;
 use std::fs;
 use std::path::Path;
@@ -139,6 +144,53 @@ fn logits_loss_and_gradients() {
         let stats = bench.engine.read(bench.model.training.unwrap().stats).unwrap();
         let (found, expected) = (stats[0] / targets as f32, bench.reference.floats("losses")[0]);
         assert!((found - expected).abs() <= 1e-5, "{recompute:?}: loss {found}, expected {expected}");
+    }
+}
+
+/// The settings of a step of the reference, from the factor of the learning rates, Muon's momentum and its weight decay.
+fn update(step: u32, [rate, momentum, weight_decay]: [f32; 3]) -> Update {
+    // nanochat's rates are those of 768 channels.
+    let of_channels = (48f32 / 768.0).powf(-0.5);
+    let (learning_rate, beta1, beta2, eps) = (0.0, 0.9, 0.95, 1e-8);
+    let adamw = AdamW { learning_rate, beta1, beta2, eps, weight_decay, step, clip: f32::INFINITY, seed: 0 };
+    let mut update = Update::from(adamw);
+    for (group, lr, [beta1, beta2], weight_decay) in [
+        (ParamGroup::Head, 0.004 * of_channels, [0.8, 0.96], 0.01),
+        (ParamGroup::Embeddings, 0.1 * of_channels, [0.8, 0.995], 0.001),
+        (ParamGroup::ValueEmbeddings, 0.1 * of_channels * 0.5, [0.8, 0.995], 0.01),
+        (ParamGroup::ResidualScales, 0.1 * 0.01, [0.8, 0.95], 0.05),
+        (ParamGroup::EmbeddingScales, 0.1, [0.96, 0.95], 0.0),
+        (ParamGroup::Smear, 0.2, [0.8, 0.95], 0.0),
+    ] {
+        let settings = GroupSettings { learning_rate: rate * lr, beta1, beta2, eps: 1e-10, weight_decay };
+        update.groups[group as usize] = Some(settings);
+    }
+    let additions = MuonAdditions { equilibrate: true, renormalize: true, variance: true, cautious_decay: true };
+    update.muon = Some(Muon { learning_rate: rate * 0.02, momentum, additions, ..Muon::default() });
+    update
+}
+
+#[test]
+fn ten_steps_of_the_optimizer() {
+    let options = PlanOptions { optimizer: Optimizer::Muon, ..PlanOptions::training(LAYOUT.b, LAYOUT.t) };
+    let Bench { mut engine, model, reference } = Bench::new(options);
+    let (mut step, targets) = (TrainStep::new(&model, LAYOUT, 1), LAYOUT.targets().len());
+    let schedules = reference.floats("schedules");
+    for (i, expected) in reference.floats("losses").into_iter().enumerate() {
+        let ranks = &mut Ranks::default();
+        step.gradients(&mut engine, ranks, &mut |_| Ok(targets)).unwrap();
+        step.measure(&mut engine, ranks).unwrap();
+        let found = engine.read(model.training.unwrap().stats).unwrap()[0] / targets as f32;
+        assert!((found - expected).abs() <= 1e-5, "step {i}: loss {found}, expected {expected}");
+        let settings = update(i as u32 + 1, schedules[3 * i..][..3].try_into().unwrap());
+        step.update(&mut engine, ranks, &settings).unwrap();
+    }
+    let d = &model.descriptor;
+    for (param, layer) in model.layout.file_order() {
+        let found = engine.read(model.layout.of(model.params, param, layer)).unwrap();
+        let expected = reference.param("final.", d, param, layer);
+        let used = if param.has_vocab_rows() { VOCAB * param.shape(d).1 } else { found.len() };
+        assert_close(&format!("{} in layer {layer}", param.name()), &found[..used], &expected[..used]);
     }
 }
 

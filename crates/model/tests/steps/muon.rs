@@ -9,7 +9,9 @@ use engine::plan::{Group, Plan};
 use engine::tensor::DType;
 use engine::tensor::Tensor;
 use engine::{BatchLayout, Engine};
-use model::{Decoder, Descriptor, GroupSettings, Muon, Optimizer, Param, ParamGroup, PlanOptions, Store, Unsharded, Update};
+use model::{
+    Decoder, Descriptor, GroupSettings, Muon, Optimizer, Param, ParamGroup, PlanOptions, Store, Unsharded, Update,
+};
 use model::{Shard, TrainStep, Zero};
 use std::thread;
 use std::time::Duration;
@@ -184,19 +186,8 @@ fn orthogonalized(
     orthogonalized_together(engine, shape, &[values.to_vec()], coefficients, additions).remove(0)
 }
 
-const SHAPES: [(usize, usize); 11] = [
-    (1, 8),
-    (1, 72),
-    (16, 16),
-    (24, 40),
-    (40, 24),
-    (64, 16),
-    (32, 96),
-    (1, 12),
-    (2, 12),
-    (12, 12),
-    (32, 12),
-];
+const SHAPES: [(usize, usize); 11] =
+    [(1, 8), (1, 72), (16, 16), (24, 40), (40, 24), (64, 16), (32, 96), (1, 12), (2, 12), (12, 12), (32, 12)];
 const BOTH: [MuonCoefficients; 2] = [MuonCoefficients::PolarExpress, MuonCoefficients::Classic];
 const NONE: MuonAdditions =
     MuonAdditions { equilibrate: false, renormalize: false, variance: false, cautious_decay: false };
