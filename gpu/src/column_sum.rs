@@ -23,17 +23,17 @@ pub fn shared(layout: &mut Layout) -> SharedArray<f32> {
     layout.array(THREADS as usize)
 }
 
-/// Sums 32 columns of `partials` (rows, columns) per block. See [`column_sum_of`].
-#[inline(always)]
-pub fn column_sum(partials: Global<f32>, rows: usize, columns: usize) -> Option<(usize, f32)> {
-    column_sum_of(|i| partials.at(i), rows, columns)
-}
-
-/// Sums 32 columns of a matrix (rows, columns) per block. `value` returns the element with an index.
+/// Sums 32 columns of `partials` (rows, columns) per block.
 ///
 /// Returns a column index and its sum in each lane of the first warp that has a column, and `None` in other threads.
 #[inline(always)]
-pub fn column_sum_of(value: impl Fn(usize) -> f32, rows: usize, columns: usize) -> Option<(usize, f32)> {
+pub fn column_sum(partials: Global<f32>, rows: usize, columns: usize) -> Option<(usize, f32)> {
+    sum_rows(rows, columns, |row, column| partials.at(row * columns + column))
+}
+
+/// Sums 32 columns of a matrix (rows, columns) per block, like [`column_sum`]. `value` returns the element at a row and column.
+#[inline(always)]
+pub fn sum_rows(rows: usize, columns: usize, value: impl Fn(usize, usize) -> f32) -> Option<(usize, f32)> {
     let scratch = shared(&mut Layout::new());
     let (lane, warp) = (warp::lane() as usize, warp::index() as usize);
     let column = thread::block_idx_x() as usize * LANES + lane;
@@ -44,7 +44,7 @@ pub fn column_sum_of(value: impl Fn(usize) -> f32, rows: usize, columns: usize) 
             let mut batch = [0.0; BATCH];
             for k in 0..BATCH {
                 if row + k * WARPS < rows {
-                    batch[k] = value((row + k * WARPS) * columns + column);
+                    batch[k] = value(row + k * WARPS, column);
                 }
             }
             for k in 0..BATCH {

@@ -34,6 +34,7 @@ pub mod decode;
 pub mod digest;
 pub mod encoder;
 mod float4;
+pub mod gate;
 pub mod global_norm;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod launch;
@@ -49,4 +50,6 @@ pub mod remainder;
 pub mod rotary;
 pub mod scale_blocks;
 pub mod softcap;
+pub mod stream;
+pub mod value_embedding;
 pub mod weights;

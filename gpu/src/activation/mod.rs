@@ -18,6 +18,7 @@ pub use geglu::GeGlu;
 pub use gelu::Gelu;
 pub use relu_squared::ReluSquared;
 pub use swiglu::SwiGlu;
+pub(crate) use swiglu::sigmoid;
 
 use cuda_std::{Element, Global, GlobalMut, Packet, kernel, thread};
 

@@ -8,7 +8,7 @@ pub struct SwiGlu;
 
 /// Returns the logistic function 1 / (1 + e^(-x)), accurate to a few ULP. It is 0 or 1 if e^(-x) overflows or vanishes.
 #[inline(always)]
-fn sigmoid(x: f32) -> f32 {
+pub(crate) fn sigmoid(x: f32) -> f32 {
     math::recip(1.0 + math::exp2(x * -core::f32::consts::LOG2_E))
 }
 

@@ -12,7 +12,7 @@
 
 use super::{BLOCK_ROWS, shared};
 use crate::adamw::{grad_scale, lerp};
-use crate::column_sum::column_sum_of;
+use crate::column_sum::sum_rows;
 use crate::noise::{self, Stream};
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, block, kernel, math, thread, warp};
@@ -22,11 +22,11 @@ use cuda_std::{Element, Global, GlobalMut, block, kernel, math, thread, warp};
 /// Grid: [`column_sum::grid`](crate::column_sum::grid) of cols. Shared memory: [`column_sum::shared`](crate::column_sum::shared).
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn muon_column_sums<T: Element>(column_sums: GlobalMut<f32>, x: Global<T>, rows: u32, cols: u32) {
-    let square = |i| {
-        let value = x.at(i).to_f32();
+    let square = |row: usize, column: usize| {
+        let value = x.at(row * cols as usize + column).to_f32();
         value * value
     };
-    if let Some((column, sum)) = column_sum_of(square, rows as usize, cols as usize) {
+    if let Some((column, sum)) = sum_rows(rows as usize, cols as usize, square) {
         column_sums.set(column, sum);
     }
 }

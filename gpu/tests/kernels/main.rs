@@ -28,3 +28,5 @@ mod quantize_activation;
 mod rmsnorm;
 mod rotary;
 mod scale_blocks;
+mod stream;
+mod value_embedding;

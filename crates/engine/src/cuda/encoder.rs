@@ -5,11 +5,15 @@ use crate::ops::{EncoderBackward, EncoderForward};
 use crate::{BatchLayout, Result, Workload};
 use gpu::encoder;
 
-/// Returns the f32 elements of scratch memory.
+/// Returns the f32 elements of scratch memory, for the embedding of tokens and for those of values.
 pub(super) fn scratch<T: Float>(workload: &Workload, sm_count: usize) -> usize {
-    let (positions, c) = (workload.rows(), workload.channels);
-    let chunk = encoder::encoder_backward_chunk::<T>(positions, c, sm_count);
-    encoder::encoder_backward_partials(positions, c, chunk)
+    let positions = workload.rows();
+    let partials = |c| {
+        let chunk = encoder::encoder_backward_chunk::<T>(positions, c, sm_count);
+        encoder::encoder_backward_partials(positions, c, chunk)
+    };
+    let values = workload.attention.kv_heads * workload.attention.head_size;
+    partials(workload.channels).max(partials(values))
 }
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: EncoderForward) -> Result<()> {

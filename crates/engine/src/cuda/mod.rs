@@ -18,6 +18,7 @@ mod emulated;
 mod encoder;
 mod executor;
 mod functions;
+mod gate;
 mod gemm_cache;
 mod gemm_dispatch;
 mod gemm_tuner;
@@ -447,6 +448,8 @@ impl<T: Float> Engine for Cuda<T> {
         let needs = [
             encoder::scratch::<T>(workload, sm_count),
             norm::scratch::<T>(workload, sm_count),
+            stream::scratch::<T>(workload, sm_count),
+            value_embedding::scratch(workload, sm_count),
             rotary::scratch::<T>(workload, sm_count),
             bias::scratch::<T>(workload, sm_count),
             if self.fp8_dtype().is_some() { quantize::scratch(workload) } else { 0 },
