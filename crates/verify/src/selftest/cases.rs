@@ -4,6 +4,7 @@ mod adapters;
 mod attention;
 mod decode;
 pub mod fp8;
+mod stream;
 mod update;
 
 use super::case::{Case, Init, Operand, Part, Work};
@@ -95,6 +96,7 @@ pub fn edge_cases() -> Vec<Case> {
         cases.extend([global_norm(n), sum(n), digest(n), cast_to_float(n), cast_from_float(n)]);
     }
     cases.extend(adapters::edge_cases());
+    cases.extend(stream::edge_cases());
     cases.extend(update::edge_cases());
     cases.extend(decode::edge_cases());
     cases
@@ -158,6 +160,7 @@ pub fn model_cases() -> Vec<Case> {
     }
     cases.push(sum(65_536));
     cases.extend(adapters::model_cases());
+    cases.extend(stream::model_cases());
     cases.extend(update::model_cases());
     cases.extend(decode::model_cases());
     cases
