@@ -189,15 +189,15 @@ fn checkpoints_resume_with_any_world_size_and_zero_stage() {
     }
 }
 
-/// The state files hold Muon's momentum in place of the first moments, so any number of ranks can resume. Whether they shard
-/// the update changes only the order of sums.
+/// The state files hold Muon's momentum in place of the first moments, and its running means in that of second moments, so any number of
+/// ranks can resume. Whether they shard the update changes only the order of sums.
 #[test]
 fn muon_resumes_with_any_world_size_and_zero_stage() {
     let world = World::new();
     let run = |ranks: usize, stage: &str, out: &str, more: &[&str]| {
-        let muon =
-            ["--total-batch", "384", "--optimizer", "muon", "--muon-momentum-warmup", "4", "--zero-stage", stage];
-        succeed(&world.ranks(ranks, out, out, &[&muon[..], more].concat()), out)
+        let batch = ["--total-batch", "384", "--zero-stage", stage];
+        let muon = ["--optimizer", "muon", "--muon-momentum-warmup", "4", "--muon-variance"];
+        succeed(&world.ranks(ranks, out, out, &[&batch[..], &muon, more].concat()), out)
     };
     run(1, "0", "from_1", &[]);
     run(2, "1", "from_2", &[]);
