@@ -51,6 +51,12 @@ fn training_lowers_the_loss_and_a_resumed_run_is_identical() {
         "trapezoidal",
         "--warmdown",
         "0.3",
+        "--muon-momentum-final",
+        "0.9",
+        "--weight-decay",
+        "0.1",
+        "--weight-decay-schedule",
+        "cosine",
     ];
     let run =
         |out: &std::path::Path, more: &[&str]| succeed(&[&SMALL[..], &muon, &["--out", text(out)], more].concat());
@@ -66,6 +72,8 @@ fn training_lowers_the_loss_and_a_resumed_run_is_identical() {
         "muon-lr = 0.02",
         "muon-momentum = 0.95",
         "muon-momentum-warmup = 40",
+        "muon-momentum-final = 0.9",
+        "weight-decay-schedule = \"cosine\"",
         "muon-coefficients = \"polar-express\"",
         "muon-equilibrate = true",
         "muon-renormalize = true",
@@ -100,6 +108,8 @@ fn flags_that_do_not_apply_are_errors() {
         ["--muon-lr", "0.1"],
         ["--muon-momentum", "0.9"],
         ["--muon-momentum-warmup", "1"],
+        ["--muon-momentum-final", "0.9"],
+        ["--weight-decay-schedule", "cosine"],
         ["--muon-coefficients", "classic"],
         ["--muon-equilibrate", "1"],
         ["--muon-renormalize", "0"],

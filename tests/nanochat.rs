@@ -166,7 +166,7 @@ fn update(step: u32, [rate, momentum, weight_decay]: [f32; 3]) -> Update {
         update.groups[group as usize] = Some(settings);
     }
     let additions = MuonAdditions { equilibrate: true, renormalize: true, variance: true, cautious_decay: true };
-    update.muon = Some(Muon { learning_rate: rate * 0.02, momentum, additions, ..Muon::default() });
+    update.muon = Some(Muon { learning_rate: rate * 0.02, momentum, weight_decay, additions, ..Muon::default() });
     update
 }
 

@@ -258,7 +258,7 @@ impl Decoder {
             grad_factor: update.grad_factor,
             learning_rate: muon.learning_rate,
             scale: matrix.scale(),
-            weight_decay: update.adamw.weight_decay * if muon.additions.cautious_decay { matrix.scale() } else { 1.0 },
+            weight_decay: muon.weight_decay * if muon.additions.cautious_decay { matrix.scale() } else { 1.0 },
             cautious_decay: muon.additions.cautious_decay,
             seed: update.adamw.seed.wrapping_add(range.seed),
         })

@@ -19,6 +19,27 @@ pub enum ScheduleKind {
     Trapezoidal,
 }
 
+/// Schedule of Muon's weight decay.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum WeightDecaySchedule {
+    /// The same decay in every step
+    #[default]
+    Constant,
+    /// Half a cosine period from the decay to 0 at the end of the run
+    Cosine,
+}
+
+impl WeightDecaySchedule {
+    /// Returns the factor of the weight decay in a step of `steps`, counted from 0.
+    pub fn factor(self, step: usize, steps: usize) -> f64 {
+        match self {
+            Self::Constant => 1.0,
+            Self::Cosine => 0.5 * (1.0 + (PI * step as f64 / steps as f64).cos()),
+        }
+    }
+}
+
 /// A learning rate schedule.
 #[derive(Clone, Copy, Debug)]
 pub struct Schedule {
@@ -39,7 +60,7 @@ pub struct Schedule {
 impl Schedule {
     /// Returns the learning rate of a step, counted from 0.
     pub fn at(&self, step: usize) -> f32 {
-        let Self { kind, peak, warmup, steps, final_fraction, warmdown } = *self;
+        let Self { kind, peak, warmup, steps, final_fraction, .. } = *self;
         if kind == ScheduleKind::Constant {
             return peak;
         }
@@ -60,12 +81,17 @@ impl Schedule {
                 let decay = (0.8 * steps as f32) as usize;
                 if step < decay { peak } else { last + (1.0 - share(decay).sqrt()) * (peak - last) }
             }
-            ScheduleKind::Trapezoidal => {
-                let decay = (steps - ((warmdown * steps as f64).round() as usize).min(steps)).max(warmup);
-                if step < decay { peak } else { peak - share(decay) * (peak - last) }
-            }
+            ScheduleKind::Trapezoidal => peak - self.warmdown_share(step) * (peak - last),
             ScheduleKind::Constant => peak,
         }
+    }
+
+    /// Returns the share of a trapezoidal schedule's decay that is over at a step, counted from 0: 0 before the decay, 1 at the end.
+    pub fn warmdown_share(&self, step: usize) -> f32 {
+        let Self { warmup, steps, warmdown, .. } = *self;
+        // Rounded as in nanochat: ties to even.
+        let decay = (steps - ((warmdown * steps as f64).round_ties_even() as usize).min(steps)).max(warmup);
+        (step.saturating_sub(decay) as f32 / steps.saturating_sub(decay).max(1) as f32).min(1.0)
     }
 }
 
@@ -107,6 +133,39 @@ mod tests {
         };
         close(&[at(0.0, 19), at(1.0, 10), at(1.0, 15), at(1.0, 20)], &[2.0, 2.0, 1.0, 0.0]);
     }
+
+    /// The expected values were computed with nanochat's `get_lr_multiplier` for 1210 steps, a warmup of 40, a warmdown of 0.65 (786.5
+    /// steps, rounded to 786) and a final fraction of 0.05.
+    #[test]
+    fn a_trapezoidal_schedule_agrees_with_nanochat() {
+        let schedule = Schedule {
+            kind: ScheduleKind::Trapezoidal,
+            peak: 1.0,
+            warmup: 40,
+            steps: 1210,
+            final_fraction: 0.05,
+            warmdown: 0.65,
+        };
+        let rates = NANOCHAT_STEPS.map(|step| schedule.at(step));
+        close(&rates, &NANOCHAT_RATES);
+    }
+
+    /// The expected values were computed with nanochat's `get_weight_decay` for 1210 steps and a weight decay of 1.
+    #[test]
+    fn the_cosine_of_weight_decay_agrees_with_nanochat() {
+        let factors = NANOCHAT_STEPS.map(|step| WeightDecaySchedule::Cosine.factor(step, 1210) as f32);
+        close(&factors, &NANOCHAT_DECAYS);
+        assert!(
+            NANOCHAT_STEPS
+                .iter()
+                .all(|&step| WeightDecaySchedule::Constant.factor(step, 1210).to_bits() == 1f64.to_bits())
+        );
+    }
+
+    const NANOCHAT_STEPS: [usize; 9] = [0, 39, 40, 399, 424, 425, 830, 1209, 1210];
+    const NANOCHAT_RATES: [f32; 9] = [0.025, 1.0, 1.0, 1.0, 1.0, 0.998_791_3, 0.509_287_5, 0.051_208_7, 0.05];
+    const NANOCHAT_DECAYS: [f32; 9] =
+        [1.0, 0.997_438_9, 0.997_306, 0.754_855_8, 0.726_416_7, 0.725_258_5, 0.224_242, 0.000_001_7, 0.0];
 
     /// The expected bits were computed with llm.c's code for 100 steps.
     #[test]

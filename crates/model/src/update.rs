@@ -19,13 +19,15 @@ pub enum Optimizer {
     Muon,
 }
 
-/// Hyperparameters of one Muon update. Weight decay, clipping and the seed are those of AdamW.
+/// Hyperparameters of one Muon update. Clipping and the seed are those of AdamW.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Muon {
     /// Learning rate.
     pub learning_rate: f32,
     /// Decay of the momentum.
     pub momentum: f32,
+    /// Decoupled weight decay.
+    pub weight_decay: f32,
     /// Coefficients of the Newton-Schulz iterations.
     pub coefficients: MuonCoefficients,
     /// Additions.

@@ -3,7 +3,7 @@
 use super::Settings;
 use clap::ValueEnum;
 use engine::ops::{AdamW, MuonAdditions, MuonCoefficients};
-use model::schedule::Schedule;
+use model::schedule::{Schedule, WeightDecaySchedule};
 use model::{GroupSettings, Muon, ParamGroup, Update};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -125,6 +125,10 @@ pub struct MuonSettings {
     pub momentum: f32,
     /// Steps in which the momentum increases.
     pub warmup: usize,
+    /// Momentum at the end of a trapezoidal schedule, to which it changes while the learning rate decays.
+    pub final_momentum: Option<f32>,
+    /// Schedule of the weight decay.
+    pub weight_decay: WeightDecaySchedule,
     /// Coefficients of the Newton-Schulz iterations.
     pub coefficients: MuonCoefficients,
     /// Additions.
@@ -137,6 +141,8 @@ impl MuonSettings {
         lr: 0.02,
         momentum: 0.95,
         warmup: 300,
+        final_momentum: None,
+        weight_decay: WeightDecaySchedule::Constant,
         coefficients: MuonCoefficients::PolarExpress,
         additions: MuonAdditions { equilibrate: false, renormalize: false, variance: false, cautious_decay: false },
     };
@@ -144,10 +150,11 @@ impl MuonSettings {
     /// The momentum of the first step.
     const FIRST_MOMENTUM: f32 = 0.85;
 
-    /// Returns the momentum of a step, counted from 0. It increases linearly.
-    fn momentum_at(&self, step: usize) -> f32 {
+    /// Returns the momentum of a step, counted from 0. It increases linearly, and then changes linearly to the final momentum.
+    fn momentum_at(&self, step: usize, schedule: &Schedule) -> f32 {
         if step >= self.warmup {
-            return self.momentum;
+            let Some(last) = self.final_momentum else { return self.momentum };
+            return self.momentum - schedule.warmdown_share(step) * (self.momentum - last);
         }
         let first = Self::FIRST_MOMENTUM.min(self.momentum);
         first + step as f32 / self.warmup as f32 * (self.momentum - first)
@@ -174,7 +181,8 @@ impl Settings {
         }
         update.muon = muon.map(|muon| Muon {
             learning_rate: rate(muon.lr),
-            momentum: muon.momentum_at(step),
+            momentum: muon.momentum_at(step, &self.schedule),
+            weight_decay: (f64::from(self.weight_decay) * muon.weight_decay.factor(step, self.schedule.steps)) as f32,
             coefficients: muon.coefficients,
             additions: muon.additions,
         });
@@ -185,6 +193,29 @@ impl Settings {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    use model::schedule::ScheduleKind;
+
+    const SCHEDULE: Schedule = Schedule {
+        kind: ScheduleKind::Trapezoidal,
+        peak: 1.0,
+        warmup: 40,
+        steps: 1210,
+        final_fraction: 0.05,
+        warmdown: 0.65,
+    };
+
+    /// The expected values were computed with nanochat's `get_muon_momentum` for 1210 steps and a warmdown of 0.65 (786.5 steps, rounded to
+    /// 786).
+    #[test]
+    fn momentum_agrees_with_nanochat() {
+        let settings = MuonSettings { momentum: 0.97, warmup: 400, final_momentum: Some(0.9), ..MuonSettings::DEFAULT };
+        let expected = [0.85, 0.91, 0.969_7, 0.97, 0.97, 0.97, 0.969_910_9, 0.933_842_2, 0.900_089_1, 0.9];
+        for (step, expected) in [0, 200, 399, 400, 423, 424, 425, 830, 1209, 1210].into_iter().zip(expected) {
+            let found = settings.momentum_at(step, &SCHEDULE);
+            assert!((found - expected).abs() < 1e-6f32, "step {step}: {found}, expected {expected}");
+        }
+    }
 
     #[test]
     fn groups_have_their_own_settings() {
@@ -210,7 +241,7 @@ mod tests {
     fn momentum_increases_linearly_from_085() {
         let settings = MuonSettings { warmup: 10, ..MuonSettings::DEFAULT };
         let near = |settings: MuonSettings, step, expected: f32| {
-            let found = settings.momentum_at(step);
+            let found = settings.momentum_at(step, &SCHEDULE);
             assert!((found - expected).abs() < 1e-6, "step {step}: {found}, expected {expected}");
         };
         for (step, expected) in [(0, 0.85), (5, 0.9), (10, 0.95), (99, 0.95)] {

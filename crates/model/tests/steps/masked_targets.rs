@@ -134,7 +134,7 @@ impl Setup {
         let (learning_rate, weight_decay, step, seed) = (1e-3, 0.1, 1, 0);
         let adamw =
             AdamW { learning_rate, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay, step, clip: self.clip, seed };
-        let muon = Muon { learning_rate, momentum: 0.9, ..Muon::default() };
+        let muon = Muon { learning_rate, momentum: 0.9, weight_decay, ..Muon::default() };
         Update { muon: self.muon.then_some(muon), ..adamw.into() }
     }
 }

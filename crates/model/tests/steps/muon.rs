@@ -306,8 +306,13 @@ fn a_zero_matrix_stays_zero() {
 
 const ADAMW: AdamW =
     AdamW { learning_rate: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 3, clip: 1.0, seed: 77 };
-const MUON: Muon =
-    Muon { learning_rate: 0.02, momentum: 0.9, coefficients: MuonCoefficients::PolarExpress, additions: ALL };
+const MUON: Muon = Muon {
+    learning_rate: 0.02,
+    momentum: 0.9,
+    weight_decay: 0.15,
+    coefficients: MuonCoefficients::PolarExpress,
+    additions: ALL,
+};
 /// Gradient norm, above the threshold of clipping.
 const NORM: f32 = 2.5;
 
@@ -385,7 +390,7 @@ fn reference_step(cols: usize, [param, m, v, grads]: [&[f32]; 4], additions: Muo
         reference_variance(&mut x, &mut v[..rows.max(cols)]);
     }
     let scale = (rows as f64 / cols as f64).max(1.0).sqrt();
-    let (rate, decay) = (f64::from(MUON.learning_rate), f64::from(ADAMW.weight_decay));
+    let (rate, decay) = (f64::from(MUON.learning_rate), f64::from(MUON.weight_decay));
     let step = |(w, x): (&f64, &f64)| {
         let decay = if additions.cautious_decay && x * w < 0.0 { 0.0 } else { decay };
         w - rate * (scale * x + decay * w)

@@ -431,7 +431,7 @@ impl StepBench<'_> {
         let (learning_rate, beta1, beta2, eps) = (1e-4, 0.9, 0.95, 1e-8);
         let (weight_decay, step, clip, seed) = (0.1, self.step, 1.0, self.step);
         let adamw = AdamW { learning_rate, beta1, beta2, eps, weight_decay, step, clip, seed };
-        let muon = Muon { learning_rate: 1e-3, momentum: 0.95, ..Muon::default() };
+        let muon = Muon { learning_rate: 1e-3, momentum: 0.95, weight_decay, ..Muon::default() };
         Update { muon: (self.optimizer == Optimizer::Muon).then_some(muon), ..adamw.into() }
     }
 

@@ -619,6 +619,8 @@ fn optimizer(config: &Config) -> OptimizerSettings {
             lr: flags.muon_lr.unwrap_or(default.lr),
             momentum: flags.muon_momentum.unwrap_or(default.momentum),
             warmup: flags.muon_momentum_warmup.unwrap_or(default.warmup),
+            final_momentum: flags.muon_momentum_final,
+            weight_decay: flags.weight_decay_schedule.unwrap_or_default(),
             coefficients: flags.muon_coefficients.unwrap_or_default(),
             additions: MuonAdditions {
                 equilibrate: flags.muon_equilibrate.unwrap_or(false),

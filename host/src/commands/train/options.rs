@@ -18,7 +18,7 @@ use clap::{Arg, ArgAction, Args, Command};
 use data::mixture::Packing;
 use distributed::rendezvous::Endpoint;
 use engine::ops::MuonCoefficients;
-use model::schedule::ScheduleKind;
+use model::schedule::{ScheduleKind, WeightDecaySchedule};
 use model::{MasterWeights, Moments, Optimizer, Recompute};
 use serde::{Serialize, Serializer};
 use std::env;
@@ -225,6 +225,10 @@ pub struct TrainOptions {
     #[arg(long, value_name = "STEPS", value_parser = whole_number, help_heading = OPTIMIZER)]
     pub muon_momentum_warmup: Option<usize>,
 
+    /// With --schedule trapezoidal: Muon's momentum at the end of the run, to which it changes over --warmdown [default: --muon-momentum]
+    #[arg(long, value_name = "X", value_parser = momentum, help_heading = OPTIMIZER)]
+    pub muon_momentum_final: Option<f32>,
+
     /// Coefficients of Muon's Newton-Schulz iterations [default: polar-express]
     #[arg(long, value_enum, value_name = "NAME", help_heading = OPTIMIZER)]
     pub muon_coefficients: Option<MuonCoefficients>,
@@ -260,6 +264,10 @@ pub struct TrainOptions {
     #[arg(short = 'c', long, value_name = "X", value_parser = non_negative, help_heading = OPTIMIZER)]
     #[serde(skip)]
     pub weight_decay: Option<f32>,
+
+    /// Schedule of the weight decay of Muon's matrices [default: constant]
+    #[arg(long, value_enum, value_name = "NAME", help_heading = OPTIMIZER)]
+    pub weight_decay_schedule: Option<WeightDecaySchedule>,
 
     /// Skip the update of a step whose loss has a z-score above Z among the last 128 losses; 0: never. Also -sl
     #[arg(long, value_name = "Z", default_value = "0", value_parser = non_negative, help_heading = OPTIMIZER)]

@@ -290,11 +290,14 @@ fn save_packing(config: &mut Config, data: &TrainingData) {
 fn check_optimizer(options: &TrainOptions, descriptor: Descriptor, opened: &Opened) -> Result<()> {
     let TrainOptions { muon_lr, muon_momentum, muon_momentum_warmup, muon_coefficients, .. } = options;
     let TrainOptions { muon_equilibrate, muon_renormalize, muon_variance, muon_cautious_decay, .. } = options;
+    let TrainOptions { muon_momentum_final, weight_decay_schedule, .. } = options;
     let muon = options.optimizer == Optimizer::Muon;
     for (flag, given) in [
         ("--muon-lr", muon_lr.is_some()),
         ("--muon-momentum", muon_momentum.is_some()),
         ("--muon-momentum-warmup", muon_momentum_warmup.is_some()),
+        ("--muon-momentum-final", muon_momentum_final.is_some()),
+        ("--weight-decay-schedule", weight_decay_schedule.is_some()),
         ("--muon-coefficients", muon_coefficients.is_some()),
         ("--muon-equilibrate", muon_equilibrate.is_some()),
         ("--muon-renormalize", muon_renormalize.is_some()),
@@ -310,10 +313,14 @@ fn check_optimizer(options: &TrainOptions, descriptor: Descriptor, opened: &Open
         let bf16 = opened.engine.dtype() == DType::Bf16;
         ensure!(bf16 || !given, "{flag}: expected bf16 parameters, found f32; omit this flag");
     }
-    ensure!(
-        options.warmdown.is_none() || options.schedule == ScheduleKind::Trapezoidal,
-        "--warmdown: expected --schedule trapezoidal, found another schedule; add it or omit this flag"
-    );
+    for (flag, given) in
+        [("--warmdown", options.warmdown.is_some()), ("--muon-momentum-final", muon_momentum_final.is_some())]
+    {
+        ensure!(
+            options.schedule == ScheduleKind::Trapezoidal || !given,
+            "{flag}: expected --schedule trapezoidal, found another schedule; add it or omit this flag"
+        );
+    }
     ensure!(
         options.head_lr.is_none() || !descriptor.tied,
         "--head-lr: expected a model with an untied head, found one whose head is the token embedding; use --embedding-lr"
