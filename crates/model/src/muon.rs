@@ -61,8 +61,8 @@ impl Decoder {
         let Some(buffers) = self.training.and_then(|training| training.muon) else { return Ok(()) };
         let (layer, matrices) = fullest_layer(&self.layout);
         let start = self.layout.unit(Unit::Layer(layer)).start;
-        for shape in shapes(matrices.iter()) {
-            let matrix = &matrices[shape[0]];
+        for shape in shapes(&[&matrices]) {
+            let matrix = &matrices[shape[0].1];
             // Only the number of matrices counts, not their places.
             let tensor = buffers.update.slice(matrix.elements.start - start, matrix.elements.len());
             let tensors = vec![tensor; buffers.batches.largest(matrix, shape.len())];
@@ -101,8 +101,8 @@ impl Decoder {
         let mut members = Vec::new();
         for (layer, (matrices, decayed)) in matrices.iter().zip(decayed).enumerate() {
             let start = self.layout.unit(decayed.unit).start;
-            let mut first = 0;
-            for (position, (matrix, owner)) in matrices.iter().zip(&mut owners).enumerate() {
+            let (mut first, mut of_layer) = (0, Vec::new());
+            for (matrix, owner) in matrices.iter().zip(&mut owners) {
                 let tensor = buffers.layer(layer).slice(matrix.elements.start - start, matrix.elements.len());
                 let means = matrix.means();
                 let second = match buffers.means(layer) {
@@ -110,17 +110,15 @@ impl Decoder {
                     None => self.state_store(training.v).at(decayed.unit, means.clone()),
                 };
                 first += means.len();
-                members.push((position, Member { decayed, matrix, tensor, owner, second }));
+                of_layer.push(Member { decayed, matrix, tensor, owner, second });
             }
+            members.push(of_layer);
         }
         // Equal positions in all layers are neighbors: their distances are equal, so that one kernel scales them.
-        let mut by_position = members.clone();
-        by_position.sort_by_key(|&(position, _)| position);
-        let members: Vec<Member> = members.into_iter().map(|(_, member)| member).collect();
-        for shape in shapes(by_position.iter().map(|(_, member)| member.matrix)) {
-            let of_shape = shape.iter().map(|&i| by_position[i].1);
-            let own: Vec<Member> = of_shape.filter(|member| member.owner == shard.rank).collect();
-            let matrix = by_position[shape[0]].1.matrix;
+        for shape in shapes(&matrices) {
+            let of_shape: Vec<Member> = shape.iter().map(|&(layer, position)| members[layer][position]).collect();
+            let own: Vec<Member> = of_shape.iter().filter(|member| member.owner == shard.rank).copied().collect();
+            let matrix = of_shape[0].matrix;
             for batch in own.chunks(buffers.batches.of(matrix, shape.len())) {
                 let tensors: Vec<Tensor> = batch.iter().map(|member| member.tensor).collect();
                 let orthogonalize = buffers.orthogonalize(&tensors, matrix, muon);
@@ -135,6 +133,7 @@ impl Decoder {
                 }
             }
         }
+        let members = members.concat();
         if shard.ranks > 1 {
             let owned: Vec<_> = members.iter().map(|member| (member.owner, member.tensor)).collect();
             hooks.exchange_matrices(engine, &owned)?;

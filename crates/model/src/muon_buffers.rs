@@ -66,16 +66,24 @@ fn largest_batch(matrix: &Matrix) -> usize {
     BATCH_TILES.div_ceil(tiles * (tiles + 1) / 2)
 }
 
-/// Returns matrices by shape: the positions of those with the same rows and columns.
-pub(super) fn shapes<'a>(matrices: impl Iterator<Item = &'a Matrix>) -> Vec<Vec<usize>> {
-    let mut shapes: Vec<((usize, usize), Vec<usize>)> = Vec::new();
-    for (i, &Matrix { rows, cols, .. }) in matrices.enumerate() {
-        match shapes.iter_mut().find(|(shape, _)| *shape == (rows, cols)) {
-            Some((_, positions)) => positions.push(i),
-            None => shapes.push(((rows, cols), vec![i])),
+/// Returns the matrices of several layers by shape: the layer and the position of those with the same rows and columns. Equal positions in
+/// all layers are neighbors.
+pub(super) fn shapes(layers: &[impl AsRef<[Matrix]>]) -> Vec<Vec<(usize, usize)>> {
+    let mut shapes: Vec<Vec<(usize, usize)>> = Vec::new();
+    let positions = layers.iter().map(|layer| layer.as_ref().len()).max().unwrap_or(0);
+    let places = (0..positions).flat_map(|position| (0..layers.len()).map(move |layer| (layer, position)));
+    for (layer, position) in places {
+        let Some(&Matrix { rows, cols, .. }) = layers[layer].as_ref().get(position) else { continue };
+        let same = |places: &&mut Vec<(usize, usize)>| {
+            let other = &layers[places[0].0].as_ref()[places[0].1];
+            (other.rows, other.cols) == (rows, cols)
+        };
+        match shapes.iter_mut().find(same) {
+            Some(places) => places.push((layer, position)),
+            None => shapes.push(vec![(layer, position)]),
         }
     }
-    shapes.into_iter().map(|(_, positions)| positions).collect()
+    shapes
 }
 
 /// How many layers are updated at a time, and how many of their matrices are orthogonalized at a time.
@@ -142,16 +150,16 @@ impl MuonSizes {
     }
 
     fn of(layout: &Params, matrices: &[Matrix], batches: Batches, moments: DType) -> Self {
-        let shapes = shapes(matrices.iter());
+        let shapes = shapes(&[matrices]);
         let largest = |elements: fn(&Matrix) -> usize| {
-            let of = |shape: &Vec<usize>| {
-                let matrix = &matrices[shape[0]];
+            let of = |shape: &Vec<(usize, usize)>| {
+                let matrix = &matrices[shape[0].1];
                 batches.largest(matrix, shape.len()) * Orthogonalize::stride(elements(matrix))
             };
             shapes.iter().map(of).max().unwrap_or(0)
         };
         let means = matrices.iter().map(|matrix| matrix.means().len()).sum();
-        let count = shapes.iter().map(|shape| batches.largest(&matrices[shape[0]], shape.len())).max().unwrap_or(0);
+        let count = shapes.iter().map(|shape| batches.largest(&matrices[shape[0].1], shape.len())).max().unwrap_or(0);
         Self {
             batches,
             update: [batches.layers, layout.largest_layer()],
@@ -232,9 +240,24 @@ mod tests {
     #[test]
     fn matrices_of_one_shape_form_a_batch() {
         let gpt2 = Descriptor::gpt2(3, 2, 24, 10, 60).unwrap();
-        assert_eq!(shapes(matrices(&Params::new(gpt2), 0).iter()), [vec![0, 1, 2, 3], vec![4], vec![5]]);
+        let layers = |layout: &Params, count| (0..count).map(|layer| matrices(layout, layer)).collect::<Vec<_>>();
+        let of_one = |descriptor| {
+            let shapes = shapes(&layers(&Params::new(descriptor), 1)).into_iter();
+            shapes.map(|shape| shape.into_iter().map(|(_, position)| position).collect()).collect::<Vec<Vec<_>>>()
+        };
+        assert_eq!(of_one(gpt2), [vec![0, 1, 2, 3], vec![4], vec![5]]);
         let gated = Descriptor { activation: Activation::SwiGlu, kv_heads: 1, ..gpt2 };
-        assert_eq!(shapes(matrices(&Params::new(gated), 0).iter()), [vec![0, 3], vec![1, 2], vec![4, 5], vec![6]]);
+        assert_eq!(of_one(gated), [vec![0, 3], vec![1, 2], vec![4, 5], vec![6]]);
+        // Some layers have one matrix more.
+        let mut layers = layers(&Params::new(gpt2), 3);
+        let gate = Matrix { rows: 2, cols: 12, elements: 0..24 };
+        for layer in [0, 2] {
+            layers[layer].push(gate.clone());
+        }
+        let found = shapes(&layers);
+        let squares: Vec<_> = (0..4).flat_map(|position| [0, 1, 2].map(|layer| (layer, position))).collect();
+        let once = |position| vec![(0, position), (1, position), (2, position)];
+        assert_eq!(found, [squares, once(4), once(5), vec![(0, 6), (2, 6)]]);
         let square = |side| Matrix { rows: side, cols: 4 * side, elements: 0..0 };
         assert_eq!([64, 768, 2048, 8192].map(|side| largest_batch(&square(side))), [1056, 51, 8, 1]);
     }

@@ -176,6 +176,7 @@ impl MuonCoefficients {
 
 /// Additions to Muon.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "independent switches")]
 pub struct MuonAdditions {
     /// Scales each row to the root mean square of the rows' norms before the iterations (MuonEq, 2026, arXiv:2603.28254).
     pub equilibrate: bool,
