@@ -1,6 +1,6 @@
 //! The second stage of two-stage column sums: reduces f32 partial sums (rows, columns) to one sum per column.
 //!
-//! Used for gradients of biases and layer normalisation parameters. The order of additions depends only on the shape,
+//! Used for gradients of biases, of scales, and of the parameters of normalizations and gates. The order of additions depends only on the shape,
 //! so the result is deterministic.
 
 use cuda_std::shared::Layout;
@@ -28,23 +28,25 @@ pub fn shared(layout: &mut Layout) -> SharedArray<f32> {
 /// Returns a column index and its sum in each lane of the first warp that has a column, and `None` in other threads.
 #[inline(always)]
 pub fn column_sum(partials: Global<f32>, rows: usize, columns: usize) -> Option<(usize, f32)> {
-    sum_rows(rows, columns, |row, column| partials.at(row * columns + column))
+    sum_rows(rows, columns, |column| move |row: usize| partials.at(row * columns + column))
 }
 
-/// Sums 32 columns of a matrix (rows, columns) per block, like [`column_sum`]. `value` returns the element at a row and column.
+/// Sums 32 columns of a matrix (rows, columns) per block, like [`column_sum`]. `values` returns, for a column, the function from a row
+/// to the element.
 #[inline(always)]
-pub fn sum_rows(rows: usize, columns: usize, value: impl Fn(usize, usize) -> f32) -> Option<(usize, f32)> {
+pub fn sum_rows<F: Fn(usize) -> f32>(rows: usize, columns: usize, values: impl Fn(usize) -> F) -> Option<(usize, f32)> {
     let scratch = shared(&mut Layout::new());
     let (lane, warp) = (warp::lane() as usize, warp::index() as usize);
     let column = thread::block_idx_x() as usize * LANES + lane;
     let mut sum = 0.0;
     if column < columns {
+        let value = values(column);
         let mut row = warp;
         while row < rows {
             let mut batch = [0.0; BATCH];
             for k in 0..BATCH {
                 if row + k * WARPS < rows {
-                    batch[k] = value(row + k * WARPS, column);
+                    batch[k] = value(row + k * WARPS);
                 }
             }
             for k in 0..BATCH {

@@ -74,13 +74,18 @@ pub fn gate_weight_backward<T: Element>(
     let chunk = thread::block_idx_y();
     let begin = chunk * chunk_rows;
     let rows = (sizes.rows - begin).min(chunk_rows);
-    let product = |row: usize, column: usize| {
-        let (row, head, channel) = (begin as usize + row, column / gate_channels, column % gate_channels);
-        let rstd = if rstd.is_null() { 1.0 } else { rstd.at(row) };
-        dgates.at(row * heads + head) * (inp.at(row * channels + channel).to_f32() * rstd)
+    let products = |column: usize| {
+        // In 32 bits, and once per thread, because a division takes many instructions.
+        let (head, channel) = (column as u32 / gate_channels as u32, column as u32 % gate_channels as u32);
+        let (dgates, inp) = (dgates.skip(head as usize), inp.skip(channel as usize));
+        move |row: usize| {
+            let row = begin as usize + row;
+            let rstd = if rstd.is_null() { 1.0 } else { rstd.at(row) };
+            dgates.at(row * heads) * (inp.at(row * channels).to_f32() * rstd)
+        }
     };
     let weights = heads * gate_channels;
-    if let Some((column, sum)) = column_sum::sum_rows(rows as usize, weights, product) {
+    if let Some((column, sum)) = column_sum::sum_rows(rows as usize, weights, products) {
         let factor = if norm_weight.is_null() { 1.0 } else { norm_weight.at(column % gate_channels).to_f32() };
         partials.set(chunk as usize * weights + column, sum * factor);
     }
@@ -93,12 +98,13 @@ pub const fn input_grid(rows: usize, gate_channels: usize) -> u32 {
 
 /// Adds the gradient of x to the first G channels of dinp (rows, C): the sum of dgates (rows, H) · weight (H, G) over H.
 ///
-/// Grid: [`input_grid`].
+/// rows · G is below 2^32. Grid: [`input_grid`].
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn gate_input_backward<T: Element>(dinp: GlobalMut<T>, dgates: Global<f32>, weight: Global<T>, sizes: Sizes) {
-    let (heads, gate_channels) = (sizes.heads as usize, (sizes.gate_channels as usize).max(1));
-    let index = thread::index_1d();
-    let (row, channel) = (index / gate_channels, index % gate_channels);
+    let (heads, gate_channels) = (sizes.heads as usize, sizes.gate_channels.max(1));
+    let index = thread::index_1d() as u32;
+    let (row, channel) = ((index / gate_channels) as usize, (index % gate_channels) as usize);
+    let gate_channels = gate_channels as usize;
     if row >= sizes.rows as usize {
         return;
     }

@@ -77,7 +77,7 @@ fn fused_update_matches_updating_each_range() {
         let fused = after_update(&model, engine);
         fill(&model, engine);
         let training = model.training.unwrap();
-        for range in model.layout.decay_ranges() {
+        for range in model.layout.group_ranges() {
             let slice = |tensor: Tensor| tensor.slice(range.elements.start, range.elements.len());
             let weight_decay = if range.decayed { UPDATE.weight_decay } else { 0.0 };
             let update = AdamWUpdate {
