@@ -22,11 +22,13 @@ use cuda_std::{Element, Global, GlobalMut, block, kernel, math, thread, warp};
 /// Grid: [`column_sum::grid`](crate::column_sum::grid) of cols. Shared memory: [`column_sum::shared`](crate::column_sum::shared).
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn muon_column_sums<T: Element>(column_sums: GlobalMut<f32>, x: Global<T>, rows: u32, cols: u32) {
-    let square = |row: usize, column: usize| {
-        let value = x.at(row * cols as usize + column).to_f32();
-        value * value
+    let squares = |column: usize| {
+        move |row: usize| {
+            let value = x.at(row * cols as usize + column).to_f32();
+            value * value
+        }
     };
-    if let Some((column, sum)) = sum_rows(rows as usize, cols as usize, square) {
+    if let Some((column, sum)) = sum_rows(rows as usize, cols as usize, squares) {
         column_sums.set(column, sum);
     }
 }

@@ -175,7 +175,7 @@ impl Setup<'_> {
         let Config { batch, seq, total_batch, lr, warmup, flags, .. } = config;
         let micro_batches = format!("{}{}", config.grad_accum(self.ranks), self.by_ranks());
         let warmdown = flags.warmdown.map_or_else(String::new, |part| format!(", warmdown {part} of the steps"));
-        let schedule = match flags.schedule {
+        let schedule = match flags.schedule() {
             ScheduleKind::Constant => format!("constant, {lr:.2e}"),
             kind => {
                 let (kind, last) = (format!("{kind:?}").to_lowercase(), lr * config.final_fraction);
@@ -192,7 +192,7 @@ impl Setup<'_> {
             ("skipped updates", skipped_updates(config)),
             ("seed", flags.seed.to_string()),
         ];
-        let default = flags.optimizer == Optimizer::AdamW
+        let default = flags.optimizer() == Optimizer::AdamW
             && flags.embedding_lr.or(flags.head_lr).is_none()
             && flags.group.is_empty();
         rows.into_iter().filter(|(name, _)| !default || *name != "optimizer").collect()
@@ -281,7 +281,7 @@ pub fn planned(plan: &Plan, reserved: usize, free: Option<usize>) -> String {
 
 /// Returns the optimizer and the learning rates that differ from the others.
 fn optimizer_name(flags: &TrainOptions) -> String {
-    let optimizer = match (flags.optimizer, flags.muon_lr, flags.muon_momentum) {
+    let optimizer = match (flags.optimizer(), flags.muon_lr, flags.muon_momentum) {
         (Optimizer::Muon, Some(lr), Some(momentum)) => {
             format!("Muon for the layers' matrices, peak {lr:.2e}, momentum {momentum}; AdamW")
         }

@@ -1,6 +1,7 @@
 //! `train`: resolves the flags, plans the memory, and runs the training loop.
 
 mod config;
+mod dial;
 mod directory;
 mod elastic;
 pub mod multi_rank;
@@ -157,9 +158,11 @@ fn train(
         tokenizer,
         conversations,
         growth,
+        dial,
         note: without_data,
     } = Resolved::new(args, &opened, resumed, ranks.rank(), ranks.world_size())?;
     notes.extend(growth);
+    notes.extend(dial);
     let out = claim(out, ranks, args, &mut config)?;
     let mut console = multi_rank::console(ranks, args, &config)?;
     let gpu_info = (config.flags.gpu_info_every > 0).then(|| gpu_info(opened.device, gpu));
@@ -539,7 +542,8 @@ fn check_frozen(digest: Option<String>, state: &mut RunState, config: &Config) -
 
 fn capacity(config: &Config, descriptor: &Descriptor, engine: &dyn Engine) -> Result<PlanOptions> {
     let Config { batch: b, seq: t, .. } = *config;
-    let TrainOptions { master_weights, moments, recompute, optimizer, fp8, .. } = config.flags;
+    let TrainOptions { master_weights, moments, recompute, fp8, .. } = config.flags;
+    let optimizer = config.flags.optimizer();
     let fp8 = fp8.resolve(config.precision)?;
     let fp8 = fp8.map(|settings| Fp8Options::new(settings, descriptor, [b, t], engine)).transpose()?;
     Ok(PlanOptions { master_weights, moments, recompute, optimizer, fp8, ..PlanOptions::training(b, t) })
@@ -552,7 +556,7 @@ fn settings(config: &Config, ranks: usize, gpu: Option<usize>) -> Result<Setting
         steps: config.steps,
         grad_accum: config.grad_accum(ranks),
         schedule: Schedule {
-            kind: config.flags.schedule,
+            kind: config.flags.schedule(),
             peak: config.lr,
             warmup: config.warmup,
             steps: config.steps,
@@ -615,7 +619,7 @@ fn optimizer(config: &Config) -> OptimizerSettings {
     let rates = [(ParamGroup::Embeddings, flags.embedding_lr), (ParamGroup::Head, flags.head_lr)];
     OptimizerSettings {
         groups: rates.into_iter().filter_map(of_rate).chain(flags.group.iter().copied()).collect(),
-        muon: (flags.optimizer == Optimizer::Muon).then(|| MuonSettings {
+        muon: (flags.optimizer() == Optimizer::Muon).then(|| MuonSettings {
             lr: flags.muon_lr.unwrap_or(default.lr),
             momentum: flags.muon_momentum.unwrap_or(default.momentum),
             warmup: flags.muon_momentum_warmup.unwrap_or(default.warmup),

@@ -178,13 +178,19 @@ pub struct TrainOptions {
     #[serde(skip)]
     pub steps: Option<Count>,
 
-    /// Optimizer of the layers' matrices
-    #[arg(long, value_enum, default_value = "adamw", help_heading = OPTIMIZER)]
-    pub optimizer: Optimizer,
+    /// Tokens of the run for each parameter of the layers and the head, if --steps is not given, with --model nanochat:dN, for which
+    /// nanochat's formulas set all flags of the optimizer, the batch and the schedule that are not given [default: 12]
+    #[arg(long, value_name = "X", value_parser = non_negative, help_heading = OPTIMIZER)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokens_per_parameter: Option<f32>,
 
-    /// Schedule of the learning rate
-    #[arg(short = 'k', long, value_enum, default_value = "cosine", help_heading = OPTIMIZER)]
-    pub schedule: ScheduleKind,
+    /// Optimizer of the layers' matrices [default: adamw]
+    #[arg(long, value_enum, help_heading = OPTIMIZER)]
+    pub optimizer: Option<Optimizer>,
+
+    /// Schedule of the learning rate [default: cosine]
+    #[arg(short = 'k', long, value_enum, help_heading = OPTIMIZER)]
+    pub schedule: Option<ScheduleKind>,
 
     /// With --schedule trapezoidal: fraction of the steps, at the end of the run, over which the learning rate decays [default: 0.4]
     #[arg(long, value_name = "FRACTION", value_parser = fraction, help_heading = OPTIMIZER)]
@@ -480,6 +486,16 @@ fn only<S: Serializer>(patterns: &[String], serializer: S) -> Result<S::Ok, S::E
 impl TrainOptions {
     /// Value of `--out` with which a run saves nothing.
     const NO_OUT: &str = "none";
+
+    /// Returns the optimizer of the layers' matrices.
+    pub fn optimizer(&self) -> Optimizer {
+        self.optimizer.unwrap_or_default()
+    }
+
+    /// Returns the schedule of the learning rate.
+    pub fn schedule(&self) -> ScheduleKind {
+        self.schedule.unwrap_or(ScheduleKind::Cosine)
+    }
 
     /// Returns the maximum norm of the gradient.
     pub fn clip(&self) -> f32 {

@@ -1,5 +1,6 @@
 //! Resolves flags to settings: opens the model and the data, and fills in defaults.
 
+use super::dial;
 use super::shape::{self, Frozen};
 use super::sources::{self, SourceTable};
 use super::{Config, TrainOptions};
@@ -40,6 +41,8 @@ pub struct Resolved {
     pub conversations: Option<PathBuf>,
     /// How the vocabulary of the model grows.
     pub growth: Option<String>,
+    /// What the depth of the model determines.
+    pub dial: Option<String>,
     /// Why there are no data.
     pub note: Option<String>,
 }
@@ -170,6 +173,7 @@ impl Resolved {
             growth.unwrap_or_default()
         );
         let named = extended.or(named);
+        let (options, dial) = &dial::complete(options, descriptor)?;
         check_optimizer(options, descriptor, opened)?;
         let batch = BatchSize::new(options, &defaults, descriptor, ranks)?;
         let model = options.model.as_ref().map_or_else(|| "the model".to_owned(), |name| format!("--model {name}"));
@@ -218,7 +222,20 @@ impl Resolved {
         }
         shape.save(&mut config.flags);
         let conversations = datasets.conversations()?;
-        Ok(Self { config, descriptor, weights, frozen, data, hellaswag, core, tokenizer, conversations, growth, note })
+        Ok(Self {
+            config,
+            descriptor,
+            weights,
+            frozen,
+            data,
+            hellaswag,
+            core,
+            tokenizer,
+            conversations,
+            growth,
+            dial: dial.clone(),
+            note,
+        })
     }
 }
 
@@ -291,7 +308,7 @@ fn check_optimizer(options: &TrainOptions, descriptor: Descriptor, opened: &Open
     let TrainOptions { muon_lr, muon_momentum, muon_momentum_warmup, muon_coefficients, .. } = options;
     let TrainOptions { muon_equilibrate, muon_renormalize, muon_variance, muon_cautious_decay, .. } = options;
     let TrainOptions { muon_momentum_final, weight_decay_schedule, .. } = options;
-    let muon = options.optimizer == Optimizer::Muon;
+    let muon = options.optimizer() == Optimizer::Muon;
     for (flag, given) in [
         ("--muon-lr", muon_lr.is_some()),
         ("--muon-momentum", muon_momentum.is_some()),
@@ -317,7 +334,7 @@ fn check_optimizer(options: &TrainOptions, descriptor: Descriptor, opened: &Open
         [("--warmdown", options.warmdown.is_some()), ("--muon-momentum-final", muon_momentum_final.is_some())]
     {
         ensure!(
-            options.schedule == ScheduleKind::Trapezoidal || !given,
+            options.schedule() == ScheduleKind::Trapezoidal || !given,
             "{flag}: expected --schedule trapezoidal, found another schedule; add it or omit this flag"
         );
     }
@@ -479,7 +496,7 @@ fn config(
     steps: usize,
     opened: &Opened,
 ) -> Result<Config> {
-    let final_fraction = match options.schedule {
+    let final_fraction = match options.schedule() {
         ScheduleKind::Trapezoidal => 0.0,
         _ if options.spelled_for_llm_c && options.reads_files() => FINAL_FRACTION_OF_LLM_C,
         _ => defaults.final_fraction,
@@ -514,15 +531,16 @@ fn flags(options: &TrainOptions, defaults: &Defaults, fp8: Option<Fp8Settings>, 
     let mut flags = options.clone();
     flags.out = options.out().map(Path::to_owned);
     flags.sample_every = options.sample_every.or(defaults.sample_every);
-    if options.schedule == ScheduleKind::Trapezoidal {
+    if options.schedule() == ScheduleKind::Trapezoidal {
         flags.warmdown.get_or_insert(WARMDOWN);
     }
-    if options.optimizer == Optimizer::Muon {
+    if options.optimizer() == Optimizer::Muon {
         flags.muon_lr.get_or_insert(MuonSettings::DEFAULT.lr);
         flags.muon_momentum.get_or_insert(MuonSettings::DEFAULT.momentum);
         flags.muon_momentum_warmup.get_or_insert(MuonSettings::DEFAULT.warmup);
         flags.muon_coefficients.get_or_insert_default();
     }
+    (flags.optimizer, flags.schedule) = (Some(options.optimizer()), Some(options.schedule()));
     flags.hardware.device = opened.device;
     flags.hardware.tf32 = opened.tf32;
     flags.fp8 = Fp8Flags {

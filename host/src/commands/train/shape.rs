@@ -112,7 +112,7 @@ pub fn with_adapters(
     );
     let (flag, name) = (if wanted.is_some() { "--lora-rank" } else { "--lora" }, options.model.as_deref());
     ensure!(
-        options.optimizer == Optimizer::AdamW,
+        options.optimizer() == Optimizer::AdamW,
         "{flag}: expected --optimizer adamw, found muon, which orthogonalizes whole matrices; use adamw"
     );
     let name = name.filter(|name| is_path(name)).with_context(|| {
