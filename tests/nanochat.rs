@@ -190,7 +190,11 @@ fn ten_steps_of_the_optimizer() {
         let found = engine.read(model.layout.of(model.params, param, layer)).unwrap();
         let expected = reference.param("final.", d, param, layer);
         let used = if param.has_vocab_rows() { VOCAB * param.shape(d).1 } else { found.len() };
-        assert_close(&format!("{} in layer {layer}", param.name()), &found[..used], &expected[..used]);
+        let differences = found[..used].iter().zip(&expected).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
+        let squares = expected[..used].iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
+        let error = (differences / squares).sqrt();
+        // Muon amplifies rounding errors of small singular values up to a thousand times.
+        assert!(error <= 2e-5, "{} in layer {layer}: relative error {error}", param.name());
     }
 }
 

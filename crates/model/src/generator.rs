@@ -190,6 +190,9 @@ impl Generator {
 
     /// Makes all slots idle. It must precede the first step after an allocation.
     pub fn clear(&self, engine: &mut dyn Engine) -> Result<()> {
+        if let Some(before) = self.decoder.stream.before() {
+            engine.zero(before)?;
+        }
         engine.zero(self.cache.seen)?;
         engine.write_i32(self.cache.slots, &Slot::IDLE.words().repeat(self.cache.slot_count))
     }
