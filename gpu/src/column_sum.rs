@@ -1,7 +1,7 @@
 //! The second stage of two-stage column sums: reduces f32 partial sums (rows, columns) to one sum per column.
 //!
-//! Used for gradients of biases, of scales, and of the parameters of normalizations and gates. The order of additions depends only on the shape,
-//! so the result is deterministic.
+//! Used for gradients of biases, of scales, and of the parameters of normalizations and gates. The order of additions depends only
+//! on the shape, so the result is deterministic.
 
 use cuda_std::shared::Layout;
 use cuda_std::{Global, SharedArray, thread, warp};

@@ -1,4 +1,5 @@
-//! The backward pass of gates: sigmoids of linear functions, `gate[row, h] = σ(weight[h] · x[row, ..G])`, of the first G channels of each row.
+//! The backward pass of gates, `gate[row, h] = σ(weight[h] · x[row, ..G])`: sigmoids of linear functions of the first G channels of
+//! each row.
 //!
 //! The kernels of an operation with gates compute dgates (rows, H) f32, the gradients of the sums before the sigmoid. From them, the
 //! kernels here compute the gradients of weight (H, G) and of x, for any G up to the number of channels (C).

@@ -7,8 +7,8 @@
 //! ```
 //!
 //! Shapes: qkv (rows, NH + 2 KV, HS) and its gradient, whose last KV heads are the values; table (Vp, KV, HS); inp (rows, C); rstd (rows)
-//! f32; `norm_weight` (C), or null, which means ones; weight (KV, G). The token of row i is at i · `token_stride` of tokens. HS is a multiple
-//! of 16 up to 256, KV at most [`MAX_HEADS`], G at most C, and the number of rows below 2^31.
+//! f32; `norm_weight` (C), or null, which means ones; weight (KV, G). The token of row i is at i · `token_stride` of tokens. HS is a
+//! multiple of 16 up to 256, KV at most [`MAX_HEADS`], G at most C, and the number of rows below 2^31.
 //!
 //! One warp processes a row. Lane h computes the gates of heads h and h + 32. Then HS / (2 PACKET) lanes hold a head, padded to a power of
 //! two, in packets p of both halves. So a warp processes several heads at a time.
@@ -207,8 +207,10 @@ fn first_value(row: usize, sizes: Sizes) -> usize {
     (row * packed as usize + before as usize) * sizes.head_size as usize
 }
 
-/// Computes the gradients of [`value_embed`] from dqkv, of which it reads the values: drows (rows, KV, HS), those of the rows of the table, and
-/// dgates (rows, KV) f32, those of the sums before the sigmoid. [`crate::gate`] computes the others from dgates. Grid: [`grid`].
+/// Computes gradients of [`value_embed`] from dqkv, of which it reads only the values.
+///
+/// drows (rows, KV, HS) are those of the rows of the table, and dgates (rows, KV) f32 those of the sums before the sigmoid. From dgates,
+/// [`crate::gate`] computes those of the gate's weight and input. Grid: [`grid`].
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn value_embed_backward<T: Element>(
     drows: GlobalMut<T>,
