@@ -70,7 +70,7 @@ const SCALE: Init = Init::Uniform { mean: 1.0, spread: 0.25 };
 
 fn mix(n: usize, is_scaled: bool, adds_inp: bool, subtracts: bool) -> Case {
     let operands = vec![
-        output("out", n, Tolerance::ELEMENTWISE),
+        output("out", n, Tolerance::REDUCTION),
         input("inp", n, UNIT),
         input("added", n, UNIT),
         input("scale", 1, SCALE),
@@ -101,8 +101,8 @@ struct MixForm {
 fn mix_backward(n: usize, form: MixForm) -> Case {
     let MixForm { is_scaled, adds_inp, gradients } = form;
     let operands = vec![
-        accumulated("dout", n, Tolerance::ELEMENTWISE),
-        accumulated("dadded", n, Tolerance::ELEMENTWISE),
+        accumulated("dout", n, Tolerance::REDUCTION),
+        accumulated("dadded", n, Tolerance::REDUCTION),
         accumulated("dscale", 1, Tolerance::REDUCTION),
         accumulated("dadded_scale", 1, Tolerance::REDUCTION),
         // Means other than 0 keep the sums away from it.
