@@ -109,7 +109,7 @@ impl<T: Element> Gates<T> {
 struct Part {
     head: u32,
     /// Index of the part in the head.
-    part: u32,
+    index: u32,
     /// log2 of the lanes of a head.
     lane_shift: u32,
     head_size: u32,
@@ -123,9 +123,9 @@ impl Part {
     fn new<T: Element>(first: u32, sizes: Sizes) -> Self {
         let (lane, head_size, packets) = (warp::lane(), sizes.head_size, 2 * T::PACKET as u32);
         let lane_shift = (head_size / packets).next_power_of_two().trailing_zeros();
-        let (head, part) = (first + (lane >> lane_shift), lane & ((1 << lane_shift) - 1));
-        let exists = head < sizes.kv_heads && part * packets < head_size;
-        Self { head, part, lane_shift, head_size, exists }
+        let (head, index) = (first + (lane >> lane_shift), lane & ((1 << lane_shift) - 1));
+        let exists = head < sizes.kv_heads && index * packets < head_size;
+        Self { head, index, lane_shift, head_size, exists }
     }
 
     /// Returns the number of heads that a warp processes at a time.
@@ -135,7 +135,7 @@ impl Part {
 
     /// Returns the index of the lane's packet in each half of the head, in a row of KV heads.
     fn indices<T: Element>(self) -> [usize; 2] {
-        let first = (self.head * self.head_size + self.part * T::PACKET as u32) as usize;
+        let first = (self.head * self.head_size + self.index * T::PACKET as u32) as usize;
         [first, first + self.head_size as usize / 2]
     }
 
@@ -246,7 +246,7 @@ pub fn value_embed_backward<T: Element>(
         let (product, sigmoid) = (part.sum(product), part.sigmoid(sigmoids));
         let gate = sizes.largest * sigmoid;
         part.store(drow, |k, i| gate * d[k].get(i));
-        if part.exists && part.part == 0 {
+        if part.exists && part.index == 0 {
             let slope = math::fma(-sigmoid, sigmoid, sigmoid);
             dgates.set(row * sizes.kv_heads as usize + part.head as usize, product * sizes.largest * slope);
         }

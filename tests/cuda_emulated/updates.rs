@@ -79,7 +79,7 @@ fn fused_update_matches_updating_each_range() {
         let training = model.training.unwrap();
         for range in model.layout.group_ranges() {
             let slice = |tensor: Tensor| tensor.slice(range.elements.start, range.elements.len());
-            let weight_decay = if range.decayed { UPDATE.weight_decay } else { 0.0 };
+            let weight_decay = if range.group.decayed() { UPDATE.weight_decay } else { 0.0 };
             let update = AdamWUpdate {
                 params: slice(model.params),
                 grads: slice(training.grads),

@@ -50,7 +50,9 @@ pub fn generate(
                 }
             }
             (ParamKind::Gate, _) => {
-                buffer.iter_mut().for_each(|value| *value = rng.next_f32() * LARGEST_GATE);
+                for value in &mut buffer {
+                    *value = rng.next_f32() * LARGEST_GATE;
+                }
             }
             (kind, _)
                 if descriptor.init == Init::Nanochat

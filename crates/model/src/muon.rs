@@ -249,6 +249,8 @@ impl Decoder {
         let unit = decayed.unit;
         let mine = intersection(&matrix.elements, &self.layout.own(unit));
         let Some(range) = decayed.part(&matrix.elements).within(&mine) else { return Ok(()) };
+        // nanochat's learning rate contains the scale, and so does its decay.
+        let decay_scale = if muon.additions.cautious_decay { matrix.scale() } else { 1.0 };
         engine.run(MuonApply {
             params: self.param_store().at(unit, mine.clone()),
             master: training.master.map(|master| self.state_store(master).at(unit, mine.clone())),
@@ -257,7 +259,7 @@ impl Decoder {
             grad_factor: update.grad_factor,
             learning_rate: muon.learning_rate,
             scale: matrix.scale(),
-            weight_decay: muon.weight_decay * if muon.additions.cautious_decay { matrix.scale() } else { 1.0 },
+            weight_decay: muon.weight_decay * decay_scale,
             cautious_decay: muon.additions.cautious_decay,
             seed: update.adamw.seed.wrapping_add(range.seed),
         })

@@ -369,11 +369,15 @@ fn small_matrices_match_f64_reference<T: Tolerance>() {
                     let target = norm(&x) / (rows as f64).sqrt();
                     for row in x.chunks_mut(cols) {
                         let scale = target / norm(row).max(f64::from(SMALLEST));
-                        row.iter_mut().for_each(|x| *x *= scale);
+                        for x in row.iter_mut() {
+                            *x *= scale;
+                        }
                     }
                 }
                 let divisor = norm(&x) * f64::from(1.01f32) + f64::from(1e-6f32);
-                x.iter_mut().for_each(|x| *x /= divisor);
+                for x in &mut x {
+                    *x /= divisor;
+                }
                 for coefficients in COEFFICIENTS {
                     let [a, b, c] = coefficients.map(f64::from);
                     let transposed: Vec<f64> = (0..rows * cols).map(|at| x[at % rows * cols + at / rows]).collect();
@@ -384,7 +388,9 @@ fn small_matrices_match_f64_reference<T: Tolerance>() {
                 }
                 if additions {
                     let scale = (rows.min(cols) as f64).sqrt() / norm(&x).max(f64::from(SMALLEST));
-                    x.iter_mut().for_each(|x| *x *= scale);
+                    for x in &mut x {
+                        *x *= scale;
+                    }
                 }
                 // Rounding errors grow in directions of small singular values.
                 assert_close(

@@ -288,8 +288,9 @@ fn optimizer_name(flags: &TrainOptions) -> String {
         _ => "AdamW".to_owned(),
     };
     let rate = |name, lr: Option<f32>| lr.map_or_else(String::new, |lr| format!(", {name} peak {lr:.2e}"));
-    let groups = flags.group.iter().map(|group| format!(", {group}")).collect();
-    [optimizer, rate("embeddings", flags.embedding_lr), rate("head", flags.head_lr), groups].concat()
+    let rates = [rate("embeddings", flags.embedding_lr), rate("head", flags.head_lr)];
+    let groups = flags.group.iter().map(|group| format!(", {group}"));
+    std::iter::once(optimizer).chain(rates).chain(groups).collect::<Vec<_>>().concat()
 }
 
 fn skipped_updates(config: &Config) -> String {

@@ -101,9 +101,9 @@ impl Cpu {
             Operation::Mix(op) => stream::mix(arena, op),
             Operation::MixBackward(op) => stream::mix_backward(arena, op),
             Operation::Smear(op) => stream::smear(arena, op),
-            Operation::SmearBackward(op) => stream::smear_backward(arena, op),
+            Operation::SmearBackward(op) => stream::smear_backward(arena, &op),
             Operation::ValueEmbed(op) => value_embedding::forward(arena, op),
-            Operation::ValueEmbedBackward(op) => value_embedding::backward(arena, op),
+            Operation::ValueEmbedBackward(op) => value_embedding::backward(arena, &op),
             Operation::GateInputBackward(op) => value_embedding::input_backward(arena, op),
             Operation::AttentionForward(op) => {
                 let scratch = self.scratch(op.out.len)?;

@@ -67,8 +67,12 @@ pub(super) fn mix_backward(arena: &mut Arena, op: MixBackward) -> Result<()> {
     let (sign, scales) = (sign(subtracts), !scale.is_empty());
     let (scale, added_scale) = (factor(scale), sign * factor(added_scale));
     let added = if added.is_empty() { &*inp } else { added };
-    dscale.iter_mut().for_each(|dscale| *dscale += dot(dout, inp));
-    dadded_scale.iter_mut().for_each(|dscale| *dscale += sign * dot(dout, added));
+    for dscale in dscale {
+        *dscale += dot(dout, inp);
+    }
+    for dscale in dadded_scale {
+        *dscale += sign * dot(dout, added);
+    }
     dadded.par_iter_mut().with_min_len(CHUNK).zip(dout.par_iter_mut()).for_each(|(dadded, dout)| {
         *dadded += added_scale * *dout;
         if scales {
@@ -85,7 +89,7 @@ fn first_keys(documents: Option<Documents>) -> Option<Tensor> {
 
 /// Reports whether row `i` has no token before it in its sequence and document.
 fn is_first(i: usize, t: usize, first_keys: &[i32]) -> bool {
-    first_keys.get(i).map_or(i % t == 0, |&first| first as usize == i % t)
+    first_keys.get(i).map_or(i.is_multiple_of(t), |&first| first as usize == i % t)
 }
 
 pub(super) fn smear(arena: &mut Arena, op: Smear) -> Result<()> {
@@ -128,8 +132,8 @@ pub(super) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + (-x).exp())
 }
 
-pub(super) fn smear_backward(arena: &mut Arena, op: SmearBackward) -> Result<()> {
-    let SmearBackward { dinp, dweight, dscale, dout, gates, inp, weight, scale, documents, t, c } = op;
+pub(super) fn smear_backward(arena: &mut Arena, op: &SmearBackward) -> Result<()> {
+    let SmearBackward { dinp, dweight, dscale, dout, gates, inp, weight, scale, documents, t, c } = *op;
     let (rows, channels) = (gates.len, weight.len);
     ensure!(
         t > 0 && channels <= c,

@@ -91,8 +91,8 @@ pub(super) fn forward(arena: &mut Arena, op: ValueEmbed) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn backward(arena: &mut Arena, op: ValueEmbedBackward) -> Result<()> {
-    let ValueEmbedBackward { drows, dgates, dweight, dqkv, table, tokens, gate, shape } = op;
+pub(super) fn backward(arena: &mut Arena, op: &ValueEmbedBackward) -> Result<()> {
+    let ValueEmbedBackward { drows, dgates, dweight, dqkv, table, tokens, gate, shape } = *op;
     check(gate, shape)?;
     let AttentionShape { b, t, heads, kv_heads, head_size: hs } = shape;
     let (rows, row, width) = (b * t, shape.packed_heads() * hs, kv_heads * hs);

@@ -141,8 +141,8 @@ impl SmearPartials {
     }
 }
 
-pub(super) fn smear_backward<T: Float>(cuda: &mut Cuda<T>, op: SmearBackward) -> Result<()> {
-    let SmearBackward { dinp, dweight, dscale, dout, gates, inp, weight, scale, documents, t, c } = op;
+pub(super) fn smear_backward<T: Float>(cuda: &mut Cuda<T>, op: &SmearBackward) -> Result<()> {
+    let SmearBackward { dinp, dweight, dscale, dout, gates, inp, weight, scale, documents, t, c } = *op;
     let rows = gates.len;
     let sizes = smear_sizes::<T>(rows, t, c, weight.len)?;
     let first = SmearPartials::new(rows, cuda.executor.sm_count());

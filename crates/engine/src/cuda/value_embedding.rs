@@ -78,8 +78,8 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: ValueEmbed) -> Result<()
     cuda.launch(launch, [value_embedding::grid(rows), 1, 1], 0)
 }
 
-pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: ValueEmbedBackward) -> Result<()> {
-    let ValueEmbedBackward { drows, dgates, dweight, dqkv, table, tokens, gate, shape } = op;
+pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &ValueEmbedBackward) -> Result<()> {
+    let ValueEmbedBackward { drows, dgates, dweight, dqkv, table, tokens, gate, shape } = *op;
     let Operands { table, tokens, input, weight, sizes } = operands(cuda, table, tokens, gate, shape)?;
     let (rows, kv_heads) = (shape.b * shape.t, shape.kv_heads);
     let dgates = cuda.output("dgates", dgates, rows * kv_heads)?;

@@ -392,7 +392,11 @@ fn reference_step(cols: usize, [param, m, v, grads]: [&[f32]; 4], additions: Muo
     let scale = (rows as f64 / cols as f64).max(1.0).sqrt();
     let (rate, decay) = (f64::from(MUON.learning_rate), f64::from(MUON.weight_decay));
     let step = |(w, x): (&f64, &f64)| {
-        let decay = if additions.cautious_decay && x * w < 0.0 { 0.0 } else { decay };
+        let decay = match additions.cautious_decay {
+            true if x * w < 0.0 => 0.0,
+            true => scale * decay,
+            false => decay,
+        };
         w - rate * (scale * x + decay * w)
     };
     let new = wide(param).iter().zip(&x.values).map(step).collect();
