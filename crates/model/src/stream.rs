@@ -1,5 +1,5 @@
 //! The residual stream between layers: its scales, the smear of the embeddings and the backout, if the model has these
-//! [additions](super::Addition).
+//! [additions](super::descriptor::Addition).
 
 use super::activations::Activations;
 use super::decoder::{BackwardPass, Decoder};

@@ -31,7 +31,7 @@ pub struct OptimizerSettings {
 #[serde(into = "String", try_from = "String")]
 pub struct GroupFlag {
     group: ParamGroup,
-    /// In the order of [`KEYS`](Self::KEYS).
+    /// In the order of `KEYS`.
     values: [Option<f32>; 5],
 }
 
@@ -39,7 +39,7 @@ impl GroupFlag {
     /// Peak learning rate, decay of the moments, epsilon and weight decay.
     const KEYS: [&str; 5] = ["lr", "beta1", "beta2", "eps", "decay"];
 
-    /// Returns the hyperparameters in the order of [`KEYS`](Self::KEYS).
+    /// Creates the hyperparameters: peak learning rate, β1, β2, ε and weight decay. Those that are absent are those of all parameters.
     pub const fn new(group: ParamGroup, values: [Option<f32>; 5]) -> Self {
         Self { group, values }
     }
@@ -69,7 +69,7 @@ impl GroupFlag {
 
 impl fmt::Display for GroupFlag {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let values = Self::KEYS.iter().zip(self.values).filter_map(|(key, value)| Some(format!("{key}={}", value?)));
+        let values = Self::KEYS.iter().zip(self.values).filter_map(|(key, value)| Some(format!("{key}={:?}", value?)));
         write!(f, "{}:{}", name_of(self.group), values.collect::<Vec<_>>().join(","))
     }
 }
