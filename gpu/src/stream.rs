@@ -345,7 +345,7 @@ pub fn smear_backward<T: Element>(
         if lane == 0 {
             dsums.set(row as usize, dsum);
         }
-        let is_last = row + 1 >= sizes.rows || sizes.is_first(row + 1, first_keys);
+        let is_last = sizes.is_first(row + 1, first_keys);
         let (next, factor) = if is_last { (d, 0.0) } else { (d.skip(channels), scale * gates.at(row as usize + 1)) };
         let mut channel = 0;
         while channel < channels {
