@@ -207,10 +207,10 @@ fn first_value(row: usize, sizes: Sizes) -> usize {
     (row * packed as usize + before as usize) * sizes.head_size as usize
 }
 
-/// Computes gradients of [`value_embed`] from dqkv, of which it reads only the values.
+/// Computes gradients of [`value_embed`] from the values in dqkv. Queries and keys are not read.
 ///
-/// drows (rows, KV, HS) are those of the rows of the table, and dgates (rows, KV) f32 those of the sums before the sigmoid. From dgates,
-/// [`crate::gate`] computes those of the gate's weight and input. Grid: [`grid`].
+/// drows (rows, KV, HS) are the gradients of the table's rows, and dgates (rows, KV) f32 the gradients of the sums before the sigmoid. From
+/// dgates, [`crate::gate`] computes the gradients of the gate's weight and input. Grid: [`grid`].
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn value_embed_backward<T: Element>(
     drows: GlobalMut<T>,

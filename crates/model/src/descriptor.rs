@@ -126,8 +126,9 @@ pub enum Init {
     /// Standard deviation C^-1/2; projections onto the residual stream are 0, token embeddings have 0.8 and the head 0.001, as in
     /// nanochat of January 2026.
     DepthScaled,
-    /// As in nanochat at 92d63d4: token embeddings have 0.8 and the head 0.001; other matrices are uniformly distributed with the standard
-    /// deviation C^-1/2, 0.4 times that for the first layer of the MLP; projections onto the residual stream are 0.
+    /// Normal distributions of standard deviation 0.8 for token embeddings and 0.001 for the head; uniform distributions of standard
+    /// deviation C^-1/2 for other matrices, and 0.4 C^-1/2 for the first layer of the MLP; projections onto the residual stream are 0
+    /// (nanochat at 92d63d4).
     Nanochat,
 }
 

@@ -408,7 +408,7 @@ impl Generator {
         Ok(first)
     }
 
-    /// Sets the embedding that is added to that of the token after `text` in a slot, if the model does that: the one of the last token, or 0.
+    /// Sets what a smear adds to the token after `text` in a slot: the embedding of the last token of `text`, or 0 if it is empty.
     fn set_text_before(&self, engine: &mut dyn Engine, slot: usize, text: &[u32]) -> Result<()> {
         let (model, c) = (&self.decoder, self.decoder.descriptor.channels);
         let Some(before) = model.stream.before().map(|before| before.slice(slot * c, c)) else { return Ok(()) };

@@ -80,7 +80,7 @@ pub fn generate(
     Ok(())
 }
 
-/// Returns the initial value of a factor, that of nanochat. Those of the residual stream fall from layer to layer.
+/// Returns nanochat's initial value of a factor. The two factors of a layer decrease with depth.
 fn first_factor(d: &Descriptor, param: Param, layer: usize) -> f32 {
     let depth = layer as f32 / (d.layers - 1).max(1) as f32;
     match param {

@@ -202,7 +202,7 @@ params! { d;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Part {
     Embeddings,
-    /// With the embeddings: what only additions have.
+    /// The tables of value embeddings. They and [`Smear`](Self::Smear) lie behind the embeddings.
     ValueTables,
     Smear,
     LayerMatrices,

@@ -240,7 +240,7 @@ pub trait LayerHooks {
         Ok(())
     }
 
-    /// Called with parts of Muon's update, each of which one rank has computed, and these ranks. The pass then reads all of them.
+    /// Called with parts of Muon's update, each with the rank that has computed it. The pass then reads all parts.
     fn exchange_matrices(&mut self, _engine: &mut dyn Engine, _matrices: &[(usize, Tensor)]) -> Result<()> {
         Ok(())
     }

@@ -1,4 +1,5 @@
-//! Muon's orthogonalization of matrices whose sides suit no GEMM, for example of gates: everything in one kernel, in f32 in shared memory.
+//! Muon's orthogonalization of small matrices, such as gates, whose sides are no multiples of 8, as GEMMs need them. One kernel does all
+//! steps in f32 in shared memory.
 
 use super::Scaling;
 use cuda_std::shared::Layout;

@@ -265,7 +265,7 @@ fn reference_variance(x: &[f64], second: &[f64], cols: usize) -> (Vec<f64>, Vec<
 const VARIANCE_SHAPES: [(usize, usize); 8] =
     [(1, 1), (1, 12), (12, 1), (9, 9), (33, 20), (20, 33), (300, 7), (70, 300)];
 
-/// Returns a matrix with rows and columns of different sizes, and running means of which the first is 0.
+/// Returns a matrix whose rows and columns differ in size, and running means. The first mean is 0.
 fn uneven<T: Tolerance>(rows: usize, cols: usize) -> (Vec<T>, Vec<f32>) {
     let x: Vec<f64> = noise(rows * cols, 3);
     let x: Vec<f64> = x.iter().enumerate().map(|(i, x)| x * (1 + i / cols % 3 + i % cols % 2) as f64).collect();

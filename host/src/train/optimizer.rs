@@ -20,7 +20,7 @@ const EPS: f32 = 1e-8;
 /// rate.
 #[derive(Clone, Debug, Default)]
 pub struct OptimizerSettings {
-    /// Groups of parameters with other hyperparameters of AdamW. Later ones precede.
+    /// Groups of parameters with other hyperparameters of AdamW. Later ones take precedence.
     pub groups: Vec<GroupFlag>,
     /// Set if Muon updates the layers' matrices.
     pub muon: Option<MuonSettings>,

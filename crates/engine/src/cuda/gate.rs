@@ -11,7 +11,7 @@ pub(super) fn scratch(max_weights: usize, sm_count: usize) -> usize {
     gate::max_partials(max_weights, sm_count)
 }
 
-/// The inputs of gates, of which the last two may be null, which means ones.
+/// The inputs of gates. `rstd` and `norm_weight` may be null and count as ones then.
 pub(super) struct Input<T> {
     /// (rows, C)
     pub inp: Global<T>,

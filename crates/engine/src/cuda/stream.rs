@@ -57,7 +57,7 @@ pub(super) fn mix_backward<T: Float>(cuda: &mut Cuda<T>, op: MixBackward) -> Res
         let len = stream::mix_backward_partials::<T>(n, sm_count);
         partials = cuda.output("scratch", cuda.scratch(len)?, len)?;
         let (inp, added) = (cuda.input("inp", inp, n)?, cuda.input("added", added, n)?);
-        // A term whose sum is not needed costs no memory traffic if it is the other one.
+        // The kernel always reads two terms. If only one sum is needed, both are the same tensor, which is read from memory once.
         terms = match (dscale, dadded_scale) {
             (None, _) => [added; 2],
             (_, None) => [inp; 2],

@@ -282,7 +282,7 @@ pub struct MuonVariance {
     pub seed: u32,
 }
 
-/// Smallest running mean in [`MuonVariance`] whose root divides, and smallest norm that divides.
+/// Lower bound of the running means and of the norms by which [`MuonVariance`] divides.
 pub const SMALLEST_VARIANCE: f32 = 1e-10;
 
 /// Applies Muon's update: `param -= learning_rate · (scale · update + weight_decay · param)`. With `cautious_decay`, only weights with

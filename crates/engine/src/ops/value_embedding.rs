@@ -21,7 +21,7 @@ pub struct ValueGate {
 }
 
 impl ValueGate {
-    /// The value of a gate whose weight is 1, and twice that of a gate of 0.
+    /// Upper bound of a gate. A gate with weights of 0 has half this value.
     pub const LARGEST: f32 = 3.0;
 
     /// Returns the channels that the gate reads (G).

@@ -10,7 +10,7 @@ use model::{Descriptor, Optimizer, Param, ParamGroup};
 
 /// Models with the dial.
 const FAMILY: &str = "nanochat:";
-/// Model whose hyperparameters nanochat tuned, its batch in tokens, and its channels.
+/// The model for which nanochat's hyperparameters were tuned, its batch in tokens, and its channels.
 const REFERENCE: &str = "nanochat:d12";
 const REFERENCE_BATCH: f64 = 524_288.0;
 const REFERENCE_CHANNELS: f64 = 768.0;
@@ -110,7 +110,7 @@ pub fn complete(options: &TrainOptions, descriptor: Descriptor) -> Result<(Train
         group(ParamGroup::EmbeddingScales, scalar_lr, [0.96, 0.95], 0.0),
         group(ParamGroup::Smear, SMEAR_LR, [0.8, 0.95], 0.0),
     ];
-    // A resumed run has them already. Those of the user come last, because later ones precede.
+    // A resumed run has these groups already. The user's groups come last, because later ones take precedence.
     if !options.group.starts_with(&groups) {
         flags.group.splice(..0, groups);
     }

@@ -41,7 +41,7 @@ pub struct Resolved {
     pub conversations: Option<PathBuf>,
     /// How the vocabulary of the model grows.
     pub growth: Option<String>,
-    /// What the depth of the model determines.
+    /// A description of the depth dial, if the run has one.
     pub dial: Option<String>,
     /// Why there are no data.
     pub note: Option<String>,

@@ -25,7 +25,7 @@ pub(super) fn edge_cases() -> Vec<Case> {
             cases.extend(value_embeddings(ValueShape { attention, c, channels, has_norm_weight, in_slots }));
         }
     }
-    // The gradient of a value embedding's table, whose rows are longer than those of the model.
+    // The rows of a value embedding's table may be longer than C.
     let mut table = encoder_backward(4, 300, 80, 37, false);
     table.workload.channels = 8;
     table.shape += " of values";
