@@ -7,10 +7,9 @@ use crate::config::ModelConfig;
 use anyhow::{Context, Result, bail, ensure};
 use serde::Serialize;
 use serde_json::{Value, json};
-use std::collections::HashMap;
 use std::path::Path;
 use tokenizer::byte_level::character;
-use tokenizer::{BYTE_VOCAB, GPT2_VOCAB, Pattern, Tokenizer, byte_level_bpe, split_pattern, stored};
+use tokenizer::{BYTE_VOCAB, GPT2_VOCAB, Pattern, Tokenizer, byte_level_bpe, merges_of_ranks, split_pattern, stored};
 
 /// Names of tokenizer files in Hugging Face directories.
 pub const FILES: [&str; 8] = [
@@ -68,12 +67,7 @@ impl Vocabulary {
         let ranked = special.iter().min().map_or(tokenizer.vocab(), |&id| id as usize);
         let plain: Vec<Vec<u8>> = (0..ranked as u32).map(|id| tokenizer.decode(&[id])).collect();
         let text = |bytes: &[u8]| bytes.iter().map(|&byte| character(byte)).collect::<String>();
-        let ranks: HashMap<&[u8], usize> = plain.iter().enumerate().map(|(id, token)| (&token[..], id)).collect();
-        let merges = (0..plain.len()).filter(|&id| plain[id].len() > 1).filter_map(|id| {
-            let (left, right) = plain[id].split_at(last_merge(&plain[id], id, &ranks)?);
-            Some((text(left), text(right)))
-        });
-        let merges = merges.collect();
+        let merges = merges_of_ranks(&plain).map(|[left, right]| (text(left), text(right))).collect();
         let names = tokenizer.special().iter().map(|token| token.text.clone());
         let [bos, eos] = bos_eos(tokenizer);
         Self {
@@ -358,19 +352,6 @@ fn parse_merge(value: &Value) -> Result<(String, String)> {
         Some((left, right)) => Ok((left.to_owned(), right.to_owned())),
         None => bail!("model.merges: expected a pair of tokens, found {value}"),
     }
-}
-
-/// Returns the position in `token` at which its last merge joins two tokens. Applies all merges with a rank below `id`, the id of
-/// `token`. Returns `None` if they do not lead to two parts: Llama 3 has such tokens, which only a whole word becomes.
-fn last_merge(token: &[u8], id: usize, ranks: &HashMap<&[u8], usize>) -> Option<usize> {
-    // Starts of the parts, and the end.
-    let mut cuts: Vec<usize> = (0..=token.len()).collect();
-    while cuts.len() > 3 {
-        let rank = |i: usize| ranks.get(&token[cuts[i - 1]..cuts[i + 1]]).copied().filter(|&rank| rank < id);
-        let (_, i) = (1..cuts.len() - 1).filter_map(|i| rank(i).map(|rank| (rank, i))).min()?;
-        cuts.remove(i);
-    }
-    Some(cuts[1])
 }
 
 /// Serializes tokens as an object from token to id, in the order of the ids.

@@ -224,6 +224,26 @@ pub fn byte_level_bpe(vocab: &Map<String, Value>, merges: &[String], added: &[Va
     })
 }
 
+/// Returns the text of a `tokenizer.json` with a regular expression as its split pattern. `special_tokens` have their ids.
+pub fn with_pattern(
+    vocab: &Map<String, Value>,
+    merges: &[String],
+    special_tokens: &[(&str, usize)],
+    regex: &str,
+) -> Result<String> {
+    let special = |&(text, id): &(&str, usize)| {
+        json!({"id": id, "content": text, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+            "special": true})
+    };
+    let special: Vec<Value> = special_tokens.iter().map(special).collect();
+    let mut file = byte_level_bpe(vocab, merges, &special, false);
+    file["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false},
+        {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
+    ]});
+    Ok(serde_json::to_string_pretty(&file)? + "\n")
+}
+
 /// Returns the split pattern of the `pre_tokenizer` of a `tokenizer.json`.
 pub fn pattern(pre_tokenizer: &Value) -> Option<Pattern> {
     let is_byte_level = |value: &Value, use_regex: bool| {

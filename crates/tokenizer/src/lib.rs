@@ -11,13 +11,16 @@ mod classes;
 pub mod hub;
 mod json_file;
 mod matcher;
+mod ranks;
 mod split;
 pub mod stored;
 mod tiktoken_file;
+mod tiktoken_pickle;
 pub mod train;
 mod vocab_and_merges;
 
 pub use json_file::{byte_level_bpe, pattern as split_pattern};
+pub use ranks::merges_of_ranks;
 pub use split::Pattern;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -219,8 +222,8 @@ impl Tokenizer {
         }
     }
 
-    /// Opens a `tokenizer.json` (Hugging Face), a `tokenizer.model` (Llama 3) or a `vocab.json` with a `merges.txt` beside it
-    /// (GPT-2), or a directory that contains one of them.
+    /// Opens a `tokenizer.json` (Hugging Face), a `tokenizer.model` (Llama 3), a `tokenizer.pkl` (nanochat) or a `vocab.json` with a
+    /// `merges.txt` beside it (GPT-2), or a directory that contains one of them.
     pub fn open(path: &Path) -> Result<Self> {
         if let Some(advice) = hub::advice(path) {
             bail!("{}: expected a file or a directory, found neither; {advice}", path.display());
@@ -228,7 +231,7 @@ impl Tokenizer {
         let file = if path.is_dir() { stored::files_in(path).next() } else { Some(path.to_owned()) };
         let file = file.with_context(|| {
             format!(
-                "{}: expected tokenizer.json, tokenizer.model, or vocab.json with merges.txt in this directory, found none",
+                "{}: expected tokenizer.json, tokenizer.model, tokenizer.pkl, or vocab.json with merges.txt in this directory, found none",
                 path.display()
             )
         })?;
@@ -241,6 +244,9 @@ impl Tokenizer {
                 "cannot read the tokenizer {name}: expected gpt2, bytes, a tokenizer.json or Llama 3's tokenizer.model"
             )
         })?;
+        if file.extension().is_some_and(|extension| extension == "pkl") {
+            return open_json(&name, &tiktoken_pickle::to_json(&bytes).with_context(|| name.clone())?);
+        }
         let text = std::str::from_utf8(&bytes).ok().with_context(|| {
             format!(
                 "{name}: expected a tokenizer.json or a tiktoken file with base64 lines, found binary data; SentencePiece \

@@ -1,7 +1,7 @@
 //! The tokenizer in the directory of a model, a run or a data set.
 //!
-//! A Hugging Face directory has a `tokenizer.json`, a `tokenizer.model`, or a `vocab.json` with a `merges.txt`. The directory of a run has, in addition,
-//! [`IDENTITY`], which also names built-in tokenizers.
+//! A Hugging Face directory has a `tokenizer.json`, a `tokenizer.model`, or a `vocab.json` with a `merges.txt`; that of a checkpoint of
+//! nanochat may have a `tokenizer.pkl`. The directory of a run has, in addition, [`IDENTITY`], which also names built-in tokenizers.
 
 use crate::vocab_and_merges::{MERGES, VOCAB};
 use crate::{Identity, Tokenizer};
@@ -17,6 +17,9 @@ pub const JSON: &str = "tokenizer.json";
 
 /// Name of Llama 3's tokenizer files.
 pub const TIKTOKEN: &str = "tokenizer.model";
+
+/// Name of nanochat's tokenizer files.
+pub const PICKLE: &str = "tokenizer.pkl";
 
 /// Places to search for the tokenizer of a model.
 #[derive(Clone, Copy, Debug, Default)]
@@ -154,7 +157,7 @@ fn read_identity(directory: &Path) -> Result<Option<Identity>> {
 
 /// Returns the tokenizer files in a directory, the preferred one first.
 pub(crate) fn files_in(directory: &Path) -> impl Iterator<Item = PathBuf> {
-    let names = [JSON, TIKTOKEN, "original/tokenizer.model"];
+    let names = [JSON, TIKTOKEN, "original/tokenizer.model", PICKLE];
     let pair = directory.join(MERGES).is_file().then_some(VOCAB);
     let files: Vec<PathBuf> = names.into_iter().chain(pair).map(|name| directory.join(name)).collect();
     files.into_iter().filter(|file| file.is_file())

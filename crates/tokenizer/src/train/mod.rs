@@ -19,7 +19,6 @@ use anyhow::{Result, bail, ensure};
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use merges::Merges;
-use serde_json::{Value, json};
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::Path;
@@ -142,17 +141,8 @@ impl Trained {
         let vocab = texts.iter().zip(0..).map(|(text, id): (_, u32)| (text.clone(), id.into())).collect();
         let line = |&(left, right): &(u32, u32)| format!("{} {}", texts[left as usize], texts[right as usize]);
         let lines: Vec<String> = pairs.iter().map(line).collect();
-        let special = |(text, id): (&String, usize)| {
-            json!({"id": id, "content": text, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
-                "special": true})
-        };
-        let special: Vec<Value> = self.special.iter().zip(tokens.len()..).map(special).collect();
-        let mut file = json_file::byte_level_bpe(&vocab, &lines, &special, false);
-        file["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": [
-            {"type": "Split", "pattern": {"Regex": self.regex}, "behavior": "Isolated", "invert": false},
-            {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
-        ]});
-        Ok(serde_json::to_string_pretty(&file)? + "\n")
+        let special: Vec<(&str, usize)> = self.special.iter().map(String::as_str).zip(tokens.len()..).collect();
+        json_file::with_pattern(&vocab, &lines, &special, &self.regex)
     }
 
     /// Returns the contents of the file of ranks: a line with base64 and rank for each token, without special tokens.

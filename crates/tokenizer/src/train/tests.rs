@@ -1,6 +1,7 @@
 use super::*;
 use crate::Encoding;
 use proptest::prelude::*;
+use serde_json::{Value, json};
 use std::collections::HashMap;
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
