@@ -3,8 +3,8 @@
 
     python3 scripts/nanochat_reference.py NANOCHAT FOLDER
 
-NANOCHAT is a checkout of https://github.com/karpathy/nanochat at 92d63d4. FOLDER contains config.json (nanochat's), model.safetensors
-(the parameters in fp32, under nanochat's names) and reference.safetensors: inputs and targets (B, T), logits (B, T, V), the gradient of
+NANOCHAT is a checkout of https://github.com/karpathy/nanochat at 92d63d4. FOLDER contains model_000000.pt and meta_000000.json (the
+parameters in fp32, as nanochat saves a checkpoint) and reference.safetensors: inputs and targets (B, T), logits (B, T, V), the gradient of
 every parameter under its name, the losses of ten steps of nanochat's optimizer on that batch, and for each step the factor of the
 learning rates, Muon's momentum and Muon's weight decay; and final.NAME, the parameters after these steps. Values are computed in double
 precision on the CPU, with the epsilon of norms that nanochat has in fp32, and stored in single precision.
@@ -80,8 +80,10 @@ def main():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(stored(parameter))
-    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(model.config), indent=2) + "\n")
-    save_file({name: stored(p) for name, p in model.named_parameters()}, folder / "model.safetensors")
+    # As save_checkpoint of nanochat's checkpoint_manager.py, which needs tiktoken and other packages.
+    torch.save({name: stored(p) for name, p in model.named_parameters()}, folder / "model_000000.pt")
+    meta = {"step": 0, "model_config": dataclasses.asdict(model.config)}
+    (folder / "meta_000000.json").write_text(json.dumps(meta, indent=2) + "\n")
     tokens = torch.randint(0, V, (B, T + 1), generator=torch.Generator().manual_seed(5))
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     tensors = {"inputs": inputs.int(), "targets": targets.int(), "logits": stored(model(inputs))}

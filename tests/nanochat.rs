@@ -5,11 +5,13 @@
 use distributed::Ranks;
 use engine::cpu::Cpu;
 use engine::ops::{AdamW, MuonAdditions};
+use engine::tensor::DType;
 use engine::{BatchLayout, Engine};
 use interchange::architecture::exchange_halves;
-use model::descriptor::{Init, WindowPattern, Windows};
+use interchange::{ModelSource, export};
+use model::descriptor::{WindowPattern, Windows};
 use model::{
-    Decoder, Descriptor, GroupSettings, Muon, Optimizer, Param, ParamGroup, PlanOptions, Recompute, TrainStep,
+    Decoder, Descriptor, GroupSettings, Muon, Optimizer, Param, ParamGroup, Params, PlanOptions, Recompute, TrainStep,
     Unsharded, Update,
 };
 use safetensors::SafeTensors;
@@ -67,13 +69,39 @@ impl File {
     }
 }
 
-/// The model of the reference: its sizes are smaller than those of any `nanochat:dN`.
-fn descriptor() -> Descriptor {
+/// Opens the checkpoint, as nanochat saves it.
+fn checkpoint() -> ModelSource {
+    ModelSource::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/nanochat/model_000000.pt")).unwrap()
+}
+
+#[test]
+fn the_shape_of_a_checkpoint_is_that_of_its_description() {
     let d4: Descriptor = "nanochat:d4".parse().unwrap();
     let windows = Some(Windows { size: 129, pattern: "SSSL".parse::<WindowPattern>().unwrap() });
     let d = Descriptor { heads: 2, kv_heads: 1, head_size: 24, channels: 48, mlp_channels: 192, windows, ..d4 };
-    assert_eq!(d.init, Init::Nanochat);
-    Descriptor { max_seq_len: LAYOUT.t, vocab: VOCAB, ..d }.checked().unwrap()
+    assert_eq!(checkpoint().descriptor(), Descriptor { max_seq_len: LAYOUT.t, vocab: VOCAB, ..d });
+}
+
+#[test]
+fn an_exported_checkpoint_is_the_same_model() {
+    let directory = tempfile::tempdir().unwrap();
+    let [out, again] = ["out", "again"].map(|name| directory.path().join(name));
+    export::hugging_face(&checkpoint(), None, &out, DType::F32, false).unwrap();
+    let exported = ModelSource::open(&out).unwrap();
+    assert_eq!(exported.descriptor(), checkpoint().descriptor());
+    for (param, layer) in Params::new(exported.descriptor()).file_order() {
+        assert!(
+            exported.read(param, layer, DType::F32).unwrap() == checkpoint().read(param, layer, DType::F32).unwrap()
+        );
+    }
+    assert!(out.join("modeling_nanochat_full.py").is_file());
+    // An export may be replaced, and one of an export has the same bytes.
+    export::hugging_face(&exported, None, &again, DType::F32, false).unwrap();
+    export::hugging_face(&exported, None, &again, DType::F32, true).unwrap();
+    let weights = |out: &Path| fs::read(out.join("model.safetensors")).unwrap();
+    assert!(weights(&out) == weights(&again));
+    let message = format!("{:#}", export::hugging_face(&exported, None, &out, DType::F32, false).unwrap_err());
+    assert!(message.contains("found an export; add --overwrite"), "{message}");
 }
 
 /// Asserts that values agree within 1e-5 of the largest expected value.
@@ -94,14 +122,10 @@ struct Bench {
 
 impl Bench {
     fn new(options: PlanOptions) -> Self {
-        let (mut engine, reference, weights) =
-            (Cpu::new(), File::read("reference.safetensors"), File::read("model.safetensors"));
-        let (model, plan) = Decoder::plan(descriptor(), options, &mut engine);
+        let (mut engine, reference, source) = (Cpu::new(), File::read("reference.safetensors"), checkpoint());
+        let (model, plan) = Decoder::plan(source.descriptor(), options, &mut engine);
         engine.allocate(&plan).unwrap();
-        for (param, layer) in model.layout.file_order() {
-            let values = weights.param("", &model.descriptor, param, layer);
-            engine.write(model.layout.of(model.params, param, layer), &values).unwrap();
-        }
+        source.load(&model, &mut engine).unwrap();
         let mut words = engine.host_buffer(LAYOUT.words()).unwrap();
         words[LAYOUT.inputs()].copy_from_slice(&reference.ints("inputs"));
         words[LAYOUT.targets()].copy_from_slice(&reference.ints("targets"));

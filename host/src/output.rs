@@ -2,7 +2,7 @@
 //! error must not cost a model, a data set or a text.
 
 use anyhow::{Context, Result, ensure};
-use interchange::safetensors_file::SafetensorsFile;
+use interchange::safetensors_file;
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{BufReader, ErrorKind, Read};
@@ -107,7 +107,7 @@ impl Mark {
                 object.is_ok_and(|object| keys.iter().all(|key| object.contains_key(*key)))
             }
             Self::Tensors(names) => {
-                SafetensorsFile::open(path).is_ok_and(|file| file.tensors().keys().eq(names.iter().copied()))
+                safetensors_file::open(path).is_ok_and(|file| file.tensors().keys().eq(names.iter().copied()))
             }
         })
     }

@@ -90,6 +90,15 @@ impl ModelConfig {
             (TIED, self.descriptor.tied.into()),
         ];
         keys.extend(changed.map(|(key, value)| (key.to_owned(), value)));
+        if let Some(code) = &self.architecture.code {
+            let class = self.architecture.class;
+            let config = class.replace("ForCausalLM", "Config");
+            let map = json!({
+                "AutoConfig": format!("{}.{config}", code.module),
+                "AutoModelForCausalLM": format!("{}.{class}", code.module),
+            });
+            keys.insert("auto_map".to_owned(), map);
+        }
         keys
     }
 
@@ -191,12 +200,12 @@ mod tests {
             (
                 "model_type",
                 Some(r#""opt""#),
-                "model_type: expected gpt2 or llama or mistral or ministral or qwen2 or qwen3 or nanochat, found opt; llm-rs supports no other architecture",
+                "model_type: expected gpt2 or llama or mistral or ministral or qwen2 or qwen3 or nanochat or nanochat_full, found opt; llm-rs supports no other architecture",
             ),
             (
                 "model_type",
                 None,
-                "model_type: expected gpt2 or llama or mistral or ministral or qwen2 or qwen3 or nanochat, found none",
+                "model_type: expected gpt2 or llama or mistral or ministral or qwen2 or qwen3 or nanochat or nanochat_full, found none",
             ),
             (
                 "activation_function",
@@ -250,7 +259,7 @@ mod tests {
         let message = format!("{:#}", ModelConfig::read(directory.path()).unwrap_err());
         assert!(
             message
-                .contains("config.json: model_type: expected gpt2 or llama or mistral or ministral or qwen2 or qwen3 or nanochat, found none"),
+                .contains("config.json: model_type: expected gpt2 or llama or mistral or ministral or qwen2 or qwen3 or nanochat or nanochat_full, found none"),
             "{message}"
         );
     }

@@ -3,7 +3,7 @@
 //! Tensors are converted one at a time, so a model of any size needs memory for its largest tensor only.
 
 use crate::ModelSource;
-use crate::architecture::{Architecture, LLAMA, TensorNames, of_layer};
+use crate::architecture::{ARCHITECTURES, Architecture, LLAMA, TensorNames, of_layer};
 use crate::companions::{self, GENERATION};
 use crate::config::{self, ModelConfig};
 use crate::element::{Element, NewTensor, transpose};
@@ -33,7 +33,7 @@ const VOCABULARY_FILES: [&str; 3] = ["tokenizer.json", "vocab.json", "tokenizer.
 /// The file that marks a directory as an export. The other files do not tell which program wrote them.
 pub const MARKER: &str = ".llm-rs-export";
 
-/// Names of all files that an export may write to a directory, besides those of the tokenizer.
+/// Names of all files that an export may write to a directory, besides those of the tokenizer and the code of a class.
 const DIRECTORY_FILES: [&str; 6] = [config::FILE, GENERATION, WEIGHTS, MARKER, peft::CONFIG, peft::WEIGHTS];
 
 /// The tokenizer of an export.
@@ -81,6 +81,9 @@ pub fn hugging_face(
         write(MARKER, b"llm-rs export has written this directory, and may replace it.\n")?;
         write(config::FILE, &pretty(&config.exported(dtype))?)?;
         write(GENERATION, &generation_config(source, &config, named.is_none())?)?;
+        if let Some(code) = &config.architecture.code {
+            write(&code.file(), code.text.as_bytes())?;
+        }
         let mut file = BufWriter::new(File::create(directory.join(WEIGHTS))?);
         write_safetensors(&mut file, source, dtype)?;
         file.flush()?;
@@ -294,7 +297,10 @@ fn check_directory(out: &Path, overwrite: bool) -> Result<()> {
          export of an earlier version; choose another directory, or remove this one",
         first.file_name().display()
     );
-    companions::check_only(out, |file| DIRECTORY_FILES.contains(&file) || companions::is_tokenizer_file(file))?;
+    let is_code = |file: &str| ARCHITECTURES.iter().any(|it| it.code.as_ref().is_some_and(|code| code.file() == file));
+    companions::check_only(out, |file| {
+        DIRECTORY_FILES.contains(&file) || is_code(file) || companions::is_tokenizer_file(file)
+    })?;
     ensure!(overwrite, "{name}: expected a new or empty directory, found an export; add --overwrite to replace it");
     Ok(())
 }

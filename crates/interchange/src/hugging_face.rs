@@ -1,10 +1,12 @@
-//! Hugging Face directories: `config.json` and one or several safetensors files.
+//! Hugging Face directories: `config.json` and one or several safetensors files. Also models of nanochat, which have other files.
 
-use crate::architecture::{Architecture, TensorNames, of_layer};
+use crate::architecture::{Architecture, NANOCHAT_FULL, TensorNames, of_layer};
 use crate::config::{self, ModelConfig};
 use crate::element::{Element, transpose};
 use crate::entries::Entries;
-use crate::safetensors_file::{SafetensorsFile, TensorInfo};
+use crate::nanochat_checkpoint;
+use crate::safetensors_file;
+use crate::tensor_file::{TensorFile, TensorInfo};
 use anyhow::{Context, Result, bail, ensure};
 use engine::tensor::DType;
 use model::{Descriptor, Param};
@@ -19,17 +21,20 @@ pub const WEIGHTS: &str = "model.safetensors";
 pub const INDEX: &str = "model.safetensors.index.json";
 
 /// The advice of errors in which the tensors are not those of the configuration.
-const CHECK_CONFIG: &str = "check that config.json belongs to these weights";
+const CHECK_CONFIG: &str =
+    "check that the description of the shape (config.json, or meta_STEP.json of nanochat) belongs to these weights";
 
 /// Bytes of two tensors that are compared at a time.
 const CHUNK: usize = 1 << 20;
 
-/// An open directory. All tensors have been found, and their types and shapes checked; their data is still in the files.
+/// An open model. All tensors have been found, and their types and shapes checked; their data is still in the files.
 #[derive(Debug)]
 pub struct HuggingFaceModel {
     directory: PathBuf,
     config: ModelConfig,
-    files: Vec<SafetensorsFile>,
+    /// The names of the tensors in the files.
+    names: &'static Architecture,
+    files: Vec<TensorFile>,
     /// The tensors, keyed by row of the architecture's table and layer.
     tensors: HashMap<(usize, usize), Located>,
 }
@@ -46,9 +51,24 @@ impl HuggingFaceModel {
     /// Opens a directory, and checks its configuration and all tensors.
     pub fn open(directory: &Path) -> Result<Self> {
         let config = ModelConfig::read(directory)?;
-        let files = open_files(directory)?;
-        let mut model = Self { directory: directory.to_owned(), config, files, tensors: HashMap::new() };
-        let architecture = model.config.architecture;
+        Self::of(directory, config.architecture, config, open_files(directory)?)
+    }
+
+    /// Opens the `model_STEP.pt` of a checkpoint of nanochat. Its configuration is that of an export.
+    pub fn open_nanochat(path: &Path) -> Result<Self> {
+        let (descriptor, file) = nanochat_checkpoint::open(path)?;
+        let config = ModelConfig::new(Architecture::of(&descriptor)?, descriptor, [None; 2]);
+        Self::of(atomic_file::parent(path), &NANOCHAT_FULL, config, vec![file])
+    }
+
+    fn of(
+        directory: &Path,
+        architecture: &'static Architecture,
+        config: ModelConfig,
+        files: Vec<TensorFile>,
+    ) -> Result<Self> {
+        let directory = directory.to_owned();
+        let mut model = Self { directory, config, names: architecture, files, tensors: HashMap::new() };
         let mut found = model.all_tensors(architecture)?;
         for (row, names, layer) in architecture.all_tensors(&model.config.descriptor) {
             let name = of_layer(names.hugging_face, layer);
@@ -67,7 +87,9 @@ impl HuggingFaceModel {
         match found.remove(architecture.head) {
             Some(head) => model.check_head(&head)?,
             None if !model.config.descriptor.tied => {}
-            None => model.config.check_tied().with_context(|| directory.join(config::FILE).display().to_string())?,
+            None => {
+                model.config.check_tied().with_context(|| model.directory.join(config::FILE).display().to_string())?
+            }
         }
         let unexpected = found.into_iter().find(|(name, _)| !architecture.ignores(name));
         if let Some((_, Located { file, name, info })) = unexpected {
@@ -126,7 +148,7 @@ impl HuggingFaceModel {
         let embedding = self.tensor(Param::Wte, 0);
         let [a, b] = [embedding, head].map(|located| &located.info);
         let path = self.files[head.file].path().display();
-        let advice = if self.config.architecture.parts_of(Param::LmHead).next().is_some() {
+        let advice = if self.names.parts_of(Param::LmHead).next().is_some() {
             "if the head is not tied, set tie_word_embeddings to false"
         } else {
             "llm-rs supports only tied embeddings of this architecture"
@@ -168,6 +190,11 @@ impl HuggingFaceModel {
         self.files.iter().any(|file| file.path().file_name() == path.file_name())
     }
 
+    /// Returns the first file with tensors.
+    pub fn first_file(&self) -> &Path {
+        self.files[0].path()
+    }
+
     /// Returns the configuration.
     pub fn config(&self) -> &ModelConfig {
         &self.config
@@ -191,7 +218,7 @@ impl HuggingFaceModel {
 
     /// Returns the first part of a tensor.
     fn tensor(&self, param: Param, layer: usize) -> &Located {
-        let mut parts = self.config.architecture.parts_of(param);
+        let mut parts = self.names.parts_of(param);
         let (row, _) = parts.next().expect("the architecture has a row for each tensor of its models");
         &self.tensors[&(row, layer)]
     }
@@ -199,7 +226,7 @@ impl HuggingFaceModel {
     /// Reads a tensor, one row per output, without padding of the vocabulary. Returns the type and the bytes of its elements. NaN and
     /// infinite values are an error that names the tensor in the file.
     pub fn read(&self, param: Param, layer: usize) -> Result<(Element, Vec<u8>)> {
-        let parts = self.config.architecture.parts_of(param).map(|(row, names)| self.read_part(row, names, layer));
+        let parts = self.names.parts_of(param).map(|(row, names)| self.read_part(row, names, layer));
         let mut parts: Vec<(Element, Vec<u8>)> = parts.collect::<Result<_>>()?;
         if parts.windows(2).any(|pair| pair[0].0 != pair[1].0) {
             let widen = |(element, bytes): (Element, Vec<u8>)| (Element::F32, element.convert(bytes, DType::F32));
@@ -221,7 +248,7 @@ impl HuggingFaceModel {
             let rows = names.hugging_face_shape(&self.config.descriptor)[0];
             bytes = transpose(&bytes, rows, element.bytes());
         }
-        self.config.architecture.convert_rotation(names, &self.config.descriptor, element.bytes(), &mut bytes);
+        self.names.convert_rotation(names, &self.config.descriptor, element.bytes(), &mut bytes);
         Ok((element, bytes))
     }
 }
@@ -237,10 +264,10 @@ struct Index {
 }
 
 /// Opens all safetensors files of a directory. One file takes precedence over an index, as in transformers.
-fn open_files(directory: &Path) -> Result<Vec<SafetensorsFile>> {
+fn open_files(directory: &Path) -> Result<Vec<TensorFile>> {
     let single = directory.join(WEIGHTS);
     if single.exists() {
-        return Ok(vec![SafetensorsFile::open(&single)?]);
+        return Ok(vec![safetensors_file::open(&single)?]);
     }
     let path = directory.join(INDEX);
     if !path.exists() {
@@ -269,7 +296,7 @@ fn open_files(directory: &Path) -> Result<Vec<SafetensorsFile>> {
             Path::new(file).file_name().is_some_and(|plain| plain == file.as_str()),
             "{name}: expected file names in weight_map, found the path {file}"
         );
-        let opened = SafetensorsFile::open(&directory.join(file))?;
+        let opened = safetensors_file::open(&directory.join(file))?;
         for tensor in opened.tensors().keys() {
             let listed = weight_map.get(tensor);
             ensure!(

@@ -7,8 +7,9 @@
 use crate::ModelSource;
 use crate::architecture::{Architecture, Part, TensorNames, exchange_halves};
 use crate::element::{Element, NewTensor};
-use crate::safetensors_file::{self, SafetensorsFile, TensorInfo};
+use crate::safetensors_file;
 use crate::source::convert_pairs;
+use crate::tensor_file::{TensorFile, TensorInfo};
 use crate::tokenizer::pretty;
 use anyhow::{Context, Result, bail, ensure};
 use checkpoint::config;
@@ -40,7 +41,7 @@ pub struct AdapterFile {
 
 #[derive(Debug)]
 enum Kind {
-    Peft { config: PeftConfig, file: SafetensorsFile },
+    Peft { config: PeftConfig, file: TensorFile },
     Run(Box<ModelFile>),
 }
 
@@ -132,7 +133,7 @@ impl AdapterFile {
             );
         }
         let base = config.base_model_name_or_path.clone().unwrap_or_default();
-        let file = SafetensorsFile::open(&directory.join(WEIGHTS))?;
+        let file = safetensors_file::open(&directory.join(WEIGHTS))?;
         Ok(Self { path: directory.to_owned(), kind: Kind::Peft { config, file }, base })
     }
 
@@ -276,7 +277,7 @@ fn peft_settings(
     config: &PeftConfig,
     d: &Descriptor,
     architecture: &Architecture,
-    file: &SafetensorsFile,
+    file: &TensorFile,
 ) -> Result<Adapters> {
     let all = Param::linear(d).flat_map(|weight| modules(d, architecture, weight));
     let has = |module: &Module| {
@@ -308,7 +309,7 @@ fn shapes(d: &Descriptor, adapters: Adapters, names: &TensorNames) -> [[usize; 2
 }
 
 /// Checks that a file has the tensors of the adapters and no others.
-fn check_tensors(d: &Descriptor, architecture: &Architecture, file: &SafetensorsFile) -> Result<()> {
+fn check_tensors(d: &Descriptor, architecture: &Architecture, file: &TensorFile) -> Result<()> {
     let Some(adapters) = d.adapters else { bail!("internal error: no adapters; please report it") };
     let mut known = BTreeSet::new();
     for layer in 0..d.layers {
@@ -369,7 +370,7 @@ fn convert_b(
 fn read_peft(
     d: &Descriptor,
     architecture: &Architecture,
-    file: &SafetensorsFile,
+    file: &TensorFile,
     param: Param,
     layer: usize,
 ) -> Result<Vec<f32>> {

@@ -6,14 +6,15 @@
 
 use crate::element::{Element, NewTensor};
 use crate::entries::Entries;
+use crate::tensor_file::{TensorFile, TensorInfo};
 use anyhow::{Context, Result, ensure};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Limit of the format for the header.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -24,59 +25,13 @@ const METADATA: &str = "__metadata__";
 /// The beginning of a file that Git stores in place of a large one: `version https://git-lfs…`.
 const GIT_LFS: &[u8; 8] = b"version ";
 
-/// A tensor in the header of a file.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TensorInfo {
-    /// Element type, such as `F32`.
-    pub dtype: String,
-    /// Extent of each dimension.
-    pub shape: Vec<u64>,
-    /// First byte of the data, and the byte after the last one, relative to the end of the header.
-    pub data_offsets: (u64, u64),
-}
-
-impl TensorInfo {
-    /// Describes type and shape: `F32 [3, 4]`.
-    pub fn describe(&self) -> String {
-        format!("{} {:?}", self.dtype, self.shape)
-    }
-}
-
-/// An open file with a valid header.
-#[derive(Debug)]
-pub struct SafetensorsFile {
-    path: PathBuf,
-    file: File,
-    /// Position of the data of the first tensor.
-    data_at: u64,
-    tensors: BTreeMap<String, TensorInfo>,
-}
-
-impl SafetensorsFile {
-    /// Opens a file, and checks its header and its size.
-    pub fn open(path: &Path) -> Result<Self> {
-        let name = path.display();
-        let file = bounded_file::open(path).with_context(|| format!("cannot open {name}"))?;
-        let size = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
-        let (data_at, tensors) = read_header(&file, size).with_context(|| name.to_string())?;
-        Ok(Self { path: path.to_owned(), file, data_at, tensors })
-    }
-
-    /// Returns the path.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// Returns all tensors by name.
-    pub fn tensors(&self) -> &BTreeMap<String, TensorInfo> {
-        &self.tensors
-    }
-
-    /// Reads part of the data of a tensor, which begins `start` bytes into it.
-    pub fn read(&self, tensor: &TensorInfo, start: u64, out: &mut [u8]) -> Result<()> {
-        let at = self.data_at + tensor.data_offsets.0 + start;
-        self.file.read_exact_at(out, at).with_context(|| format!("cannot read {}", self.path.display()))
-    }
+/// Opens a file, and checks its header and its size.
+pub fn open(path: &Path) -> Result<TensorFile> {
+    let name = path.display();
+    let file = bounded_file::open(path).with_context(|| format!("cannot open {name}"))?;
+    let size = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
+    let (data_at, tensors) = read_header(&file, size).with_context(|| name.to_string())?;
+    Ok(TensorFile { path: path.to_owned(), file, data_at, tensors })
 }
 
 /// Returns the position of the data and the tensors.
@@ -179,11 +134,11 @@ mod tests {
         [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat()
     }
 
-    fn open(bytes: &[u8]) -> Result<SafetensorsFile> {
+    fn open(bytes: &[u8]) -> Result<TensorFile> {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("model.safetensors");
         fs::write(&path, bytes).unwrap();
-        SafetensorsFile::open(&path)
+        super::open(&path)
     }
 
     #[test]
@@ -276,7 +231,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("model.safetensors");
         fs::write(&path, file(r#"{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}"#, &[0; 8])).unwrap();
-        let opened = SafetensorsFile::open(&path).unwrap();
+        let opened = super::open(&path).unwrap();
         fs::write(&path, [0; 4]).unwrap();
         let message = format!("{:#}", opened.read(&opened.tensors()["x"], 0, &mut [0; 8]).unwrap_err());
         assert!(message.contains("cannot read ") && message.contains("model.safetensors"), "{message}");

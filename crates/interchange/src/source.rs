@@ -5,6 +5,7 @@ use crate::companions;
 use crate::config::{self, ModelConfig};
 use crate::element::{CHUNK, Element};
 use crate::hugging_face::HuggingFaceModel;
+use crate::nanochat_checkpoint;
 use crate::peft::{self, AdapterFile};
 use anyhow::{Context, Result, bail, ensure};
 use checkpoint::directory;
@@ -22,7 +23,8 @@ use system::progress::{self, Unit};
 use tokenizer::stored::{Found, Search};
 use tokenizer::{Tokenizer, hub};
 
-/// An open model: a checkpoint's model file (`.bin` or `.safetensors`), the newest checkpoint of a run, or a Hugging Face directory.
+/// An open model: a checkpoint's model file (`.bin` or `.safetensors`), the newest checkpoint of a run, a Hugging Face directory, or a
+/// checkpoint of nanochat.
 ///
 /// If the model has adapters, they are added to the weights that are read.
 #[derive(Debug)]
@@ -45,6 +47,7 @@ struct Adapted {
 enum Kind {
     LlmC(Box<ModelFile>),
     HuggingFace(Box<HuggingFaceModel>),
+    Nanochat(Box<HuggingFaceModel>),
 }
 
 impl From<Kind> for ModelSource {
@@ -114,6 +117,9 @@ impl ModelSource {
             );
             return Ok(Kind::HuggingFace(Box::new(model)).into());
         }
+        if has_extension("pt") && path.exists() {
+            return Ok(Kind::Nanochat(Box::new(HuggingFaceModel::open_nanochat(path)?)).into());
+        }
         Self::of_file(ModelFile::open(path)?)
     }
 
@@ -124,8 +130,11 @@ impl ModelSource {
         if AdapterFile::is_in(path) {
             return Self::of_adapters(AdapterFile::open(path)?);
         }
-        match newest_model_file(path)? {
-            Some(file) => Self::of_file(ModelFile::open(&file)?),
+        if let Some(file) = newest_model_file(path)? {
+            return Self::of_file(ModelFile::open(&file)?);
+        }
+        match nanochat_checkpoint::newest(path) {
+            Some(file) => Self::open(&file),
             None => bail!(
                 "{}: expected {} (a Hugging Face directory) or a complete checkpoint (the directory of a run), found neither{}",
                 path.display(),
@@ -177,6 +186,7 @@ impl ModelSource {
         match &self.kind {
             Kind::LlmC(file) => file.path(),
             Kind::HuggingFace(model) => model.directory(),
+            Kind::Nanochat(model) => model.first_file(),
         }
     }
 
@@ -187,7 +197,7 @@ impl ModelSource {
         }
         match &self.kind {
             Kind::LlmC(file) => atomic_file::parent(file.path()),
-            Kind::HuggingFace(model) => model.directory(),
+            Kind::HuggingFace(model) | Kind::Nanochat(model) => model.directory(),
         }
     }
 
@@ -203,6 +213,7 @@ impl ModelSource {
         match &self.kind {
             Kind::HuggingFace(model) => Some(model.directory().to_owned()),
             Kind::LlmC(_) => kept(self.directory()),
+            Kind::Nanochat(_) => None,
         }
     }
 
@@ -255,19 +266,11 @@ impl ModelSource {
         Ok(tokenizer)
     }
 
-    /// Returns the Hugging Face directory, if the model comes from one.
-    pub fn hugging_face(&self) -> Option<&HuggingFaceModel> {
-        match &self.kind {
-            Kind::LlmC(_) => None,
-            Kind::HuggingFace(model) => Some(model),
-        }
-    }
-
     /// Returns the names of the tensors in other programs.
     pub fn architecture(&self) -> Result<&'static Architecture> {
         match &self.kind {
             Kind::LlmC(file) => Architecture::of(&file.descriptor()).with_context(|| file.path().display().to_string()),
-            Kind::HuggingFace(model) => Ok(model.config().architecture),
+            Kind::HuggingFace(model) | Kind::Nanochat(model) => Ok(model.config().architecture),
         }
     }
 
@@ -280,7 +283,7 @@ impl ModelSource {
     fn stored_descriptor(&self) -> Descriptor {
         match &self.kind {
             Kind::LlmC(file) => file.descriptor(),
-            Kind::HuggingFace(model) => model.descriptor(),
+            Kind::HuggingFace(model) | Kind::Nanochat(model) => model.descriptor(),
         }
     }
 
@@ -296,7 +299,7 @@ impl ModelSource {
     pub fn padded_vocab(&self) -> usize {
         match &self.kind {
             Kind::LlmC(file) => file.padded_vocab(),
-            Kind::HuggingFace(model) => model.descriptor().padded_vocab(),
+            Kind::HuggingFace(model) | Kind::Nanochat(model) => model.descriptor().padded_vocab(),
         }
     }
 
@@ -304,7 +307,7 @@ impl ModelSource {
     pub fn dtype(&self) -> DType {
         match &self.kind {
             Kind::LlmC(file) => file.dtype(),
-            Kind::HuggingFace(model) => model.dtype(),
+            Kind::HuggingFace(model) | Kind::Nanochat(model) => model.dtype(),
         }
     }
 
@@ -337,7 +340,9 @@ impl ModelSource {
                 checked.with_context(|| self.path().display().to_string())?;
                 (element, bytes)
             }
-            Kind::HuggingFace(model) => model.read(param, layer).with_context(|| self.path().display().to_string())?,
+            Kind::HuggingFace(model) | Kind::Nanochat(model) => {
+                model.read(param, layer).with_context(|| self.path().display().to_string())?
+            }
         };
         let converted = element.convert(bytes, dtype);
         if dtype == DType::Bf16 && element != Element::Bf16 {
@@ -373,7 +378,7 @@ impl ModelSource {
         }
         match self.kind {
             Kind::LlmC(file) => file.load(model, engine),
-            Kind::HuggingFace(source) => {
+            Kind::HuggingFace(source) | Kind::Nanochat(source) => {
                 let read = |param, layer| source.read(param, layer);
                 assert_eq!(model.descriptor, source.descriptor(), "the model was planned for another directory");
                 load(read, source.bytes(), model, engine)

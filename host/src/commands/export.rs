@@ -62,7 +62,7 @@ pub struct Export {
     #[arg(long, value_name = "DIR")]
     lora: Option<PathBuf>,
 
-    /// Model file (.bin or .safetensors), directory of a run (its newest checkpoint) or Hugging Face directory
+    /// Model file (.bin or .safetensors), directory of a run (its newest checkpoint), Hugging Face directory, or model_STEP.pt of nanochat
     checkpoint: PathBuf,
 
     /// Directory (hf) or file (llmc, gguf) to write

@@ -53,6 +53,7 @@ pub static GPT2: Architecture = Architecture {
     ],
     gguf_pairs: Some(RotaryPairs::HalfSplit),
     reverses_rotation: false,
+    code: None,
     descriptor,
     keys,
 };

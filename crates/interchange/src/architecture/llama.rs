@@ -62,6 +62,7 @@ pub static LLAMA: Architecture = Architecture {
     ],
     gguf_pairs: Some(RotaryPairs::Interleaved),
     reverses_rotation: false,
+    code: None,
     descriptor: |keys| {
         no_windows(keys)?;
         descriptor(keys, Biases::None, None, None)
@@ -413,7 +414,7 @@ fn rotary_scaling(keys: Keys, scaling: Keys) -> Result<Option<RotaryScaling>> {
 }
 
 /// Returns the shortest decimal number that rounds to `x`.
-fn shortest(x: f32) -> f64 {
+pub fn shortest(x: f32) -> f64 {
     x.to_string().parse().unwrap_or(f64::from(x))
 }
 

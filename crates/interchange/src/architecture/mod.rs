@@ -6,12 +6,12 @@ mod nanochat;
 
 pub use gpt2::GPT2;
 pub use llama::{LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3};
-pub use nanochat::NANOCHAT;
+pub use nanochat::{NANOCHAT, NANOCHAT_FULL};
 
 use crate::keys::Keys;
 use anyhow::{Context, Result};
 use engine::ops::RotaryPairs;
-use model::descriptor::{Init, Positions, QkNorm, Rotary};
+use model::descriptor::{Additions, Init, Positions, Rotary};
 use model::{Descriptor, Param};
 use serde_json::{Map, Value};
 use std::ops::Range;
@@ -37,10 +37,28 @@ pub struct Architecture {
     pub gguf_pairs: Option<RotaryPairs>,
     /// Whether Hugging Face's class rotates in the other direction. Its files have the halves of each query and key exchanged.
     pub reverses_rotation: bool,
+    /// The class, if transformers lacks it.
+    pub code: Option<Code>,
     /// Returns the model that the keys of a `config.json` describe.
     pub descriptor: fn(Keys) -> Result<Descriptor>,
     /// Returns the keys of the `config.json` of a model.
     pub keys: fn(&Descriptor) -> Map<String, Value>,
+}
+
+/// A Python module that an export contains, with the class of an architecture and that of its configuration.
+#[derive(Clone, Copy, Debug)]
+pub struct Code {
+    /// Name of the module.
+    pub module: &'static str,
+    /// Contents.
+    pub text: &'static str,
+}
+
+impl Code {
+    /// Returns the name of the file.
+    pub fn file(&self) -> String {
+        format!("{}.py", self.module)
+    }
 }
 
 /// A parameter tensor, or a part of its rows, in other programs. `{}` in a name is the layer.
@@ -85,7 +103,8 @@ pub struct Setting {
 }
 
 /// All known architectures.
-pub static ARCHITECTURES: &[&Architecture] = &[&GPT2, &LLAMA, &MISTRAL, &MINISTRAL, &QWEN2, &QWEN3, &NANOCHAT];
+pub static ARCHITECTURES: &[&Architecture] =
+    &[&GPT2, &LLAMA, &MISTRAL, &MINISTRAL, &QWEN2, &QWEN3, &NANOCHAT, &NANOCHAT_FULL];
 
 const fn tensor(param: Param, hugging_face: &'static str, gguf: &'static str) -> TensorNames {
     TensorNames { param, part: Part::All, hugging_face, gguf, transposed: false }
@@ -214,16 +233,13 @@ impl Architecture {
 
 /// Returns why transformers cannot represent a model.
 fn unknown(descriptor: &Descriptor) -> String {
-    let plain = Descriptor { qk_norm: descriptor.qk_norm.map(|norm| QkNorm { gain: 1.0, ..norm }), ..*descriptor };
-    if let (Some(QkNorm { gain, .. }), Some(architecture)) = (descriptor.qk_norm, Architecture::find(&plain)) {
-        let class = architecture.class;
-        return format!(
-            "normalized queries and keys that are multiplied by {gain}; {class} of transformers has no such factor"
-        );
-    }
-    match (descriptor.windows, Architecture::find(&Descriptor { windows: None, ..*descriptor })) {
-        (Some(_), Some(architecture)) => format!("windows; {} of transformers has none", architecture.class),
-        _ => "others; transformers has no class for it".to_owned(),
+    let plain = Descriptor { additions: Additions::NONE, ..*descriptor };
+    match (Architecture::find(&plain), Architecture::find(&Descriptor { windows: None, ..plain })) {
+        (Some(architecture), _) => {
+            format!("{} with the additions {}, for which no class exists", architecture.class, descriptor.additions)
+        }
+        (None, Some(architecture)) => format!("windows; {} of transformers has none", architecture.class),
+        (None, None) => "others; transformers has no class for it".to_owned(),
     }
 }
 
@@ -245,7 +261,7 @@ fn comparable(descriptor: &Descriptor) -> Descriptor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use model::descriptor::Windows;
+    use model::descriptor::{QkNorm, Windows};
     use std::collections::BTreeSet;
 
     #[test]
@@ -266,6 +282,7 @@ mod tests {
             (&QWEN3, with("qwen3:0.6b", "LSS")),
             (&QWEN2, small("qwen2.5:0.5b")),
             (&QWEN3, small("qwen3:0.6b")),
+            (&NANOCHAT_FULL, small("nanochat:d3")),
             (&NANOCHAT, {
                 let modern = small("modern:d4");
                 Descriptor { qk_norm: modern.qk_norm.map(|norm| QkNorm { gain: 1.0, ..norm }), ..modern }
@@ -287,8 +304,9 @@ mod tests {
             }
             let elements: usize = all.iter().map(|(_, names, _)| names.elements(&descriptor).len()).sum();
             let padding = descriptor.padded_vocab() - descriptor.vocab;
-            let padded = descriptor.params().filter(|param| param.has_vocab_rows()).count() * padding;
-            assert_eq!(elements, descriptor.parameters() - padded * descriptor.channels);
+            let padded = |param: Param| param.layers(&descriptor).count() * padding * param.shape(&descriptor).1;
+            let padded: usize = descriptor.params().filter(|param| param.has_vocab_rows()).map(padded).sum();
+            assert_eq!(elements, descriptor.parameters() - padded);
         }
     }
 

@@ -5,11 +5,11 @@
 //! normalized queries and keys.
 
 use super::llama::{self, IGNORED};
-use super::{Architecture, LLAMA, Part, Setting, part, tensor};
+use super::{Architecture, Code, LLAMA, Part, Setting, part, tensor};
 use crate::keys::Keys;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use engine::ops::Activation;
-use model::descriptor::{Biases, Init, Normalization, Positions, QkNorm, Rotary, RotaryScaling};
+use model::descriptor::{Biases, Init, Normalization, Positions, QkNorm, Rotary, RotaryScaling, Windows};
 use model::{Descriptor, Param};
 use serde_json::{Map, Value, json};
 
@@ -47,6 +47,74 @@ pub static NANOCHAT: Architecture = Architecture {
     keys,
     ..LLAMA
 };
+
+/// nanochat with what transformers' class lacks: a factor of normalized queries and keys, windows and additions. The tensors have the names
+/// of nanochat's checkpoints, but each layer has its own factors of the residual stream. An export contains the class.
+pub static NANOCHAT_FULL: Architecture = Architecture {
+    model_type: "nanochat_full",
+    class: "NanoChatFullForCausalLM",
+    prefix: "",
+    ignored: &[],
+    tensors: &[
+        tensor(Param::Wte, "transformer.wte.weight", NO_GGUF),
+        tensor(Param::LmHead, "lm_head.weight", NO_GGUF),
+        part(Param::Qkvw, Part::Query, "transformer.h.{}.attn.c_q.weight", NO_GGUF),
+        part(Param::Qkvw, Part::Key, "transformer.h.{}.attn.c_k.weight", NO_GGUF),
+        part(Param::Qkvw, Part::Value, "transformer.h.{}.attn.c_v.weight", NO_GGUF),
+        tensor(Param::Attprojw, "transformer.h.{}.attn.c_proj.weight", NO_GGUF),
+        tensor(Param::Fcw, "transformer.h.{}.mlp.c_fc.weight", NO_GGUF),
+        tensor(Param::Fcprojw, "transformer.h.{}.mlp.c_proj.weight", NO_GGUF),
+        tensor(Param::ValueTable, "value_embeds.{}.weight", NO_GGUF),
+        tensor(Param::ValueGate, "transformer.h.{}.attn.ve_gate.weight", NO_GGUF),
+        tensor(Param::SmearGate, "smear_gate.weight", NO_GGUF),
+        tensor(Param::SmearScale, "smear_lambda", NO_GGUF),
+        tensor(Param::BackoutScale, "backout_lambda", NO_GGUF),
+        tensor(Param::ResidualScale, "transformer.h.{}.resid_lambda", NO_GGUF),
+        tensor(Param::EmbeddingScale, "transformer.h.{}.x0_lambda", NO_GGUF),
+    ],
+    code: Some(Code { module: "modeling_nanochat_full", text: include_str!("modeling_nanochat_full.py") }),
+    descriptor: full_descriptor,
+    keys: full_keys,
+    ..NANOCHAT
+};
+
+/// Keys of what transformers' class lacks.
+const GAIN: &str = "qk_gain";
+const WINDOW: &str = "window";
+const WINDOW_PATTERN: &str = "window_pattern";
+const ADDITIONS: &str = "additions";
+
+fn full_descriptor(keys: Keys) -> Result<Descriptor> {
+    let plain = descriptor(keys)?;
+    ensure!(
+        matches!(plain.positions, Positions::Rotary(Rotary { scaling: None, .. })),
+        "rope_parameters: expected rotary positions without scaling, found others"
+    );
+    let text = |key: &str| {
+        let value = keys.get(key);
+        value.as_str().with_context(|| format!("{key}: expected text, found {value}"))
+    };
+    let windows = match keys.optional_size(WINDOW)? {
+        Some(size) => Some(Windows { size, pattern: text(WINDOW_PATTERN)?.parse().context(WINDOW_PATTERN)? }),
+        None => None,
+    };
+    let gain = keys.float(GAIN, 1.0)?;
+    let additions = text(ADDITIONS)?.parse().map_err(|error: String| anyhow!("{ADDITIONS}: {error}"))?;
+    let qk_norm = plain.qk_norm.map(|norm| QkNorm { gain, ..norm });
+    Descriptor { qk_norm, windows, additions, init: Init::Nanochat, ..plain }.checked().context("not a supported shape")
+}
+
+fn full_keys(descriptor: &Descriptor) -> Map<String, Value> {
+    let own = json!({
+        GAIN: descriptor.qk_norm.map(|norm| llama::shortest(norm.gain)),
+        WINDOW: descriptor.windows.map(|windows| windows.size),
+        WINDOW_PATTERN: descriptor.windows.map(|windows| windows.pattern.to_string()),
+        ADDITIONS: descriptor.additions,
+    });
+    let mut keys = keys(descriptor);
+    keys.extend(own.as_object().cloned().unwrap_or_default());
+    keys
+}
 
 fn descriptor(keys: Keys) -> Result<Descriptor> {
     llama::no_windows(keys)?;
@@ -112,15 +180,20 @@ mod tests {
     }
 
     #[test]
-    fn the_shape_is_exported_without_a_factor_of_queries_and_keys() {
+    fn shapes_that_transformers_lacks_are_exported_with_their_class() {
         let modern: Descriptor = "modern:d12".parse().unwrap();
-        let message = Architecture::of(&modern).unwrap_err().to_string();
-        assert!(message.contains("NanoChatForCausalLM of transformers has no such factor"), "{message}");
-        assert!(message.contains("multiplied by 1.2"), "{message}");
+        assert!(std::ptr::eq(Architecture::of(&modern).unwrap(), &raw const NANOCHAT_FULL));
         let plain = Descriptor { qk_norm: modern.qk_norm.map(|norm| QkNorm { gain: 1.0, ..norm }), ..modern };
         for model in [plain, Descriptor { softcap: None, ..plain }, Descriptor { tied: true, ..plain }] {
             assert!(std::ptr::eq(Architecture::of(&model).unwrap(), &raw const NANOCHAT));
             assert_eq!(descriptor(Keys(&keys(&model))).unwrap(), model);
+        }
+        let full: Descriptor = "nanochat:d5".parse().unwrap();
+        let tied = Descriptor { tied: true, windows: None, additions: "smear".parse().unwrap(), ..full };
+        for model in [full, tied, modern, Descriptor { softcap: None, ..modern }] {
+            assert!(std::ptr::eq(Architecture::of(&model).unwrap(), &raw const NANOCHAT_FULL));
+            let again = full_descriptor(Keys(&full_keys(&model))).unwrap();
+            assert_eq!(Descriptor { init: model.init, ..again }, model);
         }
         let message = Architecture::of(&Descriptor { embedding_norm: false, ..plain }).unwrap_err().to_string();
         assert!(message.contains("transformers has no class for it"), "{message}");
