@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use clap::ArgAction;
 use engine::cuda::CudaOptions;
 use engine::open::{self, Device, MatmulBackend, Opened, Precision};
-use engine::ops::Fp8Accumulation;
+use engine::ops::{Fp8Accumulation, MuonAdditions};
 use engine::{Engine, GeluFusion};
 use interchange::ModelSource;
 use interchange::peft::AdapterFile;
@@ -18,6 +18,7 @@ use std::path::{Path, PathBuf};
 
 const DEVICE: &str = "Device and precision";
 const MODEL: &str = "Model";
+const OPTIMIZER: &str = "Optimizer";
 
 /// The device to compute on, and the precision.
 #[derive(Clone, Debug, Default, clap::Args, Serialize)]
@@ -128,6 +129,59 @@ impl LoraFlags {
     pub fn apply(&self, descriptor: Descriptor) -> Result<Descriptor> {
         let with = Descriptor { adapters: self.adapters(), ..descriptor };
         with.checked().context("--lora-rank")
+    }
+}
+
+/// Additions to Muon.
+#[derive(Clone, Copy, Debug, Default, clap::Args, Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[expect(clippy::struct_field_names, reason = "the names of the flags derive from those of the fields")]
+pub struct MuonAdditionFlags {
+    /// Give the rows of each matrix equal norms before Muon's iterations (MuonEq) [default: 0]
+    #[arg(long, value_name = "0|1", value_parser = switch, num_args = 0..=1, default_missing_value = "1", help_heading = OPTIMIZER)]
+    pub muon_equilibrate: Option<bool>,
+
+    /// Give each update of Muon the norm of a semi-orthogonal matrix (Muon+) [default: 0]
+    #[arg(long, value_name = "0|1", value_parser = switch, num_args = 0..=1, default_missing_value = "1", help_heading = OPTIMIZER)]
+    pub muon_renormalize: Option<bool>,
+
+    /// Scale rows or columns of Muon's updates by a running mean of their squares (NorMuon) [default: 0]
+    #[arg(long, value_name = "0|1", value_parser = switch, num_args = 0..=1, default_missing_value = "1", help_heading = OPTIMIZER)]
+    pub muon_variance: Option<bool>,
+
+    /// Decay only those weights that Muon's update moves to 0, too [default: 0]
+    #[arg(long, value_name = "0|1", value_parser = switch, num_args = 0..=1, default_missing_value = "1", help_heading = OPTIMIZER)]
+    pub muon_cautious_decay: Option<bool>,
+}
+
+impl MuonAdditionFlags {
+    /// Returns the additions.
+    pub fn additions(self) -> MuonAdditions {
+        let Self { muon_equilibrate, muon_renormalize, muon_variance, muon_cautious_decay } = self;
+        MuonAdditions {
+            equilibrate: muon_equilibrate.unwrap_or(false),
+            renormalize: muon_renormalize.unwrap_or(false),
+            variance: muon_variance.unwrap_or(false),
+            cautious_decay: muon_cautious_decay.unwrap_or(false),
+        }
+    }
+
+    /// Adds those that no flag sets.
+    pub fn add_all(&mut self) {
+        let Self { muon_equilibrate, muon_renormalize, muon_variance, muon_cautious_decay } = self;
+        for addition in [muon_equilibrate, muon_renormalize, muon_variance, muon_cautious_decay] {
+            addition.get_or_insert(true);
+        }
+    }
+
+    /// Returns the names of all flags, and whether they are given.
+    pub fn given(self) -> [(&'static str, bool); 4] {
+        [
+            ("--muon-equilibrate", self.muon_equilibrate.is_some()),
+            ("--muon-renormalize", self.muon_renormalize.is_some()),
+            ("--muon-variance", self.muon_variance.is_some()),
+            ("--muon-cautious-decay", self.muon_cautious_decay.is_some()),
+        ]
     }
 }
 

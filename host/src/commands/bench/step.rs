@@ -2,7 +2,7 @@
 
 use super::table::{Column, Json, Spread, Table};
 use super::trace::{self, RankTrace};
-use crate::commands::resources::{Fp8Flags, Hardware, LoraFlags, StructureFlags};
+use crate::commands::resources::{Fp8Flags, Hardware, LoraFlags, MuonAdditionFlags, StructureFlags};
 use crate::commands::train::{Launch, load_source, multi_rank};
 use crate::gpu_info::GpuInfo;
 use crate::values::{count, level};
@@ -10,7 +10,7 @@ use anyhow::Context;
 use checkpoint::preflight::{self, RankInfo};
 use distributed::Ranks;
 use engine::open::Precision;
-use engine::ops::AdamW;
+use engine::ops::{AdamW, MuonAdditions};
 use engine::plan::Plan;
 use engine::{BatchLayout, Engine, Interval, Result};
 use interchange::ModelSource;
@@ -48,6 +48,8 @@ pub struct Step {
     /// Optimizer of the layers' matrices, as in `train`
     #[arg(long, value_enum, default_value = "adamw")]
     optimizer: Optimizer,
+    #[command(flatten)]
+    muon_additions: MuonAdditionFlags,
     /// Storage of f32 master weights, as in `train`
     #[arg(short = 'w', long, value_name = "0|1|2", default_value = "1")]
     master_weights: MasterWeights,
@@ -116,7 +118,7 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     let mut bench = StepBench {
         engine,
         model: &model,
-        optimizer: options.optimizer,
+        muon: (options.optimizer == Optimizer::Muon).then(|| options.muon_additions.additions()),
         step: 0,
         with_graphs: TrainStep::new(&model, layout, options.grad_accum).capture_graphs(),
         individually: TrainStep::new(&model, layout, options.grad_accum),
@@ -418,7 +420,8 @@ enum Mode {
 struct StepBench<'a> {
     engine: &'a mut dyn Engine,
     model: &'a Decoder,
-    optimizer: Optimizer,
+    /// The additions to Muon, if it is the optimizer.
+    muon: Option<MuonAdditions>,
     step: u32,
     with_graphs: TrainStep,
     individually: TrainStep,
@@ -431,8 +434,8 @@ impl StepBench<'_> {
         let (learning_rate, beta1, beta2, eps) = (1e-4, 0.9, 0.95, 1e-8);
         let (weight_decay, step, clip, seed) = (0.1, self.step, 1.0, self.step);
         let adamw = AdamW { learning_rate, beta1, beta2, eps, weight_decay, step, clip, seed };
-        let muon = Muon { learning_rate: 1e-3, momentum: 0.95, weight_decay, ..Muon::default() };
-        Update { muon: (self.optimizer == Optimizer::Muon).then_some(muon), ..adamw.into() }
+        let muon = |additions| Muon { learning_rate: 1e-3, momentum: 0.95, weight_decay, additions, ..Muon::default() };
+        Update { muon: self.muon.map(muon), ..adamw.into() }
     }
 
     /// Launches one optimizer step. Every micro-batch is the one that was loaded.

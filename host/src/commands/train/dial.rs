@@ -87,14 +87,7 @@ pub fn complete(options: &TrainOptions, descriptor: Descriptor) -> Result<(Train
             flags.muon_momentum_final.get_or_insert(0.9);
         }
         flags.weight_decay_schedule.get_or_insert(WeightDecaySchedule::Cosine);
-        for addition in [
-            &mut flags.muon_equilibrate,
-            &mut flags.muon_renormalize,
-            &mut flags.muon_variance,
-            &mut flags.muon_cautious_decay,
-        ] {
-            addition.get_or_insert(true);
-        }
+        flags.muon_additions.add_all();
     }
     let head_lr = options.head_lr.map_or(HEAD_LR * of_batch * of_channels, f64::from);
     let embedding_lr = options.embedding_lr.map_or(EMBEDDING_LR * of_batch * of_channels, f64::from);

@@ -40,7 +40,6 @@ use distributed::rendezvous::elastic::Members;
 use elastic::Part;
 use engine::Engine;
 use engine::open::{Device, Opened, Precision};
-use engine::ops::MuonAdditions;
 use engine::plan::Plan;
 use engine::trace::BitFlip;
 use interchange::ModelSource;
@@ -626,12 +625,7 @@ fn optimizer(config: &Config) -> OptimizerSettings {
             final_momentum: flags.muon_momentum_final,
             weight_decay: flags.weight_decay_schedule.unwrap_or_default(),
             coefficients: flags.muon_coefficients.unwrap_or_default(),
-            additions: MuonAdditions {
-                equilibrate: flags.muon_equilibrate.unwrap_or(false),
-                renormalize: flags.muon_renormalize.unwrap_or(false),
-                variance: flags.muon_variance.unwrap_or(false),
-                cautious_decay: flags.muon_cautious_decay.unwrap_or(false),
-            },
+            additions: flags.muon_additions.additions(),
         }),
     }
 }

@@ -5,7 +5,7 @@
 //! [`Config`](super::Config) has its final value.
 
 use super::sources::{SourceTable, source_table};
-use crate::commands::resources::{Fp8Flags, Hardware, LoraFlags, StructureFlags};
+use crate::commands::resources::{Fp8Flags, Hardware, LoraFlags, MuonAdditionFlags, StructureFlags};
 use crate::console::Verbosity;
 use crate::train::{CLIP, GroupFlag};
 use crate::values::{
@@ -239,21 +239,9 @@ pub struct TrainOptions {
     #[arg(long, value_enum, value_name = "NAME", help_heading = OPTIMIZER)]
     pub muon_coefficients: Option<MuonCoefficients>,
 
-    /// Give the rows of each matrix equal norms before Muon's iterations (MuonEq) [default: 0]
-    #[arg(long, value_name = "0|1", value_parser = switch, num_args = 0..=1, default_missing_value = "1", help_heading = OPTIMIZER)]
-    pub muon_equilibrate: Option<bool>,
-
-    /// Give each update of Muon the norm of a semi-orthogonal matrix (Muon+) [default: 0]
-    #[arg(long, value_name = "0|1", value_parser = switch, num_args = 0..=1, default_missing_value = "1", help_heading = OPTIMIZER)]
-    pub muon_renormalize: Option<bool>,
-
-    /// Scale rows or columns of Muon's updates by a running mean of their squares (NorMuon) [default: 0]
-    #[arg(long, value_name = "0|1", value_parser = switch, num_args = 0..=1, default_missing_value = "1", help_heading = OPTIMIZER)]
-    pub muon_variance: Option<bool>,
-
-    /// Decay only those weights that Muon's update moves to 0, too [default: 0]
-    #[arg(long, value_name = "0|1", value_parser = switch, num_args = 0..=1, default_missing_value = "1", help_heading = OPTIMIZER)]
-    pub muon_cautious_decay: Option<bool>,
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub muon_additions: MuonAdditionFlags,
 
     /// Steps of linear warmup [default: 0]
     #[arg(short = 'u', long, value_name = "N", value_parser = whole_number, help_heading = OPTIMIZER)]

@@ -306,7 +306,6 @@ fn save_packing(config: &mut Config, data: &TrainingData) {
 /// Checks that the flags of the optimizer and of the schedule apply.
 fn check_optimizer(options: &TrainOptions, descriptor: Descriptor, opened: &Opened) -> Result<()> {
     let TrainOptions { muon_lr, muon_momentum, muon_momentum_warmup, muon_coefficients, .. } = options;
-    let TrainOptions { muon_equilibrate, muon_renormalize, muon_variance, muon_cautious_decay, .. } = options;
     let TrainOptions { muon_momentum_final, weight_decay_schedule, .. } = options;
     let muon = options.optimizer() == Optimizer::Muon;
     for (flag, given) in [
@@ -316,11 +315,10 @@ fn check_optimizer(options: &TrainOptions, descriptor: Descriptor, opened: &Open
         ("--muon-momentum-final", muon_momentum_final.is_some()),
         ("--weight-decay-schedule", weight_decay_schedule.is_some()),
         ("--muon-coefficients", muon_coefficients.is_some()),
-        ("--muon-equilibrate", muon_equilibrate.is_some()),
-        ("--muon-renormalize", muon_renormalize.is_some()),
-        ("--muon-variance", muon_variance.is_some()),
-        ("--muon-cautious-decay", muon_cautious_decay.is_some()),
-    ] {
+    ]
+    .into_iter()
+    .chain(options.muon_additions.given())
+    {
         ensure!(muon || !given, "{flag}: expected --optimizer muon, found adamw; add it or omit this flag");
     }
     for (flag, given) in [
