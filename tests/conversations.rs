@@ -5,7 +5,7 @@ use checkpoint::resume::find_newest;
 use serde_json::{Value, json};
 use std::fs;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use tempfile::TempDir;
 
@@ -164,6 +164,37 @@ fn a_base_model_is_tuned_on_conversations() {
     let printed =
         world.succeed(&[&TRAIN[..], &both, &["--seq", "32", "--val", "chat/val_*.bin", "--out", "both"]].concat());
     assert!(printed.contains("2 sources, best-fit packing with padding"), "{printed}");
+}
+
+/// The chat template of the recipe of nanochat's model.
+#[test]
+fn the_template_of_nanochat_writes_its_special_tokens() {
+    let world = World::new();
+    let system = json!({ "role": "system", "content": "Be brief." });
+    let message = |role: &str, content: &str| json!({ "role": role, "content": content });
+    let dialog =
+        [message("user", "Hi."), message("assistant", "Yes?"), message("user", "Bye."), message("assistant", "")];
+    let with_system = [&[system][..], &dialog].concat();
+    let tool = [message("user", "a"), message("tool", "b"), message("assistant", "c")];
+    let lines = [&dialog[..], &with_system, &tool].map(|messages| json!({ "messages": messages }).to_string());
+    world.write("chat.jsonl", &lines.join("\n"));
+    let template = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/nanochat.jinja");
+    let names = ["bos", "user_start", "user_end", "assistant_start", "assistant_end"].map(|name| format!("<|{name}|>"));
+    let special = names.iter().flat_map(|name| ["--special", name.as_str()]);
+    let flags = ["chat.jsonl", "--tokenizer", "bytes", "--chat-template", template.to_str().unwrap(), "--out", "chat"];
+    let printed = world.data(&flags.into_iter().chain(special).collect::<Vec<_>>());
+    // In each of the two conversations, the assistant says four characters, and ends two turns.
+    assert!(printed.contains("tokens of the assistant, which have loss: 12 of "), "{printed}");
+    assert!(printed.contains("expected messages of user and assistant, found tool"), "{printed}");
+    let shown = world.succeed(&["data", "show", "chat/train_000000.bin", "--count", "200"]);
+    let turns = |first: &str| {
+        format!(
+            "<|bos|><|user_start|>{first}<|user_end|><|assistant_start|>Yes?<|assistant_end|><|user_start|>Bye.<|user_end|>\
+             <|assistant_start|><|assistant_end|>"
+        )
+    };
+    let expected = format!("{}{}", turns("Hi."), turns("Be brief.\n\nHi."));
+    assert!(shown.ends_with(&format!("\n{expected}\n")), "{shown}");
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! The commands of named data sets, `data check` and `data show`, and training on many or damaged shards.
 
+use crate::common::hub::{Defect, Hub, pages};
 use crate::common::{NO_SERVER, fail, llm_rs, succeed, text};
+use data::Tokens;
 use data::tokens::{self, Width};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -243,6 +245,123 @@ fn tinystories_are_written_and_can_be_trained_on() {
     );
 }
 
+/// Returns two files of the training split of ClimbMix, which do not follow one another, and that of the validation split.
+fn climbmix() -> Vec<(&'static str, Vec<u8>)> {
+    let file = |name: &'static str, documents: usize| {
+        let text = |i: usize| format!("{name}, page {i}.\n{}", "All the world's a stage. ".repeat(i % 7));
+        (name, pages(&(0..documents).map(text).collect::<Vec<_>>()))
+    };
+    vec![
+        file("shard_00000.parquet", 40),
+        file("shard_00001.parquet", 30),
+        file("shard_00003.parquet", 20),
+        file("shard_06542.parquet", 10),
+    ]
+}
+
+/// Runs `data climbmix` with a server.
+fn run_climbmix(hub: &Hub, flags: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
+    command.args(["data", "climbmix"]).args(flags).env("HF_ENDPOINT", &hub.address).output().unwrap()
+}
+
+/// Returns the tokens of all shards that match a pattern.
+fn tokens_of(pattern: &Path) -> Vec<u32> {
+    let shards = Tokens::open_all(text(pattern)).unwrap();
+    let read = |shard: &Tokens| {
+        let mut ids = vec![0; shard.len()];
+        shard.read(0, &mut ids).unwrap();
+        ids
+    };
+    shards.iter().flat_map(read).collect()
+}
+
+#[test]
+fn climbmix_is_downloaded_once_and_has_the_tokens_of_data_text() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name);
+    let (out, source, tokenizer) = (path("out"), path("out/source"), path("tokenizer"));
+    let hub = Hub::new(climbmix(), Defect::Interrupted("shard_00001.parquet"));
+    let half = climbmix()[1].1.len() / 2;
+    let run = |flags: &[&str]| {
+        let output = run_climbmix(&hub, &[&["--out", text(&out), "--shards", "2"], flags].concat());
+        assert!(output.status.success(), "{}", printed(&output));
+        printed(&output)
+    };
+    let shown = run(&["--download-only"]);
+    assert!(shown.contains(&format!("downloaded 3 parquet files: {}\n", source.display())), "{shown}");
+    let names = ["shard_00000.parquet", "shard_00001.parquet", "shard_06542.parquet"];
+    assert_eq!(entries(&source), names);
+    let request = |name: &str, start| (name.to_owned(), start);
+    let [first, second, last] = names;
+    assert_eq!(
+        hub.requests(),
+        [request(first, None), request(second, None), request(second, Some(half)), request(last, None)]
+    );
+    // The training files, from which a tokenizer is trained before the tokenization.
+    let pattern = source.join("shard_00*.parquet");
+    let training = ["--vocab-size", "300", "--special", "<|bos|>", "--out", text(&tokenizer)];
+    let shown = succeed(&[&["tokenizer", "train", text(&pattern)], &training[..]].concat());
+    assert!(shown.contains("read 70 documents, "), "{shown}");
+
+    let with = ["--tokenizer", text(&tokenizer)];
+    let shown = run(&[&with[..], &["--shard-tokens", "500"]].concat());
+    assert!(shown.contains("read 80 documents, ") && shown.contains("climbmix_train_*.bin"), "{shown}");
+    assert_eq!(hub.requests(), []);
+    for (split, files) in [("train", "shard_00*.parquet"), ("val", "shard_06542.parquet")] {
+        let (expected, files) = (path(split), source.join(files));
+        succeed(&[&["data", "text", text(&files), "--out", text(&expected)], &with[..]].concat());
+        let expected = tokens_of(&expected.join("train_*.bin"));
+        assert!(tokens_of(&out.join(format!("climbmix_{split}_*.bin"))) == expected, "{split}");
+    }
+    assert!(fs::metadata(out.join("climbmix_train_000001.bin")).is_ok());
+    succeed(&["data", "check", text(&out.join("*.bin"))]);
+    // Local files give the same data set.
+    let (copy, from) = (path("copy"), ["--from", text(&source), "--shard-tokens", "500"]);
+    succeed(&[&["data", "climbmix", "--out", text(&copy)], &from[..], &with[..]].concat());
+    let description = |directory: &Path| fs::read_to_string(directory.join("dataset.json")).unwrap();
+    assert_eq!(description(&copy), description(&out));
+}
+
+#[test]
+fn defects_of_climbmix_are_errors_that_name_the_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("out");
+    let fails = |defect: Defect, shards: &str, parts: &[&str]| {
+        let output = run_climbmix(&Hub::new(climbmix(), defect), &["--out", text(&out), "--shards", shards]);
+        let shown = printed(&output);
+        assert!(!output.status.success() && shown.matches("error: ").count() == 1, "{shown}");
+        for part in parts {
+            assert!(shown.contains(part), "expected '{part}' in: {shown}");
+        }
+    };
+    fails(Defect::None, "3", &["expected shard_00002.parquet in the list of files, found 4 files", "smaller --shards"]);
+    assert!(!out.exists());
+    let name = "shard_00001.parquet";
+    fails(Defect::Missing(name), "2", &["cannot download ", name, "expected status 200 (OK), found 404", "--from DIR"]);
+    let size = climbmix()[1].1.len();
+    let expected = format!("expected a file of {size} bytes, found {} bytes", size - 9);
+    fails(Defect::Truncated(name), "2", &["cannot download ", name, &expected]);
+    // What was downloaded before is kept, and there is no partial file.
+    assert_eq!(entries(&out), ["source"]);
+    assert_eq!(entries(&out.join("source")), ["shard_00000.parquet"]);
+
+    let source = out.join("source");
+    let from = ["data", "climbmix", "--from", text(&source), "--out", text(&out)];
+    fail(&from, &["expected at least 2 parquet files", "found 1", "--from"]);
+    let (_, last) = &climbmix()[3];
+    fs::write(source.join("shard_06542.parquet"), &last[..last.len() / 2]).unwrap();
+    fail(&from, &["shard_06542.parquet: expected a complete parquet file"]);
+    fs::write(source.join("shard_06542.parquet"), pages(&[] as &[&str])).unwrap();
+    fail(&from, &["validation split: expected parquet files with documents, found no rows"]);
+    assert_eq!(entries(&out), ["source"]);
+    for shards in ["0", "6543", "all"] {
+        let output = llm_rs(&["data", "climbmix", "--shards", shards]);
+        assert_eq!(output.status.code(), Some(2));
+        assert!(printed(&output).contains("expected a whole number from 1 to 6542"), "{}", printed(&output));
+    }
+}
+
 #[test]
 fn without_a_network_errors_name_the_address_and_the_flag() {
     let dir = tempfile::tempdir().unwrap();
@@ -251,6 +370,10 @@ fn without_a_network_errors_name_the_address_and_the_flag() {
     fail(
         &["data", "tinystories", "--out", text(&out)],
         &[&format!("cannot download {hub}/roneneldan/TinyStories/tree/main;"), "--from FILE|DIR"],
+    );
+    fail(
+        &["data", "climbmix", "--out", text(&out)],
+        &[&format!("cannot download {hub}/karpathy/climbmix-400b-shuffle/tree/main;"), "--from FILE|DIR"],
     );
     for (flags, path) in [
         (&[][..], "fineweb/tree/main/sample/10BT"),

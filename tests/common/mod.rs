@@ -1,5 +1,6 @@
 //! Runs the program as a user does.
 
+pub mod hub;
 pub mod runs;
 
 use std::path::Path;

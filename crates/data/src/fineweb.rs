@@ -1,14 +1,12 @@
 //! FineWeb and FineWeb-Edu, with the shards of llm.c's `dev/data/fineweb.py`.
 
-use crate::dataset::{Input, Replacement, Replaces, ShardNames};
-use crate::documents::{self, FileReport, Format, Reading};
+use crate::dataset::ShardNames;
 use crate::download::{self, Remote};
-use crate::text::{self, Encoder, Layout, Summary, Validation};
-use anyhow::{Result, bail, ensure};
+use crate::text::{self, Layout, Summary, Validation};
+use crate::web_pages;
+use anyhow::Result;
 use std::fmt;
-use std::fs;
 use std::path::{Path, PathBuf};
-use system::progress::{self, Unit};
 use tokenizer::Tokenizer;
 
 /// The size of a sample.
@@ -94,36 +92,10 @@ pub struct FinewebOptions {
 pub fn write(files: &[PathBuf], out: &Path, options: &FinewebOptions) -> Result<Summary> {
     let FinewebOptions { names, shard_tokens, tokenizer, program } = options;
     text::check_shard_tokens(*shard_tokens)?;
-    let reading = Reading { format: Some(Format::Parquet), ..Reading::default() };
-    // A damaged file is found before hours of work.
-    let mut has_rows = false;
-    for file in files {
-        has_rows |= documents::check_parquet(file, &reading.field)?;
-    }
-    if !has_rows {
-        let names = files.iter().map(|file| file.display().to_string());
-        bail!(
-            "{}: expected parquet files with documents, found no rows; download the files again, or pass others with --from",
-            documents::list_names(names)
-        );
-    }
-    let bytes = files.iter().filter_map(|file| fs::metadata(file).ok()).map(|found| found.len()).sum();
-    let progress = progress::start("tokenizing", Unit::Bytes, bytes);
-    let replacement = Replacement::begin(out, Replaces::Same(*names))?;
+    web_pages::count_rows(files)?;
     let validation = Validation::FirstTokens(*shard_tokens);
     let layout = Layout { names: *names, shard_tokens: *shard_tokens, validation };
-    text::write_shards(replacement, &Encoder::of_llmc(tokenizer), layout, program, |sink| {
-        for file in files {
-            let FileReport { null, invalid_utf8, .. } = documents::read(file, &reading, &progress, sink)?;
-            ensure!(
-                null == 0 && invalid_utf8 == 0,
-                "{}: expected UTF-8 text in each row, found {null} null values and {invalid_utf8} invalid UTF-8 sequences; \
-                 download the file again",
-                file.display()
-            );
-        }
-        Ok(Summary { input: Input { files: files.len(), ..Input::default() }, ..Summary::default() })
-    })
+    web_pages::write(files, out, layout, tokenizer, program)
 }
 
 #[cfg(test)]

@@ -1,15 +1,16 @@
 //! Tokenization, token files, batches and evaluation sets.
 //!
 //! Files contain documents ([`documents`]), text becomes tokens ([`tokenizer`]), and tokens become shards on disk ([`text`],
-//! [`tinyshakespeare`], [`tinystories`], [`fineweb`]) with a description ([`dataset`]). Conversations become shards with masks
-//! ([`conversations`], [`mask`]). Shards become batches ([`Loader`], [`Mixture`], [`Prefetch`]). [`MultipleChoice`] holds evaluation
-//! sets such as HellaSwag. Scoring a model on them does not belong here.
+//! [`tinyshakespeare`], [`tinystories`], [`fineweb`], [`climbmix`]) with a description ([`dataset`]). Conversations become shards with
+//! masks ([`conversations`], [`mask`]). Shards become batches ([`Loader`], [`Mixture`], [`Prefetch`]). [`MultipleChoice`] holds
+//! evaluation sets such as HellaSwag. Scoring a model on them does not belong here.
 
 #![warn(missing_docs)]
 
 mod archive;
 pub mod batches;
 pub mod check;
+pub mod climbmix;
 pub mod conversations;
 pub mod core_tasks;
 pub mod dataset;
@@ -32,6 +33,7 @@ pub mod text;
 pub mod tinyshakespeare;
 pub mod tinystories;
 pub mod tokens;
+mod web_pages;
 
 pub use batches::Batches;
 pub use loader::{Geometry, Loader};

@@ -21,7 +21,11 @@ impl ShardNames {
     /// The names of FineWeb-Edu.
     pub const EDU_FINEWEB: Self = Self { data_set: "edu_fineweb", numbered: true };
 
-    const ALL: [Self; 5] = [Self::TEXT, Self::TINY_SHAKESPEARE, Self::TINY_STORIES, Self::FINEWEB, Self::EDU_FINEWEB];
+    /// The names of ClimbMix.
+    pub const CLIMBMIX: Self = Self { data_set: "climbmix", numbered: true };
+
+    const ALL: [Self; 6] =
+        [Self::TEXT, Self::TINY_SHAKESPEARE, Self::TINY_STORIES, Self::FINEWEB, Self::EDU_FINEWEB, Self::CLIMBMIX];
 
     /// Returns the data set of a shard. Returns `None` for other file names, such as `hellaswag_val.bin` and `train.bin`.
     pub fn of_shard(file: &str) -> Option<Self> {

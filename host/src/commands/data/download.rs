@@ -5,7 +5,7 @@ use data::download::{self, Remote};
 use std::path::{Path, PathBuf};
 
 /// Directory, in that of the data set, of the downloaded files.
-const DOWNLOADS: &str = "source";
+pub const DOWNLOADS: &str = "source";
 
 /// Returns `from`, or downloads the file into a directory next to the data set in `out`.
 pub fn local_or_downloaded(

@@ -2,6 +2,7 @@
 
 mod chat;
 mod check;
+mod climbmix;
 mod core;
 mod download;
 mod evaluation;
@@ -36,6 +37,7 @@ enum Source {
     Tinyshakespeare(tinyshakespeare::Tinyshakespeare),
     Tinystories(tinystories::Tinystories),
     Fineweb(fineweb::Fineweb),
+    Climbmix(climbmix::Climbmix),
     Hellaswag(hellaswag::Hellaswag),
     Mmlu(mmlu::Mmlu),
     Core(core::Core),
@@ -62,6 +64,7 @@ pub fn run(args: &Data) -> Result<()> {
         Source::Tinyshakespeare(args) => tinyshakespeare::run(args),
         Source::Tinystories(args) => tinystories::run(args),
         Source::Fineweb(args) => fineweb::run(args),
+        Source::Climbmix(args) => climbmix::run(args),
         Source::Hellaswag(args) => hellaswag::run(args),
         Source::Mmlu(args) => mmlu::run(args),
         Source::Core(args) => core::run(args),

@@ -82,11 +82,17 @@ pub fn read(path: &Path, field: &str, progress: &Progress, sink: &mut dyn Sink) 
     Ok(report)
 }
 
-/// Checks that a file is a parquet file with a column `field` of strings. Returns whether it has rows, which are not read.
-pub fn check(path: &Path, field: &str) -> Result<bool> {
+/// Checks that a file is a parquet file with a column `field` of strings. Returns the number of rows, which are not read.
+pub fn check(path: &Path, field: &str) -> Result<usize> {
     size(path)?;
     let (reader, _) = open(path, field)?;
-    Ok(reader.metadata().row_groups().iter().any(|group| group.num_rows() > 0))
+    let rows = reader.metadata().row_groups().iter().map(|group| usize::try_from(group.num_rows()));
+    rows.sum::<Result<usize, _>>().with_context(|| {
+        format!(
+            "{}: expected at least 0 rows in each row group, found a negative number; download it again",
+            path.display()
+        )
+    })
 }
 
 /// Returns the names of the columns of strings.
