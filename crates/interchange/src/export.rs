@@ -190,12 +190,6 @@ pub fn gguf(
     let descriptor = source.descriptor();
     // A Mistral without a window is a Llama.
     let architecture = Architecture::of(&descriptor)?;
-    ensure!(
-        descriptor.windows.is_none(),
-        "{}: expected attention to all earlier tokens, which llama.cpp computes for every {}, found windows; export with --format hf",
-        source.path().display(),
-        architecture.model_type
-    );
     let pairs = architecture.gguf_pairs.with_context(|| {
         format!(
             "{}: expected an architecture that llama.cpp supports, found {}; export with --format hf",
@@ -203,6 +197,12 @@ pub fn gguf(
             architecture.model_type
         )
     })?;
+    ensure!(
+        descriptor.windows.is_none(),
+        "{}: expected attention to all earlier tokens, which llama.cpp computes for every {}, found windows; export with --format hf",
+        source.path().display(),
+        architecture.model_type
+    );
     ensure!(
         descriptor.activation != Activation::GeGlu,
         "{}: expected SwiGLU, which llama.cpp computes for every {}, found GEGLU; export with --format hf",

@@ -1,7 +1,8 @@
 """nanochat's model for transformers, with what NanoChatForCausalLM lacks: a factor of queries and keys, windows, value embeddings,
 residual scales, smear and backout (https://github.com/karpathy/nanochat, commit 92d63d4).
 
-llm-rs writes this file into exports. AutoModelForCausalLM.from_pretrained(DIRECTORY, trust_remote_code=True) loads them.
+llm-rs writes this file into exports. AutoModelForCausalLM.from_pretrained(DIRECTORY, trust_remote_code=True) loads them, and
+AutoTokenizer needs trust_remote_code=True, too.
 """
 
 import torch
@@ -10,12 +11,14 @@ from torch import nn
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+# transformers 5.24 has renamed the argument and the result past_key_values.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 VALUE_GATE_CHANNELS, SMEAR_GATE_CHANNELS = 12, 24
 
 
 class NanoChatFullConfig(PretrainedConfig):
     model_type = "nanochat_full"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = [CACHE]
 
     def adds(self, addition):
         return addition in self.additions.split(",")
@@ -137,18 +140,15 @@ class NanoChatFullForCausalLM(PreTrainedModel, GenerationMixin):
         self,
         input_ids,
         attention_mask=None,
-        past_key_values=None,
-        cache=None,
         labels=None,
         use_cache=None,
         previous_ids=None,
         logits_to_keep=0,
-        **_,
+        **others,
     ):
         config, layers = self.config, self.config.num_hidden_layers
         normalized = lambda x: F.rms_norm(x, (x.shape[-1],), eps=config.rms_norm_eps)
-        # transformers 5.24 has renamed the argument.
-        cache = past_key_values if cache is None else cache
+        cache = others.get(CACHE)
         if cache is None and use_cache:
             cache = DynamicCache()
         start, length = 0 if cache is None else cache.get_seq_length(), input_ids.shape[1]
@@ -189,4 +189,4 @@ class NanoChatFullForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
