@@ -46,6 +46,14 @@ fn tables_fit_a_terminal_and_mark_the_best_setting() {
     assert_eq!(best.len(), 2, "one row and the legend: {printed}");
     assert!(printed.lines().all(|line| line.len() <= 80), "{printed}");
     assert!(printed.contains("no step measured") && printed.contains("450 GB/s inside a node"), "{printed}");
+    let minutes = |steps: &str| {
+        let printed = succeed(&with(&["--batch", "8,64", "--steps", steps]));
+        let row =
+            printed.lines().find_map(|line| line.strip_prefix(&format!("time of {steps} steps"))).unwrap().to_owned();
+        row.split_whitespace().next().unwrap().parse::<f64>().unwrap()
+    };
+    assert!(minutes("2000") > 0.0 && (minutes("2000") - 2.0 * minutes("1000")).abs() <= 0.2);
+    assert!(!printed.contains("time of 2000 steps"), "{printed}");
     // Stage 0, and two shard sizes of each other stage.
     let rows =
         |printed: &str| printed.lines().filter(|line| line.contains(" compute") || line.contains(" memory")).count();

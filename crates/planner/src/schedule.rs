@@ -8,7 +8,7 @@ use crate::cluster::{Cluster, Members};
 use crate::compute::Compute;
 use crate::links::{Algorithm, Links, Operation};
 use model::params::Params;
-use model::{Optimizer, Param, Unit};
+use model::{Optimizer, Param, ParamKind, Unit};
 use serde::Serialize;
 
 /// Measured loss of kernels beside collectives, as a multiple of the time of the collectives: two H200 with NVLink
@@ -311,8 +311,8 @@ impl Simulation<'_> {
         // no free SM while AdamW's blocks fill the GPU.
         self.compute(compute.update / shards);
         for unit in layout.units() {
-            if optimizer == Optimizer::Muon && unit != Unit::Embeddings {
-                self.exchange_updates(unit);
+            if let (Optimizer::Muon, Unit::Layer(layer)) = (optimizer, unit) {
+                self.exchange_updates(unit, layer);
             }
             if stage < 3 || unit == Unit::Embeddings {
                 let part = if unit == Unit::Embeddings { "parameters of embeddings" } else { "parameters of a layer" };
@@ -323,9 +323,16 @@ impl Simulation<'_> {
     }
 
     /// Gathers Muon's update of a layer, and copies each orthogonalized matrix to all ranks of the group.
-    fn exchange_updates(&mut self, unit: Unit) {
+    fn exchange_updates(&mut self, unit: Unit, layer: usize) {
         let descriptor = self.step.layout.descriptor();
-        let matrices = descriptor.params().filter(|param| param.layered() && param.is_matrix());
+        // AdamW updates the tables of value embeddings, which belong to the embeddings.
+        let is_updated = |param: &Param| {
+            param.layered()
+                && param.is_matrix()
+                && param.kind() != ParamKind::ValueEmbedding
+                && param.layers(descriptor).any(|found| found == layer)
+        };
+        let matrices = descriptor.params().filter(is_updated);
         let sizes: Vec<usize> = matrices.map(|param: Param| param.len(descriptor) * self.step.element_bytes).collect();
         self.begin("update of a layer", Operation::AllGather, Scope::ShardGroup, self.bytes(unit));
         self.wait();

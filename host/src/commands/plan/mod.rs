@@ -58,6 +58,9 @@ pub struct Plan {
     /// Tokens in a step over all GPUs [default: one micro-batch on each GPU]
     #[arg(short = 'd', long, value_name = "TOKENS", value_parser = count)]
     total_batch: Option<usize>,
+    /// Steps of a run, to predict its time
+    #[arg(short = 'x', long, value_name = "N", value_parser = count)]
+    steps: Option<usize>,
 
     /// Sequences in a micro-batch, separated by commas
     #[arg(short, long, value_delimiter = ',', default_value = "1,2,4,8,16,32,64", value_parser = count, help_heading = SETTINGS)]
@@ -144,12 +147,13 @@ pub fn run(options: &Plan) -> Result<()> {
             "assumptions": print::assumptions(&request, &connections, &planned),
             "settings": planned,
             "best": best,
+            "steps": options.steps,
         }))?;
     } else {
         print::header(options, &request, &connections, &planned)?;
         print::settings(&planned, best, options.all)?;
         if let Some(best) = best {
-            print::details(&planned[best])?;
+            print::details(&planned[best], options.steps)?;
         }
     }
     if best.is_none() {

@@ -154,8 +154,8 @@ fn cells(planned: &Planned, best: bool) -> [Cell; 12] {
     ]
 }
 
-/// Prints memory, times and collectives of a setting.
-pub fn details(planned: &Planned) -> Result<()> {
+/// Prints memory, times and collectives of a setting, and the time of a run of `steps` steps.
+pub fn details(planned: &Planned, steps: Option<usize>) -> Result<()> {
     let Planned { memory, timeline, .. } = planned;
     terminal::line("")?;
     row("best", &flags(planned))?;
@@ -185,6 +185,10 @@ pub fn details(planned: &Planned) -> Result<()> {
     ];
     for (name, seconds) in times {
         row(&format!("  {name}"), &format!("{:>9.2} ms", 1e3 * seconds))?;
+    }
+    if let Some(steps) = steps {
+        let minutes = steps as f64 * timeline.step / 60.0;
+        row(&format!("time of {steps} steps"), &format!("{minutes:>9.1} min, without evaluations and checkpoints"))?;
     }
     if communication > 0.0 {
         let (all, hidden) = (1e3 * communication, 100.0 * timeline.hidden());
