@@ -7,7 +7,8 @@ NANOCHAT is a checkout of https://github.com/karpathy/nanochat at 92d63d4. FOLDE
 parameters in fp32, as nanochat saves a checkpoint) and reference.safetensors: inputs and targets (B, T), logits (B, T, V), the gradient of
 every parameter under its name, the losses of ten steps of nanochat's optimizer on that batch, and for each step the factor of the
 learning rates, Muon's momentum and Muon's weight decay; and final.NAME, the parameters after these steps. Values are computed in double
-precision on the CPU, with the epsilon of norms that nanochat has in fp32, and stored in single precision.
+precision on the CPU, with the epsilon of norms that nanochat has in fp32, and stored in single precision. small/ has the checkpoint of a
+smaller model in bf16.
 Needs torch, safetensors and filelock.
 """
 
@@ -24,6 +25,8 @@ from safetensors.torch import save_file
 
 B, T, V, STEPS = 2, 140, 97, 10
 CONFIG = dict(sequence_len=T, vocab_size=V, n_layer=4, n_head=2, n_kv_head=1, n_embd=48, window_pattern="SSSL")
+# For tests of damaged files.
+SMALL = dict(sequence_len=8, vocab_size=5, n_layer=2, n_head=2, n_kv_head=1, n_embd=24, window_pattern="SL")
 WARMUP, WARMDOWN, FINAL = 3, 0.4, 0.05
 LEARNING_RATES = dict(unembedding_lr=0.004, embedding_lr=0.1, matrix_lr=0.02, weight_decay=0.2, scalar_lr=0.1)
 
@@ -58,6 +61,15 @@ def make_model(gpt):
     return model
 
 
+def save(model, folder):
+    """Saves a model as save_checkpoint of nanochat's checkpoint_manager.py does, which needs tiktoken and other packages."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parameters = {name: p.detach().contiguous().clone() for name, p in model.named_parameters()}
+    torch.save({name: p.to(torch.float32) if p.dtype == torch.float64 else p for name, p in parameters.items()}, folder / "model_000000.pt")
+    meta = {"step": 0, "model_config": dataclasses.asdict(model.config)}
+    (folder / "meta_000000.json").write_text(json.dumps(meta, indent=2) + "\n")
+
+
 def schedule(step):
     """Returns the factor of the learning rates, Muon's momentum and the factor of its weight decay, as in nanochat's base_train.py."""
     warmdown = round(WARMDOWN * STEPS)
@@ -80,10 +92,10 @@ def main():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(stored(parameter))
-    # As save_checkpoint of nanochat's checkpoint_manager.py, which needs tiktoken and other packages.
-    torch.save({name: stored(p) for name, p in model.named_parameters()}, folder / "model_000000.pt")
-    meta = {"step": 0, "model_config": dataclasses.asdict(model.config)}
-    (folder / "meta_000000.json").write_text(json.dumps(meta, indent=2) + "\n")
+    save(model, folder)
+    small = gpt.GPT(gpt.GPTConfig(**SMALL), pad_vocab_size_to=1)
+    small.init_weights()
+    save(small.bfloat16(), folder / "small")
     tokens = torch.randint(0, V, (B, T + 1), generator=torch.Generator().manual_seed(5))
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     tensors = {"inputs": inputs.int(), "targets": targets.int(), "logits": stored(model(inputs))}

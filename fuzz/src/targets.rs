@@ -56,7 +56,7 @@ pub struct Target {
 }
 
 /// Every file format that the program reads.
-pub static TARGETS: [Target; 28] = [
+pub static TARGETS: [Target; 31] = [
     // Token shards.
     Target { name: "tokens", read: read_tokens, seeds: token_files },
     // Model files.
@@ -99,6 +99,11 @@ pub static TARGETS: [Target; 28] = [
     Target { name: "hf_tokenizer", read: read_hf_tokenizer, seeds: hf_tokenizers },
     // Safetensors files.
     Target { name: "safetensors", read: read_safetensors, seeds: safetensors_files },
+    // Checkpoints of nanochat, and the shapes of their models.
+    Target { name: "nanochat_model", read: read_nanochat_model, seeds: || vec![NANOCHAT_MODEL.to_vec()] },
+    Target { name: "nanochat_meta", read: read_nanochat_meta, seeds: || vec![NANOCHAT_META.to_vec()] },
+    // nanochat's tokenizers.
+    Target { name: "tokenizer_pickle", read: read_tokenizer_pickle, seeds: || vec![TOKENIZER_PICKLE.to_vec()] },
     // Masks of token shards.
     Target { name: "mask", read: read_mask, seeds: mask_files },
     // Conversations in JSON lines.
@@ -121,7 +126,7 @@ impl Target {
         (self.read)(data).is_ok()
     }
 
-    /// Returns small valid files, written by the program's own writers.
+    /// Returns small valid files, most of which the program's own writers have written.
     pub fn seeds(&self) -> Vec<Vec<u8>> {
         (self.seeds)()
     }
@@ -275,6 +280,27 @@ fn hf_indexes() -> Vec<Vec<u8>> {
     let names = header.keys().filter(|name| *name != "__metadata__");
     let map: serde_json::Map<_, _> = names.map(|name| (name.clone(), "a.safetensors".into())).collect();
     vec![serde_json::json!({ "weight_map": map }).to_string().into_bytes()]
+}
+
+// PyTorch and tiktoken have written these files.
+const NANOCHAT_MODEL: &[u8] = include_bytes!("../../tests/data/nanochat/small/model_000000.pt");
+const NANOCHAT_META: &[u8] = include_bytes!("../../tests/data/nanochat/small/meta_000000.json");
+const TOKENIZER_PICKLE: &[u8] = include_bytes!("../../tests/data/nanochat/tokenizer.pkl");
+
+fn read_nanochat_model(data: &[u8]) -> Result<()> {
+    load_directory(&[("model_000000.pt", data), ("meta_000000.json", NANOCHAT_META)])
+}
+
+fn read_nanochat_meta(data: &[u8]) -> Result<()> {
+    load_directory(&[("model_000000.pt", NANOCHAT_MODEL), ("meta_000000.json", data)])
+}
+
+fn read_tokenizer_pickle(data: &[u8]) -> Result<()> {
+    let directory = tempfile::tempdir()?;
+    fs::write(directory.path().join("tokenizer.pkl"), data)?;
+    let tokenizer = Tokenizer::open(directory.path())?;
+    tokenizer.decode(&tokenizer.encode("aba b \u{e9}\n")?);
+    Ok(())
 }
 
 /// Loads the small model with adapters.
