@@ -285,7 +285,7 @@ fn hf_indexes() -> Vec<Vec<u8>> {
 // PyTorch and tiktoken have written these files.
 const NANOCHAT_MODEL: &[u8] = include_bytes!("../../tests/data/nanochat/small/model_000000.pt");
 const NANOCHAT_META: &[u8] = include_bytes!("../../tests/data/nanochat/small/meta_000000.json");
-const TOKENIZER_PICKLE: &[u8] = include_bytes!("../../tests/data/nanochat/tokenizer.pkl");
+const TOKENIZER_PICKLE: &[u8] = include_bytes!("../../tests/data/nanochat/tokenizer/tokenizer.pkl");
 
 fn read_nanochat_model(data: &[u8]) -> Result<()> {
     load_directory(&[("model_000000.pt", data), ("meta_000000.json", NANOCHAT_META)])

@@ -59,7 +59,7 @@ mod tests {
     use std::path::Path;
 
     fn nanochat() -> Vec<u8> {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/nanochat/tokenizer.pkl");
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/nanochat/tokenizer/tokenizer.pkl");
         std::fs::read(path).unwrap()
     }
 
