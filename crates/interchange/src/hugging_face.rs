@@ -88,7 +88,7 @@ impl HuggingFaceModel {
             Some(head) => model.check_head(&head)?,
             None if !model.config.descriptor.tied => {}
             None => {
-                model.config.check_tied().with_context(|| model.directory.join(config::FILE).display().to_string())?
+                model.config.check_tied().with_context(|| model.directory.join(config::FILE).display().to_string())?;
             }
         }
         let unexpected = found.into_iter().find(|(name, _)| !architecture.ignores(name));

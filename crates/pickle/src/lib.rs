@@ -147,8 +147,11 @@ struct Machine<'a> {
 impl<'a> Machine<'a> {
     /// Executes an operation. Returns the result after the last one.
     fn step(&mut self) -> Result<Option<Id>> {
-        let operation = self.number::<1>()?;
-        match operation as u8 {
+        let operation = self.number::<1>()? as u8;
+        if self.push_atom(operation)? {
+            return Ok(None);
+        }
+        match operation {
             // PROTO and FRAME
             0x80 => drop(self.number::<1>()?),
             0x95 => drop(self.number::<8>()?),
@@ -160,32 +163,6 @@ impl<'a> Machine<'a> {
                 let top = self.top()?;
                 self.stack.push(top);
             }
-            b'N' | 0x88 | 0x89 => self.push(Node::Other),
-            b'K' => self.push_int::<1>()?,
-            b'M' => self.push_int::<2>()?,
-            b'J' => {
-                let int = self.number::<4>()? as u32;
-                self.push(Node::Int(i64::from(int.cast_signed())));
-            }
-            // LONG1
-            0x8a => {
-                let bytes = self.counted::<1>()?;
-                self.push(Node::Int(signed(bytes)?));
-            }
-            b'G' => {
-                self.take(8)?;
-                self.push(Node::Other);
-            }
-            // SHORT_BINUNICODE, BINUNICODE and BINUNICODE8; BINSTRING and SHORT_BINSTRING are the texts of Python 2
-            0x8c | b'U' => self.push_text::<1>()?,
-            b'X' | b'T' => self.push_text::<4>()?,
-            0x8d => self.push_text::<8>()?,
-            // SHORT_BINBYTES, BINBYTES, BINBYTES8 and BYTEARRAY8
-            b'C' => self.push_bytes::<1>()?,
-            b'B' => self.push_bytes::<4>()?,
-            0x8e | 0x96 => self.push_bytes::<8>()?,
-            // Empty tuple, list and set
-            b')' | b']' | 0x8f => self.push(Node::Sequence(Vec::new())),
             // TUPLE, LIST and FROZENSET
             b't' | b'l' | 0x91 => {
                 let ids = self.above_mark()?;
@@ -268,6 +245,40 @@ impl<'a> Machine<'a> {
             other => bail!("unknown operation {other:#04x}"),
         }
         Ok(None)
+    }
+
+    /// Pushes the value of an operation that uses no other values. Returns false for other operations.
+    fn push_atom(&mut self, operation: u8) -> Result<bool> {
+        match operation {
+            b'N' | 0x88 | 0x89 => self.push(Node::Other),
+            b'K' => self.push_int::<1>()?,
+            b'M' => self.push_int::<2>()?,
+            b'J' => {
+                let int = self.number::<4>()? as u32;
+                self.push(Node::Int(i64::from(int.cast_signed())));
+            }
+            // LONG1
+            0x8a => {
+                let bytes = self.counted::<1>()?;
+                self.push(Node::Int(signed(bytes)?));
+            }
+            b'G' => {
+                self.take(8)?;
+                self.push(Node::Other);
+            }
+            // SHORT_BINUNICODE, BINUNICODE and BINUNICODE8; BINSTRING and SHORT_BINSTRING are the texts of Python 2
+            0x8c | b'U' => self.push_text::<1>()?,
+            b'X' | b'T' => self.push_text::<4>()?,
+            0x8d => self.push_text::<8>()?,
+            // SHORT_BINBYTES, BINBYTES, BINBYTES8 and BYTEARRAY8
+            b'C' => self.push_bytes::<1>()?,
+            b'B' => self.push_bytes::<4>()?,
+            0x8e | 0x96 => self.push_bytes::<8>()?,
+            // Empty tuple, list and set
+            b')' | b']' | 0x8f => self.push(Node::Sequence(Vec::new())),
+            _ => return Ok(false),
+        }
+        Ok(true)
     }
 
     fn take(&mut self, count: usize) -> Result<&'a [u8]> {

@@ -21,7 +21,7 @@ pub enum Bench {
     Gemm(gemm::Gemm),
     Generate(generate::Generate),
     Kernels(kernels::Kernels),
-    Step(step::Step),
+    Step(Box<step::Step>),
     Tokenizer(tokenizer::Tokenizer),
 }
 
