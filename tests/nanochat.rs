@@ -2,76 +2,49 @@
 //! ten steps of its optimizer.
 //! `scripts/nanochat_reference.py` computes the reference.
 
+use crate::reference::{Reference, assert_close};
 use distributed::Ranks;
 use engine::cpu::Cpu;
 use engine::ops::{AdamW, MuonAdditions};
 use engine::tensor::DType;
 use engine::{BatchLayout, Engine};
-use interchange::architecture::exchange_halves;
+use interchange::architecture::{NANOCHAT_FULL, TensorNames, exchange_halves, of_layer};
 use interchange::{ModelSource, export};
 use model::descriptor::{WindowPattern, Windows};
 use model::{
     Decoder, Descriptor, GroupSettings, Muon, Optimizer, Param, ParamGroup, Params, PlanOptions, Recompute, TrainStep,
     Unsharded, Update,
 };
-use safetensors::SafeTensors;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 const LAYOUT: BatchLayout = BatchLayout::new(2, 140);
 const VOCAB: usize = 97;
 
-/// A safetensors file.
-struct File(Vec<u8>);
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/nanochat")
+}
 
-impl File {
-    fn read(name: &str) -> Self {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/nanochat");
-        Self(fs::read(folder.join(name)).unwrap())
-    }
-
-    fn floats(&self, name: &str) -> Vec<f32> {
-        let file = SafeTensors::deserialize(&self.0).unwrap();
-        let data = file.tensor(name).unwrap_or_else(|error| panic!("{name}: {error}")).data().to_vec();
-        data.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect()
-    }
-
-    fn ints(&self, name: &str) -> Vec<i32> {
-        self.floats(name).into_iter().map(|bits| bits.to_bits().cast_signed()).collect()
-    }
-
-    /// Returns a parameter of this program from nanochat's tensors, whose names begin with `prefix`. nanochat rotates in the other
-    /// direction, and has one vector for the factors of all layers.
-    fn param(&self, prefix: &str, d: &Descriptor, param: Param, layer: usize) -> Vec<f32> {
-        let of = |name: &str| self.floats(&format!("{prefix}{name}"));
-        let in_layer = |name: &str| of(&format!("transformer.h.{layer}.{name}.weight"));
-        let rotated = |name: &str| {
-            let mut rows = in_layer(name);
-            exchange_halves(&mut rows, d.head_size * d.channels);
-            rows
-        };
-        match param {
-            Param::Wte => of("transformer.wte.weight"),
-            Param::LmHead => of("lm_head.weight"),
-            Param::Qkvw => [rotated("attn.c_q"), rotated("attn.c_k"), in_layer("attn.c_v")].concat(),
-            Param::Attprojw => in_layer("attn.c_proj"),
-            Param::Fcw => in_layer("mlp.c_fc"),
-            Param::Fcprojw => in_layer("mlp.c_proj"),
-            Param::ValueTable => of(&format!("value_embeds.{layer}.weight")),
-            Param::ValueGate => in_layer("attn.ve_gate"),
-            Param::SmearGate => of("smear_gate.weight"),
-            Param::SmearScale => of("smear_lambda"),
-            Param::BackoutScale => of("backout_lambda"),
-            Param::ResidualScale => vec![of("resid_lambdas")[layer]],
-            Param::EmbeddingScale => vec![of("x0_lambdas")[layer]],
-            other => panic!("nanochat has no {}", other.name()),
+/// Returns a parameter of this program from nanochat's tensors, whose names begin with `prefix`. nanochat rotates in the other direction,
+/// and has one vector for the factors of all layers.
+fn expected(reference: &Reference, prefix: &str, d: &Descriptor, param: Param, layer: usize) -> Vec<f32> {
+    let of_part = |(_, names): (usize, &TensorNames)| match param {
+        Param::ResidualScale => vec![reference.floats(&format!("{prefix}resid_lambdas"))[layer]],
+        Param::EmbeddingScale => vec![reference.floats(&format!("{prefix}x0_lambdas"))[layer]],
+        _ => {
+            let mut values = reference.floats(&format!("{prefix}{}", of_layer(names.hugging_face, layer)));
+            if names.is_rotated() {
+                exchange_halves(&mut values, d.head_size * d.channels);
+            }
+            values
         }
-    }
+    };
+    NANOCHAT_FULL.parts_of(param).flat_map(of_part).collect()
 }
 
 /// Opens the checkpoint, as nanochat saves it.
 fn checkpoint() -> ModelSource {
-    ModelSource::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/nanochat/model_000000.pt")).unwrap()
+    ModelSource::open(&folder().join("model_000000.pt")).unwrap()
 }
 
 #[test]
@@ -104,25 +77,17 @@ fn an_exported_checkpoint_is_the_same_model() {
     assert!(message.contains("found an export; add --overwrite"), "{message}");
 }
 
-/// Asserts that values agree within 1e-5 of the largest expected value.
-#[track_caller]
-fn assert_close(name: &str, found: &[f32], expected: &[f32]) {
-    assert_eq!(found.len(), expected.len(), "{name}");
-    let scale = expected.iter().fold(0.0f32, |max, x| max.max(x.abs()));
-    let worst = found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-    assert!(worst <= 1e-5 * scale, "{name}: largest difference {worst}, largest value {scale}");
-}
-
 /// The model on an engine, with the batch of the reference.
 struct Bench {
     engine: Cpu,
     model: Decoder,
-    reference: File,
+    reference: Reference,
 }
 
 impl Bench {
     fn new(options: PlanOptions) -> Self {
-        let (mut engine, reference, source) = (Cpu::new(), File::read("reference.safetensors"), checkpoint());
+        let (mut engine, reference, source) =
+            (Cpu::new(), Reference::read(&folder().join("reference.safetensors")), checkpoint());
         let (model, plan) = Decoder::plan(source.descriptor(), options, &mut engine);
         engine.allocate(&plan).unwrap();
         source.load(&model, &mut engine).unwrap();
@@ -149,7 +114,7 @@ impl Bench {
         let grads = model.training.unwrap().grads;
         for (param, layer) in model.layout.file_order() {
             let found = engine.read(model.layout.of(grads, param, layer)).unwrap();
-            let expected = reference.param("", &model.descriptor, param, layer);
+            let expected = expected(reference, "", &model.descriptor, param, layer);
             assert_close(&format!("gradient of {} in layer {layer}", param.name()), &found, &expected);
         }
     }
@@ -212,7 +177,7 @@ fn ten_steps_of_the_optimizer() {
     let d = &model.descriptor;
     for (param, layer) in model.layout.file_order() {
         let found = engine.read(model.layout.of(model.params, param, layer)).unwrap();
-        let expected = reference.param("final.", d, param, layer);
+        let expected = expected(&reference, "final.", d, param, layer);
         let used = if param.has_vocab_rows() { VOCAB * param.shape(d).1 } else { found.len() };
         let differences = found[..used].iter().zip(&expected).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
         let squares = expected[..used].iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();

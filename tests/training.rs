@@ -11,6 +11,7 @@ mod llmc_checkpoints;
 mod nanochat;
 mod parity;
 mod peft_adapters;
+mod reference;
 mod resume_emulated;
 mod switches;
 mod transformers_models;

@@ -1,6 +1,7 @@
 //! Llama, Mistral, Qwen2, Qwen3 and nanochat on the CPU engine against transformers in double precision: logits, loss, every gradient, and ten AdamW
 //! steps. The bf16 kernels, on the emulator, against transformers in bf16. `scripts/transformers_reference.py` computes the references.
 
+use crate::reference::{Reference, assert_close};
 use distributed::Ranks;
 use distributed::tcp_group::TcpGroup;
 use engine::cpu::Cpu;
@@ -10,8 +11,6 @@ use engine::{BatchLayout, Engine};
 use interchange::ModelSource;
 use interchange::architecture::{Architecture, exchange_halves, of_layer};
 use model::{Decoder, Param, PlanOptions, Recompute, StepStats, TrainStep, Unsharded};
-use safetensors::SafeTensors;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
@@ -24,36 +23,8 @@ fn folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/transformers").join(name)
 }
 
-/// The values of a reference.
-struct Reference(Vec<u8>);
-
-impl Reference {
-    fn read(name: &str) -> Self {
-        Self::read_file(name, "reference.safetensors")
-    }
-
-    fn read_file(name: &str, file: &str) -> Self {
-        Self(fs::read(folder(name).join(file)).unwrap())
-    }
-
-    fn floats(&self, name: &str) -> Vec<f32> {
-        let file = SafeTensors::deserialize(&self.0).unwrap();
-        let data = file.tensor(name).unwrap().data().to_vec();
-        data.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect()
-    }
-
-    fn ints(&self, name: &str) -> Vec<i32> {
-        self.floats(name).into_iter().map(|bits| bits.to_bits().cast_signed()).collect()
-    }
-}
-
-/// Asserts that values agree within 1e-5 of the largest expected value.
-#[track_caller]
-fn assert_close(name: &str, found: &[f32], expected: &[f32]) {
-    assert_eq!(found.len(), expected.len(), "{name}");
-    let scale = expected.iter().fold(0.0f32, |max, x| max.max(x.abs()));
-    let worst = found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-    assert!(worst <= 1e-5 * scale, "{name}: largest difference {worst}, largest value {scale}");
+fn reference(name: &str, file: &str) -> Reference {
+    Reference::read(&folder(name).join(file))
 }
 
 /// A model on the CPU engine with the batch of its reference.
@@ -71,7 +42,7 @@ impl Bench {
         let architecture = source.architecture().unwrap();
         let file = if documents { "documents.safetensors" } else { "reference.safetensors" };
         let layout = if documents { LAYOUT.with_documents() } else { LAYOUT };
-        let (mut engine, reference) = (Cpu::new(), Reference::read_file(name, file));
+        let (mut engine, reference) = (Cpu::new(), reference(name, file));
         let options = PlanOptions { recompute, ..PlanOptions::training(LAYOUT.b, LAYOUT.t) };
         let (model, plan) = Decoder::plan(source.descriptor(), options, &mut engine);
         engine.allocate(&plan).unwrap();
@@ -205,7 +176,7 @@ struct Split {
 /// Runs ten steps on packed conversations as one rank, and compares loss, norm and all gradients.
 fn train_on_conversations(name: &str, split: Split, group: TcpGroup) {
     let Split { ranks: world, micro_batches } = split;
-    let reference = Reference::read_file(name, "conversations.safetensors");
+    let reference = reference(name, "conversations.safetensors");
     let [inputs, targets, starts] = ["inputs", "targets", "starts"].map(|part| reference.ints(part));
     let layout = BatchLayout::new(CONVERSATION_ROWS / (world * micro_batches), LAYOUT.t).with_documents();
     let (source, mut engine, rank) = (ModelSource::open(&folder(name)).unwrap(), Cpu::new(), group.rank);
@@ -313,7 +284,7 @@ fn error(found: &[f32], expected: &[f32]) -> f64 {
 #[test]
 fn the_bf16_kernels_are_not_less_accurate_than_transformers_in_bf16() {
     for name in ["llama-bf16", "qwen2-bf16", "qwen3-bf16"] {
-        let reference = Reference::read(name);
+        let reference = reference(name, "reference.safetensors");
         let expected = reference.floats("logits");
         let of_transformers = error(&reference.floats("bf16_logits"), &expected);
         let in_f32 = error(&logits_on(&mut Cpu::new(), name, &reference), &expected);

@@ -1,7 +1,7 @@
 //! Reads Python's pickle format, in which PyTorch stores the structure of its checkpoints and tiktoken its encodings.
 //!
-//! A pickle is a program for a stack machine, which may call any function of Python. This reader calls none: a call becomes an
-//! [`Value::Object`] with the name of the function and its arguments. It knows the binary operations of protocols 2 to 5
+//! A pickle is a program for a stack machine, which may call any function of Python. This reader calls none: it keeps the
+//! name of the function and its arguments ([`Value::call`]). It knows the binary operations of protocols 2 to 5
 //! (`pickletools.py` of Python describes them).
 
 #![warn(missing_docs)]
