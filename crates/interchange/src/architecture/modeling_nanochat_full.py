@@ -156,7 +156,10 @@ class NanoChatFullForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("previous_ids: expected the token before input_ids, which the smear needs, found None")
         positions = torch.arange(start, start + length, device=input_ids.device)
         real = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
-        frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, device=input_ids.device) / config.head_dim)
+        # transformers 5 has it in rope_parameters.
+        theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta") or config.rope_theta
+        channels = torch.arange(0, config.head_dim, 2, device=input_ids.device)
+        frequencies = theta ** (-channels / config.head_dim)
         angles = torch.outer(positions.float(), frequencies.float())[:, None, :]
         rotation = angles.cos(), angles.sin()
 
