@@ -82,7 +82,8 @@ pub fn open(path: &Path) -> Result<(Descriptor, TensorFile)> {
 /// Returns the shape of a model from `meta_STEP.json` and the tensors that exist.
 fn parse_meta(text: &[u8], file: &TensorFile) -> Result<Descriptor> {
     let meta: Value = serde_json::from_slice(text).context("not valid JSON")?;
-    let config = meta["model_config"].as_object().context("model_config: expected an object, found none")?;
+    let found = &meta["model_config"];
+    let config = found.as_object().with_context(|| format!("model_config: expected an object, found {found}"))?;
     let keys = Keys(config);
     let base: Descriptor = BASE.parse()?;
     let (layers, channels, heads) = (keys.size("n_layer")?, keys.size("n_embd")?, keys.size("n_head")?);
