@@ -20,10 +20,6 @@ pub const WEIGHTS: &str = "model.safetensors";
 /// Name of the file that maps tensors to several safetensors files.
 pub const INDEX: &str = "model.safetensors.index.json";
 
-/// The advice of errors in which the tensors are not those of the configuration.
-const CHECK_CONFIG: &str =
-    "check that the description of the shape (config.json, or meta_STEP.json of nanochat) belongs to these weights";
-
 /// Bytes of two tensors that are compared at a time.
 const CHUNK: usize = 1 << 20;
 
@@ -34,6 +30,8 @@ pub struct HuggingFaceModel {
     config: ModelConfig,
     /// The names of the tensors in the files.
     names: &'static Architecture,
+    /// Name of the file with the shape of the model.
+    description: String,
     files: Vec<TensorFile>,
     /// The tensors, keyed by row of the architecture's table and layer.
     tensors: HashMap<(usize, usize), Located>,
@@ -51,33 +49,36 @@ impl HuggingFaceModel {
     /// Opens a directory, and checks its configuration and all tensors.
     pub fn open(directory: &Path) -> Result<Self> {
         let config = ModelConfig::read(directory)?;
-        Self::of(directory, config.architecture, config, open_files(directory)?)
+        Self::of(directory, config.architecture, config, config::FILE.to_owned(), open_files(directory)?)
     }
 
     /// Opens the `model_STEP.pt` of a checkpoint of nanochat. Its configuration is that of an export.
     pub fn open_nanochat(path: &Path) -> Result<Self> {
         let (descriptor, file) = nanochat_checkpoint::open(path)?;
         let config = ModelConfig::new(Architecture::of(&descriptor)?, descriptor, [None; 2]);
-        Self::of(atomic_file::parent(path), &NANOCHAT_FULL, config, vec![file])
+        let description = nanochat_checkpoint::meta(path).unwrap_or_default();
+        Self::of(atomic_file::parent(path), &NANOCHAT_FULL, config, description, vec![file])
     }
 
     fn of(
         directory: &Path,
         architecture: &'static Architecture,
         config: ModelConfig,
+        description: String,
         files: Vec<TensorFile>,
     ) -> Result<Self> {
         let directory = directory.to_owned();
-        let mut model = Self { directory, config, names: architecture, files, tensors: HashMap::new() };
+        let mut model = Self { directory, config, names: architecture, description, files, tensors: HashMap::new() };
         let mut found = model.all_tensors(architecture)?;
         for (row, names, layer) in architecture.all_tensors(&model.config.descriptor) {
             let name = of_layer(names.hugging_face, layer);
             let shape = names.hugging_face_shape(&model.config.descriptor);
             let located = found.remove(&name).with_context(|| {
                 format!(
-                    "{}: tensor {}: expected {shape:?}, found none; {CHECK_CONFIG}{}",
+                    "{}: tensor {}: expected {shape:?}, found none; {}{}",
                     model.weights(),
                     architecture.full_name(names, layer),
+                    model.check_description(),
                     if names.param == Param::LmHead { ", and whether tie_word_embeddings should be true" } else { "" }
                 )
             })?;
@@ -94,14 +95,20 @@ impl HuggingFaceModel {
         let unexpected = found.into_iter().find(|(name, _)| !architecture.ignores(name));
         if let Some((_, Located { file, name, info })) = unexpected {
             bail!(
-                "{}: tensor {name}: expected only the tensors of {} with {}, found {}, which llm-rs would ignore; {CHECK_CONFIG}",
+                "{}: tensor {name}: expected only the tensors of {} with {}, found {}, which llm-rs would ignore; {}",
                 model.files[file].path().display(),
                 architecture.class,
                 model.config.descriptor,
-                info.describe()
+                info.describe(),
+                model.check_description()
             );
         }
         Ok(model)
+    }
+
+    /// Returns the advice of errors in which the tensors are not those of the shape.
+    fn check_description(&self) -> String {
+        format!("check that {} belongs to these weights", self.description)
     }
 
     /// Returns the names of all files.
@@ -138,7 +145,11 @@ impl HuggingFaceModel {
             "{}: tensor {name}: expected F32, BF16 or F16 {shape:?}, found {}; {}",
             self.files[*file].path().display(),
             info.describe(),
-            if same_shape { "llm-rs reads no other type, so convert the file" } else { CHECK_CONFIG }
+            if same_shape {
+                "llm-rs reads no other type, so convert the file".to_owned()
+            } else {
+                self.check_description()
+            }
         );
         Ok(())
     }

@@ -53,16 +53,21 @@ fn step(path: &Path) -> Option<&str> {
     path.file_name()?.to_str()?.strip_prefix(MODEL.0)?.strip_suffix(MODEL.1)
 }
 
+/// Returns the name of the description of a model file.
+pub fn meta(path: &Path) -> Option<String> {
+    Some(format!("{}{}{}", META.0, step(path)?, META.1))
+}
+
 /// Opens a model file and the description beside it.
 pub fn open(path: &Path) -> Result<(Descriptor, TensorFile)> {
-    let step = step(path).with_context(|| {
+    let meta = meta(path).with_context(|| {
         format!(
             "{}: expected a checkpoint of nanochat, which is named model_STEP.pt, found another name",
             path.display()
         )
     })?;
     let mut file = torch_file::open(path)?;
-    let meta = path.with_file_name(format!("{}{step}{}", META.0, META.1));
+    let meta = path.with_file_name(meta);
     let text = bounded_file::read(&meta, bounded_file::DESCRIPTION).with_context(|| {
         format!(
             "cannot read {}, which nanochat saves with the model; copy it beside {}",

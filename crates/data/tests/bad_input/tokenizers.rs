@@ -92,8 +92,9 @@ pub fn run(kinds: &mut Kinds) {
     let missing = kinds.path("none.json");
     let parts = ["none.json", "expected gpt2, bytes, a tokenizer.json or Llama 3's tokenizer.model", "No such file"];
     kinds.fails("missing tokenizer", &parts, |_| Tokenizer::named(missing.to_str().unwrap()));
-    let parts =
-        ["out: expected tokenizer.json, tokenizer.model, tokenizer.pkl, or vocab.json with merges.txt in this directory, found none"];
+    let parts = [
+        "out: expected tokenizer.json, tokenizer.model, tokenizer.pkl, or vocab.json with merges.txt in this directory, found none",
+    ];
     kinds.fails("directory without a tokenizer", &parts, |kinds| Tokenizer::open(&kinds.out()));
 }
 
