@@ -1,4 +1,4 @@
-//! Files with named tensors, whose data is read when it is needed.
+//! Files with named tensors. The data of a tensor stays in the file until a caller reads it.
 
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
@@ -25,7 +25,7 @@ impl TensorInfo {
     }
 }
 
-/// An open file whose list of tensors is valid.
+/// An open file with a checked list of tensors.
 #[derive(Debug)]
 pub struct TensorFile {
     pub(crate) path: PathBuf,

@@ -116,7 +116,7 @@ impl<'a> Value<'a> {
         self.entries()?.find(|[found, _]| found.text() == Some(key)).map(|[_, value]| value)
     }
 
-    /// Returns the function whose result the value is, and the arguments of the call.
+    /// If the value is the result of a call, returns the name of the function and the arguments.
     pub fn call(self) -> Option<(&'a str, Vec<Self>)> {
         let Node::Object { function, arguments, .. } = *self.node() else { return None };
         Some((self.of(function).global()?, self.of(arguments).elements()?))
@@ -135,7 +135,7 @@ impl<'a> Value<'a> {
 
 /// The stack machine.
 struct Machine<'a> {
-    /// What follows the last operation.
+    /// The bytes after the last operation.
     input: &'a [u8],
     nodes: Vec<Node>,
     stack: Vec<Id>,
@@ -293,7 +293,7 @@ impl<'a> Machine<'a> {
         Ok(bytes.iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte)))
     }
 
-    /// Reads bytes whose count precedes them.
+    /// Reads a count of N bytes and that many bytes.
     fn counted<const N: usize>(&mut self) -> Result<&'a [u8]> {
         let count = self.number::<N>()?;
         self.take(usize::try_from(count)?)
