@@ -13,13 +13,19 @@
 //!
 //! With SOFTCAP, [`classifier()`] bounds the logits first ([`crate::softcap`]), in both passes. Its loss and probabilities are
 //! those of the bounded logits; the gradient is that of the logits in memory.
+//!
+//! [`classifier_fp8`] and [`wide::classifier_wide_fp8`] write the gradient in FP8 instead. Its magnitude is at most dloss, so its
+//! scale is known in advance. They round to bf16 first, so their bits are those of quantizing the gradient in bf16.
 
 pub mod wide;
 
+use crate::quantize::{quantized, scale_of};
 use crate::softcap::Softcap;
 use core::f32::consts::LOG2_E;
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, async_copy, block, kernel, math, thread};
+use cuda_std::{
+    E4m3, E5m2, Element, Fp8, Global, GlobalMut, Packet, SharedArray, async_copy, bf16, block, kernel, math, thread,
+};
 
 const THREADS: u32 = 1024;
 
@@ -136,19 +142,71 @@ pub fn classifier<const SOFTCAP: bool, T: Element>(
     gradients: u32,
     softcap: f32,
 ) {
+    let row = thread::block_idx_x() as usize;
+    let logits = logits.skip(row * scalars.padded as usize);
+    let store = |i: u32, gradient: Packet<T>| logits.set_packet_streaming(i as usize, gradient);
+    let (logits, loss, target) = (logits.reader(), losses.skip(row), targets.at(row));
+    classify_row::<SOFTCAP, T>(logits, loss, target, scalars, gradients != 0, softcap, store);
+}
+
+/// Returns the scale of a gradient in FP8 of at most `dloss`.
+#[inline(always)]
+pub fn gradient_scale<F: Fp8>(dloss: f32) -> f32 {
+    scale_of(dloss, F::FORMAT.max())
+}
+
+/// Computes the same as [`classifier()`] with gradients, but writes the gradient to out (rows, Vp) in FP8, and its scale, dloss / the
+/// largest number of the format, to scale (1). The logits do not change.
+///
+/// Grid: rows. Shared memory: [`shared`].
+#[kernel(
+    threads = 1024,
+    blocks_per_sm = 2,
+    instances([_ = false, softcap = true] * [e4m3 = E4m3, e5m2 = E5m2])
+)]
+pub fn classifier_fp8<const SOFTCAP: bool, F: Fp8>(
+    out: GlobalMut<F>,
+    scale: GlobalMut<f32>,
+    logits: Global<bf16>,
+    losses: GlobalMut<f32>,
+    targets: Global<i32>,
+    scalars: Scalars,
+    softcap: f32,
+) {
+    let row = thread::block_idx_x() as usize;
+    let gradient_scale = gradient_scale::<F>(scalars.dloss);
+    if row == 0 && thread::thread_idx_x() == 0 {
+        scale.set(0, gradient_scale);
+    }
+    let factor = math::div_rn(1.0, gradient_scale);
+    let first = row * scalars.padded as usize;
+    let store = |i: u32, gradient| out.set_eight(first + i as usize, quantized::<F>(gradient, factor));
+    let (logits, loss, target) = (logits.skip(first), losses.skip(row), targets.at(row));
+    classify_row::<SOFTCAP, bf16>(logits, loss, target, scalars, true, softcap, store);
+}
+
+/// Adds the loss of the row of `logits` (Vp) to `loss` (1). With `gradients`, passes the gradient to `store`, a packet at a time with the
+/// index of its first column.
+#[inline(always)]
+fn classify_row<const SOFTCAP: bool, T: Element>(
+    logits: Global<T>,
+    loss: GlobalMut<f32>,
+    target: i32,
+    scalars: Scalars,
+    gradients: bool,
+    softcap: f32,
+    store: impl Fn(u32, Packet<T>),
+) {
     let Scalars { dloss, vocabulary, padded, staged } = scalars;
     let (scratch, stage) = shared::<T>(&mut Layout::new(), staged as usize);
-    let row = thread::block_idx_x() as usize;
-    let logits = logits.skip(row * padded as usize);
     // Column indices of a row fit in 32 bits, which halves their registers.
     let packet = T::PACKET as u32;
     let first = thread::thread_idx_x() * packet;
     let step = THREADS * packet;
-    let target = targets.at(row);
     if target == MASKED {
         let mut i = first;
-        while gradients != 0 && i < padded {
-            logits.set_packet_streaming(i as usize, Packet::zero());
+        while gradients && i < padded {
+            store(i, Packet::zero());
             i += step;
         }
         return;
@@ -161,7 +219,7 @@ pub fn classifier<const SOFTCAP: bool, T: Element>(
         (target_logit, target_gradient) = (z, dloss * slope);
     }
 
-    let half = copy_columns(stage, logits.reader(), staged, first, step);
+    let half = copy_columns(stage, logits, staged, first, step);
 
     let (mut max, mut sum) = (LOWEST, 0.0);
     let mut fold = |i: u32, mut x: Packet<T>| {
@@ -194,10 +252,9 @@ pub fn classifier<const SOFTCAP: bool, T: Element>(
     let row_max = block::max(max, scratch);
     let sum = block::sum(sum * exp_below(max, row_max), scratch);
     if first == 0 {
-        let loss = math::ln(sum) - (target_logit - row_max);
-        losses.set(row, losses.at(row) + loss);
+        loss.set(0, loss.at(0) + (math::ln(sum) - (target_logit - row_max)));
     }
-    if gradients == 0 {
+    if !gradients {
         return;
     }
 
@@ -213,7 +270,7 @@ pub fn classifier<const SOFTCAP: bool, T: Element>(
             }
         }
         subtract_target::<T>(&mut p, i, target, target_gradient, vocabulary);
-        logits.set_packet_streaming(i as usize, Packet::from_fn(|k| p[k]));
+        store(i, Packet::from_fn(|k| p[k]));
     };
     let mut i = first;
     while i < staged {

@@ -19,7 +19,7 @@ pub use decode::{
     CacheFill, CacheRead, DecodeAttention, DecodeEmbed, DecodeMatmul, SampleTokens, Slot, SlotSampling, decode_splits,
 };
 pub(crate) use fp8::largest_rounded;
-pub use fp8::{Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Scale, Fp8Scales, Quantize, Scaling};
+pub use fp8::{Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, Fp8Scales, Quantize, Scaling};
 pub use norm::{NormBackward, NormForward};
 pub use stream::{Mix, MixBackward, Smear, SmearBackward};
 pub use update::{
@@ -479,6 +479,8 @@ pub struct Classifier {
     pub dloss: Option<f32>,
     /// Bounds the logits: they are replaced by softcap · tanh(logit / softcap) first.
     pub softcap: Option<f32>,
+    /// Set if the gradient is written in FP8. Then `logits` are undefined afterwards. Needs `dloss`.
+    pub fp8: Option<Fp8Logits>,
 }
 
 /// Sets `hits` to 1 where the target has the largest logit of its row, the first of several, and else to 0. A NaN makes its row 0. A

@@ -67,6 +67,15 @@ impl Tensor {
         Self { offset: self.offset + start * self.dtype.bytes(), len, dtype: self.dtype }
     }
 
+    /// Returns the memory of this tensor as `len` elements of another type.
+    ///
+    /// # Panics
+    /// If they exceed the tensor.
+    pub fn reinterpret(self, len: usize, dtype: DType) -> Self {
+        assert!(len * dtype.bytes() <= self.bytes(), "{len} {} in {} bytes", dtype.name(), self.bytes());
+        Self { len, dtype, ..self }
+    }
+
     /// Returns part `i` of `n` equal parts, for example one layer of a tensor that holds all layers.
     pub fn part(self, i: usize, n: usize) -> Self {
         self.slice(i * (self.len / n), self.len / n)

@@ -1,7 +1,7 @@
 //! FP8 in the linear layers of a decoder: copies of weights, scales, and the recipes that determine the scales.
 //!
-//! The four linear layers of each transformer layer multiply in FP8, in the forward and in the backward pass. Their inputs and
-//! outputs, everything between them, the head, gradients and master weights keep the engine's type. A training step
+//! The four linear layers of each transformer layer multiply in FP8, in the forward and in the backward pass. The head may do so, too
+//! ([`super::fp8_head`]). Their inputs and outputs, everything between them, gradients and master weights keep the engine's type. A training step
 //!
 //! 1. computes the scales of delayed scaling from the statistics of earlier steps,
 //! 2. quantizes each weight, in both layouts. Ranks that shard the parameters quantize a layer
@@ -13,6 +13,7 @@
 //! [`TrainStep`](crate::TrainStep) adds it.
 
 use super::descriptor::Descriptor;
+use super::fp8_head::{self, Fp8Head};
 use super::params::{Input, Output, Param, ParamKind};
 use super::recompute::Recompute;
 use super::sharding::Zero;
@@ -63,6 +64,8 @@ pub struct Fp8Settings {
     pub gradients: Fp8Gradients,
     /// How products are accumulated.
     pub accumulation: Fp8Accumulation,
+    /// Whether the head multiplies in FP8, too, unless the model has adapters.
+    pub head: bool,
 }
 
 /// Settings of FP8 that an engine and a model have been checked for.
@@ -71,13 +74,14 @@ pub struct Fp8Options {
     recipe: Fp8Recipe,
     pub(super) gradients: Fp8Format,
     pub(super) accumulation: Fp8Accumulation,
+    pub(super) head: bool,
     dtype: DType,
 }
 
 impl Fp8Options {
     /// Checks that `engine` computes in FP8, and that it can do so for batches of b x t tokens of a model.
     pub fn new(
-        Fp8Settings { recipe, gradients, accumulation }: Fp8Settings,
+        Fp8Settings { recipe, gradients, accumulation, head }: Fp8Settings,
         descriptor: &Descriptor,
         [b, t]: [usize; 2],
         engine: &dyn Engine,
@@ -99,7 +103,8 @@ impl Fp8Options {
                 "--precision fp8: {what}: expected a multiple of {MULTIPLE}, found {extent}; {fix}"
             );
         }
-        Ok(Self { recipe, gradients: gradients.into(), accumulation, dtype })
+        let head = head && descriptor.adapters.is_none();
+        Ok(Self { recipe, gradients: gradients.into(), accumulation, head, dtype })
     }
 }
 
@@ -242,6 +247,8 @@ pub struct Fp8 {
     pub(super) buffers: Buffers,
     /// (L, C, rows) FP8: transposed inputs that the forward pass keeps for the backward pass, by parameter.
     kept: [Option<Tensor>; Param::ALL.len()],
+    /// Set if the head multiplies in FP8.
+    pub(super) head: Option<Fp8Head>,
 }
 
 impl Fp8 {
@@ -251,7 +258,7 @@ impl Fp8 {
         descriptor: &Descriptor,
         [b, t]: [usize; 2],
         (zero, recompute, float): (Zero, Recompute, DType),
-        [narrow, wide, dout_transposed, inp_transposed]: [Tensor; BUFFERS],
+        ([narrow, wide, dout_transposed, inp_transposed], head): ([Tensor; BUFFERS], Option<[Tensor; fp8_head::BUFFERS]>),
     ) -> Self {
         let (d, layers, dtype) = (descriptor, descriptor.layers, options.dtype);
         let (scaling, history) = match options.recipe {
@@ -278,6 +285,7 @@ impl Fp8 {
                 staging: plan.add(Group::Workspace, "weight before FP8", &[largest], float),
             }
         });
+        let head = head.map(|buffers| Fp8Head::plan(plan, options, d, buffers));
         let mut slots = |name, history| Slots::plan(plan, name, d, history);
         Self {
             options,
@@ -292,6 +300,7 @@ impl Fp8 {
             holds_all_layers,
             buffers: Buffers { narrow, wide, dout_transposed, inp_transposed },
             kept,
+            head,
         }
     }
 

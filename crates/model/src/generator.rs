@@ -351,7 +351,7 @@ impl Generator {
             let logits = model.logits(engine, first..first + rows)?;
             let values = engine.read(logits)?;
             let (losses, targets) = (model.losses.slice(first, rows), targets.slice(first, rows));
-            engine.run(Classifier { logits, losses, targets, v, vp, dloss: None, softcap })?;
+            engine.run(Classifier { logits, losses, targets, v, vp, dloss: None, softcap, fp8: None })?;
             for (row, loss) in values.chunks_exact(vp).zip(engine.read(losses)?) {
                 each(&row[..v], loss);
             }

@@ -3,7 +3,7 @@
 
 use super::decoder::{Decoder, Training};
 use super::memory_plan::chunk_rows;
-use engine::ops::{Classifier, Epilogue, MatmulBackward, MatmulForward, MatmulShape};
+use engine::ops::{Classifier, Epilogue, Fp8Forward, MatmulBackward, MatmulForward, MatmulShape};
 use engine::tensor::Tensor;
 use engine::{BatchLayout, Engine, Result};
 use std::ops::Range;
@@ -26,6 +26,11 @@ impl Decoder {
 
     /// Computes the logits of outputs of the final norm (rows, C), as [`logits`](Self::logits) does.
     pub(super) fn logits_of(&self, engine: &mut dyn Engine, inp: Tensor) -> Result<Tensor> {
+        self.head(engine, inp, None)
+    }
+
+    /// Computes the logits of outputs of the final norm (rows, C), from operands in FP8 if they are given.
+    fn head(&self, engine: &mut dyn Engine, inp: Tensor, fp8: Option<Fp8Forward>) -> Result<Tensor> {
         let (c, vp) = (self.descriptor.channels, self.descriptor.padded_vocab());
         let rows = inp.len / c;
         let out = self.logits.slice(0, rows * vp);
@@ -36,7 +41,7 @@ impl Decoder {
             bias: None,
             epilogue: Epilogue::None,
             shape: MatmulShape { rows, c, oc: vp },
-            fp8: None,
+            fp8,
         })?;
         Ok(out)
     }
@@ -56,12 +61,21 @@ impl Decoder {
         {
             engine.cast(sum, dhead)?;
         }
+        let fp8 = self.fp8_head().filter(|_| training.is_some());
+        if fp8.is_some() && self.zero.shards_parameters() {
+            self.quantize_head(engine)?;
+        }
         let chunk = chunk_rows(rows, self.logit_rows());
         for first in (0..rows).step_by(chunk) {
             let rows = chunk.min(rows - first);
-            let logits = self.logits(engine, first..first + rows)?;
+            let (inp, shape) = (self.final_norm.out.slice(first * c, rows * c), MatmulShape { rows, c, oc: vp });
+            if let Some(fp8) = &fp8 {
+                engine.run(fp8.quantize_input(inp, shape))?;
+            }
+            let logits = self.head(engine, inp, fp8.map(|fp8| fp8.forward(shape)))?;
             let (losses, targets) = (self.losses.slice(first, rows), targets.slice(first, rows));
-            engine.run(Classifier { logits, losses, targets, v, vp, dloss, softcap })?;
+            let gradient = fp8.map(|fp8| fp8.gradient(logits));
+            engine.run(Classifier { logits, losses, targets, v, vp, dloss, softcap, fp8: gradient })?;
             if let Some(training) = training {
                 engine.run(MatmulBackward {
                     dinp: training.dchannels.slice(first * c, rows * c),
@@ -69,11 +83,11 @@ impl Decoder {
                     dweight: training.dhead.or_else(|| dhead(training)),
                     dbias: None,
                     dout: logits,
-                    inp: self.final_norm.out.slice(first * c, rows * c),
+                    inp,
                     weight: self.param(self.head_param(), 0),
                     activation: None,
-                    shape: MatmulShape { rows, c, oc: vp },
-                    fp8: None,
+                    shape,
+                    fp8: fp8.map(|fp8| fp8.backward(logits, shape)),
                 })?;
             }
         }

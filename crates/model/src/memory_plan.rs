@@ -5,6 +5,7 @@ use super::adapters::AdapterBuffers;
 use super::decoder::{Decoder, Frozen, Layer, Training};
 use super::descriptor::{Descriptor, Positions};
 use super::fp8::{self, Fp8, Fp8Options};
+use super::fp8_head;
 use super::muon_buffers::{MuonBuffers, MuonSizes};
 use super::params::{Param, Params, Unit};
 use super::recompute::Recompute;
@@ -86,6 +87,7 @@ struct SharedBuffers {
     backward: Option<[Tensor; 2]>,
     /// Operands in FP8, also of the forward pass, which ends before there are logits.
     fp8: Option<[Tensor; fp8::BUFFERS]>,
+    fp8_head: Option<[Tensor; fp8_head::BUFFERS]>,
     gathered: Option<Tensor>,
     muon: Option<MuonBuffers>,
 }
@@ -112,9 +114,16 @@ impl SharedBuffers {
         let trains_head = descriptor.adapters.is_none();
         let dhead = (training && trains_head && dtype != f32).then_some((name, &dhead[..], f32));
         let beside = dhead.map_or(0, |_| 4 * vp * c);
-        let free = backward_bytes.saturating_sub(beside) / (vp * dtype.bytes()) / CHUNK_MULTIPLE * CHUNK_MULTIPLE;
+        let in_fp8 = options.fp8.filter(|options| options.head).map(Fp8Options::dtype);
+        let of_head = |rows| fp8_head::buffers(descriptor, rows);
+        let row_in_fp8 = in_fp8.map_or(0, |dtype| of_head(1).iter().map(|(_, [a, b])| a * b * dtype.bytes()).sum());
+        let row_bytes = vp * dtype.bytes() + row_in_fp8;
+        let free = backward_bytes.saturating_sub(beside) / row_bytes / CHUNK_MULTIPLE * CHUNK_MULTIPLE;
         let logits = [(b * t).min(logit_rows.max(free)), vp];
-        let head: Vec<_> = [("logits", &logits[..], dtype)].into_iter().chain(dhead).collect();
+        let head_buffers = of_head(logits[0]);
+        let head_in_fp8 = in_fp8.map(|dtype| head_buffers.each_ref().map(|(name, shape)| (*name, &shape[..], dtype)));
+        let head = [("logits", &logits[..], dtype)].into_iter().chain(dhead);
+        let head: Vec<_> = head.chain(head_in_fp8.into_iter().flatten()).collect();
         // Used between two steps, when the other buffers are idle.
         let unit = [layout.largest_layer().max(layout.unit(Unit::Embeddings).len())];
         let unit = [("one unit's optimizer state", &unit[..], f32)];
@@ -127,9 +136,10 @@ impl SharedBuffers {
         let [head, backward, unit, muon] = plan.share(Group::Activations, [&head, &backward, unit, &muon]);
         Self {
             logits: head[0],
-            dhead: head.get(1).copied(),
+            dhead: dhead.map(|_| head[1]),
             backward: backward.first_chunk().copied(),
             fp8: backward.last_chunk().copied().filter(|_| options.fp8.is_some()),
+            fp8_head: head.last_chunk().copied().filter(|_| in_fp8.is_some()),
             gathered: unit.first().copied(),
             muon: sizes.zip(muon.try_into().ok()).map(|(sizes, muon)| MuonBuffers::new(&sizes, muon)),
         }
@@ -189,7 +199,7 @@ impl Decoder {
         let rotary_table = rotary_table(&mut plan, &descriptor, t);
         let encoded = plan.add(Group::Activations, "encoded", &[b, t, descriptor.channels], dtype);
         let shared = SharedBuffers::plan(&mut plan, &options, &layout, dtype);
-        let SharedBuffers { logits, dhead, backward, fp8, gathered, muon } = shared;
+        let SharedBuffers { logits, dhead, backward, fp8, fp8_head, gathered, muon } = shared;
         let in_fp8 = options.fp8.is_some();
         let keeps_fp8 = in_fp8 && frozen.is_none();
         let is_training = training;
@@ -222,7 +232,7 @@ impl Decoder {
             let ((grads, grad_buffers), [dresidual, dwide]) = (grads, backward);
             let fp8 = options.fp8.zip(fp8);
             let fp8 = fp8.map(|(fp8, buffers)| {
-                Fp8::plan(&mut plan, fp8, &descriptor, [b, t], (zero, recompute, dtype), buffers)
+                Fp8::plan(&mut plan, fp8, &descriptor, [b, t], (zero, recompute, dtype), (buffers, fp8_head))
             });
             Training {
                 grads,

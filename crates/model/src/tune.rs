@@ -12,6 +12,7 @@ impl Decoder {
             if self.training.is_some_and(|training| training.fp8.is_some()) {
                 // Evaluation does not use FP8.
                 self.forward(engine, layout, &mut Unsharded)?;
+                self.loss(engine, layout, None)?;
             }
             let model = self.for_training_steps();
             model.forward(engine, layout, &mut Unsharded)?;

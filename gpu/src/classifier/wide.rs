@@ -9,10 +9,14 @@
 //! A thread reads only packets that it has loaded itself, so no barrier is needed. The order of operations is that of
 //! [`classifier`](super::classifier), and so are the bits of the results.
 
-use super::{LOWEST, MASKED, SCRATCH, Scalars, THREADS, exp_below, fold_logits, mask_padding, subtract_target};
+use super::{
+    LOWEST, MASKED, SCRATCH, Scalars, THREADS, exp_below, fold_logits, gradient_scale, mask_padding, subtract_target,
+};
+use crate::quantize::quantized;
 use cuda_std::shared::Layout;
 use cuda_std::{
-    Element, Global, GlobalMut, Packet, SharedArray, async_copy, bf16, block, device, kernel, math, thread,
+    E4m3, E5m2, Element, Fp8, Global, GlobalMut, Packet, SharedArray, async_copy, bf16, block, device, kernel, math,
+    thread,
 };
 
 /// Columns of a packet of each thread.
@@ -96,32 +100,69 @@ pub fn classifier_wide(
     scalars: Scalars,
     rows: u32,
 ) {
+    let store = |i: usize, gradient: Packet<bf16>| logits.set_packet_streaming(i, gradient);
+    classify_rows(logits.reader(), losses, targets, scalars, rows, store);
+}
+
+/// Computes the same as [`classifier_wide`], but writes the gradient in FP8, as [`classifier_fp8`](super::classifier_fp8).
+///
+/// Grid: any, ideally as many blocks as SMs. Shared memory: [`shared`].
+#[kernel(threads = 1024, blocks_per_sm = 1, instances(e4m3 = <E4m3>, e5m2 = <E5m2>))]
+pub fn classifier_wide_fp8<F: Fp8>(
+    out: GlobalMut<F>,
+    scale: GlobalMut<f32>,
+    logits: Global<bf16>,
+    losses: GlobalMut<f32>,
+    targets: Global<i32>,
+    scalars: Scalars,
+    rows: u32,
+) {
+    let gradient_scale = gradient_scale::<F>(scalars.dloss);
+    if thread::block_idx_x() == 0 && thread::thread_idx_x() == 0 {
+        scale.set(0, gradient_scale);
+    }
+    let factor = math::div_rn(1.0, gradient_scale);
+    let store = |i: usize, gradient| out.set_eight(i, quantized::<F>(gradient, factor));
+    classify_rows(logits, losses, targets, scalars, rows, store);
+}
+
+/// Computes the losses of the block's rows, and passes their gradients to `store`, a packet at a time with the index of its first element.
+#[inline(always)]
+fn classify_rows(
+    logits: Global<bf16>,
+    losses: GlobalMut<f32>,
+    targets: Global<i32>,
+    scalars: Scalars,
+    rows: u32,
+    store: impl Fn(usize, Packet<bf16>),
+) {
     let Scalars { dloss, vocabulary, padded, staged } = scalars;
     let (scratch, stage) = shared(&mut Layout::new(), staged);
     let first = thread::thread_idx_x() * bf16::PACKET as u32;
     let columns = Columns { first, padded, staged, stage };
-    let row_of = |row: u32| logits.skip(row as usize * padded as usize);
+    let first_of = |row: u32| row as usize * padded as usize;
+    let row_of = |row: u32| logits.skip(first_of(row));
     let mut row = thread::block_idx_x();
     if row >= rows {
         return;
     }
 
-    let logits = row_of(row).reader();
+    let first_row = row_of(row);
     for group in 0..GROUPS {
         let mut j = columns.begin(group);
         while j < columns.begin(group + 1) && columns.of(j) < padded {
-            columns.copy(j, logits);
+            columns.copy(j, first_row);
             j += 1;
         }
         async_copy::commit();
     }
     let mut held = [Packet::zero(); HELD as usize];
     for k in 0..HELD {
-        held[k as usize] = columns.load(k, logits);
+        held[k as usize] = columns.load(k, first_row);
     }
 
     while row < rows {
-        let logits = row_of(row);
+        let (logits, first_element) = (row_of(row), first_of(row));
         let (mut max, mut sum) = (LOWEST, 0.0);
         let mut fold = |i: u32, mut x: Packet<bf16>| {
             mask_padding(&mut x, i, vocabulary);
@@ -158,10 +199,10 @@ pub fn classifier_wide(
             let mut p = core::array::from_fn(|k| exp_below(x.get(k), row_max) * scale);
             subtract_target::<bf16>(&mut p, i, target, dloss, vocabulary);
             let p = if masked { Packet::zero() } else { Packet::from_fn(|k| p[k]) };
-            logits.set_packet_streaming(i as usize, p);
+            store(first_element + i as usize, p);
         };
         row += thread::grid_dim_x();
-        let (continues, next) = (row < rows, row_of(row).reader());
+        let (continues, next) = (row < rows, row_of(row));
         for group in 0..GROUPS {
             let mut j = columns.begin(group);
             while j < columns.begin(group + 1) && columns.of(j) < padded {

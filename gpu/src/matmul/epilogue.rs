@@ -110,6 +110,18 @@ impl<A: ActivationFunction, const VALUE: bool> Elementwise for Backward<A, VALUE
     }
 }
 
+/// Computes the same as [`Backward`] without the value, from a · b after its rounding to bf16: the bits of a separate kernel.
+pub struct RoundedBackward<A>(PhantomData<A>);
+
+impl<A: ActivationFunction> Elementwise for RoundedBackward<A> {
+    const EPILOGUE: GemmEpilogue = Backward::<A, false>::EPILOGUE;
+
+    #[inline(always)]
+    fn values([even, odd]: [f32; 2], aux: [f32; 2], factors: ScaleFactors) -> ([f32; 2], u32) {
+        Backward::<A, false>::values(unpack_pair(pack_pair(even, odd)), aux, factors)
+    }
+}
+
 /// Moves a consumer's accumulators to global memory.
 #[device]
 pub trait EpilogueStore<T: Tile> {

@@ -12,7 +12,8 @@
 use super::accumulate::AccumulateF32;
 use super::column_sums::{ColumnSums, SUMMING_WARPS, sum_columns};
 use super::epilogue::{
-    Backward, Elementwise, EpilogueOperands, EpilogueStore, Forward, Linear, ScaleFactors, Scaled, TmaEpilogue,
+    Backward, Elementwise, EpilogueOperands, EpilogueStore, Forward, Linear, RoundedBackward, ScaleFactors, Scaled,
+    TmaEpilogue,
 };
 use super::gated::GatedEpilogue;
 use super::gemm::{Batching, Bias, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass};
@@ -158,12 +159,17 @@ impl<const COLUMN_SUMS: bool> Epilogue for Partials<COLUMN_SUMS> {
             geglu_backward = Gated<GeGlu, true, false>, geglu_backward_and_value = Gated<GeGlu, true, true>
         ],
         gated = [swiglu = Gated<SwiGlu, false, true>, geglu = Gated<GeGlu, false, true>],
-        fp8_forward = [bias_gelu = Tma<Forward<Gelu, true>>, bias_gelu_to_fp8 = Quantized<Forward<Gelu, true>, E4m3>],
+        fp8_forward = [
+            bias_gelu = Tma<Forward<Gelu, true>>, bias_gelu_to_fp8 = Quantized<Forward<Gelu, true>, E4m3>,
+            relu_squared_to_fp8 = Quantized<Forward<ReluSquared, false>, E4m3>
+        ],
         e4m3_backward = [
-            gelu_backward = Tma<Backward<Gelu, false>>, gelu_backward_to_fp8 = Quantized<Backward<Gelu, false>, E4m3>
+            gelu_backward = Tma<Backward<Gelu, false>>, gelu_backward_to_fp8 = Quantized<Backward<Gelu, false>, E4m3>,
+            relu_squared_backward_to_fp8 = Quantized<RoundedBackward<ReluSquared>, E4m3>
         ],
         e5m2_backward = [
-            gelu_backward = Tma<Backward<Gelu, false>>, gelu_backward_to_fp8 = Quantized<Backward<Gelu, false>, E5m2>
+            gelu_backward = Tma<Backward<Gelu, false>>, gelu_backward_to_fp8 = Quantized<Backward<Gelu, false>, E5m2>,
+            relu_squared_backward_to_fp8 = Quantized<RoundedBackward<ReluSquared>, E5m2>
         ],
         e4m3 = [e4m3 = Fp8ABt<E4m3, false>],
         e4m3_exact = [e4m3_exact = Fp8ABt<E4m3, true>],

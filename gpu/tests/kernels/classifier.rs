@@ -1,11 +1,14 @@
 //! The fused classifier against a softmax in f64.
 
+use crate::common::quantized::bits;
 use crate::common::{
     Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide,
 };
+use bytemuck::Pod;
 use cuda_std::emulate::Memory;
-use cuda_std::{Element, bf16};
-use gpu::classifier::{MASKED, Scalars, classifier, shared, staged, wide};
+use cuda_std::{E4m3, E5m2, Element, Fp8, bf16};
+use gpu::classifier::{MASKED, Scalars, classifier, classifier_fp8, shared, staged, wide};
+use gpu::quantize::{scale_of, scaled};
 use gpu::softcap::tanh_and_slope;
 use proptest::prelude::any;
 use std::slice;
@@ -17,7 +20,8 @@ tests! {
     slow in f32: random_shapes_match_f64_reference, staging_does_not_change_the_result,
         shifting_logits_does_not_change_the_result, large_logits_match_f64_reference, infinite_logits_match_f64_reference,
         nan_stays_in_its_row, softcap_of_random_shapes_matches_f64_reference, softcap_bounds_infinite_logits;
-    once: tanh_and_its_slope_are_accurate_to_a_few_ulp, wide_kernel_gets_the_bits_of_the_other, wide_kernel_holds_whole_rows;
+    once: tanh_and_its_slope_are_accurate_to_a_few_ulp, wide_kernel_gets_the_bits_of_the_other, wide_kernel_holds_whole_rows,
+        gradients_in_fp8_have_the_bits_of_quantized_ones;
 }
 
 const DLOSS: f64 = 0.125;
@@ -351,6 +355,58 @@ fn wide_kernel_gets_the_bits_of_the_other() {
         case.targets[masked].fill(MASKED);
         for staged in [0, 1, 2] {
             check(&case, staged, 2);
+        }
+    }
+}
+
+/// Runs the kernel that writes gradients in FP8, with as many staged columns as fit in `capacity` bytes or, if `capacity` is None, the
+/// kernel for wide rows. Returns the losses, the bits of the gradients, and their scale.
+fn run_fp8<F: Fp8 + Pod>(case: &Case<bf16>, capacity: Option<usize>) -> (Vec<f64>, Vec<u8>, f32) {
+    let rows = case.targets.len();
+    let mut memory = Memory::new();
+    let (logits, targets) = (memory.input("logits", &case.logits), memory.input("targets", &case.targets));
+    let losses = memory.buffer("losses", &vec![0.5f32; rows]);
+    let (out, scale) = (memory.output::<F>("out", rows * case.padded), memory.output("scale", 1));
+    let staged = capacity.map_or(1, |capacity| staged::<bf16>(case.padded, capacity) as u32);
+    let scalars =
+        Scalars { dloss: DLOSS as f32, vocabulary: case.vocabulary as u32, padded: case.padded as u32, staged };
+    if capacity.is_none() {
+        let launch = wide::classifier_wide_fp8(out, scale, logits, losses, targets, scalars, rows as u32);
+        run(&mut memory, &launch, 2, shared_bytes(|layout| wide::shared(layout, staged)));
+    } else {
+        let launch = match case.softcap {
+            None => classifier_fp8::<false, F>(out, scale, logits, losses, targets, scalars, 0.0),
+            Some(cap) => classifier_fp8::<true, F>(out, scale, logits, losses, targets, scalars, cap as f32),
+        };
+        run(&mut memory, &launch, rows as u32, shared_bytes(|layout| shared::<bf16>(layout, staged as usize)));
+    }
+    (read(&memory, losses), bits(&memory.read(out)), memory.read(scale)[0])
+}
+
+/// The losses are those of the other kernels. Gradients of masked rows are 0, and a NaN stays in its row.
+fn gradients_in_fp8_have_the_bits_of_quantized_ones() {
+    fn check<F: Fp8 + Pod>(case: &Case<bf16>, capacity: Option<usize>) {
+        let want = case.run(40_000, true);
+        let scale = scale_of(DLOSS as f32, F::FORMAT.max());
+        let quantized = |&x: &f64| F::from_f32(scaled(x as f32, 1.0 / scale)).to_bits();
+        let quantized: Vec<_> = want.gradients.iter().map(quantized).collect();
+        let (losses, gradients, got_scale) = run_fp8::<F>(case, capacity);
+        assert_same("losses", &losses, &want.losses);
+        assert!(gradients == quantized, "{} of {} columns, {capacity:?}", case.vocabulary, case.padded);
+        assert_eq!(got_scale, scale);
+    }
+    for (vocabulary, padded) in [(3, 16), (517, 528), (9001, 9088)] {
+        let mut case = Case::<bf16>::random(4, vocabulary, padded, 20.0, 8);
+        case.targets[2] = MASKED;
+        case.logits[padded + 1] = bf16::from_f32(f32::NAN);
+        for capacity in [None, Some(0), Some(9000), Some(1 << 20)] {
+            for softcap in [None, Some(15.0)] {
+                let case = Case { softcap, logits: case.logits.clone(), targets: case.targets.clone(), ..case };
+                if softcap.is_none() || capacity.is_some() {
+                    check::<E4m3>(&case, capacity);
+                    check::<E5m2>(&case, capacity);
+                }
+            }
         }
     }
 }

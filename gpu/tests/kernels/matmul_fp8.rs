@@ -1,13 +1,13 @@
 //! The `sm_90a` GEMM kernels with FP8 operands, compared with an f64 reference.
 
 use crate::common::gemm::{
-    AROUND_A_TILE, BIAS_RESIDUAL, Case, Inputs, OUT_SCALE, all, any_case, cases, check, check_fractions,
+    AROUND_A_TILE, BIAS_RESIDUAL, Case, Inputs, OUT_SCALE, Outputs, all, any_case, cases, check, check_fractions,
     check_non_finite_elements, in_bf16, run, shared_out, sized, split_k_cases,
 };
 use crate::common::{assert_close, for_all, quantized};
 use cuda_std::fp8::Fp8Format;
-use cuda_std::{E4m3, E5m2, Element, Fp8};
-use gpu::activation::Activation::Gelu;
+use cuda_std::{E4m3, E5m2, Element, Fp8, bf16};
+use gpu::activation::Activation::{Gelu, ReluSquared};
 use gpu::matmul::gemm::GemmLayout::Nt;
 use gpu::matmul::gemm::{Batching, Gemm, GemmEpilogue, GemmOutput, GemmPrecision, Pass};
 use gpu::matmul::launch::{TileConfig, TileShape, candidate_configs, is_supported};
@@ -37,7 +37,7 @@ fn is_e4m3(gemm: Gemm) -> bool {
 fn gemms() -> Vec<Gemm> {
     let of = |a| [false, true].map(|exact| all(GemmPrecision::Fp8 { a, exact }, Batching::One)).concat();
     let [e4m3, e5m2] = [Fp8Format::E4m3, Fp8Format::E5m2].map(of);
-    assert_eq!([e4m3.len(), e5m2.len()], [18, 10]);
+    assert_eq!([e4m3.len(), e5m2.len()], [22, 12]);
     [e4m3, e5m2].concat()
 }
 
@@ -108,8 +108,13 @@ fn fp8_outputs_have_the_bits_of_separate_quantization() {
     for gemm in gemms_to_fp8() {
         let case = cases(&[gemm], &[[130, 208, 72]], 2)[0];
         let inputs = Inputs::fractions(case, 5);
-        let epilogue = GemmEpilogue { output: GemmOutput::Storage, ..gemm.epilogue };
-        let (got, plain) = (run(case, &inputs), run(Case { gemm: Gemm { epilogue, ..case.gemm }, ..case }, &inputs));
+        let with = |epilogue| Case { gemm: Gemm { epilogue, ..case.gemm }, ..case };
+        let got = run(case, &inputs);
+        let plain = if let Some((ReluSquared, pass)) = gemm.epilogue.activation {
+            relu_squared(run(with(GemmEpilogue::NONE), &inputs), pass, &inputs)
+        } else {
+            run(with(GemmEpilogue { output: GemmOutput::Storage, ..gemm.epilogue }), &inputs)
+        };
         let is_e4m3 = is_e4m3(gemm);
         let numbers = |bits: Vec<u8>| -> Vec<f64> {
             let number = |bits| if is_e4m3 { E4m3::from_bits(bits).to_f32() } else { E5m2::from_bits(bits).to_f32() };
@@ -119,6 +124,21 @@ fn fp8_outputs_have_the_bits_of_separate_quantization() {
         assert_eq!(got.out, numbers(bits(&plain.out, OUT_SCALE)), "{case:?}");
         assert_eq!(got.second, plain.second, "{case:?}");
         assert_eq!((got.amax as f32).to_bits(), quantized::largest(&plain.out, 0.0), "{case:?}");
+    }
+}
+
+/// Returns what a separate kernel computes from the output of a GEMM: ReLU² or its gradient.
+fn relu_squared(sums: Outputs, pass: Pass, inputs: &Inputs) -> Outputs {
+    use gpu::activation::{ActivationFunction, ReluSquared};
+    let rounded = |x: f32| f64::from(bf16::from_f32(x).to_f32());
+    let aux = inputs.aux.iter().map(|x| rounded(*x as f32) as f32);
+    let gradient = |(sum, aux): (&f64, f32)| rounded(ReluSquared::gradients(*sum as f32, [aux, 0.0])[0]);
+    match pass {
+        Pass::Forward => {
+            let out = sums.out.iter().map(|sum| rounded(ReluSquared::value([*sum as f32, 0.0]))).collect();
+            Outputs { out, second: sums.out, ..sums }
+        }
+        _ => Outputs { out: sums.out.iter().zip(aux).map(gradient).collect(), ..sums },
     }
 }
 

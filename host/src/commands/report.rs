@@ -349,7 +349,8 @@ fn fp8_matmuls(TrainOptions { fp8, hardware, .. }: &TrainOptions) -> String {
         Fp8Gradients::E4m3 => "E4M3",
     };
     let emulated = if hardware.device == Device::Cpu { "emulated " } else { "" };
-    format!("{emulated}fp8 in the layers, {scaling} scaling, {gradients} gradients, {accumulation} accumulation")
+    let layers = if fp8.fp8_head == Some(true) { "layers and the head" } else { "layers" };
+    format!("{emulated}fp8 in the {layers}, {scaling} scaling, {gradients} gradients, {accumulation} accumulation")
 }
 
 fn recomputation(recompute: Recompute) -> &'static str {

@@ -228,16 +228,21 @@ pub struct Fp8Flags {
     /// With --precision fp8: how tensor cores accumulate [default: exact-gradients]
     #[arg(long, value_enum, value_name = "MODE", help_heading = DEVICE)]
     pub fp8_accumulation: Option<Fp8Accumulation>,
+
+    /// With --precision fp8: also compute the logits and their gradients in FP8 [default: 0]
+    #[arg(long, value_name = "0|1", value_parser = switch, num_args = 0..=1, default_missing_value = "1", help_heading = DEVICE)]
+    pub fp8_head: Option<bool>,
 }
 
 impl Fp8Flags {
     /// Returns the settings if the precision is FP8.
     pub fn resolve(self, precision: Precision) -> Result<Option<Fp8Settings>> {
-        let Self { fp8_recipe, fp8_gradients, fp8_accumulation } = self;
+        let Self { fp8_recipe, fp8_gradients, fp8_accumulation, fp8_head } = self;
         for (flag, given) in [
             ("--fp8-recipe", fp8_recipe.is_some()),
             ("--fp8-gradients", fp8_gradients.is_some()),
             ("--fp8-accumulation", fp8_accumulation.is_some()),
+            ("--fp8-head", fp8_head.is_some()),
         ] {
             ensure!(
                 precision == Precision::Fp8 || !given,
@@ -248,6 +253,7 @@ impl Fp8Flags {
             recipe: fp8_recipe.unwrap_or_default(),
             gradients: fp8_gradients.unwrap_or_default(),
             accumulation: fp8_accumulation.unwrap_or_default(),
+            head: fp8_head.unwrap_or(false),
         };
         Ok((precision == Precision::Fp8).then_some(settings))
     }

@@ -1,14 +1,18 @@
 use super::arena::Arena;
-use crate::ops::{Classifier, MostLikely};
+use super::quantize::{quantize, set_scalar};
+use crate::ops::{Classifier, Fp8Logits, Fp8Scale, MostLikely, Quantize, Scaling};
+use crate::tensor::Tensor;
 use crate::{MASKED_TARGET, Result};
-use anyhow::ensure;
+use anyhow::{Context, ensure};
+use gpu::quantize::scale_of;
 use rayon::prelude::*;
 
 pub(super) fn classifier(arena: &mut Arena, op: Classifier) -> Result<()> {
-    let Classifier { logits, losses, targets, v, vp, dloss, softcap } = op;
-    let rows = losses.len;
+    let Classifier { logits, losses, targets, v, vp, dloss, softcap, fp8 } = op;
+    let (row_count, gradient) = (losses.len, logits);
     ensure!(0 < v && v <= vp, "classifier: expected 1 to {vp} tokens in rows of {vp}, found {v}");
-    let operands = [("logits", logits, rows * vp), ("losses", losses, rows), ("targets", targets, rows)];
+    let operands =
+        [("logits", logits, row_count * vp), ("losses", losses, row_count), ("targets", targets, row_count)];
     let [logits, losses, targets] = arena.split("classifier", operands)?;
     let targets: &[i32] = bytemuck::cast_slice(targets);
     let is_valid = |token: i32| token == MASKED_TARGET || (0..v as i64).contains(&i64::from(token));
@@ -44,6 +48,39 @@ pub(super) fn classifier(arena: &mut Arena, op: Classifier) -> Result<()> {
             }
         }
         padding.fill(0.0);
+    });
+    let Some(fp8) = fp8 else { return Ok(()) };
+    let dloss = dloss.context("classifier in FP8: expected a gradient of the losses, found none")?;
+    quantize_gradient(arena, gradient, fp8, dloss, [row_count, vp])
+}
+
+/// Quantizes the gradient of logits (rows, Vp), each of which is at most `dloss`.
+fn quantize_gradient(
+    arena: &mut Arena,
+    gradient: Tensor,
+    fp8: Fp8Logits,
+    dloss: f32,
+    [rows, vp]: [usize; 2],
+) -> Result<()> {
+    let Fp8Logits { out, transposed, scale, format } = fp8;
+    set_scalar(arena, "scale", scale, scale_of(dloss, format.max()))?;
+    let quantized = Quantize {
+        out: Some(out),
+        transposed: None,
+        inp: gradient,
+        scale: Fp8Scale { scale, amax: scale, counts: None },
+        scaling: Scaling::Given,
+        format,
+        shape: [rows, vp],
+        column_sums: None,
+    };
+    quantize(arena, quantized)?;
+    // The transpose may overwrite the gradient.
+    let [out, transposed] = arena.split("classifier", [("out", out, rows * vp), ("transposed", transposed, rows * vp)])?;
+    transposed.par_chunks_mut(rows).enumerate().for_each(|(column, transposed)| {
+        for (row, transposed) in transposed.iter_mut().enumerate() {
+            *transposed = out[row * vp + column];
+        }
     });
     Ok(())
 }

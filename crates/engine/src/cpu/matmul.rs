@@ -110,7 +110,7 @@ pub(super) fn backward(arena: &mut Arena, op: &MatmulBackward) -> Result<()> {
         ("dinp", dinp, rows * c * inputs),
         optional("dweight", dweight, oc * c),
         optional("dbias", dbias, oc),
-        ("dout", dout, rows * oc),
+        optional("dout", fp8.is_none().then_some(dout), rows * oc),
         optional("inp", reads_inp.then_some(inp), rows * c),
         ("weight", weight, oc * c),
         optional("preactivation", preactivation, rows * c * inputs),

@@ -21,7 +21,8 @@ pub(super) fn scalar(arena: &Arena, name: &str, tensor: Tensor) -> Result<f32> {
     Ok(arena.get(tensor)?[0])
 }
 
-fn set_scalar(arena: &mut Arena, name: &'static str, tensor: Tensor, value: f32) -> Result<()> {
+/// Sets the value of a tensor of one element.
+pub(super) fn set_scalar(arena: &mut Arena, name: &'static str, tensor: Tensor, value: f32) -> Result<()> {
     let [to] = arena.split("quantize", [(name, tensor, 1)])?;
     to[0] = value;
     Ok(())

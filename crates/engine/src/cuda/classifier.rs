@@ -1,10 +1,12 @@
 //! Softmax, cross-entropy and the gradient of the logits, and the most likely tokens.
 
+use super::quantize::{check, transpose_quantized};
 use super::{Cuda, Float, shared_bytes};
 use crate::Result;
-use crate::ops::{Classifier, MostLikely};
+use crate::ops::{Classifier, Fp8Format, Fp8Logits, Fp8Scale, MostLikely, Quantize, Scaling};
 use crate::tensor::DType;
-use anyhow::ensure;
+use anyhow::{Context, ensure};
+use cuda_std::{E4m3, E5m2, Fp8, bf16};
 use gpu::classifier::{self, Scalars, wide};
 use gpu::most_likely as kernel;
 
@@ -12,7 +14,7 @@ use gpu::most_likely as kernel;
 const RESIDENT_BLOCKS: usize = 2;
 
 pub(super) fn classifier<T: Float>(cuda: &mut Cuda<T>, op: Classifier) -> Result<()> {
-    let Classifier { logits, losses, targets, v, vp, dloss, softcap } = op;
+    let Classifier { logits, losses, targets, v, vp, dloss, softcap, fp8 } = op;
     let rows = losses.len;
     ensure!(
         v <= vp && vp.is_multiple_of(T::PACKET),
@@ -24,15 +26,19 @@ pub(super) fn classifier<T: Float>(cuda: &mut Cuda<T>, op: Classifier) -> Result
         "classifier: expected a positive softcap, found {}",
         softcap.unwrap_or_default()
     );
+    if let Some(fp8) = fp8 {
+        return match fp8.format {
+            Fp8Format::E4m3 => classifier_fp8::<E4m3, T>(cuda, op, fp8),
+            Fp8Format::E5m2 => classifier_fp8::<E5m2, T>(cuda, op, fp8),
+        };
+    }
     let staged = classifier::staged::<T>(vp, cuda.executor.shared_memory(RESIDENT_BLOCKS));
     let losses = cuda.output("losses", losses, rows)?;
     let targets = cuda.input("targets", targets, rows)?;
     // Without gradients, a row is read once anyway.
     if T::DTYPE == DType::Bf16
         && let Some(dloss) = dloss
-        && softcap.is_none()
-        && 2 * staged < vp
-        && let Some(staged) = wide::staged(vp, cuda.executor.shared_memory(1))
+        && let Some(staged) = wide_staged(cuda, &op)
     {
         let scalars = Scalars { dloss, vocabulary: v as u32, padded: vp as u32, staged };
         let logits = cuda.output("logits", logits, rows * vp)?;
@@ -49,6 +55,55 @@ pub(super) fn classifier<T: Float>(cuda: &mut Cuda<T>, op: Classifier) -> Result
         Some(softcap) => classifier::classifier::<true, T>(logits, losses, targets, scalars, gradients, softcap),
     };
     cuda.launch(launch, [rows as u32, 1, 1], shared_bytes(|layout| classifier::shared::<T>(layout, staged)))
+}
+
+/// Returns the packets that each thread of the kernel for wide rows stages, if that kernel computes the gradient.
+fn wide_staged<T: Float>(cuda: &Cuda<T>, op: &Classifier) -> Option<u32> {
+    let staged = classifier::staged::<bf16>(op.vp, cuda.executor.shared_memory(RESIDENT_BLOCKS));
+    if op.softcap.is_some() || 2 * staged >= op.vp {
+        return None;
+    }
+    wide::staged(op.vp, cuda.executor.shared_memory(1))
+}
+
+/// Computes losses, and the gradient in FP8 in both layouts.
+fn classifier_fp8<F: Fp8, T: Float>(cuda: &mut Cuda<T>, op: Classifier, fp8: Fp8Logits) -> Result<()> {
+    let Classifier { v, vp, softcap, .. } = op;
+    let rows = op.losses.len;
+    let dloss = op.dloss.context("classifier in FP8: expected a gradient of the losses, found none")?;
+    // The kernel that transposes does not use the magnitude.
+    let scale = Fp8Scale { scale: fp8.scale, amax: fp8.scale, counts: None };
+    let quantized = Quantize {
+        out: Some(fp8.out),
+        transposed: Some(fp8.transposed),
+        inp: op.logits,
+        scale,
+        scaling: Scaling::Given,
+        format: F::FORMAT,
+        shape: [rows, vp],
+        column_sums: None,
+    };
+    check(cuda, &quantized)?;
+    let (out, scale) = (cuda.fp8::<F>("gradient", fp8.out, rows * vp)?, cuda.output("scale", fp8.scale, 1)?);
+    let (logits, losses) = (cuda.input::<bf16>("logits", op.logits, rows * vp)?, cuda.output("losses", op.losses, rows)?);
+    let targets = cuda.input("targets", op.targets, rows)?;
+    let scalars = |staged| Scalars { dloss, vocabulary: v as u32, padded: vp as u32, staged };
+    if let Some(staged) = wide_staged(cuda, &op) {
+        let launch =
+            wide::classifier_wide_fp8::<F>(out, scale, logits, losses, targets, scalars(staged), rows as u32);
+        let grid = rows.min(cuda.executor.sm_count()) as u32;
+        cuda.launch(launch, [grid, 1, 1], shared_bytes(|layout| wide::shared(layout, staged)))?;
+    } else {
+        let staged = classifier::staged::<bf16>(vp, cuda.executor.shared_memory(RESIDENT_BLOCKS));
+        let (scalars, cap) = (scalars(staged as u32), softcap.unwrap_or_default());
+        let launch = match softcap {
+            None => classifier::classifier_fp8::<false, F>(out, scale, logits, losses, targets, scalars, cap),
+            Some(_) => classifier::classifier_fp8::<true, F>(out, scale, logits, losses, targets, scalars, cap),
+        };
+        let shared = shared_bytes(|layout| classifier::shared::<bf16>(layout, staged));
+        cuda.launch(launch, [rows as u32, 1, 1], shared)?;
+    }
+    transpose_quantized(cuda, &quantized)
 }
 
 pub(super) fn most_likely<T: Float>(cuda: &mut Cuda<T>, op: MostLikely) -> Result<()> {

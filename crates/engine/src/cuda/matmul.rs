@@ -27,6 +27,14 @@ impl<T: Float> Cuda<T> {
         Ok(self.arena.address::<T>(name, tensor, len)?.addr() as u64)
     }
 
+    /// Returns the type and the address of a weight gradient of `len` elements, which may be f32.
+    pub(super) fn weight_gradient_output(&self, dweight: Tensor, len: usize) -> Result<(GemmOutput, u64)> {
+        if dweight.dtype == T::DTYPE {
+            return Ok((GemmOutput::Storage, self.operand("dweight", dweight, len)?));
+        }
+        Ok((GemmOutput::F32, self.arena.address::<f32>("dweight", dweight, len)?.addr() as u64))
+    }
+
     pub(super) fn gemm_precision(&self) -> GemmPrecision {
         match T::DTYPE {
             DType::Bf16 => GemmPrecision::Bf16,
@@ -334,21 +342,13 @@ fn backward_input<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Result<(
 fn backward_weight<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, bias_kernels: Vec<KernelLaunch>) -> Result<()> {
     let MatmulBackward { dweight, dbias, dout, inp, shape: MatmulShape { rows, c, oc }, .. } = *op;
     let Some(dweight) = dweight else { return bias_kernels.iter().try_for_each(|kernel| cuda.launch_kernel(kernel)) };
-    let f32_output = dweight.dtype != T::DTYPE;
-    let epilogue = GemmEpilogue {
-        bias: dbias.map(|_| Bias::Gradient),
-        output: if f32_output { GemmOutput::F32 } else { GemmOutput::Storage },
-        ..GemmEpilogue::RESIDUAL
-    };
+    let (output, out) = cuda.weight_gradient_output(dweight, oc * c)?;
+    let epilogue = GemmEpilogue { bias: dbias.map(|_| Bias::Gradient), output, ..GemmEpilogue::RESIDUAL };
     let gemm = cuda.gemm([oc, c, rows], GemmLayout::Tn, epilogue);
     let operands = GemmOperands {
         a: cuda.operand("dout", dout, rows * oc)?,
         b: cuda.operand("inp", inp, rows * c)?,
-        out: if f32_output {
-            cuda.arena.address::<f32>("dweight", dweight, oc * c)?.addr() as u64
-        } else {
-            cuda.operand("dweight", dweight, oc * c)?
-        },
+        out,
         bias: dbias.map(|dbias| cuda.operand("dbias", dbias, oc)).transpose()?,
         ..GemmOperands::default()
     };

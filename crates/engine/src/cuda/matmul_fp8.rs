@@ -94,6 +94,16 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
         return Ok(());
     }
     if let Some((activation, preactivation)) = unfused {
+        if let Some(next) = fp8.out
+            && activation == Activation::ReluSquared
+            && op.bias.is_none()
+        {
+            let gemm = Gemm { epilogue: gemm.epilogue.with(activation, Pass::Forward), ..gemm };
+            let operands = GemmOperands { preactivation: Some(operands.out), ..operands };
+            if cuda.run_quantizing(gemm, operands, &next)? {
+                return Ok(());
+            }
+        }
         cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })?;
         if let Some(next) = fp8.out {
             return activation::quantize_forward(cuda, activation, preactivation, next);
@@ -143,9 +153,9 @@ fn weight_gradient<T: Float>(
     fp8: &Fp8Backward,
 ) -> Result<()> {
     let MatmulShape { rows, c, oc } = op.shape;
-    let out = cuda.operand("dweight", dweight, oc * c)?;
-    let precision = backward_precision(fp8);
-    let gemm = Gemm { precision, ..cuda.gemm([oc, c, rows], GemmLayout::Nt, GemmEpilogue::RESIDUAL) };
+    let (output, out) = cuda.weight_gradient_output(dweight, oc * c)?;
+    let epilogue = GemmEpilogue { output, ..GemmEpilogue::RESIDUAL };
+    let gemm = Gemm { precision: backward_precision(fp8), ..cuda.gemm([oc, c, rows], GemmLayout::Nt, epilogue) };
     let operands = GemmOperands {
         a: cuda.fp8_address("dout in FP8, transposed", fp8.dout[1], rows * oc)?,
         b: cuda.fp8_address("inp in FP8, transposed", fp8.inp_transposed, rows * c)?,
@@ -179,14 +189,18 @@ fn input_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Ba
         fp8_scales: cuda.scale_addresses([fp8.dout_scale.scale, fp8.weight_scale])?,
         ..GemmOperands::default()
     };
-    let shape = activation::ActivationShape { rows, columns: c };
-    if let Some(ActivationInput { activation, preactivation, .. }) = fused {
-        if let Some(next) = fp8.dinp
-            && next.format == fp8.format
-            && cuda.run_quantizing(gemm, operands, &next)?
-        {
+    if let (Some(input), Some(next)) = (activation, fp8.dinp)
+        && (fused.is_some() || input.activation == Activation::ReluSquared)
+        && next.format == fp8.format
+    {
+        let gemm = Gemm { epilogue: GemmEpilogue::NONE.with(input.activation, Pass::Backward), ..gemm };
+        let preactivation = Some(cuda.operand("preactivation", input.preactivation, rows * c)?);
+        if cuda.run_quantizing(gemm, GemmOperands { preactivation, ..operands }, &next)? {
             return Ok(());
         }
+    }
+    let shape = activation::ActivationShape { rows, columns: c };
+    if let Some(ActivationInput { activation, preactivation, .. }) = fused {
         let after = vec![activation::backward_kernel(cuda, activation, dinp, dact, preactivation, shape)?];
         cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after })?;
         return fp8.dinp.map_or(Ok(()), |next| quantize(cuda, next));

@@ -137,7 +137,7 @@ pub(super) fn transpose_quantized<T: Float>(cuda: &mut Cuda<T>, op: &Quantize) -
 }
 
 /// Checks that kernels quantize tensors of this shape.
-fn check<T: Float>(cuda: &Cuda<T>, op: &Quantize) -> Result<()> {
+pub(super) fn check<T: Float>(cuda: &Cuda<T>, op: &Quantize) -> Result<()> {
     let [rows, columns] = op.shape;
     ensure!(cuda.fp8_dtype().is_some(), "quantize: expected bf16 and a GPU with FP8, found {}", cuda.describe());
     ensure!(

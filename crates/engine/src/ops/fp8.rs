@@ -67,6 +67,19 @@ pub struct Fp8Scales {
     pub largest: f32,
 }
 
+/// Receives the gradient of the logits (rows, Vp) of a [`Classifier`](super::Classifier). Rows and Vp are multiples of 16.
+#[derive(Clone, Copy, Debug)]
+pub struct Fp8Logits {
+    /// (rows, Vp) FP8
+    pub out: Tensor,
+    /// (Vp, rows) FP8, which may share memory with the logits.
+    pub transposed: Tensor,
+    /// (1) f32: receives the scale, dloss / the largest number of the format. No gradient is larger than dloss.
+    pub scale: Tensor,
+    /// The FP8 format.
+    pub format: Fp8Format,
+}
+
 /// The FP8 operands of a [`MatmulForward`](super::MatmulForward): its GEMM multiplies them instead of `inp` and `weight`.
 #[derive(Clone, Copy, Debug)]
 pub struct Fp8Forward {

@@ -60,7 +60,13 @@ impl Operation<'_> {
                 outputs.into_iter().chain(op.quantized.iter().flat_map(quantize)).collect()
             }
             Self::AttentionBackward(op) => vec![some("dqkv", op.dqkv)],
-            Self::Classifier(op) => vec![some("losses", op.losses), op.dloss.map(|_| ("logits", op.logits))],
+            Self::Classifier(op) => {
+                let logits = op.dloss.filter(|_| op.fp8.is_none()).map(|_| ("logits", op.logits));
+                let gradient = op.fp8.iter().flat_map(|fp8| {
+                    [some("gradient", fp8.out), some("transposed gradient", fp8.transposed), some("scale", fp8.scale)]
+                });
+                [some("losses", op.losses), logits].into_iter().chain(gradient).collect()
+            }
             Self::MostLikely(op) => vec![some("hits", op.hits)],
             Self::Sum(Sum { out, .. })
             | Self::SquaredSum(SquaredSum { out, .. })

@@ -69,6 +69,7 @@ struct Setup {
     grad_accum: usize,
     gradients: Fp8Gradients,
     accumulation: Fp8Accumulation,
+    head: bool,
     descriptor: Descriptor,
 }
 
@@ -81,6 +82,7 @@ impl Setup {
             grad_accum: 1,
             gradients: Fp8Gradients::E5m2,
             accumulation: Fp8Accumulation::Fast,
+            head: true,
             descriptor: descriptor(),
         }
     }
@@ -90,9 +92,9 @@ impl Setup {
     }
 
     fn on(self, mut engine: Box<dyn Engine>, mut ranks: Ranks) -> Run {
-        let Self { recipe, recompute, zero, grad_accum, gradients, accumulation, descriptor } = self;
+        let Self { recipe, recompute, zero, grad_accum, gradients, accumulation, head, descriptor } = self;
         let shape = [LAYOUT.b, LAYOUT.t];
-        let settings = |recipe| Fp8Settings { recipe, gradients, accumulation };
+        let settings = |recipe| Fp8Settings { recipe, gradients, accumulation, head };
         let fp8 = recipe.map(|recipe| Fp8Options::new(settings(recipe), &descriptor, shape, &*engine).unwrap());
         let training = PlanOptions::training(LAYOUT.b, LAYOUT.t);
         let options = PlanOptions { recompute, zero, fp8, master_weights: MasterWeights::F32, ..training };
@@ -354,8 +356,9 @@ fn assert_gradients(selects: impl Fn(usize, usize) -> bool) {
     ];
     for (family, (descriptor, gpu)) in families_on_gpus().enumerate() {
         let settings = settings.into_iter().enumerate().filter(|(setting, _)| selects(family, *setting));
-        for (_, (recipe, gradients, accumulation)) in settings {
-            let setup = Setup { gradients, accumulation, descriptor, ..Setup::new(recipe) };
+        for (setting, (recipe, gradients, accumulation)) in settings {
+            let head = setting != 1;
+            let setup = Setup { gradients, accumulation, head, descriptor, ..Setup::new(recipe) };
             let gradients = |mut run: Run| {
                 run.step();
                 let grads = run.model.training.unwrap().grads;

@@ -710,7 +710,7 @@ fn classifier(rows: usize, v: usize, vp: usize, gradient: bool, softcap: Option<
     let bound = softcap.map_or(String::new(), |softcap| format!(" softcap {softcap}"));
     let name = format!("{rows}x{v}/{vp}{}{bound}", if gradient { " gradient" } else { "" });
     case("classifier", name, workload(1, rows, 64, 1, vp, 0), operands, work, move |e, x| {
-        e.run(Classifier { logits: x[0], losses: x[1], targets: x[2], v, vp, dloss, softcap })
+        e.run(Classifier { logits: x[0], losses: x[1], targets: x[2], v, vp, dloss, softcap, fp8: None })
     })
 }
 

@@ -59,7 +59,7 @@ const ORDER: &str = "train val tokenizer shuffle overfit-one-batch out model lay
     muon-coefficients warmup final-fraction weight-decay skip-loss-z skip-norm-z max-bad-steps val-every val-batches hellaswag \
     hellaswag-examples core core-every core-max-per-task sample-every sample-length checkpoint-every checkpoint-minutes keep major-every fp8-stats gpu-info-every \
     check-ranks verify-every hash-every zero-stage shard-size recompute master-weights moments device precision fp8-recipe \
-    fp8-gradients fp8-accumulation tf32 gelu-fusion matmul kernels";
+    fp8-gradients fp8-accumulation fp8-head tf32 gelu-fusion matmul kernels";
 
 impl Config {
     /// Returns the gradient accumulation steps per optimizer step for a number of ranks.
@@ -176,6 +176,7 @@ precision = \"fp8\"
 fp8-recipe = \"delayed\"
 fp8-gradients = \"e4m3\"
 fp8-accumulation = \"exact\"
+fp8-head = true
 tf32 = false
 gelu-fusion = 2
 matmul = \"rust\"

@@ -545,6 +545,7 @@ fn flags(options: &TrainOptions, defaults: &Defaults, fp8: Option<Fp8Settings>, 
         fp8_recipe: fp8.map(|fp8| fp8.recipe),
         fp8_gradients: fp8.map(|fp8| fp8.gradients),
         fp8_accumulation: fp8.map(|fp8| fp8.accumulation),
+        fp8_head: fp8.map(|fp8| fp8.head),
     };
     flags
 }

@@ -379,14 +379,14 @@ proptest! {
                 *loss += sums[row].ln() - x[row * vp + wanted[row] as usize];
             }
         }
-        bench.dyn_engine().run(Classifier { logits, losses, targets, v, vp, dloss: None, softcap }).unwrap();
+        bench.dyn_engine().run(Classifier { logits, losses, targets, v, vp, dloss: None, softcap, fp8: None }).unwrap();
         // A loss near 0 is a difference of capped logits, each with its own rounding error.
         let rounding = 0.1 * softcap.map_or(0.0, f64::from);
         bench.assert_of(rounding.max(1e-3), "losses", losses, &expected);
         bench.assert("logits, which a loss alone leaves", logits, &before);
 
         bench.engine.zero(losses).unwrap();
-        bench.dyn_engine().run(Classifier { logits, losses, targets, v, vp, dloss: Some(0.25), softcap }).unwrap();
+        bench.dyn_engine().run(Classifier { logits, losses, targets, v, vp, dloss: Some(0.25), softcap, fp8: None }).unwrap();
         let only: Vec<f64> = expected.iter().zip(bench.before(losses)).map(|(loss, before)| loss - before).collect();
         bench.assert_of(rounding.max(1e-3), "losses from zero", losses, &only);
         let gradient = |at: usize| {
