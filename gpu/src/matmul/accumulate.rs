@@ -30,6 +30,9 @@ impl AccumulateInto for f32 {
     }
 }
 
+/// Pairs of accumulators that a thread adds at a time. It divides the pairs of a row of every tile.
+const BATCH: usize = 8;
+
 /// Adds accumulators to an f32 output (M, N), the sums of its operands.
 pub struct AccumulateF32<T> {
     out: GlobalMut<f32>,
@@ -40,6 +43,9 @@ pub struct AccumulateF32<T> {
 
 impl<T: Tile> AccumulateF32<T> {
     /// Adds 64 rows of accumulators to the output from (`row`, `column`) on.
+    ///
+    /// All loads of a batch precede its stores. The compiler cannot reorder them, because a store could change what a later load reads, and
+    /// one latency of memory per pair would make the epilogue as long as a mainloop of 4,096 columns.
     #[inline(always)]
     fn add(&self, d: &T::Accumulator, row: u32, column: u32) {
         let thread = thread::thread_idx_x() % WARPGROUP;
@@ -47,10 +53,20 @@ impl<T: Tile> AccumulateF32<T> {
         for half in 0..2 {
             let row = row + half * 8;
             if row < self.m {
-                for j in 0..T::TILE_N / 8 {
-                    let (column, i) = (column + j * 8, (j * 4 + half * 2) as usize);
-                    if column < self.n {
-                        f32::add(self.out, row as usize * self.n as usize + column as usize, [d[i], d[i + 1]]);
+                let row = self.out.skip(row as usize * self.n as usize);
+                for first in 0..T::TILE_N as usize / 8 / BATCH {
+                    let column = |k: usize| column as usize + (first * BATCH + k) * 8;
+                    let mut old = [[0.0; 2]; BATCH];
+                    for k in 0..BATCH {
+                        if column(k) < self.n as usize {
+                            old[k] = row.reader().pair(column(k));
+                        }
+                    }
+                    for k in 0..BATCH {
+                        let (i, [low, high]) = ((first * BATCH + k) * 4 + half as usize * 2, old[k]);
+                        if column(k) < self.n as usize {
+                            row.set_pair(column(k), [low + d[i], high + d[i + 1]]);
+                        }
                     }
                 }
             }

@@ -28,16 +28,18 @@ pub fn run(gemm: &Gemm, operands: &GemmOperands, memory: &mut Memory) -> Result<
 }
 
 fn run_one(gemm: &Gemm, operands: &GemmOperands, memory: &mut Memory) -> Result<()> {
+    let run = if gemm.epilogue.output == GemmOutput::F32 { with_output::<f32> } else { with_output::<bf16> };
+    run(gemm, operands, memory).with_context(|| format!("GEMM {gemm}"))
+}
+
+/// Runs a GEMM whose output has the type `Out`, unless its operands are f32.
+fn with_output<Out: MatrixElement>(gemm: &Gemm, operands: &GemmOperands, memory: &mut Memory) -> Result<()> {
     match gemm.precision {
-        GemmPrecision::Bf16 if gemm.epilogue.output == GemmOutput::F32 => {
-            typed::<bf16, bf16, bf16, f32>(gemm, operands, memory)
-        }
-        GemmPrecision::Bf16 => typed::<bf16, bf16, bf16, bf16>(gemm, operands, memory),
+        GemmPrecision::Bf16 => typed::<bf16, bf16, bf16, Out>(gemm, operands, memory),
         GemmPrecision::F32 | GemmPrecision::Tf32 => typed::<f32, f32, f32, f32>(gemm, operands, memory),
-        GemmPrecision::Fp8 { a: Fp8Format::E4m3, .. } => typed::<E4m3, E4m3, bf16, bf16>(gemm, operands, memory),
-        GemmPrecision::Fp8 { a: Fp8Format::E5m2, .. } => typed::<E5m2, E4m3, bf16, bf16>(gemm, operands, memory),
+        GemmPrecision::Fp8 { a: Fp8Format::E4m3, .. } => typed::<E4m3, E4m3, bf16, Out>(gemm, operands, memory),
+        GemmPrecision::Fp8 { a: Fp8Format::E5m2, .. } => typed::<E5m2, E4m3, bf16, Out>(gemm, operands, memory),
     }
-    .with_context(|| format!("GEMM {gemm}"))
 }
 
 /// Reads and writes matrices by device address.

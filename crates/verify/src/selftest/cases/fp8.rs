@@ -6,12 +6,12 @@
 use super::MaskedAttention;
 use super::{
     Case, DType, Engine, EpilogueKind, GELU, Init, Operand, Result, Tensor, Tolerance, Work, Workload, accumulated,
-    case, f32, input, linear_name, linear_workload, matmul_backward, matmul_forward, output,
+    case, f32, i32, input, linear_name, linear_workload, matmul_backward, matmul_forward, output, workload,
 };
 use engine::ops::{
-    Activation, ActivationInput, AttentionForward, AttentionMask, AttentionShape, Epilogue, Fp8Accumulation,
-    Fp8Backward, Fp8Format, Fp8Forward, Fp8Scale, Fp8Scales, MatmulBackward, MatmulForward, MatmulShape, NormForward,
-    Quantize, Scaling,
+    Activation, ActivationInput, AttentionForward, AttentionMask, AttentionShape, Classifier, Epilogue, Fp8Accumulation,
+    Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, Fp8Scales, MatmulBackward, MatmulForward, MatmulShape,
+    NormForward, Quantize, Scaling,
 };
 
 /// Returns every operation in FP8 at small shapes, which are multiples of 16.
@@ -22,6 +22,10 @@ pub fn edge_cases() -> Vec<Case> {
         cases.extend(mlp(MatmulShape { rows, c, oc }));
         cases.extend(norm(MatmulShape { rows, c, oc }));
     }
+    cases.extend([
+        head(MatmulShape { rows: 16, c: 64, oc: 128 }, 100, None, Fp8Format::E5m2),
+        head(MatmulShape { rows: 48, c: 80, oc: 640 }, 640, Some(15.0), Fp8Format::E4m3),
+    ]);
     // Not all of these are in the kernels that quantize: head sizes 64 and 128.
     for (t, head_size, scaling) in [
         (48, 64, Scaling::Delayed),
@@ -37,11 +41,15 @@ pub fn edge_cases() -> Vec<Case> {
 
 /// Returns every operation in FP8 at the shapes of real models.
 pub fn model_cases() -> Vec<Case> {
-    [(2048, 768, 2304), (512, 1600, 6400)]
-        .into_iter()
-        .map(|(rows, c, oc)| MatmulShape { rows, c, oc })
-        .flat_map(|shape| linear(shape).into_iter().chain(mlp(shape)).chain(norm(shape)))
-        .collect()
+    let layers = [(2048, 768, 2304), (512, 1600, 6400)].map(|(rows, c, oc)| MatmulShape { rows, c, oc });
+    let layers = layers.into_iter().flat_map(|shape| linear(shape).into_iter().chain(mlp(shape)).chain(norm(shape)));
+    // Rows of these lengths are read by different kernels.
+    let head = [
+        head(MatmulShape { rows: 512, c: 768, oc: 50_304 }, 50_257, None, Fp8Format::E5m2),
+        head(MatmulShape { rows: 512, c: 768, oc: 32_768 }, 32_768, Some(15.0), Fp8Format::E5m2),
+        head(MatmulShape { rows: 128, c: 512, oc: 128_256 }, 128_256, None, Fp8Format::E5m2),
+    ];
+    layers.chain(head).collect()
 }
 
 /// Returns the passes of a linear layer.
@@ -218,6 +226,73 @@ fn backward(
     };
     let case = case("matmul_backward", name, linear_workload(shape), operands, plain.work, run);
     Case { before: Some(Box::new(before)), parts: plain.parts, ..case }
+}
+
+/// The classifier of logits (rows, OC), of which the first `v` are real, writes their gradient in FP8. The backward pass of the head reads
+/// it and accumulates the gradient of the weight in f32. The transposed gradient overwrites the logits.
+fn head(shape: MatmulShape, v: usize, softcap: Option<f32>, format: Fp8Format) -> Case {
+    let MatmulShape { rows, c, oc: vp } = shape;
+    let mut operands = vec![
+        output("dinp", rows * c, NEIGHBORS),
+        f32(accumulated("dweight", vp * c, NEIGHBORS)),
+        f32(accumulated("losses", rows, Tolerance::REDUCTION)),
+        input("logits", rows * vp, Init::Uniform { mean: 0.0, spread: 4.0 }),
+        i32(input("targets", rows, Init::Tokens { below: v as i32 })),
+        input("inp", rows * c, super::UNIT),
+        input("weight", vp * c, Init::Uniform { mean: 0.0, spread: 0.2 }),
+    ];
+    let n = operands.len();
+    operands.extend([
+        fp8("dlogits in FP8", rows * vp),
+        fp8("inp in FP8, transposed", rows * c),
+        fp8("weight in FP8, transposed", vp * c),
+    ]);
+    operands.extend(scale(["scale of dlogits", "amax of dlogits"], format));
+    operands.extend(scale(["scale of inp", "amax of inp"], Fp8Format::E4m3));
+    operands.extend(scale(["scale of weight", "amax of weight"], Fp8Format::E4m3));
+    let scale_of = move |x: &[Tensor], i: usize| of(x[n + 3 + 2 * i], x[n + 4 + 2 * i]);
+    let run = move |e: &mut dyn Engine, x: &[Tensor]| {
+        let [logits, out] = [x[3], x[n]];
+        let transposed = logits.reinterpret(rows * vp, out.dtype);
+        let fp8 = Fp8Logits { out, transposed, scale: scale_of(x, 0).scale, format };
+        let dloss = Some(0.25);
+        e.run(Classifier { logits, losses: x[2], targets: x[4], v, vp, dloss, softcap, fp8: Some(fp8) })?;
+        let fp8 = Fp8Backward {
+            dout: [out, transposed],
+            dout_is_quantized: true,
+            dout_scale: scale_of(x, 0),
+            scaling: Scaling::Given,
+            format,
+            inp_transposed: x[n + 1],
+            inp_is_quantized: true,
+            inp_scale: scale_of(x, 1),
+            weight_transposed: x[n + 2],
+            weight_scale: scale_of(x, 2).scale,
+            accumulation: Fp8Accumulation::ExactGradients,
+            dinp: None,
+        };
+        e.run(MatmulBackward {
+            dinp: x[0],
+            adds_to_dinp: false,
+            dweight: Some(x[1]),
+            dbias: None,
+            dout: logits,
+            inp: x[5],
+            weight: x[6],
+            activation: None,
+            shape,
+            fp8: Some(fp8),
+        })
+    };
+    let before = move |e: &mut dyn Engine, x: &[Tensor]| {
+        quantize(e, x[5], [None, Some(x[n + 1])], scale_of(x, 1), Scaling::Current, [rows, c])?;
+        quantize_weight(e, x[6], [None, Some(x[n + 2])], scale_of(x, 2), shape)
+    };
+    let work = Work { floats: rows * (vp + 2 * c), bytes: 4 * rows * vp + 8 * vp * c, flops: 4 * rows * c * vp };
+    let bound = softcap.map_or(String::new(), |softcap| format!(" softcap {softcap}"));
+    let name = format!("{rows}x{v}/{vp}x{c}{bound} fp8 {format:?} head").to_lowercase();
+    let case = case("classifier", name, workload(1, rows, c, 1, vp, 0), operands, work, run);
+    Case { before: Some(Box::new(before)), ..case }
 }
 
 /// Returns the passes of MLPs. The kernels that compute the tensors between the two linear layers also quantize them.
