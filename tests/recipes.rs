@@ -94,7 +94,7 @@ fn the_speedrun_has_the_settings_of_nanochat() {
     };
     let pretraining = plan("speedrun-d24.toml");
     assert_eq!(row(&pretraining, "steps"), "5568");
-    assert!(row(&pretraining, "matmuls").starts_with("fp8 in the layers"), "{pretraining}");
+    assert!(row(&pretraining, "matmuls").starts_with("fp8 in the layers and the head"), "{pretraining}");
     assert!(row(&pretraining, "optimizer").starts_with("Muon for the layers' matrices, peak 2.83e-2, momentum 0.97; "));
     assert!(row(&pretraining, "learning rate").starts_with("trapezoidal, warmdown 0.65 of the steps, "));
     assert_eq!(row(&pretraining, "weight decay, clip"), "0.059738424, inf");

@@ -56,7 +56,7 @@ impl From<Fp8Gradients> for Fp8Format {
 }
 
 /// The settings of a run with FP8.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fp8Settings {
     /// Determines the scales.
     pub recipe: Fp8Recipe,
@@ -66,6 +66,14 @@ pub struct Fp8Settings {
     pub accumulation: Fp8Accumulation,
     /// Whether the head multiplies in FP8, too, unless the model has adapters.
     pub head: bool,
+}
+
+impl Default for Fp8Settings {
+    fn default() -> Self {
+        let (recipe, gradients, accumulation) =
+            (Fp8Recipe::default(), Fp8Gradients::default(), Fp8Accumulation::default());
+        Self { recipe, gradients, accumulation, head: true }
+    }
 }
 
 /// Settings of FP8 that an engine and a model have been checked for.
@@ -258,7 +266,10 @@ impl Fp8 {
         descriptor: &Descriptor,
         [b, t]: [usize; 2],
         (zero, recompute, float): (Zero, Recompute, DType),
-        ([narrow, wide, dout_transposed, inp_transposed], head): ([Tensor; BUFFERS], Option<[Tensor; fp8_head::BUFFERS]>),
+        ([narrow, wide, dout_transposed, inp_transposed], head): (
+            [Tensor; BUFFERS],
+            Option<[Tensor; fp8_head::BUFFERS]>,
+        ),
     ) -> Self {
         let (d, layers, dtype) = (descriptor, descriptor.layers, options.dtype);
         let (scaling, history) = match options.recipe {

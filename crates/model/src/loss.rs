@@ -2,8 +2,9 @@
 //! final norm to the gradients of that output and of the head.
 
 use super::decoder::{Decoder, Training};
+use super::fp8_head::Fp8Head;
 use super::memory_plan::chunk_rows;
-use engine::ops::{Classifier, Epilogue, Fp8Forward, MatmulBackward, MatmulForward, MatmulShape};
+use engine::ops::{Classifier, Epilogue, MatmulBackward, MatmulForward, MatmulShape};
 use engine::tensor::Tensor;
 use engine::{BatchLayout, Engine, Result};
 use std::ops::Range;
@@ -29,19 +30,19 @@ impl Decoder {
         self.head(engine, inp, None)
     }
 
-    /// Computes the logits of outputs of the final norm (rows, C), from operands in FP8 if they are given.
-    fn head(&self, engine: &mut dyn Engine, inp: Tensor, fp8: Option<Fp8Forward>) -> Result<Tensor> {
+    /// Computes the logits of outputs of the final norm (rows, C), from their quantized copies if those are given.
+    fn head(&self, engine: &mut dyn Engine, inp: Tensor, fp8: Option<&Fp8Head>) -> Result<Tensor> {
         let (c, vp) = (self.descriptor.channels, self.descriptor.padded_vocab());
-        let rows = inp.len / c;
-        let out = self.logits.slice(0, rows * vp);
+        let shape = MatmulShape { rows: inp.len / c, c, oc: vp };
+        let out = self.logits.slice(0, shape.rows * vp);
         engine.run(MatmulForward {
             out,
             inp,
             weight: self.param(self.head_param(), 0),
             bias: None,
             epilogue: Epilogue::None,
-            shape: MatmulShape { rows, c, oc: vp },
-            fp8,
+            shape,
+            fp8: fp8.map(|fp8| fp8.forward(shape)),
         })?;
         Ok(out)
     }
@@ -72,7 +73,7 @@ impl Decoder {
             if let Some(fp8) = &fp8 {
                 engine.run(fp8.quantize_input(inp, shape))?;
             }
-            let logits = self.head(engine, inp, fp8.map(|fp8| fp8.forward(shape)))?;
+            let logits = self.head(engine, inp, fp8.as_ref())?;
             let (losses, targets) = (self.losses.slice(first, rows), targets.slice(first, rows));
             let gradient = fp8.map(|fp8| fp8.gradient(logits));
             engine.run(Classifier { logits, losses, targets, v, vp, dloss, softcap, fp8: gradient })?;

@@ -47,7 +47,16 @@ impl Decoder {
             let (scores, targets) = (self.losses.slice(first, rows), targets.slice(first, rows));
             match score {
                 TokenScore::Loss => {
-                    engine.run(Classifier { logits, losses: scores, targets, v, vp, dloss: None, softcap, fp8: None })?;
+                    engine.run(Classifier {
+                        logits,
+                        losses: scores,
+                        targets,
+                        v,
+                        vp,
+                        dloss: None,
+                        softcap,
+                        fp8: None,
+                    })?;
                 }
                 TokenScore::MostLikely => engine.run(MostLikely { hits: scores, logits, targets, v, vp })?,
             }

@@ -334,7 +334,7 @@ fn matmuls(config: &Config) -> String {
     }
 }
 
-fn fp8_matmuls(TrainOptions { fp8, hardware, .. }: &TrainOptions) -> String {
+fn fp8_matmuls(TrainOptions { fp8, hardware, lora, lora_flags, .. }: &TrainOptions) -> String {
     let scaling = match fp8.fp8_recipe.unwrap_or_default() {
         Fp8Recipe::Current => "current",
         Fp8Recipe::Delayed => "delayed",
@@ -349,7 +349,8 @@ fn fp8_matmuls(TrainOptions { fp8, hardware, .. }: &TrainOptions) -> String {
         Fp8Gradients::E4m3 => "E4M3",
     };
     let emulated = if hardware.device == Device::Cpu { "emulated " } else { "" };
-    let layers = if fp8.fp8_head == Some(true) { "layers and the head" } else { "layers" };
+    let adapters = lora.is_some() || lora_flags.adapters().is_some();
+    let layers = if fp8.fp8_head == Some(true) && !adapters { "layers and the head" } else { "layers" };
     format!("{emulated}fp8 in the {layers}, {scaling} scaling, {gradients} gradients, {accumulation} accumulation")
 }
 

@@ -229,7 +229,7 @@ pub struct Fp8Flags {
     #[arg(long, value_enum, value_name = "MODE", help_heading = DEVICE)]
     pub fp8_accumulation: Option<Fp8Accumulation>,
 
-    /// With --precision fp8: also compute the logits and their gradients in FP8 [default: 0]
+    /// With --precision fp8: also compute the logits and their gradients in FP8. Low-rank adapters keep them in bf16 [default: 1]
     #[arg(long, value_name = "0|1", value_parser = switch, num_args = 0..=1, default_missing_value = "1", help_heading = DEVICE)]
     pub fp8_head: Option<bool>,
 }
@@ -253,7 +253,7 @@ impl Fp8Flags {
             recipe: fp8_recipe.unwrap_or_default(),
             gradients: fp8_gradients.unwrap_or_default(),
             accumulation: fp8_accumulation.unwrap_or_default(),
-            head: fp8_head.unwrap_or(false),
+            head: fp8_head.unwrap_or(Fp8Settings::default().head),
         };
         Ok((precision == Precision::Fp8).then_some(settings))
     }

@@ -11,8 +11,7 @@ pub(super) fn classifier(arena: &mut Arena, op: Classifier) -> Result<()> {
     let Classifier { logits, losses, targets, v, vp, dloss, softcap, fp8 } = op;
     let (row_count, gradient) = (losses.len, logits);
     ensure!(0 < v && v <= vp, "classifier: expected 1 to {vp} tokens in rows of {vp}, found {v}");
-    let operands =
-        [("logits", logits, row_count * vp), ("losses", losses, row_count), ("targets", targets, row_count)];
+    let operands = [("logits", logits, row_count * vp), ("losses", losses, row_count), ("targets", targets, row_count)];
     let [logits, losses, targets] = arena.split("classifier", operands)?;
     let targets: &[i32] = bytemuck::cast_slice(targets);
     let is_valid = |token: i32| token == MASKED_TARGET || (0..v as i64).contains(&i64::from(token));
@@ -76,7 +75,8 @@ fn quantize_gradient(
     };
     quantize(arena, quantized)?;
     // The transpose may overwrite the gradient.
-    let [out, transposed] = arena.split("classifier", [("out", out, rows * vp), ("transposed", transposed, rows * vp)])?;
+    let [out, transposed] =
+        arena.split("classifier", [("out", out, rows * vp), ("transposed", transposed, rows * vp)])?;
     transposed.par_chunks_mut(rows).enumerate().for_each(|(column, transposed)| {
         for (row, transposed) in transposed.iter_mut().enumerate() {
             *transposed = out[row * vp + column];

@@ -85,12 +85,12 @@ fn classifier_fp8<F: Fp8, T: Float>(cuda: &mut Cuda<T>, op: Classifier, fp8: Fp8
     };
     check(cuda, &quantized)?;
     let (out, scale) = (cuda.fp8::<F>("gradient", fp8.out, rows * vp)?, cuda.output("scale", fp8.scale, 1)?);
-    let (logits, losses) = (cuda.input::<bf16>("logits", op.logits, rows * vp)?, cuda.output("losses", op.losses, rows)?);
+    let (logits, losses) =
+        (cuda.input::<bf16>("logits", op.logits, rows * vp)?, cuda.output("losses", op.losses, rows)?);
     let targets = cuda.input("targets", op.targets, rows)?;
     let scalars = |staged| Scalars { dloss, vocabulary: v as u32, padded: vp as u32, staged };
     if let Some(staged) = wide_staged(cuda, &op) {
-        let launch =
-            wide::classifier_wide_fp8::<F>(out, scale, logits, losses, targets, scalars(staged), rows as u32);
+        let launch = wide::classifier_wide_fp8::<F>(out, scale, logits, losses, targets, scalars(staged), rows as u32);
         let grid = rows.min(cuda.executor.sm_count()) as u32;
         cuda.launch(launch, [grid, 1, 1], shared_bytes(|layout| wide::shared(layout, staged)))?;
     } else {

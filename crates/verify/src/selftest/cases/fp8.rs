@@ -9,9 +9,9 @@ use super::{
     case, f32, i32, input, linear_name, linear_workload, matmul_backward, matmul_forward, output, workload,
 };
 use engine::ops::{
-    Activation, ActivationInput, AttentionForward, AttentionMask, AttentionShape, Classifier, Epilogue, Fp8Accumulation,
-    Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, Fp8Scales, MatmulBackward, MatmulForward, MatmulShape,
-    NormForward, Quantize, Scaling,
+    Activation, ActivationInput, AttentionForward, AttentionMask, AttentionShape, Classifier, Epilogue,
+    Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, Fp8Scales, MatmulBackward, MatmulForward,
+    MatmulShape, NormForward, Quantize, Scaling,
 };
 
 /// Returns every operation in FP8 at small shapes, which are multiples of 16.
