@@ -1,7 +1,8 @@
 //! FP8 in the linear layers of a decoder: copies of weights, scales, and the recipes that determine the scales.
 //!
 //! The four linear layers of each transformer layer multiply in FP8, in the forward and in the backward pass. The head may do so, too
-//! ([`super::fp8_head`]). Their inputs and outputs, everything between them, gradients and master weights keep the engine's type. A training step
+//! ([`super::fp8_head`]). Their inputs and outputs, everything between them, gradients and master weights keep the engine's type.
+//! A training step
 //!
 //! 1. computes the scales of delayed scaling from the statistics of earlier steps,
 //! 2. quantizes each weight, in both layouts. Ranks that shard the parameters quantize a layer

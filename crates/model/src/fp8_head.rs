@@ -9,7 +9,7 @@ use super::fp8::Fp8Options;
 use super::params::Param;
 use engine::ops::{Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, MatmulShape, Quantize, Scaling};
 use engine::plan::{Group, Plan};
-use engine::tensor::Tensor;
+use engine::tensor::{DType, Tensor};
 use engine::{Engine, Result};
 
 /// The number of buffers of a chunk of rows.
@@ -31,10 +31,9 @@ pub(super) struct Fp8Head {
     inp: [Tensor; 2],
     /// (chunk rows, Vp)
     dlogits: Tensor,
-    /// (3) f32: the scales of weight, input and gradient
-    scales: Tensor,
-    /// (3) f32
-    amaxes: Tensor,
+    weight_scale: Fp8Scale,
+    inp_scale: Fp8Scale,
+    gradient_scale: Fp8Scale,
 }
 
 impl Fp8Head {
@@ -48,42 +47,33 @@ impl Fp8Head {
         let mut add = |name: &str, shape: &[usize], dtype| plan.add(Group::Workspace, name, shape, dtype);
         let weight = [("FP8 head", [vp, c]), ("FP8 head transposed", [c, vp])];
         let weight = weight.map(|(name, shape)| add(name, &shape, options.dtype()));
-        let f32 = engine::tensor::DType::F32;
-        let (scales, amaxes) = (add("FP8 head scales", &[3], f32), add("FP8 head amaxes", &[3], f32));
-        Self { options, weight, inp: [inp, inp_transposed], dlogits, scales, amaxes }
+        let statistics = ["FP8 head scales", "FP8 head amaxes"].map(|name| add(name, &[3], DType::F32));
+        let [weight_scale, inp_scale, gradient_scale] = [0, 1, 2].map(|i| {
+            let [scale, amax] = statistics.map(|tensor| tensor.slice(i, 1));
+            Fp8Scale { scale, amax, counts: None }
+        });
+        let inp = [inp, inp_transposed];
+        Self { options, weight, inp, dlogits, weight_scale, inp_scale, gradient_scale }
     }
 
-    /// Returns the scale of the weight (0), the input (1) or the gradient (2).
-    fn scale(&self, i: usize) -> Fp8Scale {
-        Fp8Scale { scale: self.scales.slice(i, 1), amax: self.amaxes.slice(i, 1), counts: None }
-    }
-
-    fn quantize(&self, [out, transposed]: [Tensor; 2], inp: Tensor, scale: usize, shape: [usize; 2]) -> Quantize {
-        Quantize {
-            out: Some(out),
-            transposed: Some(transposed),
-            inp,
-            scale: self.scale(scale),
-            scaling: Scaling::Current,
-            format: Fp8Format::E4m3,
-            shape,
-            column_sums: None,
-        }
+    /// Returns the quantization of the weight (Vp, C).
+    pub(super) fn quantize_weight(&self, weight: Tensor, shape: [usize; 2]) -> Quantize {
+        quantize(self.weight, weight, self.weight_scale, shape)
     }
 
     /// Returns the quantization of the input (rows, C) of a chunk.
     pub(super) fn quantize_input(&self, inp: Tensor, MatmulShape { rows, c, .. }: MatmulShape) -> Quantize {
-        self.quantize(self.inp.map(|to| to.slice(0, rows * c)), inp, 1, [rows, c])
+        quantize(self.inp.map(|to| to.slice(0, rows * c)), inp, self.inp_scale, [rows, c])
     }
 
     /// Returns the operands of a chunk's logits.
     pub(super) fn forward(&self, MatmulShape { rows, c, .. }: MatmulShape) -> Fp8Forward {
         Fp8Forward {
             inp: self.inp[0].slice(0, rows * c),
-            inp_scale: self.scale(1).scale,
+            inp_scale: self.inp_scale.scale,
             out: None,
             weight: self.weight[0],
-            weight_scale: self.scale(0).scale,
+            weight_scale: self.weight_scale.scale,
             accumulation: self.options.accumulation,
         }
     }
@@ -91,7 +81,7 @@ impl Fp8Head {
     /// Returns where the gradient of a chunk's logits is written. Its transpose overwrites the logits.
     pub(super) fn gradient(&self, logits: Tensor) -> Fp8Logits {
         let [out, transposed] = self.gradients(logits);
-        Fp8Logits { out, transposed, scale: self.scale(2).scale, format: self.options.gradients }
+        Fp8Logits { out, transposed, scale: self.gradient_scale.scale, format: self.options.gradients }
     }
 
     fn gradients(&self, logits: Tensor) -> [Tensor; 2] {
@@ -103,17 +93,31 @@ impl Fp8Head {
         Fp8Backward {
             dout: self.gradients(logits),
             dout_is_quantized: true,
-            dout_scale: self.scale(2),
+            dout_scale: self.gradient_scale,
             scaling: Scaling::Given,
             format: self.options.gradients,
             inp_transposed: self.inp[1].slice(0, rows * c),
             inp_is_quantized: true,
-            inp_scale: self.scale(1),
+            inp_scale: self.inp_scale,
             weight_transposed: self.weight[1],
-            weight_scale: self.scale(0).scale,
+            weight_scale: self.weight_scale.scale,
             accumulation: self.options.accumulation,
             dinp: None,
         }
+    }
+}
+
+/// Returns the quantization of a tensor to both layouts, with current scaling.
+fn quantize([out, transposed]: [Tensor; 2], inp: Tensor, scale: Fp8Scale, shape: [usize; 2]) -> Quantize {
+    Quantize {
+        out: Some(out),
+        transposed: Some(transposed),
+        inp,
+        scale,
+        scaling: Scaling::Current,
+        format: Fp8Format::E4m3,
+        shape,
+        column_sums: None,
     }
 }
 
@@ -127,6 +131,6 @@ impl Decoder {
     pub(super) fn quantize_head(&self, engine: &mut dyn Engine) -> Result<()> {
         let Some(head) = self.fp8_head() else { return Ok(()) };
         let (vp, c) = Param::Wte.shape(&self.descriptor);
-        engine.run(head.quantize(head.weight, self.param(self.head_param(), 0), 0, [vp, c]))
+        engine.run(head.quantize_weight(self.param(self.head_param(), 0), [vp, c]))
     }
 }
