@@ -53,7 +53,7 @@ pub(super) fn classifier(arena: &mut Arena, op: Classifier) -> Result<()> {
     quantize_gradient(arena, gradient, fp8, dloss, [row_count, vp])
 }
 
-/// Quantizes the gradient of logits (rows, Vp), each of which is at most `dloss`.
+/// Quantizes the gradient (rows, Vp) of the logits. Its largest possible magnitude is `dloss`, which determines the scale.
 fn quantize_gradient(
     arena: &mut Arena,
     gradient: Tensor,

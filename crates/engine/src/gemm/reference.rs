@@ -32,7 +32,7 @@ fn run_one(gemm: &Gemm, operands: &GemmOperands, memory: &mut Memory) -> Result<
     run(gemm, operands, memory).with_context(|| format!("GEMM {gemm}"))
 }
 
-/// Runs a GEMM whose output has the type `Out`, unless its operands are f32.
+/// Runs a GEMM that stores its output as `Out`. GEMMs with f32 operands always store f32.
 fn with_output<Out: MatrixElement>(gemm: &Gemm, operands: &GemmOperands, memory: &mut Memory) -> Result<()> {
     match gemm.precision {
         GemmPrecision::Bf16 => typed::<bf16, bf16, bf16, Out>(gemm, operands, memory),

@@ -228,8 +228,8 @@ fn backward(
     Case { before: Some(Box::new(before)), parts: plain.parts, ..case }
 }
 
-/// The classifier of logits (rows, OC), of which the first `v` are real, writes their gradient in FP8. The backward pass of the head reads
-/// it and accumulates the gradient of the weight in f32. The transposed gradient overwrites the logits.
+/// The classifier writes the gradient of the logits (rows, OC) in FP8. Columns from `v` on are padding. The backward pass of the head reads
+/// the gradient and accumulates that of the weight in f32. The transposed gradient overwrites the logits.
 fn head(shape: MatmulShape, v: usize, softcap: Option<f32>, format: Fp8Format) -> Case {
     let MatmulShape { rows, c, oc: vp } = shape;
     let mut operands = vec![
