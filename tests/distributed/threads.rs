@@ -5,15 +5,17 @@ use data::{Geometry, Loader, Prefetch, Tokens};
 use distributed::communicator::Communicator;
 use distributed::fault::Fault;
 use distributed::tcp_group::{Reduction, TcpGroup};
-use distributed::{Ranks, Scope, ShardGroups};
+use distributed::{Ranks, Scope, ShardGroups, Transfer};
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
+use engine::ops::MuonAdditions;
 use engine::tensor::{DType, Sharded, Tensor};
 use engine::{BatchLayout, Engine, Interval};
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
 use host::train::{HardwareChecks, MuonSettings, OptimizerSettings, Run, Settings, Validation, ValidationSource};
+use model::descriptor::Additions;
 use model::guards::Limits;
 use model::schedule::{Schedule, ScheduleKind};
 use model::{
@@ -62,6 +64,8 @@ struct Threads {
     corrupt: Option<(usize, Corrupted)>,
     /// Updates the layers' matrices with Muon.
     muon: bool,
+    /// Additions to the model. With any of them, Muon has all of its own.
+    additions: Additions,
     /// Delays collectives until the engine waits for them.
     delayed: bool,
     /// Whether validation follows the last step.
@@ -214,9 +218,8 @@ impl Threads {
 
     /// Plans, allocates and initializes the model of a rank, and creates its communicator.
     fn prepare(self, group: TcpGroup, engine: &mut dyn Engine) -> (Ranks, Decoder) {
-        let Self { ranks: n, descriptor: (layers, heads, channels), b, .. } = self;
+        let Self { ranks: n, b, .. } = self;
         let rank = group.rank;
-        let descriptor = Descriptor::gpt2(layers, heads, channels, T, VOCAB).unwrap();
         let (master_weights, moments) = match self.engine {
             EngineKind::EmulatedCompact => (MasterWeights::Remainder, Moments::Bf16),
             EngineKind::EmulatedWithMasters => (MasterWeights::F32, Moments::F32),
@@ -227,7 +230,7 @@ impl Threads {
         let zero = Zero::new(self.stage, shard);
         let optimizer = if self.muon { Optimizer::Muon } else { Optimizer::AdamW };
         let options = PlanOptions { master_weights, moments, zero, optimizer, ..PlanOptions::training(b, T) };
-        let (model, plan) = Decoder::plan(descriptor, options, engine);
+        let (model, plan) = Decoder::plan(shape(self), options, engine);
         engine.allocate(&plan).unwrap();
         // Without sharding, only rank 0 initializes the model and broadcasts it.
         if rank == 0 || zero.shards_optimizer() {
@@ -262,6 +265,8 @@ impl Threads {
     fn settings(self) -> Settings {
         let Self { accum, steps, .. } = self;
         let corrupt = self.corrupt.map(|(_, value)| value);
+        let additions = MuonAdditions { equilibrate: true, renormalize: true, variance: true, cautious_decay: true };
+        let all_additions = MuonSettings { additions, ..MuonSettings::DEFAULT };
         let peak = if corrupt == Some(Corrupted::Moment) { 0.0 } else { 1e-2 };
         Settings {
             steps,
@@ -275,7 +280,11 @@ impl Threads {
                 warmdown: 0.0,
             },
             optimizer: OptimizerSettings {
-                muon: self.muon.then_some(MuonSettings::DEFAULT),
+                muon: self.muon.then_some(if self.additions.is_empty() {
+                    MuonSettings::DEFAULT
+                } else {
+                    all_additions
+                }),
                 ..OptimizerSettings::default()
             },
             weight_decay: 0.1,
@@ -308,7 +317,8 @@ struct DelayedCommunicator {
 
 enum Collective {
     AllReduce(Scope, Tensor, Reduction),
-    Broadcast(Scope, Tensor, usize),
+    Broadcast(Tensor),
+    Exchange(Vec<Transfer>),
     ReduceScatter(Sharded, Reduction),
     AllGather(Sharded),
 }
@@ -337,8 +347,13 @@ impl Communicator for DelayedCommunicator {
         Ok(())
     }
 
-    fn broadcast(&mut self, _: &mut dyn Engine, scope: Scope, tensor: Tensor, root: usize) -> anyhow::Result<()> {
-        self.pending.push(Collective::Broadcast(scope, tensor, root));
+    fn broadcast(&mut self, _: &mut dyn Engine, tensor: Tensor) -> anyhow::Result<()> {
+        self.pending.push(Collective::Broadcast(tensor));
+        Ok(())
+    }
+
+    fn exchange(&mut self, _: &mut dyn Engine, transfers: &[Transfer]) -> anyhow::Result<()> {
+        self.pending.push(Collective::Exchange(transfers.to_vec()));
         Ok(())
     }
 
@@ -358,7 +373,8 @@ impl Communicator for DelayedCommunicator {
                 Collective::AllReduce(scope, tensor, reduction) => {
                     self.inner.all_reduce(engine, scope, tensor, reduction)?;
                 }
-                Collective::Broadcast(scope, tensor, root) => self.inner.broadcast(engine, scope, tensor, root)?,
+                Collective::Broadcast(tensor) => self.inner.broadcast(engine, tensor)?,
+                Collective::Exchange(transfers) => self.inner.exchange(engine, &transfers)?,
                 Collective::ReduceScatter(of, reduction) => self.inner.reduce_scatter(engine, of, reduction)?,
                 Collective::AllGather(of) => self.inner.all_gather(engine, of)?,
             }
@@ -405,6 +421,7 @@ const ON_CPU: Threads = Threads {
     shuffle: None,
     corrupt: None,
     muon: false,
+    additions: Additions::NONE,
     delayed: false,
     validates: true,
 };
@@ -477,7 +494,7 @@ const SHARDED: Threads = Threads { descriptor: (3, 2, 24), ..ON_CPU };
 
 fn shape(threads: Threads) -> Descriptor {
     let (layers, heads, channels) = threads.descriptor;
-    Descriptor::gpt2(layers, heads, channels, T, VOCAB).unwrap()
+    Descriptor { additions: threads.additions, ..Descriptor::gpt2(layers, heads, channels, T, VOCAB).unwrap() }
 }
 
 pub fn close(got: &[f64], expected: &[f64], what: &str) {
@@ -587,13 +604,14 @@ fn collectives_on_tensors_stay_in_their_scope() {
             call(engine).unwrap();
             engine.read(whole).unwrap()
         };
-        let broadcast = after(&mut |engine| ranks.broadcast_in_shard_group(engine, whole, 1));
+        let transfers = [(0, 1, 2), (1, 2, 0)].map(|(i, from, to)| Transfer { tensor: whole.slice(i, 1), from, to });
+        let exchanged = after(&mut |engine| ranks.exchange(engine, &transfers));
         let gathered = after(&mut |engine| ranks.all_gather(engine, of));
         let reduced = after(&mut |engine| ranks.reduce_scatter(engine, of, Reduction::Sum))[rank % 3];
         let sum = after(&mut |engine| ranks.all_reduce_sum(engine, Scope::ShardGroup, whole));
         let mean = after(&mut |engine| ranks.all_reduce_mean(engine, Scope::Replicas, whole));
         let largest = after(&mut |engine| ranks.all_reduce_max(engine, Scope::World, whole));
-        ([broadcast, gathered, sum, mean, largest], reduced)
+        ([exchanged, gathered, sum, mean, largest], reduced)
     };
     let groups = TcpGroup::in_process(threads.ranks, TIMEOUT).unwrap();
     let got: Vec<_> = thread::scope(|scope| {
@@ -604,7 +622,8 @@ fn collectives_on_tensors_stay_in_their_scope() {
         let place = (rank % 3) as f32;
         let [first, sum] = if rank < 3 { [10.0, 60.0] } else { [40.0, 150.0] };
         let expected = [
-            [first + 10.0, first + 11.0, first + 12.0],
+            // Element 0 goes from the second rank of a group to the third, element 1 from the third to the first.
+            [first + [0.0, 10.0, 10.0][rank % 3], first + [21.0, 11.0, 21.0][rank % 3], first + 10.0 * place + 2.0],
             [first, first + 11.0, first + 22.0],
             [sum, sum + 3.0, sum + 6.0],
             [0.0, 1.0, 2.0].map(|i| 25.0 + 10.0 * place + i),
@@ -630,7 +649,7 @@ fn kernels_keep_replicas_identical() {
 fn diverged_shards_are_detected() {
     for (stage, (rank, value), tensor, expected) in [
         (3, (3, Corrupted::LayerWeight), "params", 1),
-        (3, (2, Corrupted::Embedding), "wte and wpe", 0),
+        (3, (2, Corrupted::Embedding), "the embeddings", 0),
         (1, (5, Corrupted::Moment), "m", 1),
         (2, (3, Corrupted::Moment), "m", 1),
         (3, (5, Corrupted::Moment), "m", 1),
@@ -707,6 +726,8 @@ fn zero_stages_are_bitwise_identical_if_the_summation_order_is() {
 fn muon_is_bitwise_identical_in_every_zero_stage() {
     for (base, stages) in [
         (Threads { ranks: 2, b: 2, accum: 1, ..SHARDED }, 1..=3),
+        // Three layers are updated in two groups, and two of them have value embeddings.
+        (Threads { ranks: 2, b: 2, accum: 1, additions: Additions::ALL, descriptor: (3, 2, 32), ..ON_CPU }, 1..=3),
         (Threads { ranks: 4, b: 1, accum: 1, descriptor: (2, 1, 40), ..ON_CPU }, 1..=3),
         (Threads { ranks: 3, b: 1, accum: 2, ..SHARDED }, 1..=1),
     ] {

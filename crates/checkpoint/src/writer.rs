@@ -522,7 +522,7 @@ impl HostLayout {
         let params = model.param_store();
         for unit in model.layout.units() {
             let range = model.layout.unit(unit);
-            if !model.zero.shards_parameters() || unit == Unit::Embeddings {
+            if !model.zero.shards_parameters() || !matches!(unit, Unit::Layer(_)) {
                 if let Some(block) = &self.params {
                     let at = block.start + range.start * size;
                     read.read(engine, params.unit(unit), at..at + range.len() * size)?;

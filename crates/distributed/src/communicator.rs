@@ -8,6 +8,17 @@ use engine::tensor::{Sharded, Tensor};
 use engine::{Engine, HostProfile, Interval, Result};
 use std::time::Instant;
 
+/// A tensor that one rank of a shard group sends to another. All ranks of the group have a tensor of this length and type at this place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Transfer {
+    /// The tensor.
+    pub tensor: Tensor,
+    /// Index of the sender in the shard group.
+    pub from: usize,
+    /// Index of another rank, the receiver.
+    pub to: usize,
+}
+
 /// Collective operations of one rank. All ranks make the same calls in the same order, with the same [`Scope`] and tensors of the
 /// same length and type. Each rank takes part in the operation of its own shard group or replicas.
 ///
@@ -28,8 +39,11 @@ pub trait Communicator {
     fn all_reduce(&mut self, engine: &mut dyn Engine, scope: Scope, tensor: Tensor, reduction: Reduction)
     -> Result<()>;
 
-    /// Copies `tensor` of the rank with index `root` in a scope to its other ranks.
-    fn broadcast(&mut self, engine: &mut dyn Engine, scope: Scope, tensor: Tensor, root: usize) -> Result<()>;
+    /// Copies `tensor` of rank 0 to all ranks.
+    fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()>;
+
+    /// Performs all `transfers` in a shard group. No tensor may be both sent and received, in whole or in part.
+    fn exchange(&mut self, engine: &mut dyn Engine, transfers: &[Transfer]) -> Result<()>;
 
     /// Reduces the whole over the shard group and keeps this rank's part. The rest of the whole is unspecified afterwards.
     fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()>;
@@ -105,15 +119,29 @@ impl Communicator for TcpGroup {
         })
     }
 
-    fn broadcast(&mut self, engine: &mut dyn Engine, scope: Scope, tensor: Tensor, root: usize) -> Result<()> {
+    fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()> {
         self.profiled("broadcast", |group| {
             let mut bytes = vec![0; tensor.bytes()];
-            let is_root = group.shard_groups().index(scope, group.rank) == root;
-            if is_root {
+            if group.rank == 0 {
                 engine.read_bytes(tensor, &mut bytes)?;
             }
-            group.broadcast_bytes(scope, &mut bytes, root)?;
-            if is_root { Ok(()) } else { engine.write_bytes(tensor, &bytes) }
+            group.broadcast_bytes(Scope::World, &mut bytes, 0)?;
+            if group.rank == 0 { Ok(()) } else { engine.write_bytes(tensor, &bytes) }
+        })
+    }
+
+    /// All ranks of the group receive each tensor, because rank 0 relays it.
+    fn exchange(&mut self, engine: &mut dyn Engine, transfers: &[Transfer]) -> Result<()> {
+        self.profiled("exchange", |group| {
+            let index = group.shard_groups().index(Scope::ShardGroup, group.rank);
+            transfers.iter().try_for_each(|&Transfer { tensor, from, to }| {
+                let mut bytes = vec![0; tensor.bytes()];
+                if index == from {
+                    engine.read_bytes(tensor, &mut bytes)?;
+                }
+                group.broadcast_bytes(Scope::ShardGroup, &mut bytes, from)?;
+                if index == to { engine.write_bytes(tensor, &bytes) } else { Ok(()) }
+            })
         })
     }
 

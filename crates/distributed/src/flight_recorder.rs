@@ -23,6 +23,7 @@ pub enum Operation {
     ReduceScatter,
     AllGather,
     Broadcast,
+    Exchange,
     Gather,
 }
 
@@ -33,6 +34,7 @@ impl fmt::Display for Operation {
             Self::ReduceScatter => "reduce-scatter",
             Self::AllGather => "all-gather",
             Self::Broadcast => "broadcast",
+            Self::Exchange => "exchange",
             Self::Gather => "gather",
         })
     }

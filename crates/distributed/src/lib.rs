@@ -24,5 +24,6 @@ pub mod tcp_group;
 pub mod timing;
 pub mod watchdog;
 
+pub use communicator::Transfer;
 pub use ranks::Ranks;
 pub use scope::{Scope, ShardGroups};

@@ -1,6 +1,6 @@
 //! Collectives between GPUs with NCCL, on a separate CUDA stream.
 
-use super::communicator::Communicator;
+use super::communicator::{Communicator, Transfer};
 use super::flight_recorder::Operation;
 use super::scope::Scope;
 use super::tcp_group::{Reduction, TcpGroup};
@@ -141,10 +141,29 @@ impl Nccl {
         Ok(unsafe { communicator.all_gather(whole, part, &self.stream) }?)
     }
 
-    fn queue_broadcast<T: Element>(&self, scope: Scope, at: (u64, usize), root: usize) -> Result<()> {
+    fn queue_broadcast<T: Element>(&self, at: (u64, usize)) -> Result<()> {
         // SAFETY: as in `queue_all_reduce`.
-        Ok(unsafe { self.communicator(scope).broadcast(Buffer::<T>::new(at.0, at.1), root, &self.stream) }?)
+        Ok(unsafe { self.world.broadcast(Buffer::<T>::new(at.0, at.1), 0, &self.stream) }?)
     }
+
+    /// Sends a tensor to a rank of the shard group, or receives it from there.
+    fn queue_transfer<T: Element>(&self, at: (u64, usize), peer: Peer) -> Result<()> {
+        let (communicator, buffer) = (self.communicator(Scope::ShardGroup), Buffer::<T>::new(at.0, at.1));
+        // SAFETY: as in `queue_all_reduce`.
+        Ok(unsafe {
+            match peer {
+                Peer::Receiver(rank) => communicator.send(buffer, rank, &self.stream),
+                Peer::Sender(rank) => communicator.receive(buffer, rank, &self.stream),
+            }
+        }?)
+    }
+}
+
+/// The other rank of a transfer.
+#[derive(Clone, Copy)]
+enum Peer {
+    Receiver(usize),
+    Sender(usize),
 }
 
 /// Returns the stream and the address of a tensor on a GPU.
@@ -215,12 +234,37 @@ impl Communicator for Nccl {
         })
     }
 
-    fn broadcast(&mut self, engine: &mut dyn Engine, scope: Scope, tensor: Tensor, root: usize) -> Result<()> {
+    fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()> {
         let at = (self.begin(engine, tensor)?, tensor.len);
-        self.launch((Operation::Broadcast, scope), tensor.bytes(), |nccl| match tensor.dtype {
-            DType::F32 | DType::I32 => nccl.queue_broadcast::<f32>(scope, at, root),
-            DType::Bf16 | DType::U16 => nccl.queue_broadcast::<bf16>(scope, at, root),
+        self.launch((Operation::Broadcast, Scope::World), tensor.bytes(), |nccl| match tensor.dtype {
+            DType::F32 | DType::I32 => nccl.queue_broadcast::<f32>(at),
+            DType::Bf16 | DType::U16 => nccl.queue_broadcast::<bf16>(at),
             DType::Fp8 => bail!("broadcast: expected a tensor of a type other than fp8"),
+        })
+    }
+
+    fn exchange(&mut self, engine: &mut dyn Engine, transfers: &[Transfer]) -> Result<()> {
+        let Some(first) = transfers.first() else { return Ok(()) };
+        self.begin(engine, first.tensor)?;
+        let index = self.group.shard_groups().index(Scope::ShardGroup, self.group.rank);
+        let (mut own, mut bytes) = (Vec::new(), 0);
+        for &Transfer { tensor, from, to } in transfers {
+            let peer = match () {
+                () if index == from => Peer::Receiver(to),
+                () if index == to => Peer::Sender(from),
+                () => continue,
+            };
+            own.push((on_device(engine, tensor)?.address, tensor, peer));
+            bytes += tensor.bytes();
+        }
+        self.launch((Operation::Exchange, Scope::ShardGroup), bytes, |nccl| {
+            nccl_rs::group(nccl.communicator(Scope::ShardGroup), || {
+                own.into_iter().try_for_each(|(address, tensor, peer)| match tensor.dtype {
+                    DType::F32 | DType::I32 => nccl.queue_transfer::<f32>((address, tensor.len), peer),
+                    DType::Bf16 | DType::U16 => nccl.queue_transfer::<bf16>((address, tensor.len), peer),
+                    DType::Fp8 => bail!("exchange: expected a tensor of a type other than fp8"),
+                })
+            })
         })
     }
 

@@ -1,6 +1,6 @@
 //! The communication interface of the training loop.
 
-use super::communicator::{self, Communicator};
+use super::communicator::{self, Communicator, Transfer};
 use super::fault::{self, Fault};
 use super::scope::Scope;
 use super::tcp_group::{Reduction, TcpGroup};
@@ -259,16 +259,14 @@ impl Ranks {
     pub fn broadcast_tensors(&mut self, engine: &mut dyn Engine, tensors: &[Tensor]) -> Result<()> {
         self.set_operation("broadcasting the model");
         let Some(ranks) = self.communicator() else { return Ok(()) };
-        tensors.iter().try_for_each(|tensor| ranks.broadcast(engine, Scope::World, *tensor, 0))?;
+        tensors.iter().try_for_each(|tensor| ranks.broadcast(engine, *tensor))?;
         ranks.wait_on_stream(engine)
     }
 
-    /// Copies `tensor` of the rank with index `root` in the shard group to the group. Asynchronous: see
-    /// [`wait_on_stream`](Self::wait_on_stream).
-    pub fn broadcast_in_shard_group(&mut self, engine: &mut dyn Engine, tensor: Tensor, root: usize) -> Result<()> {
+    /// Performs all `transfers` in the shard group. Asynchronous: see [`wait_on_stream`](Self::wait_on_stream).
+    pub fn exchange(&mut self, engine: &mut dyn Engine, transfers: &[Transfer]) -> Result<()> {
         self.set_operation("exchanging updates");
-        let scope = Scope::ShardGroup;
-        self.communicator_of(scope).map_or(Ok(()), |ranks| ranks.broadcast(engine, scope, tensor, root))
+        self.communicator_of(Scope::ShardGroup).map_or(Ok(()), |ranks| ranks.exchange(engine, transfers))
     }
 
     /// Makes work that is queued on the engine from now on wait for all collectives so far.

@@ -1,6 +1,6 @@
 //! Measures how long an engine waits for communication.
 
-use super::communicator::Communicator;
+use super::communicator::{Communicator, Transfer};
 use super::scope::Scope;
 use super::tcp_group::{Reduction, TcpGroup};
 use engine::tensor::{Sharded, Tensor};
@@ -88,8 +88,12 @@ impl Communicator for TimedCommunicator {
         self.collective(engine, |inner, engine| inner.all_reduce(engine, scope, tensor, reduction))
     }
 
-    fn broadcast(&mut self, engine: &mut dyn Engine, scope: Scope, tensor: Tensor, root: usize) -> Result<()> {
-        self.collective(engine, |inner, engine| inner.broadcast(engine, scope, tensor, root))
+    fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()> {
+        self.collective(engine, |inner, engine| inner.broadcast(engine, tensor))
+    }
+
+    fn exchange(&mut self, engine: &mut dyn Engine, transfers: &[Transfer]) -> Result<()> {
+        self.collective(engine, |inner, engine| inner.exchange(engine, transfers))
     }
 
     fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()> {

@@ -21,8 +21,8 @@ use std::sync::Arc;
 impl Decoder {
     /// Adds the gradients of all parameters, from what [`loss`](Self::loss) computed.
     ///
-    /// `hooks` provides the parameters of each layer and receives the gradients: those of the layers from the last to the first,
-    /// then those of the embeddings.
+    /// `hooks` provides the parameters of each layer and receives the gradients: those of the layers and their value embeddings from the
+    /// last to the first, then those of the embeddings.
     pub fn backward(&self, engine: &mut dyn Engine, layout: BatchLayout, hooks: &mut dyn LayerHooks) -> Result<()> {
         let training = self.training()?;
         let d = &self.descriptor;
@@ -85,6 +85,9 @@ impl Decoder {
             }
             pass.enter_layer(engine, l, [residual, first])?;
             hooks.gradients_ready(engine, Unit::Layer(l))?;
+            if !self.layout.unit(Unit::ValueEmbedding(l)).is_empty() {
+                hooks.gradients_ready(engine, Unit::ValueEmbedding(l))?;
+            }
             if let Some(below) = below {
                 hooks.gather_parameters(engine, below, below.checked_sub(1))?;
             }

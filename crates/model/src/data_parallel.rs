@@ -14,8 +14,7 @@ use super::params::Unit;
 use super::sharding::{Interrupted, LayerHooks};
 use anyhow::Context;
 use distributed::tcp_group::Reduction;
-use distributed::{Ranks, Scope};
-use engine::tensor::{Sharded, Tensor};
+use distributed::{Ranks, Scope, Transfer};
 use engine::{Engine, Result};
 
 /// State of the two buffers that alternate between layers, see [`sharding`](crate::sharding).
@@ -172,7 +171,7 @@ impl LayerHooks for DataParallel<'_> {
                 self.buffers.reducing[layer % 2] = true;
                 Ok(())
             }
-            (2.., Unit::Embeddings) if self.last => self.reduce_to_shard(engine, unit, Reduction::Sum),
+            (2.., _) if self.last => self.reduce_to_shard(engine, unit, Reduction::Sum),
             _ => Ok(()),
         }
     }
@@ -182,7 +181,7 @@ impl LayerHooks for DataParallel<'_> {
         if !zero.shards_optimizer() {
             return Ok(());
         }
-        if zero.shards_parameters() && unit != Unit::Embeddings {
+        if zero.shards_parameters() && matches!(unit, Unit::Layer(_)) {
             // The buffers hold parameters from before the update.
             self.buffers.parameters = [None; 2];
             return Ok(());
@@ -192,15 +191,11 @@ impl LayerHooks for DataParallel<'_> {
         self.ranks.all_gather(engine, store.sharded(unit))
     }
 
-    fn gather_update(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()> {
-        self.ranks.all_gather(engine, of)?;
-        self.wait_on_stream(engine)
+    fn exchange(&mut self, engine: &mut dyn Engine, transfers: &[Transfer]) -> Result<()> {
+        self.ranks.exchange(engine, transfers)
     }
 
-    fn exchange_matrices(&mut self, engine: &mut dyn Engine, matrices: &[(usize, Tensor)]) -> Result<()> {
-        for &(owner, matrix) in matrices {
-            self.ranks.broadcast_in_shard_group(engine, matrix, owner)?;
-        }
+    fn wait_for_exchanges(&mut self, engine: &mut dyn Engine) -> Result<()> {
         self.wait_on_stream(engine)
     }
 }

@@ -73,7 +73,7 @@ impl Decoder {
                 let Some((range, tensor)) = store.held(param, layer) else { continue };
                 let position = (i + layer * LAYER) as u64 * TENSOR + range.start as u64;
                 let digest = engine.digest(tensor, position)?;
-                let of_layer = self.layout.unit_of(param, layer) != Unit::Embeddings;
+                let of_layer = matches!(self.layout.unit_of(param, layer), Unit::Layer(_));
                 let sum = &mut sums[usize::from(sharded[usize::from(of_layer)])];
                 *sum = sum.wrapping_add(digest);
             }

@@ -7,7 +7,7 @@ use super::descriptor::{Descriptor, Positions};
 use super::fp8::{self, Fp8, Fp8Options};
 use super::fp8_head;
 use super::muon_buffers::{MuonBuffers, MuonSizes};
-use super::params::{Param, Params, Unit};
+use super::params::{Param, Params};
 use super::recompute::Recompute;
 use super::sharding::{Store, Zero};
 use super::storage::{MasterWeights, Moments};
@@ -125,7 +125,7 @@ impl SharedBuffers {
         let head = [("logits", &logits[..], dtype)].into_iter().chain(dhead);
         let head: Vec<_> = head.chain(head_in_fp8.into_iter().flatten()).collect();
         // Used between two steps, when the other buffers are idle.
-        let unit = [layout.largest_layer().max(layout.unit(Unit::Embeddings).len())];
+        let unit = [layout.units().map(|unit| layout.unit(unit).len()).max().unwrap_or(0)];
         let unit = [("one unit's optimizer state", &unit[..], f32)];
         let unit = if training && zero.shards_optimizer() { &unit[..] } else { &[] };
         // Muon updates as many layers at a time as fit in the memory that the other phases need anyway.

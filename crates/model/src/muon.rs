@@ -4,21 +4,23 @@
 //! Several layers are updated at a time, as many as fit in the memory that the update shares with other phases of a step.
 //! Matrices of one shape are orthogonalized as a batch, because a single one does not fill a GPU.
 //!
-//! If ranks shard the optimizer state, each computes the momentum of its shard, the update is gathered, each rank
-//! orthogonalizes whole matrices, these are exchanged, and each rank applies its shard. The bits of a matrix depend neither on
-//! the rank that orthogonalizes it nor on the rest of its batch, so neither do the results.
+//! If ranks shard the optimizer state, each matrix has an owner. Each rank computes the momentum of its shard and sends its part of a
+//! matrix to the owner, which orthogonalizes it and returns to each rank that rank's part. Each rank applies its shard. The bits of a matrix
+//! depend neither on its owner nor on the rest of its batch, so neither do the results. The parameters that were updated last are gathered
+//! while the next matrices are orthogonalized.
 //!
 //! Muon has no second moments of single weights. With [`MuonVariance`], the running means of a matrix are the first elements of its v,
-//! so that they are stored, sharded and resumed like v. Ranks exchange them before the update, and each scales all matrices.
+//! so that they are stored, sharded and resumed like v. They are sent and returned with the matrix.
 
 use super::decoder::{Decoder, Training};
-use super::muon_buffers::{Matrix, fullest_layer, matrices, shapes};
+use super::muon_buffers::{Matrix, MuonBuffers, fullest_layer, matrices, shapes};
 use super::params::{GroupRange, Unit};
 use super::sharding::LayerHooks;
 use super::update::{Muon, Update};
 use anyhow::Context;
+use distributed::Transfer;
 use engine::ops::{MuonApply, MuonMomentum, MuonVariance};
-use engine::tensor::{Sharded, Tensor};
+use engine::tensor::Tensor;
 use engine::{Engine, Result};
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -41,18 +43,47 @@ fn owners(matrices: &[Matrix], ranks: usize) -> Vec<usize> {
 struct Member<'a> {
     decayed: &'a GroupRange,
     matrix: &'a Matrix,
-    /// The update, before or after its orthogonalization.
+    /// The update, before or after its orthogonalization. Ranks that shard it have their own part, and its owner has all of it.
     tensor: Tensor,
     /// The rank that orthogonalizes it.
     owner: usize,
-    /// The running means of [`MuonVariance`], in v or, if ranks shard it, gathered from it.
+    /// The running means of [`MuonVariance`]: in v, or if ranks shard it, in memory of their own, distributed like `tensor`.
     second: Tensor,
+}
+
+/// The direction of an exchange.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Direction {
+    ToOwner,
+    FromOwner,
 }
 
 /// Returns the elements that two ranges share; empty if there are none.
 fn intersection(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     let start = a.start.max(b.start);
     start..a.end.min(b.end).max(start)
+}
+
+/// Scales the orthogonalized update of a matrix by its running means, and updates these.
+fn scale_by_means(
+    engine: &mut dyn Engine,
+    training: &Training,
+    Member { decayed, matrix, tensor, second, .. }: Member,
+    update: &Update,
+) -> Result<()> {
+    let (buffers, means) = (training.muon.context("this model was planned for AdamW only")?, matrix.means());
+    let range = decayed.part(&means).within(&means).context("a matrix has no elements")?;
+    engine.run(MuonVariance {
+        update: tensor,
+        second,
+        sums: buffers.partials.slice(0, means.len()),
+        stats: training.stats,
+        rows: matrix.rows,
+        cols: matrix.cols,
+        beta2: Muon::BETA2,
+        grad_factor: update.grad_factor,
+        seed: update.adamw.seed.wrapping_add(range.seed),
+    })
 }
 
 impl Decoder {
@@ -77,43 +108,33 @@ impl Decoder {
         Ok(buffers.batches.layers)
     }
 
-    /// Updates this rank's shard of the matrices of several layers. `decayed` are their ranges.
+    /// Updates this rank's shard of the matrices of several layers. `decayed` are their ranges. `updated` are units whose update is
+    /// complete: the other ranks get them while this one computes.
     pub(super) fn apply_muon(
         &self,
         engine: &mut dyn Engine,
         (layers, decayed): (Range<usize>, &[GroupRange]),
-        update: &Update,
-        muon: &Muon,
+        (update, muon): (&Update, &Muon),
+        updated: &mut Vec<Unit>,
         hooks: &mut dyn LayerHooks,
     ) -> Result<()> {
         let training = self.training()?;
         let buffers = training.muon.context("this model was planned for AdamW only")?;
         let shard = self.layout.shard();
         for (i, decayed) in decayed.iter().enumerate() {
-            let whole = buffers.layer(i).slice(0, self.layout.unit(decayed.unit).len());
-            self.momentum(engine, decayed, whole, update, muon)?;
-            if shard.ranks > 1 {
-                hooks.gather_update(engine, Sharded { whole, shard: whole.part(shard.rank, shard.ranks) })?;
-            }
+            self.momentum(engine, decayed, buffers.layer(i), update, muon)?;
         }
         let matrices: Vec<Vec<Matrix>> = layers.map(|layer| matrices(&self.layout, layer)).collect();
-        let mut owners = owners(&matrices.concat(), shard.ranks).into_iter();
-        let mut members = Vec::new();
-        for (layer, (matrices, decayed)) in matrices.iter().zip(decayed).enumerate() {
-            let start = self.layout.unit(decayed.unit).start;
-            let (mut first, mut of_layer) = (0, Vec::new());
-            for (matrix, owner) in matrices.iter().zip(&mut owners) {
-                let tensor = buffers.layer(layer).slice(matrix.elements.start - start, matrix.elements.len());
-                let means = matrix.means();
-                let second = match buffers.means(layer) {
-                    Some(gathered) => gathered.slice(first, means.len()),
-                    None => self.state_store(training.v).at(decayed.unit, means.clone()),
-                };
-                first += means.len();
-                of_layer.push(Member { decayed, matrix, tensor, owner, second });
+        let members = self.members(training, &buffers, &matrices, decayed);
+        let of_all: Vec<Member> = members.concat();
+        if shard.ranks > 1 {
+            if muon.additions.variance {
+                self.own_means(training, &of_all).try_for_each(|(copy, own)| engine.copy(copy, own))?;
             }
-            members.push(of_layer);
+            hooks.exchange(engine, &self.transfers(&of_all, muon, Direction::ToOwner))?;
+            hooks.wait_for_exchanges(engine)?;
         }
+        updated.drain(..).try_for_each(|unit| hooks.parameters_updated(engine, unit))?;
         // Equal positions in all layers are neighbors: their distances are equal, so that one kernel scales them.
         for shape in shapes(&matrices) {
             let of_shape: Vec<Member> = shape.iter().map(|&(layer, position)| members[layer][position]).collect();
@@ -125,6 +146,9 @@ impl Decoder {
                 engine.run(orthogonalize)?;
                 for (i, &member) in batch.iter().enumerate() {
                     let result = Member { tensor: orthogonalize.result(i), ..member };
+                    if muon.additions.variance {
+                        scale_by_means(engine, training, result, update)?;
+                    }
                     if shard.ranks == 1 {
                         self.apply_matrix(engine, training, result, update, muon)?;
                     } else {
@@ -132,105 +156,103 @@ impl Decoder {
                     }
                 }
             }
-        }
-        let members = members.concat();
-        if shard.ranks > 1 {
-            let owned: Vec<_> = members.iter().map(|member| (member.owner, member.tensor)).collect();
-            hooks.exchange_matrices(engine, &owned)?;
-            if muon.additions.variance {
-                self.gather_means(engine, training, &members, hooks)?;
+            if shard.ranks > 1 {
+                hooks.exchange(engine, &self.transfers(&of_shape, muon, Direction::FromOwner))?;
             }
-            members.into_iter().try_for_each(|member| self.apply_matrix(engine, training, member, update, muon))?;
+        }
+        if shard.ranks > 1 {
+            hooks.wait_for_exchanges(engine)?;
+            if muon.additions.variance {
+                self.own_means(training, &of_all).try_for_each(|(copy, own)| engine.copy(own, copy))?;
+            }
+            of_all.into_iter().try_for_each(|member| self.apply_matrix(engine, training, member, update, muon))?;
         }
         Ok(())
     }
 
-    /// Updates the momentum of this rank's shard of a layer's matrices, and writes its part of the layer's update `whole`.
+    /// Returns the matrices of each layer of a group, whose ranges are `decayed`.
+    fn members<'a>(
+        &self,
+        training: &Training,
+        buffers: &MuonBuffers,
+        matrices: &'a [Vec<Matrix>],
+        decayed: &'a [GroupRange],
+    ) -> Vec<Vec<Member<'a>>> {
+        let mut owners = owners(&matrices.concat(), self.layout.shard().ranks).into_iter();
+        let layers = matrices.iter().zip(decayed).enumerate();
+        let members = layers.map(|(layer, (matrices, decayed))| {
+            let (start, mut first) = (self.layout.unit(decayed.unit).start, 0);
+            let of_layer = matrices.iter().zip(&mut owners).map(|(matrix, owner)| {
+                let tensor = buffers.layer(layer).slice(matrix.elements.start - start, matrix.elements.len());
+                let means = matrix.means();
+                let second = match buffers.means(layer) {
+                    Some(copies) => copies.slice(first, means.len()),
+                    None => self.state_store(training.v).at(decayed.unit, means.clone()),
+                };
+                first += means.len();
+                Member { decayed, matrix, tensor, owner, second }
+            });
+            of_layer.collect()
+        });
+        members.collect()
+    }
+
+    /// Returns the transfers between the owner of each matrix and the ranks that have a part of it, or of its running means.
+    fn transfers(&self, members: &[Member], muon: &Muon, direction: Direction) -> Vec<Transfer> {
+        let mut transfers = Vec::new();
+        for &Member { decayed, matrix, tensor, owner, second } in members {
+            let (unit, own) = (self.layout.unit(decayed.unit), self.layout.own(decayed.unit));
+            let means = muon.additions.variance.then(|| (second, matrix.means()));
+            for (tensor, elements) in [(tensor, matrix.elements.clone())].into_iter().chain(means) {
+                for (rank, start) in unit.clone().step_by(own.len()).enumerate().filter(|(rank, _)| *rank != owner) {
+                    let part = intersection(&elements, &(start..start + own.len()));
+                    if !part.is_empty() {
+                        let tensor = tensor.slice(part.start - elements.start, part.len());
+                        let (from, to) = if direction == Direction::ToOwner { (rank, owner) } else { (owner, rank) };
+                        transfers.push(Transfer { tensor, from, to });
+                    }
+                }
+            }
+        }
+        transfers
+    }
+
+    /// Returns this rank's parts of the running means: where ranks exchange them, and where it keeps them.
+    fn own_means(&self, training: &Training, members: &[Member]) -> impl Iterator<Item = (Tensor, Tensor)> {
+        members.iter().filter_map(|member| {
+            let (unit, means) = (member.decayed.unit, member.matrix.means());
+            let mine = intersection(&means, &self.layout.own(unit));
+            (!mine.is_empty()).then(|| {
+                let copy = member.second.slice(mine.start - means.start, mine.len());
+                (copy, self.state_store(training.v).at(unit, mine))
+            })
+        })
+    }
+
+    /// Updates the momentum of this rank's shard of a layer's matrices, and writes its part of the update, which has the layout of the layer.
     fn momentum(
         &self,
         engine: &mut dyn Engine,
         matrices: &GroupRange,
-        whole: Tensor,
+        of_layer: Tensor,
         update: &Update,
         muon: &Muon,
     ) -> Result<()> {
         let training = self.training()?;
         let unit = matrices.unit;
-        let (start, own) = (self.layout.unit(unit).start, self.layout.own(unit));
-        let mine = intersection(&matrices.elements, &own);
-        if let Some(range) = matrices.within(&mine) {
-            engine.run(MuonMomentum {
-                update: whole.slice(mine.start - start, mine.len()),
-                m: self.state_store(training.m).at(unit, mine.clone()),
-                grads: self.grad_store(training).at(unit, mine.clone()),
-                stats: training.stats,
-                momentum: muon.momentum,
-                grad_factor: update.grad_factor,
-                clip: update.adamw.clip,
-                seed: update.adamw.seed.wrapping_add(range.seed),
-            })?;
-        }
-        // The shard is gathered as a whole, but no rank reads the places of vectors and padding.
-        let rest = mine.end.max(own.start)..own.end;
-        if self.layout.shard().ranks > 1 && !rest.is_empty() {
-            engine.zero(whole.slice(rest.start - start, rest.len()))?;
-        }
-        Ok(())
-    }
-
-    /// Gathers the running means of matrices, which ranks shard.
-    fn gather_means(
-        &self,
-        engine: &mut dyn Engine,
-        training: &Training,
-        members: &[Member],
-        hooks: &mut dyn LayerHooks,
-    ) -> Result<()> {
-        let mut parts = Vec::new();
-        for &Member { decayed, matrix, second, .. } in members {
-            let (unit, own, means) = (self.layout.unit(decayed.unit), self.layout.own(decayed.unit), matrix.means());
-            for (rank, start) in unit.step_by(own.len()).enumerate() {
-                let part = intersection(&means, &(start..start + own.len()));
-                if part.is_empty() {
-                    continue;
-                }
-                let to = second.slice(part.start - means.start, part.len());
-                if start == own.start {
-                    engine.copy(to, self.state_store(training.v).at(decayed.unit, part))?;
-                }
-                parts.push((rank, to));
-            }
-        }
-        hooks.exchange_matrices(engine, &parts)
-    }
-
-    /// Scales the orthogonalized update of a matrix by its running means, and updates this rank's shard of these.
-    fn scale_by_means(
-        &self,
-        engine: &mut dyn Engine,
-        training: &Training,
-        Member { decayed, matrix, tensor, second, .. }: Member,
-        update: &Update,
-    ) -> Result<()> {
-        let (buffers, means) = (training.muon.context("this model was planned for AdamW only")?, matrix.means());
-        let range = decayed.part(&means).within(&means).context("a matrix has no elements")?;
-        engine.run(MuonVariance {
-            update: tensor,
-            second,
-            sums: buffers.partials.slice(0, means.len()),
+        let start = self.layout.unit(unit).start;
+        let mine = intersection(&matrices.elements, &self.layout.own(unit));
+        let Some(range) = matrices.within(&mine) else { return Ok(()) };
+        engine.run(MuonMomentum {
+            update: of_layer.slice(mine.start - start, mine.len()),
+            m: self.state_store(training.m).at(unit, mine.clone()),
+            grads: self.grad_store(training).at(unit, mine.clone()),
             stats: training.stats,
-            rows: matrix.rows,
-            cols: matrix.cols,
-            beta2: Muon::BETA2,
+            momentum: muon.momentum,
             grad_factor: update.grad_factor,
+            clip: update.adamw.clip,
             seed: update.adamw.seed.wrapping_add(range.seed),
-        })?;
-        let mine = intersection(&means, &self.layout.own(decayed.unit));
-        if self.layout.shard().ranks > 1 && !mine.is_empty() {
-            let from = second.slice(mine.start - means.start, mine.len());
-            engine.copy(self.state_store(training.v).at(decayed.unit, mine), from)?;
-        }
-        Ok(())
+        })
     }
 
     /// Applies the orthogonalized update of a matrix to this rank's shard of it.
@@ -242,9 +264,6 @@ impl Decoder {
         update: &Update,
         muon: &Muon,
     ) -> Result<()> {
-        if muon.additions.variance {
-            self.scale_by_means(engine, training, member, update)?;
-        }
         let Member { decayed, matrix, tensor, .. } = member;
         let unit = decayed.unit;
         let mine = intersection(&matrix.elements, &self.layout.own(unit));

@@ -121,7 +121,7 @@ pub(super) struct MuonBuffers {
     polynomial: Tensor,
     /// (matrices, sums of squares) f32
     pub(super) partials: Tensor,
-    /// (layers, running means of a layer), of the type of v: the means that ranks exchange; empty if they do not shard them
+    /// (layers, running means of a layer), of the type of v: the means that ranks send and receive; empty if they do not shard them
     means: Tensor,
 }
 
@@ -141,7 +141,8 @@ impl MuonSizes {
     /// `moments` that of v.
     pub(super) fn new(layout: &Params, [dtype, moments]: [DType; 2], free: usize) -> Self {
         let (_, matrices) = fullest_layer(layout);
-        let (layers, most) = (layout.descriptor().layers, matrices.len());
+        let layers = Muon::most_layers(layout.descriptor().layers, layout.shard());
+        let most = matrices.len();
         let whole = (1..=layers).rev().map(|layers| Batches { layers, matrices: usize::MAX });
         let parts = (1..most).rev().map(|matrices| Batches { layers: 1, matrices });
         let mut sizes = whole.chain(parts).map(|batches| Self::of(layout, &matrices, batches, moments));

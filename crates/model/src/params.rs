@@ -1,7 +1,7 @@
 //! The parameter tensors and their layout in memory.
 //!
-//! One contiguous block per layer, so that a layer's gradients can be reduced, or its parameters gathered, in one call:
-//! `[wte wpe lm_head] [layer 0] … [layer L-1] [lnfw lnfb]`. Tensors that a model lacks take no memory. In a layer's block the matrices (weight-decayed) come first. llm.c's
+//! One contiguous block per unit, so that its gradients can be reduced, or its parameters gathered, in one call:
+//! `[wte wpe lm_head smear] [value embedding of layer l] … [layer 0] … [layer L-1, lnfw lnfb]`. Tensors that a model lacks take no memory. In a layer's block the matrices (weight-decayed) come first. llm.c's
 //! files hold the tensors in [`Param::ALL`] order with all layers of one tensor together; [`Params::file_order`] translates.
 
 use super::descriptor::{Addition, Biases, Descriptor, Normalization, Positions};
@@ -202,9 +202,8 @@ params! { d;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Part {
     Embeddings,
-    /// The tables of value embeddings. They and [`Smear`](Self::Smear) lie behind the embeddings.
-    ValueTables,
     Smear,
+    ValueTable,
     LayerMatrices,
     LayerVectors,
     ResidualScales,
@@ -214,7 +213,7 @@ enum Part {
 
 impl Part {
     /// The parts of the embeddings, in order.
-    const EMBEDDINGS: [Self; 3] = [Self::Embeddings, Self::ValueTables, Self::Smear];
+    const EMBEDDINGS: [Self; 2] = [Self::Embeddings, Self::Smear];
     /// The parts of a layer, in order.
     const LAYER: [Self; 4] = [Self::LayerMatrices, Self::LayerVectors, Self::ResidualScales, Self::EmbeddingScales];
 
@@ -222,7 +221,7 @@ impl Part {
     const fn group(self) -> ParamGroup {
         match self {
             Self::Embeddings => ParamGroup::Embeddings,
-            Self::ValueTables => ParamGroup::ValueEmbeddings,
+            Self::ValueTable => ParamGroup::ValueEmbeddings,
             Self::Smear => ParamGroup::Smear,
             Self::LayerMatrices => ParamGroup::Matrices,
             Self::LayerVectors | Self::LastNorm => ParamGroup::Vectors,
@@ -256,7 +255,7 @@ impl Param {
             (Self::SmearGate | Self::SmearScale | Self::BackoutScale, _) => Part::Smear,
             (Self::ResidualScale, _) => Part::ResidualScales,
             (_, ParamKind::Factor) => Part::EmbeddingScales,
-            (_, ParamKind::ValueEmbedding) => Part::ValueTables,
+            (_, ParamKind::ValueEmbedding) => Part::ValueTable,
             (_, ParamKind::TokenEmbedding | ParamKind::PositionEmbedding | ParamKind::Head) => Part::Embeddings,
             (_, ParamKind::Linear(..) | ParamKind::Gate | ParamKind::AdapterA | ParamKind::AdapterB) => {
                 Part::LayerMatrices
@@ -383,8 +382,10 @@ impl Shard {
 /// A group of tensors that is reduced, gathered and sharded as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
-    /// wte, wpe and lm_head.
+    /// wte, wpe, lm_head and the smear.
     Embeddings,
+    /// The value embedding of a layer. It is kept like the embeddings, and its gradients are complete when those of the layer are.
+    ValueEmbedding(usize),
     /// All tensors of a layer. The last layer includes lnfw and lnfb.
     Layer(usize),
 }
@@ -393,6 +394,7 @@ impl fmt::Display for Unit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Embeddings => f.write_str("the embeddings"),
+            Self::ValueEmbedding(layer) => write!(f, "the value embedding of layer {layer}"),
             Self::Layer(layer) => write!(f, "layer {layer}"),
         }
     }
@@ -422,9 +424,10 @@ pub struct Params {
     descriptor: Descriptor,
     set: ParamSet,
     shard: Shard,
-    /// Start of each layer.
+    /// Start of the value embedding of each layer, and the end of the last one.
+    values_at: Vec<usize>,
+    /// Start of each layer, and the end of the last one.
     layers_at: Vec<usize>,
-    elements: usize,
 }
 
 /// A range of the parameter block that an optimizer treats alike.
@@ -482,45 +485,62 @@ impl Params {
     }
 
     fn of_set(descriptor: Descriptor, set: ParamSet, shard: Shard) -> Self {
-        let mut layout = Self { descriptor, set, shard, layers_at: Vec::new(), elements: 0 };
+        let mut layout = Self { descriptor, set, shard, values_at: Vec::new(), layers_at: Vec::new() };
         let padded = |n: usize| n.div_ceil(shard.ranks).next_multiple_of(ALIGNMENT) * shard.ranks;
-        let mut end = padded(Part::EMBEDDINGS.into_iter().map(|part| layout.part_len(part, 0)).sum());
-        for layer in 0..descriptor.layers {
-            layout.layers_at.push(end);
-            end += padded(layout.layer_parts(layer).map(|part| layout.part_len(part, layer)).sum());
-        }
-        layout.elements = end;
+        let mut end = padded(layout.unit_len(Unit::Embeddings));
+        let units: [fn(usize) -> Unit; 2] = [Unit::ValueEmbedding, Unit::Layer];
+        let [values_at, layers_at] = units.map(|unit| {
+            let mut starts = vec![end];
+            for layer in 0..descriptor.layers {
+                end += padded(layout.unit_len(unit(layer)));
+                starts.push(end);
+            }
+            starts
+        });
+        (layout.values_at, layout.layers_at) = (values_at, layers_at);
         layout
     }
 
     /// Returns the elements of a part, in `layer` if the part belongs to layers, without padding at its end.
     fn part_len(&self, part: Part, layer: usize) -> usize {
-        let of_layer = |layer| part_elements(&self.descriptor, self.set, part, layer, None);
-        match part {
-            Part::ValueTables => (0..self.descriptor.layers).map(of_layer).sum(),
-            _ => of_layer(layer),
-        }
+        part_elements(&self.descriptor, self.set, part, layer, None)
     }
 
-    /// Returns the parts of a layer, in order.
-    fn layer_parts(&self, layer: usize) -> impl Iterator<Item = Part> + use<> {
-        let last = layer + 1 == self.descriptor.layers;
-        Part::LAYER.into_iter().chain(last.then_some(Part::LastNorm))
+    /// Returns the parts of a unit, in order, and the layer to which they belong.
+    fn parts(&self, unit: Unit) -> (impl Iterator<Item = Part> + use<>, usize) {
+        let (parts, layer) = match unit {
+            Unit::Embeddings => (&Part::EMBEDDINGS[..], 0),
+            Unit::ValueEmbedding(layer) => (&[Part::ValueTable][..], layer),
+            Unit::Layer(layer) => (&Part::LAYER[..], layer),
+        };
+        let last = unit == Unit::Layer(self.descriptor.layers - 1);
+        (parts.iter().copied().chain(last.then_some(Part::LastNorm)), layer)
+    }
+
+    /// Returns the elements of a unit, without padding.
+    fn unit_len(&self, unit: Unit) -> usize {
+        let (parts, layer) = self.parts(unit);
+        parts.map(|part| self.part_len(part, layer)).sum()
+    }
+
+    /// Returns the unit that contains a part.
+    fn unit_of_part(&self, part: Part, layer: usize) -> Unit {
+        match part {
+            Part::Embeddings | Part::Smear => Unit::Embeddings,
+            Part::ValueTable => Unit::ValueEmbedding(layer),
+            Part::LastNorm => Unit::Layer(self.descriptor.layers - 1),
+            Part::LayerMatrices | Part::LayerVectors | Part::ResidualScales | Part::EmbeddingScales => {
+                Unit::Layer(layer)
+            }
+        }
     }
 
     /// Returns the start of a part.
     fn part_at(&self, part: Part, layer: usize) -> usize {
-        let len = |part| self.part_len(part, layer);
-        match part {
-            Part::Embeddings | Part::ValueTables | Part::Smear => {
-                Part::EMBEDDINGS.into_iter().take_while(|before| *before != part).map(len).sum()
-            }
-            _ => {
-                let layer = if part == Part::LastNorm { self.descriptor.layers - 1 } else { layer };
-                let before = self.layer_parts(layer).take_while(|before| *before != part);
-                self.layers_at[layer] + before.map(|part| self.part_len(part, layer)).sum::<usize>()
-            }
-        }
+        let unit = self.unit_of_part(part, layer);
+        let (parts, layer) = self.parts(unit);
+        let before = parts.take_while(|before| *before != part).map(|part| self.part_len(part, layer));
+        self.unit(unit).start + before.sum::<usize>()
     }
 
     /// Returns the sizes of the model.
@@ -535,16 +555,19 @@ impl Params {
 
     /// Returns the elements of the whole block, padding included.
     pub fn elements(&self) -> usize {
-        self.elements
+        self.layers_at[self.descriptor.layers]
+    }
+
+    /// Returns the elements of the units before the layers, which are the first ones.
+    pub fn embeddings(&self) -> usize {
+        self.layers_at[0]
     }
 
     /// Returns the range of `param`, which the layout has, in `layer` (0 for tensors that are not layered).
     pub fn range(&self, param: Param, layer: usize) -> Range<usize> {
         let part = param.part();
-        let before = |layer| part_elements(&self.descriptor, self.set, part, layer, None);
-        let tables = if part == Part::ValueTables { (0..layer).map(before).sum() } else { 0 };
         let in_part = part_elements(&self.descriptor, self.set, part, layer, Some(param));
-        let start = self.part_at(part, layer) + tables + in_part;
+        let start = self.part_at(part, layer) + in_part;
         start..start + param.len(&self.descriptor)
     }
 
@@ -556,27 +579,23 @@ impl Params {
 
     /// Returns all units in block order.
     pub fn units(&self) -> impl Iterator<Item = Unit> + use<> {
-        std::iter::once(Unit::Embeddings).chain((0..self.descriptor.layers).map(Unit::Layer))
+        let layers = 0..self.descriptor.layers;
+        let values = layers.clone().map(Unit::ValueEmbedding).filter(|unit| !self.unit(*unit).is_empty());
+        let values: Vec<Unit> = values.collect();
+        std::iter::once(Unit::Embeddings).chain(values).chain(layers.map(Unit::Layer))
     }
 
     /// Returns the unit that contains a tensor.
     pub fn unit_of(&self, param: Param, layer: usize) -> Unit {
-        match param.part() {
-            Part::Embeddings | Part::ValueTables | Part::Smear => Unit::Embeddings,
-            Part::LastNorm => Unit::Layer(self.descriptor.layers - 1),
-            Part::LayerMatrices | Part::LayerVectors | Part::ResidualScales | Part::EmbeddingScales => {
-                Unit::Layer(layer)
-            }
-        }
+        self.unit_of_part(param.part(), layer)
     }
 
     /// Returns the range of a unit, padding included.
     pub fn unit(&self, unit: Unit) -> Range<usize> {
         match unit {
-            Unit::Embeddings => 0..self.layers_at[0],
-            Unit::Layer(layer) => {
-                self.layers_at[layer]..self.layers_at.get(layer + 1).copied().unwrap_or(self.elements)
-            }
+            Unit::Embeddings => 0..self.values_at[0],
+            Unit::ValueEmbedding(layer) => self.values_at[layer]..self.values_at[layer + 1],
+            Unit::Layer(layer) => self.layers_at[layer]..self.layers_at[layer + 1],
         }
     }
 
@@ -611,11 +630,7 @@ impl Params {
         let mut ranges = Vec::new();
         let mut number = 0;
         for unit in self.units() {
-            let layer = if let Unit::Layer(layer) = unit { layer } else { 0 };
-            let parts: Vec<Part> = match unit {
-                Unit::Embeddings => Part::EMBEDDINGS.to_vec(),
-                Unit::Layer(layer) => self.layer_parts(layer).collect(),
-            };
+            let (parts, layer) = self.parts(unit);
             for part in parts {
                 let (start, len) = (self.part_at(part, layer), self.part_len(part, layer));
                 let range = GroupRange {

@@ -8,6 +8,7 @@
 
 use super::Descriptor;
 use super::params::{Param, Params, Shard, Unit};
+use distributed::Transfer;
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Sharded, Tensor};
 use engine::{Engine, Result};
@@ -103,7 +104,7 @@ impl<'a> Store<'a> {
         if !sharded {
             return (plan.add(group, name, &[layout.elements()], dtype), None);
         }
-        let embeddings = layout.unit(Unit::Embeddings).len();
+        let embeddings = layout.embeddings();
         let layers = (layout.elements() - embeddings) / layout.shard().ranks;
         let kept = plan.add(group, name, &[embeddings + layers], dtype);
         let buffer = plan.add(group, format!("{name} of two layers"), &[2, layout.largest_layer()], dtype);
@@ -138,6 +139,15 @@ impl<'a> Store<'a> {
         }
     }
 
+    /// Returns everything before the layers.
+    ///
+    /// # Panics
+    /// If only shards exist.
+    pub fn embeddings(&self) -> Tensor {
+        assert!(!matches!(self.form, Form::Shards), "the embeddings are sharded: no rank has all of them");
+        self.kept.slice(0, self.layout.embeddings())
+    }
+
     /// Returns a whole tensor in its [`unit`](Self::unit).
     pub fn tensor(&self, param: Param, layer: usize) -> Tensor {
         let (range, unit) = (self.layout.range(param, layer), self.layout.unit_of(param, layer));
@@ -153,7 +163,7 @@ impl<'a> Store<'a> {
     pub fn own(&self, unit: Unit) -> Tensor {
         let (own, start) = (self.layout.own(unit), self.layout.unit(unit).start);
         let ranks = self.layout.shard().ranks;
-        let embeddings = self.layout.unit(Unit::Embeddings).len();
+        let embeddings = self.layout.embeddings();
         let at = match (self.form, unit) {
             (Form::Shards, _) => start / ranks,
             (Form::Buffered(_), Unit::Layer(_)) => embeddings + (start - embeddings) / ranks,
@@ -182,8 +192,9 @@ impl<'a> Store<'a> {
             Form::Shards => vec![self.kept],
             Form::Whole => self.layout.units().map(|unit| self.own(unit)).collect(),
             Form::Buffered(_) => {
-                let embeddings = self.layout.unit(Unit::Embeddings).len();
-                vec![self.own(Unit::Embeddings), self.kept.slice(embeddings, self.kept.len - embeddings)]
+                let embeddings = self.layout.embeddings();
+                let own = self.layout.units().filter(|unit| !matches!(unit, Unit::Layer(_))).map(|unit| self.own(unit));
+                own.chain([self.kept.slice(embeddings, self.kept.len - embeddings)]).collect()
             }
         }
     }
@@ -191,7 +202,8 @@ impl<'a> Store<'a> {
     /// Returns the elements of a tensor that this rank keeps between steps, and where they are.
     pub fn held(&self, param: Param, layer: usize) -> Option<(Range<usize>, Tensor)> {
         let (range, unit) = (self.layout.range(param, layer), self.layout.unit_of(param, layer));
-        if matches!((self.form, unit), (Form::Whole, _) | (Form::Buffered(_), Unit::Embeddings)) {
+        let of_layer = matches!(unit, Unit::Layer(_));
+        if matches!((self.form, of_layer), (Form::Whole, _) | (Form::Buffered(_), false)) {
             return Some((0..range.len(), self.kept.slice(range.start, range.len())));
         }
         let own = self.layout.own(unit);
@@ -235,13 +247,14 @@ pub trait LayerHooks {
     /// Called when this rank's shard of `unit` is updated.
     fn parameters_updated(&mut self, engine: &mut dyn Engine, unit: Unit) -> Result<()>;
 
-    /// Called when this rank has computed its shard of Muon's update of a layer. The pass then reads the whole update.
-    fn gather_update(&mut self, _engine: &mut dyn Engine, _of: Sharded) -> Result<()> {
+    /// Called with parts of Muon's update that this rank, or another one, has computed. The pass reads the received ones after
+    /// [`wait_for_exchanges`](Self::wait_for_exchanges).
+    fn exchange(&mut self, _engine: &mut dyn Engine, _transfers: &[Transfer]) -> Result<()> {
         Ok(())
     }
 
-    /// Called with parts of Muon's update, each with the rank that has computed it. The pass then reads all parts.
-    fn exchange_matrices(&mut self, _engine: &mut dyn Engine, _matrices: &[(usize, Tensor)]) -> Result<()> {
+    /// Called before the pass reads what it has exchanged.
+    fn wait_for_exchanges(&mut self, _engine: &mut dyn Engine) -> Result<()> {
         Ok(())
     }
 }

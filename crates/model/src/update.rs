@@ -1,7 +1,7 @@
 //! The optimizer update: gradient norm, clipping, and AdamW or Muon.
 
 use super::decoder::Decoder;
-use super::params::{GroupRange, ParamGroup, Unit};
+use super::params::{GroupRange, ParamGroup, Shard, Unit};
 use super::sharding::{LayerHooks, Store};
 use engine::ops::{AdamW, AdamWUpdate, GlobalNorm, MuonAdditions, MuonCoefficients, SquareRoot, SquaredSum, Sum};
 use engine::{Engine, Result};
@@ -37,6 +37,12 @@ pub struct Muon {
 impl Muon {
     /// Decay of the running means of [`MuonVariance`](engine::ops::MuonVariance), as in nanochat.
     pub const BETA2: f32 = 0.9;
+
+    /// Returns the most layers that are updated at a time. If ranks shard the update, these are half of them, so that the parameters of one
+    /// half are gathered while the other half is updated.
+    pub fn most_layers(layers: usize, shard: Shard) -> usize {
+        if shard.ranks > 1 { layers.div_ceil(2) } else { layers }
+    }
 }
 
 /// AdamW's hyperparameters of a group of parameters.
@@ -107,14 +113,15 @@ impl Decoder {
     /// Clips the gradients by the measured norm and updates this rank's shard, with weight decay of the groups that decay.
     /// Nothing changes unless loss and norm are finite.
     ///
-    /// If ranks shard the update, it proceeds unit by unit and calls `hooks` after each. Muon updates several layers before the
-    /// first of them.
+    /// If ranks shard the update, it proceeds unit by unit and calls `hooks` for each. Muon updates several layers before the
+    /// first of them, and their parameters are gathered while it updates the next ones.
     pub fn apply_update(&self, engine: &mut dyn Engine, update: &Update, hooks: &mut dyn LayerHooks) -> Result<()> {
         let sharded = self.zero.shards_optimizer();
         let (matrices, others) = self.ranges(update);
         if !sharded {
             self.apply_adamw(engine, None, &others, update)?;
         }
+        let mut updated = Vec::new();
         for unit in self.layout.units() {
             if sharded {
                 let others: Vec<_> = others.iter().filter(|range| range.unit == unit).cloned().collect();
@@ -124,11 +131,15 @@ impl Decoder {
                 && layer.is_multiple_of(self.muon_layers()?)
             {
                 let layers = layer..matrices.len().min(layer + self.muon_layers()?);
-                self.apply_muon(engine, (layers.clone(), &matrices[layers]), update, muon, hooks)?;
+                let layers = (layers.clone(), &matrices[layers]);
+                self.apply_muon(engine, layers, (update, muon), &mut updated, hooks)?;
             }
-            hooks.parameters_updated(engine, unit)?;
+            updated.push(unit);
+            if update.muon.is_none() {
+                updated.drain(..).try_for_each(|unit| hooks.parameters_updated(engine, unit))?;
+            }
         }
-        Ok(())
+        updated.into_iter().try_for_each(|unit| hooks.parameters_updated(engine, unit))
     }
 
     /// Returns the ranges of the layers' matrices, if Muon updates them, and all other ranges by group.

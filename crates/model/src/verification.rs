@@ -13,8 +13,8 @@ pub use super::train_step::Verification;
 
 use super::train_step::TrainStep;
 use anyhow::{Context, ensure};
-use distributed::Ranks;
-use engine::tensor::{Sharded, Tensor};
+use distributed::{Ranks, Transfer};
+use engine::tensor::Tensor;
 use engine::trace::{BitFlip, Entry, Tracer};
 use engine::{Engine, Result};
 use serde::{Deserialize, Serialize};
@@ -221,11 +221,11 @@ impl LayerHooks for Placed<'_> {
         self.inner.parameters_updated(engine, unit)
     }
 
-    fn gather_update(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()> {
-        self.inner.gather_update(engine, of)
+    fn exchange(&mut self, engine: &mut dyn Engine, transfers: &[Transfer]) -> Result<()> {
+        self.inner.exchange(engine, transfers)
     }
 
-    fn exchange_matrices(&mut self, engine: &mut dyn Engine, matrices: &[(usize, Tensor)]) -> Result<()> {
-        self.inner.exchange_matrices(engine, matrices)
+    fn wait_for_exchanges(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        self.inner.wait_for_exchanges(engine)
     }
 }

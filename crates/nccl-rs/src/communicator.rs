@@ -251,16 +251,48 @@ impl Communicator {
     /// # Safety
     /// See [`all_reduce`](Self::all_reduce).
     pub unsafe fn broadcast<T: Element>(&self, buffer: Buffer<T>, root: usize, stream: &Stream) -> Result<()> {
-        if root >= self.world_size {
-            let what = format!("root: expected less than the world size {}, found {root}", self.world_size);
-            return Err(Error::Operand { call: "ncclBroadcast", what });
-        }
+        let root = self.peer("ncclBroadcast", root)?;
         self.queue("ncclBroadcast", |comm| {
-            let f = comm.nccl().broadcast;
-            let (len, root) = (buffer.len, root as i32);
+            let (f, len) = (comm.nccl().broadcast, buffer.len);
             // SAFETY: the caller's promise.
             unsafe { f(at(buffer), at(buffer), len, T::DATA_TYPE, root, comm.raw(), stream.as_raw()) }
         })
+    }
+
+    /// Queues that `buffer` is sent to rank `to`, which must [receive](Self::receive) as many elements. Only these two ranks make calls.
+    /// Calls that wait for each other must be in one [`group`](crate::group).
+    ///
+    /// # Safety
+    /// See [`all_reduce`](Self::all_reduce).
+    pub unsafe fn send<T: Element>(&self, buffer: Buffer<T>, to: usize, stream: &Stream) -> Result<()> {
+        let to = self.peer("ncclSend", to)?;
+        self.queue("ncclSend", |comm| {
+            let (f, len) = (comm.nccl().send, buffer.len);
+            // SAFETY: the caller's promise.
+            unsafe { f(at(buffer), len, T::DATA_TYPE, to, comm.raw(), stream.as_raw()) }
+        })
+    }
+
+    /// Queues that `buffer` becomes what rank `from` [sends](Self::send).
+    ///
+    /// # Safety
+    /// See [`all_reduce`](Self::all_reduce).
+    pub unsafe fn receive<T: Element>(&self, buffer: Buffer<T>, from: usize, stream: &Stream) -> Result<()> {
+        let from = self.peer("ncclRecv", from)?;
+        self.queue("ncclRecv", |comm| {
+            let (f, len) = (comm.nccl().receive, buffer.len);
+            // SAFETY: the caller's promise.
+            unsafe { f(at(buffer), len, T::DATA_TYPE, from, comm.raw(), stream.as_raw()) }
+        })
+    }
+
+    /// Returns `rank` as NCCL takes it.
+    fn peer(&self, call: &'static str, rank: usize) -> Result<i32> {
+        if rank < self.world_size {
+            return Ok(rank as i32);
+        }
+        let what = format!("rank: expected less than the world size {}, found {rank}", self.world_size);
+        Err(Error::Operand { call, what })
     }
 
     /// Returns an error that occurred on another rank, in the network or on the device since the last call. `Ok` does not mean

@@ -120,6 +120,8 @@ functions! {
     all_gather = "ncclAllGather": fn(*const c_void, *mut c_void, usize, DataType, Comm, CUstream) -> Status;
     broadcast = "ncclBroadcast":
         fn(*const c_void, *mut c_void, usize, DataType, c_int, Comm, CUstream) -> Status;
+    send = "ncclSend": fn(*const c_void, usize, DataType, c_int, Comm, CUstream) -> Status;
+    receive = "ncclRecv": fn(*mut c_void, usize, DataType, c_int, Comm, CUstream) -> Status;
     group_start = "ncclGroupStart": fn() -> Status;
     group_end = "ncclGroupEnd": fn() -> Status;
 }

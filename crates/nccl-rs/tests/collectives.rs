@@ -187,6 +187,33 @@ fn a_group_is_queued_as_one_call_and_cannot_be_nested() {
     }
 }
 
+/// Each rank sends its number to the next one, twice, and receives from the previous one. Rank 3 takes no part.
+#[test]
+fn transfers_of_a_group_do_not_wait_for_each_other() {
+    let results = ranks(4, |comm, stream| {
+        let rank = comm.rank();
+        let (mut sent, mut first, mut second) = ([rank as f32; 3], [-1.0f32; 3], [bf16::NEG_ONE; 2]);
+        let mut again = [bf16::from_f32(rank as f32); 2];
+        let (next, previous) = ((rank + 1) % 3, (rank + 2) % 3);
+        let mut transfers = || -> Result<()> {
+            // SAFETY: the mock has completed the calls when the group ends.
+            unsafe {
+                comm.receive(buffer_of(&mut first), previous, stream)?;
+                comm.send(buffer_of(&mut sent), next, stream)?;
+                comm.send(buffer_of(&mut again), next, stream)?;
+                comm.receive(buffer_of(&mut second), previous, stream)
+            }
+        };
+        group(&comm, || if rank < 3 { transfers() } else { Ok(()) }).unwrap();
+        // SAFETY: the call fails.
+        let error = unsafe { comm.send(buffer_of(&mut sent), 4, stream) }.unwrap_err().to_string();
+        assert_eq!(error, "ncclSend: rank: expected less than the world size 4, found 4");
+        comm.close().unwrap();
+        (first[2], second[1].to_f32())
+    });
+    assert_eq!(results, [(2.0, 2.0), (0.0, 0.0), (1.0, 1.0), (-1.0, -1.0)]);
+}
+
 #[test]
 fn a_rank_that_does_not_connect_causes_a_timeout() {
     library();
@@ -285,7 +312,7 @@ fn mismatched_lengths_are_rejected() {
                 "ncclAllReduce: buffers on 2 ranks: expected equal lengths, found 3 elements to 5",
                 "ncclReduceScatter: buffers on 2 ranks: expected equal lengths, found 5 elements to 6",
                 "ncclAllGather: buffers on 2 ranks: expected equal lengths, found 6 elements to 5",
-                "ncclBroadcast: root: expected less than the world size 2, found 2"
+                "ncclBroadcast: rank: expected less than the world size 2, found 2"
             ]
         );
         comm.close().unwrap();

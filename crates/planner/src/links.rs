@@ -19,7 +19,7 @@ pub enum Operation {
     AllReduce,
     ReduceScatter,
     AllGather,
-    Broadcast,
+    Exchange,
 }
 
 impl Operation {
@@ -32,7 +32,7 @@ impl Operation {
             Self::AllReduce => "all-reduce",
             Self::ReduceScatter => "reduce-scatter",
             Self::AllGather => "all-gather",
-            Self::Broadcast => "broadcast",
+            Self::Exchange => "exchange",
         }
     }
 
@@ -42,7 +42,8 @@ impl Operation {
         match self {
             Self::AllReduce => 2.0 * once,
             Self::ReduceScatter | Self::AllGather => once,
-            Self::Broadcast => 1.0,
+            // Each rank sends to each other rank its part of what it has.
+            Self::Exchange => once / ranks as f64,
         }
     }
 }
@@ -203,7 +204,7 @@ impl Links {
 
     /// Returns the bus bandwidth of a communicator. Between nodes, its ranks of a node share the load, up to the bandwidth inside.
     pub fn bandwidth(&self, operation: Operation, members: Members) -> f64 {
-        // A broadcast is not measured: like an all-gather, it only copies.
+        // An exchange is not measured: like an all-gather, it only copies.
         let at = Operation::MEASURED.iter().position(|known| *known == operation).unwrap_or(2);
         if members.spans_nodes() {
             (self.inter[at] * members.per_node as f64).min(self.intra[at])
@@ -235,6 +236,7 @@ mod tests {
         assert_eq!(Operation::AllReduce.bus_factor(4), 1.5);
         assert_eq!(Operation::ReduceScatter.bus_factor(4), 0.75);
         assert_eq!(Operation::AllGather.bus_factor(8), 0.875);
+        assert_eq!(Operation::Exchange.bus_factor(4), 0.1875);
         // 1 GB over 8 GPUs at 400 GB/s: base 8.4 us and 7 hops of 3.4 us.
         let links = Links::new(400e9, 50e9);
         let node = Cluster::new(8, 8).unwrap().world();

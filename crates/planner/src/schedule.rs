@@ -8,12 +8,15 @@ use crate::cluster::{Cluster, Members};
 use crate::compute::Compute;
 use crate::links::{Algorithm, Links, Operation};
 use model::params::Params;
-use model::{Optimizer, Param, ParamKind, Unit};
+use model::{Muon, Optimizer, Param, ParamKind, Unit};
 use serde::Serialize;
 
 /// Measured loss of kernels beside collectives, as a multiple of the time of the collectives: two H200 with NVLink
 /// (docs/internals/scaling.md).
 pub const SLOWDOWN: f64 = 1.5;
+
+/// What the ranks exchange in Muon's update.
+const UPDATES: &str = "updates of matrices";
 
 /// The ranks of a collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -268,6 +271,8 @@ impl Simulation<'_> {
                 self.wait();
             }
             self.reduce("gradients of a layer", bytes, last, stage >= 2 || last);
+            let bytes = self.bytes(Unit::ValueEmbedding(layer));
+            self.reduce("gradients of a value embedding", bytes, last, last && bytes > 0);
             if layer >= 2 {
                 self.gather(layer - 2);
             }
@@ -307,39 +312,60 @@ impl Simulation<'_> {
         if stage == 0 {
             return self.compute(compute.update);
         }
-        // The gathers of all units but the last could overlap with the update of the next ones. On GPUs they do not: their kernels find
-        // no free SM while AdamW's blocks fill the GPU.
-        self.compute(compute.update / shards);
+        let update = compute.update / shards;
+        let mut updated = Vec::new();
+        if optimizer == Optimizer::AdamW {
+            // The gathers of all units but the last could overlap with the update of the next ones. On GPUs they do not: their kernels
+            // find no free SM while AdamW's blocks fill the GPU.
+            self.compute(update);
+        }
+        let layers = layout.descriptor().layers;
+        let group = Muon::most_layers(layers, layout.shard());
         for unit in layout.units() {
-            if let (Optimizer::Muon, Unit::Layer(layer)) = (optimizer, unit) {
-                self.exchange_updates(unit, layer);
+            if let (Optimizer::Muon, Unit::Layer(layer)) = (optimizer, unit)
+                && layer.is_multiple_of(group)
+            {
+                let of_group = layer..layers.min(layer + group);
+                let bytes = of_group.clone().map(|layer| self.muon_bytes(layer)).sum();
+                self.begin(UPDATES, Operation::Exchange, Scope::ShardGroup, bytes);
+                self.wait();
+                for unit in updated.drain(..) {
+                    self.gather_updated(unit);
+                }
+                self.compute(update * of_group.len() as f64 / layers as f64);
+                self.begin(UPDATES, Operation::Exchange, Scope::ShardGroup, bytes);
+                self.wait();
             }
-            if stage < 3 || unit == Unit::Embeddings {
-                let part = if unit == Unit::Embeddings { "parameters of embeddings" } else { "parameters of a layer" };
-                self.begin(part, Operation::AllGather, Scope::ShardGroup, self.bytes(unit));
-            }
+            updated.push(unit);
+        }
+        for unit in updated {
+            self.gather_updated(unit);
         }
         self.wait();
     }
 
-    /// Gathers Muon's update of a layer, and copies each orthogonalized matrix to all ranks of the group.
-    fn exchange_updates(&mut self, unit: Unit, layer: usize) {
+    fn gather_updated(&mut self, unit: Unit) {
+        let part = match unit {
+            Unit::Layer(_) if self.step.stage == 3 => return,
+            Unit::Layer(_) => "parameters of a layer",
+            Unit::Embeddings => "parameters of embeddings",
+            Unit::ValueEmbedding(_) => "parameters of a value embedding",
+        };
+        self.begin(part, Operation::AllGather, Scope::ShardGroup, self.bytes(unit));
+    }
+
+    /// Returns the bytes of the matrices of a layer that Muon updates.
+    fn muon_bytes(&self, layer: usize) -> usize {
         let descriptor = self.step.layout.descriptor();
-        // AdamW updates the tables of value embeddings, which belong to the embeddings.
+        // AdamW updates the tables of value embeddings.
         let is_updated = |param: &Param| {
             param.layered()
                 && param.is_matrix()
                 && param.kind() != ParamKind::ValueEmbedding
                 && param.layers(descriptor).any(|found| found == layer)
         };
-        let matrices = descriptor.params().filter(is_updated);
-        let sizes: Vec<usize> = matrices.map(|param: Param| param.len(descriptor) * self.step.element_bytes).collect();
-        self.begin("update of a layer", Operation::AllGather, Scope::ShardGroup, self.bytes(unit));
-        self.wait();
-        for bytes in sizes {
-            self.begin("update of a matrix", Operation::Broadcast, Scope::ShardGroup, bytes);
-        }
-        self.wait();
+        let elements: usize = descriptor.params().filter(is_updated).map(|param| param.len(descriptor)).sum();
+        elements * self.step.element_bytes
     }
 }
 

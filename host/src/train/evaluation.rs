@@ -10,7 +10,7 @@ use crate::sample::{self, Sampling};
 use anyhow::Result;
 use data::Prefetch;
 use model::fp8::{Fp8, Fp8Counts};
-use model::{Interrupted, StopRequest, Training, Unit};
+use model::{Interrupted, StopRequest, Training};
 use serde::Serialize;
 use std::f64::consts::LN_2;
 use tokenizer::Tokenizer;
@@ -193,7 +193,7 @@ impl Run<'_> {
     pub(super) fn check_ranks(&mut self, training: &Training) -> Result<()> {
         let (zero, params) = (self.model.zero, self.model.params);
         let mut tensors = vec![if zero.shards_parameters() {
-            ("wte and wpe", self.model.param_store().unit(Unit::Embeddings))
+            ("the embeddings", self.model.param_store().embeddings())
         } else {
             ("params", params)
         }];

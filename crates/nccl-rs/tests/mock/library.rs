@@ -2,7 +2,7 @@
 // on another thread; until then the communicator is in progress.
 #![expect(non_snake_case, reason = "these are NCCL's names")]
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::ffi::{c_char, c_void};
 use std::sync::atomic::{AtomicI32, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex};
@@ -34,7 +34,7 @@ const STREAM: usize = 0x57;
 
 /// The state shared by the ranks of one identifier.
 #[derive(Default)] struct Meeting { state: Mutex<State>, changed: Condvar }
-#[derive(Default)] struct State { given: HashMap<usize, Call>, done: u64, results: Vec<Vec<f32>> }
+#[derive(Default)] struct State { given: HashMap<usize, Call>, done: u64, mail: HashMap<(usize, usize), VecDeque<Vec<f32>>> }
 #[derive(Clone)] struct Call { name: &'static str, send: usize, recv: usize, count: usize, dtype: i32, op: i32 }
 
 pub struct Comm { id: [u8; 128], splits: AtomicI32, rank: usize, ranks: usize, meeting: Arc<Meeting>, pending: Arc<AtomicI32>, status: Arc<AtomicI32>, last: Arc<Mutex<()>> }
@@ -76,6 +76,26 @@ impl Meeting {
     }
 }
 
+impl Meeting {
+    /// Leaves the sent values for the receiver, or waits for those of the sender. `op` is the other rank.
+    fn transfer(&self, rank: usize, Call { name, send, recv, count, dtype, op }: Call) {
+        let mut state = self.state.lock().unwrap();
+        if name == "send" {
+            let values = (0..count).map(|i| unsafe { get(send, i, dtype) }).collect();
+            state.mail.entry((rank, op as usize)).or_default().push_back(values);
+            return self.changed.notify_all();
+        }
+        let from = (op as usize, rank);
+        let is_empty = |state: &mut State| state.mail.get(&from).is_none_or(VecDeque::is_empty);
+        let mut state = self.changed.wait_while(state, is_empty).unwrap();
+        let values = state.mail.get_mut(&from).unwrap().pop_front().unwrap();
+        assert_eq!(values.len(), count);
+        for (i, value) in values.into_iter().enumerate() {
+            unsafe { put(recv, i, dtype, value) };
+        }
+    }
+}
+
 unsafe fn compute(calls: &[Call]) {
     let Call { name, count, dtype, op, .. } = calls[0];
     let ranks = calls.len();
@@ -102,7 +122,9 @@ unsafe fn compute(calls: &[Call]) {
 thread_local! { static GROUP: RefCell<Option<Vec<(usize, Call)>>> = const { RefCell::new(None) }; }
 
 /// Runs the calls in order on another thread.
-unsafe fn later(comm: usize, calls: Vec<Call>) -> i32 {
+unsafe fn later(comm: usize, mut calls: Vec<Call>) -> i32 {
+    // The transfers of a group do not wait for each other.
+    calls.sort_by_key(|call| call.name != "send");
     let comm = unsafe { &*(comm as *const Comm) };
     let Comm { rank, ranks, .. } = *comm;
     let (meeting, pending, status, last) = (comm.meeting.clone(), comm.pending.clone(), comm.status.clone(), comm.last.clone());
@@ -112,7 +134,11 @@ unsafe fn later(comm: usize, calls: Vec<Call>) -> i32 {
         let order = last.lock().unwrap();
         thread::sleep(Duration::from_millis(2));
         for call in calls {
-            if call.count == 13 { status.store(6, SeqCst) } else { meeting.join(rank, ranks, call) }
+            match call.name {
+                _ if call.count == 13 => status.store(6, SeqCst),
+                "send" | "recv" => meeting.transfer(rank, call),
+                _ => meeting.join(rank, ranks, call),
+            }
         }
         drop(order);
         pending.fetch_sub(1, SeqCst);
@@ -195,6 +221,12 @@ static ENDED: [AtomicI32; 2] = [AtomicI32::new(0), AtomicI32::new(0)];
 }
 #[unsafe(no_mangle)] pub unsafe extern "C" fn ncclBroadcast(send: usize, recv: usize, count: usize, dtype: i32, root: i32, comm: usize, stream: usize) -> i32 {
     unsafe { collective(comm, Call { name: "broadcast", send, recv, count, dtype, op: root }, stream) }
+}
+#[unsafe(no_mangle)] pub unsafe extern "C" fn ncclSend(send: usize, count: usize, dtype: i32, to: i32, comm: usize, stream: usize) -> i32 {
+    unsafe { collective(comm, Call { name: "send", send, recv: 0, count, dtype, op: to }, stream) }
+}
+#[unsafe(no_mangle)] pub unsafe extern "C" fn ncclRecv(recv: usize, count: usize, dtype: i32, from: i32, comm: usize, stream: usize) -> i32 {
+    unsafe { collective(comm, Call { name: "recv", send: 0, recv, count, dtype, op: from }, stream) }
 }
 #[unsafe(no_mangle)] pub extern "C" fn ncclGroupStart() -> i32 { GROUP.set(Some(Vec::new())); 0 }
 #[unsafe(no_mangle)] pub unsafe extern "C" fn ncclGroupEnd() -> i32 {
