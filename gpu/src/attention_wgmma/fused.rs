@@ -45,16 +45,6 @@ type H = Head128;
 
 /// Pipeline stages of Q and dout.
 const STAGES: u32 = 3;
-/// Key-value heads of a chunk. The work tiles of a chunk alternate between its heads, so that work tiles of the same head
-/// do not start together and wait for each other.
-///
-/// On an H200, B16 H16 T4096: 197 TFLOP/s with 1 head, 522 with 4, 505 with 16.
-const CHUNK_HEADS: u32 = 4;
-/// The same with documents: a document has few work tiles, so that they start together unless those of more heads are between them.
-///
-/// On an H100, B4 H16 T8192, documents of mean length 1,024: 1.48 ms with 4 heads, 1.23 with 8, 1.21 with 16, 1.31 with 32. With a
-/// window of 1,024 and no documents: 1.33, 1.35, 1.47 and 1.66.
-const DOCUMENT_CHUNK_HEADS: u32 = 16;
 /// Buffers of dSᵀ. With two, one wait in each step suffices: a consumer overwrites a buffer only after the other one has
 /// arrived in the next step, and has finished reading the buffer before it arrives.
 const DS_BUFFERS: u32 = 2;
@@ -134,7 +124,7 @@ impl SharedStorage {
 /// d = rowsum(dout ∘ out) are (B, NH, T). `dq` is (B, NH, 2 ceil(T / 128), 64 · HS): for each panel of 64
 /// queries, each consumer's accumulators. `counters` are (B, NH, 2 ceil(T / 128), 2), then the ticket counter. All of them
 /// are zero before and after the launch. If `MASKED`, `first_keys` and `last_queries` (B, T) and `window` are the bounds of
-/// [`Visibility`].
+/// [`Visibility`]. The work tiles of `chunk_heads` key-value heads at a time alternate between these heads.
 ///
 /// Grid: any number of blocks.
 #[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(causal = false, masked = true), select(MASKED: bool))]
@@ -153,12 +143,26 @@ pub fn attention_backward_fused_wgmma<const MASKED: bool>(
     first_keys: Global<u32>,
     last_queries: Global<u32>,
     window: u32,
+    chunk_heads: u32,
 ) {
     let shared = SharedStorage::new(&mut Layout::new());
     let sizes = Sizes::<H>::new(t, kv, group);
     let scheduler = TileScheduler::new(b, t, kv);
     let visible = Visibility::new(first_keys, last_queries, window, t);
-    warp_specialized::run(Fused::<MASKED> { shared, sizes, scheduler, dqkv, dq, counters, qkv, dout, lse, d, visible });
+    warp_specialized::run(Fused::<MASKED> {
+        shared,
+        sizes,
+        scheduler,
+        dqkv,
+        dq,
+        counters,
+        qkv,
+        dout,
+        lse,
+        d,
+        visible,
+        chunk_heads,
+    });
 }
 
 #[derive(Clone, Copy)]
@@ -174,6 +178,7 @@ struct Fused<const MASKED: bool> {
     lse: Global<f32>,
     d: Global<f32>,
     visible: Visibility,
+    chunk_heads: u32,
 }
 
 #[device]
@@ -216,11 +221,6 @@ impl<const MASKED: bool> Fused<MASKED> {
     /// Returns the index of panel `panel` of head `h` of sequence `b` among all panels.
     fn panel_index(self, b: u32, h: u32, panel: u32) -> u32 {
         (b * self.sizes.nh() + h) * self.panels() + panel
-    }
-
-    /// Returns the key-value heads of a chunk of work tiles.
-    fn chunk_heads(self) -> u32 {
-        if MASKED && self.visible.has_documents() { DOCUMENT_CHUNK_HEADS } else { CHUNK_HEADS }
     }
 
     /// Returns the first work tile of keys that visits a panel of queries.
@@ -282,7 +282,7 @@ impl<const MASKED: bool> Producer<MASKED> {
             let exists = ticket < scheduler.work_tiles();
             let mut tile = WorkTile { b: NO_SEQUENCE, h: 0, tile: 0 };
             if exists {
-                tile = scheduler.work_tile_of_ticket(ticket, self.kernel.chunk_heads());
+                tile = scheduler.work_tile_of_ticket(ticket, self.kernel.chunk_heads);
             }
             shared.resident_barriers.wait_empty(self.resident);
             self.resident.advance();
