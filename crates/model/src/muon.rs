@@ -108,8 +108,8 @@ impl Decoder {
         Ok(buffers.batches.layers)
     }
 
-    /// Updates this rank's shard of the matrices of several layers. `decayed` are their ranges. `updated` are units whose update is
-    /// complete: the other ranks get them while this one computes.
+    /// Updates this rank's shard of the matrices of several layers, which take the ranges `decayed` of the parameters. `updated` lists units
+    /// whose update is complete. Their parameters are gathered while this function computes.
     pub(super) fn apply_muon(
         &self,
         engine: &mut dyn Engine,
@@ -170,7 +170,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Returns the matrices of each layer of a group, whose ranges are `decayed`.
+    /// Returns the matrices of each layer of a group. They take the ranges `decayed` of the parameters.
     fn members<'a>(
         &self,
         training: &Training,
@@ -217,7 +217,7 @@ impl Decoder {
         transfers
     }
 
-    /// Returns this rank's parts of the running means: where ranks exchange them, and where it keeps them.
+    /// Returns this rank's parts of the running means, as pairs: the memory from which ranks send them, and the memory that keeps them.
     fn own_means(&self, training: &Training, members: &[Member]) -> impl Iterator<Item = (Tensor, Tensor)> {
         members.iter().filter_map(|member| {
             let (unit, means) = (member.decayed.unit, member.matrix.means());
@@ -229,7 +229,8 @@ impl Decoder {
         })
     }
 
-    /// Updates the momentum of this rank's shard of a layer's matrices, and writes its part of the update, which has the layout of the layer.
+    /// Updates the momentum of this rank's shard of a layer's matrices, and writes this rank's part of the update to `of_layer`, which has the
+    /// layout of the layer.
     fn momentum(
         &self,
         engine: &mut dyn Engine,

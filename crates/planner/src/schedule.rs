@@ -15,7 +15,7 @@ use serde::Serialize;
 /// (docs/internals/scaling.md).
 pub const SLOWDOWN: f64 = 1.5;
 
-/// What the ranks exchange in Muon's update.
+/// The name of the tensors that ranks exchange in Muon's update.
 const UPDATES: &str = "updates of matrices";
 
 /// The ranks of a collective.
