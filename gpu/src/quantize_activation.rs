@@ -8,7 +8,8 @@
 
 use crate::activation::{Activation, ActivationFunction, GeGlu, Gelu, ReluSquared, SwiGlu};
 use crate::quantize::{
-    ColumnSums, ROW_WORDS, TILE, amax_of, maxima, place, quantized, store_block_amax, store_transposed, tile_and_maxima,
+    ColumnSums, Magnitudes, ROW_WORDS, TILE, maxima, place, quantized, store_block_amax, store_transposed,
+    tile_and_maxima,
 };
 use cuda_std::shared::Layout;
 use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, Packet, SharedArray, bf16, device, kernel, math, thread};
@@ -89,7 +90,7 @@ pub fn quantize_activation<A: ActivationFunction, const OUT: bool, const TRANSPO
     let (tile, maxima) = tile_and_maxima(&mut Layout::new());
     let factor = math::div_rn(1.0, scale.at(0));
     let part = TilePart::new(rows, columns);
-    let mut largest = 0;
+    let mut all = Magnitudes::NONE;
     for batch in 0..PACKETS / BATCH {
         let first = batch * BATCH;
         let mut inputs = [[Packet::zero(); 2]; BATCH];
@@ -99,8 +100,9 @@ pub fn quantize_activation<A: ActivationFunction, const OUT: bool, const TRANSPO
         for i in 0..BATCH {
             let [x, y] = inputs[i];
             let activated = Packet::from_fn(|j| A::value([x.get(j), y.get(j)]));
-            largest = largest.max(amax_of(activated));
-            let words = quantized::<E4m3>(activated, factor);
+            let magnitudes = Magnitudes::of(activated);
+            all = all.and(magnitudes);
+            let words = quantized::<E4m3>(activated, magnitudes, factor);
             if TRANSPOSED {
                 let [row, word] = in_tile(first + i);
                 tile.set_two(place(row, word), words);
@@ -111,7 +113,7 @@ pub fn quantize_activation<A: ActivationFunction, const OUT: bool, const TRANSPO
         }
     }
     if !amax.is_null() {
-        store_block_amax(amax, maxima, largest);
+        store_block_amax(amax, maxima, all);
     }
     if TRANSPOSED {
         thread::sync_threads();
@@ -156,7 +158,7 @@ pub fn quantize_activation_gradient<A: ActivationFunction, T: Fp8, const SUMS: b
     let factor = math::div_rn(1.0, scale.at(0));
     let part = TilePart::new(rows, columns);
     let stride = A::INPUTS * part.columns;
-    let mut largest = 0;
+    let mut all = Magnitudes::NONE;
     for batch in 0..PACKETS / BATCH {
         let first = batch * BATCH;
         let (mut douts, mut inputs) = ([Packet::zero(); BATCH], [[Packet::zero(); 2]; BATCH]);
@@ -172,8 +174,9 @@ pub fn quantize_activation_gradient<A: ActivationFunction, T: Fp8, const SUMS: b
             }
             for input in 0..A::INPUTS {
                 let gradient = Packet::from_fn(|j| gradients[j][input]);
-                largest = largest.max(amax_of(gradient));
-                let words = quantized::<T>(gradient, factor);
+                let magnitudes = Magnitudes::of(gradient);
+                all = all.and(magnitudes);
+                let words = quantized::<T>(gradient, magnitudes, factor);
                 let [row, word] = in_tile(first + i);
                 tiles[input].set_two(place(row, word), words);
                 if let Some([row, column]) = part.in_output(first + i) {
@@ -183,7 +186,7 @@ pub fn quantize_activation_gradient<A: ActivationFunction, T: Fp8, const SUMS: b
         }
     }
     if !amax.is_null() {
-        store_block_amax(amax, maxima, largest);
+        store_block_amax(amax, maxima, all);
     }
     thread::sync_threads();
     for input in 0..A::INPUTS {

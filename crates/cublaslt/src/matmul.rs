@@ -36,9 +36,19 @@ pub struct GemmOperands {
     pub batch: Option<StridedBatch>,
     /// Addresses of the f32 factors that restore a and b from their FP8 values.
     pub fp8_scales: Option<[u64; 2]>,
-    /// Addresses of an FP8 output's scale, and of its largest magnitude as f32 bits, which becomes the maximum of itself and the
-    /// magnitudes of the output before it is divided by the scale.
-    pub fp8_output: Option<[u64; 2]>,
+    /// The operands of an FP8 output.
+    pub fp8_output: Option<Fp8Output>,
+}
+
+/// The addresses that belong to an FP8 output (M, N).
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Fp8Output {
+    /// The scale, an f32.
+    pub scale: u64,
+    /// The largest magnitude as f32 bits: becomes the maximum of itself and the magnitudes of the output before it is divided by the scale.
+    pub amax: u64,
+    /// Receives the transpose (N, M).
+    pub transposed: Option<u64>,
 }
 
 /// Alignments of the operands b, a, output (and residual), bias and preactivation: the largest power of two up to 256 that divides each

@@ -255,6 +255,13 @@ pub fn unpack_pair(word: u32) -> [f32; 2] {
     [f32::from_bits(word << 16), f32::from_bits(word & 0xffff_0000)]
 }
 
+/// Returns the larger magnitude of each half of two words of two bf16, or NaN if one is NaN. The signs of the result have no meaning
+/// (`max.NaN.xorsign.abs.bf16x2`, or two instructions on GPUs of compute capability 8.0).
+#[inline(always)]
+pub fn larger_magnitudes(a: u32, b: u32) -> u32 {
+    backend::larger_magnitudes(a, b)
+}
+
 /// A 16-byte vector of `T::PACKET` elements, the unit of a vectorized load or store.
 #[repr(C, align(16))]
 #[derive(Clone, Copy)]

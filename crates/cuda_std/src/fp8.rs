@@ -163,6 +163,20 @@ pub fn transpose_bytes([a, b, c, d]: [u32; 4]) -> [u32; 4] {
     [first, second, third, fourth]
 }
 
+/// Interleaves the bytes of two pairs: the low byte of `first`, that of `second`, and then their high bytes (`prmt.b32`).
+#[inline(always)]
+pub fn interleave_pairs(first: u16, second: u16) -> u32 {
+    backend::permute_bytes(first.into(), second.into(), 0x5140)
+}
+
+/// Moves the even bytes of 16 before the odd ones (`prmt.b32`).
+#[inline(always)]
+pub fn separate_bytes([a, b, c, d]: [u32; 4]) -> [u32; 4] {
+    let halves = |selector| [backend::permute_bytes(a, b, selector), backend::permute_bytes(c, d, selector)];
+    let ([a, b], [c, d]) = (halves(0x6420), halves(0x7531));
+    [a, b, c, d]
+}
+
 impl<T: Fp8> Packet<T> {
     /// Creates a packet of FP8 numbers, the first in the lowest byte of the first word.
     #[inline(always)]

@@ -276,8 +276,15 @@ impl Global<crate::bf16> {
     #[inline(always)]
     #[track_caller]
     pub fn pair(self, i: usize) -> [f32; 2] {
+        crate::element::unpack_pair(self.pair_bits(i))
+    }
+
+    /// Reads elements `i` (the low half) and `i` + 1 (`ld.global.b32`). `i` must be even.
+    #[inline(always)]
+    #[track_caller]
+    pub fn pair_bits(self, i: usize) -> u32 {
         // SAFETY: see `at`; an even index is 4-byte aligned.
-        crate::element::unpack_pair(unsafe { backend::load(self.0.wrapping_add(i).cast::<u32>()) })
+        unsafe { backend::load(self.0.wrapping_add(i).cast::<u32>()) }
     }
 }
 

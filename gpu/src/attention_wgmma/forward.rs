@@ -578,6 +578,6 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             let value = if lane == 0 { softmax.log_sum_exp(0, sums[0]) } else { softmax.log_sum_exp(1, sums[1]) };
             lse.set(sizes.statistics(tile.b, tile.h) + query as usize, value);
         }
-        quantized.map_or(0, |quantized| quantized.largest)
+        quantized.map_or(0, |quantized| quantized.magnitudes.largest())
     }
 }

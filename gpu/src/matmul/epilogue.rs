@@ -16,8 +16,9 @@ use super::tile::{EPILOGUE_TILE, Tile, WorkTile};
 use crate::activation::ActivationFunction;
 use core::marker::PhantomData;
 use cuda_std::element::{pack_pair, unpack_pair};
+use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::hopper::{self, SwizzledTile, TensorMap, WARPGROUP, is_warpgroup_leader, tma};
-use cuda_std::{Global, GlobalMut, bf16, device, math, thread, warp};
+use cuda_std::{E4m3, Global, GlobalMut, bf16, device, math, thread, warp};
 
 /// The elementwise part of an epilogue: out (M, N) and second (M, N) from the accumulators plus bias (N), and aux (M,
 /// N). aux is the residual, or the preactivation of a backward pass. second is the preactivation of a forward pass, or the
@@ -125,10 +126,13 @@ impl<A: ActivationFunction> Elementwise for RoundedBackward<A> {
 /// Moves a consumer's accumulators to global memory.
 #[device]
 pub trait EpilogueStore<T: Tile> {
+    /// True if `store` multiplies FP8 sums by their scale. Otherwise it receives the products.
+    const SCALES: bool = false;
+
     /// Creates the epilogue of a consumer.
     fn new(shared: SharedStorage, operands: EpilogueOperands, consumer: u32) -> Self;
     /// Starts the loads that the epilogue of `tile` needs, before the mainloop.
-    fn prefetch(&self, _tile: WorkTile) {}
+    fn prefetch(&mut self, _tile: WorkTile) {}
     /// Applies the epilogue to the accumulators of `tile` and stores the result.
     fn store(&mut self, d: &ConsumerAccumulators<T::Accumulator>, tile: WorkTile);
     /// Waits until all asynchronous stores have completed.
@@ -142,6 +146,8 @@ pub struct EpilogueOperands {
     pub aux: Global<TensorMap>,
     pub second: Global<TensorMap>,
     pub bias: Global<bf16>,
+    /// The scale of FP8 sums.
+    pub scale: f32,
     /// Partial sums, or an f32 output.
     pub sums: GlobalMut<f32>,
     /// Rows of the output.
@@ -152,6 +158,38 @@ pub struct EpilogueOperands {
     /// The scale of an FP8 output, and the address of its largest magnitude.
     pub scale_out: Global<f32>,
     pub amax: GlobalMut<u32>,
+    /// An FP8 output (M, N), and its transpose (N, M), unless null. They have the format of the output.
+    pub fp8_out: GlobalMut<E4m3>,
+    pub transposed: GlobalMut<E4m3>,
+}
+
+/// The bias of a tile of `N` columns, distributed over the lanes of a warp.
+///
+/// It is loaded before the mainloop, which hides the latency. A lane has every 32nd pair of columns.
+pub struct TileBias {
+    pairs: [u32; 5],
+}
+
+#[device]
+impl TileBias {
+    /// Returns a bias of zeros.
+    pub fn zero() -> Self {
+        Self { pairs: [0; 5] }
+    }
+
+    /// Loads the bias of the `columns` columns from `first` on. Those from `n` on are zeros.
+    #[track_caller]
+    pub fn load(&mut self, bias: Global<bf16>, first: u32, columns: u32, n: u32) {
+        for i in 0..columns / 64 {
+            let at = first + i * 64 + warp::lane() * 2;
+            self.pairs[i as usize] = if at < n { bias.pair_bits(at as usize) } else { 0 };
+        }
+    }
+
+    /// Returns the bias of this lane's accumulators in columns 8 `block` .. 8 `block` + 8 of the tile.
+    pub fn of(&self, block: u32) -> [f32; 2] {
+        unpack_pair(warp::shuffle(self.pairs[block as usize / 8], block % 8 * 4 + warp::lane() % 4))
+    }
 }
 
 /// The buffers of [`TmaEpilogue`]: one for out, which is also that of aux, and one for second or the mirrored subtile.
@@ -167,15 +205,21 @@ impl<L: Operands, E: Elementwise> Buffering for Buffers<L, E> {
 pub struct TmaEpilogue<L, E, T> {
     buffers: SubtileBuffers<Buffers<L, E>, T>,
     operands: EpilogueOperands,
+    bias: TileBias,
 }
 
 #[device]
 impl<L: Operands, E: Elementwise, T: Tile> EpilogueStore<T> for TmaEpilogue<L, E, T> {
+    const SCALES: bool = true;
+
     fn new(shared: SharedStorage, operands: EpilogueOperands, consumer: u32) -> Self {
-        Self { buffers: SubtileBuffers::new(shared, operands.aux, consumer), operands }
+        Self { buffers: SubtileBuffers::new(shared, operands.aux, consumer), operands, bias: TileBias::zero() }
     }
 
-    fn prefetch(&self, tile: WorkTile) {
+    fn prefetch(&mut self, tile: WorkTile) {
+        if E::BIAS {
+            self.bias.load(self.operands.bias, tile.column, T::TILE_N, self.operands.n);
+        }
         self.buffers.prefetch(tile);
     }
 
@@ -203,28 +247,13 @@ impl<L: Operands, E: Elementwise, T: Tile> EpilogueStore<T> for TmaEpilogue<L, E
 impl<L: Operands, E: Elementwise, T: Tile> TmaEpilogue<L, E, T> {
     /// Stores the subtiles of columns 64 `BLOCK` .. 64 `BLOCK` + 64 of the tile.
     fn store_columns<const BLOCK: u32>(&self, d: &ConsumerAccumulators<T::Accumulator>, tile: WorkTile) {
-        let mut bias = [[0.0; 2]; 8];
-        if E::BIAS {
-            let first = tile.column + BLOCK * EPILOGUE_TILE + warp::lane() % 4 * 2;
-            for j in 0..8 {
-                let at = first + j as u32 * 8;
-                if at < self.operands.n {
-                    bias[j] = self.operands.bias.pair(at as usize);
-                }
-            }
-        }
-        self.store_subtile::<BLOCK, 0>(&d.upper, &bias, tile);
+        self.store_subtile::<BLOCK, 0>(&d.upper, tile);
         if T::CONSUMER_M > EPILOGUE_TILE {
-            self.store_subtile::<BLOCK, 1>(&d.lower, &bias, tile);
+            self.store_subtile::<BLOCK, 1>(&d.lower, tile);
         }
     }
 
-    fn store_subtile<const BLOCK: u32, const HALF: u32>(
-        &self,
-        d: &T::Accumulator,
-        bias: &[[f32; 2]; 8],
-        tile: WorkTile,
-    ) {
+    fn store_subtile<const BLOCK: u32, const HALF: u32>(&self, d: &T::Accumulator, tile: WorkTile) {
         let subtile = BLOCK * (T::CONSUMER_M / EPILOGUE_TILE) + HALF;
         // out overwrites aux: each warp overwrites only elements that it has read itself.
         let out = self.buffers.acquire(subtile);
@@ -245,13 +274,7 @@ impl<L: Operands, E: Elementwise, T: Tile> TmaEpilogue<L, E, T> {
             if Buffers::<L, E>::TWO_BUFFERS && quarter == 2 {
                 self.buffers.load_next_aux::<0>(subtile, tile);
             }
-            let mut x = [0.0; 8];
-            for i in 0..8 {
-                x[i] = d[(BLOCK as usize * 8 + quarter * 2) * 4 + i];
-                if E::BIAS {
-                    x[i] += bias[quarter * 2 + i / 4][i % 2];
-                }
-            }
+            let x = sums::<E, _>(d, BLOCK * 8 + quarter as u32 * 2, L::SCALED, self.operands.scale, &self.bias);
             let aux = if E::AUX { out.load_a_fragment(first_row, quarter as u32) } else { [0; 4] };
             let (mut words, mut second_words) = ([0; 4], [0; 4]);
             for i in 0..4 {
@@ -308,6 +331,21 @@ impl<L: Operands, E: Elementwise, T: Tile> TmaEpilogue<L, E, T> {
             tma::commit_stores();
         }
     }
+}
+
+/// Returns this lane's sums in blocks `block` and `block` + 1 of 8 columns of a tile, times `scale` if `scaled`, plus the bias of `E`.
+#[inline(always)]
+pub fn sums<E: Elementwise, A: Accumulators>(d: &A, block: u32, scaled: bool, scale: f32, bias: &TileBias) -> [f32; 8] {
+    let bias = if E::BIAS { [bias.of(block), bias.of(block + 1)] } else { [[0.0; 2]; 2] };
+    core::array::from_fn(|i| {
+        let (sum, bias) = (d[block as usize * 4 + i], bias[i / 4][i % 2]);
+        match (scaled, E::BIAS) {
+            (true, true) => math::fma(sum, scale, bias),
+            (true, false) => sum * scale,
+            (false, true) => sum + bias,
+            (false, false) => sum,
+        }
+    })
 }
 
 /// Replaces the elements below the diagonal of `tile` by those of its transpose `transposed`, in this warp's rows

@@ -7,17 +7,21 @@
 //! A consumer processes its rows of a tile in subtiles of 64 rows x 32 columns of F. A ping-pong tile of 192 columns has
 //! 96 columns of up, which subtiles of 64 columns do not divide. Each subtile has a slot: a buffer for up and one for
 //! gate. Two more buffers, used alternately, are for the activation.
+//!
+//! The forward epilogue can quantize the activation to FP8 ([`Quantizer`]). A subtile of FP8 numbers has up to 64 columns, and takes two
+//! buffers with its transpose. It is complete after one or two subtiles of the preactivation, which have the same rows.
 
 use super::buffers::slot;
 use super::epilogue::{EpilogueOperands, EpilogueStore};
 use super::mainloop::ConsumerAccumulators;
+use super::quantized::{Quantizer, SubtileTiles};
 use super::shared::SharedStorage;
 use super::tile::{EPILOGUE_TILE, Tile, WorkTile};
 use crate::activation::ActivationFunction;
 use core::marker::PhantomData;
 use cuda_std::element::{pack_pair, unpack_pair};
 use cuda_std::hopper::{self, NarrowTile, WARPGROUP, is_warpgroup_leader, tma};
-use cuda_std::{device, thread, warp};
+use cuda_std::{E4m3, device, thread, warp};
 
 /// Rows of a subtile.
 const ROWS: usize = 64;
@@ -31,13 +35,14 @@ const FRAGMENT_COLUMNS: u32 = 16;
 /// Applies the forward epilogue or, if `BACKWARD`, the backward epilogue, and stores through shared memory by TMA.
 ///
 /// Forward, out is the activation (M, F) and second the preactivation (M, 2, F). Backward, aux is the preactivation, out its
-/// gradient and, if `VALUE`, second the activation.
-pub struct GatedEpilogue<A, T, const BACKWARD: bool, const VALUE: bool> {
+/// gradient and, if `VALUE`, second the activation. If `FP8`, the activation is in E4M3, and its transpose is stored if required.
+pub struct GatedEpilogue<A, T, const BACKWARD: bool, const VALUE: bool, const FP8: bool> {
     shared: SharedStorage,
     operands: EpilogueOperands,
     consumer: u32,
     /// Tiles stored so far.
     stored_tiles: u32,
+    quantizer: Option<Quantizer<E4m3>>,
     kind: PhantomData<(A, T)>,
 }
 
@@ -65,8 +70,8 @@ fn backward<A: ActivationFunction>(gradient: [f32; 2], up: u32, gate: u32) -> [u
 }
 
 #[device]
-impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool> EpilogueStore<T>
-    for GatedEpilogue<A, T, BACKWARD, VALUE>
+impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool, const FP8: bool> EpilogueStore<T>
+    for GatedEpilogue<A, T, BACKWARD, VALUE, FP8>
 {
     fn new(shared: SharedStorage, operands: EpilogueOperands, consumer: u32) -> Self {
         const {
@@ -74,11 +79,13 @@ impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool> Ep
             // Each subtile then has the same buffer for its activation in every tile.
             assert!(Self::SUBTILES.is_multiple_of(2));
             assert!(2 * Self::SLOTS <= if Self::STORES_VALUE { Self::VALUE_BUFFER } else { BUFFERS });
+            assert!(!FP8 || !BACKWARD && Self::BLOCKS <= 3);
         }
-        Self { shared, operands, consumer, stored_tiles: 0, kind: PhantomData }
+        let quantizer = if FP8 { Some(Quantizer::new(operands)) } else { None };
+        Self { shared, operands, consumer, stored_tiles: 0, quantizer, kind: PhantomData }
     }
 
-    fn prefetch(&self, tile: WorkTile) {
+    fn prefetch(&mut self, tile: WorkTile) {
         if BACKWARD && is_warpgroup_leader() {
             tma::wait_stores_read();
             for subtile in 0..Self::SLOTS {
@@ -93,6 +100,12 @@ impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool> Ep
     }
 
     fn store(&mut self, d: &ConsumerAccumulators<T::Accumulator>, tile: WorkTile) {
+        if FP8 {
+            self.store_rows::<0>(&d.upper, tile);
+            self.store_rows::<1>(&d.lower, tile);
+            self.stored_tiles += 1;
+            return;
+        }
         self.store_columns::<0>(d, tile);
         self.store_columns::<1>(d, tile);
         if Self::BLOCKS > 2 {
@@ -112,11 +125,16 @@ impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool> Ep
         if is_warpgroup_leader() {
             tma::wait_stores();
         }
+        if let Some(quantizer) = &self.quantizer {
+            quantizer.finish();
+        }
     }
 }
 
 #[device]
-impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool> GatedEpilogue<A, T, BACKWARD, VALUE> {
+impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool, const FP8: bool>
+    GatedEpilogue<A, T, BACKWARD, VALUE, FP8>
+{
     /// True if the activation is stored.
     const STORES_VALUE: bool = !BACKWARD || VALUE;
     /// Blocks of [`COLUMNS`] columns of F in a tile: 2, 3, 4 or 6.
@@ -130,8 +148,8 @@ impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool> Ga
         (true, true) => 3,
         (true, false) => 4,
     };
-    /// First of the two buffers for the activation.
-    const VALUE_BUFFER: u32 = BUFFERS - 2;
+    /// First of the two, or in FP8 four, buffers for the activation.
+    const VALUE_BUFFER: u32 = BUFFERS - if FP8 { 4 } else { 2 };
 
     /// Returns the slot of a subtile of the current tile, and how many subtiles used that slot before.
     fn slot(&self, subtile: u32) -> (u32, u32) {
@@ -154,15 +172,53 @@ impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool> Ga
         up.offset_tiles(1).load_interleaved(self.operands.aux, x, 1, y, full);
     }
 
-    fn store_columns<const BLOCK: u32>(&self, d: &ConsumerAccumulators<T::Accumulator>, tile: WorkTile) {
-        self.store_subtile::<BLOCK, 0>(&d.upper, tile);
-        if Self::HALVES > 1 {
-            self.store_subtile::<BLOCK, 1>(&d.lower, tile);
+    /// Stores rows 64 `HALF` .. 64 `HALF` + 64 of the tile, and their activation in FP8.
+    fn store_rows<const HALF: u32>(&mut self, d: &T::Accumulator, tile: WorkTile) {
+        let mut matrices = [0; 4];
+        self.store_subtile::<0, HALF>(d, tile, &mut matrices);
+        self.store_subtile::<1, HALF>(d, tile, &mut matrices);
+        self.copy_activation::<2>(0, HALF, tile);
+        if Self::BLOCKS > 2 {
+            self.store_subtile::<2, HALF>(d, tile, &mut matrices);
+            self.copy_activation::<1>(2, HALF, tile);
         }
     }
 
-    fn store_subtile<const BLOCK: u32, const HALF: u32>(&self, d: &T::Accumulator, tile: WorkTile) {
-        let subtile = BLOCK * Self::HALVES + HALF;
+    /// Copies the activation of `COUNT` blocks of [`COLUMNS`] columns from block `block` on in FP8 to global memory.
+    fn copy_activation<const COUNT: u32>(&self, block: u32, half: u32, tile: WorkTile) {
+        let (out, column, row) =
+            (self.activation_in_fp8(block, half), tile.column + block * COLUMNS, tile.row + half * EPILOGUE_TILE);
+        if let Some(quantizer) = &self.quantizer {
+            quantizer.copy_rows::<COUNT>(out, column, row);
+            if quantizer.transposes() {
+                quantizer.copy_columns::<COUNT>(out, column, row);
+            }
+        }
+    }
+
+    /// Returns the buffers for the activation of a block and of that with which it forms a pair. Two pairs use them in turn: the copy of
+    /// one ends before the barrier of the next.
+    fn activation_in_fp8(&self, block: u32, half: u32) -> SubtileTiles {
+        let pair = if Self::BLOCKS > 2 { block / 2 } else { half };
+        SubtileTiles::new(self.buffer(Self::VALUE_BUFFER + 2 * pair))
+    }
+
+    fn store_columns<const BLOCK: u32>(&mut self, d: &ConsumerAccumulators<T::Accumulator>, tile: WorkTile) {
+        let mut unused = [0; 4];
+        self.store_subtile::<BLOCK, 0>(&d.upper, tile, &mut unused);
+        if Self::HALVES > 1 {
+            self.store_subtile::<BLOCK, 1>(&d.lower, tile, &mut unused);
+        }
+    }
+
+    fn store_subtile<const BLOCK: u32, const HALF: u32>(
+        &mut self,
+        d: &T::Accumulator,
+        tile: WorkTile,
+        matrices: &mut [u32; 4],
+    ) {
+        let subtile = if FP8 { HALF * Self::BLOCKS + BLOCK } else { BLOCK * Self::HALVES + HALF };
+        let out_in_fp8 = self.activation_in_fp8(BLOCK, HALF);
         let (slot, uses) = self.slot(subtile);
         let up = self.buffer(2 * slot);
         let (gate, out) = (up.offset_tiles(1), self.buffer(Self::VALUE_BUFFER + subtile % 2));
@@ -198,7 +254,9 @@ impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool> Ga
             let chunk = 2 * fragment + lane_chunk;
             up.store_matrices(lane_row, chunk, ups);
             gate.store_matrices(lane_row, chunk, gates);
-            if Self::STORES_VALUE {
+            if let Some(quantizer) = &mut self.quantizer {
+                quantizer.set(out_in_fp8, BLOCK % 2 * 2 + fragment, outs, matrices);
+            } else if Self::STORES_VALUE {
                 out.store_matrices(lane_row, chunk, outs);
             }
         }
@@ -214,7 +272,7 @@ impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool> Ga
             let (pairs, activation) = if BACKWARD { (first, second) } else { (second, first) };
             up.store_interleaved(pairs, x, 0, y);
             gate.store_interleaved(pairs, x, 1, y);
-            if Self::STORES_VALUE {
+            if Self::STORES_VALUE && !FP8 {
                 out.store(activation, x, y);
             }
             tma::commit_stores();

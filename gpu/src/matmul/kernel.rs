@@ -18,7 +18,7 @@ use super::epilogue::{
 use super::gated::GatedEpilogue;
 use super::gemm::{Batching, Bias, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass};
 use super::mainloop::{
-    AB, ABt, ABtPair, AtB, Fp8ABt, Operands, Strided, Symmetric, load_stage, multiply, multiply_promoted,
+    AB, ABt, AtB, Fp8ABt, Operands, Paired, Strided, Symmetric, load_stage, multiply, multiply_promoted,
 };
 use super::quantized::QuantizedEpilogue;
 use super::shared::SharedStorage;
@@ -101,7 +101,19 @@ impl<A: ActivationFunction, const BACKWARD: bool, const VALUE: bool> Epilogue fo
         },
     ));
     const MAPS: [bool; 3] = [true, BACKWARD, !BACKWARD || VALUE];
-    type Store<L: Operands, T: Tile> = GatedEpilogue<A, T, BACKWARD, VALUE>;
+    type Store<L: Operands, T: Tile> = GatedEpilogue<A, T, BACKWARD, VALUE, false>;
+}
+
+/// The gated function `A`, with its value in E4M3.
+pub struct QuantizedGated<A>(PhantomData<A>);
+
+impl<A: ActivationFunction> Epilogue for QuantizedGated<A> {
+    const STORED: Stored = Stored::Output(GemmEpilogue {
+        output: GemmOutput::Fp8,
+        ..GemmEpilogue::NONE.with(A::ACTIVATION, Pass::Forward)
+    });
+    const MAPS: [bool; 3] = [false, false, true];
+    type Store<L: Operands, T: Tile> = GatedEpilogue<A, T, false, true, true>;
 }
 
 /// Adds to an f32 output.
@@ -123,9 +135,10 @@ impl<const COLUMN_SUMS: bool> Epilogue for Partials<COLUMN_SUMS> {
 /// out (M, N) = epilogue(a · b), or partial sums of it.
 ///
 /// Operands that the instance does not use may be arbitrary. [`launch::maps`](super::launch::maps) describes the tensor maps.
-/// Rows of all matrices are multiples of 16 bytes. With operands `ABtPair`, `n` is the number of columns of up.
+/// Rows of all matrices are multiples of 16 bytes. With [`Paired`] operands, `n` is the number of columns of up.
 /// * `bias` (N) is added to the sums. `scale_a`, `scale_b` and `scale_out` are the factors that restore FP8 tensors.
 /// * `amax` = max(`amax`, largest magnitude of an FP8 out before it is divided by its scale) as f32 bits.
+/// * `fp8_out` (M, N) is an FP8 out, whose transpose `transposed` (N, M) receives, unless null. M is a multiple of 16.
 /// * `sums`: an f32 out, or partial sums of `parts` slices of K for [`matmul_split_k_reduce`](super::matmul_split_k_reduce):
 ///   `parts` · tiles · `TILE_M` · `TILE_N` elements.
 /// * `column_sums` (slices · `partial_rows`, M) receives partial column sums of a.
@@ -159,6 +172,7 @@ impl<const COLUMN_SUMS: bool> Epilogue for Partials<COLUMN_SUMS> {
             geglu_backward = Gated<GeGlu, true, false>, geglu_backward_and_value = Gated<GeGlu, true, true>
         ],
         gated = [swiglu = Gated<SwiGlu, false, true>, geglu = Gated<GeGlu, false, true>],
+        gated_to_fp8 = [swiglu_to_fp8 = QuantizedGated<SwiGlu>, geglu_to_fp8 = QuantizedGated<GeGlu>],
         fp8_forward = [
             bias_gelu = Tma<Forward<Gelu, true>>, bias_gelu_to_fp8 = Quantized<Forward<Gelu, true>, E4m3>,
             relu_squared_to_fp8 = Quantized<Forward<ReluSquared, false>, E4m3>
@@ -180,7 +194,7 @@ impl<const COLUMN_SUMS: bool> Epilogue for Partials<COLUMN_SUMS> {
         abt = ABt * linear * pingpong,
         abt = ABt * linear * cooperative,
         abt = ABt * forward * pingpong,
-        abt = ABtPair * gated * pingpong,
+        abt = Paired<ABt> * gated * pingpong,
         ab = AB * [_ = Tma<Linear<false, false>>] * pingpong,
         ab = AB * [_ = Tma<Linear<false, false>>] * cooperative,
         ab = AB * backward * pingpong,
@@ -200,6 +214,7 @@ impl<const COLUMN_SUMS: bool> Epilogue for Partials<COLUMN_SUMS> {
         e4m3 * weight_gradient * pingpong,
         e4m3 * weight_gradient * cooperative,
         e4m3 * fp8_forward * pingpong,
+        e4m3 = Paired<Fp8ABt<E4m3, false>> * gated_to_fp8 * pingpong,
         e4m3 * e4m3_backward * pingpong,
         e5m2 * gradient * pingpong,
         e5m2 * gradient * cooperative,
@@ -233,6 +248,8 @@ pub fn matmul<L: Operands, E: Epilogue, T: Tile>(
     scale_b: Global<f32>,
     scale_out: Global<f32>,
     amax: GlobalMut<u32>,
+    fp8_out: GlobalMut<E4m3>,
+    transposed: GlobalMut<E4m3>,
     sums: GlobalMut<f32>,
     column_sums: GlobalMut<f32>,
     alpha: f32,
@@ -257,7 +274,9 @@ pub fn matmul<L: Operands, E: Epilogue, T: Tile>(
     let parts = if E::SPLIT || L::BATCHED { parts } else { 1 };
     let scheduler = L::Scheduler::new([T::TILE_M, tile_n, L::TILE_K], [m, n, k], parts);
     let factors = ScaleFactors { alpha, beta };
-    let operands = EpilogueOperands { out, aux, second, bias, sums, m, n, factors, scale_out, amax };
+    let scale = if L::SCALED { scale_a.at(0) * scale_b.at(0) } else { 1.0 };
+    let operands =
+        EpilogueOperands { out, aux, second, bias, scale, sums, m, n, factors, scale_out, amax, fp8_out, transposed };
     let column_sums = ColumnSums { partials: column_sums, m, n };
 
     let shared = SharedStorage::new(&mut Layout::new());
@@ -296,7 +315,6 @@ pub fn matmul<L: Operands, E: Epilogue, T: Tile>(
         }
         let consumer = role - 1;
         let mut epilogue = E::Store::<L, T>::new(shared, operands, consumer);
-        let scale = if L::SCALED { scale_a.at(0) * scale_b.at(0) } else { 1.0 };
         consume::<L, T, _>(shared, scheduler, consumer, scale, &mut epilogue);
         epilogue.finish();
     }
@@ -370,7 +388,7 @@ fn consume<L: Operands, T: Tile, E: EpilogueStore<T>>(
         } else {
             multiply::<L, T>(shared, consumer, tile.steps, &mut state)
         };
-        if L::SCALED {
+        if L::SCALED && !E::SCALES {
             for i in 0..T::Accumulator::COLUMNS as usize / 2 {
                 d.upper[i] *= scale;
                 if T::CONSUMER_M > 64 {

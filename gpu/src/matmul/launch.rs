@@ -17,7 +17,7 @@ use core::fmt;
 use cuda_std::fp8::Fp8Format;
 use cuda_std::hopper::{Extents, TensorMap};
 use cuda_std::launch::Launch;
-use cuda_std::{Global, GlobalMut, bf16};
+use cuda_std::{E4m3, Global, GlobalMut, bf16};
 
 impl TileShape {
     /// Returns the tile shape with these dimensions, if there is one.
@@ -130,6 +130,8 @@ pub fn is_supported(gemm: &Gemm) -> bool {
         && n.is_multiple_of(8)
         && row_of_out.is_multiple_of(output_multiple)
         && (gemm.batching != Batching::Symmetric || m == n)
+        // The transpose of an FP8 output has rows of M.
+        && (epilogue.output != GemmOutput::Fp8 || m.is_multiple_of(16))
         && [m, n, k, TileShape::T128x128.tiles(m, n)].into_iter().all(fits)
         && TileShape::ALL.into_iter().any(|tile| exists(gemm, tile, 1))
 }
@@ -177,6 +179,8 @@ pub struct KernelOperands {
     pub scale_out: Global<f32>,
     /// Receives the largest magnitude of an FP8 out, before it is divided by the scale, as f32 bits.
     pub amax: GlobalMut<u32>,
+    /// Receives the transpose of an FP8 out, unless null.
+    pub transposed: GlobalMut<E4m3>,
     /// Device address of out.
     pub out_address: u64,
     /// Scratch memory for partial sums: [`TileConfig::scratch_len`] elements.
@@ -315,6 +319,7 @@ fn kernel(
 ) -> Option<Launch> {
     let KernelOperands { a, b, out, aux, second, bias, scales: [scale_a, scale_b], scale_out, amax, .. } = operands;
     let sums = if split_k > 1 { operands.scratch } else { GlobalMut::from_address(operands.out_address) };
+    let fp8_out = GlobalMut::from_address(operands.out_address);
     let pairs = gemm.layout == GemmLayout::Nt && gemm.epilogue.writes_preactivation() && gemm.epilogue.is_gated();
     let n = if pairs { gemm.n / 2 } else { gemm.n };
     let parts = if gemm.batching == Batching::One { split_k } else { operands.count };
@@ -323,7 +328,26 @@ fn kernel(
     let key = (gemm.layout, gemm.precision, gemm.batching, stored(gemm, split_k), tile);
     let bias = bias.reader();
     matmul_select(
-        key, a, b, out, aux, second, bias, scale_a, scale_b, scale_out, amax, sums, partials, alpha, beta, m, n, k,
+        key,
+        a,
+        b,
+        out,
+        aux,
+        second,
+        bias,
+        scale_a,
+        scale_b,
+        scale_out,
+        amax,
+        fp8_out,
+        operands.transposed,
+        sums,
+        partials,
+        alpha,
+        beta,
+        m,
+        n,
+        k,
         parts,
     )
 }

@@ -51,8 +51,8 @@ pub trait Operands: 'static {
 pub struct AB;
 /// a (M, K) · b (N, K)ᵀ
 pub struct ABt;
-/// a (M, K) · b (2, N / 2, K)ᵀ: the columns of up, then those of gate
-pub struct ABtPair;
+/// a (M, K) · b (2, N / 2, K)ᵀ with operands `L`: the columns of up, then those of gate
+pub struct Paired<L>(PhantomData<L>);
 /// a (K, M)ᵀ · b (K, N)
 pub struct AtB;
 /// The operands `L` of each matrix of a batch.
@@ -72,10 +72,17 @@ impl Operands for ABt {
     type Scheduler = SplitKScheduler;
 }
 
-impl Operands for ABtPair {
-    const LAYOUT: GemmLayout = GemmLayout::Nt;
+impl<L: Operands> Operands for Paired<L> {
+    const LAYOUT: GemmLayout = L::LAYOUT;
+    const PRECISION: GemmPrecision = L::PRECISION;
     const B_PAIR: bool = true;
-    type Scheduler = SplitKScheduler;
+    type Scheduler = L::Scheduler;
+
+    #[inline(always)]
+    #[track_caller]
+    fn mma_k_major<D: Accumulators>(d: &mut D, a: KMajorOperand, b: KMajorOperand, accumulate: bool) {
+        L::mma_k_major(d, a, b, accumulate);
+    }
 }
 
 impl Operands for AtB {

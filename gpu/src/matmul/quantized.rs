@@ -1,21 +1,26 @@
 //! Epilogues with an out in FP8.
 //!
 //! Results are rounded to bf16 first, so out has the bits that the kernels of [`quantize`](crate::quantize) would compute from
-//! an out in bf16.
+//! an out in bf16. If a result is infinite, all later results of its thread become NaN, too.
 //!
 //! Buffers, loads of aux and the second output are those of [`TmaEpilogue`](super::epilogue::TmaEpilogue). A subtile of out has rows of 64 bytes. It has
 //! its own buffer: aux has elements of another size, so out cannot overwrite it.
+//!
+//! The transpose of a subtile is in the same buffer as the subtile. `stmatrix` transposes matrices of 16-bit elements. The two rows of a
+//! thread's accumulators become such an element, so a column has the order 0, 8, 1, 9, …, 7, 15 in every 16 rows. The threads that copy
+//! it to global memory restore the order.
 
 use super::buffers::{Buffering, SubtileBuffers};
-use super::epilogue::{Elementwise, EpilogueOperands, EpilogueStore};
+use super::epilogue::{Elementwise, EpilogueOperands, EpilogueStore, TileBias, sums};
 use super::mainloop::ConsumerAccumulators;
 use super::shared::SharedStorage;
 use super::tile::{EPILOGUE_TILE, Tile, WorkTile};
-use crate::quantize::{magnitude, scaled, store_amax};
+use crate::quantize::{Magnitudes, store_amax};
 use core::marker::PhantomData;
 use cuda_std::element::{pack_pair, unpack_pair};
+use cuda_std::fp8::{interleave_pairs, separate_bytes};
 use cuda_std::hopper::{self, NarrowTile, SwizzledTile, WARPGROUP, is_warpgroup_leader, tma};
-use cuda_std::{Fp8, device, math, thread, warp};
+use cuda_std::{Fp8, Packet, device, math, thread, warp};
 
 /// The buffers of the epilogue `E` with an out in FP8.
 struct Buffers<E>(PhantomData<E>);
@@ -26,26 +31,127 @@ impl<E: Elementwise> Buffering for Buffers<E> {
     const BATCHED: bool = false;
 }
 
-/// Applies the epilogue `E` and stores its result / scale in the FP8 type `O` through shared memory by TMA.
-pub struct QuantizedEpilogue<E, O, T> {
-    buffers: SubtileBuffers<Buffers<E>, T>,
+/// Quantizes subtiles of 64 x 64 results of a consumer to the FP8 type `O`.
+pub struct Quantizer<O> {
     operands: EpilogueOperands,
     /// 1 / scale.
     factor: f32,
-    /// Bits of the largest magnitude of this thread's results, which is a NaN if any result is one.
-    largest: u32,
+    /// Those of this thread's results.
+    magnitudes: Magnitudes,
     element: PhantomData<O>,
 }
 
 #[device]
-impl<E: Elementwise, O: Fp8, T: Tile> EpilogueStore<T> for QuantizedEpilogue<E, O, T> {
-    fn new(shared: SharedStorage, operands: EpilogueOperands, consumer: u32) -> Self {
-        let buffers = SubtileBuffers::new(shared, operands.aux, consumer);
+impl<O: Fp8> Quantizer<O> {
+    pub fn new(operands: EpilogueOperands) -> Self {
         let factor = math::div_rn(1.0, operands.scale_out.at(0));
-        Self { buffers, operands, factor, largest: 0, element: PhantomData }
+        Self { operands, factor, magnitudes: Magnitudes::NONE, element: PhantomData }
     }
 
-    fn prefetch(&self, tile: WorkTile) {
+    /// Returns true if the transpose is required.
+    pub fn transposes(&self) -> bool {
+        !self.operands.transposed.is_null()
+    }
+
+    /// Stores the columns 16 `quarter` .. 16 `quarter` + 16 of a subtile, whose buffer is `out`. `rounded` holds packed pairs in the
+    /// accumulator layout. After the second and the fourth quarter, also stores these columns of the transpose, which `matrices`
+    /// collects. `quarter` is constant.
+    pub fn set(&mut self, out: SubtileTiles, quarter: u32, rounded: [u32; 4], matrices: &mut [u32; 4]) {
+        // Without `opaque`, the addresses of all quarters would be computed before the loop over tiles, and would occupy
+        // registers that the accumulators need.
+        let lane = thread::opaque(warp::lane());
+        let first_row = thread::thread_idx_x() % WARPGROUP / warp::LANES * 16;
+        // This lane's elements of a word are in row lane / 4 and columns lane % 4 * 2 and + 1 of an 8 x 8 matrix.
+        let (row, column) = (first_row + lane / 4, quarter * 16 + lane % 4 * 2);
+        self.magnitudes = self.magnitudes.and_pairs(rounded);
+        let (addend, mut pairs) = (self.magnitudes.zero_or_nan(), [0; 4]);
+        for i in 0..4 {
+            let [even, odd] = unpack_pair(rounded[i]).map(|x| math::fma(x, self.factor, addend));
+            pairs[i] = O::pack_pair(even, odd);
+            out.rows.set_fp8_pair(row + i as u32 % 2 * 8, column + i as u32 / 2 * 8, pairs[i]);
+        }
+        if self.transposes() {
+            let first = quarter as usize % 2 * 2;
+            matrices[first] = interleave_pairs(pairs[0], pairs[1]);
+            matrices[first + 1] = interleave_pairs(pairs[2], pairs[3]);
+            if quarter % 2 == 1 {
+                out.columns.store_transposed_matrices(quarter / 2 * 32 + lane, first_row / 16, *matrices);
+            }
+        }
+    }
+
+    /// Copies the transpose of the subtile of 64 rows x 32 `BLOCKS` columns that begins at `column` and `row` to global memory. All threads
+    /// of the consumer must have reached a barrier after [`set`](Self::set), and reach another one before the buffer changes.
+    pub fn copy_columns<const BLOCKS: u32>(&self, out: SubtileTiles, column: u32, row: u32) {
+        let EpilogueOperands { transposed, m, n, .. } = self.operands;
+        // Four threads have the rows of a column.
+        let thread = thread::opaque(thread::thread_idx_x() % WARPGROUP);
+        let row = row + thread % 4 * 16;
+        for i in 0..BLOCKS {
+            let subtile_column = thread / 4 + i * 32;
+            let words = separate_bytes(out.columns.chunk_words(subtile_column, thread % 4));
+            let column = column + subtile_column;
+            if row < m && column < n {
+                transposed.set_packet(column as usize * m as usize + row as usize, Packet::from_packed(words));
+            }
+        }
+    }
+
+    /// Copies the subtile itself. Otherwise as [`copy_columns`](Self::copy_columns).
+    pub fn copy_rows<const BLOCKS: u32>(&self, out: SubtileTiles, column: u32, row: u32) {
+        let EpilogueOperands { fp8_out, m, n, .. } = self.operands;
+        let (thread, chunks) = (thread::opaque(thread::thread_idx_x() % WARPGROUP), 2 * BLOCKS);
+        for i in 0..BLOCKS {
+            let (subtile_row, chunk) = ((thread + i * WARPGROUP) / chunks, (thread + i * WARPGROUP) % chunks);
+            let (row, column) = (row + subtile_row, column + chunk * 16);
+            if row < m && column < n {
+                let words = out.rows.chunk_words(subtile_row, chunk);
+                fp8_out.set_packet(row as usize * n as usize + column as usize, Packet::from_packed(words));
+            }
+        }
+    }
+
+    /// Stores the largest magnitude of all results.
+    pub fn finish(&self) {
+        store_amax(self.operands.amax, self.magnitudes.largest());
+    }
+}
+
+/// A subtile of 64 x 64 FP8 numbers in shared memory, and its transpose, which follows it.
+#[derive(Clone, Copy)]
+pub struct SubtileTiles {
+    pub rows: NarrowTile<64>,
+    columns: NarrowTile<64>,
+}
+
+#[device]
+impl SubtileTiles {
+    pub fn new(rows: NarrowTile<64>) -> Self {
+        Self { rows, columns: rows.offset_tiles(1) }
+    }
+}
+
+/// Applies the epilogue `E` and stores its result / scale in the FP8 type `O` through shared memory by TMA.
+pub struct QuantizedEpilogue<E, O, T> {
+    buffers: SubtileBuffers<Buffers<E>, T>,
+    operands: EpilogueOperands,
+    bias: TileBias,
+    quantizer: Quantizer<O>,
+}
+
+#[device]
+impl<E: Elementwise, O: Fp8, T: Tile> EpilogueStore<T> for QuantizedEpilogue<E, O, T> {
+    const SCALES: bool = true;
+
+    fn new(shared: SharedStorage, operands: EpilogueOperands, consumer: u32) -> Self {
+        let buffers = SubtileBuffers::new(shared, operands.aux, consumer);
+        Self { buffers, operands, bias: TileBias::zero(), quantizer: Quantizer::new(operands) }
+    }
+
+    fn prefetch(&mut self, tile: WorkTile) {
+        if E::BIAS {
+            self.bias.load(self.operands.bias, tile.column, T::TILE_N, self.operands.n);
+        }
         self.buffers.prefetch(tile);
     }
 
@@ -61,16 +167,16 @@ impl<E: Elementwise, O: Fp8, T: Tile> EpilogueStore<T> for QuantizedEpilogue<E, 
 
     fn finish(&self) {
         SubtileBuffers::<Buffers<E>, T>::finish();
-        store_amax(self.operands.amax, self.largest);
+        self.quantizer.finish();
     }
 }
 
 #[device]
 impl<E: Elementwise, O: Fp8, T: Tile> QuantizedEpilogue<E, O, T> {
     /// Returns the buffer of out, and the buffer of second if there is one, of the slot that begins at `first`.
-    fn output_buffers(first: SwizzledTile<64>) -> (NarrowTile<64>, SwizzledTile<64>) {
+    fn output_buffers(first: SwizzledTile<64>) -> (SubtileTiles, SwizzledTile<64>) {
         let next = if Buffers::<E>::TWO_BUFFERS { first.offset_tiles(1) } else { first };
-        if E::AUX { (next.narrow(0), next) } else { (first.narrow(0), next) }
+        (SubtileTiles::new(if E::AUX { next } else { first }.narrow(0)), next)
     }
 
     /// Stores the subtiles of columns 64 `BLOCK` .. 64 `BLOCK` + 64 of the tile.
@@ -88,61 +194,37 @@ impl<E: Elementwise, O: Fp8, T: Tile> QuantizedEpilogue<E, O, T> {
         let (out, second) = Self::output_buffers(first);
         let (column, row) = (tile.column + BLOCK * EPILOGUE_TILE, tile.row + HALF * EPILOGUE_TILE);
         let first_row = thread::thread_idx_x() % WARPGROUP / 32 * 16;
+        let mut matrices = [0; 4];
         for quarter in 0..4 {
             // The next load of aux waits for the store of the previous subtile, as in `TmaEpilogue`.
             if Buffers::<E>::TWO_BUFFERS && quarter == 2 {
                 self.buffers.load_next_aux::<0>(subtile, tile);
             }
-            // Without `opaque`, the addresses of all quarters would be computed before the loop over tiles, and would occupy
-            // registers that the accumulators need.
-            let lane = thread::opaque(warp::lane());
-            let mut x = [0.0; 8];
-            for i in 0..8 {
-                x[i] = d[(BLOCK as usize * 8 + quarter * 2) * 4 + i];
-            }
-            // This lane's elements of a word are in row lane / 4 and columns lane % 4 * 2 and + 1 of an 8 x 8 matrix.
-            let (lane_row, lane_column) = (first_row + lane / 4, quarter as u32 * 16 + lane % 4 * 2);
-            if E::BIAS {
-                self.add_bias(&mut x, column + lane_column);
-            }
-            let aux = if E::AUX { first.load_a_fragment(first_row, quarter as u32) } else { [0; 4] };
-            let (mut pairs, mut second_words) = ([0; 4], [0; 4]);
+            let x = sums::<E, _>(d, BLOCK * 8 + quarter * 2, true, self.operands.scale, &self.bias);
+            let aux = if E::AUX { first.load_a_fragment(first_row, quarter) } else { [0; 4] };
+            let (mut rounded, mut second_words) = ([0; 4], [0; 4]);
             for i in 0..4 {
                 let (values, second) = E::values([x[2 * i], x[2 * i + 1]], unpack_pair(aux[i]), self.operands.factors);
                 second_words[i] = second;
-                let [even, odd] = unpack_pair(pack_pair(values[0], values[1]));
-                self.largest = self.largest.max(magnitude(even)).max(magnitude(odd));
-                pairs[i] = O::pack_pair(scaled(even, self.factor), scaled(odd, self.factor));
+                rounded[i] = pack_pair(values[0], values[1]);
             }
-            for i in 0..4 {
-                out.set_fp8_pair(lane_row + i as u32 % 2 * 8, lane_column + i as u32 / 2 * 8, pairs[i]);
-            }
+            self.quantizer.set(out, quarter, rounded, &mut matrices);
             if E::SECOND {
-                second.store_matrices(first_row + lane % 16, quarter as u32 * 2 + lane / 16, second_words);
+                let lane = thread::opaque(warp::lane());
+                second.store_matrices(first_row + lane % 16, quarter * 2 + lane / 16, second_words);
             }
         }
         hopper::fence_async_proxy();
         self.buffers.sync();
         if is_warpgroup_leader() {
-            out.store(self.operands.out, column, row);
+            out.rows.store(self.operands.out, column, row);
             if E::SECOND {
                 second.store(self.operands.second, column, row);
             }
             tma::commit_stores();
         }
-    }
-
-    /// Adds the bias to `x`, this lane's elements of 16 columns, which begin at column `first`.
-    ///
-    /// Quantization needs the registers that the bias of 64 columns would occupy.
-    fn add_bias(&self, x: &mut [f32; 8], first: u32) {
-        let (bias, n) = (self.operands.bias, self.operands.n);
-        for j in 0..2 {
-            let at = first + j * 8;
-            let pair = if at < n { bias.pair(at as usize) } else { [0.0; 2] };
-            for i in 0..4 {
-                x[j as usize * 4 + i] += pair[i % 2];
-            }
+        if self.quantizer.transposes() {
+            self.quantizer.copy_columns::<2>(out, column, row);
         }
     }
 }

@@ -167,7 +167,7 @@ pub fn norm_forward_fp8<F: Fp8, N: Norm, const PACKETS: usize, const WARPS: usiz
     let inputs = Inputs { inp, weight, bias, eps, rows };
     normalize_rows::<bf16, N, _, PACKETS, WARPS, ROWS>(&mut layout, &mut outputs, &inputs, channels);
     if !amax.is_null() {
-        store_block_amax(amax, maxima, outputs.out.largest);
+        store_block_amax(amax, maxima, outputs.out.magnitudes);
     }
 }
 

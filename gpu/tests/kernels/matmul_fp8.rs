@@ -7,7 +7,8 @@ use crate::common::gemm::{
 use crate::common::{assert_close, for_all, quantized};
 use cuda_std::fp8::Fp8Format;
 use cuda_std::{E4m3, E5m2, Element, Fp8, bf16};
-use gpu::activation::Activation::{Gelu, ReluSquared};
+use gpu::activation::Activation::{self, Gelu, ReluSquared};
+use gpu::activation::{ActivationFunction, Visitor};
 use gpu::matmul::gemm::GemmLayout::Nt;
 use gpu::matmul::gemm::{Batching, Gemm, GemmEpilogue, GemmOutput, GemmPrecision, Pass};
 use gpu::matmul::launch::{TileConfig, TileShape, candidate_configs, is_supported};
@@ -37,7 +38,7 @@ fn is_e4m3(gemm: Gemm) -> bool {
 fn gemms() -> Vec<Gemm> {
     let of = |a| [false, true].map(|exact| all(GemmPrecision::Fp8 { a, exact }, Batching::One)).concat();
     let [e4m3, e5m2] = [Fp8Format::E4m3, Fp8Format::E5m2].map(of);
-    assert_eq!([e4m3.len(), e5m2.len()], [22, 12]);
+    assert_eq!([e4m3.len(), e5m2.len()], [24, 12]);
     [e4m3, e5m2].concat()
 }
 
@@ -106,14 +107,16 @@ fn scales_multiply_the_sums() {
 /// An FP8 output has the bits that quantization gives the output in bf16 of the same GEMM.
 fn fp8_outputs_have_the_bits_of_separate_quantization() {
     for gemm in gemms_to_fp8() {
-        let case = cases(&[gemm], &[[130, 208, 72]], 2)[0];
+        let case = cases(&[gemm], &[[144, 208, 72]], 2)[0];
         let inputs = Inputs::fractions(case, 5);
         let with = |epilogue| Case { gemm: Gemm { epilogue, ..case.gemm }, ..case };
         let got = run(case, &inputs);
-        let plain = if let Some((ReluSquared, pass)) = gemm.epilogue.activation {
-            relu_squared(run(with(GemmEpilogue::NONE), &inputs), pass, &inputs)
-        } else {
-            run(with(GemmEpilogue { output: GemmOutput::Storage, ..gemm.epilogue }), &inputs)
+        let plain = match gemm.epilogue.activation {
+            Some((ReluSquared, pass)) => relu_squared(run(with(GemmEpilogue::NONE), &inputs), pass, &inputs),
+            Some((activation, _)) if activation.is_gated() => {
+                gated(run(with(GemmEpilogue::NONE), &inputs), activation, case)
+            }
+            _ => run(with(GemmEpilogue { output: GemmOutput::Storage, ..gemm.epilogue }), &inputs),
         };
         let is_e4m3 = is_e4m3(gemm);
         let numbers = |bits: Vec<u8>| -> Vec<f64> {
@@ -129,7 +132,7 @@ fn fp8_outputs_have_the_bits_of_separate_quantization() {
 
 /// Returns what a separate kernel computes from the output of a GEMM: ReLU² or its gradient.
 fn relu_squared(sums: Outputs, pass: Pass, inputs: &Inputs) -> Outputs {
-    use gpu::activation::{ActivationFunction, ReluSquared};
+    use gpu::activation::ReluSquared;
     let rounded = |x: f32| f64::from(bf16::from_f32(x).to_f32());
     let aux = inputs.aux.iter().map(|x| rounded(*x as f32) as f32);
     let gradient = |(sum, aux): (&f64, f32)| rounded(ReluSquared::gradients(*sum as f32, [aux, 0.0])[0]);
@@ -142,10 +145,30 @@ fn relu_squared(sums: Outputs, pass: Pass, inputs: &Inputs) -> Outputs {
     }
 }
 
+/// Returns what a separate kernel computes from the output of a GEMM: the value of a gated function.
+fn gated(sums: Outputs, activation: Activation, case: Case) -> Outputs {
+    struct Value([f32; 2]);
+    impl Visitor for Value {
+        type Output = f32;
+        fn visit<A: ActivationFunction>(self) -> f32 {
+            A::value(self.0)
+        }
+    }
+    let columns = case.gemm.n / 2;
+    let value = |row: &[f64], i: usize| {
+        let value = activation.visit(Value([row[i] as f32, row[columns + i] as f32]));
+        f64::from(bf16::from_f32(value).to_f32())
+    };
+    let rows = sums.out.chunks(2 * columns);
+    let out = rows.flat_map(|row| (0..columns).map(move |i| value(row, i))).collect();
+    Outputs { out, second: sums.out, ..sums }
+}
+
 fn infinite_results_become_nan() {
     for case in gemms_to_fp8().into_iter().map(|gemm| cases(&[gemm], &[[16, 16, 8]], 1)[0]) {
-        let ones = |len| vec![1.0; len];
-        let inputs = Inputs { a: ones(256), b: ones(256), scales: [2f32.powi(70); 2], bias: ones(16), aux: ones(256) };
+        let Gemm { m, n, k, .. } = case.gemm;
+        let [a, b, bias, aux] = [m * k, n * k, n, case.gemm.output_shape().iter().product()].map(|len| vec![1.0; len]);
+        let inputs = Inputs { a, b, scales: [2f32.powi(70); 2], bias, aux };
         let got = run(case, &inputs);
         assert!(got.out.iter().all(|x| x.is_nan()) && !got.amax.is_finite(), "{case:?}: {:?}", got.out);
     }

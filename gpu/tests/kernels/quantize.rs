@@ -1,7 +1,7 @@
 //! The FP8 quantization kernels compared with conversions on the CPU, which are exact.
 
-use crate::common::quantized::{bits, check_column_sums, transposed};
-use crate::common::{for_all, noise, rounded, run};
+use crate::common::quantized::{self, bits, check_column_sums, transposed};
+use crate::common::{for_all, noise, rounded, run, wide};
 use bytemuck::Pod;
 use cuda_std::emulate::Memory;
 use cuda_std::shared::Layout;
@@ -41,12 +41,12 @@ fn values(len: usize, seed: u32) -> Vec<bf16> {
 
 /// Returns the bits of the largest magnitude.
 fn largest(values: &[bf16]) -> u32 {
-    values.iter().map(|x| quantize::magnitude(x.to_f32())).max().unwrap_or(0)
+    values.iter().map(|x| x.to_f32().abs().to_bits()).max().unwrap_or(0)
 }
 
 /// Returns the bits of x / scale in FP8.
 fn reference<T: Fp8>(values: &[bf16], scale: f32) -> Vec<u8> {
-    values.iter().map(|x| T::from_f32(quantize::scaled(x.to_f32(), 1.0 / scale)).to_bits()).collect()
+    quantized::reference::<T>(&wide(values), scale)
 }
 
 fn amax_of(values: &[bf16], before: f32) -> u32 {
@@ -68,7 +68,7 @@ fn amax_accumulates_and_keeps_nan() {
     assert_eq!(amax_of(&some, 1e9), 1e9f32.to_bits());
     // The last element, by the last thread that has any.
     some[8 * 1025 - 1] = bf16::from_f32(-1e10);
-    assert_eq!(amax_of(&some, 1e9), quantize::magnitude(some[8 * 1025 - 1].to_f32()));
+    assert_eq!(amax_of(&some, 1e9), some[8 * 1025 - 1].to_f32().abs().to_bits());
     some[100] = bf16::from_f32(f32::INFINITY);
     assert_eq!(amax_of(&some, 1e9), f32::INFINITY.to_bits());
     some[200] = bf16::from_bits(0xffc1);
@@ -101,14 +101,21 @@ fn any_length_is_quantized() {
 }
 
 fn values_saturate_and_others_become_nan() {
-    let special = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e30, -1e30, 0.0, -0.0, 1e-30];
-    let values = special.map(bf16::from_f32);
-    let mut memory = Memory::new();
-    let (inp, scale) = (memory.input("inp", &values), memory.input("scale", &[2.0f32]));
-    let (out, amax) = (memory.output("out", 8), memory.zeroed("amax", 1));
-    run(&mut memory, &quantize::<E4m3, true>(out, amax, inp, scale, 8), 1, maxima_bytes());
-    assert_eq!(bits(&memory.read(out)), [0x7f, 0x7f, 0x7f, 0x7e, 0xfe, 0x00, 0x00, 0x00]);
-    assert!(f32::from_bits(memory.read(amax)[0]).is_nan());
+    let quantized = |values: [f32; 8]| {
+        let mut memory = Memory::new();
+        let (inp, scale) = (memory.input("inp", &values.map(bf16::from_f32)), memory.input("scale", &[2.0f32]));
+        let (out, amax) = (memory.output("out", 8), memory.zeroed("amax", 1));
+        run(&mut memory, &quantize::<E4m3, true>(out, amax, inp, scale, 8), 1, maxima_bytes());
+        (bits(&memory.read(out)), f32::from_bits(memory.read(amax)[0]))
+    };
+    let finite = [448.0, -448.0, 1e3, 1e30, -1e30, 0.0, -0.0, 1e-30];
+    assert_eq!(quantized(finite), (vec![0x76, 0xf6, 0x7e, 0x7e, 0xfe, 0, 0, 0], bf16::from_f32(1e30).to_f32()));
+    for special in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        for i in 0..8 {
+            let (bits, amax) = quantized(std::array::from_fn(|j| if i == j { special } else { finite[j] }));
+            assert!(bits == [0x7f; 8] && amax.is_nan() == special.is_nan() && !amax.is_finite(), "{special}: {bits:?}");
+        }
+    }
 }
 
 fn current_scale_fits_the_largest_magnitude() {

@@ -120,6 +120,16 @@ pub fn bf16x2(low: f32, high: f32) -> u32 {
     bf16_bits(low) | bf16_bits(high) << 16
 }
 
+/// Returns the larger magnitude of each half, or 0x7fff if one is NaN. Its sign is the product of both signs.
+#[inline]
+pub fn larger_magnitudes(a: u32, b: u32) -> u32 {
+    let half = |a: u32, b: u32| {
+        let larger = (a & 0x7fff).max(b & 0x7fff);
+        (a ^ b) & 0x8000 | if larger > 0x7f80 { 0x7fff } else { larger }
+    };
+    half(a & 0xffff, b & 0xffff) | half(a >> 16, b >> 16) << 16
+}
+
 /// Rounds `low` and `high` to E4M3, saturating, and packs them with `high` in the upper byte.
 #[inline]
 #[track_caller]

@@ -190,6 +190,22 @@ impl<const R: usize> NarrowTile<R> {
         unsafe { backend::hopper::stmatrix_x4(self.chunk(row, chunk).cast(), words) }
     }
 
+    /// Stores the transposes of four 8 x 8 matrices of 16-bit elements. See [`SwizzledTile::store_transposed_matrices`].
+    #[inline(always)]
+    #[track_caller]
+    pub fn store_transposed_matrices(self, row: u32, chunk: u32, words: [u32; 4]) {
+        // SAFETY: see `load_a_fragment`.
+        unsafe { backend::hopper::stmatrix_x4_trans(self.chunk(row, chunk).cast(), words) }
+    }
+
+    /// Loads 16-byte chunk `chunk` of `row` (`ld.shared.v4.b32`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn chunk_words(self, row: u32, chunk: u32) -> [u32; 4] {
+        // SAFETY: see `load_a_fragment`.
+        unsafe { backend::hopper::load_x4(self.chunk(row, chunk).cast()) }
+    }
+
     /// Stores the FP8 numbers of columns `column` (the low byte of `pair`) and `column` + 1 of `row` (`st.shared.b16`).
     /// `column` counts FP8 numbers and must be even.
     #[inline(always)]

@@ -184,6 +184,25 @@ pub fn bf16x2(low: f32, high: f32) -> u32 {
     packed
 }
 
+/// Returns the larger magnitude of each half, or NaN if one is NaN. The signs have no meaning.
+#[inline(always)]
+pub fn larger_magnitudes(a: u32, b: u32) -> u32 {
+    let larger;
+    // SAFETY: the instruction only operates on registers.
+    #[cfg(cuda_feature = "fp8")]
+    unsafe {
+        asm!("max.NaN.xorsign.abs.bf16x2 {}, {}, {};", out(reg32) larger, in(reg32) a, in(reg32) b,
+            options(pure, nomem, nostack, preserves_flags));
+    }
+    // SAFETY: as above.
+    #[cfg(not(cuda_feature = "fp8"))]
+    unsafe {
+        asm!("max.NaN.bf16x2 {}, {}, {};", out(reg32) larger, in(reg32) a & 0x7fff_7fff, in(reg32) b & 0x7fff_7fff,
+            options(pure, nomem, nostack, preserves_flags));
+    }
+    larger
+}
+
 /// Rounds `low` and `high` to E4M3, saturating, and packs them with `high` in the upper byte.
 #[inline(always)]
 pub fn e4m3x2(low: f32, high: f32) -> u16 {

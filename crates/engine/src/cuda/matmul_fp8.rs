@@ -3,7 +3,7 @@
 use super::quantize::{quantize, transpose_quantized};
 use super::{Cuda, Float, Fp8Bits, activation, bias};
 use crate::gemm::{
-    GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmOutput, GemmPrecision, Pass,
+    Fp8Output, GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmOutput, GemmPrecision, Pass,
 };
 use crate::ops::{
     Activation, ActivationInput, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, MatmulBackward,
@@ -29,9 +29,16 @@ impl<T: Float> Cuda<T> {
     fn run_quantizing(&mut self, gemm: Gemm, operands: GemmOperands, next: &Quantize) -> Result<bool> {
         let Quantize { out: Some(out), scaling, scale, shape: [rows, columns], .. } = *next else { return Ok(false) };
         let [scale_address, amax] = [scale.scale, scale.amax].map(|x| self.arena.address::<f32>("scale", x, 1));
+        // Column sums cost an epilogue more than the kernel that transposes, which computes them while it waits for memory.
+        let transposed = next.transposed.filter(|_| next.column_sums.is_none());
+        let transposed = transposed.map(|tensor| self.fp8_address("transpose in FP8", tensor, rows * columns));
         let operands = GemmOperands {
             out: self.fp8_address("out in FP8", out, rows * columns)?,
-            fp8_output: Some([scale_address?.addr() as u64, amax?.addr() as u64]),
+            fp8_output: Some(Fp8Output {
+                scale: scale_address?.addr() as u64,
+                amax: amax?.addr() as u64,
+                transposed: transposed.transpose()?,
+            }),
             ..operands
         };
         let gemm = Gemm { epilogue: GemmEpilogue { output: GemmOutput::Fp8, ..gemm.epilogue }, ..gemm };
@@ -48,7 +55,9 @@ impl<T: Float> Cuda<T> {
             return Ok(false);
         }
         self.run_gemm(call)?;
-        transpose_quantized(self, next)?;
+        if next.column_sums.is_some() {
+            transpose_quantized(self, next)?;
+        }
         Ok(true)
     }
 }
@@ -95,7 +104,7 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
     }
     if let Some((activation, preactivation)) = unfused {
         if let Some(next) = fp8.out
-            && activation == Activation::ReluSquared
+            && activation != Activation::Gelu
             && op.bias.is_none()
         {
             let gemm = Gemm { epilogue: gemm.epilogue.with(activation, Pass::Forward), ..gemm };

@@ -122,7 +122,7 @@ impl WgmmaGemm {
         let (Some(a), Some(b), Some(out_tensor), Some(aux), Some(second)) = (a, b, out_tensor, aux, second) else {
             return Ok(Vec::new());
         };
-        let [scale_out, amax] = self.operands.fp8_output.unwrap_or_default();
+        let quantized = self.operands.fp8_output.unwrap_or_default();
         let operands = KernelOperands {
             a,
             b,
@@ -131,8 +131,9 @@ impl WgmmaGemm {
             second,
             bias: GlobalMut::from_address(bias.unwrap_or_default()),
             scales: self.operands.fp8_scales.unwrap_or_default().map(Global::from_address),
-            scale_out: Global::from_address(scale_out),
-            amax: GlobalMut::from_address(amax),
+            scale_out: Global::from_address(quantized.scale),
+            amax: GlobalMut::from_address(quantized.amax),
+            transposed: GlobalMut::from_address(quantized.transposed.unwrap_or_default()),
             out_address: out,
             scratch,
             factors,

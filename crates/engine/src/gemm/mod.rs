@@ -11,7 +11,7 @@ mod choice;
 pub mod reference;
 
 pub use choice::{Algorithms, GemmChoice, GemmTiming, KernelConfig, Tuning};
-pub use cublaslt::{Alignments, GELU_COLUMNS, GemmKey, GemmOperands, ScaleFactors, StridedBatch};
+pub use cublaslt::{Alignments, Fp8Output, GELU_COLUMNS, GemmKey, GemmOperands, ScaleFactors, StridedBatch};
 pub use gpu::matmul::gemm::{
     Batching, Bias, Gemm, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass, Residual,
 };
@@ -214,12 +214,13 @@ mod tests {
         assert!(is_in_library(&gemm) && !is_in_library(&Gemm { epilogue: BIAS_RESIDUAL, ..gemm }));
         let gelu = GemmEpilogue::BIAS.with(Activation::Gelu, Pass::Forward);
         let quantized = Gemm { epilogue: GemmEpilogue { output: GemmOutput::Fp8, ..gelu }, ..gemm };
-        let output = GemmOperands { preactivation: Some(0x5000), fp8_output: Some([0x20, 0x24]), ..at };
+        let output = GemmOperands { preactivation: Some(0x5000), fp8_output: Some(Fp8Output::default()), ..at };
         output.validate(&quantized).unwrap();
         assert!(!is_in_library(&quantized) && library_part(&quantized) == quantized);
         assert!(refusal(quantized, GemmOperands { fp8_output: None, ..output }).contains("FP8 output: expected some"));
         assert!(
-            refusal(gemm, GemmOperands { fp8_output: Some([0x20, 0x24]), ..at }).contains("FP8 output: expected none")
+            refusal(gemm, GemmOperands { fp8_output: Some(Fp8Output::default()), ..at })
+                .contains("FP8 output: expected none")
         );
         let of_bf16 = Gemm { precision: GemmPrecision::Bf16, ..quantized };
         assert!(refusal(of_bf16, GemmOperands { fp8_scales: None, ..output }).contains("expected FP8 operands"));

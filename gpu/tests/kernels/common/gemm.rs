@@ -64,14 +64,12 @@ pub fn all(precision: GemmPrecision, batching: Batching) -> Vec<Gemm> {
 ///
 /// A pipeline stage has twice as many columns of K in FP8 as in bf16, so K is doubled. TMA requires rows of multiples of 16 bytes.
 pub fn sized(gemm: Gemm, [m, n, k]: [usize; 3]) -> Gemm {
-    let n = match gemm.epilogue {
-        epilogue if epilogue.is_gated() && epilogue.writes_preactivation() => 2 * n,
-        GemmEpilogue { output: GemmOutput::Fp8, .. } => n.next_multiple_of(16),
-        _ => n,
-    };
+    let n = if gemm.epilogue.output == GemmOutput::Fp8 { n.next_multiple_of(16) } else { n };
+    let n = if gemm.epilogue.is_gated() && gemm.epilogue.writes_preactivation() { 2 * n } else { n };
     let m = match (gemm.batching, gemm.layout) {
         (Batching::Symmetric, _) => n,
         (_, GemmLayout::Tn) => m.next_multiple_of(8),
+        _ if gemm.epilogue.output == GemmOutput::Fp8 => m.next_multiple_of(16),
         _ => m,
     };
     Gemm { m, n, k: if gemm.is_fp8() { 2 * k } else { k }, ..gemm }
@@ -310,6 +308,8 @@ pub struct Outputs {
     pub bias: Vec<f64>,
     /// 0 if out is not FP8.
     pub amax: f64,
+    /// The transpose of an FP8 out.
+    pub transposed: Vec<f64>,
 }
 
 /// Runs the kernels in the emulator.
@@ -341,6 +341,9 @@ pub fn run(case: Case, inputs: &Inputs) -> Outputs {
     let scratch_len = config.scratch_len(&gemm);
     let scratch = if scratch_len > 0 { memory.output("scratch", scratch_len) } else { GlobalMut::null() };
     let amax = memory.zeroed("amax", 1);
+    let transposes = gemm.epilogue.output == GemmOutput::Fp8;
+    let [m, n] = gemm.output_shape();
+    let transposed = if transposes { memory.output("transposed", m * n) } else { GlobalMut::null() };
     let scales = inputs.scales.map(|scale| memory.input("scale", &[scale]));
     let scale_out = memory.input("scale of out", &[OUT_SCALE]);
     let maps = launch::maps(&gemm, batch, config.tile);
@@ -358,6 +361,7 @@ pub fn run(case: Case, inputs: &Inputs) -> Outputs {
         scales,
         scale_out,
         amax,
+        transposed,
         out_address: out,
         scratch,
         factors: case.factors,
@@ -381,7 +385,13 @@ pub fn run(case: Case, inputs: &Inputs) -> Outputs {
     });
     let second = if case.has_second() { wide(&memory.read(second)) } else { Vec::new() };
     let amax = f64::from(f32::from_bits(memory.read(amax)[0]));
-    Outputs { out, second, bias: wide(&memory.read(bias)), amax }
+    let transposed = if transposes {
+        let address = transposed.pointer().addr() as u64;
+        with_type!(out_type, T => wide(memory.slice(Global::<T>::from_address(address), m * n).expect("written")))
+    } else {
+        Vec::new()
+    };
+    Outputs { out, second, bias: wide(&memory.read(bias)), amax, transposed }
 }
 
 fn tensor_map(address: u64, Map { extents, tile, fp8 }: Map) -> TensorMap {
@@ -432,7 +442,7 @@ pub fn reference(case: Case, inputs: &Inputs, second: &[f64]) -> Outputs {
     // A NaN is the largest magnitude.
     let largest = || out.iter().map(|x| x.abs()).max_by(f64::total_cmp);
     let amax = if epilogue.output == GemmOutput::Fp8 { largest().unwrap_or_default() } else { 0.0 };
-    Outputs { out, second, bias, amax }
+    Outputs { out, second, bias, amax, transposed: Vec::new() }
 }
 
 /// Checks an FP8 output against the unrounded one: the number is that of a value within `tolerance` of it.
@@ -449,6 +459,9 @@ fn assert_quantized(case: Case, got: &Outputs, want: &Outputs, tolerance: f64) {
         assert!(both_nan || range.contains(&got), "{case:?}, {i}: expected {range:?} for {want}, found {got}");
     }
     assert_close(&format!("{case:?}, amax"), &[got.amax], &[want.amax], tolerance, 0.0);
+    let [m, n] = case.gemm.output_shape();
+    let transpose: Vec<_> = (0..n).flat_map(|j| (0..m).map(move |i| got.out[i * n + j])).collect();
+    assert_close(&format!("{case:?}, transpose"), &got.transposed, &transpose, 0.0, 0.0);
 }
 
 /// Checks integer operands.

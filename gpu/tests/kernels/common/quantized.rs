@@ -3,7 +3,7 @@
 use bytemuck::Pod;
 use cuda_std::emulate::Memory;
 use cuda_std::{Fp8, GlobalMut};
-use gpu::quantize::{magnitude, scaled};
+use gpu::quantize::scaled;
 use std::any::type_name;
 
 /// Returns the bits of FP8 numbers.
@@ -16,14 +16,19 @@ pub fn transposed(values: &[u8], columns: usize) -> Vec<u8> {
     (0..columns).flat_map(|column| values.iter().skip(column).step_by(columns).copied()).collect()
 }
 
-/// Returns the FP8 bits of `values`, which are numbers in bf16, divided by `scale`.
+/// Returns the FP8 bits of `values`, which are numbers in bf16, divided by `scale`. A packet with an infinity or a NaN becomes NaN.
 pub fn reference<T: Fp8>(values: &[f64], scale: f32) -> Vec<u8> {
-    values.iter().map(|&x| T::from_f32(scaled(x as f32, 1.0 / scale)).to_bits()).collect()
+    let packet = |packet: &[f64]| -> Vec<u8> {
+        let number =
+            |x: f64| if packet.iter().all(|x| x.is_finite()) { scaled(x as f32, 1.0 / scale) } else { f32::NAN };
+        packet.iter().map(|&x| T::from_f32(number(x)).to_bits()).collect()
+    };
+    values.chunks(8).flat_map(packet).collect()
 }
 
 /// Returns the bits of the largest magnitude of `values` and `before`.
 pub fn largest(values: &[f64], before: f32) -> u32 {
-    values.iter().map(|&x| magnitude(x as f32)).fold(before.to_bits(), u32::max)
+    values.iter().map(|&x| (x as f32).abs().to_bits()).fold(before.to_bits(), u32::max)
 }
 
 /// Checks that `out` is the quantization of `values`, which are numbers in bf16, and, if it is given, that `amax` is the largest
