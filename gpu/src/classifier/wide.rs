@@ -10,9 +10,9 @@
 //! [`classifier`](super::classifier), and so are the bits of the results.
 
 use super::{
-    LOWEST, MASKED, SCRATCH, Scalars, THREADS, exp_below, fold_logits, gradient_scale, mask_padding, subtract_target,
+    LOWEST, MASKED, SCRATCH, Scalars, THREADS, exp_below, fold_logits, mask_padding, scalars_in_fp8, subtract_target,
 };
-use crate::quantize::quantized;
+use crate::quantize::pack_eight;
 use cuda_std::shared::Layout;
 use cuda_std::{
     E4m3, E5m2, Element, Fp8, Global, GlobalMut, Packet, SharedArray, async_copy, bf16, block, device, kernel, math,
@@ -100,7 +100,7 @@ pub fn classifier_wide(
     scalars: Scalars,
     rows: u32,
 ) {
-    let store = |i: usize, gradient: Packet<bf16>| logits.set_packet_streaming(i, gradient);
+    let store = |i: usize, p: [f32; 8]| logits.set_packet_streaming(i, Packet::from_fn(|k| p[k]));
     classify_rows(logits.reader(), losses, targets, scalars, rows, store);
 }
 
@@ -117,12 +117,8 @@ pub fn classifier_wide_fp8<F: Fp8>(
     scalars: Scalars,
     rows: u32,
 ) {
-    let gradient_scale = gradient_scale::<F>(scalars.dloss);
-    if thread::block_idx_x() == 0 && thread::thread_idx_x() == 0 {
-        scale.set(0, gradient_scale);
-    }
-    let factor = math::div_rn(1.0, gradient_scale);
-    let store = |i: usize, gradient| out.set_eight(i, quantized::<F>(gradient, factor));
+    let scalars = scalars_in_fp8::<F>(scalars, scale);
+    let store = |i: usize, gradient| out.set_eight(i, pack_eight::<F>(gradient));
     classify_rows(logits, losses, targets, scalars, rows, store);
 }
 
@@ -134,7 +130,7 @@ fn classify_rows(
     targets: Global<i32>,
     scalars: Scalars,
     rows: u32,
-    store: impl Fn(usize, Packet<bf16>),
+    store: impl Fn(usize, [f32; 8]),
 ) {
     let Scalars { dloss, vocabulary, padded, staged } = scalars;
     let (scratch, stage) = shared(&mut Layout::new(), staged);
@@ -198,8 +194,7 @@ fn classify_rows(
         let gradient = |i: u32, x: Packet<bf16>| {
             let mut p = core::array::from_fn(|k| exp_below(x.get(k), row_max) * scale);
             subtract_target::<bf16>(&mut p, i, target, dloss, vocabulary);
-            let p = if masked { Packet::zero() } else { Packet::from_fn(|k| p[k]) };
-            store(first_element + i as usize, p);
+            store(first_element + i as usize, if masked { [0.0; 8] } else { p });
         };
         row += thread::grid_dim_x();
         let (continues, next) = (row < rows, row_of(row));
