@@ -67,9 +67,15 @@ fn forward_precision(accumulation: Fp8Accumulation) -> GemmPrecision {
     GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: accumulation == Fp8Accumulation::Exact }
 }
 
-/// Returns the precision of a GEMM of the backward pass.
-fn backward_precision(fp8: &Fp8Backward) -> GemmPrecision {
+/// Returns the precision of the GEMM of a weight's gradient, a sum over tokens.
+fn weight_gradient_precision(fp8: &Fp8Backward) -> GemmPrecision {
     GemmPrecision::Fp8 { a: fp8.format, exact: fp8.accumulation != Fp8Accumulation::Fast }
+}
+
+/// Returns the precision of the GEMM of an input's gradient, a sum over channels.
+fn input_gradient_precision(fp8: &Fp8Backward) -> GemmPrecision {
+    let exact = matches!(fp8.accumulation, Fp8Accumulation::Exact | Fp8Accumulation::ExactGradients);
+    GemmPrecision::Fp8 { a: fp8.format, exact }
 }
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp8Forward) -> Result<()> {
@@ -164,7 +170,7 @@ fn weight_gradient<T: Float>(
     let MatmulShape { rows, c, oc } = op.shape;
     let (output, out) = cuda.weight_gradient_output(dweight, oc * c)?;
     let epilogue = GemmEpilogue { output, ..GemmEpilogue::RESIDUAL };
-    let gemm = Gemm { precision: backward_precision(fp8), ..cuda.gemm([oc, c, rows], GemmLayout::Nt, epilogue) };
+    let gemm = Gemm { precision: weight_gradient_precision(fp8), ..cuda.gemm([oc, c, rows], GemmLayout::Nt, epilogue) };
     let operands = GemmOperands {
         a: cuda.fp8_address("dout in FP8, transposed", fp8.dout[1], rows * oc)?,
         b: cuda.fp8_address("inp in FP8, transposed", fp8.inp_transposed, rows * c)?,
@@ -189,7 +195,7 @@ fn input_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Ba
     });
     let epilogue =
         GemmEpilogue { activation: fused.map(|input| (input.activation, Pass::Backward)), ..GemmEpilogue::NONE };
-    let gemm = Gemm { precision: backward_precision(fp8), ..cuda.gemm([rows, c, oc], GemmLayout::Nt, epilogue) };
+    let gemm = Gemm { precision: input_gradient_precision(fp8), ..cuda.gemm([rows, c, oc], GemmLayout::Nt, epilogue) };
     let operands = GemmOperands {
         a: cuda.fp8_address("dout in FP8", fp8.dout[0], rows * oc)?,
         b: cuda.fp8_address("weight in FP8, transposed", fp8.weight_transposed, oc * c)?,

@@ -168,6 +168,8 @@ pub enum Fp8Accumulation {
     Fast,
     /// Sums over 128 columns of K are added in f32
     Exact,
+    /// `exact` for sums over tokens and over the vocabulary, `fast` for those over channels
+    ExactLong,
     /// `exact` in the backward pass, which has the longest sums (over all tokens), and `fast` in the forward pass
     #[default]
     ExactGradients,
