@@ -7,7 +7,9 @@ use super::decoder::Decoder;
 use super::descriptor::Descriptor;
 use super::fp8::Fp8Options;
 use super::params::Param;
-use engine::ops::{Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, MatmulShape, Quantize, Scaling};
+use engine::ops::{
+    Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, MatmulShape, Quantize, Scaling,
+};
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
 use engine::{Engine, Result};

@@ -163,7 +163,7 @@ pub struct EpilogueOperands {
     pub transposed: GlobalMut<E4m3>,
 }
 
-/// The bias of a tile of `N` columns, distributed over the lanes of a warp.
+/// The bias of a tile, distributed over the lanes of a warp.
 ///
 /// It is loaded before the mainloop, which hides the latency. A lane has every 32nd pair of columns.
 pub struct TileBias {
