@@ -68,7 +68,12 @@ impl Magnitudes {
     /// Returns those of a packet.
     #[inline(always)]
     pub fn of(packet: Packet<bf16>) -> Self {
-        let [a, b, c, d] = packet.words();
+        Self::of_pairs(packet.words())
+    }
+
+    /// Returns those of packed pairs.
+    #[inline(always)]
+    pub fn of_pairs([a, b, c, d]: [u32; 4]) -> Self {
         Self(larger_magnitudes(larger_magnitudes(a, b), larger_magnitudes(c, d)))
     }
 
@@ -76,12 +81,6 @@ impl Magnitudes {
     #[inline(always)]
     pub fn and(self, other: Self) -> Self {
         Self(larger_magnitudes(self.0, other.0))
-    }
-
-    /// Returns those of the list and the packed pairs.
-    #[inline(always)]
-    pub fn and_pairs(self, [a, b, c, d]: [u32; 4]) -> Self {
-        Self(larger_magnitudes(self.0, larger_magnitudes(larger_magnitudes(a, b), larger_magnitudes(c, d))))
     }
 
     /// Returns the bits of the larger one as f32. It is a NaN if the list contains one.

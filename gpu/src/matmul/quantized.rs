@@ -1,7 +1,7 @@
 //! Epilogues with an out in FP8.
 //!
 //! Results are rounded to bf16 first, so out has the bits that the kernels of [`quantize`](crate::quantize) would compute from
-//! an out in bf16. If a result is infinite, all later results of its thread become NaN, too.
+//! an out in bf16, unless it is infinite or a NaN. Then the results that the same thread has in the same 16 columns become NaN, too.
 //!
 //! Buffers, loads of aux and the second output are those of [`TmaEpilogue`](super::epilogue::TmaEpilogue). A subtile of out has rows of 64 bytes. It has
 //! its own buffer: aux has elements of another size, so out cannot overwrite it.
@@ -63,8 +63,9 @@ impl<O: Fp8> Quantizer<O> {
         let first_row = thread::thread_idx_x() % WARPGROUP / warp::LANES * 16;
         // This lane's elements of a word are in row lane / 4 and columns lane % 4 * 2 and + 1 of an 8 x 8 matrix.
         let (row, column) = (first_row + lane / 4, quarter * 16 + lane % 4 * 2);
-        self.magnitudes = self.magnitudes.and_pairs(rounded);
-        let (addend, mut pairs) = (self.magnitudes.zero_or_nan(), [0; 4]);
+        let magnitudes = Magnitudes::of_pairs(rounded);
+        self.magnitudes = self.magnitudes.and(magnitudes);
+        let (addend, mut pairs) = (magnitudes.zero_or_nan(), [0; 4]);
         for i in 0..4 {
             let [even, odd] = unpack_pair(rounded[i]).map(|x| math::fma(x, self.factor, addend));
             pairs[i] = O::pack_pair(even, odd);
