@@ -135,7 +135,7 @@ impl<const COLUMN_SUMS: bool> Epilogue for Partials<COLUMN_SUMS> {
 /// out (M, N) = epilogue(a · b), or partial sums of it.
 ///
 /// Operands that the instance does not use may be arbitrary. [`launch::maps`](super::launch::maps) describes the tensor maps.
-/// Rows of all matrices are multiples of 16 bytes. With [`Paired`] operands, `n` is the number of columns of up.
+/// Rows of all matrices are multiples of 16 bytes. With `Paired` operands, `n` is the number of columns of up.
 /// * `bias` (N) is added to the sums. `scale_a`, `scale_b` and `scale_out` are the factors that restore FP8 tensors.
 /// * `amax` = max(`amax`, largest magnitude of an FP8 out before it is divided by its scale) as f32 bits.
 /// * `fp8_out` (M, N) is an FP8 out, whose transpose `transposed` (N, M) receives, unless null. M is a multiple of 16.
