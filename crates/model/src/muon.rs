@@ -109,7 +109,7 @@ impl Decoder {
     }
 
     /// Updates this rank's shard of the matrices of several layers, which take the ranges `decayed` of the parameters. `updated` lists units
-    /// whose update is complete. Their parameters are gathered while this function computes.
+    /// that are updated already. Their parameters are gathered while this function computes.
     pub(super) fn apply_muon(
         &self,
         engine: &mut dyn Engine,

@@ -126,7 +126,7 @@ impl<A: ActivationFunction> Elementwise for RoundedBackward<A> {
 /// Moves a consumer's accumulators to global memory.
 #[device]
 pub trait EpilogueStore<T: Tile> {
-    /// True if `store` multiplies FP8 sums by their scale. Otherwise it receives the products.
+    /// True if `store` multiplies FP8 accumulators by their scale. If false, the caller does.
     const SCALES: bool = false;
 
     /// Creates the epilogue of a consumer.

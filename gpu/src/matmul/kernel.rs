@@ -138,7 +138,7 @@ impl<const COLUMN_SUMS: bool> Epilogue for Partials<COLUMN_SUMS> {
 /// Rows of all matrices are multiples of 16 bytes. With `Paired` operands, `n` is the number of columns of up.
 /// * `bias` (N) is added to the sums. `scale_a`, `scale_b` and `scale_out` are the factors that restore FP8 tensors.
 /// * `amax` = max(`amax`, largest magnitude of an FP8 out before it is divided by its scale) as f32 bits.
-/// * `fp8_out` (M, N) is an FP8 out, whose transpose `transposed` (N, M) receives, unless null. M is a multiple of 16.
+/// * `fp8_out` (M, N): an FP8 out. `transposed` (N, M): its transpose, or null. M is a multiple of 16.
 /// * `sums`: an f32 out, or partial sums of `parts` slices of K for [`matmul_split_k_reduce`](super::matmul_split_k_reduce):
 ///   `parts` · tiles · `TILE_M` · `TILE_N` elements.
 /// * `column_sums` (slices · `partial_rows`, M) receives partial column sums of a.

@@ -6,9 +6,9 @@
 //! Buffers, loads of aux and the second output are those of [`TmaEpilogue`](super::epilogue::TmaEpilogue). A subtile of out has rows of 64 bytes. It has
 //! its own buffer: aux has elements of another size, so out cannot overwrite it.
 //!
-//! The transpose of a subtile is in the same buffer as the subtile. `stmatrix` transposes matrices of 16-bit elements. The two rows of a
-//! thread's accumulators become such an element, so a column has the order 0, 8, 1, 9, …, 7, 15 in every 16 rows. The threads that copy
-//! it to global memory restore the order.
+//! The transpose of a subtile is in the same buffer as the subtile. `stmatrix` transposes matrices of 16-bit elements. An element holds
+//! the FP8 numbers of rows r and r + 8, which belong to one thread. In shared memory, 16 rows of a column therefore have the order 0, 8,
+//! 1, 9, …, 7, 15. The threads that copy them to global memory restore the order.
 
 use super::buffers::{Buffering, SubtileBuffers};
 use super::epilogue::{Elementwise, EpilogueOperands, EpilogueStore, TileBias, sums};
@@ -53,9 +53,9 @@ impl<O: Fp8> Quantizer<O> {
         !self.operands.transposed.is_null()
     }
 
-    /// Stores the columns 16 `quarter` .. 16 `quarter` + 16 of a subtile, whose buffer is `out`. `rounded` holds packed pairs in the
-    /// accumulator layout. After the second and the fourth quarter, also stores these columns of the transpose, which `matrices`
-    /// collects. `quarter` is constant.
+    /// Quantizes 16 columns of a subtile, from column 16 `quarter` on, and stores them in `out`. `rounded` has packed pairs in the
+    /// accumulator layout. One `stmatrix` transposes 32 columns, so `matrices` keeps the results of an even quarter for the odd quarter
+    /// that follows. `quarter` is a constant.
     pub fn set(&mut self, out: SubtileTiles, quarter: u32, rounded: [u32; 4], matrices: &mut [u32; 4]) {
         // Without `opaque`, the addresses of all quarters would be computed before the loop over tiles, and would occupy
         // registers that the accumulators need.

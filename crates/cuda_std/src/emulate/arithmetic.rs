@@ -120,7 +120,7 @@ pub fn bf16x2(low: f32, high: f32) -> u32 {
     bf16_bits(low) | bf16_bits(high) << 16
 }
 
-/// Returns the larger magnitude of each half, or 0x7fff if one is NaN. Its sign is the product of both signs.
+/// Returns the larger magnitude of each half, or NaN (0x7fff) if one is NaN. The sign bit is the exclusive or of both sign bits.
 #[inline]
 pub fn larger_magnitudes(a: u32, b: u32) -> u32 {
     let half = |a: u32, b: u32| {
