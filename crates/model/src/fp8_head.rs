@@ -7,9 +7,7 @@ use super::decoder::Decoder;
 use super::descriptor::Descriptor;
 use super::fp8::Fp8Options;
 use super::params::Param;
-use engine::ops::{
-    Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, MatmulShape, Quantize, Scaling,
-};
+use engine::ops::{Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, MatmulShape, Quantize, Scaling};
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
 use engine::{Engine, Result};
@@ -92,11 +90,6 @@ impl Fp8Head {
 
     /// Returns the operands of a chunk's backward pass.
     pub(super) fn backward(&self, logits: Tensor, MatmulShape { rows, c, .. }: MatmulShape) -> Fp8Backward {
-        // The gradient of the input is a sum over the vocabulary.
-        let accumulation = match self.options.accumulation {
-            Fp8Accumulation::ExactLong => Fp8Accumulation::ExactGradients,
-            other => other,
-        };
         Fp8Backward {
             dout: self.gradients(logits),
             dout_is_quantized: true,
@@ -108,7 +101,7 @@ impl Fp8Head {
             inp_scale: self.inp_scale,
             weight_transposed: self.weight[1],
             weight_scale: self.weight_scale.scale,
-            accumulation,
+            accumulation: self.options.accumulation,
             dinp: None,
         }
     }

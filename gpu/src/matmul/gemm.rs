@@ -19,10 +19,14 @@ pub enum GemmPrecision {
     Fp8 {
         /// The format of a; b is E4M3.
         a: Fp8Format,
-        /// Whether sums over 128 columns of K are added in f32.
+        /// Whether sums over [`EXACT_COLUMNS`] of K are added in f32.
         exact: bool,
     },
 }
+
+/// The columns of K over which tensor cores add FP8 products if the sum must be exact. They truncate sums to about 14 bits after every
+/// 32 products, so the error grows with K.
+pub const EXACT_COLUMNS: usize = 2048;
 
 /// Determines which operand is transposed in memory. Every matrix is row-major without gaps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

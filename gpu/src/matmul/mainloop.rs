@@ -1,6 +1,6 @@
 //! The mainloop: the producer's loads into the pipeline, and a consumer's multiplication of the stages.
 
-use super::gemm::{Batching, GemmLayout, GemmPrecision};
+use super::gemm::{Batching, EXACT_COLUMNS, GemmLayout, GemmPrecision};
 use super::shared::SharedStorage;
 use super::tile::{BatchScheduler, Scheduler, SplitKScheduler, SymmetricScheduler, TILE_K, TILE_K_FP8, Tile, WorkTile};
 use core::marker::PhantomData;
@@ -223,10 +223,7 @@ pub fn multiply<L: Operands, T: Tile>(
     d
 }
 
-/// Computes a consumer's 64 rows of a tile like [`multiply`], but adds the sums of each stage to f32 registers.
-///
-/// Tensor cores accumulate FP8 products with fewer bits than f32 has. Here they add only 128 products at a time. The
-/// wgmma instructions of one consumer overlap with the additions of the other.
+/// Computes a consumer's 64 rows of a tile like [`multiply`], but adds the sums over every [`EXACT_COLUMNS`] of K to f32 registers.
 #[inline(always)]
 pub fn multiply_promoted<L: Operands, T: Tile>(
     shared: SharedStorage,
@@ -236,23 +233,16 @@ pub fn multiply_promoted<L: Operands, T: Tile>(
 ) -> ConsumerAccumulators<T::Accumulator> {
     assert!(T::COOPERATIVE && T::CONSUMER_M == 64, "two sets of accumulators need consumers of 64 rows");
     let mut sums = T::Accumulator::ZERO;
-    let mut d = ConsumerAccumulators { upper: T::Accumulator::ZERO, lower: T::Accumulator::ZERO };
-    let mut step = 0;
+    let mut left = steps;
     // As in `multiply`, no path may lead around the loop.
     loop {
-        shared.pipeline.wait_full(*state);
-        let first_row = state.stage() * T::STAGE_ROWS;
-        wgmma::fence();
-        start_stage::<L, T>(&mut d, shared, consumer, first_row, false);
-        wgmma::wait::<0>();
-        d.upper.fence_accumulators();
-        shared.pipeline.release(state.stage());
+        let group = left.min(EXACT_COLUMNS as u32 / L::TILE_K);
+        let d = multiply::<L, T>(shared, consumer, group, state);
         for i in 0..T::TILE_N as usize / 2 {
             sums[i] += d.upper[i];
         }
-        state.advance();
-        step += 1;
-        if step == steps {
+        left -= group;
+        if left == 0 {
             break;
         }
     }

@@ -31,7 +31,7 @@
 //!
 //! Hopper's tensor cores accumulate FP8 GEMMs with about 14 bits ([`cuda_std::hopper::wgmma`]). There are two modes:
 //! * fast: tensor cores accumulate over all of K.
-//! * exact: tensor cores accumulate over 128 columns of K, and their sums are added in f32. This takes a second set of
+//! * exact: tensor cores accumulate over [`gemm::EXACT_COLUMNS`] of K, and their sums are added in f32. This takes a second set of
 //!   accumulators, so a consumer has 64 rows and tiles have 128 x 128 or 128 x 192 elements.
 //!
 //! FP8 wgmma takes K-major operands only, so a GEMM whose operands are stored otherwise needs transposed copies. The scales are

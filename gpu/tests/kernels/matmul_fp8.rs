@@ -10,13 +10,13 @@ use cuda_std::{E4m3, E5m2, Element, Fp8, bf16};
 use gpu::activation::Activation::{self, Gelu, ReluSquared};
 use gpu::activation::{ActivationFunction, Visitor};
 use gpu::matmul::gemm::GemmLayout::Nt;
-use gpu::matmul::gemm::{Batching, Gemm, GemmEpilogue, GemmOutput, GemmPrecision, Pass};
+use gpu::matmul::gemm::{Batching, EXACT_COLUMNS, Gemm, GemmEpilogue, GemmOutput, GemmPrecision, Pass};
 use gpu::matmul::launch::{TileConfig, TileShape, candidate_configs, is_supported};
 
 tests! {
     kernels of "matmul/kernel.rs" where |entry| entry.contains("e4m3") || entry.contains("e5m2");
     once: smallest_shape_matches_reference, shapes_around_a_tile_match_reference, long_k_matches_reference,
-        random_shapes_match_reference, scales_multiply_the_sums, fp8_outputs_have_the_bits_of_separate_quantization,
+        exact_sums_of_long_k_match_reference, random_shapes_match_reference, scales_multiply_the_sums, fp8_outputs_have_the_bits_of_separate_quantization,
         infinite_results_become_nan, unsupported_shapes_are_rejected, candidate_configs_are_supported;
     slow: any_grid_size_matches_reference, split_k_matches_reference, non_finite_elements_do_not_spread;
 }
@@ -70,6 +70,15 @@ fn long_k_matches_reference() {
     let mut gemms = gemms();
     gemms.retain(|gemm| [GemmEpilogue::NONE, BIAS_GELU].contains(&gemm.epilogue));
     cases(&gemms, &[[65, 400, 712]], 1).into_iter().for_each(check);
+}
+
+/// Sums of two whole groups of columns and of a shorter one are added.
+fn exact_sums_of_long_k_match_reference() {
+    let mut gemms = gemms();
+    gemms.retain(|gemm| {
+        gemm.epilogue == GemmEpilogue::NONE && matches!(gemm.precision, GemmPrecision::Fp8 { exact: true, .. })
+    });
+    cases(&gemms, &[[65, 136, 2 * EXACT_COLUMNS + 200]], 1).into_iter().for_each(check);
 }
 
 fn random_shapes_match_reference() {

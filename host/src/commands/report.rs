@@ -342,7 +342,6 @@ fn fp8_matmuls(TrainOptions { fp8, hardware, lora, lora_flags, .. }: &TrainOptio
     let accumulation = match fp8.fp8_accumulation.unwrap_or_default() {
         Fp8Accumulation::Fast => "fast",
         Fp8Accumulation::Exact => "exact",
-        Fp8Accumulation::ExactLong => "exact long sums",
         Fp8Accumulation::ExactGradients => "exact backward",
     };
     let gradients = match fp8.fp8_gradients.unwrap_or_default() {

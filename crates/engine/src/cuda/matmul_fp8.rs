@@ -3,7 +3,8 @@
 use super::quantize::{quantize, transpose_quantized};
 use super::{Cuda, Float, Fp8Bits, activation, bias};
 use crate::gemm::{
-    Fp8Output, GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmOutput, GemmPrecision, Pass,
+    EXACT_COLUMNS, Fp8Output, GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmOutput,
+    GemmPrecision, Pass,
 };
 use crate::ops::{
     Activation, ActivationInput, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, MatmulBackward,
@@ -62,20 +63,14 @@ impl<T: Float> Cuda<T> {
     }
 }
 
-/// Returns the precision of a GEMM of the forward pass.
-fn forward_precision(accumulation: Fp8Accumulation) -> GemmPrecision {
-    GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: accumulation == Fp8Accumulation::Exact }
+/// Returns the precision of a GEMM of the forward pass, a sum over `k` columns.
+fn forward_precision(accumulation: Fp8Accumulation, k: usize) -> GemmPrecision {
+    GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: accumulation == Fp8Accumulation::Exact && k > EXACT_COLUMNS }
 }
 
-/// Returns the precision of the GEMM of a weight's gradient, a sum over tokens.
-fn weight_gradient_precision(fp8: &Fp8Backward) -> GemmPrecision {
-    GemmPrecision::Fp8 { a: fp8.format, exact: fp8.accumulation != Fp8Accumulation::Fast }
-}
-
-/// Returns the precision of the GEMM of an input's gradient, a sum over channels.
-fn input_gradient_precision(fp8: &Fp8Backward) -> GemmPrecision {
-    let exact = matches!(fp8.accumulation, Fp8Accumulation::Exact | Fp8Accumulation::ExactGradients);
-    GemmPrecision::Fp8 { a: fp8.format, exact }
+/// Returns the precision of a GEMM of the backward pass, a sum over `k` columns.
+fn backward_precision(fp8: &Fp8Backward, k: usize) -> GemmPrecision {
+    GemmPrecision::Fp8 { a: fp8.format, exact: fp8.accumulation != Fp8Accumulation::Fast && k > EXACT_COLUMNS }
 }
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp8Forward) -> Result<()> {
@@ -94,7 +89,7 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
         fp8_scales: cuda.scale_addresses([fp8.inp_scale, fp8.weight_scale])?,
         ..operands
     };
-    let gemm = Gemm { precision: forward_precision(fp8.accumulation), ..gemm };
+    let gemm = Gemm { precision: forward_precision(fp8.accumulation, c), ..gemm };
     if let Some(bias) = op.bias.filter(|_| gemm.epilogue.residual.is_some() && !cuda.executor.emulation().hopper) {
         // cuBLASLt lacks bias and residual together for some shapes, and no kernel computes the GEMM.
         let gemm = Gemm { epilogue: GemmEpilogue::RESIDUAL, ..gemm };
@@ -170,7 +165,7 @@ fn weight_gradient<T: Float>(
     let MatmulShape { rows, c, oc } = op.shape;
     let (output, out) = cuda.weight_gradient_output(dweight, oc * c)?;
     let epilogue = GemmEpilogue { output, ..GemmEpilogue::RESIDUAL };
-    let gemm = Gemm { precision: weight_gradient_precision(fp8), ..cuda.gemm([oc, c, rows], GemmLayout::Nt, epilogue) };
+    let gemm = Gemm { precision: backward_precision(fp8, rows), ..cuda.gemm([oc, c, rows], GemmLayout::Nt, epilogue) };
     let operands = GemmOperands {
         a: cuda.fp8_address("dout in FP8, transposed", fp8.dout[1], rows * oc)?,
         b: cuda.fp8_address("inp in FP8, transposed", fp8.inp_transposed, rows * c)?,
@@ -195,7 +190,7 @@ fn input_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Ba
     });
     let epilogue =
         GemmEpilogue { activation: fused.map(|input| (input.activation, Pass::Backward)), ..GemmEpilogue::NONE };
-    let gemm = Gemm { precision: input_gradient_precision(fp8), ..cuda.gemm([rows, c, oc], GemmLayout::Nt, epilogue) };
+    let gemm = Gemm { precision: backward_precision(fp8, oc), ..cuda.gemm([rows, c, oc], GemmLayout::Nt, epilogue) };
     let operands = GemmOperands {
         a: cuda.fp8_address("dout in FP8", fp8.dout[0], rows * oc)?,
         b: cuda.fp8_address("weight in FP8, transposed", fp8.weight_transposed, oc * c)?,

@@ -166,10 +166,8 @@ impl Fp8Backward {
 pub enum Fp8Accumulation {
     /// Tensor cores accumulate over all of K. Hopper's keep about 14 bits
     Fast,
-    /// Sums over 128 columns of K are added in f32
+    /// Sums over 2,048 columns of K are added in f32
     Exact,
-    /// `exact` for sums over tokens and over the vocabulary, `fast` for those over channels
-    ExactLong,
     /// `exact` in the backward pass, which has the longest sums (over all tokens), and `fast` in the forward pass
     #[default]
     ExactGradients,
