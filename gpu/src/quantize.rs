@@ -74,13 +74,13 @@ impl Magnitudes {
     /// Returns those of packed pairs.
     #[inline(always)]
     pub fn of_pairs([a, b, c, d]: [u32; 4]) -> Self {
-        Self(larger_magnitudes(larger_magnitudes(a, b), larger_magnitudes(c, d)))
+        Self(larger(larger(a, b), larger(c, d)))
     }
 
     /// Returns those of both lists.
     #[inline(always)]
     pub fn and(self, other: Self) -> Self {
-        Self(larger_magnitudes(self.0, other.0))
+        Self(larger(self.0, other.0))
     }
 
     /// Returns the bits of the larger one as f32. It is a NaN if the list contains one.
@@ -228,8 +228,19 @@ pub fn count_losses(
     }
 }
 
-/// Whether the GPU has instructions that convert to FP8. Otherwise integer instructions do, which take less time than memory.
+/// Whether the GPU has instructions that convert to FP8 and that compare magnitudes. Otherwise integer instructions do, which take less
+/// time than memory.
 const CONVERTS: bool = cfg!(any(not(target_arch = "nvptx64"), cuda_feature = "fp8"));
+
+/// Returns the larger magnitude of each half of two pairs. The signs have no meaning.
+#[inline(always)]
+fn larger(a: u32, b: u32) -> u32 {
+    if CONVERTS {
+        larger_magnitudes(a, b)
+    } else {
+        (a & 0x7fff).max(b & 0x7fff) | (a & 0x7fff_0000).max(b & 0x7fff_0000)
+    }
+}
 
 /// Rounds four numbers to FP8 and packs them, the first in the lowest byte.
 #[inline(always)]

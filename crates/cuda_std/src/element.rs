@@ -256,7 +256,7 @@ pub fn unpack_pair(word: u32) -> [f32; 2] {
 }
 
 /// Returns the larger magnitude of each half of two words of two bf16, or NaN if one is NaN. The signs of the result have no meaning
-/// (`max.NaN.xorsign.abs.bf16x2`, or two instructions on GPUs of compute capability 8.0).
+/// (`max.NaN.xorsign.abs.bf16x2`, for GPUs of compute capability 8.6 and later).
 #[inline(always)]
 pub fn larger_magnitudes(a: u32, b: u32) -> u32 {
     backend::larger_magnitudes(a, b)

@@ -189,15 +189,8 @@ pub fn bf16x2(low: f32, high: f32) -> u32 {
 pub fn larger_magnitudes(a: u32, b: u32) -> u32 {
     let larger;
     // SAFETY: the instruction only operates on registers.
-    #[cfg(cuda_feature = "fp8")]
     unsafe {
         asm!("max.NaN.xorsign.abs.bf16x2 {}, {}, {};", out(reg32) larger, in(reg32) a, in(reg32) b,
-            options(pure, nomem, nostack, preserves_flags));
-    }
-    // SAFETY: as above.
-    #[cfg(not(cuda_feature = "fp8"))]
-    unsafe {
-        asm!("max.NaN.bf16x2 {}, {}, {};", out(reg32) larger, in(reg32) a & 0x7fff_7fff, in(reg32) b & 0x7fff_7fff,
             options(pure, nomem, nostack, preserves_flags));
     }
     larger
