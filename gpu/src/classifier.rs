@@ -11,16 +11,16 @@
 //! Subtracting first is essential: max log2(e) has a rounding error, which for logits above about 2^31 exceeds the
 //! whole range of exponents.
 //!
-//! With SOFTCAP, [`classifier()`] bounds the logits first ([`crate::softcap`]), in both passes. Its loss and probabilities are
-//! those of the bounded logits; the gradient is that of the logits in memory.
+//! With SOFTCAP, [`classifier()`] bounds the logits first ([`bounded`]). Its loss and probabilities are those of the bounded logits; the
+//! gradient is that of the logits in memory.
 //!
 //! [`classifier_fp8`] and [`wide::classifier_wide_fp8`] write the gradient in FP8 instead. Its magnitude is at most dloss, so its
 //! scale is known in advance. They compute the gradient times 1 / scale, so quantization takes only the conversion.
 
+mod bounded;
 pub mod wide;
 
 use crate::quantize::{pack_eight, scale_of};
-use crate::softcap::Softcap;
 use core::f32::consts::LOG2_E;
 use cuda_std::shared::Layout;
 use cuda_std::{
@@ -87,6 +87,50 @@ fn copy_columns<T: Element>(stage: SharedArray<T>, logits: Global<T>, staged: u3
     half
 }
 
+/// Returns the first column of the thread's packets, and the distance of these packets. Column indices of a row fit in 32 bits, which
+/// halves their registers.
+#[inline(always)]
+fn columns<T: Element>() -> [u32; 2] {
+    let packet = T::PACKET as u32;
+    [thread::thread_idx_x() * packet, THREADS * packet]
+}
+
+/// Stores the gradient of a masked row (`padded`).
+#[inline(always)]
+fn clear_row<T: Element>(gradients: bool, padded: u32, store: impl Fn(u32, [f32; 8])) {
+    let [mut i, step] = columns::<T>();
+    while gradients && i < padded {
+        store(i, [0.0; 8]);
+        i += step;
+    }
+}
+
+/// Passes the thread's packets of the columns below `vocabulary` to `read`, with their first columns: those that [`copy_columns`] copies,
+/// in two halves, and those after them.
+#[inline(always)]
+fn read_copied_columns<T: Element>(
+    stage: SharedArray<T>,
+    logits: Global<T>,
+    [half, staged, vocabulary]: [u32; 3],
+    mut read: impl FnMut(u32, Packet<T>),
+) {
+    let [mut i, step] = columns::<T>();
+    async_copy::wait::<1>();
+    while i < half.min(vocabulary) {
+        read(i, stage.packet(i as usize));
+        i += step;
+    }
+    async_copy::wait::<0>();
+    while i < staged.min(vocabulary) {
+        read(i, stage.packet(i as usize));
+        i += step;
+    }
+    while i < vocabulary {
+        read(i, logits.packet(i as usize));
+        i += step;
+    }
+}
+
 /// Adds `logit(0)` to `logit(T::PACKET - 1)` to the maximum of logits and the sum of e^(logit - max).
 #[inline(always)]
 fn fold_logits<T: Element>(max: &mut f32, sum: &mut f32, logit: impl Fn(usize) -> f32) {
@@ -144,7 +188,11 @@ pub fn classifier<const SOFTCAP: bool, T: Element>(
     let logits = logits.skip(row * scalars.padded as usize);
     let store = |i: u32, p: [f32; 8]| logits.set_packet_streaming(i as usize, Packet::from_fn(|k| p[k]));
     let (logits, loss, target) = (logits.reader(), losses.skip(row), targets.at(row));
-    classify_row::<SOFTCAP, T>(logits, loss, target, scalars, gradients != 0, softcap, store);
+    if SOFTCAP {
+        bounded::classify_row(logits, loss, target, scalars, gradients != 0, softcap, store);
+    } else {
+        classify_row(logits, loss, target, scalars, gradients != 0, store);
+    }
 }
 
 /// Writes the scale of gradients in FP8 of at most dloss to `scale` (1), and returns the scalars that give gradients divided by it.
@@ -180,73 +228,41 @@ pub fn classifier_fp8<const SOFTCAP: bool, F: Fp8>(
     let first = row * scalars.padded as usize;
     let store = |i: u32, gradient| out.set_eight(first + i as usize, pack_eight::<F>(gradient));
     let (logits, loss, target) = (logits.skip(first), losses.skip(row), targets.at(row));
-    classify_row::<SOFTCAP, bf16>(logits, loss, target, scalars, true, softcap, store);
+    if SOFTCAP {
+        bounded::classify_row(logits, loss, target, scalars, true, softcap, store);
+    } else {
+        classify_row(logits, loss, target, scalars, true, store);
+    }
 }
 
 /// Adds the loss of the row of `logits` (Vp) to `loss` (1). With `gradients`, passes the gradient to `store`, a packet at a time with the
 /// index of its first column.
 #[inline(always)]
-fn classify_row<const SOFTCAP: bool, T: Element>(
+fn classify_row<T: Element>(
     logits: Global<T>,
     loss: GlobalMut<f32>,
     target: i32,
     scalars: Scalars,
     gradients: bool,
-    softcap: f32,
     store: impl Fn(u32, [f32; 8]),
 ) {
     let Scalars { dloss, vocabulary, padded, staged } = scalars;
     let (scratch, stage) = shared::<T>(&mut Layout::new(), staged as usize);
-    // Column indices of a row fit in 32 bits, which halves their registers.
-    let packet = T::PACKET as u32;
-    let first = thread::thread_idx_x() * packet;
-    let step = THREADS * packet;
+    let [first, step] = columns::<T>();
     if target == MASKED {
-        let mut i = first;
-        while gradients && i < padded {
-            store(i, [0.0; 8]);
-            i += step;
-        }
+        clear_row::<T>(gradients, padded, store);
         return;
     }
     let target = target as u32;
-    let (mut target_logit, mut target_gradient) = (logits.at(target as usize).to_f32(), dloss);
-    let softcap = Softcap::new(softcap);
-    if SOFTCAP {
-        let [z, slope] = softcap.value_and_slope(target_logit);
-        (target_logit, target_gradient) = (z, dloss * slope);
-    }
+    let target_logit = logits.at(target as usize).to_f32();
 
     let half = copy_columns(stage, logits, staged, first, step);
 
     let (mut max, mut sum) = (LOWEST, 0.0);
-    let mut fold = |i: u32, mut x: Packet<T>| {
+    read_copied_columns(stage, logits, [half, staged, vocabulary], |i, mut x: Packet<T>| {
         mask_padding(&mut x, i, vocabulary);
-        let mut bounded = [f32::NEG_INFINITY; 8];
-        if SOFTCAP {
-            for k in 0..T::PACKET {
-                if i + (k as u32) < vocabulary {
-                    bounded[k] = softcap.value(x.get(k));
-                }
-            }
-        }
-        fold_logits::<T>(&mut max, &mut sum, |k| if SOFTCAP { bounded[k] } else { x.get(k) });
-    };
-    let mut i = first;
-    async_copy::wait::<1>();
-    while i < half.min(vocabulary) {
-        fold(i, stage.packet(i as usize));
-        i += step;
-    }
-    async_copy::wait::<0>();
-    while i < staged.min(vocabulary) {
-        fold(i, stage.packet(i as usize));
-        i += step;
-    }
-    while i < vocabulary {
-        fold(i, logits.packet(i as usize));
-        i += step;
-    }
+        fold_logits::<T>(&mut max, &mut sum, |k| x.get(k));
+    });
     let row_max = block::max(max, scratch);
     let sum = block::sum(sum * exp_below(max, row_max), scratch);
     if first == 0 {
@@ -260,14 +276,9 @@ fn classify_row<const SOFTCAP: bool, T: Element>(
     let gradient = |i: u32, x: Packet<T>| {
         let mut p = [0.0; 8];
         for k in 0..T::PACKET {
-            if SOFTCAP {
-                let [z, slope] = softcap.value_and_slope(x.get(k));
-                p[k] = exp_below(z, row_max) * scale * slope;
-            } else {
-                p[k] = exp_below(x.get(k), row_max) * scale;
-            }
+            p[k] = exp_below(x.get(k), row_max) * scale;
         }
-        subtract_target::<T>(&mut p, i, target, target_gradient, vocabulary);
+        subtract_target::<T>(&mut p, i, target, dloss, vocabulary);
         store(i, p);
     };
     let mut i = first;
