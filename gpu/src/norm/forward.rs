@@ -144,7 +144,12 @@ pub fn norm_forward<T: Element, N: Norm, const PACKETS: usize, const WARPS: usiz
 /// Grid: [`RowShape::forward_grid`]. Shared memory: [`RowShape::forward_shared_bytes`].
 #[kernel(
     threads = 256,
-    axes(shape = [p2 = <2, 1, 1>, p1x4 = <1, 4, 2>, p1x8 = <1, 8, 2>, p4x8 = <4, 8, 1>, p8x8 = <8, 8, 1>]),
+    axes(
+        shape = [
+            p2 = <2, 1, 1>, p3 = <3, 1, 1>, p4 = <4, 1, 1>, p6 = <6, 1, 1>, p8 = <8, 1, 1>,
+            p4x8 = <4, 8, 1>, p8x8 = <8, 8, 1>
+        ]
+    ),
     instances([e4m3 = E4m3] * [layernorm = LayerNorm, rmsnorm = RmsNorm] * shape),
     select(N::KIND: NormKind, RowShape(PACKETS, WARPS, ROWS): RowShape)
 )]

@@ -25,7 +25,7 @@ pub struct Size {
 impl Size {
     /// Returns the launch of a forward kernel.
     fn forward<T: Element>(self, launch: Option<Launch>, shape: RowShape, fp8: bool) -> Option<KernelLaunch> {
-        let grid = [shape.forward_grid(self.rows, self.sm_count, fp8), 1, 1];
+        let grid = [shape.forward_grid(self.rows, self.sm_count), 1, 1];
         Some(KernelLaunch { launch: launch?, grid, shared_bytes: shape.forward_shared_bytes::<T>(fp8) })
     }
 }
@@ -62,7 +62,7 @@ pub fn forward_fp8(
     operands: ForwardOperands<bf16>,
     size: Size,
 ) -> Option<KernelLaunch> {
-    let shape = RowShape::of::<bf16>(size.channels)?;
+    let shape = RowShape::of_fp8(size.channels)?;
     let QuantizedOperands { out, amax, scale } = quantized;
     let ForwardOperands { mean, rstd, inp, weight, bias, eps } = operands;
     let (keys, rows, channels) = ((size.norm, shape), size.rows as u32, size.channels as u32);

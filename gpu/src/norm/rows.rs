@@ -2,7 +2,8 @@
 //! shared memory of the pipelines that read rows, and the first stage of the column sums.
 //!
 //! C is a multiple of the packet. Each row is read once and kept on chip until its last use, as PACKETS packets per lane
-//! of WARPS warps, so C is at most PACKETS * WARPS * 32 * `T::PACKET`. [`RowShape::ALL`] lists the combinations, which cover up to 16384 channels in bf16 and 8192 in f32.
+//! of WARPS warps, so C is at most PACKETS * WARPS * 32 * `T::PACKET`. [`RowShape::ALL`] and [`RowShape::ALL_FP8`] list the combinations,
+//! which cover up to 16384 channels in bf16 and 8192 in f32.
 //!
 //! * WARPS is 1 (eight rows per block, no barrier), 4 (two groups of warps, each with its own named barrier), or 8 (one
 //!   group).
@@ -36,11 +37,25 @@ impl RowShape {
     /// All shapes, from the smallest to the largest.
     pub const ALL: [Self; 5] = [Self(2, 1, 1), Self(1, 4, 2), Self(1, 8, 2), Self(4, 8, 1), Self(8, 8, 1)];
 
+    /// The shapes of forward kernels with an FP8 output. One warp has a row of up to 2048 channels. These kernels store half as much, so
+    /// barriers would take a larger part of their time.
+    pub const ALL_FP8: [Self; 7] =
+        [Self(2, 1, 1), Self(3, 1, 1), Self(4, 1, 1), Self(6, 1, 1), Self(8, 1, 1), Self(4, 8, 1), Self(8, 8, 1)];
+
     /// Returns the smallest shape that holds rows of `channels`, or `None` if `channels` is too large or not a multiple
     /// of the packet.
     pub fn of<T: Element>(channels: usize) -> Option<Self> {
-        let fits = |shape: &Self| (1..=shape.packets_of_a_row()).contains(&channels.div_ceil(T::PACKET));
-        Self::ALL.into_iter().find(fits).filter(|_| channels.is_multiple_of(T::PACKET))
+        Self::smallest::<T>(&Self::ALL, channels)
+    }
+
+    /// Does the same for a forward kernel with an FP8 output.
+    pub fn of_fp8(channels: usize) -> Option<Self> {
+        Self::smallest::<bf16>(&Self::ALL_FP8, channels)
+    }
+
+    fn smallest<T: Element>(shapes: &[Self], channels: usize) -> Option<Self> {
+        let fits = |shape: &&Self| (1..=shape.packets_of_a_row()).contains(&channels.div_ceil(T::PACKET));
+        shapes.iter().find(fits).copied().filter(|_| channels.is_multiple_of(T::PACKET))
     }
 
     /// Returns the packets of a row that a group of WARPS warps holds.
@@ -63,14 +78,12 @@ impl RowShape {
         self.0 == 1
     }
 
-    /// Returns the grid size of a forward kernel, with or without an FP8 output.
+    /// Returns the grid size of a forward kernel.
     ///
     /// With PACKETS = 1 the kernel is persistent: at most the resident blocks of `sm_count` SMs, each with a
-    /// grid-stride loop over rows that prefetches the next ones. A kernel with an FP8 output has more registers, so fewer blocks are
-    /// resident.
-    pub fn forward_grid(self, rows: usize, sm_count: usize, fp8: bool) -> u32 {
-        let blocks_per_sm = if fp8 { 3 } else { 4 };
-        let resident = if self.is_of_one_packet() { blocks_per_sm * sm_count } else { usize::MAX };
+    /// grid-stride loop over rows that prefetches the next ones.
+    pub fn forward_grid(self, rows: usize, sm_count: usize) -> u32 {
+        let resident = if self.is_of_one_packet() { 4 * sm_count } else { usize::MAX };
         rows.div_ceil(self.rows_per_block()).min(resident) as u32
     }
 
