@@ -119,8 +119,14 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
 /// Grid: [`RowShape::forward_grid`]. Shared memory: [`RowShape::forward_shared_bytes`].
 #[kernel(
     threads = 256,
-    axes(shape = [p2 = <2, 1, 1>, p1x4 = <1, 4, 2>, p1x8 = <1, 8, 2>, p4x8 = <4, 8, 1>, p8x8 = <8, 8, 1>]),
-    instances([bf16 = bf16, f32 = f32] * [layernorm = LayerNorm, rmsnorm = RmsNorm] * shape),
+    axes(
+        shape = [p2 = <2, 1, 1>, p1x4 = <1, 4, 2>, p1x8 = <1, 8, 2>, p4x8 = <4, 8, 1>, p8x8 = <8, 8, 1>],
+        warp = [p3 = <3, 1, 1>, p4 = <4, 1, 1>, p6 = <6, 1, 1>, p8 = <8, 1, 1>]
+    ),
+    instances(
+        [bf16 = bf16, f32 = f32] * [layernorm = LayerNorm, rmsnorm = RmsNorm] * shape,
+        [bf16 = bf16] * [layernorm = LayerNorm, rmsnorm = RmsNorm] * warp
+    ),
     select(N::KIND: NormKind, RowShape(PACKETS, WARPS, ROWS): RowShape)
 )]
 pub fn norm_forward<T: Element, N: Norm, const PACKETS: usize, const WARPS: usize, const ROWS: usize>(
@@ -139,7 +145,8 @@ pub fn norm_forward<T: Element, N: Norm, const PACKETS: usize, const WARPS: usiz
 }
 
 /// Does what [`norm_forward`] does in bf16, and quantizes out with a given scale (1) instead of storing it: its bits are those of
-/// [`quantize`](crate::quantize::quantize) for an output in bf16, as are those of `amax` (1), which may be null.
+/// [`quantize`](crate::quantize::quantize) for an output in bf16 of a kernel of the same shape, as are those of `amax` (1), which may be
+/// null.
 ///
 /// Grid: [`RowShape::forward_grid`]. Shared memory: [`RowShape::forward_shared_bytes`].
 #[kernel(

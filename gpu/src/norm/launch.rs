@@ -47,9 +47,15 @@ pub struct ForwardOperands<T> {
     pub eps: f32,
 }
 
-/// Returns the kernel that writes out (rows, C), or `None` if no kernel supports the number of channels.
-pub fn forward<T: Element>(out: GlobalMut<T>, operands: ForwardOperands<T>, size: Size) -> Option<KernelLaunch> {
-    let shape = RowShape::of::<T>(size.channels)?;
+/// Returns the kernel that writes out (rows, C), or `None` if no kernel supports the number of channels. If `quantizes`, its bits are
+/// those that [`forward_fp8`] quantizes; T is then bf16.
+pub fn forward<T: Element>(
+    out: GlobalMut<T>,
+    operands: ForwardOperands<T>,
+    size: Size,
+    quantizes: bool,
+) -> Option<KernelLaunch> {
+    let shape = if quantizes { RowShape::of_fp8(size.channels)? } else { RowShape::of::<T>(size.channels)? };
     let ForwardOperands { mean, rstd, inp, weight, bias, eps } = operands;
     let (keys, rows, channels) = ((size.norm, shape), size.rows as u32, size.channels as u32);
     let launch = norm_forward_select::<T>(keys, out, mean, rstd, inp, weight, bias, eps, rows, channels);

@@ -75,7 +75,7 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &NormForward) -> Result<
         return quantize::transpose_quantized(cuda, next);
     }
     let out = cuda.output("out", op.out, size.rows * op.c)?;
-    let kernel = launch::forward::<T>(out, forward_operands::<T, T>(cuda, op)?, size);
+    let kernel = launch::forward::<T>(out, forward_operands::<T, T>(cuda, op)?, size, op.quantized.is_some());
     cuda.launch_kernel(&kernel.with_context(|| unsupported::<T>(op.c))?)?;
     op.quantized.map_or(Ok(()), |next| quantize::quantize(cuda, next))
 }
