@@ -100,11 +100,9 @@ fn of(scale: Tensor, amax: Tensor) -> Fp8Scale {
 }
 
 /// Allows the errors of Hopper's FP8 accumulators, which keep about 14 bits: up to 0.7 % of the result's root mean square at K = 3072.
-fn widen_tolerances(operands: &mut [Operand], accumulation: Fp8Accumulation) {
+fn widen_tolerances(operands: &mut [Operand]) {
     for tolerance in operands.iter_mut().filter_map(|operand| operand.checked.as_mut()) {
-        if accumulation == Fp8Accumulation::Fast {
-            tolerance.bf16 = tolerance.bf16.max(Tolerance::CHAIN.bf16);
-        }
+        tolerance.bf16 = tolerance.bf16.max(Tolerance::CHAIN.bf16);
     }
 }
 
@@ -142,7 +140,7 @@ fn forward(
     let plain = matmul_forward(shape, bias, kind);
     let what = plain.shape[linear_name(shape, bias).len()..].to_owned();
     let mut operands = plain.operands;
-    widen_tolerances(&mut operands, accumulation);
+    widen_tolerances(&mut operands);
     let first = operands.len();
     operands.extend([fp8("inp in FP8", rows * c), fp8("weight in FP8", oc * c)]);
     operands.extend(scale(["scale of inp", "amax of inp"], Fp8Format::E4m3));
@@ -187,7 +185,7 @@ fn backward(
     let plain = matmul_backward(shape, bias, activation);
     let what = format!("{} {format:?}", &plain.shape[linear_name(shape, bias).len()..]);
     let mut operands = plain.operands;
-    widen_tolerances(&mut operands, accumulation);
+    widen_tolerances(&mut operands);
     if activation.is_none() {
         operands.push(input("preactivation", 16, Init::Zero));
     }
