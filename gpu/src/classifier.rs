@@ -11,7 +11,7 @@
 //! Subtracting first is essential: max log2(e) has a rounding error, which for logits above about 2^31 exceeds the
 //! whole range of exponents.
 //!
-//! With SOFTCAP, [`classifier()`] bounds the logits first ([`bounded`]). Its loss and probabilities are those of the bounded logits; the
+//! With SOFTCAP, [`classifier()`] bounds the logits first (`bounded`). Its loss and probabilities are those of the bounded logits; the
 //! gradient is that of the logits in memory.
 //!
 //! [`classifier_fp8`] and [`wide::classifier_wide_fp8`] write the gradient in FP8 instead. Its magnitude is at most dloss, so its

@@ -69,7 +69,7 @@ pub const FAMILY: Family = Family {
                 let Problem { out, mean, rstd, inp, weight, bias, rows, channels } = problem(s)?;
                 let operands = ForwardOperands { mean, rstd, inp, weight, bias, eps: 0.0 };
                 let size = Size { norm: NormKind::LayerNorm, rows, channels, sm_count: s.sm_count() };
-                let kernel = forward::<bf16>(out, operands, size).context("no instance for these channels")?;
+                let kernel = forward::<bf16>(out, operands, size, false).context("no instance for these channels")?;
                 s.launch_all([kernel]);
                 Ok(())
             },
