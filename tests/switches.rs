@@ -438,10 +438,10 @@ fn overfitting_one_batch_does_not_depend_on_gradient_accumulation() {
     let one = run("32");
     let losses = one.losses();
     assert!(losses[39] < 0.3 * losses[0], "{losses:?}");
-    // The gradient is the same up to the order of summation.
+    // The gradient is the same up to the order of summation. Such differences grow: after ten steps they exceed 1e-5 on some processors.
     for d in ["64", "128"] {
-        for (step, (got, expected)) in run(d).losses().iter().zip(&losses).take(10).enumerate() {
-            assert!((got / expected - 1.0).abs() < 1e-5, "step {step}, -d {d}: {got}, expected {expected}");
+        for (step, (got, expected)) in run(d).losses().iter().zip(&losses).take(6).enumerate() {
+            assert!((got / expected - 1.0).abs() < 1e-6, "step {step}, -d {d}: {got}, expected {expected}");
         }
     }
     // It is the first batch of the validation data.
