@@ -66,6 +66,18 @@ atomics! {
     fetch_max(value) of i32 = fetch_max_i32, shared_max_i32;
     /// Replaces element `i` atomically by the larger of it and `value`.
     fetch_max(value) of u64 = fetch_max_u64, shared_max_u64;
+    /// Replaces element `i` atomically by its bitwise and with `value`.
+    fetch_and(value) of u32 = fetch_and_u32, shared_and_u32;
+    /// Replaces element `i` atomically by its bitwise and with `value`.
+    fetch_and(value) of u64 = fetch_and_u64, shared_and_u64;
+    /// Replaces element `i` atomically by its bitwise or with `value`.
+    fetch_or(value) of u32 = fetch_or_u32, shared_or_u32;
+    /// Replaces element `i` atomically by its bitwise or with `value`.
+    fetch_or(value) of u64 = fetch_or_u64, shared_or_u64;
+    /// Replaces element `i` atomically by its bitwise exclusive or with `value`.
+    fetch_xor(value) of u32 = fetch_xor_u32, shared_xor_u32;
+    /// Replaces element `i` atomically by its bitwise exclusive or with `value`.
+    fetch_xor(value) of u64 = fetch_xor_u64, shared_xor_u64;
     /// Replaces element `i` atomically by `value`.
     exchange(value) of u32 = exchange_u32, shared_exchange_u32;
     /// Replaces element `i` atomically by `value`.
@@ -74,4 +86,148 @@ atomics! {
     compare_exchange(expected, value) of u32 = compare_exchange_u32, shared_compare_exchange_u32;
     /// Replaces element `i` atomically by `value` if it is `expected`.
     compare_exchange(expected, value) of u64 = compare_exchange_u64, shared_compare_exchange_u64;
+}
+
+/// Defines atomic reads and writes of views of global memory, checked or not.
+macro_rules! accesses {
+    ($($type:ty: $load:ident, $load_acquire:ident, $store:ident, $store_release:ident;)*) => {$(
+        impl GlobalMut<$type> {
+            /// Reads element `i` atomically: relaxed, device scope (`ld.relaxed.gpu.global`). It orders nothing by itself, but a
+            /// [fence](crate::fence) after it acquires what the write of the value has released.
+            #[inline(always)]
+            #[track_caller]
+            pub fn load_relaxed(self, i: usize) -> $type {
+                // SAFETY: see `at`.
+                unsafe { backend::$load(self.0.wrapping_add(i)) }
+            }
+
+            /// Reads element `i` atomically, before all later memory accesses of this thread: acquire, device scope
+            /// (`ld.acquire.gpu.global`). Later accesses see everything that the write of the value has released.
+            #[inline(always)]
+            #[track_caller]
+            pub fn load_acquire(self, i: usize) -> $type {
+                // SAFETY: see `at`.
+                unsafe { backend::$load_acquire(self.0.wrapping_add(i)) }
+            }
+
+            /// Writes element `i` atomically: relaxed, device scope (`st.relaxed.gpu.global`). It orders nothing by itself, but it
+            /// releases what precedes a [fence](crate::fence) before it.
+            #[inline(always)]
+            #[track_caller]
+            pub fn store_relaxed(self, i: usize, value: $type) {
+                // SAFETY: see `at`.
+                unsafe { backend::$store(self.0.wrapping_add(i), value) }
+            }
+
+            /// Writes element `i` atomically, after all earlier memory accesses of this thread: release, device scope
+            /// (`st.release.gpu.global`). A thread that reads the value with [`load_acquire`](Self::load_acquire) sees them.
+            #[inline(always)]
+            #[track_caller]
+            pub fn store_release(self, i: usize, value: $type) {
+                // SAFETY: see `at`.
+                unsafe { backend::$store_release(self.0.wrapping_add(i), value) }
+            }
+        }
+
+        impl GlobalSliceMut<'_, $type> {
+            /// See [`GlobalMut::load_relaxed`].
+            #[inline(always)]
+            #[track_caller]
+            pub fn load_relaxed(self, i: usize) -> $type {
+                self.check(i, 1);
+                self.view.load_relaxed(i)
+            }
+
+            /// See [`GlobalMut::load_acquire`].
+            #[inline(always)]
+            #[track_caller]
+            pub fn load_acquire(self, i: usize) -> $type {
+                self.check(i, 1);
+                self.view.load_acquire(i)
+            }
+
+            /// See [`GlobalMut::store_relaxed`].
+            #[inline(always)]
+            #[track_caller]
+            pub fn store_relaxed(self, i: usize, value: $type) {
+                self.check(i, 1);
+                self.view.store_relaxed(i, value);
+            }
+
+            /// See [`GlobalMut::store_release`].
+            #[inline(always)]
+            #[track_caller]
+            pub fn store_release(self, i: usize, value: $type) {
+                self.check(i, 1);
+                self.view.store_release(i, value);
+            }
+        }
+    )*};
+}
+
+accesses! {
+    u32: load_relaxed_u32, load_acquire_u32, store_relaxed_u32, store_release_u32;
+    u64: load_relaxed_u64, load_acquire_u64, store_relaxed_u64, store_release_u64;
+}
+
+impl GlobalMut<u32> {
+    /// Adds `value` to element `i` atomically, after all earlier memory accesses of this thread: release, device scope
+    /// (`red.release.gpu.global.add.u32`).
+    ///
+    /// With [`acquire_wait`](Self::acquire_wait), it orders accesses of different blocks. Asynchronous stores are included
+    /// once the thread has [waited for them](crate::hopper::tma::wait_stores).
+    #[inline(always)]
+    #[track_caller]
+    pub fn release_add(self, i: usize, value: u32) {
+        // SAFETY: see `at`.
+        unsafe { backend::release_add_u32(self.0.wrapping_add(i), value) }
+    }
+
+    /// Waits until element `i` equals `value`, before all later memory accesses of this thread: acquire, device scope
+    /// (`ld.acquire.gpu.global.u32` in a loop).
+    ///
+    /// The wait must not depend on a block that may not have started. Work that is assigned by an atomic ticket meets this
+    /// condition if each work item depends only on items with lower tickets.
+    #[inline(always)]
+    #[track_caller]
+    pub fn acquire_wait(self, i: usize, value: u32) {
+        // SAFETY: see `at`.
+        unsafe { backend::acquire_wait_u32(self.0.wrapping_add(i), |found| found == value, Some(value)) };
+    }
+
+    /// Waits until `condition` holds for element `i`, and returns the element. Otherwise like [`acquire_wait`](Self::acquire_wait).
+    ///
+    /// The condition should hold for all later values, too: the wait may miss a value that another one follows.
+    #[inline(always)]
+    #[track_caller]
+    pub fn acquire_wait_until(self, i: usize, condition: impl Fn(u32) -> bool) -> u32 {
+        // SAFETY: see `at`.
+        unsafe { backend::acquire_wait_u32(self.0.wrapping_add(i), condition, None) }
+    }
+}
+
+impl GlobalSliceMut<'_, u32> {
+    /// See [`GlobalMut::release_add`].
+    #[inline(always)]
+    #[track_caller]
+    pub fn release_add(self, i: usize, value: u32) {
+        self.check(i, 1);
+        self.view.release_add(i, value);
+    }
+
+    /// See [`GlobalMut::acquire_wait`].
+    #[inline(always)]
+    #[track_caller]
+    pub fn acquire_wait(self, i: usize, value: u32) {
+        self.check(i, 1);
+        self.view.acquire_wait(i, value);
+    }
+
+    /// See [`GlobalMut::acquire_wait_until`].
+    #[inline(always)]
+    #[track_caller]
+    pub fn acquire_wait_until(self, i: usize, condition: impl Fn(u32) -> bool) -> u32 {
+        self.check(i, 1);
+        self.view.acquire_wait_until(i, condition)
+    }
 }

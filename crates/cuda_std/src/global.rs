@@ -374,30 +374,6 @@ impl GlobalMut<u32> {
         // SAFETY: see `at`.
         unsafe { backend::atomic_max_u32(self.0.wrapping_add(i), value) }
     }
-
-    /// Adds `value` to element `i` atomically, after all earlier memory accesses of this thread: release, device scope
-    /// (`red.release.gpu.global.add.u32`).
-    ///
-    /// With [`acquire_wait`](Self::acquire_wait), it orders accesses of different blocks. Asynchronous stores are included
-    /// once the thread has [waited for them](crate::hopper::tma::wait_stores).
-    #[inline(always)]
-    #[track_caller]
-    pub fn release_add(self, i: usize, value: u32) {
-        // SAFETY: see `at`.
-        unsafe { backend::release_add_u32(self.0.wrapping_add(i), value) }
-    }
-
-    /// Waits until element `i` equals `value`, before all later memory accesses of this thread: acquire, device scope
-    /// (`ld.acquire.gpu.global.u32` in a loop).
-    ///
-    /// The wait must not depend on a block that may not have started. Work that is assigned by an atomic ticket meets this
-    /// condition if each work item depends only on items with lower tickets.
-    #[inline(always)]
-    #[track_caller]
-    pub fn acquire_wait(self, i: usize, value: u32) {
-        // SAFETY: see `at`.
-        unsafe { backend::acquire_wait_u32(self.0.wrapping_add(i), value) }
-    }
 }
 
 impl GlobalMut<f32> {

@@ -1,7 +1,7 @@
 //! Kernel launches on the host: the entry point and arguments that a `#[kernel]` function returns.
 
 use crate::Scalar;
-use crate::backend::{Grid, Memory, Report};
+use crate::backend::{Grid, Memory, Report, Schedule};
 use crate::slice::{GlobalSlice, GlobalSliceMut};
 use std::any::TypeId;
 use std::fmt;
@@ -226,19 +226,43 @@ impl Launch {
     /// Runs the kernel on the CPU over the buffers of `memory` and checks every memory access.
     ///
     /// Detects out-of-bounds and misaligned accesses, uninitialized reads of buffers and shared memory, data races
-    /// between threads and between blocks, asynchronous copies and wgmma results used before their wait, and polling.
-    /// The blocks run one after the other, so every run finds the same fault.
+    /// between threads and between blocks, asynchronous copies and wgmma results used before their wait, deadlocks and livelocks.
+    ///
+    /// The blocks run in order. If they exchange values through atomics, the launch is repeated from the same memory in the other
+    /// schedules of [`Schedule::DEFAULT_SEEDS`]. If the results of one of them differ, they are what `memory` contains afterwards, so that
+    /// a test that compares them with expected values sees them. Every run finds the same fault.
     ///
     /// # Errors
-    /// At the first fault. The report names the kernel, block, thread, buffer and source lines.
+    /// At the first fault. The report names the kernel, block, thread, buffer, source lines and the seed of the schedule.
     pub fn emulate_checked(&self, memory: &mut Memory, grid: [u32; 3], shared_bytes: usize) -> Result<(), Report> {
-        crate::backend::run_checked(&self.grid(grid, shared_bytes)?, memory)
+        crate::backend::run_seeds(&self.grid(grid, shared_bytes)?, memory, seeds())
+    }
+
+    /// Runs the kernel once in the order of `schedule`. Otherwise like [`emulate_checked`](Self::emulate_checked).
+    ///
+    /// # Errors
+    /// At the first fault.
+    pub fn emulate_scheduled(
+        &self,
+        memory: &mut Memory,
+        grid: [u32; 3],
+        shared_bytes: usize,
+        schedule: Schedule,
+    ) -> Result<(), Report> {
+        crate::backend::run_checked(&self.grid(grid, shared_bytes)?, memory, schedule).map(|_| ())
     }
 
     fn grid(&self, size: [u32; 3], shared_bytes: usize) -> Result<Grid<'_>, Report> {
         let body = self.body.as_deref().ok_or_else(|| Report::without_emulator(self.name))?;
         Ok(Grid { kernel: self.name, body, size, threads: self.threads(), block: self.block, shared_bytes })
     }
+}
+
+/// Returns the seeds of the schedules of a checked launch: those below the environment variable `CUDA_STD_SEEDS`, if it is set.
+fn seeds() -> std::ops::Range<u64> {
+    static SEEDS: std::sync::OnceLock<std::ops::Range<u64>> = std::sync::OnceLock::new();
+    let given = || std::env::var("CUDA_STD_SEEDS").ok()?.parse().ok();
+    SEEDS.get_or_init(|| given().map_or(Schedule::DEFAULT_SEEDS, |end| 0..end)).clone()
 }
 
 /// A launch of a `#[kernel(checked)]`, with its arguments. It borrows the buffers of its arguments.
@@ -279,6 +303,14 @@ impl CheckedLaunch<'_> {
     /// At the first fault.
     pub fn emulate(&self, memory: &mut Memory, grid: [u32; 3]) -> Result<(), Report> {
         self.launch.emulate_checked(memory, grid, self.launch.shared_bytes)
+    }
+
+    /// Runs the kernel on the CPU once in the order of `schedule`. See [`Launch::emulate_scheduled`].
+    ///
+    /// # Errors
+    /// At the first fault.
+    pub fn emulate_scheduled(&self, memory: &mut Memory, grid: [u32; 3], schedule: Schedule) -> Result<(), Report> {
+        self.launch.emulate_scheduled(memory, grid, self.launch.shared_bytes, schedule)
     }
 }
 

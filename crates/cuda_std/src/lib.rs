@@ -94,7 +94,7 @@ pub mod emulate {
     //! * Special functions are correctly rounded or nearly so, while the device approximates them. Tensor-core
     //!   instructions accumulate in f32 in ascending k.
 
-    pub use crate::backend::{Fault, HostAccess, Memory, Report, printed_by};
+    pub use crate::backend::{Fault, HostAccess, Memory, Report, Schedule, printed_by};
     pub use bytemuck::Pod;
 }
 pub mod fence;

@@ -6,7 +6,6 @@ use super::checker::{Finding, Kind, Request};
 use super::report::{Fault, Line, Site};
 use super::warpgroup::{LINES, PENDING, QUIET, THREADS};
 use std::panic::Location;
-use std::sync::atomic::{self, AtomicU32, AtomicU64, Ordering};
 use std::{mem, ptr};
 
 /// Returns the address of the block's dynamic shared memory. Returns null outside a kernel, where layouts are only
@@ -35,7 +34,7 @@ fn check_access(request: Request) {
     let Request { kind, address, at, .. } = request;
     let (result, polls) = with(|block| {
         let polls = match kind {
-            Kind::Read | Kind::Atomic => block.polling.record_read(address, at),
+            Kind::Read => block.polling.record_read(address, at),
             _ => {
                 block.polling = Polling::default();
                 false
@@ -266,99 +265,6 @@ pub unsafe fn load128_with(pointer: *const u32, _policy: u64) -> [u32; 4] {
 pub unsafe fn store128_with(pointer: *mut u32, value: [u32; 4], _policy: u64) {
     // SAFETY: guaranteed by the caller.
     unsafe { store128(pointer, value) }
-}
-
-/// # Safety
-/// `pointer` must be valid for reads and writes, and all concurrent accesses must be atomic.
-#[inline]
-#[track_caller]
-pub unsafe fn atomic_add_u32(pointer: *mut u32, value: u32) -> u32 {
-    check(Kind::Atomic, pointer.addr(), 4, 4, Location::caller());
-    // SAFETY: guaranteed by the caller.
-    unsafe { AtomicU32::from_ptr(pointer) }.fetch_add(value, Ordering::Relaxed)
-}
-
-/// # Safety
-/// Same as [`atomic_add_u32`].
-#[inline]
-#[track_caller]
-pub unsafe fn atomic_max_u32(pointer: *mut u32, value: u32) {
-    check(Kind::Atomic, pointer.addr(), 4, 4, Location::caller());
-    // SAFETY: guaranteed by the caller.
-    unsafe { AtomicU32::from_ptr(pointer) }.fetch_max(value, Ordering::Relaxed);
-}
-
-/// # Safety
-/// Same as [`atomic_add_u32`].
-#[inline]
-#[track_caller]
-pub unsafe fn atomic_add_f32(pointer: *mut f32, value: f32) {
-    check(Kind::Atomic, pointer.addr(), 4, 4, Location::caller());
-    // SAFETY: guaranteed by the caller; f32 and u32 have the same layout.
-    let word = unsafe { AtomicU32::from_ptr(pointer.cast()) };
-    let add = |bits| Some((f32::from_bits(bits) + value).to_bits());
-    let _ = word.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
-}
-
-/// Defines atomic operations on global and shared memory that return the old value.
-macro_rules! atomics {
-    ($($name:ident, $shared:ident, $type:ty, $atomic:ty, ($($operand:ident),*), |$old:ident| $new:expr;)*) => {$(
-        /// # Safety
-        /// `pointer` must be valid for reads and writes, and all concurrent accesses must be atomic.
-        #[inline]
-        #[track_caller]
-        pub unsafe fn $name(pointer: *mut $type, $($operand: $type),*) -> $type {
-            let bytes = size_of::<$type>();
-            check(Kind::Atomic, pointer.addr(), bytes, bytes, Location::caller());
-            // SAFETY: guaranteed by the caller; both types have the same layout.
-            let word = unsafe { <$atomic>::from_ptr(pointer.cast()) };
-            let update = |bits| {
-                let $old: $type = bytemuck::cast(bits);
-                let new: $type = $new;
-                Some(bytemuck::cast(new))
-            };
-            let old = word.fetch_update(Ordering::Relaxed, Ordering::Relaxed, update).unwrap_or_else(|bits| bits);
-            bytemuck::cast(old)
-        }
-
-        /// # Safety
-        /// The pointer is valid for the operation.
-        #[inline]
-        #[track_caller]
-        pub unsafe fn $shared(pointer: *mut $type, $($operand: $type),*) -> $type {
-            // SAFETY: guaranteed by the caller.
-            unsafe { $name(pointer, $($operand),*) }
-        }
-    )*};
-}
-
-atomics! {
-    fetch_add_u32, shared_add_u32, u32, AtomicU32, (value), |old| old.wrapping_add(value);
-    fetch_add_i32, shared_add_i32, i32, AtomicU32, (value), |old| old.wrapping_add(value);
-    fetch_add_u64, shared_add_u64, u64, AtomicU64, (value), |old| old.wrapping_add(value);
-    fetch_add_f32, shared_add_f32, f32, AtomicU32, (value), |old| old + value;
-    fetch_add_f64, shared_add_f64, f64, AtomicU64, (value), |old| old + value;
-    fetch_min_u32, shared_min_u32, u32, AtomicU32, (value), |old| old.min(value);
-    fetch_min_i32, shared_min_i32, i32, AtomicU32, (value), |old| old.min(value);
-    fetch_min_u64, shared_min_u64, u64, AtomicU64, (value), |old| old.min(value);
-    fetch_max_u32, shared_max_u32, u32, AtomicU32, (value), |old| old.max(value);
-    fetch_max_i32, shared_max_i32, i32, AtomicU32, (value), |old| old.max(value);
-    fetch_max_u64, shared_max_u64, u64, AtomicU64, (value), |old| old.max(value);
-    exchange_u32, shared_exchange_u32, u32, AtomicU32, (value), |_old| value;
-    exchange_u64, shared_exchange_u64, u64, AtomicU64, (value), |_old| value;
-    compare_exchange_u32, shared_compare_exchange_u32, u32, AtomicU32, (expected, value),
-        |old| if old == expected { value } else { old };
-    compare_exchange_u64, shared_compare_exchange_u64, u64, AtomicU64, (expected, value),
-        |old| if old == expected { value } else { old };
-}
-
-pub fn fence_device() {
-    atomic::fence(Ordering::AcqRel);
-    with(|block| {
-        if let Some(checker) = &mut block.checker {
-            checker.device_fenced();
-        }
-    });
 }
 
 /// # Safety

@@ -1,6 +1,6 @@
 //! Pending asynchronous copies of a block: `cp.async`, TMA loads and TMA stores.
 
-use super::checker::VectorClock;
+use super::order::VectorClock;
 use super::report::Site;
 use super::tensor_map::Map;
 

@@ -4,13 +4,15 @@
 
 use super::LANES;
 use super::async_copy::AsyncCopies;
-use super::checker::{Checker, VectorClock};
+use super::atomic::Polls;
+use super::checker::{Checker, Local};
 use super::grid::Grid;
 use super::hopper_state;
+use super::order::VectorClock;
 use super::report::{Fault, Line, Report, Site, ranges};
 use super::running::Running;
 use super::stack::FiberStack;
-use super::wait::{CounterWait, Operation, Wait};
+use super::wait::{Operation, ValueWait, Wait};
 use super::warp::{Barrier, Warp};
 use corosensei::{Coroutine, Yielder};
 use std::cell::Cell;
@@ -41,13 +43,21 @@ pub struct Block {
     pub yielders: Vec<*const Yielder<(), ()>>,
     /// Dynamic shared memory, aligned to 1024 bytes as on the device.
     shared: Vec<Kilobyte>,
+    shared_bytes: usize,
     pub report: Option<Report>,
     /// An uninitialized read, held back until the block ends: see [`fail`].
     suspicion: Option<Report>,
     pub checker: Option<Box<Checker>>,
     pub polling: Polling,
-    /// Threads that wait for counters in global memory.
-    pub counter_waits: Vec<CounterWait>,
+    /// Threads that wait for values in memory.
+    pub value_waits: Vec<ValueWait>,
+    /// Threads that poll. They continue after others have run.
+    pub spinning: Vec<usize>,
+    pub polls: Polls,
+    /// Whether other blocks shall run before this one continues.
+    pub leaves: bool,
+    /// Number of times a thread has written memory that other threads access atomically.
+    pub changes: u64,
     /// The blocks of the launch, if they run in parallel.
     pub running: Option<Arc<Running>>,
 }
@@ -221,11 +231,16 @@ impl Block {
             yielders: vec![ptr::null(); threads],
             // At least one, so that addresses in undeclared shared memory differ from those of null views.
             shared: vec![POISON; grid.shared_bytes.div_ceil(1024).max(1)],
+            shared_bytes: grid.shared_bytes,
             report: None,
             suspicion: None,
             checker: None,
             polling: Polling::default(),
-            counter_waits: Vec::new(),
+            value_waits: Vec::new(),
+            spinning: Vec::new(),
+            polls: Polls::new(threads),
+            leaves: false,
+            changes: 0,
             running: None,
         }
     }
@@ -238,7 +253,9 @@ impl Block {
         self.copies.iter_mut().for_each(AsyncCopies::clear);
         self.hopper = hopper_state::State::default();
         self.waits.fill(None);
-        self.counter_waits.clear();
+        self.value_waits.clear();
+        self.spinning.clear();
+        self.polls.clear();
         (self.report, self.suspicion) = (None, None);
         self.shared.fill(POISON);
     }
@@ -259,13 +276,41 @@ impl Block {
     /// Ends a tick of the running thread's warp and returns the warp's clock, for threads that synchronize with it.
     pub fn release(&mut self) -> VectorClock {
         let warp = self.current / LANES;
-        self.checker.as_mut().map_or_else(VectorClock::default, |checker| checker.release(warp))
+        self.checker.as_mut().map_or_else(VectorClock::default, |checker| checker.order().release(warp))
     }
 
     /// Joins a released clock into the clock of `warp`.
     pub fn acquire(&mut self, warp: usize, clock: &VectorClock) {
         if let Some(checker) = &mut self.checker {
-            checker.acquire(warp, clock);
+            checker.order().acquire(warp, clock);
+        }
+    }
+
+    /// Returns new state of this block for a checker.
+    pub fn local(&mut self) -> Box<Local> {
+        let shared = self.shared_base().addr();
+        Box::new(Local::new(shared, self.shared_bytes, self.warps.len()))
+    }
+
+    /// Exchanges the state of the block that the checker is at with `local`.
+    pub fn switch_checker(&mut self, local: &mut Option<Box<Local>>) {
+        if let (Some(checker), Some(local)) = (&mut self.checker, local) {
+            checker.switch(local);
+        }
+    }
+
+    /// Lets other threads and blocks run before the running thread continues.
+    pub fn leave(&mut self) {
+        self.wake(self.current);
+        self.leaves = true;
+    }
+
+    /// Records that the running thread has changed memory that other threads access atomically.
+    pub fn memory_changed(&mut self) {
+        self.changes += 1;
+        super::atomic::wake_satisfied(self);
+        if let Some(running) = &self.running {
+            running.changed();
         }
     }
 
@@ -289,7 +334,7 @@ impl Block {
     }
 
     pub fn report_of(&self, fault: Fault, at: Option<Site>, other: Option<Site>, message: String) -> Report {
-        Report { kernel: self.kernel, block: self.index, thread: None, fault, at, other, message }
+        Report { kernel: self.kernel, block: self.index, thread: None, fault, at, other, schedule: None, message }
     }
 
     /// Ends the running thread with a report.
@@ -342,7 +387,8 @@ impl Block {
                 Operation::MBarrier { offset, .. } => self.hopper.missing(offset as usize),
                 Operation::SyncThreads => self.barriers[0].missing(),
                 Operation::SyncNamed { id, .. } => self.barriers[id as usize].missing(),
-                Operation::Counter { address, .. } => self.missing_count(address),
+                Operation::Value { address, .. } => self.missing_value(address),
+                Operation::Poll { address, .. } => self.place(address),
                 _ => String::new(),
             };
             let (threads, at) = (ranges(threads), Line(wait.at));
@@ -355,10 +401,15 @@ impl Block {
         self.report_of(fault, site(0), site(1), message)
     }
 
-    /// Returns the part of a deadlock report that describes the counter at `address`.
-    fn missing_count(&self, address: usize) -> String {
-        let wait = self.counter_waits.iter().find(|wait| wait.counter.addr() == address);
-        wait.map_or_else(String::new, |wait| format!("; the counter is {}", wait.found()))
+    /// Returns the part of a deadlock report that describes the awaited word at `address`.
+    fn missing_value(&self, address: usize) -> String {
+        let wait = self.value_waits.iter().find(|wait| wait.word.addr() == address);
+        wait.map_or_else(String::new, |wait| format!("{}; the value is {}", self.place(address), wait.found()))
+    }
+
+    /// Returns the name of an address, for the report of a wait.
+    fn place(&self, address: usize) -> String {
+        self.checker.as_ref().map_or_else(String::new, |checker| format!(", of {}", checker.name_of(address)))
     }
 
     /// Returns the report of a block that ended before its asynchronous operations were waited for.

@@ -1,19 +1,18 @@
 //! Validation of every memory access in a checked launch.
 //!
-//! The order of accesses is tracked with vector clocks that have one component per warp. Each synchronization of a warp
-//! (`warp::sync`, a barrier, an arrival) ends a tick of its clock. A barrier joins the clocks of all warps that arrived
-//! into the clocks of the warps that wait. Two accesses to one location, at least one of them a write, are a data race
-//! unless one thread makes both, or the earlier one happens before the later one according to the clocks. Accesses of
-//! different blocks are ordered only if both blocks have executed `fence::device`. A checked launch runs its blocks one
-//! after the other, so reports are deterministic.
+//! Two accesses to one location, at least one of them a write, are a data race unless one thread makes both, both are atomic, or the
+//! earlier one happens before the later one ([`order`](super::order)).
 
 use super::LANES;
+use super::locations::{At, Locations};
 use super::memory::{Buffer, Memory};
+use super::order::{Order, Release, Scope, TotalOrder};
 use super::region::Region;
 use super::report::{Fault, Line, Site};
+use super::schedule::Choices;
 use super::shadow::{Access, CELL, Cell, Overflow, Shadow};
-use std::collections::{BTreeMap, HashMap, HashSet};
 use std::convert::Infallible;
+use std::rc::Rc;
 
 /// Kind of a memory access.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -22,6 +21,9 @@ pub enum Kind {
     /// A read by `ldmatrix`.
     WarpRead,
     Write,
+    AtomicRead,
+    AtomicWrite,
+    /// A read-modify-write.
     Atomic,
     /// A write by `cp.async`, which completes at any time before its wait.
     AsyncWrite,
@@ -37,7 +39,7 @@ pub enum Kind {
 
 impl Kind {
     fn reads(self) -> bool {
-        matches!(self, Self::Read | Self::WarpRead | Self::AsyncRead)
+        matches!(self, Self::Read | Self::WarpRead | Self::AsyncRead | Self::AtomicRead)
     }
 }
 
@@ -64,112 +66,59 @@ const MAX_IDLE_STEPS: usize = 1 << 16;
 /// Addresses below are those of elements of a null view. No process has memory there.
 const NULL_PAGES: usize = 1 << 16;
 
-/// For each warp of the block, the latest tick whose end is known.
-pub type VectorClock = [u32; LANES];
-
 /// Validates accesses and records them in shadow memory.
 pub struct Checker {
     buffers: Vec<Buffer>,
+    /// The values of buffers that threads access atomically.
+    locations: Locations,
+    total: TotalOrder,
+    sites: Sites,
+    pub choices: Choices,
+    /// The state that belongs to the running block.
+    local: Box<Local>,
+}
+
+/// The part of the state that belongs to one block.
+pub struct Local {
     shared_start: usize,
     shared_bytes: usize,
     shared: Shadow,
+    /// The values in shared memory that threads access atomically.
+    locations: Locations,
     /// The arrays and tiles that kernels have reserved in shared memory, for reports.
     regions: Vec<Region>,
     order: Order,
-    sites: Sites,
     /// Number of times a fiber was resumed since the last write.
     idle_steps: usize,
 }
 
-/// The happens-before relation.
-struct Order {
-    /// Clock of each warp. A warp's own component is its current tick.
-    clocks: [VectorClock; LANES],
-    /// Tick of each warp that began when its lanes last synchronized, either directly or through another warp.
-    synced: VectorClock,
-    /// Tick that began when each thread last executed `fence_async_proxy`.
-    proxy_fences: Vec<u32>,
-    /// Joined clocks of the warps that arrived at each hardware barrier.
-    barriers: [VectorClock; 16],
-    /// Number of the running block.
-    block: u32,
-    /// Number of warps in a block.
-    warps: usize,
-    /// Numbers of the blocks that have executed `fence::device`.
-    fenced: HashSet<u32>,
-    /// The accesses that happen before the latest value of each counter, by the address of the counter.
-    released: HashMap<usize, Known>,
-    /// Successful waits for counters in the running block.
-    acquired: Vec<Acquired>,
-    /// For each thread, the latest of these waits that no `fence_async_proxy_global` follows.
-    unfenced_waits: HashMap<usize, Site>,
-}
-
-/// Clocks of several blocks.
-type Known = BTreeMap<u32, VectorClock>;
-
-/// A successful wait for a counter.
-struct Acquired {
-    thread: usize,
-    /// Tick of the thread's warp at the time of the wait.
-    tick: u32,
-    known: Known,
-}
-
-impl Order {
-    /// Returns whether the access `before` happens before an access by `thread` at the current time.
-    #[inline(always)]
-    fn happens_before(&self, before: Access, thread: usize) -> bool {
-        if before.is_none() {
-            return true;
+impl Local {
+    /// Creates the state of a block of `warps` warps with `shared_bytes` bytes of shared memory at `shared_start`.
+    pub fn new(shared_start: usize, shared_bytes: usize, warps: usize) -> Self {
+        Self {
+            shared_start,
+            shared_bytes,
+            shared: Shadow::new(shared_bytes),
+            locations: Locations::default(),
+            regions: Vec::new(),
+            order: Order::new(warps, 0),
+            idle_steps: 0,
         }
-        if before.block != self.block {
-            return self.happens_before_in_other_block(before, thread);
-        }
-        let warp = thread / LANES;
-        before.thread() == thread
-            || before.is(Access::WARP) && before.warp() == warp
-            || self.known_tick(warp, before.warp()) > before.clock
     }
 
-    /// Same as [`happens_before`](Self::happens_before), for an access of another block.
-    #[cold]
-    fn happens_before_in_other_block(&self, before: Access, thread: usize) -> bool {
-        let known = |known: &Known| known.get(&before.block).is_some_and(|clock| clock[before.warp()] > before.clock);
-        let fenced = self.fenced.contains(&before.block) && self.fenced.contains(&self.block);
-        fenced || self.acquired_by(thread).any(|acquired| known(&acquired.known))
+    /// Returns the values around `address`, which are `global` unless it is in shared memory, and the order of the block.
+    fn locations<'a>(&'a mut self, address: usize, global: &'a mut Locations) -> (&'a mut Locations, &'a mut Order) {
+        let is_shared = address.wrapping_sub(self.shared_start) < self.shared_bytes;
+        (if is_shared { &mut self.locations } else { global }, &mut self.order)
     }
 
-    /// Returns the waits for counters that happen before the current time of `thread`.
-    fn acquired_by(&self, thread: usize) -> impl Iterator<Item = &Acquired> {
-        let warp = thread / LANES;
-        let known = move |acquired: &&Acquired| {
-            acquired.thread == thread || self.known_tick(warp, acquired.thread / LANES) > acquired.tick
-        };
-        self.acquired.iter().rev().filter(known)
-    }
-
-    /// Returns the latest tick of warp `of` that `warp` knows. A warp's own ticks count only once its lanes have
-    /// synchronized.
-    #[inline(always)]
-    fn known_tick(&self, warp: usize, of: usize) -> u32 {
-        if of == warp { self.synced[warp] } else { self.clocks[warp][of] }
-    }
-
-    /// Returns whether a write is visible to the async proxy: TMA made it, or its thread has executed
-    /// `fence_async_proxy` since.
-    #[inline]
-    fn is_proxy_fenced(&self, write: Access) -> bool {
-        write.is_none()
-            || write.block != self.block
-            || write.is(Access::BULK)
-            || self.proxy_fences[write.thread()] > write.clock
-    }
-
-    #[inline]
-    fn access(&self, thread: usize, flags: u16, site: u16) -> Access {
-        let warp = thread / LANES;
-        Access::new(self.block, self.clocks[warp][warp], thread, flags, site)
+    /// Resets the state for a block.
+    pub fn start_block(&mut self, block: u32) {
+        self.idle_steps = 0;
+        self.order = Order::new(self.order.warps, block);
+        self.locations = Locations::default();
+        self.shared.forget_accesses();
+        self.shared.forget_contents();
     }
 }
 
@@ -223,41 +172,32 @@ impl Location {
 }
 
 impl Checker {
-    /// Creates a checker for blocks of `warps` warps with `shared_bytes` bytes of shared memory at `shared_start`.
-    /// Takes the buffers out of `memory` until [`give_back`](Self::give_back).
-    pub fn new(memory: &mut Memory, shared_start: usize, shared_bytes: usize, warps: usize) -> Self {
+    /// Creates a checker that starts with the block of `local`. Takes the buffers out of `memory` until
+    /// [`give_back`](Self::give_back).
+    pub fn new(memory: &mut Memory, choices: Choices, local: Box<Local>) -> Self {
         let mut buffers = std::mem::take(&mut memory.buffers);
         for buffer in &mut buffers {
             buffer.shadow.forget_accesses();
         }
-        Self {
-            buffers,
-            shared_start,
-            shared_bytes,
-            shared: Shadow::new(shared_bytes),
-            regions: Vec::new(),
-            order: Order {
-                clocks: [[0; LANES]; LANES],
-                synced: [0; LANES],
-                proxy_fences: vec![0; LANES * LANES],
-                barriers: [[0; LANES]; 16],
-                block: 0,
-                warps,
-                fenced: HashSet::new(),
-                released: HashMap::new(),
-                acquired: Vec::new(),
-                unfenced_waits: HashMap::new(),
-            },
-            sites: Sites { all: Vec::new(), recent: [None; 256] },
-            idle_steps: 0,
-        }
+        let sites = Sites { all: Vec::new(), recent: [None; 256] };
+        Self { buffers, locations: Locations::default(), total: None, sites, choices, local }
+    }
+
+    /// Makes `local` the state of the running block, and leaves that of the previous one.
+    pub fn switch(&mut self, local: &mut Box<Local>) {
+        std::mem::swap(&mut self.local, local);
+    }
+
+    /// Returns whether a block has read a value that another block has written atomically.
+    pub fn blocks_communicate(&self) -> bool {
+        self.locations.shared_by_blocks
     }
 
     /// Records an array or tile in shared memory. A region with the same bytes is replaced.
     pub fn reserve(&mut self, region: Region) {
-        if self.regions.last() != Some(&region) {
-            self.regions.retain(|known| !known.covers_same_bytes(&region));
-            self.regions.push(region);
+        if self.local.regions.last() != Some(&region) {
+            self.local.regions.retain(|known| !known.covers_same_bytes(&region));
+            self.local.regions.push(region);
         }
     }
 
@@ -266,107 +206,70 @@ impl Checker {
         memory.buffers = self.buffers;
     }
 
-    /// Resets the state that belongs to one block.
-    pub fn start_block(&mut self, block: u32) {
-        self.order.block = block;
-        self.idle_steps = 0;
-        self.order.clocks = [[0; LANES]; LANES];
-        self.order.synced = [0; LANES];
-        self.order.proxy_fences.fill(0);
-        self.order.barriers = [[0; LANES]; 16];
-        self.order.acquired.clear();
-        self.order.unfenced_waits.clear();
-        self.shared.forget_accesses();
-        self.shared.forget_contents();
-    }
-
     /// Records that a fiber was resumed. Returns whether the block counts as livelocked.
     pub fn step(&mut self) -> bool {
-        self.idle_steps += 1;
-        self.idle_steps >= MAX_IDLE_STEPS * LANES * self.order.warps
+        self.local.idle_steps += 1;
+        self.local.idle_steps >= MAX_IDLE_STEPS * LANES * self.local.order.warps
     }
 
-    /// Ends a tick of `warp` and returns its clock.
-    pub fn release(&mut self, warp: usize) -> VectorClock {
-        self.order.clocks[warp][warp] += 1;
-        self.order.clocks[warp]
-    }
-
-    /// Joins a released clock into the clock of `warp`.
-    pub fn acquire(&mut self, warp: usize, clock: &VectorClock) {
-        join(&mut self.order.clocks[warp], clock);
-        self.order.synced[warp] = self.order.synced[warp].max(clock[warp]);
+    /// Returns the happens-before relation of the running block.
+    pub fn order(&mut self) -> &mut Order {
+        &mut self.local.order
     }
 
     /// Returns an access by `thread` at the current time.
     pub fn access_now(&self, thread: usize) -> Access {
-        self.order.access(thread, 0, 0)
+        self.local.order.access(thread, 0, 0)
     }
 
     /// Returns whether `before` happens before the current time of `thread`.
     pub fn happens_before(&self, before: Access, thread: usize) -> bool {
-        self.order.happens_before(before, thread)
+        self.local.order.happens_before(before, thread)
     }
 
-    /// Records a `fence_async_proxy` by `thread`.
-    pub fn proxy_fenced(&mut self, thread: usize) {
-        let warp = thread / LANES;
-        self.order.clocks[warp][warp] += 1;
-        self.order.proxy_fences[thread] = self.order.clocks[warp][warp];
+    /// Records a fence by `thread`.
+    pub fn fenced(&mut self, thread: usize, scope: Scope, is_sequential: bool) {
+        let Self { local, total, .. } = self;
+        local.order.fenced(thread, scope, is_sequential.then_some(total));
     }
 
-    /// Records a `warp::sync`.
-    pub fn warp_synced(&mut self, warp: usize) {
-        let clock = self.release(warp);
-        self.acquire(warp, &clock);
+    /// Returns the value that an atomic read by `thread` of the location, which contains `bits`, returns. `is_load`: the read may return
+    /// an older value. See [`Locations::read`].
+    pub fn atomic_read(
+        &mut self,
+        thread: usize,
+        (address, bits): (usize, u64),
+        [acquires, is_load]: [bool; 2],
+        at: Site,
+    ) -> u64 {
+        let Self { local, locations, choices, .. } = self;
+        let (locations, order) = local.locations(address, locations);
+        let access = order.access(thread, 0, 0);
+        let choose = |count| if is_load { choices.skip(count) } else { 0 };
+        let (bits, releases) = locations.read(At { address, bits, access }, order, choose);
+        order.observes(thread, &releases, acquires, at);
+        bits
     }
 
-    /// Records the arrival of `warp` at a hardware barrier.
-    pub fn barrier_arrived(&mut self, warp: usize, barrier: usize) {
-        let clock = self.release(warp);
-        self.acquire(warp, &clock);
-        join(&mut self.order.barriers[barrier], &clock);
-    }
-
-    /// Records the completion of a hardware barrier, where the warps whose bits are set in `waiting` have waited.
-    pub fn barrier_completed(&mut self, barrier: usize, waiting: u32) {
-        let clock = std::mem::take(&mut self.order.barriers[barrier]);
-        for warp in (0..LANES).filter(|warp| waiting >> warp & 1 != 0) {
-            self.acquire(warp, &clock);
+    /// Records an atomic write by `thread` to the location, which contains `old`. `is_update`: the write is part of a read-modify-write.
+    pub fn atomic_write(
+        &mut self,
+        thread: usize,
+        (address, old, new): (usize, u64, u64),
+        releases: bool,
+        is_update: bool,
+    ) {
+        let (locations, order) = self.local.locations(address, &mut self.locations);
+        let access = order.access(thread, 0, 0);
+        let published: Vec<Rc<Release>> = order.writes(thread, releases);
+        if !is_update || !published.is_empty() || locations.has(address) {
+            locations.write(At { address, bits: old, access }, new, published, is_update);
         }
-    }
-
-    /// Records a `fence::device` in the running block.
-    pub fn device_fenced(&mut self) {
-        self.order.fenced.insert(self.order.block);
-    }
-
-    /// Records a release addition by `thread` to the counter at `address`.
-    pub fn counter_released(&mut self, thread: usize, address: usize) {
-        let own = self.release(thread / LANES);
-        let mut known = Known::from([(self.order.block, own)]);
-        for acquired in self.order.acquired_by(thread) {
-            join_known(&mut known, &acquired.known);
-        }
-        join_known(self.order.released.entry(address).or_default(), &known);
-    }
-
-    /// Records that `thread` has waited for a value of the counter at `address`.
-    pub fn counter_acquired(&mut self, thread: usize, address: usize, at: Site) {
-        let warp = thread / LANES;
-        let known = self.order.released.get(&address).cloned().unwrap_or_default();
-        self.order.acquired.push(Acquired { thread, tick: self.order.clocks[warp][warp], known });
-        self.order.unfenced_waits.insert(thread, at);
-    }
-
-    /// Records a `fence_async_proxy_global` by `thread`.
-    pub fn global_proxy_fenced(&mut self, thread: usize) {
-        self.order.unfenced_waits.remove(&thread);
     }
 
     fn locate(&self, address: usize) -> Option<Location> {
-        let shared = address.wrapping_sub(self.shared_start);
-        if shared < self.shared_bytes {
+        let shared = address.wrapping_sub(self.local.shared_start);
+        if shared < self.local.shared_bytes {
             return Some(Location::Shared(shared));
         }
         let next = self.buffers.partition_point(|buffer| buffer.start() <= address);
@@ -393,9 +296,9 @@ impl Checker {
             }
         } else if address < NULL_PAGES {
             format!("address {address:#x}, through a null view; pass a buffer, or test is_null first")
-        } else if address.abs_diff(self.shared_start) < 1 << 20 {
-            let offset = relative(self.shared_start, address);
-            match self.shared_bytes {
+        } else if address.abs_diff(self.local.shared_start) < 1 << 20 {
+            let offset = relative(self.local.shared_start, address);
+            match self.local.shared_bytes {
                 0 => format!(
                     "shared memory {offset}, but the launch has no shared memory; name its layout in #[kernel(shared = …)]"
                 ),
@@ -431,7 +334,7 @@ impl Checker {
     fn name(&self, location: Location) -> String {
         match location {
             Location::Shared(offset) => {
-                let region = self.regions.iter().rev().find(|region| region.contains(offset));
+                let region = self.local.regions.iter().rev().find(|region| region.contains(offset));
                 let region = region.map_or_else(String::new, |region| format!(" ({})", region.place(offset)));
                 format!("shared memory + {offset}{region}")
             }
@@ -445,7 +348,7 @@ impl Checker {
 
     fn shadow(&mut self, location: Location) -> &mut Shadow {
         match location {
-            Location::Shared(_) => &mut self.shared,
+            Location::Shared(_) => &mut self.local.shared,
             Location::Buffer(buffer, _) => &mut self.buffers[buffer].shadow,
         }
     }
@@ -454,11 +357,11 @@ impl Checker {
     pub fn access(&mut self, thread: usize, request: Request) -> Result<(), Finding> {
         let Request { kind, address, bytes, align, at } = request;
         if !kind.reads() {
-            self.idle_steps = 0;
+            self.local.idle_steps = 0;
         }
         let Some(location) = self.locate(address) else { return Err(self.out_of_bounds(request)) };
         let (offset, size) = match location {
-            Location::Shared(offset) => (offset, self.shared_bytes),
+            Location::Shared(offset) => (offset, self.local.shared_bytes),
             Location::Buffer(buffer, offset) => (offset, self.buffers[buffer].bytes),
         };
         if offset + bytes > size {
@@ -480,7 +383,7 @@ impl Checker {
             return invalid(self, Fault::ReadOnly, "write to a read-only buffer", "");
         }
         if matches!(request.kind, Kind::BulkStore | Kind::BulkAdd)
-            && let Some(wait) = self.order.unfenced_waits.get(&thread).copied()
+            && let Some(wait) = self.local.order.unfenced_wait(thread)
         {
             let (access, name) = (describe(request), self.name(location));
             let message = format!(
@@ -495,9 +398,9 @@ impl Checker {
             self.check_races(thread, request, location)?;
         }
         match kind {
-            Kind::Write => self.shadow(location).set_written(offset, bytes),
+            Kind::Write | Kind::AtomicWrite => self.shadow(location).set_written(offset, bytes),
             Kind::AsyncWrite | Kind::BulkWrite | Kind::BulkStore => (),
-            Kind::Read | Kind::WarpRead | Kind::AsyncRead | Kind::Atomic | Kind::BulkAdd => {
+            Kind::Read | Kind::WarpRead | Kind::AsyncRead | Kind::AtomicRead | Kind::Atomic | Kind::BulkAdd => {
                 if self.shadow(location).first_unwritten(offset, bytes).is_some() {
                     return invalid(self, Fault::Uninitialized, "uninitialized read", "");
                 }
@@ -512,13 +415,13 @@ impl Checker {
         let flags = match kind {
             Kind::Read | Kind::Write => 0,
             Kind::WarpRead | Kind::AsyncRead => Access::WARP,
-            Kind::Atomic => Access::ATOMIC,
+            Kind::Atomic | Kind::AtomicRead | Kind::AtomicWrite => Access::ATOMIC,
             Kind::AsyncWrite | Kind::BulkWrite | Kind::BulkStore | Kind::BulkAdd => Access::PENDING,
         };
-        let order = &self.order;
+        let Local { order, shared, .. } = &mut *self.local;
         let access = order.access(thread, flags, self.sites.number(request.at));
         let shadow = match location {
-            Location::Shared(_) => &mut self.shared,
+            Location::Shared(_) => shared,
             Location::Buffer(buffer, _) => &mut self.buffers[buffer].shadow,
         };
         let range = (location.offset(), request.bytes);
@@ -527,7 +430,8 @@ impl Checker {
             if cell.write.is(Access::PENDING) {
                 return conflict(cell.write, ConflictKind::AsyncCopy);
             }
-            let both_atomic = kind == Kind::Atomic && cell.write.is(Access::ATOMIC);
+            let is_atomic = matches!(kind, Kind::Atomic | Kind::AtomicRead | Kind::AtomicWrite);
+            let both_atomic = is_atomic && cell.write.is(Access::ATOMIC);
             if !both_atomic && !order.happens_before(cell.write, thread) {
                 return conflict(cell.write, ConflictKind::Write);
             }
@@ -539,9 +443,15 @@ impl Checker {
                 overflow.read(i, cell, access, ordered);
                 return Ok(());
             }
+            let ordered = [0, 1].map(|i| ordered[i] || is_atomic && cell.reads[i].is(Access::ATOMIC));
             let read = ordered.iter().position(|ordered| !ordered).map(|read| cell.reads[read]);
-            let in_overflow =
-                || overflow.of(i, cell).iter().find(|read| !order.happens_before(**read, thread)).copied();
+            let in_overflow = || {
+                overflow
+                    .of(i, cell)
+                    .iter()
+                    .find(|read| !order.happens_before(**read, thread) && !(is_atomic && read.is(Access::ATOMIC)))
+                    .copied()
+            };
             if let Some(read) = read.or_else(in_overflow) {
                 return conflict(read, ConflictKind::Read);
             }
@@ -554,8 +464,8 @@ impl Checker {
     /// Returns the finding for `request`, which conflicts with the earlier access `with`.
     #[cold]
     fn conflict(&self, request: Request, with: Access, conflict: &Conflict) -> Finding {
-        let same_block = with.block == self.order.block;
-        let thread = if same_block && with.warp() >= self.order.warps {
+        let same_block = with.block == self.local.order.block;
+        let thread = if same_block && with.warp() >= self.local.order.warps {
             "wgmma".to_owned()
         } else if same_block {
             format!("thread {}", with.thread())
@@ -567,7 +477,7 @@ impl Checker {
         let race = |earlier: &str, missing: &str| {
             format!("data race: {access} and {earlier} by {thread} ({}) with no {missing} in between", Line(other))
         };
-        let missing = if same_block { "barrier" } else { "fence::device or counter" };
+        let missing = if same_block { "barrier" } else { "release and acquire" };
         let (fault, message) = match conflict.kind {
             ConflictKind::AsyncCopy => {
                 let line = Line(other);
@@ -587,7 +497,7 @@ impl Checker {
     pub fn async_copy_completed(&mut self, thread: usize, address: usize, bytes: usize) {
         let Some(location) = self.locate(address) else { return };
         let offset = location.offset();
-        let access = self.order.access(thread, 0, 0);
+        let access = self.local.order.access(thread, 0, 0);
         let shadow = self.shadow(location);
         let completed = |_, cell: &mut Cell, _: &mut Overflow| {
             cell.write = access.from(cell.write.site);
@@ -604,8 +514,8 @@ impl Checker {
             cell.write.complete();
             Ok::<(), Infallible>(())
         };
-        let Ok(()) = self.shared.update((offset, bytes), false, completed);
-        self.shared.set_written(offset, bytes);
+        let Ok(()) = self.local.shared.update((offset, bytes), false, completed);
+        self.local.shared.set_written(offset, bytes);
     }
 }
 
@@ -624,26 +534,14 @@ enum ConflictKind {
     UnfencedWrite,
 }
 
-/// Joins clock `other` into `clock`.
-pub fn join(clock: &mut VectorClock, other: &VectorClock) {
-    for (tick, other) in clock.iter_mut().zip(other) {
-        *tick = (*tick).max(*other);
-    }
-}
-
-/// Joins the clocks of `other` into those of `known`.
-fn join_known(known: &mut Known, other: &Known) {
-    for (block, clock) in other {
-        join(known.entry(*block).or_insert([0; LANES]), clock);
-    }
-}
-
 fn describe(request: Request) -> String {
     let what = match request.kind {
         Kind::Read => "read",
         Kind::WarpRead => "ldmatrix",
         Kind::AsyncRead => "read by TMA or wgmma",
         Kind::Write => "write",
+        Kind::AtomicRead => "atomic read",
+        Kind::AtomicWrite => "atomic write",
         Kind::Atomic => "atomic update",
         Kind::AsyncWrite => "asynchronous copy",
         Kind::BulkWrite => "TMA load",

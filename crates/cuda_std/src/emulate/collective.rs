@@ -51,7 +51,7 @@ pub fn collective<R>(
             warp.parity ^= 1;
             warp.ready |= warp.lanes & !(1 << lane);
             if let (Operation::SyncWarp, Some(checker)) = (wait.operation, &mut block.checker) {
-                checker.warp_synced(index);
+                checker.order().warp_synced(index);
             }
         } else {
             block.wait(wait);
@@ -178,7 +178,7 @@ fn masked(
         }
         warp.ready |= mask & !(1 << lane);
         if let (true, Some(checker)) = (syncs, &mut block.checker) {
-            checker.warp_synced(index);
+            checker.order().warp_synced(index);
         }
         true
     });
@@ -262,7 +262,7 @@ fn complete(block: &mut Block, id: usize) -> bool {
     }
     let waiting = std::mem::take(barrier).waiting;
     if let Some(checker) = &mut block.checker {
-        checker.barrier_completed(id, waiting);
+        checker.order().barrier_completed(id, waiting);
     }
     for w in (0..block.warps.len()).filter(|w| waiting >> w & 1 != 0) {
         let warp = &mut block.warps[w];
@@ -330,7 +330,7 @@ fn arrive(block: &mut Block, wait: Wait, id: u32, threads: u32) -> Outcome {
     }
     barrier.arrived += LANES as u32;
     if let Some(checker) = &mut block.checker {
-        checker.barrier_arrived(warp, id as usize);
+        checker.order().barrier_arrived(warp, id as usize);
     }
     if blocking {
         barrier.waiting |= 1 << warp;

@@ -20,10 +20,10 @@ pub struct Grid<'a> {
 }
 
 impl Grid<'_> {
-    fn invalid(&self, message: &str) -> Report {
+    pub fn invalid(&self, message: &str) -> Report {
         let (kernel, block, fault) = (self.kernel, [0; 3], Fault::Launch);
         let message = format!("invalid launch: {message}");
-        Report { kernel, block, thread: None, fault, at: None, other: None, message }
+        Report { kernel, block, thread: None, fault, at: None, other: None, schedule: None, message }
     }
 
     /// Returns the number of blocks, or a report if a device would reject this launch.

@@ -43,7 +43,7 @@ pub fn opaque<T>(window: *mut T) -> *mut T {
 pub fn fence_async_proxy_global() {
     with(|block| {
         if let Some(checker) = &mut block.checker {
-            checker.global_proxy_fenced(block.current);
+            checker.order().global_proxy_fenced(block.current);
         }
     });
 }
@@ -51,7 +51,7 @@ pub fn fence_async_proxy_global() {
 pub fn fence_async_proxy() {
     with(|block| {
         if let Some(checker) = &mut block.checker {
-            checker.proxy_fenced(block.current);
+            checker.order().proxy_fenced(block.current);
         }
     });
 }

@@ -1,7 +1,7 @@
 //! State of a block that belongs to `sm_90a` instructions: mbarriers, TMA and wgmma.
 
 use super::async_copy::{Load, Store};
-use super::checker::VectorClock;
+use super::order::VectorClock;
 use super::report::{Fault, Line, Site};
 use super::shadow::Access;
 use super::warpgroup::Warpgroup;

@@ -2,8 +2,9 @@
 
 use super::access::{check, shared_offset};
 use super::block::{Block, fail, suspend, with};
-use super::checker::{Kind, VectorClock, join};
+use super::checker::Kind;
 use super::hopper_state::{Init, MBarrier};
+use super::order::{VectorClock, join};
 use super::report::{Fault, Line, Site};
 use super::shadow::Access;
 use super::wait::{Operation, Wait};

@@ -111,6 +111,21 @@ impl Memory {
         self.slice(view.reader(), len).unwrap_or_else(|error| panic!("{error}")).to_vec()
     }
 
+    /// Returns a copy of the contents of the writable buffers.
+    pub(super) fn contents(&self) -> Contents {
+        let writable = self.buffers.iter().filter(|buffer| buffer.writable);
+        Contents(writable.map(|buffer| (buffer.contents().to_vec(), buffer.shadow.written().to_vec())).collect())
+    }
+
+    /// Restores the contents of the writable buffers.
+    pub(super) fn restore(&mut self, contents: &Contents) {
+        let writable = self.buffers.iter_mut().filter(|buffer| buffer.writable);
+        for (buffer, (bytes, written)) in writable.zip(&contents.0) {
+            buffer.contents_mut().copy_from_slice(bytes);
+            buffer.shadow.restore_written(written);
+        }
+    }
+
     /// Returns the index of the buffer that contains or ends at `address`, and the offset of the address in it.
     fn locate(&self, address: usize) -> Option<(usize, usize)> {
         let buffer = self.buffers.partition_point(|b| b.start() <= address).checked_sub(1)?;
@@ -140,6 +155,10 @@ impl Memory {
         pointer
     }
 }
+
+/// The contents of buffers, and which bytes of them are initialized.
+#[derive(Clone, PartialEq)]
+pub struct Contents(Vec<(Vec<u8>, Vec<u64>)>);
 
 /// Error of an invalid access by the host.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -2,15 +2,17 @@
 //!
 //! A file imports only files that are named before it in this list:
 //! * `report` describes faults; `shadow` is the access history of memory; `stack` is the pool of fiber stacks.
+//! * `order` is the happens-before relation; `locations` keeps the values of memory that threads access atomically; `schedule` decides
+//!   which block runs.
 //! * `memory` has the buffers of a checked launch; `region` describes the arrays in shared memory; `grid` validates a launch.
-//! * `checker` validates memory accesses and orders them with vector clocks.
+//! * `checker` validates memory accesses.
 //! * `wait`, `warp`, `running`, `tensor_map`, `async_copy`, `warpgroup` and `hopper_state` are the parts of the state of a block.
 //! * `block` is that state, and the access of the running thread to it; `print` writes the output of kernels; `trap` reports faults
 //!   of the host's memory protection.
-//! * `access` performs loads, stores, atomics and `cp.async`, and has the checks that other instructions share; `shared_view` checks
+//! * `access` performs loads, stores and `cp.async`, and has the checks that other instructions share; `shared_view` checks
 //!   the bounds of arrays in shared memory.
-//! * `arithmetic` implements special functions and conversions; `collective` implements warp-wide operations and barriers;
-//!   `counter` implements counters in global memory that order the accesses of different blocks.
+//! * `atomic` implements atomics, fences and waits for values; `arithmetic` implements special functions and conversions; `collective`
+//!   implements warp-wide operations and barriers.
 //! * `tensor` computes `ldmatrix` and `mma`; `mbarrier` implements mbarriers.
 //! * `tma` implements TMA loads and stores; `wgmma` implements `wgmma.mma_async`.
 //! * `hopper` implements the other `sm_90a` instructions and names all of them.
@@ -19,19 +21,22 @@
 mod access;
 mod arithmetic;
 mod async_copy;
+mod atomic;
 mod block;
 mod checker;
 mod collective;
-mod counter;
 mod grid;
 pub mod hopper;
 mod hopper_state;
+mod locations;
 mod mbarrier;
 mod memory;
+mod order;
 mod print;
 mod region;
 mod report;
 mod running;
+mod schedule;
 mod scheduler;
 mod shadow;
 mod shared_view;
@@ -51,6 +56,18 @@ pub use arithmetic::{
     bf16x2, div_rn, e4m3x2, e5m2x2, exp2, f16_to_f32, f16x2, fma, fma_f64, larger_magnitudes, log2, max, min_or_nan,
     opaque, permute_bytes, recip, rsqrt, sqrt, sqrt_f64, sqrt_rn,
 };
+pub use atomic::{
+    acquire_wait_u32, atomic_add_f32, atomic_add_u32, atomic_max_u32, compare_exchange_u32, compare_exchange_u64,
+    exchange_u32, exchange_u64, fence_block, fence_device, fence_sc_block, fence_sc_device, fence_sc_system,
+    fence_system, fetch_add_f32, fetch_add_f64, fetch_add_i32, fetch_add_u32, fetch_add_u64, fetch_and_u32,
+    fetch_and_u64, fetch_max_i32, fetch_max_u32, fetch_max_u64, fetch_min_i32, fetch_min_u32, fetch_min_u64,
+    fetch_or_u32, fetch_or_u64, fetch_xor_u32, fetch_xor_u64, load_acquire_u32, load_acquire_u64, load_relaxed_u32,
+    load_relaxed_u64, release_add_u32, shared_add_f32, shared_add_f64, shared_add_i32, shared_add_u32, shared_add_u64,
+    shared_and_u32, shared_and_u64, shared_compare_exchange_u32, shared_compare_exchange_u64, shared_exchange_u32,
+    shared_exchange_u64, shared_max_i32, shared_max_u32, shared_max_u64, shared_min_i32, shared_min_u32,
+    shared_min_u64, shared_or_u32, shared_or_u64, shared_xor_u32, shared_xor_u64, store_relaxed_u32, store_relaxed_u64,
+    store_release_u32, store_release_u64,
+};
 pub use block::{
     block_dim_x, block_dim_y, block_dim_z, block_idx_x, block_idx_y, block_idx_z, clock, grid_dim_x, grid_dim_y,
     grid_dim_z, lane_id, nanoseconds, thread_idx_1d, thread_idx_x, thread_idx_y, thread_idx_z, trap,
@@ -59,12 +76,12 @@ pub use collective::{
     active_mask, arrive_named, ballot, ballot_masked, shuffle_down, shuffle_idx, shuffle_masked, shuffle_up,
     shuffle_xor, sync_masked, sync_named, sync_threads, sync_warp,
 };
-pub use counter::{acquire_wait_u32, release_add_u32};
 pub use grid::Grid;
 pub use memory::{HostAccess, Memory};
 pub use print::{print, printed_by};
 pub use report::{Fault, Report};
-pub use scheduler::{run, run_checked};
+pub use schedule::Schedule;
+pub use scheduler::{run, run_checked, run_seeds};
 pub use shared_view::{SharedView, reserve};
 pub use tensor::{ldmatrix_x4, ldmatrix_x4_trans, mma_bf16, mma_f32};
 

@@ -61,6 +61,8 @@ pub struct Report {
     pub at: Option<Site>,
     /// Source line of the conflicting operation.
     pub other: Option<Site>,
+    /// Seed of the [schedule](super::Schedule) in which a checked launch has this fault.
+    pub schedule: Option<u64>,
     pub(super) message: String,
 }
 
@@ -69,7 +71,16 @@ impl Report {
     pub(crate) fn without_emulator(kernel: &'static str) -> Self {
         let message =
             "this program was built without the emulator; enable the feature `emulator` of cuda_std".to_owned();
-        Self { kernel, block: [0; 3], thread: None, fault: Fault::Launch, at: None, other: None, message }
+        Self {
+            kernel,
+            block: [0; 3],
+            thread: None,
+            fault: Fault::Launch,
+            at: None,
+            other: None,
+            schedule: None,
+            message,
+        }
     }
 
     /// Returns the line numbers of [`at`](Self::at) and [`other`](Self::other).
@@ -85,7 +96,12 @@ impl fmt::Display for Report {
         if let Some(thread) = self.thread {
             write!(f, ", thread {thread}")?;
         }
-        write!(f, ": {}", self.message)
+        write!(f, ": {}", self.message)?;
+        // Seed 0 runs the blocks in order.
+        match self.schedule {
+            None | Some(0) => Ok(()),
+            Some(seed) => write!(f, " [in the schedule of seed {seed}]"),
+        }
     }
 }
 

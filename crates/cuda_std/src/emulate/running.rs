@@ -1,22 +1,30 @@
 //! The blocks of a launch that run in parallel, and may wait for each other.
 
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Time without a change after which blocks that poll count as deadlocked.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The blocks of a launch that run in parallel.
 #[derive(Default)]
 pub struct Running {
     state: Mutex<State>,
     condition: Condvar,
+    /// Number of changes of memory that threads access atomically, and of blocks that have started or ended.
+    changes: AtomicU64,
+    /// Number of blocks that wait or are about to.
+    sleepers: AtomicUsize,
 }
 
 #[derive(Default)]
 struct State {
     /// Number of blocks that have started and not finished.
     active: usize,
-    /// Number of these that have found no satisfied wait since the last change of a counter.
+    /// Number of these that have found no satisfied wait since the last change.
     waiting: usize,
-    /// Number of changes.
-    changes: u64,
     /// Set when all active blocks wait.
     deadlocked: bool,
 }
@@ -26,7 +34,7 @@ impl Running {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.active = active(state.active);
         state.waiting = 0;
-        state.changes += 1;
+        self.changes.fetch_add(1, Ordering::SeqCst);
         self.condition.notify_all();
     }
 
@@ -40,13 +48,18 @@ impl Running {
         self.change(|active| active - 1);
     }
 
-    /// Records that a counter has changed.
+    /// Records that memory has changed.
     pub fn changed(&self) {
-        self.change(|active| active);
+        self.changes.fetch_add(1, Ordering::SeqCst);
+        // A block that goes to sleep after this test sees the change before.
+        if self.sleepers.load(Ordering::SeqCst) > 0 {
+            self.change(|active| active);
+        }
     }
 
     /// Waits until `satisfied` returns true or all active blocks wait.
     pub fn wait(&self, satisfied: impl Fn() -> bool) {
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         while !satisfied() && !state.deadlocked {
             state.waiting += 1;
@@ -54,10 +67,33 @@ impl Running {
                 state.deadlocked = true;
                 self.condition.notify_all();
             }
-            let changes = state.changes;
-            while state.changes == changes && !state.deadlocked {
+            let changes = self.changes.load(Ordering::SeqCst);
+            while self.changes.load(Ordering::SeqCst) == changes && !state.deadlocked {
                 state = self.condition.wait(state).unwrap_or_else(PoisonError::into_inner);
             }
         }
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// A block whose threads poll.
+pub struct Polling {
+    changes: u64,
+    since: Instant,
+}
+
+impl Polling {
+    pub fn new() -> Self {
+        Self { changes: 0, since: Instant::now() }
+    }
+
+    /// Lets other blocks run. Returns false if nothing has changed for a long time.
+    pub fn pause(&mut self, running: &Running) -> bool {
+        let changes = running.changes.load(Ordering::SeqCst);
+        if changes != self.changes {
+            *self = Self { changes, since: Instant::now() };
+        }
+        thread::yield_now();
+        self.since.elapsed() < PATIENCE
     }
 }

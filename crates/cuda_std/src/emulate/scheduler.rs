@@ -1,20 +1,24 @@
 //! Execution of blocks: one fiber per GPU thread.
 //!
 //! All fibers of a block run on one OS thread, one at a time. A fiber runs until it must wait: it records the wait in the
-//! block and suspends itself. The scheduler then resumes a fiber that is ready. Different blocks run in parallel.
+//! block and suspends itself. The scheduler then resumes a fiber that is ready. Different blocks of an unchecked launch run in parallel.
+//! Those of a checked launch run on one OS thread, and a [`Schedule`] decides which of them continues.
 
 use super::LANES;
 use super::block::{Block, Fiber, Mode, Polling, RunningBlock, is_running, with};
-use super::checker::Checker;
+use super::checker::{Checker, Local};
 use super::grid::Grid;
 use super::memory::Memory;
 use super::report::{Fault, Report};
-use super::running::Running;
+use super::running::{self, Running};
+use super::schedule::{Choices, Schedule};
 use super::stack::{self, FiberStack};
-use super::{collective, counter, tma};
+use super::{atomic, collective, tma};
 use corosensei::Yielder;
 use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
 use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::fmt::Write;
 use std::panic::{self, AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Once};
@@ -50,7 +54,9 @@ pub fn run(grid: &Grid<'_>) -> Result<(), Report> {
             }
             block.start(grid.index(number));
             running.started();
-            found = run_block(&mut block, grid.body, &mut stacks).map(|report| (number, report));
+            let mut fibers = fibers(grid.body, stacks);
+            found = run_block(&mut block, &mut fibers, &running).map(|report| (number, report));
+            stacks = unwind(&mut block, Mode::Unchecked, fibers);
             running.finished();
         }
         if found.is_some() {
@@ -63,26 +69,251 @@ pub fn run(grid: &Grid<'_>) -> Result<(), Report> {
     first.map_or(Ok(()), |(_, report)| Err(report))
 }
 
-/// Runs the blocks one after the other and checks every memory access. Otherwise like [`run`].
-pub fn run_checked(grid: &Grid<'_>, memory: &mut Memory) -> Result<(), Report> {
-    let blocks = grid.blocks()?;
-    let mut stacks = grid.stacks()?;
-    let mut block = Block::new(grid);
-    let shared = block.shared_base().addr();
-    let warps = grid.threads.div_ceil(LANES as u32) as usize;
-    block.checker = Some(Box::new(Checker::new(memory, shared, grid.shared_bytes, warps)));
-    let found = (0..blocks).find_map(|number| {
-        block.start(grid.index(number));
-        if let Some(checker) = &mut block.checker {
-            checker.start_block(number as u32);
+/// Runs an unchecked block until it ends or faults.
+fn run_block(block: &mut Block, fibers: &mut [Fiber], running: &Running) -> Option<Report> {
+    let mut polling = running::Polling::new();
+    loop {
+        let state = resume(block, Mode::Unchecked, fibers);
+        match state {
+            State::Ended => return block.incomplete_async_work(),
+            State::Faulted(report) => return Some(report),
+            State::Left => (),
+            State::Polls if polling.pause(running) => atomic::wake_spinning(block),
+            State::Polls => return Some(livelock(block)),
+            State::Waits => {
+                let waits = block.value_waits.clone();
+                if !waits.is_empty() {
+                    running.wait(|| waits.iter().any(|wait| wait.is_satisfied()));
+                }
+                if !atomic::wake_satisfied(block) {
+                    return Some(deadlock(block));
+                }
+            }
         }
-        run_block(&mut block, grid.body, &mut stacks)
-    });
-    stack::give_back(stacks);
-    if let Some(checker) = block.checker.take() {
-        checker.give_back(memory);
     }
-    found.map_or(Ok(()), Err)
+}
+
+fn deadlock(block: &Block) -> Report {
+    block.no_progress(Fault::Deadlock, "deadlock: no thread can make progress".to_owned())
+}
+
+fn livelock(block: &Block) -> Report {
+    block.no_progress(Fault::Livelock, "livelock: the threads keep running, but none has written memory".to_owned())
+}
+
+/// Runs a checked launch with each of `seeds`, the later ones only if its blocks exchange values. Leaves the memory of the first schedule
+/// whose results differ from those of the first one, or those of the first one.
+pub fn run_seeds(grid: &Grid<'_>, memory: &mut Memory, seeds: impl IntoIterator<Item = u64>) -> Result<(), Report> {
+    let before = memory.contents();
+    let mut first = None;
+    for seed in seeds {
+        if first.is_some() {
+            memory.restore(&before);
+        }
+        let communicates = run_checked(grid, memory, Schedule::new(seed))?;
+        let results = memory.contents();
+        if !communicates {
+            return Ok(());
+        }
+        let first = first.get_or_insert(results.clone());
+        if *first != results {
+            return Ok(());
+        }
+    }
+    Ok(())
+}
+
+/// Runs the blocks in the order of `schedule` and checks every memory access. Returns whether a block has read a value that another block
+/// has written atomically. Otherwise like [`run`].
+pub fn run_checked(grid: &Grid<'_>, memory: &mut Memory, schedule: Schedule) -> Result<bool, Report> {
+    let blocks = grid.blocks()?;
+    let resident = schedule.resident_blocks(grid.threads, grid.shared_bytes);
+    let mut launch = Checked { grid, blocks, resident, next: 0, idle: 0, slots: BTreeMap::new(), unused: Vec::new() };
+    let mut first = launch.slot()?;
+    let mut checker = Some(Box::new(Checker::new(memory, Choices::new(schedule, blocks), first.take_local())));
+    // The checker keeps the state of a block that never runs.
+    launch.unused.push(first);
+    let found = launch.run(&mut checker);
+    launch.finish();
+    let communicates = checker.take().is_some_and(|checker| {
+        let communicates = checker.blocks_communicate();
+        checker.give_back(memory);
+        communicates
+    });
+    match found {
+        Ok(()) => Ok(communicates),
+        Err(report) => Err(Report { schedule: Some(schedule.seed), ..report }),
+    }
+}
+
+/// A block of a checked launch, with its fibers and its part of the checker.
+struct Slot {
+    block: Box<Block>,
+    fibers: Vec<Fiber>,
+    stacks: Vec<FiberStack>,
+    local: Option<Box<Local>>,
+    state: State,
+    /// The count of changes when the block last ran.
+    seen: u64,
+}
+
+impl Slot {
+    fn take_local(&mut self) -> Box<Local> {
+        let local = self.block.local();
+        self.local.take().unwrap_or(local)
+    }
+}
+
+/// A checked launch.
+struct Checked<'a> {
+    grid: &'a Grid<'a>,
+    blocks: u64,
+    /// Number of blocks that run at a time.
+    resident: u64,
+    /// Number of the next block that becomes resident.
+    next: u64,
+    /// Number of times a polling block has run since memory last changed.
+    idle: usize,
+    /// The resident blocks by number. `None`: not started.
+    slots: BTreeMap<u64, Option<Slot>>,
+    unused: Vec<Slot>,
+}
+
+/// Number of times each polling block runs without a change after which the launch counts as livelocked.
+const MAX_IDLE_RUNS: usize = 2000;
+
+impl Checked<'_> {
+    /// Returns a block that is not in use.
+    fn slot(&mut self) -> Result<Slot, Report> {
+        if let Some(slot) = self.unused.pop() {
+            return Ok(slot);
+        }
+        let block = Box::new(Block::new(self.grid));
+        Ok(Slot { block, fibers: Vec::new(), stacks: self.grid.stacks()?, local: None, state: State::Left, seen: 0 })
+    }
+
+    fn run(&mut self, checker: &mut Option<Box<Checker>>) -> Result<(), Report> {
+        let mut changes = 0;
+        loop {
+            while self.next < self.blocks && (self.slots.len() as u64) < self.resident {
+                self.slots.insert(self.next, None);
+                self.next += 1;
+            }
+            if self.slots.is_empty() {
+                return Ok(());
+            }
+            let Some(number) = self.pick(checker, changes) else { return Err(self.stuck(checker)) };
+            let mut slot = match self.slots.remove(&number).flatten() {
+                Some(slot) => slot,
+                None => self.start(number)?,
+            };
+            slot.block.checker = checker.take();
+            slot.block.switch_checker(&mut slot.local);
+            if matches!(slot.state, State::Polls) {
+                atomic::wake_spinning(&mut slot.block);
+            }
+            atomic::wake_satisfied(&mut slot.block);
+            let before = slot.block.changes;
+            slot.state = resume(&mut slot.block, Mode::Checked, &mut slot.fibers);
+            changes += slot.block.changes - before;
+            self.idle = if slot.block.changes == before { self.idle + 1 } else { 0 };
+            slot.seen = changes;
+            let ended = match &slot.state {
+                State::Faulted(report) => Some(Err(report.clone())),
+                State::Ended => Some(slot.block.incomplete_async_work().map_or(Ok(()), Err)),
+                _ => None,
+            };
+            if ended.is_some() {
+                // Values on the stacks of the fibers may access the block.
+                slot.stacks = unwind(&mut slot.block, Mode::Checked, std::mem::take(&mut slot.fibers));
+            }
+            slot.block.switch_checker(&mut slot.local);
+            *checker = slot.block.checker.take();
+            match ended {
+                Some(result) => {
+                    self.unused.push(slot);
+                    result?;
+                }
+                None => {
+                    self.slots.insert(number, Some(slot));
+                }
+            }
+        }
+    }
+
+    /// Starts block `number`.
+    fn start(&mut self, number: u64) -> Result<Slot, Report> {
+        let mut slot = self.slot()?;
+        slot.block.start(self.grid.index(number));
+        let mut local = slot.take_local();
+        local.start_block(number as u32);
+        slot.local = Some(local);
+        slot.fibers = fibers(self.grid.body, std::mem::take(&mut slot.stacks));
+        slot.state = State::Left;
+        Ok(slot)
+    }
+
+    /// Returns the number of the block to run, or `None` if none can make progress.
+    fn pick(&mut self, checker: &mut Option<Box<Checker>>, changes: u64) -> Option<u64> {
+        let has_room = (self.slots.values().flatten().count() + 1) * self.grid.threads as usize <= MAX_FIBERS;
+        let can_run = |slot: &Option<Slot>| match slot {
+            None => has_room,
+            Some(slot) => match slot.state {
+                State::Waits => slot.block.value_waits.iter().any(|wait| wait.is_satisfied()),
+                State::Polls => slot.seen != changes,
+                _ => true,
+            },
+        };
+        let numbers = |can_run: &dyn Fn(&Option<Slot>) -> bool| -> Vec<u64> {
+            self.slots.iter().filter(|(_, slot)| can_run(slot)).map(|(number, _)| *number).collect()
+        };
+        let mut candidates = numbers(&can_run);
+        if candidates.is_empty() {
+            candidates = numbers(&|slot| slot.as_ref().is_some_and(|slot| matches!(slot.state, State::Polls)));
+            if self.idle > MAX_IDLE_RUNS * candidates.len() {
+                return None;
+            }
+        }
+        let choices = &mut checker.as_mut()?.choices;
+        (!candidates.is_empty()).then(|| candidates[choices.pick(&candidates)])
+    }
+
+    /// Returns the report of a launch whose blocks cannot make progress.
+    fn stuck(&mut self, checker: &mut Option<Box<Checker>>) -> Report {
+        // An uninitialized read stops its thread, and then others wait for it in vain.
+        if let Some(report) = self.slots.values_mut().flatten().find_map(|slot| slot.block.verdict()) {
+            return report;
+        }
+        let mut report = match self.slots.values_mut().flatten().next() {
+            Some(slot) => {
+                slot.block.checker = checker.take();
+                let polls = matches!(slot.state, State::Polls);
+                let report = if polls { livelock(&slot.block) } else { deadlock(&slot.block) };
+                *checker = slot.block.checker.take();
+                report
+            }
+            None => self.grid.invalid("no block can start"),
+        };
+        let waiting = self.slots.iter().find(|(_, slot)| slot.is_none()).map(|(number, _)| *number);
+        let next = waiting.or((self.next < self.blocks).then_some(self.next));
+        if let Some(number) = next {
+            let holds = match waiting {
+                Some(_) => format!("the emulator holds {MAX_FIBERS} threads"),
+                None => format!("the GPU holds {} blocks of this kernel", self.resident),
+            };
+            let _ = write!(report.message, "\n  block number {number} has not started: {holds} at a time");
+        }
+        report
+    }
+
+    /// Ends the blocks that have not ended.
+    fn finish(&mut self) {
+        for slot in std::mem::take(&mut self.slots).into_values().flatten().chain(self.unused.drain(..)) {
+            let Slot { mut block, fibers, stacks, .. } = slot;
+            stack::give_back(unwind(&mut block, Mode::Checked, fibers));
+            stack::give_back(stacks);
+        }
+    }
 }
 
 /// Installs a panic hook that records the line of a kernel's panic for its report instead of printing it.
@@ -122,42 +353,76 @@ fn fiber(thread: usize, body: &(dyn Fn() + Sync), stack: FiberStack) -> Fiber {
     unsafe { Fiber::with_stack_unchecked(stack, run) }
 }
 
-/// Runs one block until it finishes or faults. On return `stacks` holds the same stacks again.
-fn run_block(block: &mut Block, body: &(dyn Fn() + Sync), stacks: &mut Vec<FiberStack>) -> Option<Report> {
-    let mode = if block.checker.is_some() { Mode::Checked } else { Mode::Unchecked };
-    let mut fibers: Vec<Fiber> =
-        stacks.drain(..).enumerate().map(|(thread, stack)| fiber(thread, body, stack)).collect();
+/// Creates the fibers of a block, which has a thread for each stack.
+fn fibers(body: &(dyn Fn() + Sync), stacks: Vec<FiberStack>) -> Vec<Fiber> {
     catch_panics();
     #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
     super::trap::install();
-    // SAFETY: the guard is dropped before this function returns, and `block` is not used until then. The vector of fibers
-    // is freed after the last fiber has been unwound.
-    let running = unsafe { RunningBlock::new(block, mode, &fibers) };
-    let found = schedule(&mut fibers).or_else(|| with(Block::verdict)).or_else(|| {
-        with(|block| {
-            tma::finish_read_stores(block);
-            if block.has_waiting_threads() {
-                let message = "deadlock: no thread can make progress".to_owned();
-                return Some(block.no_progress(Fault::Deadlock, message));
-            }
-            block.incomplete_async_work()
-        })
-    });
-    stacks.extend(fibers.into_iter().map(|mut fiber| {
-        fiber.force_unwind();
-        fiber.into_stack()
-    }));
-    drop(running);
-    found
+    stacks.into_iter().enumerate().map(|(thread, stack)| fiber(thread, body, stack)).collect()
 }
 
-/// Resumes the fibers of the running block until all of them have finished, none can continue, or one reports a fault.
-/// Returns the report of a livelock, if there is one.
-fn schedule(fibers: &mut [Fiber]) -> Option<Report> {
+/// Ends the fibers of a block and returns their stacks.
+fn unwind(block: &mut Block, mode: Mode, fibers: Vec<Fiber>) -> Vec<FiberStack> {
+    // SAFETY: the guard is dropped before this function returns, and `block` is not used until then. The vector of fibers is freed after
+    // the last fiber has been unwound.
+    let running = unsafe { RunningBlock::new(block, mode, &fibers) };
+    let unwind = |mut fiber: Fiber| {
+        fiber.force_unwind();
+        fiber.into_stack()
+    };
+    let stacks = fibers.into_iter().map(unwind).collect();
+    drop(running);
+    stacks
+}
+
+/// What a block does when it stops running.
+enum State {
+    /// All threads have ended.
+    Ended,
+    Faulted(Report),
+    /// It lets other blocks run.
+    Left,
+    /// All threads that could run poll.
+    Polls,
+    /// All threads wait.
+    Waits,
+}
+
+/// Runs a block until it stops.
+fn resume(block: &mut Block, mode: Mode, fibers: &mut [Fiber]) -> State {
+    // SAFETY: the guard is dropped before this function returns, and `block` is not used until then. The fibers outlive it.
+    let running = unsafe { RunningBlock::new(block, mode, fibers) };
+    let state = schedule(fibers).unwrap_or_else(|| {
+        with(|block| {
+            if let Some(report) = block.verdict().filter(|_| block.report.is_some()) {
+                return State::Faulted(report);
+            }
+            if !block.has_waiting_threads() {
+                tma::finish_read_stores(block);
+                return State::Ended;
+            }
+            if !block.spinning.is_empty() {
+                return State::Polls;
+            }
+            if block.value_waits.is_empty() {
+                return State::Faulted(block.verdict().unwrap_or_else(|| deadlock(block)));
+            }
+            State::Waits
+        })
+    });
+    drop(running);
+    state
+}
+
+/// Resumes the fibers of the running block until all of them have finished, none can continue, one reports a fault, or one lets other
+/// blocks run.
+fn schedule(fibers: &mut [Fiber]) -> Option<State> {
+    let warps = fibers.len().div_ceil(LANES);
+    let first = with(|block| block.checker.as_mut().map_or(0, |checker| checker.choices.first_warp(warps)));
     let mut progress = true;
     while progress {
         progress = false;
-        for warp in 0..fibers.len().div_ceil(LANES) {
+        for warp in (first..warps).chain(0..first) {
             while let Some(lane) = with(|block| {
                 let warp = &mut block.warps[warp];
                 warp.next_ready().or_else(|| warp.wake_active().then(|| warp.next_ready()).flatten())
@@ -169,21 +434,24 @@ fn schedule(fibers: &mut [Fiber]) -> Option<Report> {
                     block.polling = Polling::default();
                 });
                 fibers[thread].resume(());
-                let (faulted, idle) = with(|block| {
-                    (block.report.is_some(), block.checker.as_mut().is_some_and(|checker| checker.step()))
+                let (faulted, idle, leaves) = with(|block| {
+                    let idle = block.checker.as_mut().is_some_and(|checker| checker.step());
+                    (block.report.is_some(), idle, std::mem::take(&mut block.leaves))
                 });
                 if idle {
-                    let message = "livelock: the threads keep running, but none has written memory".to_owned();
-                    return Some(with(|block| block.no_progress(Fault::Livelock, message)));
+                    return Some(State::Faulted(with(|block| livelock(block))));
                 }
                 if faulted {
                     return None;
+                }
+                if leaves {
+                    return Some(State::Left);
                 }
             }
         }
         // TMA loads complete as late as possible, and only while a thread is waiting.
         if !progress && with(|block| block.has_waiting_threads()) {
-            progress = with(tma::complete_one_load) || counter::wake_one_waiting();
+            progress = with(tma::complete_one_load) || with(atomic::wake_satisfied);
         }
     }
     None

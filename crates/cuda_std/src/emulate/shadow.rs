@@ -248,6 +248,15 @@ impl Shadow {
         Ok(())
     }
 
+    /// Returns one bit per byte: whether it is initialized.
+    pub fn written(&self) -> &[u64] {
+        &self.written
+    }
+
+    pub fn restore_written(&mut self, written: &[u64]) {
+        self.written.copy_from_slice(written);
+    }
+
     /// Marks a range of bytes as initialized.
     #[inline]
     pub fn set_written(&mut self, offset: usize, bytes: usize) {

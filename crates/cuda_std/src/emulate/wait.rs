@@ -32,9 +32,15 @@ pub enum Operation {
         parity: u32,
     },
     WgmmaWait,
-    Counter {
+    /// `acquire_wait`, for a value or a condition.
+    Value {
         address: usize,
-        value: u32,
+        awaited: Option<u32>,
+    },
+    /// A loop that reads the same value again and again.
+    Poll {
+        address: usize,
+        bits: u64,
     },
 }
 
@@ -56,7 +62,9 @@ impl fmt::Display for Operation {
                 write!(f, "wait({parity}) on the mbarrier at shared memory + {offset}")
             }
             Self::WgmmaWait => f.write_str("wgmma::wait"),
-            Self::Counter { value, .. } => write!(f, "acquire_wait for the value {value}"),
+            Self::Value { awaited: Some(value), .. } => write!(f, "acquire_wait for the value {value}"),
+            Self::Value { .. } => f.write_str("acquire_wait for a condition"),
+            Self::Poll { bits, .. } => write!(f, "a loop that reads the value {bits}"),
         }
     }
 }
@@ -76,21 +84,22 @@ impl Wait {
     }
 }
 
-/// A thread that waits until a counter has a value.
+/// A thread that waits until a condition holds for a word.
 #[derive(Clone, Copy)]
-pub struct CounterWait {
+pub struct ValueWait {
     pub thread: usize,
-    pub counter: *const u32,
-    pub value: u32,
+    pub word: *const u32,
+    /// The condition is on the stack of the thread, which is suspended until the wait ends.
+    pub condition: &'static dyn Fn(u32) -> bool,
 }
 
-impl CounterWait {
+impl ValueWait {
     pub fn found(self) -> u32 {
         // SAFETY: the caller of `acquire_wait_u32` guarantees a valid word, and all concurrent accesses are atomic.
-        unsafe { AtomicU32::from_ptr(self.counter.cast_mut()) }.load(Ordering::Acquire)
+        unsafe { AtomicU32::from_ptr(self.word.cast_mut()) }.load(Ordering::Acquire)
     }
 
     pub fn is_satisfied(self) -> bool {
-        self.found() == self.value
+        (self.condition)(self.found())
     }
 }

@@ -1,7 +1,7 @@
 //! wgmma state of a warpgroup: the instructions that are not computed yet, and their accumulators.
 
 use super::LANES;
-use super::checker::VectorClock;
+use super::order::VectorClock;
 use super::report::Site;
 use crate::fp8::Fp8Format;
 use std::collections::{BTreeMap, VecDeque};

@@ -9,8 +9,9 @@
 use super::LANES;
 use super::access::check;
 use super::block::{Block, fail, is_checked, suspend, with};
-use super::checker::{Kind, VectorClock, join};
+use super::checker::Kind;
 use super::collective::collective;
+use super::order::{VectorClock, join};
 use super::report::{Fault, Line, Site};
 use super::tensor::{a_position, ldmatrix_x4};
 use super::tensor_map::swizzle;
@@ -48,7 +49,7 @@ impl Block {
     fn finish_reads(&mut self) -> VectorClock {
         self.reader = None;
         let warp = self.tensor_core_warp();
-        let finished = self.checker.as_mut().map_or_else(VectorClock::default, |checker| checker.release(warp));
+        let finished = self.checker.as_mut().map_or_else(VectorClock::default, |checker| checker.order().release(warp));
         let mut own = VectorClock::default();
         own[warp] = finished[warp];
         own

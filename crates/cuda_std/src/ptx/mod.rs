@@ -563,6 +563,12 @@ atomics! {
     fetch_max_u32, shared_max_u32, u32, reg32, "max", "u32", (value);
     fetch_max_i32, shared_max_i32, i32, reg32, "max", "s32", (value);
     fetch_max_u64, shared_max_u64, u64, reg64, "max", "u64", (value);
+    fetch_and_u32, shared_and_u32, u32, reg32, "and", "b32", (value);
+    fetch_and_u64, shared_and_u64, u64, reg64, "and", "b64", (value);
+    fetch_or_u32, shared_or_u32, u32, reg32, "or", "b32", (value);
+    fetch_or_u64, shared_or_u64, u64, reg64, "or", "b64", (value);
+    fetch_xor_u32, shared_xor_u32, u32, reg32, "xor", "b32", (value);
+    fetch_xor_u64, shared_xor_u64, u64, reg64, "xor", "b64", (value);
     exchange_u32, shared_exchange_u32, u32, reg32, "exch", "b32", (value);
     exchange_u64, shared_exchange_u64, u64, reg64, "exch", "b64", (value);
     compare_exchange_u32, shared_compare_exchange_u32, u32, reg32, "cas", "b32", (expected, value);
@@ -578,25 +584,74 @@ pub unsafe fn release_add_u32(pointer: *mut u32, value: u32) {
     }
 }
 
-#[inline(always)]
-pub unsafe fn acquire_wait_u32(pointer: *const u32, value: u32) {
-    loop {
-        let found: u32;
-        // SAFETY: the caller guarantees a valid word of global memory.
-        unsafe {
-            asm!("ld.acquire.gpu.global.u32 {}, [{}];", out(reg32) found, in(reg64) pointer,
-                options(nostack, preserves_flags));
+/// Defines atomic reads and writes of global memory at device scope.
+macro_rules! accesses {
+    ($($type:ty, $register:ident, $suffix:literal: $load:ident, $load_acquire:ident, $store:ident, $store_release:ident;)*) => {
+        $(
+            accesses!(@load $load, $type, $register, "relaxed", $suffix);
+            accesses!(@load $load_acquire, $type, $register, "acquire", $suffix);
+            accesses!(@store $store, $type, $register, "relaxed", $suffix);
+            accesses!(@store $store_release, $type, $register, "release", $suffix);
+        )*
+    };
+    (@load $name:ident, $type:ty, $register:ident, $order:literal, $suffix:literal) => {
+        #[inline(always)]
+        pub unsafe fn $name(pointer: *const $type) -> $type {
+            let value;
+            // SAFETY: the caller guarantees a valid word of global memory.
+            unsafe {
+                asm!(concat!("ld.", $order, ".gpu.global.", $suffix, " {}, [{}];"),
+                    out($register) value, in(reg64) pointer, options(nostack, preserves_flags));
+            }
+            value
         }
-        if found == value {
-            return;
+    };
+    (@store $name:ident, $type:ty, $register:ident, $order:literal, $suffix:literal) => {
+        #[inline(always)]
+        pub unsafe fn $name(pointer: *mut $type, value: $type) {
+            // SAFETY: the caller guarantees a valid word of global memory.
+            unsafe {
+                asm!(concat!("st.", $order, ".gpu.global.", $suffix, " [{}], {};"),
+                    in(reg64) pointer, in($register) value, options(nostack, preserves_flags));
+            }
+        }
+    };
+}
+
+accesses! {
+    u32, reg32, "u32": load_relaxed_u32, load_acquire_u32, store_relaxed_u32, store_release_u32;
+    u64, reg64, "u64": load_relaxed_u64, load_acquire_u64, store_relaxed_u64, store_release_u64;
+}
+
+/// Waits until `condition` holds for the word.
+#[inline(always)]
+pub unsafe fn acquire_wait_u32(pointer: *const u32, condition: impl Fn(u32) -> bool, _awaited: Option<u32>) -> u32 {
+    loop {
+        // SAFETY: guaranteed by the caller.
+        let found = unsafe { load_acquire_u32(pointer) };
+        if condition(found) {
+            return found;
         }
     }
 }
 
-#[inline(always)]
-pub fn fence_device() {
-    // SAFETY: the instruction only orders memory accesses.
-    unsafe { asm!("fence.acq_rel.gpu;", options(nostack, preserves_flags)) }
+macro_rules! fences {
+    ($($name:ident = $instruction:literal;)*) => {$(
+        #[inline(always)]
+        pub fn $name() {
+            // SAFETY: the instruction only orders memory accesses.
+            unsafe { asm!($instruction, options(nostack, preserves_flags)) }
+        }
+    )*};
+}
+
+fences! {
+    fence_block = "fence.acq_rel.cta;";
+    fence_device = "fence.acq_rel.gpu;";
+    fence_system = "fence.acq_rel.sys;";
+    fence_sc_block = "fence.sc.cta;";
+    fence_sc_device = "fence.sc.gpu;";
+    fence_sc_system = "fence.sc.sys;";
 }
 
 #[inline(always)]

@@ -1,6 +1,6 @@
 //! Bulk stores, bulk additions, and counters that order the accesses of different blocks.
 
-use cuda_std::emulate::{Fault, Memory, Report};
+use cuda_std::emulate::{Fault, Memory, Report, Schedule};
 use cuda_std::hopper::{self, tma};
 use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, SharedArray, kernel, thread, warp};
@@ -198,7 +198,10 @@ fn faults_are_reported() {
     let wrong = found(Planted::WrongCount);
     expect(&wrong, Fault::Deadlock, "acquire", Some("barrier"));
     let text = wrong.to_string();
-    assert!(text.contains("acquire_wait for the value 2") && text.contains("the counter is 1"), "{text}");
+    assert!(
+        text.contains("acquire_wait for the value 2") && text.contains("of counter + 0 (index 0); the value is 1"),
+        "{text}"
+    );
 }
 
 /// The second warp overwrites the source of the first warp's store. The first warp arrives at the barrier before the store
@@ -281,13 +284,20 @@ fn waits_for_the_next_block(counter: GlobalMut<u32>, blocks: u32) {
     warp::sync(); // after_wait
 }
 
-/// Checked blocks run one after the other. Parallel blocks wait for each other, until all of them wait.
+/// A block may wait for one with a higher number, if the GPU holds both at a time.
 #[test]
 fn a_wait_that_nothing_ends_is_a_deadlock() {
     let mut memory = Memory::new();
     let counter = memory.zeroed("counter", 1);
-    let report = waits_for_the_next_block(counter, 2).emulate_checked(&mut memory, [2, 1, 1], SHARED).unwrap_err();
+    waits_for_the_next_block(counter, 2).emulate_checked(&mut memory, [2, 1, 1], SHARED).unwrap();
+    memory.write(counter, &[0]).unwrap();
+    let schedule = Schedule::new(1).with_resident_blocks(1);
+    let launch = waits_for_the_next_block(counter, 2);
+    let report = launch.emulate_scheduled(&mut memory, [2, 1, 1], SHARED, schedule).unwrap_err();
     expect(&report, Fault::Deadlock, "wait_for_next", Some("after_wait"));
+    let text = report.to_string();
+    assert!(text.contains("block number 1 has not started: the GPU holds 1 blocks"), "{text}");
+    assert!(text.ends_with("[in the schedule of seed 1]"), "{text}");
     // SAFETY: the buffer has the size that the kernel uses.
     let report = unsafe { waits_for_the_next_block(counter, 9).emulate([8, 1, 1], SHARED) }.unwrap_err();
     assert_eq!(report.fault, Fault::Deadlock, "{report}");

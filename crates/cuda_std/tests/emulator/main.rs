@@ -2,6 +2,7 @@
 //!
 //! The name of a file selects its tests: `cargo test --release -p cuda_std checker::`.
 
+mod between_blocks;
 mod checked;
 mod checker;
 mod counters;
@@ -9,6 +10,7 @@ mod features;
 mod fp8;
 mod hopper;
 mod hopper_fp8;
+mod litmus;
 mod messages;
 mod primitives;
 mod tensor_cores;

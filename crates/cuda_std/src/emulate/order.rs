@@ -1,0 +1,366 @@
+//! The happens-before relation between the accesses of a checked launch.
+//!
+//! Within a block it is tracked with vector clocks that have one component per warp. Each synchronization of a warp (`warp::sync`, a
+//! barrier, an arrival) ends a tick of its clock. A barrier joins the clocks of all warps that arrived into the clocks of the warps
+//! that wait.
+//!
+//! Atomics order the accesses of single threads, also those of different blocks, as in the PTX memory model (PTX ISA, "Memory
+//! Consistency Model"). The rules have these names in the documentation:
+//! * **Release.** A releasing write publishes everything that happens before it. So does a relaxed write after a fence, for everything
+//!   that happens before the fence.
+//! * **Observation.** A read observes the write whose value it returns, and the writes before it in a chain of read-modify-writes.
+//! * **Acquire.** An acquiring read receives what the observed writes have published. So does a fence after a relaxed read.
+//! * **Scope.** A release and an acquire of different blocks order nothing if one of them has the scope of a block.
+//! * **Total order.** Each sequentially consistent fence receives what the earlier ones of its scope have published.
+//! * **Barriers extend fences.** A fence also orders what a barrier has put before it: a relaxed read by another thread of the block,
+//!   and a relaxed write that follows in another thread. PTX guarantees this for sequentially consistent fences only.
+
+use super::LANES;
+use super::report::Site;
+use super::shadow::Access;
+use std::collections::{BTreeMap, HashMap};
+use std::rc::Rc;
+
+/// For each warp of the block, the latest tick whose end is known.
+pub type VectorClock = [u32; LANES];
+
+/// Joins clock `other` into `clock`.
+pub fn join(clock: &mut VectorClock, other: &VectorClock) {
+    for (tick, other) in clock.iter_mut().zip(other) {
+        *tick = (*tick).max(*other);
+    }
+}
+
+/// The threads that a fence or an atomic orders.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Scope {
+    /// The threads of a block, and of a cluster of one block.
+    Block,
+    /// All threads, also of other GPUs and of the host.
+    Device,
+}
+
+/// Accesses of one block: those of each warp before a tick, and further ones of single threads.
+#[derive(Clone, Default)]
+struct Past {
+    warps: VectorClock,
+    threads: Vec<(usize, u32)>,
+}
+
+impl Past {
+    fn contains(&self, access: Access) -> bool {
+        let of_thread =
+            |thread: usize| thread == access.thread() || access.is(Access::WARP) && thread / LANES == access.warp();
+        self.warps[access.warp()] > access.clock
+            || self.threads.iter().any(|&(thread, tick)| tick > access.clock && of_thread(thread))
+    }
+
+    fn join(&mut self, other: &Self) {
+        join(&mut self.warps, &other.warps);
+        for &(thread, tick) in &other.threads {
+            match self.threads.iter_mut().find(|(known, _)| *known == thread) {
+                Some((_, known)) => *known = tick.max(*known),
+                None => self.threads.push((thread, tick)),
+            }
+        }
+    }
+}
+
+/// Accesses of several blocks, by the number of the block.
+#[derive(Clone, Default)]
+pub struct Known(BTreeMap<u32, Rc<Past>>);
+
+impl Known {
+    fn contains(&self, access: Access) -> bool {
+        self.0.get(&access.block).is_some_and(|past| past.contains(access))
+    }
+
+    fn join(&mut self, other: &Self) {
+        for (block, past) in &other.0 {
+            match self.0.get_mut(block) {
+                Some(known) if Rc::ptr_eq(known, past) => (),
+                Some(known) => Rc::make_mut(known).join(past),
+                None => {
+                    self.0.insert(*block, past.clone());
+                }
+            }
+        }
+    }
+}
+
+/// What a write has published.
+pub struct Release {
+    scope: Scope,
+    block: u32,
+    known: Known,
+}
+
+impl Release {
+    /// Joins releases of the same scope.
+    pub fn merged(releases: Vec<Rc<Self>>) -> Vec<Rc<Self>> {
+        if releases.len() < 2 {
+            return releases;
+        }
+        let of_scope = |scope| {
+            let mut all = releases.iter().filter(|release| release.scope == scope);
+            let first = all.next()?.clone();
+            let (block, mut known) = (first.block, first.known.clone());
+            let mut is_changed = false;
+            for release in all {
+                known.join(&release.known);
+                is_changed = true;
+            }
+            Some(if is_changed { Rc::new(Self { scope, block, known }) } else { first })
+        };
+        [Scope::Block, Scope::Device].into_iter().filter_map(of_scope).collect()
+    }
+
+    fn reaches(&self, scope: Scope, block: u32) -> bool {
+        self.block == block || self.scope.min(scope) > Scope::Block
+    }
+}
+
+/// What a thread has received.
+struct Acquired {
+    /// The acquire, as an access.
+    at: Access,
+    release: Rc<Release>,
+}
+
+/// A relaxed read of a write that has published something.
+struct Observed {
+    at: Access,
+    release: Rc<Release>,
+}
+
+/// A fence, and what it publishes together with a later write.
+struct Fence {
+    at: Access,
+    release: Rc<Release>,
+}
+
+/// What sequentially consistent fences of device scope have published.
+pub type TotalOrder = Option<Rc<Release>>;
+
+/// The happens-before relation as the threads of one block know it.
+pub struct Order {
+    /// Clock of each warp. A warp's own component is its current tick.
+    clocks: [VectorClock; LANES],
+    /// Tick of each warp that began when its lanes last synchronized, either directly or through another warp.
+    synced: VectorClock,
+    /// Tick that began when each thread last executed `fence_async_proxy`.
+    proxy_fences: Vec<u32>,
+    /// Joined clocks of the warps that arrived at each hardware barrier.
+    barriers: [VectorClock; 16],
+    /// Number of the block.
+    pub block: u32,
+    /// Number of warps in a block.
+    pub warps: usize,
+    acquired: Vec<Acquired>,
+    observed: Vec<Observed>,
+    /// The latest fences of each thread.
+    fences: Vec<Fence>,
+    /// What sequentially consistent fences of block scope have published.
+    total: TotalOrder,
+    /// For each thread, the latest acquire that no `fence_async_proxy_global` follows.
+    unfenced_waits: HashMap<usize, Site>,
+}
+
+impl Order {
+    pub fn new(warps: usize, block: u32) -> Self {
+        Self {
+            clocks: [[0; LANES]; LANES],
+            synced: [0; LANES],
+            proxy_fences: vec![0; LANES * LANES],
+            barriers: [[0; LANES]; 16],
+            block,
+            warps,
+            acquired: Vec::new(),
+            observed: Vec::new(),
+            fences: Vec::new(),
+            total: None,
+            unfenced_waits: HashMap::new(),
+        }
+    }
+
+    /// Returns whether the access `before` happens before an access by `thread` at the current time.
+    #[inline(always)]
+    pub fn happens_before(&self, before: Access, thread: usize) -> bool {
+        if before.is_none() {
+            return true;
+        }
+        before.block == self.block && self.precedes_in_block(before, thread)
+            || !self.acquired.is_empty() && self.is_acquired(before, thread)
+    }
+
+    #[inline(always)]
+    fn precedes_in_block(&self, before: Access, thread: usize) -> bool {
+        let warp = thread / LANES;
+        before.thread() == thread
+            || before.is(Access::WARP) && before.warp() == warp
+            || self.known_tick(warp, before.warp()) > before.clock
+    }
+
+    /// Returns whether `thread` has acquired `before`.
+    #[cold]
+    fn is_acquired(&self, before: Access, thread: usize) -> bool {
+        self.acquired_by(thread).any(|acquired| acquired.release.known.contains(before))
+    }
+
+    /// Returns the acquires that happen before the current time of `thread`, newest first.
+    fn acquired_by(&self, thread: usize) -> impl Iterator<Item = &Acquired> {
+        self.acquired.iter().rev().filter(move |acquired| self.precedes_in_block(acquired.at, thread))
+    }
+
+    /// Returns the latest tick of warp `of` that `warp` knows. A warp's own ticks count only once its lanes have
+    /// synchronized.
+    #[inline(always)]
+    fn known_tick(&self, warp: usize, of: usize) -> u32 {
+        if of == warp { self.synced[warp] } else { self.clocks[warp][of] }
+    }
+
+    /// Returns whether a write is visible to the async proxy: TMA made it, or its thread has executed
+    /// `fence_async_proxy` since.
+    #[inline]
+    pub fn is_proxy_fenced(&self, write: Access) -> bool {
+        write.is_none()
+            || write.block != self.block
+            || write.is(Access::BULK)
+            || self.proxy_fences[write.thread()] > write.clock
+    }
+
+    /// Returns an access by `thread` at the current time.
+    #[inline]
+    pub fn access(&self, thread: usize, flags: u16, site: u16) -> Access {
+        let warp = thread / LANES;
+        Access::new(self.block, self.clocks[warp][warp], thread, flags, site)
+    }
+
+    /// Ends a tick of `warp` and returns its clock.
+    pub fn release(&mut self, warp: usize) -> VectorClock {
+        self.clocks[warp][warp] += 1;
+        self.clocks[warp]
+    }
+
+    /// Joins a released clock into the clock of `warp`.
+    pub fn acquire(&mut self, warp: usize, clock: &VectorClock) {
+        join(&mut self.clocks[warp], clock);
+        self.synced[warp] = self.synced[warp].max(clock[warp]);
+    }
+
+    /// Records a `fence_async_proxy` by `thread`.
+    pub fn proxy_fenced(&mut self, thread: usize) {
+        let warp = thread / LANES;
+        self.clocks[warp][warp] += 1;
+        self.proxy_fences[thread] = self.clocks[warp][warp];
+    }
+
+    /// Records a `warp::sync`.
+    pub fn warp_synced(&mut self, warp: usize) {
+        let clock = self.release(warp);
+        self.acquire(warp, &clock);
+    }
+
+    /// Records the arrival of `warp` at a hardware barrier.
+    pub fn barrier_arrived(&mut self, warp: usize, barrier: usize) {
+        let clock = self.release(warp);
+        self.acquire(warp, &clock);
+        join(&mut self.barriers[barrier], &clock);
+    }
+
+    /// Records the completion of a hardware barrier, where the warps whose bits are set in `waiting` have waited.
+    pub fn barrier_completed(&mut self, barrier: usize, waiting: u32) {
+        let clock = std::mem::take(&mut self.barriers[barrier]);
+        for warp in (0..LANES).filter(|warp| waiting >> warp & 1 != 0) {
+            self.acquire(warp, &clock);
+        }
+    }
+
+    /// Returns the wait for a counter by `thread` that no `fence_async_proxy_global` follows.
+    pub fn unfenced_wait(&self, thread: usize) -> Option<Site> {
+        self.unfenced_waits.get(&thread).copied()
+    }
+
+    /// Records a `fence_async_proxy_global` by `thread`.
+    pub fn global_proxy_fenced(&mut self, thread: usize) {
+        self.unfenced_waits.remove(&thread);
+    }
+
+    /// Ends a tick of the warp of `thread`, and returns everything that happens before the current time of the thread.
+    fn publish(&mut self, thread: usize, scope: Scope) -> Rc<Release> {
+        let warp = thread / LANES;
+        let mut warps = self.release(warp);
+        let threads = vec![(thread, warps[warp])];
+        // Other lanes' accesses count only up to the last synchronization of the warp.
+        warps[warp] = self.synced[warp];
+        let mut known = Known(BTreeMap::from([(self.block, Rc::new(Past { warps, threads }))]));
+        for acquired in self.acquired_by(thread) {
+            known.join(&acquired.release.known);
+        }
+        Rc::new(Release { scope, block: self.block, known })
+    }
+
+    /// Records a write by `thread`, and returns what it publishes.
+    pub fn writes(&mut self, thread: usize, releases: bool) -> Vec<Rc<Release>> {
+        if releases {
+            return vec![self.publish(thread, Scope::Device)];
+        }
+        let before = |fence: &&Fence| self.precedes_in_block(fence.at, thread);
+        Release::merged(self.fences.iter().filter(before).map(|fence| fence.release.clone()).collect())
+    }
+
+    /// Records that `thread` has read a value whose writes have published `releases`.
+    pub fn observes(&mut self, thread: usize, releases: &[Rc<Release>], acquires: bool, site: Site) {
+        let at = self.access(thread, 0, 0);
+        for release in releases {
+            if acquires && release.reaches(Scope::Device, self.block) {
+                self.receive(at, release.clone());
+            } else if !self.observed.iter().any(|seen| seen.at.thread() == thread && Rc::ptr_eq(&seen.release, release))
+            {
+                self.observed.push(Observed { at, release: release.clone() });
+            }
+        }
+        if acquires {
+            self.unfenced_waits.insert(thread, site);
+        }
+    }
+
+    fn receive(&mut self, at: Access, release: Rc<Release>) {
+        let is_known =
+            |acquired: &Acquired| acquired.at.thread() == at.thread() && Rc::ptr_eq(&acquired.release, &release);
+        if !self.acquired.iter().rev().any(is_known) {
+            self.acquired.push(Acquired { at, release });
+        }
+    }
+
+    /// Records a fence by `thread`. If it is sequentially consistent, `total` is what the earlier ones of device scope have published.
+    pub fn fenced(&mut self, thread: usize, scope: Scope, total: Option<&mut TotalOrder>) {
+        let at = self.access(thread, 0, 0);
+        for i in 0..self.observed.len() {
+            let Observed { at: read, ref release } = self.observed[i];
+            if self.precedes_in_block(read, thread) && release.reaches(scope, self.block) {
+                let release = release.clone();
+                self.receive(at, release);
+            }
+        }
+        let is_sequential = total.is_some();
+        let mut own = self.total.take();
+        let total = total.filter(|_| scope > Scope::Block);
+        for earlier in
+            [total.as_deref().cloned().flatten(), own.clone()].into_iter().flatten().filter(|_| is_sequential)
+        {
+            self.receive(at, earlier);
+        }
+        let release = self.publish(thread, scope);
+        if is_sequential {
+            // Later fences receive this one's past with all earlier ones', because it has received them.
+            own = Some(release.clone());
+            if let Some(total) = total {
+                *total = Some(release.clone());
+            }
+        }
+        self.total = own;
+        self.fences.retain(|fence| fence.at.thread() != thread || fence.release.scope > scope);
+        self.fences.push(Fence { at, release });
+    }
+}

@@ -1,0 +1,196 @@
+//! Kernels whose blocks communicate, and faults in them: a scan with decoupled look-back, split-K, a barrier of the grid, and a queue.
+//!
+//! The correct version of each passes in many schedules. The default schedules find the faults.
+
+use cuda_std::emulate::{Fault, Memory, Report, Schedule};
+use cuda_std::launch::Launch;
+use cuda_std::shared::Layout;
+use cuda_std::{Global, GlobalMut, SharedArray, fence, kernel, thread};
+
+/// Elements of a tile of the scan: one for each thread.
+const TILE: usize = 64;
+/// States of a tile.
+const AGGREGATE: u32 = 1;
+const PREFIX: u32 = 2;
+
+/// Faults of the scan.
+#[derive(Clone, Copy, PartialEq, Debug)]
+#[repr(u32)]
+enum Scan {
+    Correct,
+    NoWriterFence,
+    NoReaderFence,
+    WriterFenceOfBlock,
+    ReaderFenceOfBlock,
+    FlagBeforeData,
+    FenceAfterFlag,
+    ReaderFenceBeforeFlag,
+    WrongAggregate,
+    PlainFlagStore,
+    PlainFlagLoad,
+    FenceOfOtherThread,
+    PrefixFlagBeforeData,
+    NoPrefixFence,
+    StopsAtAggregate,
+    ReadsPrefixForAggregate,
+    NoBroadcastBarrier,
+    PublishesOfOtherLane,
+}
+
+/// An exclusive sum of `inp` with decoupled look-back (Merrill, Garland: Single-pass Parallel Prefix Scan with Decoupled Look-back,
+/// 2016). A tile publishes its sum (the aggregate) and then its inclusive prefix, each with a flag.
+#[kernel(threads = 64)]
+fn scan(
+    out: GlobalMut<u32>,
+    flags: GlobalMut<u32>,
+    aggregates: GlobalMut<u32>,
+    prefixes: GlobalMut<u32>,
+    tickets: GlobalMut<u32>,
+    inp: Global<u32>,
+    fault: u32,
+) {
+    let is = |planted: Scan| fault == planted as u32;
+    let mut layout = Layout::new();
+    let (sums, words): (SharedArray<u32>, SharedArray<u32>) = (layout.array(TILE), layout.array(2));
+    let t = thread::thread_idx_x() as usize;
+    if t == 0 {
+        words.set(0, tickets.fetch_add(0, 1));
+    }
+    thread::sync_threads();
+    let tile = words.at(0) as usize;
+    let value = inp.at(tile * TILE + t);
+    sums.set(t, value);
+    thread::sync_threads();
+    let before = (0..t).fold(0, |sum, i| sum + sums.at(i));
+    let total = (0..TILE).fold(0, |sum, i| sum + sums.at(i));
+    if is(Scan::FenceOfOtherThread) && t == 1 {
+        fence::device();
+    }
+    if t == 0 {
+        let publish = |values: GlobalMut<u32>, value: u32, flag: u32, has_fence: bool, flag_first: bool| {
+            let set_flag = || {
+                if is(Scan::PlainFlagStore) {
+                    flags.set(tile, flag); // plain_flag
+                } else {
+                    flags.store_relaxed(tile, flag);
+                }
+            };
+            if flag_first {
+                fence::device();
+                set_flag();
+            }
+            values.set(tile, value); // published
+            if has_fence {
+                if is(Scan::WriterFenceOfBlock) { fence::block() } else { fence::device() }
+            }
+            if !flag_first {
+                set_flag();
+            }
+            if is(Scan::FenceAfterFlag) {
+                fence::device();
+            }
+        };
+        let mut prefix = 0;
+        if tile > 0 {
+            let aggregate = if is(Scan::WrongAggregate) { total + 1 } else { total };
+            let has_fence = !is(Scan::NoWriterFence) && !is(Scan::FenceOfOtherThread) && !is(Scan::FenceAfterFlag);
+            publish(aggregates, aggregate, AGGREGATE, has_fence, is(Scan::FlagBeforeData));
+            let mut other = tile - 1;
+            loop {
+                if is(Scan::ReaderFenceBeforeFlag) {
+                    fence::device();
+                }
+                let mut flag = 0;
+                while flag == 0 {
+                    flag = if is(Scan::PlainFlagLoad) { flags.at(other) } else { flags.load_relaxed(other) };
+                }
+                if is(Scan::ReaderFenceOfBlock) {
+                    fence::block();
+                } else if !is(Scan::NoReaderFence) && !is(Scan::ReaderFenceBeforeFlag) {
+                    fence::device();
+                }
+                if flag == PREFIX || is(Scan::ReadsPrefixForAggregate) {
+                    prefix += prefixes.at(other); // prefix_read
+                    break;
+                }
+                prefix += aggregates.at(other); // aggregate_read
+                if is(Scan::StopsAtAggregate) {
+                    break;
+                }
+                other -= 1;
+            }
+        }
+        publish(prefixes, prefix + total, PREFIX, !is(Scan::NoPrefixFence), is(Scan::PrefixFlagBeforeData));
+        words.set(1, prefix);
+    }
+    if is(Scan::PublishesOfOtherLane) && t == 1 {
+        prefixes.set(tile, 0);
+    }
+    if !is(Scan::NoBroadcastBarrier) {
+        thread::sync_threads();
+    }
+    out.set(tile * TILE + t, words.at(1) + before);
+}
+
+const TILES: usize = 12;
+
+/// Runs the scan, and returns whether its results are right.
+fn run_scan(fault: Scan, run: impl Fn(&Launch, &mut Memory) -> Result<(), Report>) -> Result<bool, Report> {
+    let values: Vec<u32> = (0..TILES * TILE).map(|i| (i * 7919 % 13) as u32).collect();
+    let mut memory = Memory::new();
+    let out = memory.output("out", values.len());
+    let (flags, tickets) = (memory.zeroed("flags", TILES), memory.zeroed("tickets", 1));
+    let (aggregates, prefixes) = (memory.output("aggregates", TILES), memory.output("prefixes", TILES));
+    let inp = memory.input("inp", &values);
+    run(&scan(out, flags, aggregates, prefixes, tickets, inp, fault as u32), &mut memory)?;
+    let mut sum = 0;
+    let expected = values.iter().map(|value| {
+        sum += value;
+        sum - value
+    });
+    Ok(memory.read(out).into_iter().eq(expected))
+}
+
+#[test]
+fn a_scan_with_look_back_passes_in_many_schedules() {
+    for seed in 0..1000 {
+        let run = |launch: &Launch, memory: &mut Memory| {
+            launch.emulate_scheduled(memory, [TILES as u32, 1, 1], 1 << 10, Schedule::new(seed))
+        };
+        assert!(run_scan(Scan::Correct, run).unwrap(), "seed {seed}");
+    }
+}
+
+#[test]
+fn faults_of_a_scan_are_found() {
+    use Scan::*;
+    let run = |fault| run_scan(fault, |launch, memory| launch.emulate_checked(memory, [TILES as u32, 1, 1], 1 << 10));
+    assert!(run(Correct).unwrap());
+    let races = [
+        NoWriterFence,
+        NoReaderFence,
+        WriterFenceOfBlock,
+        ReaderFenceOfBlock,
+        FlagBeforeData,
+        FenceAfterFlag,
+        ReaderFenceBeforeFlag,
+        PlainFlagStore,
+        FenceOfOtherThread,
+        PrefixFlagBeforeData,
+        NoPrefixFence,
+        NoBroadcastBarrier,
+        PublishesOfOtherLane,
+    ];
+    for fault in races {
+        let report = run(fault).expect_err(&format!("{fault:?} must be found"));
+        println!("{fault:?}: {report}");
+        assert!(matches!(report.fault, Fault::DataRace | Fault::Uninitialized), "{fault:?}: {report}");
+    }
+    for fault in [WrongAggregate, StopsAtAggregate] {
+        assert!(!run(fault).unwrap(), "{fault:?} must give wrong sums");
+    }
+    for fault in [ReadsPrefixForAggregate, PlainFlagLoad] {
+        let report = run(fault).expect_err(&format!("{fault:?} must be found"));
+        println!("{fault:?}: {report}");
+    }
+}
