@@ -1,6 +1,6 @@
 //! Pending asynchronous copies of a block: `cp.async`, TMA loads and TMA stores.
 
-use super::order::VectorClock;
+use super::order::Clock;
 use super::report::Site;
 use super::tensor_map::Map;
 
@@ -43,7 +43,7 @@ pub struct Load {
     pub to: usize,
     pub barrier: usize,
     /// Clock of the thread that issued the load.
-    pub clock: VectorClock,
+    pub clock: Clock,
     pub at: Site,
 }
 

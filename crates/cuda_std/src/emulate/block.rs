@@ -8,7 +8,7 @@ use super::atomic::Polls;
 use super::checker::{Checker, Local};
 use super::grid::Grid;
 use super::hopper_state;
-use super::order::VectorClock;
+use super::order::Clock;
 use super::report::{Fault, Line, Report, Site, ranges};
 use super::running::Running;
 use super::stack::FiberStack;
@@ -274,13 +274,19 @@ impl Block {
     }
 
     /// Ends a tick of the running thread's warp and returns the warp's clock, for threads that synchronize with it.
-    pub fn release(&mut self) -> VectorClock {
+    pub fn release(&mut self) -> Clock {
         let warp = self.current / LANES;
-        self.checker.as_mut().map_or_else(VectorClock::default, |checker| checker.order().release(warp))
+        self.checker.as_mut().map_or_else(Clock::default, |checker| checker.order().release(warp))
+    }
+
+    /// Ends a tick of the running thread's warp and returns the thread's clock.
+    pub fn release_of_thread(&mut self) -> Clock {
+        let thread = self.current;
+        self.checker.as_mut().map_or_else(Clock::default, |checker| checker.order().release_of_thread(thread))
     }
 
     /// Joins a released clock into the clock of `warp`.
-    pub fn acquire(&mut self, warp: usize, clock: &VectorClock) {
+    pub fn acquire(&mut self, warp: usize, clock: &Clock) {
         if let Some(checker) = &mut self.checker {
             checker.order().acquire(warp, clock);
         }

@@ -10,7 +10,7 @@ use super::order::{Order, Release, Scope, TotalOrder};
 use super::region::Region;
 use super::report::{Fault, Line, Site};
 use super::schedule::Choices;
-use super::shadow::{Access, CELL, Cell, Overflow, Shadow};
+use super::shadow::{Access, Cell, Overflow, Shadow};
 use std::convert::Infallible;
 use std::rc::Rc;
 
@@ -394,9 +394,7 @@ impl Checker {
             );
             return Err(Finding { fault: Fault::DataRace, other: Some(wait), message });
         }
-        if offset.is_multiple_of(CELL) && bytes.is_multiple_of(CELL) {
-            self.check_races(thread, request, location)?;
-        }
+        self.check_races(thread, request, location)?;
         match kind {
             Kind::Write | Kind::AtomicWrite => self.shadow(location).set_written(offset, bytes),
             Kind::AsyncWrite | Kind::BulkWrite | Kind::BulkStore => (),
@@ -418,6 +416,8 @@ impl Checker {
             Kind::Atomic | Kind::AtomicRead | Kind::AtomicWrite => Access::ATOMIC,
             Kind::AsyncWrite | Kind::BulkWrite | Kind::BulkStore | Kind::BulkAdd => Access::PENDING,
         };
+        // Without other schedules, the blocks have not exchanged values, and nothing orders them.
+        let of_all_blocks = !self.choices.is_in_order();
         let Local { order, shared, .. } = &mut *self.local;
         let access = order.access(thread, flags, self.sites.number(request.at));
         let shadow = match location {
@@ -426,7 +426,7 @@ impl Checker {
         };
         let range = (location.offset(), request.bytes);
         let found = shadow.update(range, !kind.reads(), |i, cell, overflow| {
-            let conflict = |with, kind| Err((with, Conflict { cell: location.with_offset(i * CELL), kind }));
+            let conflict = |with, kind| Err((with, Conflict { cell: location.with_offset(i), kind }));
             if cell.write.is(Access::PENDING) {
                 return conflict(cell.write, ConflictKind::AsyncCopy);
             }
@@ -440,7 +440,7 @@ impl Checker {
             }
             let ordered = cell.reads.map(|read| order.happens_before(read, thread));
             if kind.reads() {
-                overflow.read(i, cell, access, ordered);
+                overflow.read(i, cell, access, ordered, of_all_blocks);
                 return Ok(());
             }
             let ordered = [0, 1].map(|i| ordered[i] || is_atomic && cell.reads[i].is(Access::ATOMIC));

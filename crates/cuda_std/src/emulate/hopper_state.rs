@@ -1,7 +1,7 @@
 //! State of a block that belongs to `sm_90a` instructions: mbarriers, TMA and wgmma.
 
 use super::async_copy::{Load, Store};
-use super::order::VectorClock;
+use super::order::Clock;
 use super::report::{Fault, Line, Site};
 use super::shadow::Access;
 use super::warpgroup::Warpgroup;
@@ -65,9 +65,9 @@ pub struct MBarrier {
     /// Threads of the block that wait.
     pub waiting: Vec<usize>,
     /// Joined clocks of the arrivals in this phase.
-    pub arriving: VectorClock,
+    pub arriving: Clock,
     /// Joined clocks of the arrivals in completed phases.
-    pub completed: VectorClock,
+    pub completed: Clock,
     pub init: Init,
 }
 

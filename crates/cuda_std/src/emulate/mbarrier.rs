@@ -4,7 +4,7 @@ use super::access::{check, shared_offset};
 use super::block::{Block, fail, suspend, with};
 use super::checker::Kind;
 use super::hopper_state::{Init, MBarrier};
-use super::order::{VectorClock, join};
+use super::order::Clock;
 use super::report::{Fault, Line, Site};
 use super::shadow::Access;
 use super::wait::{Operation, Wait};
@@ -18,17 +18,18 @@ fn try_complete_phase(block: &mut Block, offset: usize) {
     }
     barrier.pending = barrier.expected;
     barrier.phase += 1;
-    join(&mut barrier.completed, &std::mem::take(&mut barrier.arriving));
+    let arriving = std::mem::take(&mut barrier.arriving);
+    barrier.completed.join(&arriving);
     for thread in std::mem::take(&mut barrier.waiting) {
         block.wake(thread);
     }
 }
 
 /// Counts `bytes` copied bytes for the mbarrier at `offset`. `clock` is the clock of the thread that issued the copy.
-pub fn complete_bytes(block: &mut Block, offset: usize, bytes: usize, clock: &VectorClock) {
+pub fn complete_bytes(block: &mut Block, offset: usize, bytes: usize, clock: &Clock) {
     if let Some(barrier) = block.hopper.barriers.get_mut(&offset) {
         barrier.bytes -= bytes as i64;
-        join(&mut barrier.arriving, clock);
+        barrier.arriving.join(clock);
         try_complete_phase(block, offset);
     }
 }
@@ -83,8 +84,8 @@ pub unsafe fn mbarrier_init(barrier: *mut u64, arrivals: u32) {
             bytes: 0,
             phase: 0,
             waiting: Vec::new(),
-            arriving: VectorClock::default(),
-            completed: VectorClock::default(),
+            arriving: Clock::default(),
+            completed: Clock::default(),
             init: Init { thread: block.current, at, fenced: false, access },
         };
         block.hopper.barriers.insert(offset, barrier);
@@ -122,11 +123,11 @@ pub fn locate_fenced(pointer: *const u64, at: Site) -> usize {
 fn arrive(barrier: *const u64, bytes: u32, at: Site) {
     let offset = locate(barrier, at);
     let arrived = with(|block| {
-        let clock = block.release();
+        let clock = block.release_of_thread();
         let barrier = block.hopper.barriers.get_mut(&offset)?;
         barrier.pending = barrier.pending.checked_sub(1)?;
         barrier.bytes += i64::from(bytes);
-        join(&mut barrier.arriving, &clock);
+        barrier.arriving.join(&clock);
         try_complete_phase(block, offset);
         Some(())
     });
@@ -173,7 +174,7 @@ pub unsafe fn mbarrier_try_wait(barrier: *mut u64, parity: u32) -> bool {
         let Some(barrier) = block.hopper.barriers.get_mut(&offset) else { return false };
         let done = barrier.phase % 2 != parity;
         if done {
-            let clock = barrier.completed;
+            let clock = barrier.completed.clone();
             block.acquire(warp, &clock);
         } else {
             barrier.waiting.push(current);

@@ -21,13 +21,58 @@ use super::shadow::Access;
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
 
-/// For each warp of the block, the latest tick whose end is known.
-pub type VectorClock = [u32; LANES];
+/// Accesses of one block: those of each warp before a tick, and further ones of single threads.
+#[derive(Clone, Default)]
+pub struct Clock {
+    warps: [u32; LANES],
+    /// Threads with the tick before which their accesses count. Only those that `warps` does not cover.
+    threads: Vec<(usize, u32)>,
+}
 
-/// Joins clock `other` into `clock`.
-pub fn join(clock: &mut VectorClock, other: &VectorClock) {
-    for (tick, other) in clock.iter_mut().zip(other) {
-        *tick = (*tick).max(*other);
+impl Clock {
+    /// Returns the accesses of `warp` that this clock contains.
+    pub fn of_warp(&self, warp: usize) -> Self {
+        let mut warps = [0; LANES];
+        warps[warp] = self.warps[warp];
+        Self { warps, threads: Vec::new() }
+    }
+
+    #[inline(always)]
+    fn contains(&self, access: Access) -> bool {
+        self.warps[access.warp()] > access.clock || !self.threads.is_empty() && self.contains_of_threads(access)
+    }
+
+    #[cold]
+    fn contains_of_threads(&self, access: Access) -> bool {
+        let is_of =
+            |thread: usize| thread == access.thread() || access.is(Access::WARP) && thread / LANES == access.warp();
+        self.threads.iter().any(|&(thread, tick)| tick > access.clock && is_of(thread))
+    }
+
+    /// Joins `other` into this clock.
+    pub fn join(&mut self, other: &Self) {
+        for (tick, other) in self.warps.iter_mut().zip(&other.warps) {
+            *tick = (*tick).max(*other);
+        }
+        if self.threads.is_empty() && other.threads.is_empty() {
+            return;
+        }
+        for &(thread, tick) in &other.threads {
+            match self.threads.iter_mut().find(|(known, _)| *known == thread) {
+                Some((_, known)) => *known = tick.max(*known),
+                None => self.threads.push((thread, tick)),
+            }
+        }
+        // All lanes of a warp are the warp.
+        for warp in 0..LANES {
+            let lanes = self.threads.iter().filter(|(thread, _)| thread / LANES == warp);
+            if self.threads.len() >= LANES && lanes.clone().count() == LANES {
+                let tick = lanes.map(|(_, tick)| *tick).min().unwrap_or(0);
+                self.warps[warp] = self.warps[warp].max(tick);
+            }
+        }
+        let Self { warps, threads } = self;
+        threads.retain(|&(thread, tick)| tick > warps[thread / LANES]);
     }
 }
 
@@ -40,35 +85,9 @@ pub enum Scope {
     Device,
 }
 
-/// Accesses of one block: those of each warp before a tick, and further ones of single threads.
-#[derive(Clone, Default)]
-struct Past {
-    warps: VectorClock,
-    threads: Vec<(usize, u32)>,
-}
-
-impl Past {
-    fn contains(&self, access: Access) -> bool {
-        let of_thread =
-            |thread: usize| thread == access.thread() || access.is(Access::WARP) && thread / LANES == access.warp();
-        self.warps[access.warp()] > access.clock
-            || self.threads.iter().any(|&(thread, tick)| tick > access.clock && of_thread(thread))
-    }
-
-    fn join(&mut self, other: &Self) {
-        join(&mut self.warps, &other.warps);
-        for &(thread, tick) in &other.threads {
-            match self.threads.iter_mut().find(|(known, _)| *known == thread) {
-                Some((_, known)) => *known = tick.max(*known),
-                None => self.threads.push((thread, tick)),
-            }
-        }
-    }
-}
-
 /// Accesses of several blocks, by the number of the block.
 #[derive(Clone, Default)]
-pub struct Known(BTreeMap<u32, Rc<Past>>);
+pub struct Known(BTreeMap<u32, Rc<Clock>>);
 
 impl Known {
     fn contains(&self, access: Access) -> bool {
@@ -144,14 +163,14 @@ pub type TotalOrder = Option<Rc<Release>>;
 
 /// The happens-before relation as the threads of one block know it.
 pub struct Order {
-    /// Clock of each warp. A warp's own component is its current tick.
-    clocks: [VectorClock; LANES],
-    /// Tick of each warp that began when its lanes last synchronized, either directly or through another warp.
-    synced: VectorClock,
+    /// Current tick of each warp.
+    ticks: [u32; LANES],
+    /// What each warp knows. Its own component began when its lanes last synchronized, either directly or through another warp.
+    clocks: [Clock; LANES],
     /// Tick that began when each thread last executed `fence_async_proxy`.
     proxy_fences: Vec<u32>,
     /// Joined clocks of the warps that arrived at each hardware barrier.
-    barriers: [VectorClock; 16],
+    barriers: [Clock; 16],
     /// Number of the block.
     pub block: u32,
     /// Number of warps in a block.
@@ -169,10 +188,10 @@ pub struct Order {
 impl Order {
     pub fn new(warps: usize, block: u32) -> Self {
         Self {
-            clocks: [[0; LANES]; LANES],
-            synced: [0; LANES],
+            ticks: [0; LANES],
+            clocks: Default::default(),
             proxy_fences: vec![0; LANES * LANES],
-            barriers: [[0; LANES]; 16],
+            barriers: Default::default(),
             block,
             warps,
             acquired: Vec::new(),
@@ -198,7 +217,7 @@ impl Order {
         let warp = thread / LANES;
         before.thread() == thread
             || before.is(Access::WARP) && before.warp() == warp
-            || self.known_tick(warp, before.warp()) > before.clock
+            || self.clocks[warp].contains(before)
     }
 
     /// Returns whether `thread` has acquired `before`.
@@ -210,13 +229,6 @@ impl Order {
     /// Returns the acquires that happen before the current time of `thread`, newest first.
     fn acquired_by(&self, thread: usize) -> impl Iterator<Item = &Acquired> {
         self.acquired.iter().rev().filter(move |acquired| self.precedes_in_block(acquired.at, thread))
-    }
-
-    /// Returns the latest tick of warp `of` that `warp` knows. A warp's own ticks count only once its lanes have
-    /// synchronized.
-    #[inline(always)]
-    fn known_tick(&self, warp: usize, of: usize) -> u32 {
-        if of == warp { self.synced[warp] } else { self.clocks[warp][of] }
     }
 
     /// Returns whether a write is visible to the async proxy: TMA made it, or its thread has executed
@@ -233,26 +245,41 @@ impl Order {
     #[inline]
     pub fn access(&self, thread: usize, flags: u16, site: u16) -> Access {
         let warp = thread / LANES;
-        Access::new(self.block, self.clocks[warp][warp], thread, flags, site)
+        Access::new(self.block, self.ticks[warp], thread, flags, site)
     }
 
-    /// Ends a tick of `warp` and returns its clock.
-    pub fn release(&mut self, warp: usize) -> VectorClock {
-        self.clocks[warp][warp] += 1;
-        self.clocks[warp]
+    /// Ends a tick of `warp`, whose lanes act together, and returns its clock.
+    pub fn release(&mut self, warp: usize) -> Clock {
+        self.ticks[warp] += 1;
+        let mut clock = self.clocks[warp].clone();
+        clock.warps[warp] = self.ticks[warp];
+        clock
+    }
+
+    /// Ends a tick of the warp of `thread`, and returns the clock of the thread: of the other lanes, it contains only what precedes the
+    /// last synchronization of the warp.
+    pub fn release_of_thread(&mut self, thread: usize) -> Clock {
+        let warp = thread / LANES;
+        self.ticks[warp] += 1;
+        let mut clock = self.clocks[warp].clone();
+        let tick = self.ticks[warp];
+        match clock.threads.iter_mut().find(|(known, _)| *known == thread) {
+            Some((_, known)) => *known = tick,
+            None => clock.threads.push((thread, tick)),
+        }
+        clock
     }
 
     /// Joins a released clock into the clock of `warp`.
-    pub fn acquire(&mut self, warp: usize, clock: &VectorClock) {
-        join(&mut self.clocks[warp], clock);
-        self.synced[warp] = self.synced[warp].max(clock[warp]);
+    pub fn acquire(&mut self, warp: usize, clock: &Clock) {
+        self.clocks[warp].join(clock);
     }
 
     /// Records a `fence_async_proxy` by `thread`.
     pub fn proxy_fenced(&mut self, thread: usize) {
         let warp = thread / LANES;
-        self.clocks[warp][warp] += 1;
-        self.proxy_fences[thread] = self.clocks[warp][warp];
+        self.ticks[warp] += 1;
+        self.proxy_fences[thread] = self.ticks[warp];
     }
 
     /// Records a `warp::sync`.
@@ -265,7 +292,7 @@ impl Order {
     pub fn barrier_arrived(&mut self, warp: usize, barrier: usize) {
         let clock = self.release(warp);
         self.acquire(warp, &clock);
-        join(&mut self.barriers[barrier], &clock);
+        self.barriers[barrier].join(&clock);
     }
 
     /// Records the completion of a hardware barrier, where the warps whose bits are set in `waiting` have waited.
@@ -288,12 +315,8 @@ impl Order {
 
     /// Ends a tick of the warp of `thread`, and returns everything that happens before the current time of the thread.
     fn publish(&mut self, thread: usize, scope: Scope) -> Rc<Release> {
-        let warp = thread / LANES;
-        let mut warps = self.release(warp);
-        let threads = vec![(thread, warps[warp])];
-        // Other lanes' accesses count only up to the last synchronization of the warp.
-        warps[warp] = self.synced[warp];
-        let mut known = Known(BTreeMap::from([(self.block, Rc::new(Past { warps, threads }))]));
+        let own = Rc::new(self.release_of_thread(thread));
+        let mut known = Known(BTreeMap::from([(self.block, own)]));
         for acquired in self.acquired_by(thread) {
             known.join(&acquired.release.known);
         }

@@ -93,6 +93,11 @@ impl Choices {
         self.next() % limit.max(1)
     }
 
+    /// Returns whether the blocks run in order.
+    pub fn is_in_order(&self) -> bool {
+        self.policy == Policy::InOrder
+    }
+
     /// Returns whether a thread lets others run at an atomic or a fence.
     pub fn switches(&mut self) -> bool {
         match self.policy {

@@ -1,5 +1,5 @@
-//! Shadow memory: the access history of every two bytes (the last write and the reads since), and one bit per byte that states whether it
-//! was ever written.
+//! Shadow memory: the access history of every two bytes, or of every byte where one was accessed alone (the last write and the reads
+//! since), and one bit per byte that states whether it was ever written.
 
 use super::LANES;
 use std::collections::HashMap;
@@ -58,9 +58,13 @@ impl Access {
     pub fn warp(self) -> usize {
         self.thread() / LANES
     }
+
+    fn is_of_warp_of(self, other: Self) -> bool {
+        (self.block, self.warp()) == (other.block, other.warp())
+    }
 }
 
-/// Access history of two bytes.
+/// Access history of two bytes, or of one.
 #[derive(Clone, Copy)]
 pub struct Cell {
     pub write: Access,
@@ -72,8 +76,8 @@ impl Cell {
     const EMPTY: Self = Self { write: Access::NONE, reads: [Access::NONE; 2] };
 
     /// Records a read. `ordered` tells for each of the two recorded reads whether it happens before this one. Returns a
-    /// read that was evicted although a later write by another warp could race with it.
-    fn read(&mut self, access: Access, ordered: [bool; 2]) -> Option<Access> {
+    /// read that was evicted although a later write by another warp could race with it; one of another block only if `of_all_blocks`.
+    fn read(&mut self, access: Access, ordered: [bool; 2], of_all_blocks: bool) -> Option<Access> {
         let [last, other] = &mut self.reads;
         let same_block = last.block == access.block;
         let keep_other = last.is_none()
@@ -81,8 +85,8 @@ impl Cell {
             || !other.is_none() && !ordered[1] && (ordered[0] || same_block && last.warp() == access.warp());
         let mut evicted = None;
         if !keep_other {
-            let unordered = !other.is_none() && !ordered[1] && other.block == access.block;
-            evicted = (unordered && other.warp() != last.warp() && other.warp() != access.warp()).then_some(*other);
+            let unordered = !other.is_none() && !ordered[1] && (of_all_blocks || other.block == access.block);
+            evicted = (unordered && !other.is_of_warp_of(*last) && !other.is_of_warp_of(access)).then_some(*other);
             let overflowed = if other.is_none() { 0 } else { other.thread & Access::OVERFLOWED };
             *other = *last;
             other.thread |= overflowed;
@@ -92,27 +96,33 @@ impl Cell {
     }
 }
 
-/// Bytes in a cell: the size of the smallest element. Accesses with an odd address or size are not checked for races.
-pub const CELL: usize = 2;
-/// Cells in a group: those of the largest access of a thread. Most groups have one history, which is then stored once.
-const GROUP: usize = 16 / CELL;
+/// Bytes in a cell, unless a single byte of its page was accessed.
+const CELL: usize = 2;
+/// Bytes in a group: those of the largest access of a thread. Most groups have one history, which is then stored once.
+const GROUP: usize = 16;
 /// Groups in a page.
 const GROUPS: usize = u64::BITS as usize;
-/// Cells in a page.
+/// Bytes in a page.
 const PAGE: usize = GROUP * GROUPS;
 
 /// Cells of a range of memory, allocated on the first access.
 #[derive(Default)]
 struct Page {
-    cells: Box<[Cell]>,
+    cells: Vec<Cell>,
     /// One bit per group: whether its first cell stands for all of its cells.
     uniform: u64,
     touched: bool,
+    /// Whether there is a cell for each byte.
+    of_bytes: bool,
 }
 
-/// Further reads since the last write of cells that have had more than two unordered readers: one per warp.
+/// Further reads since the last write of cells that have had more than two unordered readers: one per warp. The key is the offset of the
+/// cell.
 #[derive(Default)]
 pub struct Overflow(HashMap<usize, Vec<Access>, BuildHasherDefault<CellHasher>>);
+
+/// Maximum number of further reads of a cell, more than a block has warps. Beyond it, older reads of other blocks are forgotten.
+const MAX_OVERFLOW: usize = 48;
 
 /// Shadow of a range of memory.
 pub struct Shadow {
@@ -145,18 +155,21 @@ impl Hasher for CellHasher {
 }
 
 impl Overflow {
-    /// Records a read of cell `i`. `ordered` tells for each of the cell's reads whether it happens before this one.
+    /// Records a read of the cell at offset `i`. See [`Cell::read`].
     #[inline]
-    pub fn read(&mut self, i: usize, cell: &mut Cell, access: Access, ordered: [bool; 2]) {
-        if let Some(evicted) = cell.read(access, ordered) {
+    pub fn read(&mut self, i: usize, cell: &mut Cell, access: Access, ordered: [bool; 2], of_all_blocks: bool) {
+        if let Some(evicted) = cell.read(access, ordered, of_all_blocks) {
             cell.reads[1].thread |= Access::OVERFLOWED;
             let reads = self.0.entry(i).or_default();
-            reads.retain(|read| read.block == evicted.block && read.warp() != evicted.warp());
+            reads.retain(|read| !read.is_of_warp_of(evicted) && (of_all_blocks || read.block == evicted.block));
+            if reads.len() == MAX_OVERFLOW {
+                reads.remove(0);
+            }
             reads.push(evicted);
         }
     }
 
-    /// Records a write to cell `i` and clears the reads before it.
+    /// Records a write to the cell at offset `i` and clears the reads before it.
     #[inline]
     pub fn wrote(&mut self, i: usize, cell: &mut Cell, access: Access) {
         if cell.reads[1].is(Access::OVERFLOWED) {
@@ -165,18 +178,18 @@ impl Overflow {
         *cell = Cell { write: access, reads: [Access::NONE; 2] };
     }
 
-    /// Returns the reads of cell `i` that did not fit into the cell.
+    /// Returns the reads of the cell at offset `i` that did not fit into the cell.
     #[inline]
     pub fn of(&self, i: usize, cell: &Cell) -> &[Access] {
         if cell.reads[1].is(Access::OVERFLOWED) { self.0.get(&i).map_or(&[], Vec::as_slice) } else { &[] }
     }
 
-    /// Copies the reads of the first cell of a group, `i`, to its other cells.
+    /// Copies the reads of the cell at offset `from` to those at `to`.
     #[cold]
-    fn split(&mut self, i: usize) {
-        for other in i + 1..i + GROUP {
-            let reads = self.0[&i].clone();
-            self.0.insert(other, reads);
+    fn copy(&mut self, from: usize, to: impl Iterator<Item = usize>) {
+        for to in to {
+            let reads = self.0[&from].clone();
+            self.0.insert(to, reads);
         }
     }
 }
@@ -184,7 +197,7 @@ impl Overflow {
 impl Shadow {
     /// Creates the shadow of `bytes` bytes of uninitialized memory.
     pub fn new(bytes: usize) -> Self {
-        let pages = (0..bytes.div_ceil(CELL * PAGE)).map(|_| Page::default()).collect();
+        let pages = (0..bytes.div_ceil(PAGE)).map(|_| Page::default()).collect();
         Self { pages, touched: Vec::new(), written: vec![0; bytes.div_ceil(64)], overflow: Overflow::default() }
     }
 
@@ -201,9 +214,9 @@ impl Shadow {
         self.written.fill(0);
     }
 
-    /// Applies `f` to the cells of `bytes` bytes from `offset` until it fails: one access to all of them. It gets the index of a cell,
-    /// which covers the bytes from `CELL` times the index, and runs once for neighbors that have the same history. `replaces` tells
-    /// that the history of a cell afterwards does not depend on the one before.
+    /// Applies `f` to the cells of `bytes` bytes from `offset` until it fails: one access to all of them. It gets the offset of a cell and
+    /// runs once for neighbors that have the same history. `replaces` tells that the history of a cell afterwards does not depend on the
+    /// one before.
     #[inline]
     pub fn update<E>(
         &mut self,
@@ -211,39 +224,43 @@ impl Shadow {
         replaces: bool,
         mut f: impl FnMut(usize, &mut Cell, &mut Overflow) -> Result<(), E>,
     ) -> Result<(), E> {
-        let (mut i, end) = (offset / CELL, (offset + bytes) / CELL);
-        while i < end {
-            let group = i / GROUP * GROUP;
+        let (mut at, end) = (offset, offset + bytes);
+        while at < end {
+            let group = at / GROUP * GROUP;
             let stop = end.min(group + GROUP);
-            let is_whole = stop - i == GROUP;
+            let is_whole = stop - at == GROUP;
             let Self { pages, touched, overflow, .. } = self;
-            let page = &mut pages[i / PAGE];
+            let page = &mut pages[at / PAGE];
             if !page.touched {
                 page.touch();
-                touched.push(i / PAGE);
+                touched.push(at / PAGE);
+            }
+            if (at | stop) % CELL != 0 && !page.of_bytes {
+                page.refine(at / PAGE * PAGE, overflow);
             }
             let bit = 1 << (group % PAGE / GROUP);
-            let cells: &mut [Cell; GROUP] =
-                (&mut page.cells[group % PAGE..][..GROUP]).try_into().expect("a page has whole groups");
+            let size = if page.of_bytes { 1 } else { CELL };
+            let cells = &mut page.cells[group % PAGE / size..][..GROUP / size];
             if page.uniform & bit != 0 {
                 if is_whole {
-                    f(i, &mut cells[0], overflow)?;
-                    i = stop;
+                    f(at, &mut cells[0], overflow)?;
+                    at = stop;
                     continue;
                 }
                 page.uniform &= !bit;
-                *cells = [cells[0]; GROUP];
-                if cells[0].reads[1].is(Access::OVERFLOWED) {
-                    overflow.split(group);
+                let first = cells[0];
+                cells.fill(first);
+                if first.reads[1].is(Access::OVERFLOWED) {
+                    overflow.copy(group, (group..group + GROUP).step_by(size).skip(1));
                 }
             }
-            for (cell, i) in cells[i - group..stop - group].iter_mut().zip(i..) {
-                f(i, cell, overflow)?;
+            for (cell, at) in cells[(at - group) / size..(stop - group) / size].iter_mut().zip((at..).step_by(size)) {
+                f(at, cell, overflow)?;
             }
             if is_whole && replaces {
                 page.uniform |= bit;
             }
-            i = stop;
+            at = stop;
         }
         Ok(())
     }
@@ -285,13 +302,30 @@ impl Page {
     /// Makes all cells empty.
     #[cold]
     fn touch(&mut self) {
-        if self.cells.is_empty() {
-            self.cells = vec![Cell::EMPTY; PAGE].into_boxed_slice();
+        if self.cells.len() == PAGE / CELL {
+            self.cells.iter_mut().step_by(GROUP / CELL).for_each(|cell| *cell = Cell::EMPTY);
         } else {
-            self.cells.iter_mut().step_by(GROUP).for_each(|cell| *cell = Cell::EMPTY);
+            self.cells = vec![Cell::EMPTY; PAGE / CELL];
         }
         self.uniform = u64::MAX;
         self.touched = true;
+        self.of_bytes = false;
+    }
+
+    /// Gives each byte its own cell. `start` is the offset of the page.
+    #[cold]
+    fn refine(&mut self, start: usize, overflow: &mut Overflow) {
+        self.of_bytes = true;
+        self.cells = self.cells.iter().flat_map(|cell| [*cell; CELL]).collect();
+        for group in 0..GROUPS {
+            let is_uniform = self.uniform >> group & 1 != 0;
+            let cells = if is_uniform { 1 } else { GROUP };
+            for i in (group * GROUP..group * GROUP + cells).step_by(CELL) {
+                if !is_uniform && self.cells[i].reads[1].is(Access::OVERFLOWED) {
+                    overflow.copy(start + i, [start + i + 1].into_iter());
+                }
+            }
+        }
     }
 }
 

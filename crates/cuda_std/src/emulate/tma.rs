@@ -99,7 +99,7 @@ unsafe fn load(to: *mut u8, map: *const u8, coordinates: &[u32], barrier: *mut u
     let barrier = locate_fenced(barrier, at);
     check(Kind::BulkWrite, address, map.bytes(), 16, at);
     with(|block| {
-        let clock = block.release();
+        let clock = block.release_of_thread();
         block.shared()[to..to + map.bytes()].fill(0xff);
         block.hopper.loads.push_back(Load { map, x, y, to, barrier, clock, at });
     });

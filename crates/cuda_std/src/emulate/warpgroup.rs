@@ -1,7 +1,7 @@
 //! wgmma state of a warpgroup: the instructions that are not computed yet, and their accumulators.
 
 use super::LANES;
-use super::order::VectorClock;
+use super::order::Clock;
 use super::report::Site;
 use crate::fp8::Fp8Format;
 use std::collections::{BTreeMap, VecDeque};
@@ -33,9 +33,9 @@ pub struct Warpgroup {
     pub threads: Vec<Thread>,
     pub waiting: Vec<usize>,
     /// Joined clocks of the computed groups.
-    pub clock: VectorClock,
+    pub clock: Clock,
     /// The same up to each computed group, of the groups from number `first_clock` on.
-    pub clocks: VecDeque<VectorClock>,
+    pub clocks: VecDeque<Clock>,
     pub first_clock: usize,
     /// Source lines of the wgmma instructions.
     pub lines: Vec<Site>,
@@ -67,7 +67,7 @@ pub struct Group {
     pub instructions: Vec<Instruction>,
     /// Number of threads that have committed the group.
     pub committed: usize,
-    pub clock: VectorClock,
+    pub clock: Clock,
 }
 
 /// One wgmma of the warpgroup.
@@ -149,7 +149,7 @@ impl Default for Warpgroup {
             first_accumulators: 0,
             threads: vec![Thread::default(); THREADS],
             waiting: Vec::new(),
-            clock: VectorClock::default(),
+            clock: Clock::default(),
             clocks: VecDeque::new(),
             first_clock: 0,
             lines: Vec::new(),

@@ -11,7 +11,7 @@ use super::access::check;
 use super::block::{Block, fail, is_checked, suspend, with};
 use super::checker::Kind;
 use super::collective::collective;
-use super::order::{VectorClock, join};
+use super::order::Clock;
 use super::report::{Fault, Line, Site};
 use super::tensor::{a_position, ldmatrix_x4};
 use super::tensor_map::swizzle;
@@ -37,7 +37,7 @@ impl Block {
     }
 
     /// Lets the tensor cores read operands after `committed`.
-    fn start_reads(&mut self, committed: &VectorClock) {
+    fn start_reads(&mut self, committed: &Clock) {
         let warp = self.tensor_core_warp();
         self.acquire(warp, committed);
         if warp != self.current / LANES {
@@ -46,13 +46,11 @@ impl Block {
     }
 
     /// Ends the reads of the tensor cores and returns their clock, without what they have waited for.
-    fn finish_reads(&mut self) -> VectorClock {
+    fn finish_reads(&mut self) -> Clock {
         self.reader = None;
         let warp = self.tensor_core_warp();
-        let finished = self.checker.as_mut().map_or_else(VectorClock::default, |checker| checker.order().release(warp));
-        let mut own = VectorClock::default();
-        own[warp] = finished[warp];
-        own
+        let finished = self.checker.as_mut().map_or_else(Clock::default, |checker| checker.order().release(warp));
+        finished.of_warp(warp)
     }
 }
 
@@ -232,7 +230,7 @@ pub fn wgmma_commit() {
         }
         let group = &mut warpgroup.groups[group];
         group.committed += 1;
-        join(&mut group.clock, &clock);
+        group.clock.join(&clock);
         if group.committed == THREADS {
             for thread in std::mem::take(&mut warpgroup.waiting) {
                 block.wake(thread);
@@ -277,7 +275,7 @@ pub fn wgmma_wait<const N: u32>() {
         let (warpgroup, index) = block.warpgroup();
         warpgroup.threads[index].done = target;
         // Another thread may already have computed later groups. This thread has not waited for them.
-        let newest = target.checked_sub(1 + warpgroup.first_clock).and_then(|i| warpgroup.clocks.get(i).copied());
+        let newest = target.checked_sub(1 + warpgroup.first_clock).and_then(|i| warpgroup.clocks.get(i).cloned());
         let unneeded = warpgroup.threads.iter().map(|thread| thread.done).min().unwrap_or(0);
         while warpgroup.first_clock + 1 < unneeded {
             warpgroup.clocks.pop_front();
@@ -318,8 +316,8 @@ fn compute(group: &Group) {
     with(|block| {
         let clock = block.finish_reads();
         let (warpgroup, _) = block.warpgroup();
-        join(&mut warpgroup.clock, &clock);
-        warpgroup.clocks.push_back(warpgroup.clock);
+        warpgroup.clock.join(&clock);
+        warpgroup.clocks.push_back(warpgroup.clock.clone());
     });
 }
 

@@ -1,6 +1,6 @@
 //! Kernels with deliberate faults: the checker must report the kind of each fault and its source lines.
 
-use cuda_std::emulate::{Fault, Memory, Report};
+use cuda_std::emulate::{Fault, Memory, Report, Schedule};
 use cuda_std::launch::Launch;
 use cuda_std::shared::Layout;
 use cuda_std::{
@@ -806,4 +806,144 @@ fn a_view_cannot_be_read_outside_of_a_kernel() {
         let text = panic.downcast_ref::<&str>().copied().unwrap_or_default();
         assert!(text.contains("outside a kernel"), "{text}");
     }
+}
+
+/// Two threads of different warps write bytes `first` and `second` of a word.
+#[kernel(threads = 64)]
+fn writes_bytes(out: GlobalMut<u8>, first: u64, second: u64) {
+    match thread::thread_idx_x() {
+        0 => out.set(first as usize, 1),   // byte_of_first
+        32 => out.set(second as usize, 2), // byte_of_second
+        _ => (),
+    }
+}
+
+#[test]
+fn races_on_single_bytes_are_reported() {
+    let run = |first, second| {
+        let mut memory = Memory::new();
+        let out = memory.output("out", 40);
+        writes_bytes(out, first, second).emulate_checked(&mut memory, [1, 1, 1], 0)
+    };
+    for byte in 0..18 {
+        let report = run(byte, byte).unwrap_err();
+        expect(&report, Fault::DataRace, "byte_of_second", Some("byte_of_first"));
+        assert!(report.to_string().contains(&format!("out + {byte} ")), "{report}");
+        run(byte, byte + 1).unwrap();
+        run(byte + 1, byte).unwrap();
+    }
+}
+
+/// All threads read a word. Then thread 0 writes a byte of it.
+#[kernel(threads = 64)]
+fn writes_a_byte_of_a_word(words: GlobalMut<u32>, bytes: GlobalMut<u8>, barrier: u32) {
+    words.at(0); // word_read
+    if barrier == 1 {
+        thread::sync_threads();
+    }
+    if thread::thread_idx_x() == 0 {
+        bytes.set(3, 1); // byte_write
+    }
+}
+
+#[test]
+fn a_race_of_a_byte_with_a_word_is_reported() {
+    let run = |barrier| {
+        let mut memory = Memory::new();
+        let words = memory.zeroed::<u32>("words", 8);
+        let bytes = GlobalMut::new(words.pointer().cast());
+        writes_a_byte_of_a_word(words, bytes, barrier).emulate_checked(&mut memory, [1, 1, 1], 0)
+    };
+    run(1).unwrap();
+    // The second warp has read the word before or after.
+    let report = run(0).unwrap_err();
+    let lines = [Some(line("byte_write")), Some(line("word_read"))];
+    assert!(
+        report.fault == Fault::DataRace && (report.lines() == lines || report.lines() == [lines[1], lines[0]]),
+        "{report}"
+    );
+}
+
+/// Thread 32 waits until thread 0 has set a flag: in shared memory, or in global memory if `global` is 1.
+#[kernel(threads = 64)]
+fn spins(flags: GlobalMut<u32>, out: GlobalMut<u32>, global: u32, sets: u32) {
+    let flag: SharedArray<u32> = Layout::new().array(1);
+    if thread::thread_idx_x() == 0 {
+        flag.set(0, 0);
+    }
+    thread::sync_threads();
+    match thread::thread_idx_x() {
+        32 if global == 1 => while flags.load_relaxed(0) == 0 {}, // spin_global
+        32 => while flag.fetch_add(0, 0) == 0 {},                 // spin_shared
+        0 if sets == 1 => {
+            if global == 1 {
+                flags.store_relaxed(0, 1);
+            } else {
+                flag.exchange(0, 1);
+            }
+        }
+        _ => (),
+    }
+    out.set(thread::thread_idx_x() as usize, 1);
+}
+
+#[test]
+fn a_warp_may_spin_until_another_warp_sets_a_flag() {
+    for global in [0, 1] {
+        {
+            let run = |sets| {
+                let mut memory = Memory::new();
+                let (flags, out) = (memory.zeroed("flags", 1), memory.zeroed("out", 64));
+                let launch = spins(flags, out, global, sets);
+                for seed in 0..50 {
+                    launch.emulate_scheduled(&mut memory, [1, 1, 1], 64, Schedule::new(seed))?;
+                    memory.write(flags, &[0]).unwrap();
+                }
+                // SAFETY: the buffers have the sizes that the kernel uses.
+                unsafe { launch.emulate([1, 1, 1], 64) }
+            };
+            run(1).unwrap();
+            let report = run(0).unwrap_err();
+            assert_eq!(report.fault, Fault::Livelock, "{report}");
+            let text = report.to_string();
+            assert!(text.contains("threads 32: waiting in a loop that reads the value 0"), "{text}");
+            assert!(text.contains(if global == 1 { "flags + 0" } else { "shared memory + 0" }), "{text}");
+        }
+    }
+}
+
+/// Both lanes write, but only lane 0 arrives at the mbarrier. `sync` is 1 if the warp synchronizes before.
+#[kernel(threads = 64)]
+fn arrives_for_its_warp(out: GlobalMut<u32>, sync: u32) {
+    let mut layout = Layout::new();
+    let words: SharedArray<u32> = layout.array(32);
+    let barriers = layout.mbarriers(1);
+    let t = thread::thread_idx_x();
+    if t == 0 {
+        barriers.at(0).init(1);
+    }
+    thread::sync_threads();
+    if t < 32 {
+        words.set(t as usize, t); // lane_write
+        if sync == 1 {
+            warp::sync();
+        }
+        if t == 0 {
+            barriers.at(0).arrive();
+        }
+    } else {
+        barriers.at(0).wait(0);
+        out.set(t as usize - 32, words.at(t as usize - 32)); // lane_read
+    }
+}
+
+#[test]
+fn an_arrival_of_a_lane_orders_only_its_own_accesses() {
+    let run = |sync| {
+        let mut memory = Memory::new();
+        let out = memory.output("out", 32);
+        arrives_for_its_warp(out, sync).emulate_checked(&mut memory, [1, 1, 1], 1 << 10)
+    };
+    run(1).unwrap();
+    expect(&run(0).unwrap_err(), Fault::DataRace, "lane_read", Some("lane_write"));
 }
