@@ -5,6 +5,7 @@ use super::block::{Block, Mode, Polling, fail, is_running, mode, outside_kernel,
 use super::checker::{Finding, Kind, Request};
 use super::report::{Fault, Line, Site};
 use super::warpgroup::{LINES, PENDING, QUIET, THREADS};
+use super::watchdog;
 use std::panic::Location;
 use std::{mem, ptr};
 
@@ -32,6 +33,7 @@ pub fn check(kind: Kind, address: usize, bytes: usize, align: usize, at: Site) {
 #[inline(never)]
 fn check_access(request: Request) {
     let Request { kind, address, at, .. } = request;
+    watchdog::beat();
     let (result, polls) = with(|block| {
         let polls = match kind {
             Kind::Read => block.polling.record_read(address, at),

@@ -8,7 +8,7 @@
 //! * `checker` validates memory accesses.
 //! * `wait`, `warp`, `running`, `tensor_map`, `async_copy`, `warpgroup` and `hopper_state` are the parts of the state of a block.
 //! * `block` is that state, and the access of the running thread to it; `print` writes the output of kernels; `trap` reports faults
-//!   of the host's memory protection.
+//!   of the host's memory protection and endless loops, which `watchdog` finds.
 //! * `access` performs loads, stores and `cp.async`, and has the checks that other instructions share; `shared_view` checks
 //!   the bounds of arrays in shared memory.
 //! * `atomic` implements atomics, fences and waits for values; `arithmetic` implements special functions and conversions; `collective`
@@ -49,6 +49,7 @@ mod trap;
 mod wait;
 mod warp;
 mod warpgroup;
+mod watchdog;
 mod wgmma;
 
 pub use access::*;

@@ -5,8 +5,8 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Time without a change after which blocks that poll count as deadlocked.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// Time without a change after which blocks count as deadlocked if all of them poll or wait.
+const PATIENCE: Duration = Duration::from_millis(500);
 
 /// The blocks of a launch that run in parallel.
 #[derive(Default)]
@@ -17,6 +17,8 @@ pub struct Running {
     changes: AtomicU64,
     /// Number of blocks that wait or are about to.
     sleepers: AtomicUsize,
+    /// Number of blocks that poll.
+    polling: AtomicUsize,
 }
 
 #[derive(Default)]
@@ -76,24 +78,35 @@ impl Running {
     }
 }
 
-/// A block whose threads poll.
+/// A block of a parallel launch, which may poll.
+#[derive(Default)]
 pub struct Polling {
-    changes: u64,
-    since: Instant,
+    /// The count of changes at the last pause, and the time when it was new.
+    seen: Option<(u64, Instant)>,
 }
 
 impl Polling {
-    pub fn new() -> Self {
-        Self { changes: 0, since: Instant::now() }
+    /// Records that threads of the block do not poll.
+    pub fn end(&mut self, running: &Running) {
+        if self.seen.take().is_some() {
+            running.polling.fetch_sub(1, Ordering::SeqCst);
+        }
     }
 
-    /// Lets other blocks run. Returns false if nothing has changed for a long time.
+    /// Lets other blocks run. Returns false if all blocks have polled or waited for a while, and nothing has changed.
     pub fn pause(&mut self, running: &Running) -> bool {
         let changes = running.changes.load(Ordering::SeqCst);
-        if changes != self.changes {
-            *self = Self { changes, since: Instant::now() };
+        let is_first = self.seen.is_none();
+        let (seen, since) = self.seen.get_or_insert((changes, Instant::now()));
+        if is_first {
+            running.polling.fetch_add(1, Ordering::SeqCst);
+        }
+        if *seen != changes {
+            (*seen, *since) = (changes, Instant::now());
         }
         thread::yield_now();
-        self.since.elapsed() < PATIENCE
+        let idle = running.polling.load(Ordering::SeqCst) + running.sleepers.load(Ordering::SeqCst);
+        let active = running.state.lock().unwrap_or_else(PoisonError::into_inner).active;
+        idle < active || since.elapsed() < PATIENCE
     }
 }

@@ -13,7 +13,7 @@ use super::report::{Fault, Report};
 use super::running::{self, Running};
 use super::schedule::{Choices, Schedule};
 use super::stack::{self, FiberStack};
-use super::{atomic, collective, tma};
+use super::{atomic, collective, tma, watchdog};
 use corosensei::Yielder;
 use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
 use std::cell::RefCell;
@@ -71,15 +71,21 @@ pub fn run(grid: &Grid<'_>) -> Result<(), Report> {
 
 /// Runs an unchecked block until it ends or faults.
 fn run_block(block: &mut Block, fibers: &mut [Fiber], running: &Running) -> Option<Report> {
-    let mut polling = running::Polling::new();
+    let mut polling = running::Polling::default();
     loop {
         let state = resume(block, Mode::Unchecked, fibers);
+        if !matches!(state, State::Polls) {
+            polling.end(running);
+        }
         match state {
             State::Ended => return block.incomplete_async_work(),
             State::Faulted(report) => return Some(report),
             State::Left => (),
             State::Polls if polling.pause(running) => atomic::wake_spinning(block),
-            State::Polls => return Some(livelock(block)),
+            State::Polls => {
+                polling.end(running);
+                return Some(livelock(block));
+            }
             State::Waits => {
                 let waits = block.value_waits.clone();
                 if !waits.is_empty() {
@@ -356,8 +362,7 @@ fn fiber(thread: usize, body: &(dyn Fn() + Sync), stack: FiberStack) -> Fiber {
 /// Creates the fibers of a block, which has a thread for each stack.
 fn fibers(body: &(dyn Fn() + Sync), stacks: Vec<FiberStack>) -> Vec<Fiber> {
     catch_panics();
-    #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
-    super::trap::install();
+    watchdog::watch();
     stacks.into_iter().enumerate().map(|(thread, stack)| fiber(thread, body, stack)).collect()
 }
 
@@ -433,6 +438,7 @@ fn schedule(fibers: &mut [Fiber]) -> Option<State> {
                     block.current = thread;
                     block.polling = Polling::default();
                 });
+                watchdog::beat();
                 fibers[thread].resume(());
                 let (faulted, idle, leaves) = with(|block| {
                     let idle = block.checker.as_mut().is_some_and(|checker| checker.step());

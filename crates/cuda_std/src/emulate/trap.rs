@@ -8,9 +8,12 @@ use std::mem::MaybeUninit;
 use std::ptr;
 use std::sync::OnceLock;
 
-/// The handlers that were installed before, of SIGSEGV and SIGBUS.
-static PREVIOUS: OnceLock<[libc::sigaction; 2]> = OnceLock::new();
-const SIGNALS: [libc::c_int; 2] = [libc::SIGSEGV, libc::SIGBUS];
+/// The signal that the watchdog sends to an OS thread whose kernel runs without calling this crate. By default it is ignored.
+pub const STUCK: libc::c_int = libc::SIGURG;
+
+/// The handlers that were installed before.
+static PREVIOUS: OnceLock<[libc::sigaction; 3]> = OnceLock::new();
+const SIGNALS: [libc::c_int; 3] = [libc::SIGSEGV, libc::SIGBUS, STUCK];
 
 /// Installs the handler once.
 pub fn install() {
@@ -33,22 +36,26 @@ fn install_for(signal: libc::c_int) -> libc::sigaction {
 }
 
 extern "C" fn handle(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: the kernel passes a siginfo with an address for these signals, and the context of the interrupted code.
-    let handled = unsafe { leave_fiber((*info).si_addr().addr(), context.cast()) };
-    let previous = PREVIOUS.get().map(|all| all[usize::from(signal != SIGNALS[0])]);
-    if let (false, Some(previous)) = (handled, previous) {
+    // SAFETY: the kernel passes a siginfo, with an address for memory faults, and the context of the interrupted code.
+    let handled = unsafe {
+        let address = (signal != STUCK).then(|| (*info).si_addr().addr());
+        leave_fiber(address, context.cast())
+    };
+    let index = SIGNALS.iter().position(|known| *known == signal);
+    let previous = index.and_then(|index| Some(PREVIOUS.get()?[index]));
+    if let (false, true, Some(previous)) = (handled, signal != STUCK, previous) {
         // The instruction faults again when this handler returns, and the previous handler gets the signal.
         // SAFETY: the action was returned by sigaction.
         unsafe { libc::sigaction(signal, &raw const previous, ptr::null_mut()) };
     }
 }
 
-/// Lets the interrupted fiber of this OS thread return with a report of an access to `address`. Returns false if the fault did not
-/// happen in a fiber.
+/// Lets the interrupted fiber of this OS thread return with a report of an access to `address`, or of an endless loop. Returns false if the
+/// signal did not arrive in a fiber.
 ///
 /// # Safety
 /// `context` is that of the interrupted code.
-unsafe fn leave_fiber(address: usize, context: *mut libc::ucontext_t) -> bool {
+unsafe fn leave_fiber(address: Option<usize>, context: *mut libc::ucontext_t) -> bool {
     let block = running_block();
     if block.is_null() {
         return false;
@@ -57,7 +64,8 @@ unsafe fn leave_fiber(address: usize, context: *mut libc::ucontext_t) -> bool {
     let thread = unsafe { (*block).current };
     let Some(fiber) = fiber_at(thread) else { return false };
     // SAFETY: the fiber is alive while its block runs.
-    let (trap, overflow) = unsafe { ((*fiber).trap_handler(), is_guard(&*fiber, address)) };
+    let (trap, overflow) =
+        unsafe { ((*fiber).trap_handler(), address.is_some_and(|address| is_guard(&*fiber, address))) };
     // SAFETY: guaranteed by the caller.
     let registers = unsafe { &mut (*context).uc_mcontext };
     if !trap.stack_ptr_in_bounds(stack_pointer(registers)) {
@@ -77,16 +85,23 @@ fn is_guard(fiber: &super::block::Fiber, address: usize) -> bool {
 }
 
 /// Ends the running thread with a report. Runs on the stack of the fiber that faulted.
-fn report(address: usize, overflow: bool) {
+fn report(address: Option<usize>, overflow: bool) {
     super::block::with(|block: &mut Block| {
-        let (fault, message) = if overflow {
+        let (fault, message) = if address.is_none() {
+            let message = "livelock: the thread runs in a loop that calls nothing of cuda_std, so the emulator cannot let other threads run; \
+                 to wait for another thread, use the atomics of a view instead of core's";
+            (Fault::Livelock, message.to_owned())
+        } else if overflow {
             let bytes = super::stack::BYTES >> 10;
             let advice =
                 "the emulator gives each thread that much; keep large arrays in shared memory, and do not recurse";
             (Fault::StackOverflow, format!("stack overflow: the thread needs more than {bytes} KiB of stack; {advice}"))
         } else {
             let advice = "access memory only through the views of cuda_std, which are checked";
-            (Fault::Segmentation, format!("segmentation fault: access to address {address:#x}; {advice}"))
+            (
+                Fault::Segmentation,
+                format!("segmentation fault: access to address {:#x}; {advice}", address.unwrap_or(0)),
+            )
         };
         block.end_thread(Report { thread: Some(block.current as u32), ..block.report_of(fault, None, None, message) });
     });

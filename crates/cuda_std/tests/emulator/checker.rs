@@ -947,3 +947,23 @@ fn an_arrival_of_a_lane_orders_only_its_own_accesses() {
     run(1).unwrap();
     expect(&run(0).unwrap_err(), Fault::DataRace, "lane_read", Some("lane_write"));
 }
+
+/// Thread 0 spins on an atomic of core, which the emulator cannot see.
+#[kernel(threads = 64)]
+fn spins_on_core_atomics(address: u64) {
+    if thread::thread_idx_x() == 5 {
+        let pointer: *mut u32 = std::ptr::with_exposed_provenance_mut(address as usize);
+        // SAFETY: the test passes the address of an atomic that lives until the launch ends.
+        let flag = unsafe { std::sync::atomic::AtomicU32::from_ptr(pointer) };
+        while flag.load(std::sync::atomic::Ordering::Relaxed) == 0 {}
+    }
+}
+
+#[test]
+fn an_endless_loop_on_core_atomics_is_reported() {
+    let flag = std::sync::atomic::AtomicU32::new(0);
+    let launch = spins_on_core_atomics(flag.as_ptr().expose_provenance() as u64);
+    let report = launch.emulate_checked(&mut Memory::new(), [1, 1, 1], 0).unwrap_err();
+    assert_eq!((report.fault, report.thread), (Fault::Livelock, Some(5)), "{report}");
+    assert!(report.to_string().contains("use the atomics of a view"), "{report}");
+}
