@@ -54,6 +54,13 @@ pub enum Error {
     )]
     SharedOutDir { out_dir: PathBuf, first: PathBuf, second: PathBuf },
 
+    /// Two builders build the same crate into one directory.
+    #[error(
+        "{out_dir:?}: expected one build of each device crate, found a second build of {krate:?}, which would replace the first; add all \
+         architectures and features to one builder, or give each builder its own directory with CudaBuilder::out_dir"
+    )]
+    BuiltTwice { out_dir: PathBuf, krate: PathBuf },
+
     /// LLVM cannot lower some kernels.
     #[error("kernel{} {}: {cause}", if kernels.len() == 1 { "" } else { "s" }, kernels.join(", "))]
     Kernels { kernels: Vec<String>, cause: Box<Error> },

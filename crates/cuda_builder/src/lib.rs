@@ -47,7 +47,7 @@ mod unchecked;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 pub use choice::ModuleChoice;
@@ -230,7 +230,16 @@ impl CudaBuilder {
         self.validate()?;
         let krate = self.locate()?;
         claim(&out_dir, &krate)?;
-        let root = workspace_root(&krate);
+        let built = self.build_into(&out_dir, &krate);
+        if built.is_err() {
+            // Nothing is lost if another builder, such as one with fewer features, writes there.
+            written().remove(&out_dir);
+        }
+        built
+    }
+
+    fn build_into(&self, out_dir: &Path, krate: &Path) -> Result<Built, Error> {
+        let root = workspace_root(krate);
         let archs = self.wanted_archs();
         let built = match Toolchain::find_in(&self.search) {
             _ if archs.is_empty() => Built::without_modules(
@@ -240,12 +249,12 @@ impl CudaBuilder {
                 ),
                 None,
             ),
-            Ok(toolchain) => self.build_with(&toolchain, &archs, &krate, &root, &out_dir)?,
+            Ok(toolchain) => self.build_with(&toolchain, &archs, krate, &root, out_dir)?,
             Err(missing) => {
                 Built::without_modules(format!("built without GPU kernels: {missing}"), watched_tools(&root))
             }
         };
-        generate::write(&out_dir, &built)?;
+        generate::write(out_dir, &built)?;
         Ok(built)
     }
 
@@ -354,18 +363,25 @@ impl Built {
     }
 }
 
-/// Records that `krate` is built into a directory. Another crate there would replace its files.
+/// Records that `krate` is built into a directory. Another build there would replace its files, even one of the same crate.
 fn claim(out_dir: &Path, krate: &Path) -> Result<(), Error> {
-    let mut written = WRITTEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut written = written();
     match written.get(out_dir) {
-        Some(first) if first != krate => {
+        Some(first) if first == krate => {
+            Err(Error::BuiltTwice { out_dir: out_dir.to_owned(), krate: krate.to_owned() })
+        }
+        Some(first) => {
             Err(Error::SharedOutDir { out_dir: out_dir.to_owned(), first: first.clone(), second: krate.to_owned() })
         }
-        _ => {
+        None => {
             written.insert(out_dir.to_owned(), krate.to_owned());
             Ok(())
         }
     }
+}
+
+fn written() -> MutexGuard<'static, BTreeMap<PathBuf, PathBuf>> {
+    WRITTEN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn dedup<T: Ord>(list: &mut Vec<T>) {
@@ -463,11 +479,34 @@ mod tests {
     fn two_crates_cannot_share_an_output_directory() {
         let directory = Path::new("/out/of/a/package");
         claim(directory, Path::new("/a")).expect("the first crate");
-        claim(directory, Path::new("/a")).expect("the same crate again");
         let error = claim(directory, Path::new("/b")).expect_err("another crate").to_string();
         for part in ["/out/of/a/package", "\"/a\" and \"/b\"", "out_dir"] {
             assert!(error.contains(part), "{error:?} lacks {part:?}");
         }
+    }
+
+    #[test]
+    fn a_crate_cannot_be_built_twice_into_an_output_directory() -> Result<(), Box<dyn std::error::Error>> {
+        let scratch = tempfile::tempdir()?;
+        let krate = scratch.path().join("device");
+        std::fs::create_dir(&krate)?;
+        std::fs::write(krate.join("Cargo.toml"), "")?;
+        let toolchain = || Search { chosen: None, rustup_home: None, system: scratch.path().join("usr") };
+        let build = |arch: &str, out_dir: &Path| {
+            CudaBuilder { search: toolchain(), ..CudaBuilder::new(&krate).arch(arch).out_dir(out_dir) }.build_quietly()
+        };
+        // A failed build does not reserve its directory.
+        let out_dir = scratch.path().join("out");
+        std::fs::write(&out_dir, "")?;
+        build("sm_80", &out_dir).expect_err("the directory is a file");
+        std::fs::remove_file(&out_dir)?;
+        build("sm_80", &out_dir)?;
+        let error = build("sm_90a", &out_dir).expect_err("the same crate again").to_string();
+        for part in [&*krate.to_string_lossy(), &out_dir.to_string_lossy(), "one builder", "CudaBuilder::out_dir"] {
+            assert!(error.contains(part), "{error:?} lacks {part:?}");
+        }
+        build("sm_90a", scratch.path())?;
+        Ok(())
     }
 
     #[test]
