@@ -1,14 +1,14 @@
 //! Builds one device crate for one architecture: compile, link, annotate, optimize, lower, assemble.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use crate::BuiltModule;
-use crate::error::{Error, at};
-use crate::module::{ARCHITECTURES, FEATURES, Kernel, arch_number, has_feature};
+use crate::error::{Error, ExcessiveShared, at};
+use crate::module::{ARCHITECTURES, FEATURES, Kernel, STATIC_SHARED_LIMIT, arch_number, has_feature, shared_limit};
 use crate::resources::LOCAL_MEMORY_FIX;
 use crate::toolchain::Toolchain;
 use crate::{ir, lines, ptx, resources, unchecked};
@@ -248,6 +248,8 @@ impl Job<'_> {
             return Err(Error::NoKernels { krate: self.krate.to_owned(), arch: self.arch.to_owned() });
         }
         at(&files.marked, fs::write(&files.marked, &marked.ir))?;
+        let dynamic_shared = self.dynamic_shared(&marked, files)?;
+        self.check_shared(&dynamic_shared, &BTreeMap::new())?;
         let names: Vec<&str> = marked.kernels.keys().map(String::as_str).collect();
         let mut opt = tool("opt");
         opt.args(OPT_FLAGS).arg(format!("-internalize-public-api-list={}", names.join(",")));
@@ -283,6 +285,7 @@ impl Job<'_> {
         if !functions.is_empty() {
             return Err(Error::Unresolved { arch: self.arch.to_owned(), functions });
         }
+        self.check_shared(&dynamic_shared, &ptx::static_shared(&text))?;
         if let Some(ptxas) = self.ptxas {
             let mut command = Command::new(ptxas);
             command.arg("-v").args(self.options.line_info.then_some("-lineinfo"));
@@ -297,6 +300,38 @@ impl Job<'_> {
     /// Annotates the linked module.
     fn mark(&self, files: &Files) -> Result<ir::Marked, Error> {
         ir::mark(&at(&files.raw, fs::read_to_string(&files.raw))?, self.arch, self.options.registers)
+    }
+
+    /// Returns the bytes of dynamic shared memory of each kernel for which they are constant.
+    ///
+    /// The functions that return them are optimized without the kernels, so that they do not change the kernels' code.
+    fn dynamic_shared(&self, marked: &ir::Marked, files: &Files) -> Result<BTreeMap<String, u64>, Error> {
+        if marked.shared_bytes.is_empty() {
+            return Ok(BTreeMap::new());
+        }
+        let sizes = files.marked.with_extension("sizes.ll");
+        let mut opt = Command::new(self.toolchain.llvm_tool("opt"));
+        opt.arg("-passes=internalize,globaldce,default<O2>");
+        opt.arg(format!("-internalize-public-api-list={}", marked.shared_bytes.join(",")));
+        let advice = "the device toolchain may be incomplete: run scripts/setup or cargo kernels setup";
+        self.run_tool(opt.arg("-S").arg(&files.marked).arg("-o").arg(&sizes), "computing shared memory", advice)?;
+        Ok(ir::shared_bytes(&at(&sizes, fs::read_to_string(&sizes))?))
+    }
+
+    /// Returns an error if kernels need more shared memory than a block can have on this architecture.
+    fn check_shared(&self, dynamic: &BTreeMap<String, u64>, fixed: &BTreeMap<String, u64>) -> Result<(), Error> {
+        let names: BTreeSet<&String> = dynamic.keys().chain(fixed.keys()).collect();
+        let excessive = |kernel: &&String| {
+            let [dynamic, fixed] = [dynamic, fixed].map(|bytes| bytes.get(*kernel).copied().unwrap_or(0));
+            let kernel = format!("{:#}", rustc_demangle::demangle(kernel));
+            if fixed > STATIC_SHARED_LIMIT {
+                return Some(ExcessiveShared { kernel, fixed, dynamic: 0, limit: STATIC_SHARED_LIMIT });
+            }
+            let limit = shared_limit(self.arch)?.into();
+            (fixed.saturating_add(dynamic) > limit).then_some(ExcessiveShared { kernel, fixed, dynamic, limit })
+        };
+        let kernels: Vec<_> = names.iter().filter_map(excessive).collect();
+        if kernels.is_empty() { Ok(()) } else { Err(Error::SharedMemory { arch: self.arch.to_owned(), kernels }) }
     }
 
     /// Adds to an error of `llc` which kernels it cannot lower. LLVM reports an instruction, often without its function. Each kernel is

@@ -105,6 +105,14 @@ pub enum Error {
     #[error("launch bounds of {kernel}: expected a kernel, found no kernel of this name; write them in #[kernel(…)]")]
     NoSuchKernel { kernel: String },
 
+    /// Kernels need more shared memory than a block can have.
+    #[error(
+        "{arch}: {}; use smaller or fewer arrays and tiles, or compile the kernel only for architectures with more shared memory \
+         (arch = or requires = in #[kernel(…)])",
+        .kernels.iter().map(ExcessiveShared::to_string).collect::<Vec<_>>().join("; ")
+    )]
+    SharedMemory { arch: String, kernels: Vec<ExcessiveShared> },
+
     /// The device code contains what the emulator cannot check.
     #[error(
         "{arch}: {}; CudaBuilder::allow_unchecked builds code that the emulator does not check",
@@ -124,6 +132,31 @@ pub enum Error {
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
+    }
+}
+
+/// A kernel with too much shared memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExcessiveShared {
+    /// The name of the kernel.
+    pub kernel: String,
+    /// Bytes of static shared memory.
+    pub fixed: u64,
+    /// Bytes of dynamic shared memory, or 0 if they are known only at the launch.
+    pub dynamic: u64,
+    /// The most bytes of static shared memory, or of both.
+    pub limit: u64,
+}
+
+impl fmt::Display for ExcessiveShared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { kernel, fixed, dynamic, limit } = self;
+        write!(f, "kernel {kernel}: expected at most {limit} bytes of ")?;
+        match (fixed, dynamic) {
+            (fixed, 0) => write!(f, "static shared memory, found {fixed}"),
+            (0, dynamic) => write!(f, "shared memory per block, found {dynamic}"),
+            _ => write!(f, "shared memory per block, found {} ({fixed} static)", fixed + dynamic),
+        }
     }
 }
 

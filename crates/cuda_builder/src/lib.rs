@@ -51,7 +51,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 pub use choice::ModuleChoice;
-pub use error::Error;
+pub use error::{Error, ExcessiveShared, Unresolved};
 pub use module::{ARCHITECTURES, Kernel, Kernels, LaunchBounds, Module, Resources, has_feature};
 pub use toolchain::{
     NIGHTLY, NoToolchain, TESTED_LLVM, TOOLCHAIN_VARIABLE, TOOLS_VARIABLE, Toolchain, find_cuda_tool, tools_directory,

@@ -1,5 +1,7 @@
 //! Inspects and corrects the PTX that llc writes.
 
+use std::collections::BTreeMap;
+
 use crate::error::Unresolved;
 
 /// The size of a tensor map, in PTX syntax. Each by-value parameter of this size is one.
@@ -63,6 +65,22 @@ pub fn unresolved(ptx: &str) -> Vec<Unresolved> {
 pub fn local_memory(ptx: &str) -> Vec<String> {
     let uses = |function: &Function| function.body.iter().any(|line| line.trim_start().starts_with(".local "));
     functions(ptx).into_iter().filter(uses).map(|function| function.name.to_owned()).collect()
+}
+
+/// Returns the bytes of static shared memory that each function and entry point declares.
+pub fn static_shared(ptx: &str) -> BTreeMap<String, u64> {
+    // `.shared .align 4 .b8 name[100];`. Inline assembly may declare it anywhere in a line.
+    let bytes = |line: &&str| {
+        let (_, declaration) = line.split_once(".shared ")?;
+        let (element, rest) = declaration.split_once('[')?;
+        let (bits, _) = element.rsplit_once(".b")?.1.split_once(' ')?;
+        let count: u64 = rest.split_once(']')?.0.parse().ok()?;
+        Some(bits.parse::<u64>().ok()?.div_ceil(8).saturating_mul(count))
+    };
+    let all = functions(ptx).into_iter();
+    let all =
+        all.map(|function| (function.name.to_owned(), function.body.iter().filter_map(|line| bytes(&line)).sum()));
+    all.filter(|(_, bytes)| *bytes > 0).collect()
 }
 
 fn functions(ptx: &str) -> Vec<Function<'_>> {
@@ -148,6 +166,23 @@ mod tests {
 ";
         let expected = Unresolved { name: "expf".to_owned(), callers: vec!["softmax".to_owned()] };
         assert_eq!(unresolved(ptx), [expected]);
+    }
+
+    #[test]
+    fn static_shared_memory_is_summed_by_function() {
+        let ptx = "\
+.extern .shared .align 1024 .b8 dynamic_shared[];
+.visible .entry a()
+{
+\t.shared .align 4 .b8 \tsums[40];
+\t{ .shared .b32 more[3]; }
+\tld.shared.b32 \t%r1, [dynamic_shared+64];
+}
+.visible .entry b()
+{
+}
+";
+        assert_eq!(static_shared(ptx), [("a".to_owned(), 52)].into());
     }
 
     #[test]

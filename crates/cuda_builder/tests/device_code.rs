@@ -19,7 +19,7 @@ fn build(name: &str, archs: &[&str]) -> Result<Built, Error> {
     let out_dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", archs.join("-")));
     let builder = CudaBuilder::new(fixture(name)).out_dir(out_dir).cubins(true);
     // The other fixtures have no views: their kernels access memory through pointers.
-    let checked = ["unchecked", "unsafe_code", "address", "features"].contains(&name);
+    let checked = ["unchecked", "unsafe_code", "address", "features", "shared_memory"].contains(&name);
     let builder = if checked { builder } else { builder.allow_unchecked() };
     let built = archs.iter().fold(builder, |builder, arch| builder.arch(arch)).build();
     if let Ok(Built { missing: Some(missing), .. }) = &built {
@@ -362,6 +362,32 @@ fn error_of_an_undefined_function_names_it_and_its_caller() {
     for part in ["sm_80", "defined_nowhere", "called by calls_it)"] {
         assert!(error.contains(part), "{error:?} lacks {part:?}");
     }
+}
+
+#[test]
+fn kernels_with_more_shared_memory_than_an_architecture_has_are_refused() {
+    let error = build("shared_memory", &["sm_80"]).expect_err("it must not build").to_string();
+    for part in [
+        "sm_80: kernel needs_200_000_bytes: expected at most 166912 bytes of shared memory per block, found 200000; ",
+        "kernel tiled_large: expected at most 166912 bytes of shared memory per block, found 174080; use smaller",
+    ] {
+        assert!(error.contains(part), "{error:?} lacks {part:?}");
+    }
+    for other in ["fits_everywhere", "tiled_small", "depends_on_an_argument"] {
+        assert!(!error.contains(other), "{error}");
+    }
+    let built = build("shared_memory", &["sm_90"]).unwrap_or_else(|error| panic!("{error}"));
+    let text = ptx(&built.modules[0]);
+    assert!(text.contains(".entry needs_200_000_bytes(") && !text.contains("__cuda_shared_bytes"), "{text}");
+}
+
+#[test]
+fn static_shared_memory_beyond_its_limit_is_refused_without_ptxas() {
+    let out_dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("shared_memory-fixed");
+    let builder = CudaBuilder::new(fixture("shared_memory")).out_dir(out_dir).cubins(false).arch("sm_90");
+    let error = builder.allow_unchecked().features(["fixed"]).build().expect_err("it must not build").to_string();
+    let expected = "kernel declares_50_000_bytes: expected at most 49152 bytes of static shared memory, found 50000; ";
+    assert!(error.contains(expected), "{error}");
 }
 
 #[test]
