@@ -175,9 +175,9 @@ fn the_name_of_a_crate_may_begin_with_lib() {
 }
 
 #[test]
-fn error_of_llvm_names_the_kernel() {
+fn error_of_llvm_names_the_kernels() {
     let error = build("unlowerable", &["sm_80"]).expect_err("it must not build").to_string();
-    assert!(error.starts_with("kernel takes_a_sine: lowering to PTX for sm_80 failed"), "{error}");
+    assert!(error.starts_with("kernels converts_128_bits, takes_a_sine: lowering to PTX for sm_80 failed"), "{error}");
 }
 
 /// Run by the next test in the environments of build scripts.
@@ -237,7 +237,7 @@ fn kernels_cannot_make_views_of_addresses() {
 #[test]
 fn primitives_outside_of_gpu_compile_to_their_instructions() {
     let built = build("features", &["sm_80", "sm_90", "sm_90a"]).unwrap_or_else(|error| panic!("{error}"));
-    let expected: [(&str, &[(&str, usize)]); 9] = [
+    let expected: [(&str, &[(&str, usize)]); 10] = [
         ("dimensions", &[(".maxntid 16, 4, 2", 1), ("%laneid", 1), ("%tid.y", 1), ("%tid.z", 1)]),
         ("shuffles", &[("shfl.sync.bfly", 2), ("shfl.sync.up", 1)]),
         ("masks", &[("activemask.b32", 1), ("bar.warp.sync", 1), ("vote.sync.ballot", 1), ("shfl.sync.idx", 1)]),
@@ -267,6 +267,7 @@ fn primitives_outside_of_gpu_compile_to_their_instructions() {
         ("functions", &[("sqrt.rn.f64", 1)]),
         ("prints", &[("vprintf", 1), ("trap;", 1), ("%clock64", 1), ("%globaltimer", 1)]),
         ("large_parameter", &[("large_parameter_param_1[2008]", 1)]),
+        ("divides_128_bits", &[("call", 0)]),
     ];
     for module in &built.modules {
         let text = ptx(module);
