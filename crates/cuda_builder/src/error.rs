@@ -116,7 +116,7 @@ pub enum Error {
     /// The device code contains what the emulator cannot check.
     #[error(
         "{arch}: {}; CudaBuilder::allow_unchecked builds code that the emulator does not check",
-        .found.iter().map(|u| format!("{} {}", u.name, u.what)).collect::<Vec<_>>().join("; ")
+        .found.iter().map(Unchecked::to_string).collect::<Vec<_>>().join("; ")
     )]
     Unchecked { arch: String, found: Vec<Unchecked> },
 

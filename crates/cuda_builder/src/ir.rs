@@ -192,6 +192,12 @@ fn ordered_atomic(line: &str) -> Option<String> {
     Some(lines.join("\n"))
 }
 
+/// Returns the module without the fences of `compiler_fence`, which order nothing after optimization. The back end rejects them.
+pub fn without_compiler_fences(ir: &str) -> String {
+    let is_kept = |line: &&str| !line.trim_start().starts_with("fence syncscope(\"singlethread\")");
+    ir.split_inclusive('\n').filter(is_kept).collect()
+}
+
 /// Returns a group of function attributes with `arch` as its `target-cpu`, or `None` for another line.
 fn target_cpu(line: &str, arch: &str) -> Option<String> {
     const KEY: &str = "\"target-cpu\"=\"";
@@ -355,6 +361,12 @@ mod tests {
         let scoped = r#"  %a = atomicrmw volatile xchg ptr %p, i64 %x syncscope("block") release, align 8"#;
         let expected = "  fence syncscope(\"block\") release\n".to_owned() + &scoped.replace("release", "monotonic");
         assert_eq!(marked(scoped), expected);
+    }
+
+    #[test]
+    fn compiler_fences_are_removed_after_optimization() {
+        let ir = "  fence syncscope(\"singlethread\") seq_cst, !dbg !3\n  fence seq_cst\n  ret void\n";
+        assert_eq!(without_compiler_fences(ir), "  fence seq_cst\n  ret void\n");
     }
 
     #[test]

@@ -38,6 +38,7 @@ mod generate;
 mod gpus;
 mod ir;
 mod lines;
+mod local_memory;
 mod module;
 mod ptx;
 mod resources;
@@ -336,7 +337,7 @@ impl CudaBuilder {
         }
     }
 
-    /// Returns the absolute path of the device crate's directory.
+    /// Returns the canonical path of the device crate's directory, as it is in debug information.
     fn locate(&self) -> Result<PathBuf, Error> {
         let package = std::env::var_os("CARGO_MANIFEST_DIR").map_or_else(|| PathBuf::from("."), PathBuf::from);
         let package = error::at(&package, package.canonicalize())?;
@@ -351,7 +352,7 @@ impl CudaBuilder {
         if canonical == package && std::env::var_os("OUT_DIR").is_some() {
             return Err(Error::OwnPackage { krate: self.krate.clone() });
         }
-        Ok(found)
+        Ok(canonical)
     }
 }
 
