@@ -1,15 +1,19 @@
 //! Builds one device crate for one architecture: compile, link, annotate, optimize, lower, assemble.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::{Mutex, PoisonError};
 
 use crate::BuiltModule;
-use crate::error::{Error, at};
-use crate::module::{ARCHITECTURES, FEATURES, Kernel, arch_number, has_feature};
-use crate::resources::LOCAL_MEMORY_FIX;
+use crate::error::{Error, ExcessiveShared, at};
+use crate::lines::Lines;
+use crate::local_memory::{self, demangle};
+use crate::module::{
+    ARCHITECTURES, FEATURES, Kernel, Resources, STATIC_SHARED_LIMIT, arch_number, has_feature, shared_limit,
+};
 use crate::toolchain::Toolchain;
 use crate::{ir, lines, ptx, resources, unchecked};
 use tinyjson::JsonValue;
@@ -57,11 +61,17 @@ const APPROXIMATE: [&str; 2] = ["-nvptx-prec-divf32=0", "-nvptx-prec-sqrtf32=0"]
 /// Flags of `llc` for the division and square root of IEEE 754, as nvcc's default.
 const EXACT: [&str; 2] = ["-nvptx-prec-divf32=2", "-nvptx-prec-sqrtf32=1"];
 
+/// The ways out of the error about `unsafe`.
+const UNSAFE_ADVICE: &str = "the emulator cannot check `unsafe`: access memory with the methods of the views (Global, GlobalSlice, \
+     SharedArray, …); or move the unsafe code to a function that is not a kernel, with #[allow(unsafe_code)], and test it on a GPU; or \
+     allow it in the whole crate with CudaBuilder::allow_unchecked";
+
 /// The source of the build steps. PTX files and cubins of an earlier build are reused only if it has not changed.
-const STEPS: [&str; 6] = [
+const STEPS: [&str; 7] = [
     include_str!("compile.rs"),
     include_str!("ir.rs"),
     include_str!("lines.rs"),
+    include_str!("local_memory.rs"),
     include_str!("ptx.rs"),
     include_str!("remainder.ll"),
     include_str!("unchecked.rs"),
@@ -107,15 +117,25 @@ pub struct Crates {
     sources: Vec<PathBuf>,
     warnings: Vec<String>,
     errors: String,
+    /// Whether one of the errors is about `unsafe`.
+    has_unsafe_code: bool,
 }
 
 impl Job<'_> {
-    /// Compiles the device crate and its dependencies to bitcode. Jobs with the same `target` must not compile at the same
-    /// time.
+    /// Compiles the device crate and its dependencies to bitcode. Jobs compile one after the other.
     ///
     /// The flags of dependencies do not depend on the architecture, so that `core` is compiled once for all. `ir::mark` sets the
     /// architecture of functions.
     pub fn compile(&self) -> Result<Crates, Error> {
+        // Directives without debug sections. LLVM marks PTX with line tables for debugging, and ptxas then does not optimize it.
+        self.compile_with(self.options.line_info.then_some("-Cdebuginfo=line-directives-only"))
+    }
+
+    /// Compiles with a choice of debug information for the device crate. Dependencies are compiled once, without it: what is inlined
+    /// from them gets the line of the call.
+    fn compile_with(&self, debug_info: Option<&str>) -> Result<Crates, Error> {
+        static RUNNING: Mutex<()> = Mutex::new(());
+        let _running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
         if !ARCHITECTURES.contains(&self.arch) {
             return Err(Error::BadArch { arch: self.arch.to_owned() });
         }
@@ -131,9 +151,7 @@ impl Job<'_> {
             .arg(format!("cuda_arch=\"{}\"", self.arch))
             .args(features.flat_map(|feature| ["--cfg".to_owned(), format!("cuda_feature=\"{feature}\"")]))
             .args((!self.options.unchecked).then_some("-Dunsafe_code"))
-            // Directives without debug sections. LLVM marks PTX with line tables for debugging, and ptxas then does not optimize it.
-            // Dependencies are compiled once, without lines: what is inlined from them gets the line of the call.
-            .args(self.options.line_info.then_some("-Cdebuginfo=line-directives-only"))
+            .args(debug_info)
             .env("RUSTC", &self.toolchain.rustc)
             .env("RUSTC_WRAPPER", "")
             .env("RUSTC_WORKSPACE_WRAPPER", "")
@@ -151,7 +169,9 @@ impl Job<'_> {
             let (text, advice) = if crates.errors.is_empty() {
                 (tail(&stderr), "see the message of cargo below")
             } else {
-                (crates.errors, "fix the errors in the device code below")
+                let advice =
+                    if crates.has_unsafe_code { UNSAFE_ADVICE } else { "fix the errors in the device code below" };
+                (crates.errors, advice)
             };
             return Err(self.failed(step, &command, &output, text, advice));
         }
@@ -190,7 +210,10 @@ impl Job<'_> {
                     crates.sources.extend(manifest.into_iter().chain(source).filter(|_| is_ours).map(Path::to_owned));
                 }
                 Some("compiler-message") => match text(&["message", "level"]) {
-                    Some("error") => crates.errors += text(&["message", "rendered"]).unwrap_or_default(),
+                    Some("error") => {
+                        crates.errors += text(&["message", "rendered"]).unwrap_or_default();
+                        crates.has_unsafe_code |= text(&["message", "code", "code"]) == Some("unsafe_code");
+                    }
                     Some("warning") if is_ours => crates.warnings.extend(one_line(&message)),
                     _ => {}
                 },
@@ -243,27 +266,35 @@ impl Job<'_> {
         self.run_tool(tool("llvm-link").args(bitcode).arg("-o").arg(&files.linked), "linking bitcode", advice)?;
         self.run_tool(tool("llvm-dis").arg(&files.linked).arg("-o").arg(&files.raw), "disassembling bitcode", advice)?;
 
-        let marked = self.mark(files)?;
+        let marked = self.mark(&files.raw)?;
         if marked.kernels.is_empty() {
             return Err(Error::NoKernels { krate: self.krate.to_owned(), arch: self.arch.to_owned() });
         }
         at(&files.marked, fs::write(&files.marked, &marked.ir))?;
+        let dynamic_shared = self.dynamic_shared(&marked, files)?;
+        self.check_shared(&dynamic_shared, &BTreeMap::new())?;
         let names: Vec<&str> = marked.kernels.keys().map(String::as_str).collect();
         let mut opt = tool("opt");
         opt.args(OPT_FLAGS).arg(format!("-internalize-public-api-list={}", names.join(",")));
         self.run_tool(opt.arg("-S").arg(&files.marked).arg("-o").arg(&files.optimized), "optimizing", advice)?;
 
+        let optimized = at(&files.optimized, fs::read_to_string(&files.optimized))?;
         if !self.options.unchecked {
-            let found = unchecked::find(&at(&files.optimized, fs::read_to_string(&files.optimized))?);
+            let found = unchecked::find(&optimized, None);
             if !found.is_empty() {
+                let debug = self.with_debug_info(&names, files).ok();
+                let find = |ir: &String| unchecked::find(ir, Some(&Lines::new(ir, self.krate)));
+                // The module with debug information should have the same code.
+                let found = debug.as_ref().map(find).filter(|with_lines| !with_lines.is_empty()).unwrap_or(found);
                 return Err(Error::Unchecked { arch: self.arch.to_owned(), found });
             }
         }
-
+        let mut lowered = ir::without_compiler_fences(&optimized);
         if self.options.line_info {
-            let optimized = at(&files.optimized, fs::read_to_string(&files.optimized))?;
-            at(&files.optimized, fs::write(&files.optimized, lines::attribute(&optimized, self.krate)))?;
+            lowered = lines::attribute(&lowered, self.krate);
         }
+        at(&files.optimized, fs::write(&files.optimized, lowered))?;
+
         let mut llc = tool("llc");
         llc.args(LLC_FLAGS)
             .args(if self.options.approximate { APPROXIMATE } else { EXACT })
@@ -283,6 +314,7 @@ impl Job<'_> {
         if !functions.is_empty() {
             return Err(Error::Unresolved { arch: self.arch.to_owned(), functions });
         }
+        self.check_shared(&dynamic_shared, &ptx::static_shared(&text))?;
         if let Some(ptxas) = self.ptxas {
             let mut command = Command::new(ptxas);
             command.arg("-v").args(self.options.line_info.then_some("-lineinfo"));
@@ -295,8 +327,78 @@ impl Job<'_> {
     }
 
     /// Annotates the linked module.
-    fn mark(&self, files: &Files) -> Result<ir::Marked, Error> {
-        ir::mark(&at(&files.raw, fs::read_to_string(&files.raw))?, self.arch, self.options.registers)
+    fn mark(&self, raw: &Path) -> Result<ir::Marked, Error> {
+        ir::mark(&at(raw, fs::read_to_string(raw))?, self.arch, self.options.registers)
+    }
+
+    /// Compiles the device crate again with debug information, and returns the optimized code of `kernels`. It is used for messages
+    /// only: debug information makes the module several times as large, and may change its code.
+    fn with_debug_info(&self, kernels: &[&str], files: &Files) -> Result<String, Error> {
+        let debug = |extension: &str| files.optimized.with_file_name(format!("debug.{extension}"));
+        let (linked, raw, optimized) = (debug("bc"), debug("raw.ll"), debug("ll"));
+        let tool = |name| Command::new(self.toolchain.llvm_tool(name));
+        let crates = self.compile_with(Some("-Cdebuginfo=full"))?;
+        self.run_tool(tool("llvm-link").args(&crates.bitcode).arg("-o").arg(&linked), "linking bitcode", "")?;
+        self.run_tool(tool("llvm-dis").arg(&linked).arg("-o").arg(&raw), "disassembling bitcode", "")?;
+        at(&raw, fs::write(&raw, self.mark(&raw)?.ir))?;
+        let mut opt = tool("opt");
+        opt.args(OPT_FLAGS).arg(format!("-internalize-public-api-list={}", kernels.join(",")));
+        self.run_tool(opt.arg("-S").arg(&raw).arg("-o").arg(&optimized), "optimizing", "")?;
+        at(&optimized, fs::read_to_string(&optimized))
+    }
+
+    /// Returns what debug information says about functions and kernels with spills or local memory: nothing if the build with debug
+    /// information fails. The result is kept for the next build.
+    fn find_local_memory(
+        &self,
+        functions: &[&str],
+        declared: &BTreeMap<String, ir::Declared>,
+        files: &Files,
+    ) -> BTreeMap<String, local_memory::Function> {
+        // A function that is not inlined may be called by any kernel.
+        let are_kernels = functions.iter().all(|function| declared.contains_key(*function));
+        let all = || declared.keys().map(String::as_str).collect();
+        let kernels: Vec<&str> = if are_kernels { functions.to_vec() } else { all() };
+        let (optimized, stamp) = (files.optimized.with_file_name("debug.ll"), files.stamp.with_extension("debug"));
+        let built_from = fs::read_to_string(&files.stamp).unwrap_or_default() + &kernels.join(",");
+        let kept = fs::read_to_string(&stamp).is_ok_and(|stamp| stamp == built_from);
+        let kept = if kept { fs::read_to_string(&optimized).ok() } else { None };
+        let ir = kept.map_or_else(|| self.with_debug_info(&kernels, files), Ok);
+        let Ok(ir) = ir else { return BTreeMap::new() };
+        let _ = fs::write(&stamp, built_from);
+        local_memory::find(&ir, &Lines::new(&ir, self.krate))
+    }
+
+    /// Returns the bytes of dynamic shared memory of each kernel for which they are constant.
+    ///
+    /// The functions that return them are optimized without the kernels, so that they do not change the kernels' code.
+    fn dynamic_shared(&self, marked: &ir::Marked, files: &Files) -> Result<BTreeMap<String, u64>, Error> {
+        if marked.shared_bytes.is_empty() {
+            return Ok(BTreeMap::new());
+        }
+        let sizes = files.marked.with_extension("sizes.ll");
+        let mut opt = Command::new(self.toolchain.llvm_tool("opt"));
+        opt.arg("-passes=internalize,globaldce,default<O2>");
+        opt.arg(format!("-internalize-public-api-list={}", marked.shared_bytes.join(",")));
+        let advice = "the device toolchain may be incomplete: run scripts/setup or cargo kernels setup";
+        self.run_tool(opt.arg("-S").arg(&files.marked).arg("-o").arg(&sizes), "computing shared memory", advice)?;
+        Ok(ir::shared_bytes(&at(&sizes, fs::read_to_string(&sizes))?))
+    }
+
+    /// Returns an error if kernels need more shared memory than a block can have on this architecture.
+    fn check_shared(&self, dynamic: &BTreeMap<String, u64>, fixed: &BTreeMap<String, u64>) -> Result<(), Error> {
+        let names: BTreeSet<&String> = dynamic.keys().chain(fixed.keys()).collect();
+        let excessive = |kernel: &&String| {
+            let [dynamic, fixed] = [dynamic, fixed].map(|bytes| bytes.get(*kernel).copied().unwrap_or(0));
+            let kernel = demangle(kernel);
+            if fixed > STATIC_SHARED_LIMIT {
+                return Some(ExcessiveShared { kernel, fixed, dynamic: 0, limit: STATIC_SHARED_LIMIT });
+            }
+            let limit = shared_limit(self.arch)?.into();
+            (fixed.saturating_add(dynamic) > limit).then_some(ExcessiveShared { kernel, fixed, dynamic, limit })
+        };
+        let kernels: Vec<_> = names.iter().filter_map(excessive).collect();
+        if kernels.is_empty() { Ok(()) } else { Err(Error::SharedMemory { arch: self.arch.to_owned(), kernels }) }
     }
 
     /// Adds to an error of `llc` which kernels it cannot lower. LLVM reports an instruction, often without its function. Each kernel is
@@ -327,34 +429,55 @@ impl Job<'_> {
         let ptx_path = copy(&files.ptx, name("ptx"))?;
         let cubin = self.ptxas.map(|_| copy(&files.cubin, name("cubin"))).transpose()?;
 
-        let declared = self.mark(files)?.kernels;
-        let arch = self.arch;
+        let declared = self.mark(&files.raw)?.kernels;
         let mut warnings = crates.warnings;
         let report = match self.ptxas {
             Some(_) => Some(resources::parse(&at(&files.log, fs::read_to_string(&files.log))?)),
             None => None,
         };
+        warnings.extend(self.resource_warnings(report.as_ref(), &declared, files)?);
         if let Some(report) = &report {
-            for (name, resources) in &report.functions {
-                let kind = if declared.contains_key(name) { "kernel" } else { "function" };
-                let name = rustc_demangle::demangle(name);
-                warnings.extend(resources.warning().map(|warning| format!("{arch}: {kind} {name:#} {warning}")));
-            }
-            warnings.extend(report.remarks.iter().map(|remark| format!("{arch}: {remark}")));
-        } else {
-            let text = at(&files.ptx, fs::read_to_string(&files.ptx))?;
-            let local = ptx::local_memory(&text).into_iter();
-            let name = |name: &str| format!("{:#}", rustc_demangle::demangle(name));
-            warnings
-                .extend(local.map(|local| format!("{arch}: {} uses local memory; {LOCAL_MEMORY_FIX}", name(&local))));
+            warnings.extend(report.remarks.iter().map(|remark| format!("{}: {remark}", self.arch)));
         }
         let kernel = |(name, declared): (String, ir::Declared)| {
             let resources = report.as_ref().and_then(|report| report.functions.get(&name).copied());
             Kernel { name: name.into(), bounds: declared.bounds, resources, signature: declared.signature }
         };
         let kernels = declared.into_iter().map(kernel).collect();
-        let module = BuiltModule { arch: arch.to_owned(), ptx: ptx_path, cubin, kernels };
+        let module = BuiltModule { arch: self.arch.to_owned(), ptx: ptx_path, cubin, kernels };
         Ok(JobOutput { module, warnings, watched: crates.sources })
+    }
+
+    /// Returns warnings about functions that spill registers or use local memory: from the report of ptxas, otherwise from the PTX.
+    fn resource_warnings(
+        &self,
+        report: Option<&resources::Report>,
+        declared: &BTreeMap<String, ir::Declared>,
+        files: &Files,
+    ) -> Result<Vec<String>, Error> {
+        let local = if let Some(report) = report {
+            report.functions.clone()
+        } else {
+            let text = at(&files.ptx, fs::read_to_string(&files.ptx))?;
+            let stack = |bytes: u64| Resources { stack: bytes.try_into().unwrap_or(u32::MAX), ..Resources::default() };
+            ptx::local_memory(&text).into_iter().map(|(name, bytes)| (name, stack(bytes))).collect()
+        };
+        let uses_memory = |resources: &Resources| resources.stack + resources.spill_stores + resources.spill_loads > 0;
+        let local: Vec<_> = local.iter().filter(|(_, resources)| uses_memory(resources)).collect();
+        if local.is_empty() {
+            return Ok(Vec::new());
+        }
+        let names: Vec<&str> = local.iter().map(|(name, _)| name.as_str()).collect();
+        let found = self.find_local_memory(&names, declared, files);
+        let unknown = local_memory::Function::default();
+        let warning = |(name, resources): (&String, &Resources)| {
+            let (kernel, demangled) = (declared.get(name), demangle(name));
+            let function = found.get(&demangled).unwrap_or(&unknown);
+            let (kind, place) = (if kernel.is_some() { "kernel" } else { "function" }, function.at());
+            let warning = resources.warning(kernel.map(|kernel| &kernel.bounds), function)?;
+            Some(format!("{}: {kind} {demangled}{place} {warning}", self.arch))
+        };
+        Ok(local.into_iter().filter_map(warning).collect())
     }
 
     fn run_tool(&self, command: &mut Command, step: &'static str, advice: &'static str) -> Result<Output, Error> {

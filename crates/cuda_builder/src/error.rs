@@ -54,6 +54,13 @@ pub enum Error {
     )]
     SharedOutDir { out_dir: PathBuf, first: PathBuf, second: PathBuf },
 
+    /// Two builders build the same crate into one directory.
+    #[error(
+        "{out_dir:?}: expected one build of each device crate, found a second build of {krate:?}, which would replace the first; add all \
+         architectures and features to one builder, or give each builder its own directory with CudaBuilder::out_dir"
+    )]
+    BuiltTwice { out_dir: PathBuf, krate: PathBuf },
+
     /// LLVM cannot lower some kernels.
     #[error("kernel{} {}: {cause}", if kernels.len() == 1 { "" } else { "s" }, kernels.join(", "))]
     Kernels { kernels: Vec<String>, cause: Box<Error> },
@@ -98,10 +105,18 @@ pub enum Error {
     #[error("launch bounds of {kernel}: expected a kernel, found no kernel of this name; write them in #[kernel(…)]")]
     NoSuchKernel { kernel: String },
 
+    /// Kernels need more shared memory than a block can have.
+    #[error(
+        "{arch}: {}; use smaller or fewer arrays and tiles, or compile the kernel only for architectures with more shared memory \
+         (arch = or requires = in #[kernel(…)])",
+        .kernels.iter().map(ExcessiveShared::to_string).collect::<Vec<_>>().join("; ")
+    )]
+    SharedMemory { arch: String, kernels: Vec<ExcessiveShared> },
+
     /// The device code contains what the emulator cannot check.
     #[error(
         "{arch}: {}; CudaBuilder::allow_unchecked builds code that the emulator does not check",
-        .found.iter().map(|u| format!("{} {}", u.name, u.what)).collect::<Vec<_>>().join("; ")
+        .found.iter().map(Unchecked::to_string).collect::<Vec<_>>().join("; ")
     )]
     Unchecked { arch: String, found: Vec<Unchecked> },
 
@@ -117,6 +132,31 @@ pub enum Error {
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
+    }
+}
+
+/// A kernel with too much shared memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExcessiveShared {
+    /// The name of the kernel.
+    pub kernel: String,
+    /// Bytes of static shared memory.
+    pub fixed: u64,
+    /// Bytes of dynamic shared memory, or 0 if they are known only at the launch.
+    pub dynamic: u64,
+    /// The most bytes of static shared memory, or of both.
+    pub limit: u64,
+}
+
+impl fmt::Display for ExcessiveShared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { kernel, fixed, dynamic, limit } = self;
+        write!(f, "kernel {kernel}: expected at most {limit} bytes of ")?;
+        match (fixed, dynamic) {
+            (fixed, 0) => write!(f, "static shared memory, found {fixed}"),
+            (0, dynamic) => write!(f, "shared memory per block, found {dynamic}"),
+            _ => write!(f, "shared memory per block, found {} ({fixed} static)", fixed + dynamic),
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use crate::error::{Error, at};
 use crate::module::{Kernel, LaunchBounds, Resources, shared_limit};
 use crate::{Built, BuiltModule};
 
-/// Writes `out_dir/kernels.rs`. The files of the modules are below `out_dir`.
+/// Writes `out_dir/kernels.rs`, and creates the directory. The files of the modules are below `out_dir`.
 pub fn write(out_dir: &Path, built: &Built) -> Result<(), Error> {
     let modules: String = built.modules.iter().map(|module| module_literal(out_dir, module)).collect();
     let missing = built.missing.as_deref();
@@ -18,6 +18,7 @@ pub fn write(out_dir: &Path, built: &Built) -> Result<(), Error> {
          // SAFETY: the builder has compiled the modules.\n\
          pub static KERNELS: ::cuda_builder::Kernels = unsafe {{ ::cuda_builder::Kernels::new(MODULES, MODULES_MISSING) }};\n"
     );
+    at(out_dir, std::fs::create_dir_all(out_dir))?;
     let path = out_dir.join("kernels.rs");
     at(&path, std::fs::write(&path, text))
 }

@@ -28,14 +28,19 @@ use crate::module::LaunchBounds;
 /// The functions that compute remainders. They are added to a module that uses them.
 const REMAINDER: &str = include_str!("remainder.ll");
 
+/// Prefix of the names of functions that return the shared memory of a kernel. `#[kernel]` generates them.
+const SHARED_BYTES: &str = "__cuda_shared_bytes_";
+
 const LAUNCH: &str = "module asm \"// @launch ";
 
 /// An annotated module.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Marked {
     pub ir: String,
     /// The declarations of the kernels, by name.
     pub kernels: BTreeMap<String, Declared>,
+    /// The functions that return the shared memory of a kernel.
+    pub shared_bytes: Vec<String>,
 }
 
 /// The declarations in the `// @launch` line of a kernel.
@@ -54,7 +59,7 @@ pub fn mark(ir: &str, arch: &str, registers: Option<u32>) -> Result<Marked, Erro
         let (name, declared) = parse_launch(line.trim_end_matches('"'))?;
         launches.insert(name, declared);
     }
-    let mut marked = Marked { ir: String::with_capacity(ir.len() + ir.len() / 16), kernels: BTreeMap::new() };
+    let mut marked = Marked { ir: String::with_capacity(ir.len() + ir.len() / 16), ..Marked::default() };
     let mut has_remainders = false;
     for line in ir.lines() {
         if line.starts_with(LAUNCH) {
@@ -71,6 +76,9 @@ pub fn mark(ir: &str, arch: &str, registers: Option<u32>) -> Result<Marked, Erro
         let insertion = match function(line) {
             Some(Function { name, end, is_kernel }) => {
                 let mut attributes = " convergent".to_owned();
+                if name.starts_with(SHARED_BYTES) {
+                    marked.shared_bytes.push(name.to_owned());
+                }
                 if is_kernel {
                     let mut declared = launches.remove(name).unwrap_or_default();
                     if declared.bounds.registers.is_none() && declared.bounds.blocks_per_sm.is_none() {
@@ -99,6 +107,22 @@ pub fn mark(ir: &str, arch: &str, registers: Option<u32>) -> Result<Marked, Erro
         Some(kernel) => Err(Error::NoSuchKernel { kernel }),
         None => Ok(marked),
     }
+}
+
+/// Returns the bytes of shared memory of each kernel, from the optimized functions that return them. A kernel whose bytes are not
+/// constant is left out.
+pub fn shared_bytes(ir: &str) -> BTreeMap<String, u64> {
+    let mut bytes = BTreeMap::new();
+    let mut kernel = None;
+    for line in ir.lines() {
+        if line.starts_with("define ") {
+            kernel = function(line).and_then(|function| function.name.strip_prefix(SHARED_BYTES));
+        } else if let (Some(kernel), Some(value)) = (kernel, line.trim_start().strip_prefix("ret i64 ")) {
+            let value = value.split(',').next().unwrap_or(value);
+            bytes.extend(value.parse().ok().map(|value| (kernel.to_owned(), value)));
+        }
+    }
+    bytes
 }
 
 /// Returns the replacement of a line that declares or calls one of the two functions for dynamic shared memory. The alignment
@@ -166,6 +190,12 @@ fn ordered_atomic(line: &str) -> Option<String> {
     let relaxed = line.replacen(&format!(" {ordering}"), " monotonic", 1);
     let lines: Vec<String> = fence(before).into_iter().chain([relaxed]).chain(fence(after)).collect();
     Some(lines.join("\n"))
+}
+
+/// Returns the module without the fences of `compiler_fence`, which order nothing after optimization. The back end rejects them.
+pub fn without_compiler_fences(ir: &str) -> String {
+    let is_kept = |line: &&str| !line.trim_start().starts_with("fence syncscope(\"singlethread\")");
+    ir.split_inclusive('\n').filter(is_kept).collect()
 }
 
 /// Returns a group of function attributes with `arch` as its `target-cpu`, or `None` for another line.
@@ -334,6 +364,12 @@ mod tests {
     }
 
     #[test]
+    fn compiler_fences_are_removed_after_optimization() {
+        let ir = "  fence syncscope(\"singlethread\") seq_cst, !dbg !3\n  fence seq_cst\n  ret void\n";
+        assert_eq!(without_compiler_fences(ir), "  fence seq_cst\n  ret void\n");
+    }
+
+    #[test]
     fn remainders_become_calls_of_an_exact_function() {
         for (line, call) in [
             ("  %r = frem float %x, %y", "  %r = call float @cuda_builder_remainder_f32(float %x, float %y)"),
@@ -405,6 +441,26 @@ mod tests {
         for (line, expected) in cases {
             assert_eq!(marked(line), expected);
         }
+    }
+
+    #[test]
+    fn shared_bytes_are_constants_that_functions_return() {
+        let ir = "\
+define noundef i64 @__cuda_shared_bytes_sums() local_unnamed_addr #0 {
+start:
+  ret i64 4096, !dbg !12
+}
+define noundef i64 @__cuda_shared_bytes_varies() local_unnamed_addr #0 {
+  %bytes = call i64 @other()
+  ret i64 %bytes
+}
+define internal i64 @other() #0 {
+  ret i64 7
+}
+";
+        assert_eq!(shared_bytes(ir), [("sums".to_owned(), 4096)].into());
+        let marked = mark(ir, "sm_80", None).unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(marked.shared_bytes, ["__cuda_shared_bytes_sums", "__cuda_shared_bytes_varies"]);
     }
 
     #[test]

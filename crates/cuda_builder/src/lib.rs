@@ -38,6 +38,7 @@ mod generate;
 mod gpus;
 mod ir;
 mod lines;
+mod local_memory;
 mod module;
 mod ptx;
 mod resources;
@@ -47,11 +48,11 @@ mod unchecked;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 pub use choice::ModuleChoice;
-pub use error::Error;
+pub use error::{Error, ExcessiveShared, Unresolved};
 pub use module::{ARCHITECTURES, Kernel, Kernels, LaunchBounds, Module, Resources, has_feature};
 pub use toolchain::{
     NIGHTLY, NoToolchain, TESTED_LLVM, TOOLCHAIN_VARIABLE, TOOLS_VARIABLE, Toolchain, find_cuda_tool, tools_directory,
@@ -230,7 +231,16 @@ impl CudaBuilder {
         self.validate()?;
         let krate = self.locate()?;
         claim(&out_dir, &krate)?;
-        let root = workspace_root(&krate);
+        let built = self.build_into(&out_dir, &krate);
+        if built.is_err() {
+            // Nothing is lost if another builder, such as one with fewer features, writes there.
+            written().remove(&out_dir);
+        }
+        built
+    }
+
+    fn build_into(&self, out_dir: &Path, krate: &Path) -> Result<Built, Error> {
+        let root = workspace_root(krate);
         let archs = self.wanted_archs();
         let built = match Toolchain::find_in(&self.search) {
             _ if archs.is_empty() => Built::without_modules(
@@ -240,12 +250,12 @@ impl CudaBuilder {
                 ),
                 None,
             ),
-            Ok(toolchain) => self.build_with(&toolchain, &archs, &krate, &root, &out_dir)?,
+            Ok(toolchain) => self.build_with(&toolchain, &archs, krate, &root, out_dir)?,
             Err(missing) => {
                 Built::without_modules(format!("built without GPU kernels: {missing}"), watched_tools(&root))
             }
         };
-        generate::write(&out_dir, &built)?;
+        generate::write(out_dir, &built)?;
         Ok(built)
     }
 
@@ -327,7 +337,7 @@ impl CudaBuilder {
         }
     }
 
-    /// Returns the absolute path of the device crate's directory.
+    /// Returns the canonical path of the device crate's directory, as it is in debug information.
     fn locate(&self) -> Result<PathBuf, Error> {
         let package = std::env::var_os("CARGO_MANIFEST_DIR").map_or_else(|| PathBuf::from("."), PathBuf::from);
         let package = error::at(&package, package.canonicalize())?;
@@ -342,7 +352,7 @@ impl CudaBuilder {
         if canonical == package && std::env::var_os("OUT_DIR").is_some() {
             return Err(Error::OwnPackage { krate: self.krate.clone() });
         }
-        Ok(found)
+        Ok(canonical)
     }
 }
 
@@ -354,18 +364,25 @@ impl Built {
     }
 }
 
-/// Records that `krate` is built into a directory. Another crate there would replace its files.
+/// Records that `krate` is built into a directory. Another build there would replace its files, even one of the same crate.
 fn claim(out_dir: &Path, krate: &Path) -> Result<(), Error> {
-    let mut written = WRITTEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut written = written();
     match written.get(out_dir) {
-        Some(first) if first != krate => {
+        Some(first) if first == krate => {
+            Err(Error::BuiltTwice { out_dir: out_dir.to_owned(), krate: krate.to_owned() })
+        }
+        Some(first) => {
             Err(Error::SharedOutDir { out_dir: out_dir.to_owned(), first: first.clone(), second: krate.to_owned() })
         }
-        _ => {
+        None => {
             written.insert(out_dir.to_owned(), krate.to_owned());
             Ok(())
         }
     }
+}
+
+fn written() -> MutexGuard<'static, BTreeMap<PathBuf, PathBuf>> {
+    WRITTEN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn dedup<T: Ord>(list: &mut Vec<T>) {
@@ -463,11 +480,34 @@ mod tests {
     fn two_crates_cannot_share_an_output_directory() {
         let directory = Path::new("/out/of/a/package");
         claim(directory, Path::new("/a")).expect("the first crate");
-        claim(directory, Path::new("/a")).expect("the same crate again");
         let error = claim(directory, Path::new("/b")).expect_err("another crate").to_string();
         for part in ["/out/of/a/package", "\"/a\" and \"/b\"", "out_dir"] {
             assert!(error.contains(part), "{error:?} lacks {part:?}");
         }
+    }
+
+    #[test]
+    fn a_crate_cannot_be_built_twice_into_an_output_directory() -> Result<(), Box<dyn std::error::Error>> {
+        let scratch = tempfile::tempdir()?;
+        let krate = scratch.path().join("device");
+        std::fs::create_dir(&krate)?;
+        std::fs::write(krate.join("Cargo.toml"), "")?;
+        let toolchain = || Search { chosen: None, rustup_home: None, system: scratch.path().join("usr") };
+        let build = |arch: &str, out_dir: &Path| {
+            CudaBuilder { search: toolchain(), ..CudaBuilder::new(&krate).arch(arch).out_dir(out_dir) }.build_quietly()
+        };
+        // A failed build does not reserve its directory.
+        let out_dir = scratch.path().join("out");
+        std::fs::write(&out_dir, "")?;
+        build("sm_80", &out_dir).expect_err("the directory is a file");
+        std::fs::remove_file(&out_dir)?;
+        build("sm_80", &out_dir)?;
+        let error = build("sm_90a", &out_dir).expect_err("the same crate again").to_string();
+        for part in [&*krate.to_string_lossy(), &out_dir.to_string_lossy(), "one builder", "CudaBuilder::out_dir"] {
+            assert!(error.contains(part), "{error:?} lacks {part:?}");
+        }
+        build("sm_90a", scratch.path())?;
+        Ok(())
     }
 
     #[test]

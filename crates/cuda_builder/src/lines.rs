@@ -7,14 +7,24 @@
 use std::collections::HashMap;
 use std::path::Path;
 
+use crate::local_memory::Variable;
+
+/// The debug information of a module.
+pub struct Lines<'a> {
+    /// The metadata nodes, by number.
+    nodes: HashMap<&'a str, &'a str>,
+    /// The directory of the device crate.
+    krate: &'a Path,
+}
+
 /// Returns the module with the lines of its instructions in the files below `krate`, where they come from there.
 pub fn attribute(ir: &str, krate: &Path) -> String {
-    let nodes: HashMap<&str, &str> = ir.lines().filter_map(|line| line.strip_prefix('!')?.split_once(" = ")).collect();
+    let lines = Lines::new(ir, krate);
     let mut attributed = String::with_capacity(ir.len());
     for line in ir.lines() {
         match line.strip_prefix('!').and_then(|node| node.split_once(" = ")) {
             Some((name, node)) if is_location(node) => {
-                let own = own_location(node, &nodes, krate).unwrap_or(node);
+                let own = lines.own_location(node).unwrap_or(node);
                 let distinct = if node.starts_with("distinct ") { "distinct " } else { "" };
                 attributed.extend(["!", name, " = ", distinct, own.trim_start_matches("distinct ")]);
             }
@@ -25,25 +35,83 @@ pub fn attribute(ir: &str, krate: &Path) -> String {
     attributed
 }
 
+impl<'a> Lines<'a> {
+    pub fn new(ir: &'a str, krate: &'a Path) -> Self {
+        let nodes = ir.lines().filter_map(|line| line.strip_prefix('!')?.split_once(" = ")).collect();
+        Self { nodes, krate }
+    }
+
+    /// Returns the file and line in the device crate of the location `!12`, such as `src/lib.rs:3`.
+    pub fn place(&self, location: &str) -> Option<String> {
+        let location = self.own_location(self.node(location)?)?;
+        self.place_in(&self.file_of_scope(reference(location, "scope")?)?, location)
+    }
+
+    /// Returns the place of the function in a line `define … !dbg !12 {`.
+    pub fn function(&self, header: &str) -> Option<String> {
+        self.declaration(self.node(debug_location(header.trim_end_matches(" {"))?)?)
+    }
+
+    /// Returns the place of the static in a line `@NAME = … global …, !dbg !12`.
+    pub fn global(&self, line: &str) -> Option<String> {
+        let expression = self.node(debug_location(line)?)?;
+        self.declaration(self.nodes.get(reference(expression, "var")?)?)
+    }
+
+    /// Returns the variable `!12` if the device crate declares it.
+    pub fn variable(&self, id: &str) -> Option<Variable> {
+        let variable = self.node(id)?;
+        let kind = self.nodes.get(reference(variable, "type")?)?;
+        let bits: u64 = field(kind, "size")?.split([',', ')']).next()?.parse().ok()?;
+        Some(Variable { name: text(variable, "name")?, place: self.declaration(variable)?, bytes: bits.div_ceil(8) })
+    }
+
+    fn node(&self, id: &str) -> Option<&'a str> {
+        self.nodes.get(id.strip_prefix('!')?).copied()
+    }
+
+    /// Returns the place of a node with a file and a line.
+    fn declaration(&self, node: &str) -> Option<String> {
+        self.place_in(&self.file(reference(node, "file")?)?, node)
+    }
+
+    /// Returns the line of a node in a file of the device crate.
+    fn place_in(&self, file: &str, node: &str) -> Option<String> {
+        let line = field(node, "line")?.split([',', ')']).next()?;
+        Some(format!("{}:{line}", Path::new(file).strip_prefix(self.krate).ok()?.display()))
+    }
+
+    /// Returns the innermost location in the device crate of a chain of inlined calls.
+    fn own_location(&self, mut node: &'a str) -> Option<&'a str> {
+        loop {
+            let file = self.file_of_scope(reference(node, "scope")?);
+            if file.is_some_and(|file| Path::new(&file).starts_with(self.krate)) {
+                return Some(node);
+            }
+            node = self.nodes.get(reference(node, "inlinedAt")?)?;
+        }
+    }
+
+    /// Returns the absolute path of the file of a function or block.
+    fn file_of_scope(&self, scope: &str) -> Option<String> {
+        self.file(reference(self.nodes.get(scope)?, "file")?)
+    }
+
+    fn file(&self, file: &str) -> Option<String> {
+        let file = self.nodes.get(file)?;
+        let (name, directory) = (text(file, "filename")?, text(file, "directory")?);
+        Some(if name.starts_with('/') { name } else { format!("{directory}/{name}") })
+    }
+}
+
 fn is_location(node: &str) -> bool {
     node.trim_start_matches("distinct ").starts_with("!DILocation(")
 }
 
-/// Returns the innermost location below `krate` of a chain of inlined calls.
-fn own_location<'a>(mut node: &'a str, nodes: &HashMap<&str, &'a str>, krate: &Path) -> Option<&'a str> {
-    loop {
-        if file_of_scope(reference(node, "scope")?, nodes).is_some_and(|file| Path::new(&file).starts_with(krate)) {
-            return Some(node);
-        }
-        node = nodes.get(reference(node, "inlinedAt")?)?;
-    }
-}
-
-/// Returns the absolute path of the file of a function or block.
-fn file_of_scope(scope: &str, nodes: &HashMap<&str, &str>) -> Option<String> {
-    let file = nodes.get(reference(nodes.get(scope)?, "file")?)?;
-    let (name, directory) = (text(file, "filename")?, text(file, "directory")?);
-    Some(if name.starts_with('/') { name } else { format!("{directory}/{name}") })
+/// Returns `!12` for a line with `!dbg !12`.
+pub fn debug_location(line: &str) -> Option<&str> {
+    let (_, location) = line.rsplit_once("!dbg ")?;
+    location.split([',', ' ']).next()
 }
 
 /// Returns `12` for `key: !12`.

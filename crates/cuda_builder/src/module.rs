@@ -86,15 +86,19 @@ pub struct Resources {
     pub barriers: u32,
 }
 
-/// Returns the most bytes of shared memory that a block can opt in to (CUDA programming guide, technical specifications).
+/// Returns the most bytes of shared memory that a block can opt in to: those of an SM without the 1 KiB that the driver reserves (CUDA
+/// programming guide, technical specifications; `cuda/__device/arch_traits.h` of CCCL for 8.8, 10.3 and 11.0).
 pub(crate) fn shared_limit(arch: &str) -> Option<u32> {
     match arch_number(arch)? {
         80 | 87 => Some(163 * 1024),
-        86 | 89 | 120 | 121 => Some(99 * 1024),
+        86 | 88 | 89 | 120 | 121 => Some(99 * 1024),
         90 | 100 | 103 | 110 => Some(227 * 1024),
         _ => None,
     }
 }
+
+/// The most bytes of static shared memory of a kernel, on every architecture.
+pub(crate) const STATIC_SHARED_LIMIT: u64 = 48 * 1024;
 
 /// The architectures that can be built, oldest first: those of LLVM 22 and CUDA 13 since Ampere.
 pub const ARCHITECTURES: [&str; 22] = [
@@ -128,7 +132,19 @@ pub(crate) fn arch_number(arch: &str) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
-    use super::{FEATURES, has_feature};
+    use super::{ARCHITECTURES, FEATURES, has_feature, shared_limit};
+
+    #[test]
+    fn each_architecture_has_a_limit_of_shared_memory() {
+        for arch in ARCHITECTURES {
+            let expected = match &arch[..arch.len().min(6)] {
+                "sm_80" | "sm_87" => 163,
+                "sm_86" | "sm_88" | "sm_89" | "sm_120" | "sm_121" => 99,
+                _ => 227,
+            };
+            assert_eq!(shared_limit(arch), Some(expected << 10), "{arch}");
+        }
+    }
 
     #[test]
     fn features_follow_the_capability() {

@@ -1,5 +1,7 @@
 //! Inspects and corrects the PTX that llc writes.
 
+use std::collections::BTreeMap;
+
 use crate::error::Unresolved;
 
 /// The size of a tensor map, in PTX syntax. Each by-value parameter of this size is one.
@@ -59,10 +61,29 @@ pub fn unresolved(ptx: &str) -> Vec<Unresolved> {
     missing.into_iter().map(unresolved).collect()
 }
 
-/// Returns the names of functions and entry points that declare local memory.
-pub fn local_memory(ptx: &str) -> Vec<String> {
-    let uses = |function: &Function| function.body.iter().any(|line| line.trim_start().starts_with(".local "));
-    functions(ptx).into_iter().filter(uses).map(|function| function.name.to_owned()).collect()
+/// Returns the bytes of local memory that each function and entry point declares.
+pub fn local_memory(ptx: &str) -> BTreeMap<String, u64> {
+    declared(ptx, ".local ")
+}
+
+/// Returns the bytes of static shared memory that each function and entry point declares.
+pub fn static_shared(ptx: &str) -> BTreeMap<String, u64> {
+    declared(ptx, ".shared ")
+}
+
+/// Returns the bytes that functions and entry points declare in a state space, such as `.local .align 4 .b8 name[100];`. Inline assembly
+/// may declare a variable anywhere in a line.
+fn declared(ptx: &str, space: &str) -> BTreeMap<String, u64> {
+    let bytes = |line: &&str| {
+        let (_, declaration) = line.split_once(space)?;
+        let (element, rest) = declaration.split_once('[')?;
+        let (bits, _) = element.rsplit_once(".b")?.1.split_once([' ', '\t'])?;
+        let count: u64 = rest.split_once(']')?.0.parse().ok()?;
+        Some(bits.parse::<u64>().ok()?.div_ceil(8).saturating_mul(count))
+    };
+    let all = functions(ptx).into_iter();
+    let all = all.map(|function| (function.name.to_owned(), function.body.iter().filter_map(&bytes).sum()));
+    all.filter(|(_, bytes)| *bytes > 0).collect()
 }
 
 fn functions(ptx: &str) -> Vec<Function<'_>> {
@@ -151,8 +172,25 @@ mod tests {
     }
 
     #[test]
+    fn static_shared_memory_is_summed_by_function() {
+        let ptx = "\
+.extern .shared .align 1024 .b8 dynamic_shared[];
+.visible .entry a()
+{
+\t.shared .align 4 .b8 \tsums[40];
+\t{ .shared .b32 more[3]; }
+\tld.shared.b32 \t%r1, [dynamic_shared+64];
+}
+.visible .entry b()
+{
+}
+";
+        assert_eq!(static_shared(ptx), [("a".to_owned(), 52)].into());
+    }
+
+    #[test]
     fn functions_with_local_memory_are_returned() {
         let ptx = ".visible .entry a()\n{\n\t.local .align 4 .b8 \t__local_depot0[40];\n}\n.visible .entry b()\n{\n}\n";
-        assert_eq!(local_memory(ptx), ["a"]);
+        assert_eq!(local_memory(ptx), [("a".to_owned(), 40)].into());
     }
 }

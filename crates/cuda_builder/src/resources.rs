@@ -2,10 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use crate::module::Resources;
+use crate::local_memory::{Function, Variable};
+use crate::module::{LaunchBounds, Resources};
 
-/// How to avoid local memory, which holds arrays that are indexed at run time.
-pub const LOCAL_MEMORY_FIX: &str = "index arrays by constants, or unroll the loops that index them (gpu_println! and functions of libm such as math::sin need it)";
+/// The most registers per thread that an instruction can name.
+const MAX_REGISTERS: u32 = 255;
+
+/// 32-bit registers of an SM.
+const REGISTERS_PER_SM: u32 = 65_536;
 
 #[derive(Debug, Default)]
 pub struct Report {
@@ -51,19 +55,48 @@ fn read_line(line: &str, resources: &mut Resources) {
 }
 
 impl Resources {
-    /// Returns a warning if the function spills registers or uses local memory.
-    pub(crate) fn warning(&self) -> Option<String> {
+    /// Returns a warning if the function spills registers or uses local memory. `bounds` are those of a kernel.
+    pub(crate) fn warning(&self, bounds: Option<&LaunchBounds>, function: &Function) -> Option<String> {
         let Self { stack, spill_stores, spill_loads, registers, .. } = *self;
-        if spill_stores + spill_loads > 0 {
-            Some(format!(
-                "spills at {registers} registers: {spill_stores} bytes stored, {spill_loads} bytes loaded per thread; \
-                 allow more registers (fewer threads or blocks_per_sm) or keep fewer live values"
-            ))
-        } else if stack > 0 {
-            Some(format!("uses {stack} bytes of local memory per thread; {LOCAL_MEMORY_FIX}"))
-        } else {
-            None
+        if spill_stores + spill_loads == 0 {
+            return (stack > 0).then(|| local_memory_warning(stack.into(), function));
         }
+        let spills = format!(
+            "spills at {registers} registers: {spill_stores} bytes stored, {spill_loads} bytes loaded per thread"
+        );
+        let largest = function.largest.as_ref().map(|Variable { name, place, bytes }| {
+            format!("its largest variable is `{name}` ({place}) of {bytes} bytes")
+        });
+        let fewer = "keep fewer values live at a time";
+        let fix =
+            bounds.and_then(more_registers).map_or_else(|| fewer.to_owned(), |more| format!("{more}, or {fewer}"));
+        let arrays = function.describe_arrays();
+        let arrays = (!arrays.is_empty()).then(|| format!("it also uses local memory: {arrays}"));
+        let parts: Vec<String> = [Some(spills), largest, Some(fix), arrays].into_iter().flatten().collect();
+        Some(parts.join("; "))
+    }
+}
+
+/// Returns a warning about a function that uses local memory but spills no registers.
+fn local_memory_warning(bytes: u64, function: &Function) -> String {
+    let arrays = function.describe_arrays();
+    let separator = if arrays.is_empty() { "" } else { ": " };
+    format!("uses {bytes} bytes of local memory per thread{separator}{arrays}")
+}
+
+/// Returns how a kernel gets more registers, or `None` if it has the most that a thread can have.
+fn more_registers(bounds: &LaunchBounds) -> Option<&'static str> {
+    let threads: u32 = bounds.threads.map_or(1, |threads| threads.iter().product());
+    let by_threads = |blocks: u32| REGISTERS_PER_SM / threads.saturating_mul(blocks).max(1) < MAX_REGISTERS;
+    match bounds {
+        LaunchBounds { registers: Some(registers), .. } if *registers < MAX_REGISTERS => {
+            Some("raise its limit of registers")
+        }
+        LaunchBounds { blocks_per_sm: Some(blocks), .. } if *blocks > 1 && by_threads(*blocks) => {
+            Some("lower its blocks_per_sm or its threads")
+        }
+        _ if by_threads(1) => Some("lower its threads"),
+        _ => None,
     }
 }
 
@@ -103,9 +136,26 @@ ptxas info    : Function properties for helper
     #[test]
     fn warns_of_spills_and_local_memory() {
         let report = parse(LOG);
-        let warning = |name: &str| report.functions[name].warning();
-        assert!(warning("matmul").is_some_and(|text| text.contains("spills at 168 registers")));
-        assert!(warning("helper").is_some_and(|text| text.contains("40 bytes of local memory")));
+        let warning = |name: &str| report.functions[name].warning(None, &Function::default());
+        let spills =
+            "spills at 168 registers: 8 bytes stored, 12 bytes loaded per thread; keep fewer values live at a time";
+        assert_eq!(warning("matmul").as_deref(), Some(spills));
+        assert_eq!(warning("helper").as_deref(), Some("uses 40 bytes of local memory per thread"));
         assert_eq!(warning("copy"), None);
+    }
+
+    #[test]
+    fn the_advice_about_spills_fits_the_limit_of_registers() {
+        let bounds = |threads: u32, blocks_per_sm, registers| LaunchBounds {
+            threads: Some([threads, 1, 1]),
+            blocks_per_sm,
+            registers,
+        };
+        assert_eq!(more_registers(&bounds(128, None, Some(32))), Some("raise its limit of registers"));
+        assert_eq!(more_registers(&bounds(128, Some(4), None)), Some("lower its blocks_per_sm or its threads"));
+        assert_eq!(more_registers(&bounds(512, None, None)), Some("lower its threads"));
+        for most in [bounds(256, None, None), bounds(128, Some(1), None), bounds(64, None, Some(255))] {
+            assert_eq!(more_registers(&most), None, "{most:?}");
+        }
     }
 }

@@ -1,5 +1,10 @@
 //! Finds device code that the emulator cannot check, in optimized textual LLVM IR.
 
+use std::fmt;
+
+use crate::lines::{Lines, debug_location};
+use crate::local_memory::demangle;
+
 /// Something that the emulator cannot check, and the function or static that has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unchecked {
@@ -7,9 +12,22 @@ pub struct Unchecked {
     pub name: String,
     /// The problem and its fix, as the predicate of a sentence that begins with the name.
     pub what: &'static str,
+    /// The file and line in the device crate, such as `src/lib.rs:12`. `None` if they are unknown.
+    pub place: Option<String>,
+}
+
+impl fmt::Display for Unchecked {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(place) = &self.place {
+            write!(f, "{place}: ")?;
+        }
+        write!(f, "{} {}", self.name, self.what)
+    }
 }
 
 const ATOMIC: &str = "uses an atomic of core: use the atomics of cuda_std's views";
+const FENCE: &str =
+    "uses a fence of core: use cuda_std::fence::device between blocks, or fence::block or a barrier in a block";
 const STATIC: &str = "is a mutable static: pass memory as an argument";
 const CLUSTER: &str = "has an instruction for thread block clusters: launches have no clusters";
 
@@ -17,8 +35,8 @@ const CLUSTER: &str = "has an instruction for thread block clusters: launches ha
 const CLUSTER_CODE: [&str; 6] =
     ["barrier.cluster", "mapa.", "%cluster", "multicast::cluster", "getctarank", "ptx.sreg.cluster"];
 
-/// Returns the code that the emulator cannot check.
-pub fn find(ir: &str) -> Vec<Unchecked> {
+/// Returns the code that the emulator cannot check. `lines` has the debug information of the module, if there is any.
+pub fn find(ir: &str, lines: Option<&Lines>) -> Vec<Unchecked> {
     let mut found: Vec<Unchecked> = Vec::new();
     let mut function = "";
     for line in ir.lines() {
@@ -29,20 +47,24 @@ pub fn find(ir: &str) -> Vec<Unchecked> {
             if !is_mutable_static(line) {
                 continue;
             }
-            found.push(Unchecked { name: until(rest, " =").trim_matches('"').to_owned(), what: STATIC });
+            let place = lines.and_then(|lines| lines.global(line));
+            found.push(Unchecked { name: until(rest, " =").trim_matches('"').to_owned(), what: STATIC, place });
             continue;
         } else if is_atomic(line) {
             ATOMIC
+        } else if is_fence(line) {
+            FENCE
         } else if line.starts_with("  ") && CLUSTER_CODE.iter().any(|code| line.contains(code)) {
             CLUSTER
         } else {
             continue;
         };
-        found.push(Unchecked { name: function.to_owned(), what });
+        let place = lines.and_then(|lines| lines.place(debug_location(line)?));
+        found.push(Unchecked { name: function.to_owned(), what, place });
     }
     found.dedup();
     for unchecked in &mut found {
-        unchecked.name = format!("{:#}", rustc_demangle::demangle(&unchecked.name));
+        unchecked.name = demangle(&unchecked.name);
     }
     found
 }
@@ -69,6 +91,11 @@ fn is_atomic(line: &str) -> bool {
     ["atomicrmw ", "cmpxchg ", "load atomic ", "store atomic "].iter().any(|opcode| instruction.starts_with(opcode))
 }
 
+/// Returns whether a line is a fence between threads. A compiler fence orders accesses of one thread only.
+fn is_fence(line: &str) -> bool {
+    line.trim_start().strip_prefix("fence ").is_some_and(|fence| !fence.starts_with("syncscope(\"singlethread\")"))
+}
+
 /// Returns whether `@NAME = … global …` defines a static that is neither constant nor dynamic shared memory.
 fn is_mutable_static(line: &str) -> bool {
     let Some((_, definition)) = line.split_once(" = ") else { return false };
@@ -89,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn atomics_mutable_statics_and_cluster_instructions_are_found() {
+    fn atomics_fences_mutable_statics_and_cluster_instructions_are_found() {
         let ir = "\
 @dynamic_shared = external addrspace(3) global [0 x i8], align 1024
 @TABLE = internal unnamed_addr constant [4 x i32] zeroinitializer
@@ -100,11 +127,21 @@ define ptx_kernel void @counts(ptr %p) #0 {
 }
 define internal void @\"other::f\"() {
   store atomic i32 0, ptr %p seq_cst, align 4
+  fence syncscope(\"singlethread\") seq_cst
   call void asm sideeffect \"fence.mbarrier_init.release.cluster;\", \"\"()
   call void asm sideeffect \"barrier.cluster.arrive;\", \"\"()
+  fence seq_cst
+  fence acquire
 }
 ";
-        let expected = [("a::COUNT", STATIC), ("counts", ATOMIC), ("other::f", ATOMIC), ("other::f", CLUSTER)];
-        assert_eq!(find(ir), expected.map(|(name, what)| Unchecked { name: name.to_owned(), what }));
+        let expected = [
+            ("a::COUNT", STATIC),
+            ("counts", ATOMIC),
+            ("other::f", ATOMIC),
+            ("other::f", CLUSTER),
+            ("other::f", FENCE),
+        ];
+        let expected = expected.map(|(name, what)| Unchecked { name: name.to_owned(), what, place: None });
+        assert_eq!(find(ir, None), expected);
     }
 }

@@ -19,7 +19,7 @@ fn build(name: &str, archs: &[&str]) -> Result<Built, Error> {
     let out_dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", archs.join("-")));
     let builder = CudaBuilder::new(fixture(name)).out_dir(out_dir).cubins(true);
     // The other fixtures have no views: their kernels access memory through pointers.
-    let checked = ["unchecked", "unsafe_code", "address", "features"].contains(&name);
+    let checked = ["unchecked", "unsafe_code", "address", "features", "shared_memory"].contains(&name);
     let builder = if checked { builder } else { builder.allow_unchecked() };
     let built = archs.iter().fold(builder, |builder, arch| builder.arch(arch)).build();
     if let Ok(Built { missing: Some(missing), .. }) = &built {
@@ -175,9 +175,9 @@ fn the_name_of_a_crate_may_begin_with_lib() {
 }
 
 #[test]
-fn error_of_llvm_names_the_kernel() {
+fn error_of_llvm_names_the_kernels() {
     let error = build("unlowerable", &["sm_80"]).expect_err("it must not build").to_string();
-    assert!(error.starts_with("kernel takes_a_sine: lowering to PTX for sm_80 failed"), "{error}");
+    assert!(error.starts_with("kernels converts_128_bits, takes_a_sine: lowering to PTX for sm_80 failed"), "{error}");
 }
 
 /// Run by the next test in the environments of build scripts.
@@ -204,19 +204,26 @@ fn builders_do_not_build_the_package_that_calls_them() {
 }
 
 #[test]
-fn atomics_of_core_and_mutable_statics_are_refused() {
+fn atomics_and_fences_of_core_and_mutable_statics_are_refused_with_their_lines() {
     let error = build("unchecked", &["sm_80"]).expect_err("it must not build").to_string();
-    for part in ["counts_in_a_static uses an atomic of core", "unchecked::COUNT is a mutable static", "allow_unchecked"]
-    {
+    for part in [
+        "src/lib.rs:12: counts_in_a_static uses an atomic of core: use the atomics of cuda_std's views",
+        "src/lib.rs:8: unchecked::COUNT is a mutable static",
+        "src/lib.rs:23: fences uses a fence of core: use cuda_std::fence::device",
+        "CudaBuilder::allow_unchecked",
+    ] {
         assert!(error.contains(part), "{error:?} lacks {part:?}");
     }
     assert!(!error.contains("is_checked"), "{error}");
 }
 
 #[test]
-fn unsafe_code_in_kernels_is_refused() {
+fn the_error_about_unsafe_code_names_the_ways_out() {
     let error = build("unsafe_code", &["sm_80"]).expect_err("it must not build").to_string();
     assert!(error.contains("usage of an `unsafe` block") && error.contains("src/lib.rs:8"), "{error}");
+    for way_out in ["the methods of the views", "#[allow(unsafe_code)]", "CudaBuilder::allow_unchecked"] {
+        assert!(error.contains(way_out), "{error:?} lacks {way_out:?}");
+    }
 }
 
 #[test]
@@ -237,7 +244,7 @@ fn kernels_cannot_make_views_of_addresses() {
 #[test]
 fn primitives_outside_of_gpu_compile_to_their_instructions() {
     let built = build("features", &["sm_80", "sm_90", "sm_90a"]).unwrap_or_else(|error| panic!("{error}"));
-    let expected: [(&str, &[(&str, usize)]); 9] = [
+    let expected: [(&str, &[(&str, usize)]); 11] = [
         ("dimensions", &[(".maxntid 16, 4, 2", 1), ("%laneid", 1), ("%tid.y", 1), ("%tid.z", 1)]),
         ("shuffles", &[("shfl.sync.bfly", 2), ("shfl.sync.up", 1)]),
         ("masks", &[("activemask.b32", 1), ("bar.warp.sync", 1), ("vote.sync.ballot", 1), ("shfl.sync.idx", 1)]),
@@ -267,6 +274,8 @@ fn primitives_outside_of_gpu_compile_to_their_instructions() {
         ("functions", &[("sqrt.rn.f64", 1)]),
         ("prints", &[("vprintf", 1), ("trap;", 1), ("%clock64", 1), ("%globaltimer", 1)]),
         ("large_parameter", &[("large_parameter_param_1[2008]", 1)]),
+        ("divides_128_bits", &[("call", 0)]),
+        ("orders_its_own_accesses", &[("st.global", 2), ("fence", 0)]),
     ];
     for module in &built.modules {
         let text = ptx(module);
@@ -365,23 +374,76 @@ fn error_of_an_undefined_function_names_it_and_its_caller() {
 }
 
 #[test]
-fn warnings_report_local_memory_and_spills_by_kernel() {
+fn kernels_with_more_shared_memory_than_an_architecture_has_are_refused() {
+    let error = build("shared_memory", &["sm_80"]).expect_err("it must not build").to_string();
+    for part in [
+        "sm_80: kernel needs_200_000_bytes: expected at most 166912 bytes of shared memory per block, found 200000; ",
+        "kernel tiled_large: expected at most 166912 bytes of shared memory per block, found 174080; use smaller",
+    ] {
+        assert!(error.contains(part), "{error:?} lacks {part:?}");
+    }
+    for other in ["fits_everywhere", "tiled_small", "depends_on_an_argument"] {
+        assert!(!error.contains(other), "{error}");
+    }
+    let built = build("shared_memory", &["sm_90"]).unwrap_or_else(|error| panic!("{error}"));
+    let text = ptx(&built.modules[0]);
+    assert!(text.contains(".entry needs_200_000_bytes(") && !text.contains("__cuda_shared_bytes"), "{text}");
+}
+
+#[test]
+fn static_shared_memory_beyond_its_limit_is_refused_without_ptxas() {
+    let out_dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("shared_memory-fixed");
+    let builder = CudaBuilder::new(fixture("shared_memory")).out_dir(out_dir).cubins(false).arch("sm_90");
+    let error = builder.allow_unchecked().features(["fixed"]).build().expect_err("it must not build").to_string();
+    let expected = "kernel declares_50_000_bytes: expected at most 49152 bytes of static shared memory, found 50000; ";
+    assert!(error.contains(expected), "{error}");
+}
+
+#[test]
+fn warnings_report_local_memory_and_spills_with_variables_and_lines() {
     let built = build("local_memory", &["sm_80"]).unwrap_or_else(|error| panic!("{error}"));
     let about = |kernel: &str| built.warnings.iter().filter(|warning| warning.contains(kernel)).collect::<Vec<_>>();
     let [warning] = about("indexes_at_run_time")[..] else { panic!("one warning: {:?}", built.warnings) };
-    assert!(warning.contains("local memory") && warning.contains("sm_80") && warning.contains("; index"), "{warning}");
+    let expected = "sm_80: kernel indexes_at_run_time (src/lib.rs:10) uses 64 bytes of local memory per thread: `counts` \
+                    (src/lib.rs:11) is indexed at run time (src/lib.rs:13); index it by constants, or unroll the loop that indexes it";
+    assert_eq!(warning, expected);
     assert!(about("is_modest").is_empty(), "{:?}", built.warnings);
     let module = &built.modules[0];
     let resources = |name| kernel(module, name).and_then(|kernel| kernel.resources);
     if module.cubin.is_some() {
         let [warning] = about("keeps_too_much")[..] else { panic!("one warning: {:?}", built.warnings) };
-        assert!(warning.contains("spills at 32 registers"), "{warning}");
+        for part in [
+            "keeps_too_much (src/lib.rs:21) spills at 32 registers",
+            "its largest variable is `sums` (src/lib.rs:22) of 256 bytes; raise its limit of registers",
+        ] {
+            assert!(warning.contains(part), "{warning:?} lacks {part:?}");
+        }
+        assert!(!warning.contains("index"), "{warning}");
         let spilling = resources("keeps_too_much").expect("ptxas reports each kernel");
         assert!(spilling.registers <= 32 && spilling.spill_stores > 0 && spilling.spill_loads > 0, "{spilling:?}");
         assert!(resources("indexes_at_run_time").is_some_and(|resources| resources.stack >= 64));
     } else {
         assert_eq!(resources("is_modest"), None);
     }
+}
+
+/// The second build reuses the module with debug information. Without ptxas, the PTX has the local memory.
+#[test]
+fn warnings_about_local_memory_need_no_ptxas_and_fit_their_cause() {
+    let build = |out_dir: &str| {
+        let out_dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(out_dir);
+        let builder = CudaBuilder::new(fixture("features")).out_dir(out_dir).cubins(false).arch("sm_89");
+        builder.build().unwrap_or_else(|error| panic!("{error}")).warnings
+    };
+    let warnings = build("features-ptx");
+    let about = |kernel: &str| warnings.iter().find(|warning| warning.contains(&format!("kernel {kernel} ")));
+    for (kernel, place) in
+        [("prints", "the values that gpu_println! prints (src/lib.rs:69)"), ("functions", "(src/lib.rs:64)")]
+    {
+        let warning = about(kernel).unwrap_or_else(|| panic!("no warning about {kernel}: {warnings:?}"));
+        assert!(warning.contains(place) && !warning.contains("unroll"), "{warning}");
+    }
+    assert_eq!(build("features-ptx-again"), warnings);
 }
 
 #[test]
@@ -403,6 +465,7 @@ fn error_of_device_code_contains_the_compiler_message() {
     for part in ["compiling the device crate", "sm_80", "a_name_that_is_not_there", "src/lib.rs", "command: "] {
         assert!(error.contains(part), "{error:?} lacks {part:?}");
     }
+    assert!(!error.contains("the emulator cannot check"), "{error}");
 }
 
 #[test]

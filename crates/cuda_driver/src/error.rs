@@ -89,7 +89,10 @@ pub enum Error {
     },
 
     /// A launch needs more shared memory than the GPU has.
-    #[error("kernel {kernel}: expected at most {limit} bytes of shared memory per block on this GPU, found {asked}")]
+    #[error(
+        "kernel {kernel}: expected at most {limit} bytes of shared memory per block on this GPU, found {asked}; use smaller or fewer \
+         arrays and tiles in the kernel, or a GPU with more shared memory"
+    )]
     SharedMemory {
         /// The kernel's name.
         kernel: String,

@@ -87,7 +87,7 @@ impl Function {
         if shared_bytes <= self.dynamic_limit.load(Ordering::Relaxed) {
             return Ok(());
         }
-        let limit = self.module.gpu().info().shared_per_block - self.resources.static_shared_bytes;
+        let limit = self.module.gpu().info().shared_per_block.saturating_sub(self.resources.static_shared_bytes);
         if shared_bytes > limit {
             return Err(Error::SharedMemory { kernel: self.name.clone(), asked: shared_bytes, limit });
         }

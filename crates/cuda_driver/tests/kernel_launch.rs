@@ -74,6 +74,7 @@ fn launches_pass_their_shape_and_arguments_and_errors_are_exact() {
     let error = launch(&LaunchConfig { shared_bytes: 300 << 10, ..config }).unwrap_err().to_string();
     assert_eq!(
         error,
-        "kernel kernel: expected at most 204799 bytes of shared memory per block on this GPU, found 307200"
+        "kernel kernel: expected at most 204799 bytes of shared memory per block on this GPU, found 307200; use smaller or fewer \
+         arrays and tiles in the kernel, or a GPU with more shared memory"
     );
 }

@@ -18,6 +18,9 @@ use crate::instances::{
 /// Set by `CudaBuilder::allow_unchecked` when it compiles a device crate. Its flags change then, too, so that cargo expands again.
 const UNCHECKED_VARIABLE: &str = "CUDA_BUILDER_UNCHECKED";
 
+/// Prefix of the names of the functions that tell `cuda_builder` the shared memory of a kernel. The crate has it too.
+const SHARED_BYTES: &str = "__cuda_shared_bytes_";
+
 /// Arguments of `#[kernel(…)]`.
 #[derive(Default)]
 struct KernelAttributes {
@@ -303,7 +306,9 @@ fn device_entry(
     }
     let lints = device_lints(function);
     let unsafe_level = std::env::var_os(UNCHECKED_VARIABLE).is_none().then(|| quote!(#[deny(unsafe_code)]));
+    let shared_bytes = shared_bytes_function(function, options, arch, entry, instance)?;
     Ok(quote! {
+        #shared_bytes
         #arch
         #[cfg(target_arch = "nvptx64")]
         ::core::arch::global_asm!(#bounds);
@@ -319,6 +324,46 @@ fn device_entry(
             #unsafe_level
             let () = { #body };
         }
+    })
+}
+
+/// Returns a device function that returns the bytes of shared memory of an instance. `cuda_builder` compares them with the limit of the
+/// architecture and removes the function. Returns `None` if the layout depends on the kernel's arguments.
+fn shared_bytes_function(
+    function: &ItemFn,
+    options: &KernelAttributes,
+    arch: Option<&TokenStream>,
+    entry: &Ident,
+    instance: Option<&Instance>,
+) -> syn::Result<Option<TokenStream>> {
+    let Some(shared) = options.shared.as_ref().map(ToTokens::to_token_stream) else { return Ok(None) };
+    if argument_names(function)?.iter().any(|argument| contains(&shared, argument)) {
+        return Ok(None);
+    }
+    let shared = match instance {
+        Some(instance) => substitute(shared, &instance.bindings(&function.sig.generics)?),
+        None => shared,
+    };
+    let name = format_ident!("{SHARED_BYTES}{}", entry.unraw());
+    Ok(Some(quote! {
+        #arch
+        #[cfg(target_arch = "nvptx64")]
+        #[unsafe(no_mangle)]
+        #[allow(unsafe_code, reason = "the builder finds the function by its name")]
+        pub extern "C" fn #name() -> usize {
+            let mut layout = ::cuda_std::shared::Layout::new();
+            let _ = (#shared)(&mut layout);
+            layout.bytes()
+        }
+    }))
+}
+
+/// Returns whether an identifier occurs in `tokens`.
+fn contains(tokens: &TokenStream, name: &Ident) -> bool {
+    tokens.clone().into_iter().any(|token| match token {
+        TokenTree::Ident(ident) => ident == *name,
+        TokenTree::Group(group) => contains(&group.stream(), name),
+        _ => false,
     })
 }
 
@@ -692,6 +737,26 @@ mod tests {
             text.contains(":: of :: < (f32 ,) > () , (< Large > :: SIZE ,) , (bytes :: < f32 , Large > ,))"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn the_builder_learns_the_shared_memory_of_each_instance() {
+        let kernel = |shared: TokenStream| {
+            expanded(
+                &quote!(threads = 32, shared = #shared, instances(a = <f32, 64>, b = <bf16, 128>)),
+                quote!(
+                    fn f<T: Element, const N: usize>(y: GlobalMut<T>, rows: u32) {}
+                ),
+            )
+        };
+        let text = kernel(quote!(layout_of::<T, N>));
+        for (entry, layout) in [("f_a", "layout_of :: < f32 , 64 >"), ("f_b", "layout_of :: < bf16 , 128 >")] {
+            assert!(text.contains(&format!("fn __cuda_shared_bytes_{entry} ()")), "{text}");
+            assert!(text.contains(&format!("({layout}) (& mut layout)")), "{text}");
+        }
+        // Known only at the launch.
+        let text = kernel(quote!(|layout: &mut Layout| layout.array::<T>(rows as usize)));
+        assert!(!text.contains("__cuda_shared_bytes"), "{text}");
     }
 
     #[test]

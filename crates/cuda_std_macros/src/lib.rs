@@ -42,7 +42,8 @@ use proc_macro::TokenStream;
 ///   that instance. Keys and values are constant expressions of generic parameters, such as `N: u32`, `T::SHAPE: TileShape` or
 ///   `shared_bytes::<N>: fn() -> usize`. Type parameters in no key remain parameters of these functions.
 /// * `shared = FUNCTION`: the function that defines the layout of the block's shared memory, such as `fn shared(layout: &mut Layout) ->
-///   SharedArray<f32>`. The kernel calls it for the views, and the launch for the size.
+///   SharedArray<f32>`. The kernel calls it for the views, and the launch for the size. If the size does not depend on the kernel's
+///   arguments, the device build compares it with the limit of each architecture.
 /// * `checked`: a launch that needs no `unsafe`. Parameters are scalars, `GlobalSlice`s and `GlobalSliceMut`s, which are named by these
 ///   names. The function returns a `cuda_std::launch::CheckedLaunch`. The device crate needs the feature `checked` of `cuda_std`.
 /// * `requires = "wgmma"`: compiles the entry point only for targets with these instructions: `tma` (`sm_90` and later),

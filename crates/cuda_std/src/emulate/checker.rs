@@ -296,7 +296,7 @@ impl Checker {
             }
         } else if address < NULL_PAGES {
             format!("address {address:#x}, through a null view; pass a buffer, or test is_null first")
-        } else if address.abs_diff(self.local.shared_start) < 1 << 20 {
+        } else if self.is_shared(address) {
             let offset = relative(self.local.shared_start, address);
             match self.local.shared_bytes {
                 0 => format!(
@@ -309,6 +309,15 @@ impl Checker {
         };
         let message = format!("out-of-bounds access: {} at {place} ({})", describe(request), Line(request.at));
         Finding { fault: Fault::OutOfBounds, other: None, message }
+    }
+
+    /// Returns whether an address is in shared memory as it is allocated, in whole kilobytes, or in an array that a kernel has reserved
+    /// beyond its end. Memory of the host may be next to it.
+    fn is_shared(&self, address: usize) -> bool {
+        let Local { shared_start, shared_bytes, regions, .. } = &*self.local;
+        let offset = address.wrapping_sub(*shared_start);
+        let allocated = shared_bytes.next_multiple_of(1024).max(1024);
+        offset < allocated || regions.iter().any(|region| region.contains(offset))
     }
 
     /// Returns the buffer that starts at `start`.

@@ -64,3 +64,32 @@ fn an_access_through_a_null_view_is_named() {
     let text = report.to_string();
     assert!(text.contains("write of 4 bytes at address 0xc, through a null view"), "{text}");
 }
+
+#[kernel(threads = 1, shared = scratch)]
+fn reads_the_host(out: GlobalMut<f32>, host: GlobalMut<f32>) {
+    let shared = scratch(&mut Layout::new());
+    shared.set(0, 1.0);
+    out.set(0, shared.at(0) + host.at(3));
+}
+
+/// The size and alignment of the allocation of 1 KiB of shared memory.
+#[derive(Clone)]
+#[repr(align(1024))]
+struct Kilobyte([f32; 256]);
+
+/// So many allocations like that of shared memory fill the gaps of the heap, so that some are next to it.
+#[test]
+fn memory_of_the_host_is_not_called_shared_memory() {
+    let mut host = vec![Box::new(Kilobyte([1.0; 256])); 1024];
+    for host in host.iter_mut().rev().step_by(64) {
+        let (mut memory, host) = (Memory::new(), GlobalMut::new(host.0.as_mut_ptr()));
+        let launch = reads_the_host(memory.output("out", 1), host);
+        let report = launch.emulate_checked(&mut memory, [1, 1, 1], 128).unwrap_err();
+        let text = report.to_string();
+        assert_eq!(report.fault, Fault::OutOfBounds, "{text}");
+        assert!(
+            text.contains("read of 4 bytes at address 0x") && text.contains("in no buffer of this launch"),
+            "{text}"
+        );
+    }
+}
