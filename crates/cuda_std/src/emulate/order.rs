@@ -21,32 +21,60 @@ use super::shadow::Access;
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
 
-/// Accesses of one block: those of each warp before a tick, and further ones of single threads.
+/// Accesses of one block: those of each warp before a tick, and further ones of single lanes.
 #[derive(Clone, Default)]
 pub struct Clock {
     warps: [u32; LANES],
-    /// Threads with the tick before which their accesses count. Only those that `warps` does not cover.
-    threads: Vec<(usize, u32)>,
+    /// Mask of the warps with further accesses of single lanes.
+    split: u32,
+    /// For each of these warps, the tick of each lane.
+    lanes: Vec<[u32; LANES]>,
 }
 
 impl Clock {
     /// Returns the accesses of `warp` that this clock contains.
     pub fn of_warp(&self, warp: usize) -> Self {
-        let mut warps = [0; LANES];
-        warps[warp] = self.warps[warp];
-        Self { warps, threads: Vec::new() }
+        let mut clock = Self::default();
+        clock.warps[warp] = self.warps[warp];
+        clock
     }
 
     #[inline(always)]
     fn contains(&self, access: Access) -> bool {
-        self.warps[access.warp()] > access.clock || !self.threads.is_empty() && self.contains_of_threads(access)
+        self.warps[access.warp()] > access.clock
+            || self.split >> access.warp() & 1 != 0 && self.contains_of_lanes(access)
     }
 
-    #[cold]
-    fn contains_of_threads(&self, access: Access) -> bool {
-        let is_of =
-            |thread: usize| thread == access.thread() || access.is(Access::WARP) && thread / LANES == access.warp();
-        self.threads.iter().any(|&(thread, tick)| tick > access.clock && is_of(thread))
+    #[inline]
+    fn contains_of_lanes(&self, access: Access) -> bool {
+        let lanes = &self.lanes[self.index(access.warp())];
+        // A warp-wide access completes for all lanes at once.
+        lanes[access.thread() % LANES] > access.clock
+            || access.is(Access::WARP) && lanes.iter().any(|tick| *tick > access.clock)
+    }
+
+    /// Returns the index in `lanes` of a warp.
+    fn index(&self, warp: usize) -> usize {
+        (self.split & ((1 << warp) - 1)).count_ones() as usize
+    }
+
+    /// Adds accesses of the lanes of a warp.
+    fn add_lanes(&mut self, warp: usize, ticks: &[u32; LANES]) {
+        let index = self.index(warp);
+        if self.split >> warp & 1 == 0 {
+            if ticks.iter().all(|tick| *tick <= self.warps[warp]) {
+                return;
+            }
+            self.split |= 1 << warp;
+            self.lanes.insert(index, [0; LANES]);
+        }
+        let lanes = &mut self.lanes[index];
+        for (lane, tick) in lanes.iter_mut().zip(ticks) {
+            *lane = (*lane).max(*tick);
+        }
+        // All lanes of a warp are the warp.
+        let first = lanes.iter().copied().fold(u32::MAX, u32::min);
+        self.warps[warp] = self.warps[warp].max(first);
     }
 
     /// Joins `other` into this clock.
@@ -54,25 +82,25 @@ impl Clock {
         for (tick, other) in self.warps.iter_mut().zip(&other.warps) {
             *tick = (*tick).max(*other);
         }
-        if self.threads.is_empty() && other.threads.is_empty() {
-            return;
+        if self.split | other.split != 0 {
+            self.join_lanes(other);
         }
-        for &(thread, tick) in &other.threads {
-            match self.threads.iter_mut().find(|(known, _)| *known == thread) {
-                Some((_, known)) => *known = tick.max(*known),
-                None => self.threads.push((thread, tick)),
-            }
+    }
+
+    fn join_lanes(&mut self, other: &Self) {
+        for (index, warp) in (0..LANES).filter(|warp| other.split >> warp & 1 != 0).enumerate() {
+            self.add_lanes(warp, &other.lanes[index]);
         }
-        // All lanes of a warp are the warp.
         for warp in 0..LANES {
-            let lanes = self.threads.iter().filter(|(thread, _)| thread / LANES == warp);
-            if self.threads.len() >= LANES && lanes.clone().count() == LANES {
-                let tick = lanes.map(|(_, tick)| *tick).min().unwrap_or(0);
-                self.warps[warp] = self.warps[warp].max(tick);
+            if self.split >> warp & 1 == 0 {
+                continue;
+            }
+            let index = self.index(warp);
+            if self.lanes[index].iter().all(|tick| *tick <= self.warps[warp]) {
+                self.lanes.remove(index);
+                self.split &= !(1 << warp);
             }
         }
-        let Self { warps, threads } = self;
-        threads.retain(|&(thread, tick)| tick > warps[thread / LANES]);
     }
 }
 
@@ -262,11 +290,9 @@ impl Order {
         let warp = thread / LANES;
         self.ticks[warp] += 1;
         let mut clock = self.clocks[warp].clone();
-        let tick = self.ticks[warp];
-        match clock.threads.iter_mut().find(|(known, _)| *known == thread) {
-            Some((_, known)) => *known = tick,
-            None => clock.threads.push((thread, tick)),
-        }
+        let mut ticks = [0; LANES];
+        ticks[thread % LANES] = self.ticks[warp];
+        clock.add_lanes(warp, &ticks);
         clock
     }
 

@@ -21,7 +21,7 @@ pub struct Schedule {
 
 impl Schedule {
     /// The seeds of the schedules of [`emulate_checked`](crate::launch::Launch::emulate_checked).
-    pub const DEFAULT_SEEDS: std::ops::Range<u64> = 0..8;
+    pub const DEFAULT_SEEDS: std::ops::Range<u64> = 0..6;
 
     /// Creates the schedule of this seed.
     pub const fn new(seed: u64) -> Self {
