@@ -244,7 +244,7 @@ fn kernels_cannot_make_views_of_addresses() {
 #[test]
 fn primitives_outside_of_gpu_compile_to_their_instructions() {
     let built = build("features", &["sm_80", "sm_90", "sm_90a"]).unwrap_or_else(|error| panic!("{error}"));
-    let expected: [(&str, &[(&str, usize)]); 11] = [
+    let expected: &[(&str, &[(&str, usize)])] = &[
         ("dimensions", &[(".maxntid 16, 4, 2", 1), ("%laneid", 1), ("%tid.y", 1), ("%tid.z", 1)]),
         ("shuffles", &[("shfl.sync.bfly", 2), ("shfl.sync.up", 1)]),
         ("masks", &[("activemask.b32", 1), ("bar.warp.sync", 1), ("vote.sync.ballot", 1), ("shfl.sync.idx", 1)]),
@@ -270,6 +270,33 @@ fn primitives_outside_of_gpu_compile_to_their_instructions() {
                 ("atom.max.relaxed.gpu.global.u32", 1),
             ],
         ),
+        (
+            "merged_reads",
+            &[("ld.global.v4", 1), ("ld.global.b32", 1), ("ld.shared.v4", 1), ("volatile", 0), ("st.shared.v4", 1)],
+        ),
+        (
+            "ordered",
+            &[
+                ("ld.relaxed.gpu.global.u32", 1),
+                ("ld.acquire.gpu.global.u32", 2),
+                ("st.relaxed.gpu.global.u32", 1),
+                ("st.release.gpu.global.u32", 1),
+                ("ld.relaxed.gpu.global.u64", 1),
+                ("ld.acquire.gpu.global.u64", 1),
+                ("st.relaxed.gpu.global.u64", 1),
+                ("st.release.gpu.global.u64", 1),
+                ("atom.and.relaxed.gpu.global.b32", 1),
+                ("atom.or.relaxed.gpu.global.b32", 1),
+                ("atom.xor.relaxed.gpu.global.b64", 1),
+                ("fence.acq_rel.cta;", 1),
+                ("fence.acq_rel.gpu;", 1),
+                ("fence.acq_rel.sys;", 1),
+                ("fence.sc.cta;", 1),
+                ("fence.sc.gpu;", 1),
+                ("fence.sc.sys;", 1),
+                ("red.release.gpu.global.add.u32", 1),
+            ],
+        ),
         ("halves", &[("cvt.rn.f16x2.f32", 4), ("cvt.f32.f16", 8)]),
         ("functions", &[("sqrt.rn.f64", 1)]),
         ("prints", &[("vprintf", 1), ("trap;", 1), ("%clock64", 1), ("%globaltimer", 1)]),
@@ -281,7 +308,7 @@ fn primitives_outside_of_gpu_compile_to_their_instructions() {
         let text = ptx(module);
         for (kernel, instructions) in expected {
             let body = entry(&text, kernel);
-            for (instruction, count) in instructions {
+            for (instruction, count) in *instructions {
                 let found = body.lines().filter(|line| line.contains(instruction)).count();
                 assert_eq!(found, *count, "{instruction} in {kernel} of {}:\n{body}", module.arch);
             }

@@ -141,13 +141,14 @@ impl<T: Element> GlobalSlice<'_, T> {
 }
 
 impl<T: Copy> GlobalSliceMut<'_, T> {
-    /// Reads element `i` (`ld.volatile.global`).
+    /// Reads element `i`. The load is an ordinary one, which the compiler may merge with others or move out of a loop: to wait for a
+    /// value that another thread writes, use `load_relaxed` or `load_acquire`.
     #[inline(always)]
     #[track_caller]
     pub fn at(self, i: usize) -> T {
         self.check(i, 1);
         // SAFETY: the element exists.
-        unsafe { backend::load_volatile(self.view.0.wrapping_add(i)) }
+        unsafe { backend::load_frozen(self.view.0.wrapping_add(i)) }
     }
 
     /// Writes element `i`.
@@ -160,6 +161,15 @@ impl<T: Copy> GlobalSliceMut<'_, T> {
 }
 
 impl<T: Element> GlobalSliceMut<'_, T> {
+    /// Reads the packet that starts at element `i`, a multiple of `T::PACKET` (`ld.global.v4.b32`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn packet(self, i: usize) -> Packet<T> {
+        self.check(i, T::PACKET);
+        // SAFETY: the elements exist, and `i` is a multiple of `T::PACKET`.
+        Packet::from_words(unsafe { backend::load128_frozen(self.view.0.wrapping_add(i).cast()) })
+    }
+
     /// Writes the packet that starts at element `i`, a multiple of `T::PACKET` (`st.global.v4.b32`).
     #[inline(always)]
     #[track_caller]

@@ -137,7 +137,8 @@ pub unsafe fn load<T: Copy>(pointer: *const T) -> T {
 }
 
 pub use load as load_shared;
-pub use load as load_volatile;
+pub use load as load_frozen;
+pub use load128 as load128_frozen;
 pub use load128 as load128_shared;
 
 /// # Safety

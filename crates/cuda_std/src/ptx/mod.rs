@@ -359,11 +359,42 @@ pub unsafe fn store<T: Copy>(pointer: *mut T, value: T) {
     unsafe { *pointer = value }
 }
 
-/// Reads a value that another thread may write at the same time.
+/// Reads a value that another thread may write at the same time, with an ordinary load, which the compiler may merge with others.
+///
+/// In a data race, LLVM leaves the value of such a load open, and could choose it again at each use: a check of bounds could see another
+/// value than the access after it. The empty assembly makes it one value.
 #[inline(always)]
-pub unsafe fn load_volatile<T: Copy>(pointer: *const T) -> T {
+pub unsafe fn load_frozen<T: Copy>(pointer: *const T) -> T {
+    macro_rules! load {
+        ($type:ty, $register:ident) => {{
+            // SAFETY: guaranteed by the caller. Both types have the same size, and `T` has at least the alignment of `$type`.
+            unsafe {
+                let mut value = *pointer.cast::<$type>();
+                asm!("// {0}", inout($register) value, options(pure, nomem, nostack, preserves_flags));
+                core::mem::transmute_copy(&value)
+            }
+        }};
+    }
+    match (size_of::<T>(), align_of::<T>()) {
+        (2, 2) => load!(u16, reg16),
+        (4, 4) => load!(u32, reg32),
+        (8, 8) => load!(u64, reg64),
+        // SAFETY: guaranteed by the caller.
+        _ => unsafe { pointer.read_volatile() },
+    }
+}
+
+/// Reads four words like [`load_frozen`].
+#[inline(always)]
+pub unsafe fn load128_frozen(pointer: *const u32) -> [u32; 4] {
     // SAFETY: guaranteed by the caller.
-    unsafe { pointer.read_volatile() }
+    let [mut a, mut b, mut c, mut d] = unsafe { load128(pointer) };
+    // SAFETY: the assembly contains no instruction.
+    unsafe {
+        asm!("// {0} {1} {2} {3}", inout(reg32) a, inout(reg32) b, inout(reg32) c, inout(reg32) d,
+            options(pure, nomem, nostack, preserves_flags));
+    }
+    [a, b, c, d]
 }
 
 #[cfg(feature = "checked")]

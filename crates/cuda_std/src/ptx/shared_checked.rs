@@ -1,6 +1,6 @@
 //! Views of shared memory that check their bounds, for checked kernels. An access beyond them stops the kernel.
 
-use super::{load_volatile, trap};
+use super::{load_frozen, load128_frozen, trap};
 use core::arch::asm;
 
 /// An element of an array or tile in shared memory, and the array.
@@ -74,11 +74,11 @@ impl<T> SharedView<T> {
 #[inline(always)]
 pub unsafe fn load_shared<T: Copy>(pointer: *const T) -> T {
     // SAFETY: guaranteed by the caller.
-    unsafe { load_volatile(pointer) }
+    unsafe { load_frozen(pointer) }
 }
 
 #[inline(always)]
 pub unsafe fn load128_shared(pointer: *const u32) -> [u32; 4] {
-    // SAFETY: guaranteed by the caller. All parts are inside of one array.
-    core::array::from_fn(|i| unsafe { load_volatile(pointer.wrapping_add(i)) })
+    // SAFETY: guaranteed by the caller.
+    unsafe { load128_frozen(pointer) }
 }
