@@ -237,10 +237,26 @@ fn kernels_cannot_make_views_of_addresses() {
 #[test]
 fn primitives_outside_of_gpu_compile_to_their_instructions() {
     let built = build("features", &["sm_80", "sm_90", "sm_90a"]).unwrap_or_else(|error| panic!("{error}"));
-    let expected: [(&str, &[(&str, usize)]); 9] = [
+    let expected: &[(&str, &[(&str, usize)])] = &[
         ("dimensions", &[(".maxntid 16, 4, 2", 1), ("%laneid", 1), ("%tid.y", 1), ("%tid.z", 1)]),
         ("shuffles", &[("shfl.sync.bfly", 2), ("shfl.sync.up", 1)]),
         ("masks", &[("activemask.b32", 1), ("bar.warp.sync", 1), ("vote.sync.ballot", 1), ("shfl.sync.idx", 1)]),
+        (
+            "reductions",
+            &[
+                ("match.any.sync.b32", 1),
+                ("match.all.sync.b32", 1),
+                ("redux.sync.add.u32", 1),
+                ("redux.sync.min.u32", 1),
+                ("redux.sync.max.u32", 1),
+                ("redux.sync.add.s32", 1),
+                ("redux.sync.min.s32", 1),
+                ("redux.sync.max.s32", 1),
+                ("redux.sync.and.b32", 1),
+                ("redux.sync.or.b32", 1),
+                ("redux.sync.xor.b32", 1),
+            ],
+        ),
         (
             "atomics",
             &[
@@ -272,7 +288,7 @@ fn primitives_outside_of_gpu_compile_to_their_instructions() {
         let text = ptx(module);
         for (kernel, instructions) in expected {
             let body = entry(&text, kernel);
-            for (instruction, count) in instructions {
+            for (instruction, count) in *instructions {
                 let found = body.lines().filter(|line| line.contains(instruction)).count();
                 assert_eq!(found, *count, "{instruction} in {kernel} of {}:\n{body}", module.arch);
             }

@@ -136,6 +136,59 @@ pub fn shuffle_up(value: u32, delta: u32) -> u32 {
     shuffle(value, |lane| lane.checked_sub(delta).unwrap_or(lane))
 }
 
+/// Exchanges one word per lane and returns `result` of this lane's word and the words of the lanes that exist.
+#[inline]
+fn combine<R>(operation: Operation, value: u32, at: Site, result: impl FnOnce(u32, &[(usize, u32)]) -> R) -> R {
+    check_accumulator_read(value, at);
+    let lanes = with(|block| block.warps[block.current / LANES].lanes);
+    exchange(Wait { operation, at }, value, |slots, _| {
+        let mut words = [(0, 0); LANES];
+        let mut count = 0;
+        for lane in (0..LANES).filter(|lane| lanes >> lane & 1 != 0) {
+            words[count] = (lane, slots[lane].0[0]);
+            count += 1;
+        }
+        result(value, &words[..count])
+    })
+}
+
+#[track_caller]
+pub fn match_any(value: u32) -> u32 {
+    combine(Operation::Match, value, Location::caller(), |value, words| {
+        words.iter().filter(|(_, word)| *word == value).fold(0, |mask, (lane, _)| mask | 1 << lane)
+    })
+}
+
+#[track_caller]
+pub fn match_all(value: u32) -> bool {
+    combine(Operation::Match, value, Location::caller(), |value, words| words.iter().all(|(_, word)| *word == value))
+}
+
+/// Defines reductions of integers over the warp.
+macro_rules! reductions {
+    ($($name:ident($type:ty) = $op:expr;)*) => {$(
+        #[track_caller]
+        pub fn $name(value: $type) -> $type {
+            let op: fn($type, $type) -> $type = $op;
+            combine(Operation::WarpReduction, value as u32, Location::caller(), |_, words| {
+                words.iter().map(|(_, word)| *word as $type).reduce(op).unwrap_or(value)
+            })
+        }
+    )*};
+}
+
+reductions! {
+    reduce_add_u32(u32) = u32::wrapping_add;
+    reduce_min_u32(u32) = u32::min;
+    reduce_max_u32(u32) = u32::max;
+    reduce_add_i32(i32) = i32::wrapping_add;
+    reduce_min_i32(i32) = i32::min;
+    reduce_max_i32(i32) = i32::max;
+    reduce_and(u32) = |a, b| a & b;
+    reduce_or(u32) = |a, b| a | b;
+    reduce_xor(u32) = |a, b| a ^ b;
+}
+
 /// Executes an operation of the lanes of `mask`. Each lane gives a word and the lane `from` which it reads, and gets `result` of the
 /// words of all lanes and its `from`.
 #[inline]

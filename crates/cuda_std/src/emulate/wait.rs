@@ -36,6 +36,8 @@ pub enum Operation {
         address: usize,
         value: u32,
     },
+    Match,
+    WarpReduction,
 }
 
 impl fmt::Display for Operation {
@@ -57,6 +59,8 @@ impl fmt::Display for Operation {
             }
             Self::WgmmaWait => f.write_str("wgmma::wait"),
             Self::Counter { value, .. } => write!(f, "acquire_wait for the value {value}"),
+            Self::Match => f.write_str("a warp match"),
+            Self::WarpReduction => f.write_str("a warp reduction"),
         }
     }
 }

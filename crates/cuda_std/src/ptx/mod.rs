@@ -330,6 +330,54 @@ pub fn ballot(predicate: bool) -> u32 {
     bits
 }
 
+#[inline(always)]
+pub fn match_any(value: u32) -> u32 {
+    let lanes;
+    // SAFETY: the instruction only exchanges registers within the warp.
+    unsafe {
+        asm!("match.any.sync.b32 {}, {}, -1;", out(reg32) lanes, in(reg32) value, options(nomem, nostack, preserves_flags));
+    }
+    lanes
+}
+
+#[inline(always)]
+pub fn match_all(value: u32) -> bool {
+    let lanes: u32;
+    // SAFETY: the instruction only exchanges registers within the warp.
+    unsafe {
+        asm!("match.all.sync.b32 {}, {}, -1;", out(reg32) lanes, in(reg32) value, options(nomem, nostack, preserves_flags));
+    }
+    lanes != 0
+}
+
+/// Defines reductions of integers over the warp.
+macro_rules! warp_reductions {
+    ($($name:ident($type:ty) = $instruction:literal)*) => {$(
+        #[inline(always)]
+        pub fn $name(value: $type) -> $type {
+            let reduced;
+            // SAFETY: the instruction only exchanges registers within the warp.
+            unsafe {
+                asm!(concat!("redux.sync.", $instruction, " {}, {}, -1;"), out(reg32) reduced, in(reg32) value,
+                    options(nomem, nostack, preserves_flags));
+            }
+            reduced
+        }
+    )*};
+}
+
+warp_reductions! {
+    reduce_add_u32(u32) = "add.u32"
+    reduce_min_u32(u32) = "min.u32"
+    reduce_max_u32(u32) = "max.u32"
+    reduce_add_i32(i32) = "add.s32"
+    reduce_min_i32(i32) = "min.s32"
+    reduce_max_i32(i32) = "max.s32"
+    reduce_and(u32) = "and.b32"
+    reduce_or(u32) = "or.b32"
+    reduce_xor(u32) = "xor.b32"
+}
+
 /// Returns the generic address of dynamic shared memory.
 #[inline(always)]
 pub fn shared_base() -> *mut u8 {

@@ -1,6 +1,6 @@
 //! Every primitive in the CPU back end, exercised by small kernels.
 
-use cuda_std::emulate::Memory;
+use cuda_std::emulate::{Fault, Memory};
 use cuda_std::shared::Layout;
 use cuda_std::{
     CachePolicy, Element, Global, GlobalMut, Packet, SharedArray, SharedTile, async_copy, bf16, block, fence, kernel,
@@ -471,4 +471,105 @@ fn struct_arguments_are_passed_by_value() {
     // SAFETY: the kernel writes element 0 of `out`.
     unsafe { launch.emulate([1, 1, 1], 0) }.unwrap();
     assert_eq!(out[0].to_bits(), 7.5f32.to_bits());
+}
+
+/// Each lane has the value `(t * 7 + 3) % 5`, or its negative, or a value that all lanes share.
+#[kernel(threads = 64)]
+fn matches_and_reductions(out: GlobalMut<u32>, signed: GlobalMut<i32>) {
+    let t = thread::thread_idx_x();
+    let (i, value) = (t as usize, (t * 7 + 3) % 5 + 4 * u32::from(t == 40));
+    let matches =
+        [warp::match_any(value), u32::from(warp::match_all(value)) + 2 * u32::from(warp::match_all(t / 32 + 9))];
+    let numbers = [warp::reduce_add(value), warp::reduce_min(value), warp::reduce_max(value)];
+    let bits = [warp::reduce_and(value | 1 << 8), warp::reduce_or(1 << (t % 20)), warp::reduce_xor(value << t / 32)];
+    for (k, result) in matches.into_iter().chain(numbers).chain(bits).enumerate() {
+        out.set(8 * i + k, result);
+    }
+    let value = (t as i32 - 40) * 3;
+    for (k, result) in
+        [warp::reduce_add(value), warp::reduce_min(value), warp::reduce_max(value)].into_iter().enumerate()
+    {
+        signed.set(3 * i + k, result);
+    }
+}
+
+#[test]
+fn matches_and_reductions_of_a_warp_equal_their_definitions() {
+    let mut memory = Memory::new();
+    let (out, signed) = (memory.output("out", 8 * 64), memory.output("signed", 3 * 64));
+    matches_and_reductions(out, signed).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap();
+    let value = |t: u32| (t * 7 + 3) % 5 + 4 * u32::from(t == 40);
+    for (t, got) in memory.read(out).chunks(8).enumerate() {
+        let t = t as u32;
+        let lanes = || t / 32 * 32..t / 32 * 32 + 32;
+        let values = || lanes().map(value);
+        let want = [
+            lanes().filter(|&l| value(l) == value(t)).fold(0, |mask, l| mask | 1 << (l % 32)),
+            2,
+            values().sum(),
+            values().min().unwrap(),
+            values().max().unwrap(),
+            values().fold(u32::MAX, |all, v| all & (v | 1 << 8)),
+            lanes().fold(0, |any, l| any | 1 << (l % 20)),
+            values().fold(0, |odd, v| odd ^ v << (t / 32)),
+        ];
+        assert_eq!(got, want, "thread {t}");
+    }
+    for (t, got) in memory.read(signed).chunks(3).enumerate() {
+        let first = (t as i32 / 32 * 32 - 40) * 3;
+        assert_eq!(got, [32 * first + 3 * 16 * 31, first, first + 93], "thread {t}");
+    }
+}
+
+/// The second warp of this block has 8 lanes.
+#[kernel(threads = 40)]
+fn reductions_of_few_lanes(out: GlobalMut<u32>) {
+    let t = thread::thread_idx_x();
+    out.set(3 * t as usize, warp::reduce_min(t + 1));
+    out.set(3 * t as usize + 1, warp::match_any(0));
+    out.set(3 * t as usize + 2, warp::reduce_and(3));
+}
+
+#[test]
+fn lanes_that_do_not_exist_take_no_part_in_a_reduction() {
+    let mut memory = Memory::new();
+    let out = memory.output("out", 3 * 40);
+    reductions_of_few_lanes(out).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap();
+    for (t, got) in memory.read(out).chunks(3).enumerate() {
+        assert_eq!(got, if t < 32 { [1, u32::MAX, 3] } else { [33, 0xff, 3] }, "thread {t}");
+    }
+}
+
+/// A reduction exchanges registers. It does not order memory accesses.
+#[kernel(threads = 32)]
+fn reduction_instead_of_a_barrier(out: GlobalMut<u32>) {
+    let t = thread::thread_idx_x() as usize;
+    out.set(t, 1);
+    let sum = warp::reduce_add(1u32);
+    out.set(t, out.at((t + 1) % 32) + sum);
+}
+
+#[test]
+fn a_reduction_of_a_warp_orders_no_memory_accesses() {
+    let mut memory = Memory::new();
+    let out = memory.output("out", 32);
+    let report = reduction_instead_of_a_barrier(out).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap_err();
+    assert_eq!(report.fault, Fault::DataRace, "{report}");
+}
+
+#[kernel(threads = 32)]
+fn reduction_in_a_branch(out: GlobalMut<u32>) {
+    let t = thread::thread_idx_x();
+    let result = if t < 16 { warp::reduce_add(t) } else { warp::match_any(t) };
+    out.set(t as usize, result);
+}
+
+#[test]
+fn a_reduction_and_a_match_in_two_branches_of_a_warp_are_a_divergence() {
+    let mut memory = Memory::new();
+    let out = memory.output("out", 32);
+    let report = reduction_in_a_branch(out).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap_err();
+    assert_eq!(report.fault, Fault::Divergence, "{report}");
+    let text = report.to_string();
+    assert!(text.contains("a warp match") && text.contains("a warp reduction"), "{text}");
 }
