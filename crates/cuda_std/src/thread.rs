@@ -94,6 +94,32 @@ pub fn sync_threads() {
     backend::sync_threads();
 }
 
+/// Waits like [`sync_threads`], and returns whether `predicate` is true in any thread of the block (`bar.red.or.pred 0`).
+///
+/// Threads that have returned from the kernel do not count. If one warp waits in this function, all others must wait in it too,
+/// at any line.
+#[inline(always)]
+#[track_caller]
+pub fn sync_threads_or(predicate: bool) -> bool {
+    backend::sync_threads_or(predicate)
+}
+
+/// Waits like [`sync_threads`], and returns whether `predicate` is true in every thread of the block (`bar.red.and.pred 0`). See
+/// [`sync_threads_or`].
+#[inline(always)]
+#[track_caller]
+pub fn sync_threads_and(predicate: bool) -> bool {
+    backend::sync_threads_and(predicate)
+}
+
+/// Waits like [`sync_threads`], and returns the number of threads of the block with a true `predicate` (`bar.red.popc.u32 0`). See
+/// [`sync_threads_or`].
+#[inline(always)]
+#[track_caller]
+pub fn sync_threads_count(predicate: bool) -> u32 {
+    backend::sync_threads_count(predicate)
+}
+
 /// Waits until `threads` threads have arrived at named barrier `id` (`bar.sync id, threads`).
 ///
 /// `id` must be in 1..16, because barrier 0 is [`sync_threads`]. `threads` must be a multiple of 32.

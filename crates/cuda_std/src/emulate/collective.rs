@@ -9,7 +9,7 @@ use super::access::check_accumulator_read;
 use super::block::{Block, fail, suspend, with};
 use super::report::{Fault, Line, Site, ranges};
 use super::wait::{Operation, Wait};
-use super::warp::{Masked, Slot, Slots};
+use super::warp::{Barrier, Masked, Slot, Slots, Votes};
 use std::panic::Location;
 
 #[cold]
@@ -295,6 +295,33 @@ pub fn sync_threads() {
     barrier(Operation::SyncThreads, 0, threads as u32, Location::caller());
 }
 
+/// Waits at the barrier of `sync_threads` and returns the predicates of all threads there.
+fn vote(operation: Operation, predicate: bool, at: Site) -> Votes {
+    let threads = with(|block| {
+        // No other phase of the barrier can be open: it completes only after all lanes of this warp have arrived.
+        let votes = &mut block.barriers[0].votes;
+        *(if predicate { &mut votes.yes } else { &mut votes.no }) += 1;
+        block.warps.len() * LANES
+    });
+    barrier(operation, 0, threads as u32, at);
+    with(|block| block.warps[block.current / LANES].votes)
+}
+
+#[track_caller]
+pub fn sync_threads_or(predicate: bool) -> bool {
+    vote(Operation::SyncThreadsOr, predicate, Location::caller()).yes > 0
+}
+
+#[track_caller]
+pub fn sync_threads_and(predicate: bool) -> bool {
+    vote(Operation::SyncThreadsAnd, predicate, Location::caller()).no == 0
+}
+
+#[track_caller]
+pub fn sync_threads_count(predicate: bool) -> u32 {
+    vote(Operation::SyncThreadsCount, predicate, Location::caller()).yes
+}
+
 #[track_caller]
 pub fn sync_named(id: u32, threads: u32) {
     barrier(Operation::SyncNamed { id, threads }, id, threads, Location::caller());
@@ -313,13 +340,14 @@ fn complete(block: &mut Block, id: usize) -> bool {
     if barrier.expects.is_none_or(|(expects, _)| barrier.arrived + (returned as u32) < expects) {
         return false;
     }
-    let waiting = std::mem::take(barrier).waiting;
+    let Barrier { waiting, votes, .. } = std::mem::take(barrier);
     if let Some(checker) = &mut block.checker {
         checker.barrier_completed(id, waiting);
     }
     for w in (0..block.warps.len()).filter(|w| waiting >> w & 1 != 0) {
         let warp = &mut block.warps[w];
         warp.ready |= warp.lanes;
+        warp.votes = votes;
     }
     true
 }
@@ -336,11 +364,13 @@ enum Outcome {
     Diverged(Wait),
     /// The first warp of this phase gave a different number of threads.
     CountMismatch(u32, Site),
+    /// The first warp of this phase executes another operation, and one of the two reduces predicates.
+    OperationMismatch(Operation, Site),
 }
 
 fn barrier(operation: Operation, id: u32, threads: u32, at: Site) {
     let wait = Wait { operation, at };
-    let named = operation != Operation::SyncThreads;
+    let named = matches!(operation, Operation::SyncNamed { .. } | Operation::ArriveNamed { .. });
     if named && (!(1..16).contains(&id) || !threads.is_multiple_of(LANES as u32) || threads == 0) {
         let message = format!(
             "invalid operand: {operation} at {}: expected a barrier number from 1 to 15 and a positive multiple of 32 \
@@ -357,6 +387,15 @@ fn barrier(operation: Operation, id: u32, threads: u32, at: Site) {
             let message = format!(
                 "invalid operand: {operation} at {}, but the first warp to arrive at barrier {id} expects {expects} \
                  threads ({})",
+                Line(at),
+                Line(first)
+            );
+            fail(Fault::Operand, at, Some(first), message)
+        }
+        Outcome::OperationMismatch(other, first) => {
+            let message = format!(
+                "invalid operand: {operation} at {}, but the first warp to arrive executes {other} ({}); all warps must execute the \
+                 same operation",
                 Line(at),
                 Line(first)
             );
@@ -380,6 +419,10 @@ fn arrive(block: &mut Block, wait: Wait, id: u32, threads: u32) -> Outcome {
     let (expects, first) = *barrier.expects.get_or_insert((threads, wait.at));
     if expects != threads {
         return Outcome::CountMismatch(expects, first);
+    }
+    let operation = *barrier.operation.get_or_insert(wait.operation);
+    if id == 0 && operation != wait.operation {
+        return Outcome::OperationMismatch(operation, first);
     }
     barrier.arrived += LANES as u32;
     if let Some(checker) = &mut block.checker {

@@ -38,6 +38,9 @@ pub enum Operation {
     },
     Match,
     WarpReduction,
+    SyncThreadsOr,
+    SyncThreadsAnd,
+    SyncThreadsCount,
 }
 
 impl fmt::Display for Operation {
@@ -61,6 +64,9 @@ impl fmt::Display for Operation {
             Self::Counter { value, .. } => write!(f, "acquire_wait for the value {value}"),
             Self::Match => f.write_str("a warp match"),
             Self::WarpReduction => f.write_str("a warp reduction"),
+            Self::SyncThreadsOr => f.write_str("sync_threads_or"),
+            Self::SyncThreadsAnd => f.write_str("sync_threads_and"),
+            Self::SyncThreadsCount => f.write_str("sync_threads_count"),
         }
     }
 }

@@ -246,6 +246,37 @@ pub fn sync_threads() {
     unsafe { barrier_all(0) }
 }
 
+macro_rules! barrier_votes {
+    ($($name:ident = $instruction:literal)*) => {$(
+        #[inline(always)]
+        pub fn $name(predicate: bool) -> bool {
+            let result: u32;
+            // SAFETY: the instruction only synchronizes threads.
+            unsafe {
+                asm!(concat!("{{ .reg .pred p, q; setp.ne.b32 p, {}, 0; ", $instruction, " q, 0, p; selp.b32 {}, 1, 0, q; }}"),
+                    in(reg32) predicate as u32, out(reg32) result, options(nostack, preserves_flags));
+            }
+            result != 0
+        }
+    )*};
+}
+
+barrier_votes! {
+    sync_threads_or = "bar.red.or.pred"
+    sync_threads_and = "bar.red.and.pred"
+}
+
+#[inline(always)]
+pub fn sync_threads_count(predicate: bool) -> u32 {
+    let count;
+    // SAFETY: the instruction only synchronizes threads.
+    unsafe {
+        asm!("{{ .reg .pred p; setp.ne.b32 p, {}, 0; bar.red.popc.u32 {}, 0, p; }}",
+            in(reg32) predicate as u32, out(reg32) count, options(nostack, preserves_flags));
+    }
+    count
+}
+
 #[inline(always)]
 pub fn sync_named(id: u32, threads: u32) {
     // SAFETY: the instruction only synchronizes threads.

@@ -573,3 +573,95 @@ fn a_reduction_and_a_match_in_two_branches_of_a_warp_are_a_divergence() {
     let text = report.to_string();
     assert!(text.contains("a warp match") && text.contains("a warp reduction"), "{text}");
 }
+
+/// Each round counts other threads. The votes differ between rounds, and a thread passes its own vote of each round through memory.
+#[kernel(threads = (16, 3, 2))]
+fn votes(out: GlobalMut<u32>, votes: GlobalMut<u32>) {
+    let t = thread::linear_index() as usize;
+    for round in 0..5 {
+        let yes = round > 0 && t < 20 * round;
+        votes.set(t, u32::from(yes));
+        let count = thread::sync_threads_count(yes);
+        let next = votes.at((t + 40) % 96);
+        let any = thread::sync_threads_or(t == 50 && round == 2);
+        let all = thread::sync_threads_and(t != 95 || round == 3);
+        out.set(4 * (5 * t + round), count);
+        out.set(4 * (5 * t + round) + 1, u32::from(any));
+        out.set(4 * (5 * t + round) + 2, u32::from(all));
+        out.set(4 * (5 * t + round) + 3, next);
+    }
+}
+
+#[test]
+fn barriers_reduce_predicates_and_order_memory_accesses() {
+    let mut memory = Memory::new();
+    let (out, scratch) = (memory.output("out", 4 * 5 * 96), memory.output("votes", 96));
+    votes(out, scratch).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap();
+    for (i, got) in memory.read(out).chunks(4).enumerate() {
+        let (t, round) = (i / 5, i % 5);
+        let next = u32::from((t + 40) % 96 < 20 * round);
+        assert_eq!(got, [20 * round as u32, u32::from(round == 2), u32::from(round == 3), next], "thread {t}");
+    }
+}
+
+/// Warp 1 returns before the barrier, or while the others wait.
+#[kernel(threads = 96)]
+fn votes_of_the_others(out: GlobalMut<u32>, late: u32) {
+    let t = thread::thread_idx_x();
+    if t / 32 == 1 {
+        if late != 0 {
+            thread::sync_named(1, 64);
+        }
+        return;
+    }
+    if late != 0 && t / 32 == 2 {
+        thread::arrive_named(1, 64);
+    }
+    out.set(3 * t as usize, thread::sync_threads_count(true));
+    out.set(3 * t as usize + 1, u32::from(thread::sync_threads_and(true)));
+    out.set(3 * t as usize + 2, u32::from(thread::sync_threads_or(false)));
+}
+
+#[test]
+fn warps_that_have_returned_have_no_vote() {
+    for late in [0, 1] {
+        let mut memory = Memory::new();
+        let out = memory.zeroed("out", 3 * 96);
+        votes_of_the_others(out, late).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap();
+        let out = memory.read(out);
+        for t in (0..32).chain(64..96) {
+            assert_eq!(out[3 * t..][..3], [64, 1, 0], "thread {t}");
+        }
+    }
+}
+
+/// Warp 0 executes another barrier (`kind` 0), a branch of the warp does not arrive (1), or warp 1 never arrives (2).
+#[kernel(threads = 64)]
+fn wrong_votes(out: GlobalMut<u32>, kind: u32) {
+    let t = thread::thread_idx_x();
+    match kind {
+        0 if t < 32 => thread::sync_threads(),
+        1 if t == 40 => thread::sync_threads(),
+        2 if t >= 32 => thread::sync_named(1, 64),
+        _ => out.set(t as usize, thread::sync_threads_count(true)),
+    }
+}
+
+#[test]
+fn barriers_that_reduce_predicates_report_divergence() {
+    let run = |kind| {
+        let mut memory = Memory::new();
+        let out = memory.output("out", 64);
+        wrong_votes(out, kind).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap_err()
+    };
+    for (kind, fault, text) in [
+        (0, Fault::Operand, "sync_threads_count at"),
+        (0, Fault::Operand, "the first warp to arrive executes sync_threads ("),
+        (1, Fault::Divergence, "sync_threads_count"),
+        (2, Fault::Deadlock, "threads 0-31: waiting in sync_threads_count"),
+    ] {
+        let report = run(kind);
+        assert_eq!(report.fault, fault, "{report}");
+        assert!(report.to_string().contains(text), "{report}");
+    }
+}
