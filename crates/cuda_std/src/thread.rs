@@ -65,6 +65,16 @@ pub fn nanoseconds() -> u64 {
     backend::nanoseconds()
 }
 
+/// Suspends this thread for about `ns` nanoseconds, at most twice as long and at most a millisecond (`nanosleep.u32`).
+///
+/// A thread that polls memory calls it between two reads, so that other threads get more of the SM's time. It is a hint: the emulator
+/// does not wait, and no result may depend on the duration. It orders no memory accesses.
+#[inline(always)]
+#[track_caller]
+pub fn nanosleep(ns: u32) {
+    backend::nanosleep(ns);
+}
+
 /// Stops the kernel with an error (`trap`). The launch fails, and the context of the GPU cannot be used again. The emulator reports
 /// the thread and the line.
 #[inline(always)]

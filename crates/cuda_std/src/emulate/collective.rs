@@ -322,6 +322,10 @@ pub fn sync_threads_count(predicate: bool) -> u32 {
     vote(Operation::SyncThreadsCount, predicate, Location::caller()).yes
 }
 
+/// Does nothing: the duration of `nanosleep` is a hint.
+#[track_caller]
+pub fn nanosleep(_ns: u32) {}
+
 #[track_caller]
 pub fn sync_named(id: u32, threads: u32) {
     barrier(Operation::SyncNamed { id, threads }, id, threads, Location::caller());

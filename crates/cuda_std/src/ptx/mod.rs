@@ -94,6 +94,12 @@ timers! {
 }
 
 #[inline(always)]
+pub fn nanosleep(ns: u32) {
+    // SAFETY: the instruction only waits.
+    unsafe { asm!("nanosleep.u32 {};", in(reg32) ns, options(nostack, preserves_flags)) }
+}
+
+#[inline(always)]
 pub fn opaque(mut value: u32) -> u32 {
     // SAFETY: the assembly contains no instruction; its operand keeps dependent computations after this point.
     unsafe { asm!("// {0}", inout(reg32) value, options(nostack, preserves_flags)) }

@@ -665,3 +665,25 @@ fn barriers_that_reduce_predicates_report_divergence() {
         assert!(report.to_string().contains(text), "{report}");
     }
 }
+
+/// Sleeping orders no memory accesses.
+#[kernel(threads = 64)]
+fn sleeps(out: GlobalMut<u32>, read: u32) {
+    let t = thread::thread_idx_x() as usize;
+    out.set(t, 1);
+    thread::nanosleep(1000);
+    if read != 0 {
+        out.set(t, out.at((t + 32) % 64));
+    }
+}
+
+#[test]
+fn nanosleep_is_a_hint() {
+    let run = |read| {
+        let mut memory = Memory::new();
+        let out = memory.output("out", 64);
+        sleeps(out, read).emulate_checked(&mut memory, [1, 1, 1], 0).map(|()| memory.read(out))
+    };
+    assert_eq!(run(0).unwrap(), [1; 64]);
+    assert_eq!(run(1).unwrap_err().fault, Fault::DataRace);
+}
