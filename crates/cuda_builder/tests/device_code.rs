@@ -282,6 +282,7 @@ fn primitives_outside_of_gpu_compile_to_their_instructions() {
         ),
         ("halves", &[("cvt.rn.f16x2.f32", 4), ("cvt.f32.f16", 8)]),
         ("functions", &[("sqrt.rn.f64", 1)]),
+        ("approximations", &[("sin.approx.ftz.f32", 1), ("cos.approx.ftz.f32", 1), ("nanosleep.u32", 1)]),
         ("prints", &[("vprintf", 1), ("trap;", 1), ("%clock64", 1), ("%globaltimer", 1)]),
         ("large_parameter", &[("large_parameter_param_1[2008]", 1)]),
     ];

@@ -48,8 +48,8 @@ mod wgmma;
 
 pub use access::*;
 pub use arithmetic::{
-    bf16x2, div_rn, e4m3x2, e5m2x2, exp2, f16_to_f32, f16x2, fma, fma_f64, larger_magnitudes, log2, max, min_or_nan,
-    opaque, permute_bytes, recip, rsqrt, sqrt, sqrt_f64, sqrt_rn,
+    bf16x2, cos_approx, div_rn, e4m3x2, e5m2x2, exp2, f16_to_f32, f16x2, fma, fma_f64, larger_magnitudes, log2, max,
+    min_or_nan, opaque, permute_bytes, recip, rsqrt, sin_approx, sqrt, sqrt_f64, sqrt_rn,
 };
 pub use block::{
     block_dim_x, block_dim_y, block_dim_z, block_idx_x, block_idx_y, block_idx_z, clock, grid_dim_x, grid_dim_y,

@@ -128,6 +128,8 @@ unary! {
     recip = "rcp.approx.ftz.f32"
     rsqrt = "rsqrt.approx.ftz.f32"
     sqrt = "sqrt.approx.ftz.f32"
+    sin_approx = "sin.approx.ftz.f32"
+    cos_approx = "cos.approx.ftz.f32"
     sqrt_rn = "sqrt.rn.f32"
     tf32 = "cvt.rna.tf32.f32"
 }

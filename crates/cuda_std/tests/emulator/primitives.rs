@@ -372,6 +372,8 @@ fn special_functions_are_accurate() {
         close(math::exp(x), f64::from(x).exp());
         close(math::exp2(x), f64::from(x).exp2());
         close(math::tanh(x), f64::from(x).tanh());
+        close(math::sin_approx(30.0 * x), f64::from(30.0 * x).sin());
+        close(math::cos_approx(30.0 * x), f64::from(30.0 * x).cos());
         if x > 0.0 {
             close(math::ln(x), f64::from(x).ln());
             close(math::sqrt(x), f64::from(x).sqrt());
@@ -385,6 +387,8 @@ fn special_functions_are_accurate() {
         (f32::INFINITY, f32::INFINITY, f32::NEG_INFINITY)
     );
     assert!(math::rsqrt(-1.0).is_nan() && math::ln(-1.0).is_nan());
+    assert_eq!((math::sin_approx(-1e-40).to_bits(), math::cos_approx(1e-40).to_bits()), (1 << 31, 1f32.to_bits()));
+    assert!(math::sin_approx(f32::INFINITY).is_nan() && math::cos_approx(f32::NEG_INFINITY).is_nan());
     assert_eq!((math::max(f32::NAN, 1.0), math::fma(3.0, 4.0, 5.0), math::tanh(100.0)), (1.0, 17.0, 1.0));
 }
 
