@@ -26,6 +26,14 @@ pub fn index() -> u32 {
     shuffle(backend::thread_idx_1d() / LANES, 0)
 }
 
+/// Returns the index of this thread's warp in its block of any dimension: [`thread::linear_index`](crate::thread::linear_index) / 32. In
+/// a one-dimensional block, [`index`] takes fewer instructions.
+#[inline(always)]
+#[track_caller]
+pub fn linear_index() -> u32 {
+    shuffle(crate::thread::linear_index() / LANES, 0)
+}
+
 /// A 32-bit or 64-bit type that can be shuffled: f32, f64, u32, i32, u64 or i64. A 64-bit value takes two instructions.
 pub trait Shuffle: Copy {
     /// Whether the value has 64 bits.

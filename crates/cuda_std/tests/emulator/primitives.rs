@@ -485,7 +485,7 @@ fn matches_and_reductions(out: GlobalMut<u32>, signed: GlobalMut<i32>) {
     let matches =
         [warp::match_any(value), u32::from(warp::match_all(value)) + 2 * u32::from(warp::match_all(t / 32 + 9))];
     let numbers = [warp::reduce_add(value), warp::reduce_min(value), warp::reduce_max(value)];
-    let bits = [warp::reduce_and(value | 1 << 8), warp::reduce_or(1 << (t % 20)), warp::reduce_xor(value << t / 32)];
+    let bits = [warp::reduce_and(value | 1 << 8), warp::reduce_or(1 << (t % 20)), warp::reduce_xor(value << (t / 32))];
     for (k, result) in matches.into_iter().chain(numbers).chain(bits).enumerate() {
         out.set(8 * i + k, result);
     }
@@ -690,4 +690,135 @@ fn nanosleep_is_a_hint() {
     };
     assert_eq!(run(0).unwrap(), [1; 64]);
     assert_eq!(run(1).unwrap_err().fault, Fault::DataRace);
+}
+
+/// Reductions and scans of a block, in the order of the threads. They share one scratch array without barriers.
+fn reductions_and_scans(out: GlobalMut<u32>, floats: GlobalMut<f32>, wide: GlobalMut<u64>) {
+    let mut layout = Layout::new();
+    let (scratch, float_scratch, wide_scratch) =
+        (layout.array(block::SCRATCH), layout.array(block::SCRATCH), layout.array(block::SCRATCH));
+    let t = thread::linear_index();
+    let (i, value) = (t as usize, t * 5 % 17 + 1);
+    let results = [
+        block::sum(value, scratch),
+        block::reduce(value, u32::MAX, scratch, u32::min),
+        block::inclusive_sum(value, scratch),
+        block::exclusive_sum(value, scratch),
+        block::scan(value, 0, scratch, u32::max).exclusive,
+        block::scan(value, 0, scratch, u32::max).total,
+    ];
+    for (k, result) in results.into_iter().enumerate() {
+        out.set(6 * i + k, result);
+    }
+    floats.set(2 * i, block::sum(value as f32, float_scratch));
+    floats.set(2 * i + 1, block::max(value as f32, float_scratch));
+    // The composition of x -> a x + b, which is not commutative: multiplier and constant in the halves.
+    let compose = |f: u64, g: u64| {
+        let [a, b, c, d] = [f >> 32, f & 0xffff_ffff, g >> 32, g & 0xffff_ffff];
+        ((a * c) & 0xffff) << 32 | ((b * c + d) & 0xffff)
+    };
+    let scan = block::scan(3 << 32 | u64::from(value), 1 << 32, wide_scratch, compose);
+    wide.set(3 * i, scan.inclusive);
+    wide.set(3 * i + 1, scan.exclusive);
+    wide.set(3 * i + 2, scan.total);
+}
+
+#[kernel(threads = 256)]
+fn scans_in_one_dimension(out: GlobalMut<u32>, floats: GlobalMut<f32>, wide: GlobalMut<u64>) {
+    reductions_and_scans(out, floats, wide);
+}
+
+#[kernel(threads = (12, 8))]
+fn scans_in_two_dimensions(out: GlobalMut<u32>, floats: GlobalMut<f32>, wide: GlobalMut<u64>) {
+    reductions_and_scans(out, floats, wide);
+}
+
+#[kernel(threads = (4, 4, 64))]
+fn scans_in_three_dimensions(out: GlobalMut<u32>, floats: GlobalMut<f32>, wide: GlobalMut<u64>) {
+    reductions_and_scans(out, floats, wide);
+}
+
+#[kernel(threads = 32)]
+fn scans_of_one_warp(out: GlobalMut<u32>, floats: GlobalMut<f32>, wide: GlobalMut<u64>) {
+    reductions_and_scans(out, floats, wide);
+}
+
+#[test]
+fn block_reductions_and_scans_match_cpu_in_all_dimensions() {
+    for (launch, threads) in [
+        (scans_in_one_dimension as fn(_, _, _) -> cuda_std::launch::Launch, 256),
+        (scans_in_two_dimensions, 96),
+        (scans_in_three_dimensions, 1024),
+        (scans_of_one_warp, 32),
+    ] {
+        let mut memory = Memory::new();
+        let (out, floats) = (memory.output("out", 6 * threads), memory.output("floats", 2 * threads));
+        let wide = memory.output("wide", 3 * threads);
+        launch(out, floats, wide).emulate_checked(&mut memory, [1, 1, 1], 32 * 16).unwrap();
+        let value = |t: usize| t as u32 * 5 % 17 + 1;
+        let values = || (0..threads).map(value);
+        let (sum, max) = (values().sum::<u32>(), values().max().unwrap());
+        let (mut before, mut max_before, mut function) = (0, 0, [1, 0]);
+        let apply = |[a, b]: [u64; 2], value: u32| [(a * 3) & 0xffff, (b * 3 + u64::from(value)) & 0xffff];
+        let total = values().fold(function, apply);
+        let word = |[a, b]: [u64; 2]| a << 32 | b;
+        for t in 0..threads {
+            let got = &memory.read(out)[6 * t..][..6];
+            assert_eq!(got, [sum, 1, before + value(t), before, max_before, max], "thread {t} of {threads}");
+            assert_eq!(memory.read(floats)[2 * t..][..2], [sum as f32, max as f32], "thread {t} of {threads}");
+            let next = apply(function, value(t));
+            let want = [word(next), word(function), word(total)];
+            assert_eq!(memory.read(wide)[3 * t..][..3], want, "thread {t} of {threads}");
+            (before, max_before, function) = (before + value(t), max_before.max(value(t)), next);
+        }
+    }
+}
+
+/// Uses the scratch array of a scan (`kind` 0) or reduction (1) after it, without a barrier, or with one (2).
+#[kernel(threads = 64)]
+fn reuse(out: GlobalMut<u32>, kind: u32) {
+    let scratch: SharedArray<u32> = Layout::new().array(block::SCRATCH);
+    let t = thread::thread_idx_x();
+    // The first barrier of the function precedes its first access.
+    if t < 32 {
+        scratch.set(t as usize, t);
+    }
+    let result = if kind == 1 { block::sum(t, scratch) } else { block::exclusive_sum(t, scratch) };
+    if kind == 2 {
+        thread::sync_threads();
+    }
+    if t == 0 {
+        scratch.set(1, 0);
+    }
+    out.set(t as usize, result);
+}
+
+#[test]
+fn reuse_of_scratch_without_a_barrier_is_a_data_race() {
+    let run = |kind| {
+        let mut memory = Memory::new();
+        let out = memory.output("out", 64);
+        reuse(out, kind).emulate_checked(&mut memory, [1, 1, 1], 128)
+    };
+    for kind in [0, 1] {
+        let report = run(kind).unwrap_err();
+        assert_eq!(report.fault, Fault::DataRace, "{report}");
+        assert!(report.to_string().contains("shared memory + 4"), "{report}");
+    }
+    run(2).unwrap();
+}
+
+/// The second warp of this block has 8 lanes.
+#[kernel(threads = 40)]
+fn scan_of_a_part_of_a_warp(out: GlobalMut<u32>) {
+    let scratch = Layout::new().array(block::SCRATCH);
+    out.set(thread::index_1d(), block::inclusive_sum(1, scratch));
+}
+
+#[test]
+fn scans_need_whole_warps() {
+    let mut memory = Memory::new();
+    let out = memory.output("out", 40);
+    let report = scan_of_a_part_of_a_warp(out).emulate_checked(&mut memory, [1, 1, 1], 128).unwrap_err();
+    assert_eq!(report.fault, Fault::Uninitialized, "{report}");
 }
