@@ -1,4 +1,4 @@
-//! Block-wide reductions and scans.
+//! Block-wide reductions, scans and sorts.
 //!
 //! All threads of the block must call these functions together. The block must consist of whole warps. It may have one, two or three
 //! dimensions, except for [`sums`] and [`sums_of_group`]: threads are in the order of [`thread::linear_index`].
@@ -7,10 +7,14 @@
 //! so `scratch` may be in use before the call. The second one precedes the last reads of `scratch`. The next call of one of these functions can
 //! therefore use the same `scratch` at once, and any other use needs a barrier first.
 
+mod sort;
+
 use crate::shared::SharedArray;
 use crate::warp::Shuffle;
 use crate::{thread, warp};
 use core::ops::Add;
+
+pub use sort::{sort, sort_pairs, sort_pairs_scratch, sort_scratch};
 
 /// Number of elements of `scratch` of a reduction or a scan: one for each warp of the largest block.
 pub const SCRATCH: usize = 32;
@@ -64,6 +68,18 @@ pub struct Scan<S> {
 #[track_caller]
 pub fn scan<S: Shuffle>(value: S, identity: S, scratch: SharedArray<S>, op: impl Fn(S, S) -> S + Copy) -> Scan<S> {
     thread::sync_threads();
+    scan_with_free_scratch(value, identity, scratch, op)
+}
+
+/// Same as [`scan`], without the barrier before the first access to `scratch`.
+#[inline(always)]
+#[track_caller]
+fn scan_with_free_scratch<S: Shuffle>(
+    value: S,
+    identity: S,
+    scratch: SharedArray<S>,
+    op: impl Fn(S, S) -> S + Copy,
+) -> Scan<S> {
     let (lane, index, warps) = (warp::lane_id(), warp::linear_index(), warps());
     let within = scan_of_warp(value, lane, op);
     if lane == warp::LANES - 1 {

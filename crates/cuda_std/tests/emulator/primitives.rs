@@ -808,6 +808,78 @@ fn reuse_of_scratch_without_a_barrier_is_a_data_race() {
     run(2).unwrap();
 }
 
+const MAX_KEYS: usize = 1000;
+
+fn sort_shared(layout: &mut Layout) -> [SharedArray<u32>; 3] {
+    [layout.array(MAX_KEYS), layout.array(MAX_KEYS), layout.array(block::sort_pairs_scratch(MAX_KEYS, 96))]
+}
+
+/// Sorts `n` keys in shared memory, alone or with their indices. No barrier is needed before or after.
+fn sort_block(out: GlobalMut<u32>, inp: Global<u32>, n: u32, pairs: u32) {
+    let [keys, values, scratch] = sort_shared(&mut Layout::new());
+    let (t, threads, n) = (thread::linear_index() as usize, 96, n as usize);
+    for i in (t..n).step_by(threads) {
+        keys.set(i, inp.at(i));
+        values.set(i, i as u32);
+    }
+    if pairs == 0 {
+        block::sort(keys, n, scratch);
+    } else {
+        block::sort_pairs(keys, values, n, scratch);
+    }
+    scratch.set(t, 0);
+    for i in (t..n).step_by(threads) {
+        out.set(i, keys.at(n - 1 - i));
+        if pairs != 0 {
+            out.set(n + i, values.at(n - 1 - i));
+        }
+    }
+}
+
+#[kernel(threads = 96)]
+fn sorts(out: GlobalMut<u32>, inp: Global<u32>, n: u32, pairs: u32) {
+    sort_block(out, inp, n, pairs);
+}
+
+#[kernel(threads = (3, 16, 2))]
+fn sorts_in_three_dimensions(out: GlobalMut<u32>, inp: Global<u32>, n: u32, pairs: u32) {
+    sort_block(out, inp, n, pairs);
+}
+
+#[test]
+fn block_sorts_are_stable_and_match_cpu() {
+    let bytes = |pairs| {
+        let mut layout = Layout::new();
+        sort_shared(&mut layout);
+        // Without pairs, the array for scratch is shorter.
+        layout.bytes() - if pairs == 0 { 4 * MAX_KEYS } else { 0 }
+    };
+    for n in [0, 1, 2, 31, 32, 33, 95, 96, 97, 640, MAX_KEYS] {
+        for (case, mask) in [u32::MAX, 0x8000_0001, 0xff, 0x00f0_0f00, 0].into_iter().enumerate() {
+            let keys: Vec<u32> =
+                (0..n as u32).map(|i| (i + 1).wrapping_mul(2_654_435_769).reverse_bits() & mask).collect();
+            let mut sorted: Vec<(u32, u32)> = keys.iter().copied().zip(0..).collect();
+            sorted.sort_by_key(|(key, _)| *key);
+            sorted.reverse();
+            for pairs in [0, 1] {
+                let mut memory = Memory::new();
+                let (out, inp) =
+                    (memory.output("out", (2 * n).max(1)), memory.input("inp", &[&keys[..], &[0]].concat()));
+                let launch = if case % 2 == 0 { sorts } else { sorts_in_three_dimensions };
+                launch(out, inp, n as u32, pairs).emulate_checked(&mut memory, [1, 1, 1], bytes(pairs)).unwrap();
+                let expected = sorted.iter().map(|(key, _)| *key);
+                let got = memory.slice(Global::new(out.pointer()), if pairs == 0 { n } else { 2 * n }).unwrap();
+                if pairs == 0 {
+                    assert_eq!(got, expected.collect::<Vec<_>>(), "{n} keys with mask {mask:x}");
+                } else {
+                    let values = sorted.iter().map(|(_, value)| *value);
+                    assert_eq!(got, expected.chain(values).collect::<Vec<_>>(), "{n} pairs with mask {mask:x}");
+                }
+            }
+        }
+    }
+}
+
 /// The second warp of this block has 8 lanes.
 #[kernel(threads = 40)]
 fn scan_of_a_part_of_a_warp(out: GlobalMut<u32>) {
