@@ -282,6 +282,7 @@ fn primitives_outside_of_gpu_compile_to_their_instructions() {
                 ("atom.max.relaxed.gpu.global.u32", 1),
             ],
         ),
+        ("copies_of_mutable", &[("cp.async.cg.shared.global", 1), ("trap;", 3)]), // 2 without the check of the source
         ("halves", &[("cvt.rn.f16x2.f32", 4), ("cvt.f32.f16", 8)]),
         ("functions", &[("sqrt.rn.f64", 1)]),
         ("approximations", &[("sin.approx.ftz.f32", 1), ("cos.approx.ftz.f32", 1), ("nanosleep.u32", 1)]),

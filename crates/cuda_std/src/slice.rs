@@ -169,8 +169,13 @@ impl<T: Element> GlobalSliceMut<'_, T> {
     }
 }
 
-/// A view of global memory that asynchronous copies read: [`Global`], or [`GlobalSlice`], which stops the kernel if an element does not
-/// exist.
+/// A view of global memory that asynchronous copies read: [`Global`], or [`GlobalSlice`] and [`GlobalSliceMut`], which stop the kernel if
+/// an element does not exist.
+///
+/// No thread may write the elements of a [`GlobalSliceMut`] from the start of the copy to its wait. Otherwise the copy gets the old or the new
+/// bytes. A write of another thread before the copy needs a barrier in between. The emulator reports such a write if it is not ordered
+/// with the start of the copy. It does not report a write that follows the start, by the same thread or after a barrier, but precedes the
+/// wait.
 pub trait CopySource<T>: private::Sealed {
     /// Returns the view, which has elements `i` to `i` + `count` - 1 if they are read (`valid`).
     #[doc(hidden)]
@@ -182,6 +187,7 @@ mod private {
     pub trait Sealed {}
     impl<T> Sealed for super::Global<T> {}
     impl<T> Sealed for super::GlobalSlice<'_, T> {}
+    impl<T> Sealed for super::GlobalSliceMut<'_, T> {}
 }
 
 impl<T> CopySource<T> for Global<T> {
@@ -199,5 +205,16 @@ impl<T> CopySource<T> for GlobalSlice<'_, T> {
             self.check(i, count);
         }
         self.view
+    }
+}
+
+impl<T> CopySource<T> for GlobalSliceMut<'_, T> {
+    #[inline(always)]
+    #[track_caller]
+    fn checked(self, i: usize, count: usize, valid: bool) -> Global<T> {
+        if valid {
+            self.check(i, count);
+        }
+        self.view.reader()
     }
 }
