@@ -3,7 +3,7 @@
 //! Each of eight passes sorts by four bits. Each warp counts the digits of its part of the keys. A scan of the counts of all warps, ordered
 //! by digit and then by warp, gives the places of each warp's keys. Votes give the rank of a key among the lanes with the same digit.
 
-use super::{SCRATCH, scan_with_free_scratch, warps};
+use super::{scan_with_free_scratch, warps};
 use crate::shared::SharedArray;
 use crate::{thread, warp};
 
@@ -15,7 +15,8 @@ const DIGITS: usize = 1 << BITS;
 
 /// Returns the number of elements of `scratch` in which a block of `threads` threads [`sort`]s `len` keys.
 pub const fn sort_scratch(len: usize, threads: usize) -> usize {
-    len + DIGITS * threads.div_ceil(warp::LANES as usize) + SCRATCH
+    // Each warp has a count of each digit, and a partial sum of the scan.
+    len + (DIGITS + 1) * threads.div_ceil(warp::LANES as usize)
 }
 
 /// Returns the number of elements of `scratch` in which a block of `threads` threads sorts `len` pairs ([`sort_pairs`]).

@@ -677,7 +677,7 @@ fn sleeps(out: GlobalMut<u32>, read: u32) {
     out.set(t, 1);
     thread::nanosleep(1000);
     if read != 0 {
-        out.set(t, out.at((t + 32) % 64));
+        out.set(t + 64, out.at((t + 32) % 64));
     }
 }
 
@@ -685,10 +685,10 @@ fn sleeps(out: GlobalMut<u32>, read: u32) {
 fn nanosleep_is_a_hint() {
     let run = |read| {
         let mut memory = Memory::new();
-        let out = memory.output("out", 64);
+        let out = memory.zeroed("out", 128);
         sleeps(out, read).emulate_checked(&mut memory, [1, 1, 1], 0).map(|()| memory.read(out))
     };
-    assert_eq!(run(0).unwrap(), [1; 64]);
+    assert_eq!(run(0).unwrap(), [[1; 64], [0; 64]].concat());
     assert_eq!(run(1).unwrap_err().fault, Fault::DataRace);
 }
 
