@@ -4,8 +4,8 @@
 //! dimensions, except for [`sums`] and [`sums_of_group`]: threads are in the order of [`thread::linear_index`].
 //!
 //! [`reduce`], [`scan`] and the functions that call them contain two barriers. The first one precedes the first access to `scratch`,
-//! so `scratch` may be in use before the call. The second one precedes the last reads of `scratch`. The next call of one of these functions can
-//! therefore use the same `scratch` at once, and any other use needs a barrier first.
+//! so `scratch` may be in use before the call. The second one precedes the last reads of `scratch`. The next call of one of these functions
+//! can therefore use the same `scratch` at once, and any other use needs a barrier first.
 
 mod sort;
 

@@ -27,8 +27,8 @@ pub const fn sort_pairs_scratch(len: usize, threads: usize) -> usize {
 /// Sorts the first `len` elements of `keys` in ascending order.
 ///
 /// `scratch` holds [`sort_scratch`] elements. `len` is the same in all threads, and may be any number. The function begins and ends with
-/// a barrier: each thread may write its keys before the call, and read any key and reuse `scratch` after it. For a descending order, sort the
-/// complements (`!key`). For f32 in the order of `f32::total_cmp`, sort `bits ^ ((bits as i32 >> 31) as u32 | 1 << 31)`.
+/// a barrier: each thread may write its keys before the call, and read any key and reuse `scratch` after it. For a descending order, sort
+/// the complements (`!key`). For f32 in the order of `f32::total_cmp`, sort `bits ^ ((bits as i32 >> 31) as u32 | 1 << 31)`.
 #[inline(always)]
 #[track_caller]
 pub fn sort(keys: SharedArray<u32>, len: usize, scratch: SharedArray<u32>) {
