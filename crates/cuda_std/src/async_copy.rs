@@ -13,6 +13,7 @@ pub fn commit() {
 ///
 /// A barrier must follow before other threads read the copied data.
 #[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub fn wait<const PENDING: u32>() {
     backend::async_copy_wait::<PENDING>();
 }

@@ -88,9 +88,44 @@ atomics! {
     compare_exchange(expected, value) of u64 = compare_exchange_u64, shared_compare_exchange_u64;
 }
 
-/// Defines atomic reads and writes of views of global memory, checked or not.
+/// Defines atomic reads and writes of views of global memory, checked or not, and of arrays in shared memory.
 macro_rules! accesses {
-    ($($type:ty: $load:ident, $load_acquire:ident, $store:ident, $store_release:ident;)*) => {$(
+    ($($type:ty: $load:ident, $load_acquire:ident, $store:ident, $store_release:ident,
+        $shared_load:ident, $shared_load_acquire:ident, $shared_store:ident, $shared_store_release:ident;)*) => {$(
+        impl SharedArray<$type> {
+            /// Reads element `i` atomically: relaxed, block scope (`ld.relaxed.cta.shared`). See [`GlobalMut::load_relaxed`].
+            #[inline(always)]
+            #[track_caller]
+            pub fn load_relaxed(self, i: usize) -> $type {
+                // SAFETY: see `at`.
+                unsafe { backend::$shared_load(self.elements(i, 1)) }
+            }
+
+            /// Reads element `i` atomically: acquire, block scope (`ld.acquire.cta.shared`). See [`GlobalMut::load_acquire`].
+            #[inline(always)]
+            #[track_caller]
+            pub fn load_acquire(self, i: usize) -> $type {
+                // SAFETY: see `at`.
+                unsafe { backend::$shared_load_acquire(self.elements(i, 1)) }
+            }
+
+            /// Writes element `i` atomically: relaxed, block scope (`st.relaxed.cta.shared`). See [`GlobalMut::store_relaxed`].
+            #[inline(always)]
+            #[track_caller]
+            pub fn store_relaxed(self, i: usize, value: $type) {
+                // SAFETY: see `at`.
+                unsafe { backend::$shared_store(self.elements(i, 1).cast_mut(), value) }
+            }
+
+            /// Writes element `i` atomically: release, block scope (`st.release.cta.shared`). See [`GlobalMut::store_release`].
+            #[inline(always)]
+            #[track_caller]
+            pub fn store_release(self, i: usize, value: $type) {
+                // SAFETY: see `at`.
+                unsafe { backend::$shared_store_release(self.elements(i, 1).cast_mut(), value) }
+            }
+        }
+
         impl GlobalMut<$type> {
             /// Reads element `i` atomically: relaxed, device scope (`ld.relaxed.gpu.global`). It orders nothing by itself, but a
             /// [fence](crate::fence) after it acquires what the write of the value has released.
@@ -166,8 +201,10 @@ macro_rules! accesses {
 }
 
 accesses! {
-    u32: load_relaxed_u32, load_acquire_u32, store_relaxed_u32, store_release_u32;
-    u64: load_relaxed_u64, load_acquire_u64, store_relaxed_u64, store_release_u64;
+    u32: load_relaxed_u32, load_acquire_u32, store_relaxed_u32, store_release_u32,
+        shared_load_relaxed_u32, shared_load_acquire_u32, shared_store_relaxed_u32, shared_store_release_u32;
+    u64: load_relaxed_u64, load_acquire_u64, store_relaxed_u64, store_release_u64,
+        shared_load_relaxed_u64, shared_load_acquire_u64, shared_store_relaxed_u64, shared_store_release_u64;
 }
 
 impl GlobalMut<u32> {

@@ -1,35 +1,131 @@
-//! Block-wide reductions.
+//! Block-wide reductions, scans and sorts.
+//!
+//! All threads of the block must call these functions together. The block must consist of whole warps. It may have one, two or three
+//! dimensions, except for [`sums`] and [`sums_of_group`]: threads are in the order of [`thread::linear_index`].
+//!
+//! [`reduce`], [`scan`] and the functions that call them contain two barriers. The first one precedes the first access to `scratch`,
+//! so `scratch` may be in use before the call. The second one precedes the last reads of `scratch`. The next call of one of these functions
+//! can therefore use the same `scratch` at once, and any other use needs a barrier first.
+
+mod sort;
 
 use crate::shared::SharedArray;
+use crate::warp::Shuffle;
 use crate::{thread, warp};
+use core::ops::Add;
 
-/// Reduces `value` over all threads of the block in a fixed order. Every thread receives the result.
+pub use sort::{sort, sort_pairs, sort_pairs_scratch, sort_scratch};
+
+/// Number of elements of `scratch` of a reduction or a scan: one for each warp of the largest block.
+pub const SCRATCH: usize = 32;
+
+/// Returns the number of warps of the block.
+#[inline(always)]
+fn warps() -> u32 {
+    (thread::block_dim_x() * thread::block_dim_y() * thread::block_dim_z()).div_ceil(warp::LANES)
+}
+
+/// Reduces `value` over all threads of the block with a commutative `op` in a fixed order. Every thread receives the result.
 ///
-/// `scratch` holds 32 floats. The next call of `reduce` can use it at once; any other reuse needs a barrier first. The
-/// block must consist of whole warps.
+/// `scratch` holds [`SCRATCH`] elements. See the [module](self) for its reuse.
 #[inline(always)]
 #[track_caller]
-pub fn reduce(value: f32, identity: f32, scratch: SharedArray<f32>, op: impl Fn(f32, f32) -> f32 + Copy) -> f32 {
-    let (lane, index) = (warp::lane(), warp::index());
+pub fn reduce<S: Shuffle>(value: S, identity: S, scratch: SharedArray<S>, op: impl Fn(S, S) -> S + Copy) -> S {
+    let (lane, index) = (warp::lane_id(), warp::linear_index());
     let value = warp::reduce(value, op);
     thread::sync_threads();
     if lane == 0 {
         scratch.set(index as usize, value);
     }
     thread::sync_threads();
-    let warps = thread::block_dim_x() / warp::LANES;
-    let partial = if lane < warps { scratch.at(lane as usize) } else { identity };
+    let partial = if lane < warps() { scratch.at(lane as usize) } else { identity };
     warp::reduce(partial, op)
 }
 
 /// Returns the sum of `value` over all threads of the block. See [`reduce`].
 #[inline(always)]
 #[track_caller]
-pub fn sum(value: f32, scratch: SharedArray<f32>) -> f32 {
-    reduce(value, 0.0, scratch, |a, b| a + b)
+pub fn sum<S: Shuffle + Default + Add<Output = S>>(value: S, scratch: SharedArray<S>) -> S {
+    reduce(value, S::default(), scratch, |a, b| a + b)
 }
 
-/// Returns the sum of each of the `M` x `N` values over all threads of a block of `WARPS` warps.
+/// The results of a [`scan`].
+#[derive(Clone, Copy)]
+pub struct Scan<S> {
+    /// The reduction of the values of this thread and all threads before it.
+    pub inclusive: S,
+    /// The reduction of the values of all threads before this one; the identity in the first thread.
+    pub exclusive: S,
+    /// The reduction of the values of all threads.
+    pub total: S,
+}
+
+/// Computes the prefix reductions of `value` in the order of the threads, with an associative `op` that need not be commutative.
+///
+/// `scratch` holds [`SCRATCH`] elements. See the [module](self) for its reuse. Sums of floating-point numbers are added in a fixed order,
+/// which is not that of a loop over the threads.
+#[inline(always)]
+#[track_caller]
+pub fn scan<S: Shuffle>(value: S, identity: S, scratch: SharedArray<S>, op: impl Fn(S, S) -> S + Copy) -> Scan<S> {
+    thread::sync_threads();
+    scan_with_free_scratch(value, identity, scratch, op)
+}
+
+/// Same as [`scan`], without the barrier before the first access to `scratch`.
+#[inline(always)]
+#[track_caller]
+fn scan_with_free_scratch<S: Shuffle>(
+    value: S,
+    identity: S,
+    scratch: SharedArray<S>,
+    op: impl Fn(S, S) -> S + Copy,
+) -> Scan<S> {
+    let (lane, index, warps) = (warp::lane_id(), warp::linear_index(), warps());
+    let within = scan_of_warp(value, lane, op);
+    if lane == warp::LANES - 1 {
+        scratch.set(index as usize, within);
+    }
+    thread::sync_threads();
+    let of_warp = if lane < warps { scratch.at(lane as usize) } else { identity };
+    let of_warps = scan_of_warp(of_warp, lane, op);
+    let total = warp::shuffle(of_warps, warps - 1);
+    let before = warp::shuffle(of_warps, (index + warp::LANES - 1) % warp::LANES);
+    let before = if index == 0 { identity } else { before };
+    let inclusive = op(before, within);
+    let previous = warp::shuffle_up(inclusive, 1);
+    Scan { inclusive, exclusive: if lane == 0 { before } else { previous }, total }
+}
+
+/// Returns the reduction of `value` over the lanes up to this one.
+#[inline(always)]
+#[track_caller]
+fn scan_of_warp<S: Shuffle>(mut value: S, lane: u32, op: impl Fn(S, S) -> S) -> S {
+    let mut distance = 1;
+    while distance < warp::LANES {
+        let before = warp::shuffle_up(value, distance);
+        if lane >= distance {
+            value = op(before, value);
+        }
+        distance *= 2;
+    }
+    value
+}
+
+/// Returns the sum of `value` over this thread and all threads before it. See [`scan`].
+#[inline(always)]
+#[track_caller]
+pub fn inclusive_sum<S: Shuffle + Default + Add<Output = S>>(value: S, scratch: SharedArray<S>) -> S {
+    scan(value, S::default(), scratch, |a, b| a + b).inclusive
+}
+
+/// Returns the sum of `value` over all threads before this one, 0 in the first thread. See [`scan`].
+#[inline(always)]
+#[track_caller]
+pub fn exclusive_sum<S: Shuffle + Default + Add<Output = S>>(value: S, scratch: SharedArray<S>) -> S {
+    scan(value, S::default(), scratch, |a, b| a + b).exclusive
+}
+
+/// Returns the sum of each of the `M` x `N` values over all threads of a one-dimensional block of `WARPS` warps.
 ///
 /// The cost is little more than that of one sum. `M` x `N` must be 1, 2 or 4, and `WARPS` 4, 8 or 16. `scratch` holds
 /// `M` x `N` x `WARPS` floats that no thread is still reading. The function contains one barrier, so two scratch arrays

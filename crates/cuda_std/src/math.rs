@@ -1,6 +1,6 @@
 //! Mathematical functions of f32, and in [`double`] of f64. Functions with the suffix `_rn` round to nearest. [`sin`], [`cos`] and
 //! [`pow`] are those of the crate `libm`, with errors of about one ulp over the whole range. The others use the special-function unit
-//! and have errors of a few ulp.
+//! and have errors of a few ulp, except [`sin_approx`] and [`cos_approx`].
 //!
 //! The device compiler contracts multiplications and additions to fused multiply-adds and approximates `/`, so these
 //! results can differ from the CPU's. A kernel that uses only [`fma`], [`div_rn`], [`sqrt_rn`], their bounded forms, and
@@ -105,6 +105,23 @@ pub fn div_rn_bounded(a: f32, b: f32) -> f32 {
     fma(y, fma(-b, quotient, a), quotient)
 }
 
+/// Returns the sine of `x` radians in one instruction (`sin.approx.ftz.f32`). [`sin`] is accurate, and slower.
+///
+/// The absolute error is at most 2^-20.5 for |x| up to 2 pi and 2^-14.7 for |x| up to 100 pi. NVIDIA states no bound beyond. The
+/// emulator's result has an error of about one ulp for any `x`.
+#[inline(always)]
+#[track_caller]
+pub fn sin_approx(x: f32) -> f32 {
+    backend::sin_approx(x)
+}
+
+/// Returns the cosine of `x` radians in one instruction (`cos.approx.ftz.f32`). Its errors are those of [`sin_approx`].
+#[inline(always)]
+#[track_caller]
+pub fn cos_approx(x: f32) -> f32 {
+    backend::cos_approx(x)
+}
+
 /// Returns tanh x, computed as 1 - 2 / (e^2x + 1) with an absolute error below 1e-6. Saturates to ±1.
 #[inline(always)]
 #[track_caller]
@@ -112,13 +129,13 @@ pub fn tanh(x: f32) -> f32 {
     fma(-2.0, recip(exp(2.0 * x) + 1.0), 1.0)
 }
 
-/// Returns the sine of `x` radians.
+/// Returns the sine of `x` radians. [`sin_approx`] is faster.
 #[inline(always)]
 pub fn sin(x: f32) -> f32 {
     libm::sinf(x)
 }
 
-/// Returns the cosine of `x` radians.
+/// Returns the cosine of `x` radians. [`cos_approx`] is faster.
 #[inline(always)]
 pub fn cos(x: f32) -> f32 {
     libm::cosf(x)

@@ -187,7 +187,7 @@ impl<T: Element> SharedArray<T> {
     #[track_caller]
     pub fn copy_packet_async(self, i: usize, from: impl CopySource<T>, j: usize, valid: bool) {
         let from = from.checked(j, T::PACKET, valid);
-        // SAFETY: see `packet`. The launch contract covers a `Global`, and `checked` has checked a `GlobalSlice`.
+        // SAFETY: see `packet`. The launch contract covers a `Global`, and `checked` has checked a slice.
         unsafe { backend::async_copy_16(self.0.element(i, T::PACKET).cast(), from.0.wrapping_add(j).cast(), valid) }
     }
 }
@@ -262,7 +262,7 @@ impl<T: Element, const R: usize, const C: usize> SharedTile<T, R, C> {
     #[track_caller]
     pub fn copy_packet_async(self, row: usize, col: usize, from: impl CopySource<T>, j: usize, valid: bool) {
         let from = from.checked(j, T::PACKET, valid);
-        // SAFETY: see `packet`. The launch contract covers a `Global`, and `checked` has checked a `GlobalSlice`.
+        // SAFETY: see `packet`. The launch contract covers a `Global`, and `checked` has checked a slice.
         unsafe {
             backend::async_copy_16(self.pointer(row, col, 1, T::PACKET).cast(), from.0.wrapping_add(j).cast(), valid);
         }

@@ -179,8 +179,11 @@ impl<T: Element> GlobalSliceMut<'_, T> {
     }
 }
 
-/// A view of global memory that asynchronous copies read: [`Global`], or [`GlobalSlice`], which stops the kernel if an element does not
-/// exist.
+/// A view of global memory that asynchronous copies read: [`Global`], or [`GlobalSlice`] and [`GlobalSliceMut`], which stop the kernel if
+/// an element does not exist.
+///
+/// No thread may write the elements of a [`GlobalSliceMut`] from the start of the copy to its wait. Otherwise the copy gets the old or the new
+/// bytes, and the emulator reports it. A write of another thread before the copy needs a barrier in between.
 pub trait CopySource<T>: private::Sealed {
     /// Returns the view, which has elements `i` to `i` + `count` - 1 if they are read (`valid`).
     #[doc(hidden)]
@@ -192,6 +195,7 @@ mod private {
     pub trait Sealed {}
     impl<T> Sealed for super::Global<T> {}
     impl<T> Sealed for super::GlobalSlice<'_, T> {}
+    impl<T> Sealed for super::GlobalSliceMut<'_, T> {}
 }
 
 impl<T> CopySource<T> for Global<T> {
@@ -209,5 +213,16 @@ impl<T> CopySource<T> for GlobalSlice<'_, T> {
             self.check(i, count);
         }
         self.view
+    }
+}
+
+impl<T> CopySource<T> for GlobalSliceMut<'_, T> {
+    #[inline(always)]
+    #[track_caller]
+    fn checked(self, i: usize, count: usize, valid: bool) -> Global<T> {
+        if valid {
+            self.check(i, count);
+        }
+        self.view.reader()
     }
 }

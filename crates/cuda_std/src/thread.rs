@@ -65,6 +65,16 @@ pub fn nanoseconds() -> u64 {
     backend::nanoseconds()
 }
 
+/// Suspends this thread for about `ns` nanoseconds, at most twice as long and at most a millisecond (`nanosleep.u32`).
+///
+/// A thread that polls memory calls it between two reads, so that other threads get more of the SM's time. It is a hint: the emulator
+/// lets other threads run, and no result may depend on the duration. It orders no memory accesses.
+#[inline(always)]
+#[track_caller]
+pub fn nanosleep(ns: u32) {
+    backend::nanosleep(ns);
+}
+
 /// Stops the kernel with an error (`trap`). The launch fails, and the context of the GPU cannot be used again. The emulator reports
 /// the thread and the line.
 #[inline(always)]
@@ -92,6 +102,32 @@ pub fn opaque(value: u32) -> u32 {
 #[track_caller]
 pub fn sync_threads() {
     backend::sync_threads();
+}
+
+/// Waits like [`sync_threads`], and returns whether `predicate` is true in any thread of the block (`bar.red.or.pred 0`).
+///
+/// Threads that have returned from the kernel do not count. If one warp waits in this function, all others must wait in it too,
+/// at any line.
+#[inline(always)]
+#[track_caller]
+pub fn sync_threads_or(predicate: bool) -> bool {
+    backend::sync_threads_or(predicate)
+}
+
+/// Waits like [`sync_threads`], and returns whether `predicate` is true in every thread of the block (`bar.red.and.pred 0`). See
+/// [`sync_threads_or`].
+#[inline(always)]
+#[track_caller]
+pub fn sync_threads_and(predicate: bool) -> bool {
+    backend::sync_threads_and(predicate)
+}
+
+/// Waits like [`sync_threads`], and returns the number of threads of the block with a true `predicate` (`bar.red.popc.u32 0`). See
+/// [`sync_threads_or`].
+#[inline(always)]
+#[track_caller]
+pub fn sync_threads_count(predicate: bool) -> u32 {
+    backend::sync_threads_count(predicate)
 }
 
 /// Waits until `threads` threads have arrived at named barrier `id` (`bar.sync id, threads`).

@@ -1,4 +1,4 @@
-//! Warp-wide operations: shuffles, votes and reductions. All 32 lanes of the warp must execute them together.
+//! Warp-wide operations: shuffles, votes, matches and reductions. All 32 lanes of the warp must execute them together.
 
 use crate::backend;
 
@@ -24,6 +24,14 @@ pub fn lane_id() -> u32 {
 #[track_caller]
 pub fn index() -> u32 {
     shuffle(backend::thread_idx_1d() / LANES, 0)
+}
+
+/// Returns the index of this thread's warp in its block of any dimension: [`thread::linear_index`](crate::thread::linear_index) / 32. In
+/// a one-dimensional block, [`index`] takes fewer instructions.
+#[inline(always)]
+#[track_caller]
+pub fn linear_index() -> u32 {
+    shuffle(crate::thread::linear_index() / LANES, 0)
 }
 
 /// A 32-bit or 64-bit type that can be shuffled: f32, f64, u32, i32, u64 or i64. A 64-bit value takes two instructions.
@@ -159,6 +167,20 @@ pub fn active_mask() -> u32 {
     backend::active_mask()
 }
 
+/// Returns a mask of the lanes that have the same `value` as this lane, including this lane (`match.any.sync.b32`).
+#[inline(always)]
+#[track_caller]
+pub fn match_any(value: u32) -> u32 {
+    backend::match_any(value)
+}
+
+/// Returns whether all lanes have the same `value` (`match.all.sync.b32`).
+#[inline(always)]
+#[track_caller]
+pub fn match_all(value: u32) -> bool {
+    backend::match_all(value)
+}
+
 /// Synchronizes the lanes of `mask` and orders their memory accesses (`bar.warp.sync mask`). This lane must be in `mask`.
 #[inline(always)]
 #[track_caller]
@@ -196,6 +218,88 @@ pub fn reduce<S: Shuffle>(mut value: S, op: impl Fn(S, S) -> S) -> S {
     value = op(value, shuffle_xor(value, 4));
     value = op(value, shuffle_xor(value, 2));
     op(value, shuffle_xor(value, 1))
+}
+
+mod private {
+    /// An integer that one instruction reduces over the warp.
+    pub trait Integer: Copy {
+        fn reduce_add(self) -> Self;
+        fn reduce_min(self) -> Self;
+        fn reduce_max(self) -> Self;
+    }
+}
+
+/// A type that [`reduce_add`], [`reduce_min`] and [`reduce_max`] reduce: u32 or i32.
+pub trait Integer: private::Integer {}
+
+macro_rules! integers {
+    ($($type:ty: $add:ident, $min:ident, $max:ident;)*) => {$(
+        impl private::Integer for $type {
+            #[inline(always)]
+            #[track_caller]
+            fn reduce_add(self) -> Self {
+                backend::$add(self)
+            }
+            #[inline(always)]
+            #[track_caller]
+            fn reduce_min(self) -> Self {
+                backend::$min(self)
+            }
+            #[inline(always)]
+            #[track_caller]
+            fn reduce_max(self) -> Self {
+                backend::$max(self)
+            }
+        }
+        impl Integer for $type {}
+    )*};
+}
+
+integers! {
+    u32: reduce_add_u32, reduce_min_u32, reduce_max_u32;
+    i32: reduce_add_i32, reduce_min_i32, reduce_max_i32;
+}
+
+/// Returns the sum of `value` over all lanes, modulo 2^32 (`redux.sync.add`).
+#[inline(always)]
+#[track_caller]
+pub fn reduce_add<T: Integer>(value: T) -> T {
+    value.reduce_add()
+}
+
+/// Returns the minimum of `value` over all lanes (`redux.sync.min`).
+#[inline(always)]
+#[track_caller]
+pub fn reduce_min<T: Integer>(value: T) -> T {
+    value.reduce_min()
+}
+
+/// Returns the maximum of `value` over all lanes (`redux.sync.max`).
+#[inline(always)]
+#[track_caller]
+pub fn reduce_max<T: Integer>(value: T) -> T {
+    value.reduce_max()
+}
+
+/// Returns the bitwise and of `value` over all lanes (`redux.sync.and.b32`).
+#[inline(always)]
+#[track_caller]
+pub fn reduce_and(value: u32) -> u32 {
+    backend::reduce_and(value)
+}
+
+/// Returns the bitwise or of `value` over all lanes (`redux.sync.or.b32`).
+#[inline(always)]
+#[track_caller]
+pub fn reduce_or(value: u32) -> u32 {
+    backend::reduce_or(value)
+}
+
+/// Returns the bitwise exclusive or of `value` over all lanes (`redux.sync.xor.b32`).
+#[inline(always)]
+#[track_caller]
+pub fn reduce_xor(value: u32) -> u32 {
+    backend::reduce_xor(value)
 }
 
 /// Reduces `value` over the four lanes that share a row of a tensor core's accumulators. Each of them receives the result.

@@ -1,7 +1,7 @@
 //! Loads, stores, atomics and `cp.async`, and the checks of addresses and values that other instructions share.
 
 use super::async_copy::AsyncCopy;
-use super::block::{Block, Mode, Polling, fail, is_running, mode, outside_kernel, with};
+use super::block::{Block, Mode, Polling, fail, is_checked, is_running, mode, outside_kernel, with};
 use super::checker::{Finding, Kind, Request};
 use super::report::{Fault, Line, Site};
 use super::warpgroup::{LINES, PENDING, QUIET, THREADS};
@@ -281,9 +281,11 @@ pub unsafe fn async_copy_16(to: *mut u32, from: *const u32, valid: bool) {
         check(Kind::Read, from.addr(), 16, 16, at);
     }
     check(Kind::AsyncWrite, to.addr(), 16, 16, at);
+    // SAFETY: guaranteed by the caller.
+    let from = valid.then(|| (from, unsafe { words(from) }));
     with(|block| {
         let mine = &mut block.copies[block.current];
-        mine.copies.push(AsyncCopy { to, from: valid.then_some(from), group: mine.groups, at });
+        mine.copies.push(AsyncCopy { to, from, group: mine.groups, at });
     });
 }
 
@@ -293,19 +295,34 @@ pub fn async_copy_commit() {
 }
 
 #[inline]
+#[track_caller]
 pub fn async_copy_wait<const PENDING: u32>() {
-    with(|block| {
+    let changed = with(|block| {
         let mine = &mut block.copies[block.current];
         let done = mine.copies.partition_point(|copy| copy.group + PENDING < mine.groups);
-        for copy in mine.copies.drain(..done) {
+        let mut changed = None;
+        for AsyncCopy { to, from, at, .. } in mine.copies.drain(..done) {
             // SAFETY: guaranteed by the caller of `async_copy_16`.
             unsafe {
-                let bytes = copy.from.map_or([0; 4], |from| words(from));
-                copy.to.cast::<[u32; 4]>().write_unaligned(bytes);
+                let bytes = from.map_or([0; 4], |(from, _)| words(from));
+                if from.is_some_and(|(_, before)| before != bytes) {
+                    changed = Some(at);
+                }
+                to.cast::<[u32; 4]>().write_unaligned(bytes);
             }
             if let Some(checker) = &mut block.checker {
-                checker.async_copy_completed(block.current, copy.to.addr(), 16);
+                checker.async_copy_completed(block.current, to.addr(), 16);
             }
         }
+        changed.filter(|_| is_checked())
     });
+    if let Some(copy) = changed {
+        let wait = Location::caller();
+        let message = format!(
+            "asynchronous copy in flight: the source of a cp.async ({}) was overwritten before its wait ({})",
+            Line(copy),
+            Line(wait)
+        );
+        fail(Fault::AsyncCopy, copy, Some(wait), message);
+    }
 }

@@ -62,6 +62,20 @@ pub fn sqrt(x: f32) -> f32 {
 
 #[inline]
 #[track_caller]
+pub fn sin_approx(x: f32) -> f32 {
+    check_operands([x], Location::caller());
+    flush(flush(x).sin())
+}
+
+#[inline]
+#[track_caller]
+pub fn cos_approx(x: f32) -> f32 {
+    check_operands([x], Location::caller());
+    flush(flush(x).cos())
+}
+
+#[inline]
+#[track_caller]
 pub fn sqrt_rn(x: f32) -> f32 {
     check_operands([x], Location::caller());
     x.sqrt()

@@ -17,8 +17,8 @@ pub struct AsyncCopies {
 #[derive(Clone, Copy)]
 pub struct AsyncCopy {
     pub to: *mut u32,
-    /// Source, or `None` to write zeros.
-    pub from: Option<*const u32>,
+    /// Source with its contents when the copy was issued, or `None` to write zeros. They must not change before the wait.
+    pub from: Option<(*const u32, [u32; 4])>,
     pub group: u32,
     pub at: Site,
 }

@@ -158,7 +158,7 @@ unsafe fn update<T: Word>(pointer: *mut T, [reads, releases]: [bool; 2], at: Sit
     T::from_bits(old)
 }
 
-/// Defines atomic reads and writes of global memory.
+/// Defines atomic reads and writes.
 macro_rules! accesses {
     ($($type:ty: $load:ident, $load_acquire:ident, $store:ident, $store_release:ident;)*) => {$(
         /// # Safety
@@ -197,7 +197,9 @@ macro_rules! accesses {
 
 accesses! {
     u32: load_relaxed_u32, load_acquire_u32, store_relaxed_u32, store_release_u32;
+    u32: shared_load_relaxed_u32, shared_load_acquire_u32, shared_store_relaxed_u32, shared_store_release_u32;
     u64: load_relaxed_u64, load_acquire_u64, store_relaxed_u64, store_release_u64;
+    u64: shared_load_relaxed_u64, shared_load_acquire_u64, shared_store_relaxed_u64, shared_store_release_u64;
 }
 
 /// Defines atomic updates of global and shared memory that return the old value.

@@ -391,7 +391,10 @@ impl Block {
         for (wait, threads) in &groups {
             let missing = match wait.operation {
                 Operation::MBarrier { offset, .. } => self.hopper.missing(offset as usize),
-                Operation::SyncThreads => self.barriers[0].missing(),
+                Operation::SyncThreads
+                | Operation::SyncThreadsOr
+                | Operation::SyncThreadsAnd
+                | Operation::SyncThreadsCount => self.barriers[0].missing(),
                 Operation::SyncNamed { id, .. } => self.barriers[id as usize].missing(),
                 Operation::Value { address, .. } => self.missing_value(address),
                 Operation::Poll { address, .. } => self.place(address),

@@ -9,7 +9,7 @@ use super::access::check_accumulator_read;
 use super::block::{Block, fail, suspend, with};
 use super::report::{Fault, Line, Site, ranges};
 use super::wait::{Operation, Wait};
-use super::warp::{Masked, Slot, Slots};
+use super::warp::{Barrier, Masked, Slot, Slots, Votes};
 use std::panic::Location;
 
 #[cold]
@@ -136,6 +136,59 @@ pub fn shuffle_up(value: u32, delta: u32) -> u32 {
     shuffle(value, |lane| lane.checked_sub(delta).unwrap_or(lane))
 }
 
+/// Exchanges one word per lane and returns `result` of this lane's word and the words of the lanes that exist.
+#[inline]
+fn combine<R>(operation: Operation, value: u32, at: Site, result: impl FnOnce(u32, &[(usize, u32)]) -> R) -> R {
+    check_accumulator_read(value, at);
+    let lanes = with(|block| block.warps[block.current / LANES].lanes);
+    exchange(Wait { operation, at }, value, |slots, _| {
+        let mut words = [(0, 0); LANES];
+        let mut count = 0;
+        for lane in (0..LANES).filter(|lane| lanes >> lane & 1 != 0) {
+            words[count] = (lane, slots[lane].0[0]);
+            count += 1;
+        }
+        result(value, &words[..count])
+    })
+}
+
+#[track_caller]
+pub fn match_any(value: u32) -> u32 {
+    combine(Operation::Match, value, Location::caller(), |value, words| {
+        words.iter().filter(|(_, word)| *word == value).fold(0, |mask, (lane, _)| mask | 1 << lane)
+    })
+}
+
+#[track_caller]
+pub fn match_all(value: u32) -> bool {
+    combine(Operation::Match, value, Location::caller(), |value, words| words.iter().all(|(_, word)| *word == value))
+}
+
+/// Defines reductions of integers over the warp.
+macro_rules! reductions {
+    ($($name:ident($type:ty) = $op:expr;)*) => {$(
+        #[track_caller]
+        pub fn $name(value: $type) -> $type {
+            let op: fn($type, $type) -> $type = $op;
+            combine(Operation::WarpReduction, value as u32, Location::caller(), |_, words| {
+                words.iter().map(|(_, word)| *word as $type).reduce(op).unwrap_or(value)
+            })
+        }
+    )*};
+}
+
+reductions! {
+    reduce_add_u32(u32) = u32::wrapping_add;
+    reduce_min_u32(u32) = u32::min;
+    reduce_max_u32(u32) = u32::max;
+    reduce_add_i32(i32) = i32::wrapping_add;
+    reduce_min_i32(i32) = i32::min;
+    reduce_max_i32(i32) = i32::max;
+    reduce_and(u32) = |a, b| a & b;
+    reduce_or(u32) = |a, b| a | b;
+    reduce_xor(u32) = |a, b| a ^ b;
+}
+
 /// Executes an operation of the lanes of `mask`. Each lane gives a word and the lane `from` which it reads, and gets `result` of the
 /// words of all lanes and its `from`.
 #[inline]
@@ -242,6 +295,39 @@ pub fn sync_threads() {
     barrier(Operation::SyncThreads, 0, threads as u32, Location::caller());
 }
 
+/// Waits at the barrier of `sync_threads` and returns the predicates of all threads there.
+fn vote(operation: Operation, predicate: bool, at: Site) -> Votes {
+    let threads = with(|block| {
+        // No other phase of the barrier can be open: it completes only after all lanes of this warp have arrived.
+        let votes = &mut block.barriers[0].votes;
+        *(if predicate { &mut votes.yes } else { &mut votes.no }) += 1;
+        block.warps.len() * LANES
+    });
+    barrier(operation, 0, threads as u32, at);
+    with(|block| block.warps[block.current / LANES].votes)
+}
+
+#[track_caller]
+pub fn sync_threads_or(predicate: bool) -> bool {
+    vote(Operation::SyncThreadsOr, predicate, Location::caller()).yes > 0
+}
+
+#[track_caller]
+pub fn sync_threads_and(predicate: bool) -> bool {
+    vote(Operation::SyncThreadsAnd, predicate, Location::caller()).no == 0
+}
+
+#[track_caller]
+pub fn sync_threads_count(predicate: bool) -> u32 {
+    vote(Operation::SyncThreadsCount, predicate, Location::caller()).yes
+}
+
+/// Lets other threads and blocks run: the duration is a hint.
+pub fn nanosleep(_ns: u32) {
+    with(Block::leave);
+    suspend();
+}
+
 #[track_caller]
 pub fn sync_named(id: u32, threads: u32) {
     barrier(Operation::SyncNamed { id, threads }, id, threads, Location::caller());
@@ -260,13 +346,14 @@ fn complete(block: &mut Block, id: usize) -> bool {
     if barrier.expects.is_none_or(|(expects, _)| barrier.arrived + (returned as u32) < expects) {
         return false;
     }
-    let waiting = std::mem::take(barrier).waiting;
+    let Barrier { waiting, votes, .. } = std::mem::take(barrier);
     if let Some(checker) = &mut block.checker {
         checker.order().barrier_completed(id, waiting);
     }
     for w in (0..block.warps.len()).filter(|w| waiting >> w & 1 != 0) {
         let warp = &mut block.warps[w];
         warp.ready |= warp.lanes;
+        warp.votes = votes;
     }
     true
 }
@@ -283,11 +370,13 @@ enum Outcome {
     Diverged(Wait),
     /// The first warp of this phase gave a different number of threads.
     CountMismatch(u32, Site),
+    /// The first warp of this phase executes another operation, and one of the two reduces predicates.
+    OperationMismatch(Operation, Site),
 }
 
 fn barrier(operation: Operation, id: u32, threads: u32, at: Site) {
     let wait = Wait { operation, at };
-    let named = operation != Operation::SyncThreads;
+    let named = matches!(operation, Operation::SyncNamed { .. } | Operation::ArriveNamed { .. });
     if named && (!(1..16).contains(&id) || !threads.is_multiple_of(LANES as u32) || threads == 0) {
         let message = format!(
             "invalid operand: {operation} at {}: expected a barrier number from 1 to 15 and a positive multiple of 32 \
@@ -304,6 +393,15 @@ fn barrier(operation: Operation, id: u32, threads: u32, at: Site) {
             let message = format!(
                 "invalid operand: {operation} at {}, but the first warp to arrive at barrier {id} expects {expects} \
                  threads ({})",
+                Line(at),
+                Line(first)
+            );
+            fail(Fault::Operand, at, Some(first), message)
+        }
+        Outcome::OperationMismatch(other, first) => {
+            let message = format!(
+                "invalid operand: {operation} at {}, but the first warp to arrive executes {other} ({}); all warps must execute the \
+                 same operation",
                 Line(at),
                 Line(first)
             );
@@ -327,6 +425,10 @@ fn arrive(block: &mut Block, wait: Wait, id: u32, threads: u32) -> Outcome {
     let (expects, first) = *barrier.expects.get_or_insert((threads, wait.at));
     if expects != threads {
         return Outcome::CountMismatch(expects, first);
+    }
+    let operation = *barrier.operation.get_or_insert(wait.operation);
+    if id == 0 && operation != wait.operation {
+        return Outcome::OperationMismatch(operation, first);
     }
     barrier.arrived += LANES as u32;
     if let Some(checker) = &mut block.checker {

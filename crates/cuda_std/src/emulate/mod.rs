@@ -54,8 +54,8 @@ mod wgmma;
 
 pub use access::*;
 pub use arithmetic::{
-    bf16x2, div_rn, e4m3x2, e5m2x2, exp2, f16_to_f32, f16x2, fma, fma_f64, larger_magnitudes, log2, max, min_or_nan,
-    opaque, permute_bytes, recip, rsqrt, sqrt, sqrt_f64, sqrt_rn,
+    bf16x2, cos_approx, div_rn, e4m3x2, e5m2x2, exp2, f16_to_f32, f16x2, fma, fma_f64, larger_magnitudes, log2, max,
+    min_or_nan, opaque, permute_bytes, recip, rsqrt, sin_approx, sqrt, sqrt_f64, sqrt_rn,
 };
 pub use atomic::{
     acquire_wait_u32, atomic_add_f32, atomic_add_u32, atomic_max_u32, compare_exchange_u32, compare_exchange_u64,
@@ -65,17 +65,21 @@ pub use atomic::{
     fetch_or_u32, fetch_or_u64, fetch_xor_u32, fetch_xor_u64, load_acquire_u32, load_acquire_u64, load_relaxed_u32,
     load_relaxed_u64, release_add_u32, shared_add_f32, shared_add_f64, shared_add_i32, shared_add_u32, shared_add_u64,
     shared_and_u32, shared_and_u64, shared_compare_exchange_u32, shared_compare_exchange_u64, shared_exchange_u32,
-    shared_exchange_u64, shared_max_i32, shared_max_u32, shared_max_u64, shared_min_i32, shared_min_u32,
-    shared_min_u64, shared_or_u32, shared_or_u64, shared_xor_u32, shared_xor_u64, store_relaxed_u32, store_relaxed_u64,
-    store_release_u32, store_release_u64,
+    shared_exchange_u64, shared_load_acquire_u32, shared_load_acquire_u64, shared_load_relaxed_u32,
+    shared_load_relaxed_u64, shared_max_i32, shared_max_u32, shared_max_u64, shared_min_i32, shared_min_u32,
+    shared_min_u64, shared_or_u32, shared_or_u64, shared_store_relaxed_u32, shared_store_relaxed_u64,
+    shared_store_release_u32, shared_store_release_u64, shared_xor_u32, shared_xor_u64, store_relaxed_u32,
+    store_relaxed_u64, store_release_u32, store_release_u64,
 };
 pub use block::{
     block_dim_x, block_dim_y, block_dim_z, block_idx_x, block_idx_y, block_idx_z, clock, grid_dim_x, grid_dim_y,
     grid_dim_z, lane_id, nanoseconds, thread_idx_1d, thread_idx_x, thread_idx_y, thread_idx_z, trap,
 };
 pub use collective::{
-    active_mask, arrive_named, ballot, ballot_masked, shuffle_down, shuffle_idx, shuffle_masked, shuffle_up,
-    shuffle_xor, sync_masked, sync_named, sync_threads, sync_warp,
+    active_mask, arrive_named, ballot, ballot_masked, match_all, match_any, nanosleep, reduce_add_i32, reduce_add_u32,
+    reduce_and, reduce_max_i32, reduce_max_u32, reduce_min_i32, reduce_min_u32, reduce_or, reduce_xor, shuffle_down,
+    shuffle_idx, shuffle_masked, shuffle_up, shuffle_xor, sync_masked, sync_named, sync_threads, sync_threads_and,
+    sync_threads_count, sync_threads_or, sync_warp,
 };
 pub use grid::Grid;
 pub use memory::{HostAccess, Memory};

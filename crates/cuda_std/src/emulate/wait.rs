@@ -42,6 +42,11 @@ pub enum Operation {
         address: usize,
         bits: u64,
     },
+    Match,
+    WarpReduction,
+    SyncThreadsOr,
+    SyncThreadsAnd,
+    SyncThreadsCount,
 }
 
 impl fmt::Display for Operation {
@@ -65,6 +70,11 @@ impl fmt::Display for Operation {
             Self::Value { awaited: Some(value), .. } => write!(f, "acquire_wait for the value {value}"),
             Self::Value { .. } => f.write_str("acquire_wait for a condition"),
             Self::Poll { bits, .. } => write!(f, "a loop that reads the value {bits}"),
+            Self::Match => f.write_str("a warp match"),
+            Self::WarpReduction => f.write_str("a warp reduction"),
+            Self::SyncThreadsOr => f.write_str("sync_threads_or"),
+            Self::SyncThreadsAnd => f.write_str("sync_threads_and"),
+            Self::SyncThreadsCount => f.write_str("sync_threads_count"),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::LANES;
 use super::report::Site;
-use super::wait::Wait;
+use super::wait::{Operation, Wait};
 
 /// Words that a lane deposits in a warp-wide operation and receives from it.
 #[derive(Clone, Copy)]
@@ -29,6 +29,8 @@ pub struct Warp {
     pub masked: Vec<Masked>,
     /// Result of each lane's last operation among the lanes of a mask.
     pub masked_results: [u32; LANES],
+    /// Predicates of the last barrier that the warp waited at.
+    pub votes: Votes,
     /// Lanes that wait in `active_mask`.
     pub active: Vec<(usize, Site)>,
 }
@@ -56,6 +58,7 @@ impl Warp {
             slots,
             masked: Vec::new(),
             masked_results: [0; LANES],
+            votes: Votes::default(),
             active: Vec::new(),
         }
     }
@@ -121,6 +124,16 @@ pub struct Barrier {
     pub arrived: u32,
     /// Mask of the warps to wake.
     pub waiting: u32,
+    /// What the first warp executes.
+    pub operation: Option<Operation>,
+    pub votes: Votes,
+}
+
+/// The predicates of the threads at a barrier that reduces them.
+#[derive(Clone, Copy, Default)]
+pub struct Votes {
+    pub no: u32,
+    pub yes: u32,
 }
 
 impl Barrier {

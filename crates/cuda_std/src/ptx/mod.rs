@@ -94,6 +94,12 @@ timers! {
 }
 
 #[inline(always)]
+pub fn nanosleep(ns: u32) {
+    // SAFETY: the instruction only waits.
+    unsafe { asm!("nanosleep.u32 {};", in(reg32) ns, options(nostack, preserves_flags)) }
+}
+
+#[inline(always)]
 pub fn opaque(mut value: u32) -> u32 {
     // SAFETY: the assembly contains no instruction; its operand keeps dependent computations after this point.
     unsafe { asm!("// {0}", inout(reg32) value, options(nostack, preserves_flags)) }
@@ -122,6 +128,8 @@ unary! {
     recip = "rcp.approx.ftz.f32"
     rsqrt = "rsqrt.approx.ftz.f32"
     sqrt = "sqrt.approx.ftz.f32"
+    sin_approx = "sin.approx.ftz.f32"
+    cos_approx = "cos.approx.ftz.f32"
     sqrt_rn = "sqrt.rn.f32"
     tf32 = "cvt.rna.tf32.f32"
 }
@@ -246,6 +254,37 @@ pub fn sync_threads() {
     unsafe { barrier_all(0) }
 }
 
+macro_rules! barrier_votes {
+    ($($name:ident = $instruction:literal)*) => {$(
+        #[inline(always)]
+        pub fn $name(predicate: bool) -> bool {
+            let result: u32;
+            // SAFETY: the instruction only synchronizes threads.
+            unsafe {
+                asm!(concat!("{{ .reg .pred p, q; setp.ne.b32 p, {}, 0; ", $instruction, " q, 0, p; selp.b32 {}, 1, 0, q; }}"),
+                    in(reg32) predicate as u32, out(reg32) result, options(nostack, preserves_flags));
+            }
+            result != 0
+        }
+    )*};
+}
+
+barrier_votes! {
+    sync_threads_or = "bar.red.or.pred"
+    sync_threads_and = "bar.red.and.pred"
+}
+
+#[inline(always)]
+pub fn sync_threads_count(predicate: bool) -> u32 {
+    let count;
+    // SAFETY: the instruction only synchronizes threads.
+    unsafe {
+        asm!("{{ .reg .pred p; setp.ne.b32 p, {}, 0; bar.red.popc.u32 {}, 0, p; }}",
+            in(reg32) predicate as u32, out(reg32) count, options(nostack, preserves_flags));
+    }
+    count
+}
+
 #[inline(always)]
 pub fn sync_named(id: u32, threads: u32) {
     // SAFETY: the instruction only synchronizes threads.
@@ -328,6 +367,54 @@ pub fn ballot(predicate: bool) -> u32 {
             in(reg32) predicate as u32, out(reg32) bits, options(nomem, nostack, preserves_flags));
     }
     bits
+}
+
+#[inline(always)]
+pub fn match_any(value: u32) -> u32 {
+    let lanes;
+    // SAFETY: the instruction only exchanges registers within the warp.
+    unsafe {
+        asm!("match.any.sync.b32 {}, {}, -1;", out(reg32) lanes, in(reg32) value, options(nomem, nostack, preserves_flags));
+    }
+    lanes
+}
+
+#[inline(always)]
+pub fn match_all(value: u32) -> bool {
+    let lanes: u32;
+    // SAFETY: the instruction only exchanges registers within the warp.
+    unsafe {
+        asm!("match.all.sync.b32 {}, {}, -1;", out(reg32) lanes, in(reg32) value, options(nomem, nostack, preserves_flags));
+    }
+    lanes != 0
+}
+
+/// Defines reductions of integers over the warp.
+macro_rules! warp_reductions {
+    ($($name:ident($type:ty) = $instruction:literal)*) => {$(
+        #[inline(always)]
+        pub fn $name(value: $type) -> $type {
+            let reduced;
+            // SAFETY: the instruction only exchanges registers within the warp.
+            unsafe {
+                asm!(concat!("redux.sync.", $instruction, " {}, {}, -1;"), out(reg32) reduced, in(reg32) value,
+                    options(nomem, nostack, preserves_flags));
+            }
+            reduced
+        }
+    )*};
+}
+
+warp_reductions! {
+    reduce_add_u32(u32) = "add.u32"
+    reduce_min_u32(u32) = "min.u32"
+    reduce_max_u32(u32) = "max.u32"
+    reduce_add_i32(i32) = "add.s32"
+    reduce_min_i32(i32) = "min.s32"
+    reduce_max_i32(i32) = "max.s32"
+    reduce_and(u32) = "and.b32"
+    reduce_or(u32) = "or.b32"
+    reduce_xor(u32) = "xor.b32"
 }
 
 /// Returns the generic address of dynamic shared memory.
@@ -615,43 +702,57 @@ pub unsafe fn release_add_u32(pointer: *mut u32, value: u32) {
     }
 }
 
-/// Defines atomic reads and writes of global memory at device scope.
+/// Defines atomic reads and writes: of global memory at device scope, and of shared memory at block scope.
 macro_rules! accesses {
-    ($($type:ty, $register:ident, $suffix:literal: $load:ident, $load_acquire:ident, $store:ident, $store_release:ident;)*) => {
-        $(
-            accesses!(@load $load, $type, $register, "relaxed", $suffix);
-            accesses!(@load $load_acquire, $type, $register, "acquire", $suffix);
-            accesses!(@store $store, $type, $register, "relaxed", $suffix);
-            accesses!(@store $store_release, $type, $register, "release", $suffix);
-        )*
-    };
-    (@load $name:ident, $type:ty, $register:ident, $order:literal, $suffix:literal) => {
+    ($($type:ty, $register:ident, $suffix:literal: $load:ident, $shared_load:ident, $store:ident, $shared_store:ident,
+        $read:literal, $write:literal;)*) => {$(
         #[inline(always)]
-        pub unsafe fn $name(pointer: *const $type) -> $type {
+        pub unsafe fn $load(pointer: *const $type) -> $type {
             let value;
             // SAFETY: the caller guarantees a valid word of global memory.
             unsafe {
-                asm!(concat!("ld.", $order, ".gpu.global.", $suffix, " {}, [{}];"),
+                asm!(concat!("ld.", $read, ".gpu.global.", $suffix, " {}, [{}];"),
                     out($register) value, in(reg64) pointer, options(nostack, preserves_flags));
             }
             value
         }
-    };
-    (@store $name:ident, $type:ty, $register:ident, $order:literal, $suffix:literal) => {
+
         #[inline(always)]
-        pub unsafe fn $name(pointer: *mut $type, value: $type) {
+        pub unsafe fn $shared_load(pointer: *const $type) -> $type {
+            let value;
+            // SAFETY: the caller guarantees a valid word of shared memory.
+            unsafe {
+                asm!(concat!("ld.", $read, ".cta.shared.", $suffix, " {}, [{}];"),
+                    out($register) value, in(reg32) shared_address(pointer), options(nostack, preserves_flags));
+            }
+            value
+        }
+
+        #[inline(always)]
+        pub unsafe fn $store(pointer: *mut $type, value: $type) {
             // SAFETY: the caller guarantees a valid word of global memory.
             unsafe {
-                asm!(concat!("st.", $order, ".gpu.global.", $suffix, " [{}], {};"),
+                asm!(concat!("st.", $write, ".gpu.global.", $suffix, " [{}], {};"),
                     in(reg64) pointer, in($register) value, options(nostack, preserves_flags));
             }
         }
-    };
+
+        #[inline(always)]
+        pub unsafe fn $shared_store(pointer: *mut $type, value: $type) {
+            // SAFETY: the caller guarantees a valid word of shared memory.
+            unsafe {
+                asm!(concat!("st.", $write, ".cta.shared.", $suffix, " [{}], {};"),
+                    in(reg32) shared_address(pointer), in($register) value, options(nostack, preserves_flags));
+            }
+        }
+    )*};
 }
 
 accesses! {
-    u32, reg32, "u32": load_relaxed_u32, load_acquire_u32, store_relaxed_u32, store_release_u32;
-    u64, reg64, "u64": load_relaxed_u64, load_acquire_u64, store_relaxed_u64, store_release_u64;
+    u32, reg32, "u32": load_relaxed_u32, shared_load_relaxed_u32, store_relaxed_u32, shared_store_relaxed_u32, "relaxed", "relaxed";
+    u32, reg32, "u32": load_acquire_u32, shared_load_acquire_u32, store_release_u32, shared_store_release_u32, "acquire", "release";
+    u64, reg64, "u64": load_relaxed_u64, shared_load_relaxed_u64, store_relaxed_u64, shared_store_relaxed_u64, "relaxed", "relaxed";
+    u64, reg64, "u64": load_acquire_u64, shared_load_acquire_u64, store_release_u64, shared_store_release_u64, "acquire", "release";
 }
 
 /// Waits until `condition` holds for the word.

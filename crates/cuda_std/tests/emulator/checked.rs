@@ -46,6 +46,49 @@ fn an_asynchronous_copy_beyond_the_end_is_reported() {
     assert!(text.contains("inp + 400") && text.contains("checked.rs"), "{text}");
 }
 
+/// Replaces the first 4 T elements of `values` by those from 4 on, through the array or (`kind` 1) the tile. Thread 31 copies the elements
+/// from `last` on to place `to`. With `kind` 2, the elements are written without a barrier after the copy of another thread.
+#[kernel(threads = 32, shared = shared, checked)]
+fn move_down(values: GlobalSliceMut<f32>, kind: u32, last: u64, to: u64) {
+    let ((array, tile), t) = (shared(&mut Layout::new()), thread::thread_idx_x() as usize);
+    let (from, to) = if t == 31 { (last as usize, to as usize) } else { (4 * t + 4, 4 * t) };
+    if kind == 1 {
+        tile.copy_packet_async(to / 16, to % 16, values, from, true);
+    } else {
+        array.copy_packet_async(to, values, from, true);
+    }
+    async_copy::commit();
+    async_copy::wait::<0>();
+    if kind != 2 {
+        thread::sync_threads();
+    }
+    for k in 4 * t..4 * t + 4 {
+        values.set(k, if kind == 1 { tile.at(k / 16, k % 16) } else { array.at(k) });
+    }
+}
+
+#[test]
+fn asynchronous_copies_read_mutable_buffers() {
+    let run = |kind, last, to| {
+        let values: Vec<f32> = (0..132).map(|i| i as f32).collect();
+        let mut memory = Memory::new();
+        let buffer = memory.buffer_slice("values", &values);
+        let result = move_down(buffer, kind, last, to).emulate(&mut memory, [1, 1, 1]);
+        result.map(|()| memory.read_slice(buffer)).map_err(|report| (report.fault, report.to_string()))
+    };
+    let expected: Vec<f32> = (4..132).chain(128..132).map(|i| i as f32).collect();
+    for kind in [0, 1] {
+        assert_eq!(run(kind, 128, 124).unwrap(), expected);
+        let (fault, text) = run(kind, 132, 124).unwrap_err();
+        assert!(fault == Fault::OutOfBounds && text.contains("values + 528"), "{text}");
+        let (fault, text) = run(kind, 128, 128).unwrap_err();
+        let shape = ["index 128 of a SharedArray", "index (8, 0) of a SharedTile"][kind as usize];
+        assert!(fault == Fault::OutOfBounds && text.contains(shape), "{text}");
+    }
+    let (fault, text) = run(2, 128, 124).unwrap_err();
+    assert!(fault == Fault::DataRace && text.contains("checked.rs"), "{text}");
+}
+
 /// Applies each atomic operation once per thread, from element `first` on.
 #[kernel(threads = 32, checked)]
 fn update(words: GlobalSliceMut<u32>, signed: GlobalSliceMut<i32>, wide: GlobalSliceMut<u64>, first: u32) {
@@ -141,4 +184,42 @@ fn an_index_whose_address_is_valid_is_reported() {
     let (x, y) = (memory.input_slice("x", &[1.0; 64]), memory.buffer_slice("y", &[0.0; 64]));
     let report = access(y, x, distance as u64, 0, 0).emulate(&mut memory, [1, 1, 1]).unwrap_err().to_string();
     assert!(report.contains("of x, which has 64 elements") || report.contains("in no buffer"), "{report}");
+}
+
+/// Copies four values asynchronously and overwrites one before the wait, if `fault` is 1, or after it.
+#[kernel(threads = 32, shared = four_values, checked)]
+fn overwrites_the_source_of_a_copy(values: GlobalSliceMut<f32>, fault: u32) {
+    let copy = four_values(&mut Layout::new());
+    if thread::thread_idx_x() == 0 {
+        copy.copy_packet_async(0, values, 0, true); // copied_source
+        async_copy::commit();
+        if fault == 1 {
+            values.set(2, 5.0);
+        }
+        async_copy::wait::<0>(); // copied_wait
+        values.set(2, copy.at(2) + 1.0);
+    }
+}
+
+fn four_values(layout: &mut Layout) -> SharedArray<f32> {
+    layout.array(4)
+}
+
+#[test]
+fn a_write_to_the_source_of_a_copy_before_its_wait_is_reported() {
+    let run = |fault| {
+        let mut memory = Memory::new();
+        let values = memory.buffer_slice("values", &[0.0f32, 1.0, 2.0, 3.0]);
+        let launch = overwrites_the_source_of_a_copy(values, fault);
+        launch.emulate(&mut memory, [1, 1, 1]).map(|()| memory.read_slice(values))
+    };
+    assert_eq!(run(0).unwrap(), [0.0, 1.0, 3.0, 3.0]);
+    let report = run(1).unwrap_err();
+    let line =
+        |mark: &str| include_str!("checked.rs").lines().position(|line| line.ends_with(mark)).map(|i| i as u32 + 1);
+    assert_eq!(
+        (report.fault, report.lines()),
+        (Fault::AsyncCopy, [line("// copied_source"), line("// copied_wait")]),
+        "{report}"
+    );
 }

@@ -1,6 +1,6 @@
 //! Every primitive in the CPU back end, exercised by small kernels.
 
-use cuda_std::emulate::Memory;
+use cuda_std::emulate::{Fault, Memory};
 use cuda_std::shared::Layout;
 use cuda_std::{
     CachePolicy, Element, Global, GlobalMut, Packet, SharedArray, SharedTile, async_copy, bf16, block, fence, kernel,
@@ -372,6 +372,8 @@ fn special_functions_are_accurate() {
         close(math::exp(x), f64::from(x).exp());
         close(math::exp2(x), f64::from(x).exp2());
         close(math::tanh(x), f64::from(x).tanh());
+        close(math::sin_approx(30.0 * x), f64::from(30.0 * x).sin());
+        close(math::cos_approx(30.0 * x), f64::from(30.0 * x).cos());
         if x > 0.0 {
             close(math::ln(x), f64::from(x).ln());
             close(math::sqrt(x), f64::from(x).sqrt());
@@ -385,6 +387,8 @@ fn special_functions_are_accurate() {
         (f32::INFINITY, f32::INFINITY, f32::NEG_INFINITY)
     );
     assert!(math::rsqrt(-1.0).is_nan() && math::ln(-1.0).is_nan());
+    assert_eq!((math::sin_approx(-1e-40).to_bits(), math::cos_approx(1e-40).to_bits()), (1 << 31, 1f32.to_bits()));
+    assert!(math::sin_approx(f32::INFINITY).is_nan() && math::cos_approx(f32::NEG_INFINITY).is_nan());
     assert_eq!((math::max(f32::NAN, 1.0), math::fma(3.0, 4.0, 5.0), math::tanh(100.0)), (1.0, 17.0, 1.0));
 }
 
@@ -471,4 +475,422 @@ fn struct_arguments_are_passed_by_value() {
     // SAFETY: the kernel writes element 0 of `out`.
     unsafe { launch.emulate([1, 1, 1], 0) }.unwrap();
     assert_eq!(out[0].to_bits(), 7.5f32.to_bits());
+}
+
+/// Each lane has the value `(t * 7 + 3) % 5`, or its negative, or a value that all lanes share.
+#[kernel(threads = 64)]
+fn matches_and_reductions(out: GlobalMut<u32>, signed: GlobalMut<i32>) {
+    let t = thread::thread_idx_x();
+    let (i, value) = (t as usize, (t * 7 + 3) % 5 + 4 * u32::from(t == 40));
+    let matches =
+        [warp::match_any(value), u32::from(warp::match_all(value)) + 2 * u32::from(warp::match_all(t / 32 + 9))];
+    let numbers = [warp::reduce_add(value), warp::reduce_min(value), warp::reduce_max(value)];
+    let bits = [warp::reduce_and(value | 1 << 8), warp::reduce_or(1 << (t % 20)), warp::reduce_xor(value << (t / 32))];
+    for (k, result) in matches.into_iter().chain(numbers).chain(bits).enumerate() {
+        out.set(8 * i + k, result);
+    }
+    let value = (t as i32 - 40) * 3;
+    for (k, result) in
+        [warp::reduce_add(value), warp::reduce_min(value), warp::reduce_max(value)].into_iter().enumerate()
+    {
+        signed.set(3 * i + k, result);
+    }
+}
+
+#[test]
+fn matches_and_reductions_of_a_warp_equal_their_definitions() {
+    let mut memory = Memory::new();
+    let (out, signed) = (memory.output("out", 8 * 64), memory.output("signed", 3 * 64));
+    matches_and_reductions(out, signed).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap();
+    let value = |t: u32| (t * 7 + 3) % 5 + 4 * u32::from(t == 40);
+    for (t, got) in memory.read(out).chunks(8).enumerate() {
+        let t = t as u32;
+        let lanes = || t / 32 * 32..t / 32 * 32 + 32;
+        let values = || lanes().map(value);
+        let want = [
+            lanes().filter(|&l| value(l) == value(t)).fold(0, |mask, l| mask | 1 << (l % 32)),
+            2,
+            values().sum(),
+            values().min().unwrap(),
+            values().max().unwrap(),
+            values().fold(u32::MAX, |all, v| all & (v | 1 << 8)),
+            lanes().fold(0, |any, l| any | 1 << (l % 20)),
+            values().fold(0, |odd, v| odd ^ v << (t / 32)),
+        ];
+        assert_eq!(got, want, "thread {t}");
+    }
+    for (t, got) in memory.read(signed).chunks(3).enumerate() {
+        let first = (t as i32 / 32 * 32 - 40) * 3;
+        assert_eq!(got, [32 * first + 3 * 16 * 31, first, first + 93], "thread {t}");
+    }
+}
+
+/// The second warp of this block has 8 lanes.
+#[kernel(threads = 40)]
+fn reductions_of_few_lanes(out: GlobalMut<u32>) {
+    let t = thread::thread_idx_x();
+    out.set(3 * t as usize, warp::reduce_min(t + 1));
+    out.set(3 * t as usize + 1, warp::match_any(0));
+    out.set(3 * t as usize + 2, warp::reduce_and(3));
+}
+
+#[test]
+fn lanes_that_do_not_exist_take_no_part_in_a_reduction() {
+    let mut memory = Memory::new();
+    let out = memory.output("out", 3 * 40);
+    reductions_of_few_lanes(out).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap();
+    for (t, got) in memory.read(out).chunks(3).enumerate() {
+        assert_eq!(got, if t < 32 { [1, u32::MAX, 3] } else { [33, 0xff, 3] }, "thread {t}");
+    }
+}
+
+/// A reduction exchanges registers. It does not order memory accesses.
+#[kernel(threads = 32)]
+fn reduction_instead_of_a_barrier(out: GlobalMut<u32>) {
+    let t = thread::thread_idx_x() as usize;
+    out.set(t, 1);
+    let sum = warp::reduce_add(1u32);
+    out.set(t, out.at((t + 1) % 32) + sum);
+}
+
+#[test]
+fn a_reduction_of_a_warp_orders_no_memory_accesses() {
+    let mut memory = Memory::new();
+    let out = memory.output("out", 32);
+    let report = reduction_instead_of_a_barrier(out).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap_err();
+    assert_eq!(report.fault, Fault::DataRace, "{report}");
+}
+
+#[kernel(threads = 32)]
+fn reduction_in_a_branch(out: GlobalMut<u32>) {
+    let t = thread::thread_idx_x();
+    let result = if t < 16 { warp::reduce_add(t) } else { warp::match_any(t) };
+    out.set(t as usize, result);
+}
+
+#[test]
+fn a_reduction_and_a_match_in_two_branches_of_a_warp_are_a_divergence() {
+    let mut memory = Memory::new();
+    let out = memory.output("out", 32);
+    let report = reduction_in_a_branch(out).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap_err();
+    assert_eq!(report.fault, Fault::Divergence, "{report}");
+    let text = report.to_string();
+    assert!(text.contains("a warp match") && text.contains("a warp reduction"), "{text}");
+}
+
+/// Each round counts other threads. The votes differ between rounds, and a thread passes its own vote of each round through memory.
+#[kernel(threads = (16, 3, 2))]
+fn votes(out: GlobalMut<u32>, votes: GlobalMut<u32>) {
+    let t = thread::linear_index() as usize;
+    for round in 0..5 {
+        let yes = round > 0 && t < 20 * round;
+        votes.set(t, u32::from(yes));
+        let count = thread::sync_threads_count(yes);
+        let next = votes.at((t + 40) % 96);
+        let any = thread::sync_threads_or(t == 50 && round == 2);
+        let all = thread::sync_threads_and(t != 95 || round == 3);
+        out.set(4 * (5 * t + round), count);
+        out.set(4 * (5 * t + round) + 1, u32::from(any));
+        out.set(4 * (5 * t + round) + 2, u32::from(all));
+        out.set(4 * (5 * t + round) + 3, next);
+    }
+}
+
+#[test]
+fn barriers_reduce_predicates_and_order_memory_accesses() {
+    let mut memory = Memory::new();
+    let (out, scratch) = (memory.output("out", 4 * 5 * 96), memory.output("votes", 96));
+    votes(out, scratch).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap();
+    for (i, got) in memory.read(out).chunks(4).enumerate() {
+        let (t, round) = (i / 5, i % 5);
+        let next = u32::from((t + 40) % 96 < 20 * round);
+        assert_eq!(got, [20 * round as u32, u32::from(round == 2), u32::from(round == 3), next], "thread {t}");
+    }
+}
+
+/// Warp 1 returns before the barrier, or while the others wait.
+#[kernel(threads = 96)]
+fn votes_of_the_others(out: GlobalMut<u32>, late: u32) {
+    let t = thread::thread_idx_x();
+    if t / 32 == 1 {
+        if late != 0 {
+            thread::sync_named(1, 64);
+        }
+        return;
+    }
+    if late != 0 && t / 32 == 2 {
+        thread::arrive_named(1, 64);
+    }
+    out.set(3 * t as usize, thread::sync_threads_count(true));
+    out.set(3 * t as usize + 1, u32::from(thread::sync_threads_and(true)));
+    out.set(3 * t as usize + 2, u32::from(thread::sync_threads_or(false)));
+}
+
+#[test]
+fn warps_that_have_returned_have_no_vote() {
+    for late in [0, 1] {
+        let mut memory = Memory::new();
+        let out = memory.zeroed("out", 3 * 96);
+        votes_of_the_others(out, late).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap();
+        let out = memory.read(out);
+        for t in (0..32).chain(64..96) {
+            assert_eq!(out[3 * t..][..3], [64, 1, 0], "thread {t}");
+        }
+    }
+}
+
+/// Warp 0 executes another barrier (`kind` 0), a branch of the warp does not arrive (1), or warp 1 never arrives (2).
+#[kernel(threads = 64)]
+fn wrong_votes(out: GlobalMut<u32>, kind: u32) {
+    let t = thread::thread_idx_x();
+    match kind {
+        0 if t < 32 => thread::sync_threads(),
+        1 if t == 40 => thread::sync_threads(),
+        2 if t >= 32 => thread::sync_named(1, 64),
+        _ => out.set(t as usize, thread::sync_threads_count(true)),
+    }
+}
+
+#[test]
+fn barriers_that_reduce_predicates_report_divergence() {
+    let run = |kind| {
+        let mut memory = Memory::new();
+        let out = memory.output("out", 64);
+        wrong_votes(out, kind).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap_err()
+    };
+    for (kind, fault, text) in [
+        (0, Fault::Operand, "sync_threads_count at"),
+        (0, Fault::Operand, "the first warp to arrive executes sync_threads ("),
+        (1, Fault::Divergence, "sync_threads_count"),
+        (2, Fault::Deadlock, "threads 0-31: waiting in sync_threads_count"),
+    ] {
+        let report = run(kind);
+        assert_eq!(report.fault, fault, "{report}");
+        assert!(report.to_string().contains(text), "{report}");
+    }
+}
+
+/// Sleeping orders no memory accesses.
+#[kernel(threads = 64)]
+fn sleeps(out: GlobalMut<u32>, read: u32) {
+    let t = thread::thread_idx_x() as usize;
+    out.set(t, 1);
+    thread::nanosleep(1000);
+    if read != 0 {
+        out.set(t + 64, out.at((t + 32) % 64));
+    }
+}
+
+#[test]
+fn nanosleep_is_a_hint() {
+    let run = |read| {
+        let mut memory = Memory::new();
+        let out = memory.zeroed("out", 128);
+        sleeps(out, read).emulate_checked(&mut memory, [1, 1, 1], 0).map(|()| memory.read(out))
+    };
+    assert_eq!(run(0).unwrap(), [[1; 64], [0; 64]].concat());
+    assert_eq!(run(1).unwrap_err().fault, Fault::DataRace);
+}
+
+/// Reductions and scans of a block, in the order of the threads. They share one scratch array without barriers.
+fn reductions_and_scans(out: GlobalMut<u32>, floats: GlobalMut<f32>, wide: GlobalMut<u64>) {
+    let mut layout = Layout::new();
+    let (scratch, float_scratch, wide_scratch) =
+        (layout.array(block::SCRATCH), layout.array(block::SCRATCH), layout.array(block::SCRATCH));
+    let t = thread::linear_index();
+    let (i, value) = (t as usize, t * 5 % 17 + 1);
+    let results = [
+        block::sum(value, scratch),
+        block::reduce(value, u32::MAX, scratch, u32::min),
+        block::inclusive_sum(value, scratch),
+        block::exclusive_sum(value, scratch),
+        block::scan(value, 0, scratch, u32::max).exclusive,
+        block::scan(value, 0, scratch, u32::max).total,
+    ];
+    for (k, result) in results.into_iter().enumerate() {
+        out.set(6 * i + k, result);
+    }
+    floats.set(2 * i, block::sum(value as f32, float_scratch));
+    floats.set(2 * i + 1, block::max(value as f32, float_scratch));
+    // The composition of x -> a x + b, which is not commutative: multiplier and constant in the halves.
+    let compose = |f: u64, g: u64| {
+        let [a, b, c, d] = [f >> 32, f & 0xffff_ffff, g >> 32, g & 0xffff_ffff];
+        ((a * c) & 0xffff) << 32 | ((b * c + d) & 0xffff)
+    };
+    let scan = block::scan(3 << 32 | u64::from(value), 1 << 32, wide_scratch, compose);
+    wide.set(3 * i, scan.inclusive);
+    wide.set(3 * i + 1, scan.exclusive);
+    wide.set(3 * i + 2, scan.total);
+}
+
+#[kernel(threads = 256)]
+fn scans_in_one_dimension(out: GlobalMut<u32>, floats: GlobalMut<f32>, wide: GlobalMut<u64>) {
+    reductions_and_scans(out, floats, wide);
+}
+
+#[kernel(threads = (12, 8))]
+fn scans_in_two_dimensions(out: GlobalMut<u32>, floats: GlobalMut<f32>, wide: GlobalMut<u64>) {
+    reductions_and_scans(out, floats, wide);
+}
+
+#[kernel(threads = (4, 4, 64))]
+fn scans_in_three_dimensions(out: GlobalMut<u32>, floats: GlobalMut<f32>, wide: GlobalMut<u64>) {
+    reductions_and_scans(out, floats, wide);
+}
+
+#[kernel(threads = 32)]
+fn scans_of_one_warp(out: GlobalMut<u32>, floats: GlobalMut<f32>, wide: GlobalMut<u64>) {
+    reductions_and_scans(out, floats, wide);
+}
+
+#[test]
+fn block_reductions_and_scans_match_cpu_in_all_dimensions() {
+    for (launch, threads) in [
+        (scans_in_one_dimension as fn(_, _, _) -> cuda_std::launch::Launch, 256),
+        (scans_in_two_dimensions, 96),
+        (scans_in_three_dimensions, 1024),
+        (scans_of_one_warp, 32),
+    ] {
+        let mut memory = Memory::new();
+        let (out, floats) = (memory.output("out", 6 * threads), memory.output("floats", 2 * threads));
+        let wide = memory.output("wide", 3 * threads);
+        launch(out, floats, wide).emulate_checked(&mut memory, [1, 1, 1], 32 * 16).unwrap();
+        let value = |t: usize| t as u32 * 5 % 17 + 1;
+        let values = || (0..threads).map(value);
+        let (sum, max) = (values().sum::<u32>(), values().max().unwrap());
+        let (mut before, mut max_before, mut function) = (0, 0, [1, 0]);
+        let apply = |[a, b]: [u64; 2], value: u32| [(a * 3) & 0xffff, (b * 3 + u64::from(value)) & 0xffff];
+        let total = values().fold(function, apply);
+        let word = |[a, b]: [u64; 2]| a << 32 | b;
+        for t in 0..threads {
+            let got = &memory.read(out)[6 * t..][..6];
+            assert_eq!(got, [sum, 1, before + value(t), before, max_before, max], "thread {t} of {threads}");
+            assert_eq!(memory.read(floats)[2 * t..][..2], [sum as f32, max as f32], "thread {t} of {threads}");
+            let next = apply(function, value(t));
+            let want = [word(next), word(function), word(total)];
+            assert_eq!(memory.read(wide)[3 * t..][..3], want, "thread {t} of {threads}");
+            (before, max_before, function) = (before + value(t), max_before.max(value(t)), next);
+        }
+    }
+}
+
+/// Uses the scratch array of a scan (`kind` 0) or reduction (1) after it, without a barrier, or with one (2).
+#[kernel(threads = 64)]
+fn reuse(out: GlobalMut<u32>, kind: u32) {
+    let scratch: SharedArray<u32> = Layout::new().array(block::SCRATCH);
+    let t = thread::thread_idx_x();
+    // The first barrier of the function precedes its first access.
+    if t < 32 {
+        scratch.set(t as usize, t);
+    }
+    let result = if kind == 1 { block::sum(t, scratch) } else { block::exclusive_sum(t, scratch) };
+    if kind == 2 {
+        thread::sync_threads();
+    }
+    if t == 0 {
+        scratch.set(1, 0);
+    }
+    out.set(t as usize, result);
+}
+
+#[test]
+fn reuse_of_scratch_without_a_barrier_is_a_data_race() {
+    let run = |kind| {
+        let mut memory = Memory::new();
+        let out = memory.output("out", 64);
+        reuse(out, kind).emulate_checked(&mut memory, [1, 1, 1], 128)
+    };
+    for kind in [0, 1] {
+        let report = run(kind).unwrap_err();
+        assert_eq!(report.fault, Fault::DataRace, "{report}");
+        assert!(report.to_string().contains("shared memory + 4"), "{report}");
+    }
+    run(2).unwrap();
+}
+
+const MAX_KEYS: usize = 1000;
+
+fn sort_shared(layout: &mut Layout) -> [SharedArray<u32>; 3] {
+    [layout.array(MAX_KEYS), layout.array(MAX_KEYS), layout.array(block::sort_pairs_scratch(MAX_KEYS, 96))]
+}
+
+/// Sorts `n` keys in shared memory, alone or with their indices. No barrier is needed before or after.
+fn sort_block(out: GlobalMut<u32>, inp: Global<u32>, n: u32, pairs: u32) {
+    let [keys, values, scratch] = sort_shared(&mut Layout::new());
+    let (t, threads, n) = (thread::linear_index() as usize, 96, n as usize);
+    for i in (t..n).step_by(threads) {
+        keys.set(i, inp.at(i));
+        values.set(i, i as u32);
+    }
+    if pairs == 0 {
+        block::sort(keys, n, scratch);
+    } else {
+        block::sort_pairs(keys, values, n, scratch);
+    }
+    scratch.set(t, 0);
+    for i in (t..n).step_by(threads) {
+        out.set(i, keys.at(n - 1 - i));
+        if pairs != 0 {
+            out.set(n + i, values.at(n - 1 - i));
+        }
+    }
+}
+
+#[kernel(threads = 96)]
+fn sorts(out: GlobalMut<u32>, inp: Global<u32>, n: u32, pairs: u32) {
+    sort_block(out, inp, n, pairs);
+}
+
+#[kernel(threads = (3, 16, 2))]
+fn sorts_in_three_dimensions(out: GlobalMut<u32>, inp: Global<u32>, n: u32, pairs: u32) {
+    sort_block(out, inp, n, pairs);
+}
+
+#[test]
+fn block_sorts_are_stable_and_match_cpu() {
+    let bytes = |pairs| {
+        let mut layout = Layout::new();
+        sort_shared(&mut layout);
+        // Without pairs, the array for scratch is shorter.
+        layout.bytes() - if pairs == 0 { 4 * MAX_KEYS } else { 0 }
+    };
+    for n in [0, 1, 2, 31, 32, 33, 95, 96, 97, 640, MAX_KEYS] {
+        for (case, mask) in [u32::MAX, 0x8000_0001, 0xff, 0x00f0_0f00, 0].into_iter().enumerate() {
+            let keys: Vec<u32> =
+                (0..n as u32).map(|i| (i + 1).wrapping_mul(2_654_435_769).reverse_bits() & mask).collect();
+            let mut sorted: Vec<(u32, u32)> = keys.iter().copied().zip(0..).collect();
+            sorted.sort_by_key(|(key, _)| *key);
+            sorted.reverse();
+            for pairs in [0, 1] {
+                let mut memory = Memory::new();
+                let (out, inp) =
+                    (memory.output("out", (2 * n).max(1)), memory.input("inp", &[&keys[..], &[0]].concat()));
+                let launch = if case % 2 == 0 { sorts } else { sorts_in_three_dimensions };
+                launch(out, inp, n as u32, pairs).emulate_checked(&mut memory, [1, 1, 1], bytes(pairs)).unwrap();
+                let expected = sorted.iter().map(|(key, _)| *key);
+                let got = memory.slice(Global::new(out.pointer()), if pairs == 0 { n } else { 2 * n }).unwrap();
+                if pairs == 0 {
+                    assert_eq!(got, expected.collect::<Vec<_>>(), "{n} keys with mask {mask:x}");
+                } else {
+                    let values = sorted.iter().map(|(_, value)| *value);
+                    assert_eq!(got, expected.chain(values).collect::<Vec<_>>(), "{n} pairs with mask {mask:x}");
+                }
+            }
+        }
+    }
+}
+
+/// The second warp of this block has 8 lanes.
+#[kernel(threads = 40)]
+fn scan_of_a_part_of_a_warp(out: GlobalMut<u32>) {
+    let scratch = Layout::new().array(block::SCRATCH);
+    out.set(thread::index_1d(), block::inclusive_sum(1, scratch));
+}
+
+#[test]
+fn scans_need_whole_warps() {
+    let mut memory = Memory::new();
+    let out = memory.output("out", 40);
+    let report = scan_of_a_part_of_a_warp(out).emulate_checked(&mut memory, [1, 1, 1], 128).unwrap_err();
+    assert_eq!(report.fault, Fault::Uninitialized, "{report}");
 }
