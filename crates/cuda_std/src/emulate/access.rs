@@ -25,16 +25,19 @@ pub fn shared_base() -> *mut u8 {
 pub fn check(kind: Kind, address: usize, bytes: usize, align: usize, at: Site) {
     match mode() {
         Mode::Unchecked => (),
-        Mode::Checked => check_access(Request { kind, address, bytes, align, at }),
+        Mode::Checked => {
+            check_access(Request { kind, address, bytes, align, at });
+        }
         Mode::Outside => outside_kernel(),
     }
 }
 
+/// Checks an access, and returns the address of an older value that a read returns, if any.
 #[inline(never)]
-fn check_access(request: Request) {
+fn check_access(request: Request) -> Option<*const u8> {
     let Request { kind, address, at, .. } = request;
     watchdog::beat();
-    let (result, polls) = with(|block| {
+    let (result, old, polls) = with(|block| {
         let polls = match kind {
             Kind::Read => block.polling.record_read(address, at),
             _ => {
@@ -43,7 +46,10 @@ fn check_access(request: Request) {
             }
         };
         let thread = block.reader.unwrap_or(block.current);
-        (block.checker.as_mut().map_or(Ok(()), |checker| checker.access(thread, request)), polls)
+        match &mut block.checker {
+            Some(checker) => (checker.access(thread, request), checker.take_old(), polls),
+            None => (Ok(()), None, polls),
+        }
     });
     if let Err(Finding { fault, other, message }) = result {
         fail(fault, at, other, message);
@@ -56,6 +62,19 @@ fn check_access(request: Request) {
             Line(at)
         );
         fail(Fault::Livelock, at, None, message);
+    }
+    old
+}
+
+/// Checks a read of `bytes` bytes, and returns the address of the value: that of an older one if the schedule shows a race.
+#[inline(always)]
+#[track_caller]
+fn check_read<T>(pointer: *const T, bytes: usize, align: usize) -> *const T {
+    let (kind, address, at) = (Kind::Read, pointer.addr(), Location::caller());
+    match mode() {
+        Mode::Unchecked => pointer,
+        Mode::Checked => check_access(Request { kind, address, bytes, align, at }).map_or(pointer, <*const u8>::cast),
+        Mode::Outside => outside_kernel(),
     }
 }
 
@@ -131,9 +150,9 @@ pub fn beyond_slice<T>(start: *const T, i: usize, len: usize) {
 #[inline]
 #[track_caller]
 pub unsafe fn load<T: Copy>(pointer: *const T) -> T {
-    check(Kind::Read, pointer.addr(), size_of::<T>(), align_of::<T>(), Location::caller());
-    // SAFETY: guaranteed by the caller.
-    unsafe { *pointer }
+    let pointer = check_read(pointer, size_of::<T>(), align_of::<T>());
+    // SAFETY: guaranteed by the caller. Older values may be less aligned.
+    unsafe { pointer.read_unaligned() }
 }
 
 pub use load as load_shared;
@@ -170,7 +189,7 @@ pub unsafe fn words(pointer: *const u32) -> [u32; 4] {
 #[inline]
 #[track_caller]
 pub unsafe fn load128(pointer: *const u32) -> [u32; 4] {
-    check(Kind::Read, pointer.addr(), 16, 16, Location::caller());
+    let pointer = check_read(pointer, 16, 16);
     // SAFETY: guaranteed by the caller.
     unsafe { words(pointer) }
 }
@@ -194,7 +213,7 @@ pub unsafe fn store128(pointer: *mut u32, value: [u32; 4]) {
 #[inline]
 #[track_caller]
 pub unsafe fn load64(pointer: *const u32) -> [u32; 2] {
-    check(Kind::Read, pointer.addr(), 8, 8, Location::caller());
+    let pointer = check_read(pointer, 8, 8);
     // SAFETY: guaranteed by the caller.
     unsafe { pointer.cast::<[u32; 2]>().read_unaligned() }
 }

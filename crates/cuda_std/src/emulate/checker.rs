@@ -11,6 +11,7 @@ use super::region::Region;
 use super::report::{Fault, Line, Site};
 use super::schedule::Choices;
 use super::shadow::{Access, Cell, Overflow, Shadow};
+use std::collections::HashMap;
 use std::convert::Infallible;
 use std::rc::Rc;
 
@@ -72,6 +73,10 @@ pub struct Checker {
     /// The values of buffers that threads access atomically.
     locations: Locations,
     total: TotalOrder,
+    /// The bytes of buffers before the last write, by the number of the buffer, if the schedule shows races.
+    old: HashMap<usize, Vec<u8>>,
+    /// Older bytes that the last access shall return.
+    returned: Option<*const u8>,
     sites: Sites,
     pub choices: Choices,
     /// The state that belongs to the running block.
@@ -180,7 +185,16 @@ impl Checker {
             buffer.shadow.forget_accesses();
         }
         let sites = Sites { all: Vec::new(), recent: [None; 256] };
-        Self { buffers, locations: Locations::default(), total: None, sites, choices, local }
+        Self {
+            buffers,
+            locations: Locations::default(),
+            total: None,
+            old: HashMap::new(),
+            returned: None,
+            sites,
+            choices,
+            local,
+        }
     }
 
     /// Makes `local` the state of the running block, and leaves that of the previous one.
@@ -403,7 +417,12 @@ impl Checker {
             );
             return Err(Finding { fault: Fault::DataRace, other: Some(wait), message });
         }
-        self.check_races(thread, request, location)?;
+        let races = self.check_races(thread, request, location)?;
+        if self.choices.shows_races
+            && let Location::Buffer(buffer, _) = location
+        {
+            self.keep_or_return_old(buffer, offset, request, races);
+        }
         match kind {
             Kind::Write | Kind::AtomicWrite => self.shadow(location).set_written(offset, bytes),
             Kind::AsyncWrite | Kind::BulkWrite | Kind::BulkStore => (),
@@ -416,8 +435,25 @@ impl Checker {
         Ok(())
     }
 
+    /// Keeps the bytes that a write replaces. Lets a read that races with a write of another block return them, if the schedule says so.
+    #[cold]
+    fn keep_or_return_old(&mut self, buffer: usize, offset: usize, Request { kind, bytes, .. }: Request, races: bool) {
+        let old = self.old.entry(buffer).or_insert_with(|| self.buffers[buffer].contents().to_vec());
+        if kind == Kind::Write {
+            old[offset..offset + bytes].copy_from_slice(&self.buffers[buffer].contents()[offset..offset + bytes]);
+        } else if kind == Kind::Read && races && self.choices.skip(2) == 1 {
+            self.returned = Some(old[offset..].as_ptr());
+        }
+    }
+
+    /// Returns the address of the older bytes that the last access, a read, shall return, if any.
+    pub fn take_old(&mut self) -> Option<*const u8> {
+        self.returned.take()
+    }
+
+    /// Validates the order of an access, and records it. Returns whether it races with a write of another block, if that is no fault.
     #[inline]
-    fn check_races(&mut self, thread: usize, request: Request, location: Location) -> Result<(), Finding> {
+    fn check_races(&mut self, thread: usize, request: Request, location: Location) -> Result<bool, Finding> {
         let kind = request.kind;
         let flags = match kind {
             Kind::Read | Kind::Write => 0,
@@ -427,6 +463,7 @@ impl Checker {
         };
         // Without other schedules, the blocks have not exchanged values, and nothing orders them.
         let of_all_blocks = !self.choices.is_in_order();
+        let (shows_races, mut races) = (self.choices.shows_races, false);
         let Local { order, shared, .. } = &mut *self.local;
         let access = order.access(thread, flags, self.sites.number(request.at));
         let shadow = match location {
@@ -436,13 +473,17 @@ impl Checker {
         let range = (location.offset(), request.bytes);
         let found = shadow.update(range, !kind.reads(), |i, cell, overflow| {
             let conflict = |with, kind| Err((with, Conflict { cell: location.with_offset(i), kind }));
+            let is_shown = |with: Access| shows_races && with.block != order.block;
             if cell.write.is(Access::PENDING) {
                 return conflict(cell.write, ConflictKind::AsyncCopy);
             }
             let is_atomic = matches!(kind, Kind::Atomic | Kind::AtomicRead | Kind::AtomicWrite);
             let both_atomic = is_atomic && cell.write.is(Access::ATOMIC);
             if !both_atomic && !order.happens_before(cell.write, thread) {
-                return conflict(cell.write, ConflictKind::Write);
+                if !is_shown(cell.write) {
+                    return conflict(cell.write, ConflictKind::Write);
+                }
+                races = true;
             }
             if matches!(kind, Kind::AsyncRead | Kind::BulkWrite) && !order.is_proxy_fenced(cell.write) {
                 return conflict(cell.write, ConflictKind::UnfencedWrite);
@@ -461,13 +502,13 @@ impl Checker {
                     .find(|read| !order.happens_before(**read, thread) && !(is_atomic && read.is(Access::ATOMIC)))
                     .copied()
             };
-            if let Some(read) = read.or_else(in_overflow) {
+            if let Some(read) = read.or_else(in_overflow).filter(|read| !is_shown(*read)) {
                 return conflict(read, ConflictKind::Read);
             }
             overflow.wrote(i, cell, access);
             Ok(())
         });
-        found.map_err(|(with, conflict)| self.conflict(request, with, &conflict))
+        found.map(|()| races).map_err(|(with, conflict)| self.conflict(request, with, &conflict))
     }
 
     /// Returns the finding for `request`, which conflicts with the earlier access `with`.

@@ -236,7 +236,7 @@ impl Buffer {
         unsafe { slice::from_raw_parts_mut(self.pointer(), self.bytes) }
     }
 
-    fn contents(&self) -> &[u8] {
+    pub fn contents(&self) -> &[u8] {
         // SAFETY: the bytes are initialized in `new`, and kernels write them only while the memory is borrowed mutably.
         unsafe { slice::from_raw_parts(self.pointer(), self.bytes) }
     }

@@ -17,6 +17,7 @@ const RESERVED_BYTES: usize = 1 << 10;
 pub struct Schedule {
     pub(super) seed: u64,
     pub(super) resident: Option<u64>,
+    shows_races: bool,
 }
 
 impl Schedule {
@@ -25,7 +26,7 @@ impl Schedule {
 
     /// Creates the schedule of this seed.
     pub const fn new(seed: u64) -> Self {
-        Self { seed, resident: None }
+        Self { seed, resident: None, shows_races: false }
     }
 
     /// Limits the number of blocks that run at a time. Another block starts when one of them has ended. The default is the number of
@@ -33,6 +34,13 @@ impl Schedule {
     #[must_use]
     pub const fn with_resident_blocks(self, blocks: u64) -> Self {
         Self { resident: Some(blocks), ..self }
+    }
+
+    /// Shows the effect of data races between blocks instead of reporting them: an ordinary read that races with a write of another block
+    /// returns the old or the new value, chosen by the seed.
+    #[must_use]
+    pub const fn showing_races(self) -> Self {
+        Self { shows_races: true, ..self }
     }
 
     /// Returns the number of blocks of this size that run at a time.
@@ -60,14 +68,22 @@ pub struct Choices {
     /// A random schedule switches at one of 2^n atomics.
     switch_shift: u32,
     stale: bool,
+    /// Whether races between blocks have an effect instead of a report.
+    pub shows_races: bool,
     last: u64,
 }
 
 impl Choices {
     /// Starts the schedule of a launch with this number of blocks.
     pub fn new(schedule: Schedule, blocks: u64) -> Self {
-        let mut choices =
-            Self { policy: Policy::InOrder, state: schedule.seed, switch_shift: 0, stale: schedule.seed > 3, last: 0 };
+        let mut choices = Self {
+            policy: Policy::InOrder,
+            state: schedule.seed,
+            switch_shift: 0,
+            stale: schedule.seed > 3,
+            shows_races: schedule.shows_races,
+            last: 0,
+        };
         choices.policy = match schedule.seed {
             0 => Policy::InOrder,
             1 => Policy::LastFirst,

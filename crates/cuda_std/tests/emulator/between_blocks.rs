@@ -194,3 +194,21 @@ fn faults_of_a_scan_are_found() {
         println!("{fault:?}: {report}");
     }
 }
+
+/// Without a fence, sums are wrong in some schedule, because a block reads an aggregate or a prefix before it arrives.
+#[test]
+fn the_effect_of_a_race_can_be_shown() {
+    for fault in [Scan::Correct, Scan::NoWriterFence, Scan::NoReaderFence, Scan::PrefixFlagBeforeData] {
+        let mut wrong = 0;
+        for seed in 4..40 {
+            let run = |launch: &Launch, memory: &mut Memory| {
+                launch.emulate_scheduled(memory, [TILES as u32, 1, 1], 1 << 10, Schedule::new(seed).showing_races())
+            };
+            match run_scan(fault, run) {
+                Ok(is_right) => wrong += usize::from(!is_right),
+                Err(report) => panic!("{report}"),
+            }
+        }
+        assert_eq!(wrong > 0, fault != Scan::Correct, "{fault:?}: {wrong} wrong results");
+    }
+}
