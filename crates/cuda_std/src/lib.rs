@@ -80,14 +80,13 @@ pub mod emulate {
     //! [`Launch::emulate_checked`](crate::launch::Launch::emulate_checked).
     //!
     //! The threads of a block run as fibers of one OS thread. A fiber runs until it must wait. Unchecked launches run
-    //! blocks in parallel; checked launches run them one after the other.
+    //! blocks in parallel; checked launches run them in a [`Schedule`], and in several if they exchange values through atomics.
     //!
     //! * All lanes of a warp must execute a warp-wide operation at the same source line.
     //! * Whole warps arrive at barriers. Threads that have finished do not count as arrived.
-    //! * A kernel must not wait for another thread by polling memory, because no other thread runs in the meantime. A
-    //!   checked launch reports a livelock; an unchecked launch hangs. A wait for a counter
-    //!   ([`acquire_wait`](crate::GlobalMut::acquire_wait)) lets other threads run. A checked launch runs no other block in
-    //!   the meantime: a wait for a block with a higher number is a deadlock.
+    //! * A loop that waits for another thread must read memory with atomics: `load_relaxed`, `load_acquire`, `fetch_add`, …. Ordinary reads
+    //!   and atomics of `core` do not let other threads run.
+    //! * Atomic reads of a checked launch may return older values, if the memory model allows it.
     //! * Shared memory initially contains NaN.
     //! * Asynchronous operations execute as late as possible: `cp.async`, TMA stores and wgmma at their wait, TMA loads
     //!   when no thread of the block can continue.

@@ -230,8 +230,11 @@ fn masked(
             warp.masked_results[lane] = result(&words, usize::from(from[lane]));
         }
         warp.ready |= mask & !(1 << lane);
-        if let (true, Some(checker)) = (syncs, &mut block.checker) {
-            checker.order().warp_synced(index);
+        let is_whole = mask == warp.lanes;
+        match &mut block.checker {
+            Some(checker) if syncs && is_whole => checker.order().warp_synced(index),
+            Some(checker) if syncs => checker.order().lanes_synced(index, mask),
+            _ => (),
         }
         true
     });

@@ -172,6 +172,8 @@ struct Acquired {
     /// The acquire, as an access.
     at: Access,
     release: Rc<Release>,
+    /// Whether a synchronization of some lanes of the warp is the acquire.
+    is_sync: bool,
 }
 
 /// A relaxed read of a write that has published something.
@@ -185,6 +187,9 @@ struct Fence {
     at: Access,
     release: Rc<Release>,
 }
+
+/// Number of synchronizations of some lanes of a warp that are kept for each thread.
+const KEPT_SYNCS: usize = 8;
 
 /// What sequentially consistent fences of device scope have published.
 pub type TotalOrder = Option<Rc<Release>>;
@@ -314,6 +319,33 @@ impl Order {
         self.acquire(warp, &clock);
     }
 
+    /// Records a synchronization of the lanes of `warp` whose bits are set in `mask`. The other lanes learn nothing.
+    pub fn lanes_synced(&mut self, warp: usize, mask: u32) {
+        self.ticks[warp] += 1;
+        let mut clock = self.clocks[warp].clone();
+        clock.add_lanes(warp, &std::array::from_fn(|lane| self.ticks[warp] * (mask >> lane & 1)));
+        let mut known = Known(BTreeMap::from([(self.block, Rc::new(clock))]));
+        let threads: Vec<usize> =
+            (0..LANES).filter(|lane| mask >> lane & 1 != 0).map(|lane| warp * LANES + lane).collect();
+        for thread in &threads {
+            for acquired in self.acquired_by(*thread) {
+                known.join(&acquired.release.known);
+            }
+        }
+        let release = Rc::new(Release { scope: Scope::Block, block: self.block, known });
+        for thread in threads {
+            let at = self.access(thread, 0, 0);
+            // `known` contains what the thread has received before. The earlier entries are for threads that know only those.
+            let mine = |acquired: &Acquired| acquired.is_sync && acquired.at.thread() == thread;
+            if self.acquired.iter().filter(|acquired| mine(acquired)).count() == KEPT_SYNCS
+                && let Some(oldest) = self.acquired.iter().position(mine)
+            {
+                self.acquired.remove(oldest);
+            }
+            self.acquired.push(Acquired { at, release: release.clone(), is_sync: true });
+        }
+    }
+
     /// Records the arrival of `warp` at a hardware barrier.
     pub fn barrier_arrived(&mut self, warp: usize, barrier: usize) {
         let clock = self.release(warp);
@@ -378,7 +410,7 @@ impl Order {
         let is_known =
             |acquired: &Acquired| acquired.at.thread() == at.thread() && Rc::ptr_eq(&acquired.release, &release);
         if !self.acquired.iter().rev().any(is_known) {
-            self.acquired.push(Acquired { at, release });
+            self.acquired.push(Acquired { at, release, is_sync: false });
         }
     }
 
