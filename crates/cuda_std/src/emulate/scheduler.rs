@@ -21,11 +21,21 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::panic::{self, AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Once};
+use std::sync::{Arc, Once, OnceLock};
 
-/// Maximum number of live fibers over all blocks. Each fiber uses two of the 65,530 memory mappings that Linux grants a
-/// process by default.
+/// Maximum number of live fibers over all blocks of an unchecked launch. Each fiber uses two memory mappings, of which Linux grants a
+/// process 65,530 or more.
 const MAX_FIBERS: usize = 16 << 10;
+
+/// Returns the maximum number of live fibers of a checked launch, by the number of mappings that the system grants.
+fn max_checked_fibers() -> usize {
+    static MAX: OnceLock<usize> = OnceLock::new();
+    *MAX.get_or_init(|| {
+        let granted = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok().and_then(|text| text.trim().parse().ok());
+        // Half of the mappings are for the stacks of other tests and for all else.
+        granted.map_or(MAX_FIBERS, |granted: usize| granted / 4).clamp(MAX_FIBERS, 132 * 2048)
+    })
+}
 
 thread_local! {
     /// Source line of the last panic in a kernel.
@@ -261,7 +271,7 @@ impl Checked<'_> {
 
     /// Returns the number of the block to run, or `None` if none can make progress.
     fn pick(&mut self, checker: &mut Option<Box<Checker>>, changes: u64) -> Option<u64> {
-        let has_room = (self.slots.values().flatten().count() + 1) * self.grid.threads as usize <= MAX_FIBERS;
+        let has_room = (self.slots.values().flatten().count() + 1) * self.grid.threads as usize <= max_checked_fibers();
         let can_run = |slot: &Option<Slot>| match slot {
             None => has_room,
             Some(slot) => match slot.state {
@@ -304,7 +314,7 @@ impl Checked<'_> {
         let next = waiting.or((self.next < self.blocks).then_some(self.next));
         if let Some(number) = next {
             let holds = match waiting {
-                Some(_) => format!("the emulator holds {MAX_FIBERS} threads"),
+                Some(_) => format!("the emulator holds {} threads", max_checked_fibers()),
                 None => format!("the GPU holds {} blocks of this kernel", self.resident),
             };
             let _ = write!(report.message, "\n  block number {number} has not started: {holds} at a time");

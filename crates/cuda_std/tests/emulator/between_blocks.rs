@@ -212,3 +212,25 @@ fn the_effect_of_a_race_can_be_shown() {
         assert_eq!(wrong > 0, fault != Scan::Correct, "{fault:?}: {wrong} wrong results");
     }
 }
+
+/// All blocks of the grid wait for each other.
+#[kernel(threads = 128)]
+fn meets(counter: GlobalMut<u32>) {
+    if thread::thread_idx_x() == 0 {
+        counter.release_add(0, 1);
+        counter.acquire_wait(0, thread::grid_dim_x());
+    }
+    thread::sync_threads();
+}
+
+/// A GPU holds 132 blocks of 128 threads, and the emulator their 16,896 threads if the system grants the mappings for their stacks.
+#[test]
+fn a_block_on_each_sm_can_meet_the_others() {
+    let mut memory = Memory::new();
+    let counter = memory.zeroed("counter", 1);
+    meets(counter).emulate_checked(&mut memory, [120, 1, 1], 0).unwrap();
+    memory.write(counter, &[0]).unwrap();
+    let report = meets(counter).emulate_checked(&mut memory, [132 * 16 + 1, 1, 1], 0).unwrap_err();
+    let text = report.to_string();
+    assert!(report.fault == Fault::Deadlock && text.contains("has not started"), "{text}");
+}
