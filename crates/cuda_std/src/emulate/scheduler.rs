@@ -273,15 +273,14 @@ impl Checked<'_> {
         let numbers = |can_run: &dyn Fn(&Option<Slot>) -> bool| -> Vec<u64> {
             self.slots.iter().filter(|(_, slot)| can_run(slot)).map(|(number, _)| *number).collect()
         };
-        let mut candidates = numbers(&can_run);
-        if candidates.is_empty() {
-            candidates = numbers(&|slot| slot.as_ref().is_some_and(|slot| matches!(slot.state, State::Polls)));
-            if self.idle > MAX_IDLE_RUNS * candidates.len() {
-                return None;
-            }
-        }
+        let candidates = numbers(&can_run);
         let choices = &mut checker.as_mut()?.choices;
-        (!candidates.is_empty()).then(|| candidates[choices.pick(&candidates)])
+        if !candidates.is_empty() {
+            return Some(candidates[choices.pick(&candidates)]);
+        }
+        let candidates = numbers(&|slot| slot.as_ref().is_some_and(|slot| matches!(slot.state, State::Polls)));
+        let is_idle = candidates.is_empty() || self.idle > MAX_IDLE_RUNS * candidates.len();
+        (!is_idle).then(|| candidates[choices.pick_polling(&candidates)])
     }
 
     /// Returns the report of a launch whose blocks cannot make progress.

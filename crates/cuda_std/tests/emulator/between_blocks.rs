@@ -194,3 +194,25 @@ fn faults_of_a_scan_are_found() {
         println!("{fault:?}: {report}");
     }
 }
+
+/// Two blocks wait for each other in each round: each advances its own word, and polls the other's.
+#[kernel(threads = 32)]
+fn ping_pong(words: GlobalMut<u32>) {
+    let block = thread::block_idx_x() as usize;
+    if thread::thread_idx_x() == 0 {
+        for round in 1..10 {
+            words.store_release(block, round);
+            while words.load_acquire(1 - block) < round {}
+        }
+    }
+}
+
+/// A block that has read an older value must run again, even if the other block polls, too.
+#[test]
+fn blocks_that_poll_each_other_make_progress() {
+    for seed in 0..1000 {
+        let mut memory = Memory::new();
+        let words = memory.zeroed("words", 2);
+        ping_pong(words).emulate_scheduled(&mut memory, [2, 1, 1], 0, Schedule::new(seed)).unwrap();
+    }
+}
