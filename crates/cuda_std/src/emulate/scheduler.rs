@@ -111,20 +111,21 @@ fn livelock(block: &Block) -> Report {
 /// whose results differ from those of the first one, or those of the first one.
 pub fn run_seeds(grid: &Grid<'_>, memory: &mut Memory, seeds: impl IntoIterator<Item = u64>) -> Result<(), Report> {
     let before = memory.contents();
-    let mut first = None;
+    let (mut first, mut other) = (None, None);
     for seed in seeds {
         if first.is_some() {
             memory.restore(&before);
         }
         let communicates = run_checked(grid, memory, Schedule::new(seed))?;
-        let results = memory.contents();
-        if !communicates {
-            return Ok(());
+        match &first {
+            None if !communicates => return Ok(()),
+            None => first = Some(memory.contents()),
+            Some(first) if other.is_none() => other = Some(memory.contents()).filter(|results| results != first),
+            Some(_) => (),
         }
-        let first = first.get_or_insert(results.clone());
-        if *first != results {
-            return Ok(());
-        }
+    }
+    if let Some(results) = other.or(first) {
+        memory.restore(&results);
     }
     Ok(())
 }

@@ -216,3 +216,26 @@ fn blocks_that_poll_each_other_make_progress() {
         ping_pong(words).emulate_scheduled(&mut memory, [2, 1, 1], 0, Schedule::new(seed)).unwrap();
     }
 }
+
+/// Blocks take positions by an atomic, so that `order` depends on the schedule. Block 1 traps if it comes first.
+#[kernel(threads = 32)]
+fn takes_positions(order: GlobalMut<u32>, counter: GlobalMut<u32>) {
+    let block = thread::block_idx_x();
+    if thread::thread_idx_x() == 0 {
+        let position = counter.fetch_add(0, 1);
+        if block == 1 && position == 0 {
+            thread::trap();
+        }
+        order.set(block as usize, position);
+    }
+}
+
+/// The first schedule runs block 0 first, and the second one block 3. Their results differ, but the later schedules run, too.
+#[test]
+fn results_that_depend_on_the_schedule_do_not_end_the_search() {
+    let mut memory = Memory::new();
+    let (order, counter) = (memory.output("order", 4), memory.zeroed("counter", 1));
+    let report = takes_positions(order, counter).emulate_checked(&mut memory, [4, 1, 1], 0).unwrap_err();
+    assert_eq!(report.fault, Fault::Trap, "{report}");
+    assert!(report.schedule > Some(1), "{report}");
+}
