@@ -26,7 +26,7 @@ struct Value {
 #[derive(Default)]
 pub struct Locations {
     all: HashMap<usize, VecDeque<Value>>,
-    /// Whether a block has read a value that another block has written atomically.
+    /// Whether a block has read a location atomically that another block has written atomically, before or after the read.
     pub shared_by_blocks: bool,
 }
 
@@ -85,6 +85,9 @@ impl Locations {
         if values.len() == KEPT {
             values.pop_front();
         }
+        let is_read_by_other = |value: &Value| value.reads.iter().any(|read| read.block != at.access.block);
+        let is_shared = values.iter().any(is_read_by_other);
         values.push_back(Value { bits, write: at.access, releases, reads: Vec::new() });
+        self.shared_by_blocks |= is_shared;
     }
 }

@@ -130,8 +130,8 @@ pub fn run_seeds(grid: &Grid<'_>, memory: &mut Memory, seeds: impl IntoIterator<
     Ok(())
 }
 
-/// Runs the blocks in the order of `schedule` and checks every memory access. Returns whether a block has read a value that another block
-/// has written atomically. Otherwise like [`run`].
+/// Runs the blocks in the order of `schedule` and checks every memory access. Returns whether a block has read a location atomically that
+/// another block has written atomically. Otherwise like [`run`].
 pub fn run_checked(grid: &Grid<'_>, memory: &mut Memory, schedule: Schedule) -> Result<bool, Report> {
     let blocks = grid.blocks()?;
     let resident = schedule.resident_blocks(grid.threads, grid.shared_bytes);

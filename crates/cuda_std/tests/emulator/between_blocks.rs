@@ -239,3 +239,25 @@ fn results_that_depend_on_the_schedule_do_not_end_the_search() {
     assert_eq!(report.fault, Fault::Trap, "{report}");
     assert!(report.schedule > Some(1), "{report}");
 }
+
+/// Block 0 reads the flag once. Block 1 sets it without a release.
+#[kernel(threads = 32)]
+fn reads_once(data: GlobalMut<u32>, flag: GlobalMut<u32>, out: GlobalMut<u32>) {
+    if thread::thread_idx_x() == 0 {
+        if thread::block_idx_x() == 1 {
+            data.set(0, 1);
+            flag.store_relaxed(0, 1);
+        } else if flag.load_acquire(0) == 1 {
+            out.set(0, data.at(0));
+        }
+    }
+}
+
+/// In the first schedule, block 0 reads the flag before block 1 sets it, so the blocks exchange nothing.
+#[test]
+fn a_read_before_the_write_of_another_block_counts_as_communication() {
+    let mut memory = Memory::new();
+    let (data, flag, out) = (memory.output("data", 1), memory.zeroed("flag", 1), memory.output("out", 1));
+    let report = reads_once(data, flag, out).emulate_checked(&mut memory, [2, 1, 1], 0).unwrap_err();
+    assert_eq!((report.fault, report.schedule), (Fault::DataRace, Some(1)), "{report}");
+}
