@@ -1,8 +1,8 @@
-//! Barriers of all blocks in persistent kernels: a counter with a generation, and a counter with a sense bit.
+//! Barriers of all blocks in persistent kernels: a counter with a generation, a counter with a sense bit, and a counter alone.
 
 use super::{Kernel, Run, check_correct, faults};
 use cuda_std::emulate::{Memory, Report};
-use cuda_std::{GlobalMut, fence, kernel, thread};
+use cuda_std::{GlobalMut, fence, kernel, thread, warp};
 
 const THREADS: usize = 64;
 const BLOCKS: usize = 4;
@@ -196,6 +196,76 @@ fn run_sense(fault: u32, run: Run<'_>) -> Result<bool, Report> {
 }
 
 pub const SENSE: Kernel = Kernel { name: "grid barrier with a sense bit", faults: Sense::ALL, run: run_sense };
+
+faults! {
+    Monotonic {
+        WaitsForEquality = Deadlock "the wait is for one value, which blocks of the next phase exceed",
+        WaitsForOneTooFew = Race "the wait ends one block too early",
+        CountsOnePhase = Race "the wait in each phase is for the value of the first phase",
+        RelaxedAdd = Race "the arrival does not release",
+        NoBarrierBefore = Race "no barrier of the block before the arrival",
+        NoBarrierAfter = Race "no barrier of the block after the wait",
+        OtherThreadWaits = Race "one thread arrives and another one of a different warp waits, with only a warp::sync",
+        ResetByLast = Deadlock "the last block resets the counter",
+    }
+}
+
+/// A barrier that only counts: phase p ends when the counter is at least p + 1 times the number of blocks.
+#[kernel(threads = 64)]
+fn monotonic(values: GlobalMut<u32>, counter: GlobalMut<u32>, fault: u32) {
+    let is = |planted: Monotonic| fault == planted as u32;
+    let (t, blocks) = (thread::thread_idx_x(), thread::grid_dim_x());
+    for p in 0..PHASES {
+        phase(values.skip(p % 2 * COUNT), values.skip((p + 1) % 2 * COUNT));
+        if !is(Monotonic::NoBarrierBefore) {
+            thread::sync_threads();
+        }
+        let end = match () {
+            () if is(Monotonic::CountsOnePhase) => blocks,
+            () if is(Monotonic::WaitsForOneTooFew) => (p as u32 + 1) * blocks - 1,
+            () => (p as u32 + 1) * blocks,
+        };
+        if t == 0 {
+            if is(Monotonic::RelaxedAdd) {
+                counter.fetch_add(0, 1);
+            } else if is(Monotonic::ResetByLast) {
+                fence::device();
+                if counter.fetch_add(0, 1) == end - 1 {
+                    counter.store_relaxed(0, 0);
+                }
+            } else {
+                counter.release_add(0, 1);
+            }
+        }
+        if t == if is(Monotonic::OtherThreadWaits) { 32 } else { 0 } {
+            if is(Monotonic::WaitsForEquality) {
+                counter.acquire_wait(0, end);
+            } else {
+                counter.acquire_wait_until(0, |count| count >= end);
+            }
+        }
+        if is(Monotonic::OtherThreadWaits) {
+            warp::sync();
+        } else if !is(Monotonic::NoBarrierAfter) {
+            thread::sync_threads();
+        }
+    }
+}
+
+fn run_monotonic(fault: u32, run: Run<'_>) -> Result<bool, Report> {
+    let mut memory = Memory::new();
+    let values: Vec<u32> = (0..2 * COUNT as u32).collect();
+    let (values, counter) = (memory.buffer("values", &values), memory.zeroed("counter", 1));
+    run(&monotonic(values, counter, fault), &mut memory, BLOCKS as u32, 0)?;
+    Ok(is_right(&memory.read(values)))
+}
+
+pub const MONOTONIC: Kernel = Kernel { name: "grid barrier that counts", faults: Monotonic::ALL, run: run_monotonic };
+
+#[test]
+fn a_grid_barrier_that_counts_passes() {
+    check_correct(&MONOTONIC, 1000);
+}
 
 #[test]
 fn a_grid_barrier_with_a_generation_passes() {

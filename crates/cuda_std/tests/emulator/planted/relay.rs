@@ -111,6 +111,61 @@ fn run_relay(fault: u32, run: Run<'_>) -> Result<bool, Report> {
 
 pub const RELAY: Kernel = Kernel { name: "data through a third block", faults: Relay::ALL, run: run_relay };
 
+faults! {
+    Peek {
+        RelaxedFlag = Race "the flag is set without a release",
+        RelaxedPeek = Race "the flag is read without an acquire",
+        NoSyncBeforeFlag = Race "no warp::sync between the writes and the flag",
+        NoSyncAfterPeek = Race "no warp::sync between the flag and the reads",
+        IgnoresFlag = Uninitialized "the data is read in any case",
+    }
+}
+
+/// Block 0 reads the flag once, and the data if it is set. Block 1 sets it.
+#[kernel(threads = 32)]
+fn peek(out: GlobalMut<u32>, data: GlobalMut<u32>, flag: GlobalMut<u32>, fault: u32) {
+    let is = |planted: Peek| fault == planted as u32;
+    let lane = warp::lane() as usize;
+    if thread::block_idx_x() == 1 {
+        data.set(lane, lane as u32 + 1);
+        if !is(Peek::NoSyncBeforeFlag) {
+            warp::sync();
+        }
+        if lane == 0 && is(Peek::RelaxedFlag) {
+            flag.store_relaxed(0, 1);
+        } else if lane == 0 {
+            flag.store_release(0, 1);
+        }
+        return;
+    }
+    let mut seen = 0;
+    if lane == 0 {
+        seen = if is(Peek::RelaxedPeek) { flag.load_relaxed(0) } else { flag.load_acquire(0) };
+    }
+    if !is(Peek::NoSyncAfterPeek) {
+        warp::sync();
+    }
+    if warp::shuffle(seen, 0) == 1 || is(Peek::IgnoresFlag) {
+        out.set(lane, data.at(lane ^ 1));
+    }
+}
+
+fn run_peek(fault: u32, run: Run<'_>) -> Result<bool, Report> {
+    let mut memory = Memory::new();
+    let (out, data) = (memory.zeroed("out", WORDS), memory.output("data", WORDS));
+    let flag = memory.zeroed("flag", 1);
+    run(&peek(out, data, flag, fault), &mut memory, 2, 0)?;
+    let out = memory.read(out);
+    Ok(out[0] == 0 || out.into_iter().eq((0..WORDS as u32).map(|lane| (lane ^ 1) + 1)))
+}
+
+pub const PEEK: Kernel = Kernel { name: "flag read once", faults: Peek::ALL, run: run_peek };
+
+#[test]
+fn a_flag_read_once_passes() {
+    check_correct(&PEEK, 1000);
+}
+
 #[test]
 fn data_through_a_third_block_passes() {
     check_correct(&RELAY, 1000);

@@ -23,7 +23,7 @@ faults! {
         WaitsForTwo = Deadlock "a wait for a flag of 2",
         FlagOfNextTask = Deadlock "the flag of the next task is set",
         FlagTwice = Deadlock "the flag is increased twice, and waits are for 1",
-        TicketOfEachThread = Wrong "each thread takes a ticket",
+        TicketOfEachThread = Deadlock "each thread takes a ticket",
         NoBarrierAfterTicket = Race "the ticket is read from shared memory without a barrier",
         Reversed = Deadlock "the tasks are taken in reverse order",
         PlainTicket = Race "the ticket is a plain read and write",

@@ -3,7 +3,7 @@
 use super::{Kernel, Run, faults};
 use cuda_std::emulate::{Memory, Report};
 use cuda_std::shared::Layout;
-use cuda_std::{Global, GlobalMut, SharedArray, kernel, thread, warp};
+use cuda_std::{Global, GlobalMut, SharedArray, fence, kernel, thread, warp};
 
 const THREADS: usize = 64;
 
@@ -325,3 +325,76 @@ fn run_exchange(fault: u32, run: Run<'_>) -> Result<bool, Report> {
 }
 
 pub const EXCHANGE: Kernel = Kernel { name: "exchange between lanes", faults: Exchange::ALL, run: run_exchange };
+
+faults! {
+    Flag {
+        NoWriterFence = Race "no fence before the flag is set",
+        NoReaderFence = Race "no fence after the flag is seen",
+        FlagBeforeData = Race "the flag is set before the values are written",
+        NoSyncBeforeFlag = Race "no warp::sync between the values and the flag",
+        NoSyncAfterFlag = Race "no warp::sync between the flag and the reads",
+        PlainFlag = Race "the flag is a plain write",
+        PlainPoll = Livelock "the flag is a plain read",
+        NeverSet = Livelock "the flag is never set",
+        FlagNotCleared = Uninitialized "the flag is not cleared",
+        NoBarrierAfterClear = Missed "no barrier after the flag is cleared",
+    }
+}
+
+/// The first warp passes values to the second warp with a flag in shared memory.
+#[kernel(threads = 64)]
+fn flag(out: GlobalMut<u32>, inp: Global<u32>, fault: u32) {
+    let is = |planted: Flag| fault == planted as u32;
+    let mut layout = Layout::new();
+    let (values, flag): (SharedArray<u32>, SharedArray<u32>) = (layout.array(32), layout.array(1));
+    let (t, lane) = (thread::thread_idx_x(), warp::lane() as usize);
+    if t == 0 && !is(Flag::FlagNotCleared) {
+        flag.set(0, 0);
+    }
+    if !is(Flag::NoBarrierAfterClear) {
+        thread::sync_threads();
+    }
+    if t < 32 {
+        if !is(Flag::FlagBeforeData) {
+            values.set(lane, inp.at(lane));
+        }
+        if !is(Flag::NoSyncBeforeFlag) {
+            warp::sync();
+        }
+        if lane == 0 && !is(Flag::NeverSet) {
+            if !is(Flag::NoWriterFence) {
+                fence::block();
+            }
+            if is(Flag::PlainFlag) {
+                flag.set(0, 1);
+            } else {
+                flag.exchange(0, 1);
+            }
+        }
+        if is(Flag::FlagBeforeData) {
+            values.set(lane, inp.at(lane));
+        }
+    } else {
+        if lane == 0 {
+            let load = || if is(Flag::PlainPoll) { flag.at(0) } else { flag.fetch_or(0, 0) };
+            while load() == 0 {}
+            if !is(Flag::NoReaderFence) {
+                fence::block();
+            }
+        }
+        if !is(Flag::NoSyncAfterFlag) {
+            warp::sync();
+        }
+        out.set(lane, values.at(31 - lane));
+    }
+}
+
+fn run_flag(fault: u32, run: Run<'_>) -> Result<bool, Report> {
+    let values = random(32);
+    let mut memory = Memory::new();
+    let (out, inp) = (memory.zeroed("out", 32), memory.input("inp", &values));
+    run(&flag(out, inp, fault), &mut memory, 1, 256)?;
+    Ok(memory.read(out).iter().eq(values.iter().rev()))
+}
+
+pub const FLAG: Kernel = Kernel { name: "flag in shared memory", faults: Flag::ALL, run: run_flag };
