@@ -228,7 +228,7 @@ impl Launch {
     /// Detects out-of-bounds and misaligned accesses, uninitialized reads of buffers and shared memory, data races
     /// between threads and between blocks, asynchronous copies and wgmma results used before their wait, deadlocks and livelocks.
     ///
-    /// The blocks run in order. If they exchange values through atomics, the launch is repeated from the same memory in the other
+    /// The blocks run in order. If threads exchange values through atomics, the launch is repeated from the same memory in the other
     /// schedules of [`Schedule::DEFAULT_SEEDS`]. If the results of one of them differ, they are what `memory` contains afterwards, so that
     /// a test that compares them with expected values sees them. Every run finds the same fault.
     ///
@@ -236,6 +236,22 @@ impl Launch {
     /// At the first fault. The report names the kernel, block, thread, buffer, source lines and the seed of the schedule.
     pub fn emulate_checked(&self, memory: &mut Memory, grid: [u32; 3], shared_bytes: usize) -> Result<(), Report> {
         crate::backend::run_seeds(&self.grid(grid, shared_bytes)?, memory, seeds())
+    }
+
+    /// Runs the kernel in the schedule of each of `seeds`, from the same memory, and calls `check` with the seed and the results: a test
+    /// of a kernel whose blocks communicate compares all of them. Otherwise like [`emulate_checked`](Self::emulate_checked).
+    ///
+    /// # Errors
+    /// At the first fault.
+    pub fn emulate_each(
+        &self,
+        memory: &mut Memory,
+        grid: [u32; 3],
+        shared_bytes: usize,
+        seeds: impl IntoIterator<Item = u64>,
+        check: impl FnMut(u64, &Memory),
+    ) -> Result<(), Report> {
+        crate::backend::run_each(&self.grid(grid, shared_bytes)?, memory, seeds, check)
     }
 
     /// Runs the kernel once in the order of `schedule`. Otherwise like [`emulate_checked`](Self::emulate_checked).
@@ -303,6 +319,20 @@ impl CheckedLaunch<'_> {
     /// At the first fault.
     pub fn emulate(&self, memory: &mut Memory, grid: [u32; 3]) -> Result<(), Report> {
         self.launch.emulate_checked(memory, grid, self.launch.shared_bytes)
+    }
+
+    /// Runs the kernel on the CPU in the schedule of each of `seeds`, and calls `check` with the results. See [`Launch::emulate_each`].
+    ///
+    /// # Errors
+    /// At the first fault.
+    pub fn emulate_each(
+        &self,
+        memory: &mut Memory,
+        grid: [u32; 3],
+        seeds: impl IntoIterator<Item = u64>,
+        check: impl FnMut(u64, &Memory),
+    ) -> Result<(), Report> {
+        self.launch.emulate_each(memory, grid, self.launch.shared_bytes, seeds, check)
     }
 
     /// Runs the kernel on the CPU once in the order of `schedule`. See [`Launch::emulate_scheduled`].

@@ -2,7 +2,7 @@
 
 use super::access::check;
 use super::block::{Block, Mode, mode, suspend, with};
-use super::checker::Kind;
+use super::checker::{Kind, Reading};
 use super::order::Scope;
 use super::report::Site;
 use super::wait::{Operation, ValueWait, Wait};
@@ -86,7 +86,7 @@ unsafe fn read<T: Word>(pointer: *const T, acquires: bool, at: Site) -> T {
         block
             .checker
             .as_mut()
-            .map_or(bits, |checker| checker.atomic_read(thread, (pointer.addr(), bits), [acquires, true], at))
+            .map_or(bits, |checker| checker.atomic_read(thread, (pointer.addr(), bits), (acquires, Reading::Load), at))
     });
     poll(pointer.addr(), bits, at);
     T::from_bits(bits)
@@ -144,7 +144,8 @@ unsafe fn update<T: Word>(pointer: *mut T, [reads, releases]: [bool; 2], at: Sit
         let thread = block.current;
         if let Some(checker) = &mut block.checker {
             if reads {
-                checker.atomic_read(thread, (address, old), [false, false], at);
+                let reading = if new == old { Reading::Newest } else { Reading::Change };
+                checker.atomic_read(thread, (address, old), (false, reading), at);
             }
             checker.atomic_write(thread, (address, old, new), releases, true);
         }
@@ -301,7 +302,7 @@ pub unsafe fn acquire_wait_u32(pointer: *const u32, condition: impl Fn(u32) -> b
                 return None;
             }
             if let Some(checker) = &mut block.checker {
-                checker.atomic_read(thread, (pointer.addr(), u64::from(found)), [true, false], at);
+                checker.atomic_read(thread, (pointer.addr(), u64::from(found)), (true, Reading::Newest), at);
             }
             Some(found)
         });

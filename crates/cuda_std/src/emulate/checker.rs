@@ -44,6 +44,17 @@ impl Kind {
     }
 }
 
+/// Kind of an atomic read.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Reading {
+    /// A load, which may return an older value.
+    Load,
+    /// The read of the newest value, without a change.
+    Newest,
+    /// The read of a read-modify-write that changes the value.
+    Change,
+}
+
 /// An access to validate.
 #[derive(Clone, Copy)]
 pub struct Request {
@@ -77,6 +88,8 @@ pub struct Checker {
     old: HashMap<usize, Vec<u8>>,
     /// Older bytes that the last access shall return.
     returned: Option<*const u8>,
+    /// Whether threads of a block have exchanged values in shared memory.
+    exchanged_in_blocks: bool,
     sites: Sites,
     pub choices: Choices,
     /// The state that belongs to the running block.
@@ -191,6 +204,7 @@ impl Checker {
             total: None,
             old: HashMap::new(),
             returned: None,
+            exchanged_in_blocks: false,
             sites,
             choices,
             local,
@@ -199,12 +213,13 @@ impl Checker {
 
     /// Makes `local` the state of the running block, and leaves that of the previous one.
     pub fn switch(&mut self, local: &mut Box<Local>) {
+        self.exchanged_in_blocks |= self.local.locations.exchanged;
         std::mem::swap(&mut self.local, local);
     }
 
-    /// Returns whether a block has read a value that another block has written atomically.
-    pub fn blocks_communicate(&self) -> bool {
-        self.locations.shared_by_blocks
+    /// Returns whether threads have exchanged values by atomics, so that results may depend on the schedule.
+    pub fn values_exchanged(&self) -> bool {
+        self.locations.exchanged || self.exchanged_in_blocks
     }
 
     /// Records an array or tile in shared memory. A region with the same bytes is replaced.
@@ -247,20 +262,19 @@ impl Checker {
         local.order.fenced(thread, scope, is_sequential.then_some(total));
     }
 
-    /// Returns the value that an atomic read by `thread` of the location, which contains `bits`, returns. `is_load`: the read may return
-    /// an older value. See [`Locations::read`].
+    /// Returns the value that an atomic read by `thread` of the location, which contains `bits`, returns. See [`Locations::read`].
     pub fn atomic_read(
         &mut self,
         thread: usize,
         (address, bits): (usize, u64),
-        [acquires, is_load]: [bool; 2],
+        (acquires, kind): (bool, Reading),
         at: Site,
     ) -> u64 {
         let Self { local, locations, choices, .. } = self;
         let (locations, order) = local.locations(address, locations);
         let access = order.access(thread, 0, 0);
-        let choose = |count| if is_load { choices.skip(count) } else { 0 };
-        let (bits, releases) = locations.read(At { address, bits, access }, order, choose);
+        let choose = |count| if kind == Reading::Load { choices.skip(count) } else { 0 };
+        let (bits, releases) = locations.read(At { address, bits, access }, order, kind == Reading::Change, choose);
         order.observes(thread, &releases, acquires, at);
         bits
     }

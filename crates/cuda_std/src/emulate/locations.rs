@@ -26,8 +26,9 @@ struct Value {
 #[derive(Default)]
 pub struct Locations {
     all: HashMap<usize, VecDeque<Value>>,
-    /// Whether a block has read a value that another block has written atomically.
-    pub shared_by_blocks: bool,
+    /// Whether a thread has read a value atomically that another thread has written atomically, without another order between them; or
+    /// written a location that another block has read.
+    pub exchanged: bool,
 }
 
 /// An atomic access of a thread, with the bits in memory before it.
@@ -55,8 +56,14 @@ impl Locations {
     }
 
     /// Reads a value, and returns it with what its writes have published. `choose` gets the number of values that the thread may read,
-    /// and returns how many of the newest it skips.
-    pub fn read(&mut self, at: At, order: &Order, choose: impl FnOnce(usize) -> usize) -> (u64, Vec<Rc<Release>>) {
+    /// and returns how many of the newest it skips. `changes`: the read is part of a read-modify-write that changes the value.
+    pub fn read(
+        &mut self,
+        at: At,
+        order: &Order,
+        changes: bool,
+        choose: impl FnOnce(usize) -> usize,
+    ) -> (u64, Vec<Rc<Release>>) {
         let thread = at.access.thread();
         let values = self.values(at);
         let is_visible = |value: &Value| {
@@ -70,7 +77,9 @@ impl Locations {
             value.reads.push(at.access);
         }
         let (bits, releases, write) = (value.bits, value.releases.clone(), value.write);
-        self.shared_by_blocks |= !write.is_none() && write.block != at.access.block;
+        // Threads of a block wait for each other by reads, not by updates, such as those of a histogram.
+        let is_of_other_block = write.block != at.access.block;
+        self.exchanged |= !write.is_none() && (is_of_other_block || !changes && !order.happens_before(write, thread));
         (bits, releases)
     }
 
@@ -85,6 +94,9 @@ impl Locations {
         if values.len() == KEPT {
             values.pop_front();
         }
+        let is_read_by_other = |value: &Value| value.reads.iter().any(|read| read.block != at.access.block);
+        let is_shared = values.iter().any(is_read_by_other);
         values.push_back(Value { bits, write: at.access, releases, reads: Vec::new() });
+        self.exchanged |= is_shared;
     }
 }

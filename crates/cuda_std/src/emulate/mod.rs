@@ -86,7 +86,7 @@ pub use memory::{HostAccess, Memory};
 pub use print::{print, printed_by};
 pub use report::{Fault, Report};
 pub use schedule::Schedule;
-pub use scheduler::{run, run_checked, run_seeds};
+pub use scheduler::{run, run_checked, run_each, run_seeds};
 pub use shared_view::{SharedView, reserve};
 pub use tensor::{ldmatrix_x4, ldmatrix_x4_trans, mma_bf16, mma_f32};
 

@@ -153,4 +153,10 @@ impl Choices {
         self.last = numbers[index];
         index
     }
+
+    /// Returns the index of the block to run, of the numbers of those that poll memory that has not changed. Each of them may have read
+    /// an older value, so each must run again.
+    pub fn pick_polling(&mut self, numbers: &[u64]) -> usize {
+        if self.stale { self.below(numbers.len() as u64) as usize } else { self.pick(numbers) }
+    }
 }

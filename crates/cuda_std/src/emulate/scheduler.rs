@@ -31,7 +31,8 @@ const MAX_FIBERS: usize = 16 << 10;
 fn max_checked_fibers() -> usize {
     static MAX: OnceLock<usize> = OnceLock::new();
     *MAX.get_or_init(|| {
-        let granted = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok().and_then(|text| text.trim().parse().ok());
+        let granted =
+            std::fs::read_to_string("/proc/sys/vm/max_map_count").ok().and_then(|text| text.trim().parse().ok());
         // Half of the mappings are for the stacks of other tests and for all else.
         granted.map_or(MAX_FIBERS, |granted: usize| granted / 4).clamp(MAX_FIBERS, 132 * 2048)
     })
@@ -117,30 +118,47 @@ fn livelock(block: &Block) -> Report {
     block.no_progress(Fault::Livelock, "livelock: the threads keep running, but none has written memory".to_owned())
 }
 
-/// Runs a checked launch with each of `seeds`, the later ones only if its blocks exchange values. Leaves the memory of the first schedule
+/// Runs a checked launch with each of `seeds`, the later ones only if its threads exchange values by atomics. Leaves the memory of the first schedule
 /// whose results differ from those of the first one, or those of the first one.
 pub fn run_seeds(grid: &Grid<'_>, memory: &mut Memory, seeds: impl IntoIterator<Item = u64>) -> Result<(), Report> {
     let before = memory.contents();
-    let mut first = None;
+    let (mut first, mut other) = (None, None);
     for seed in seeds {
         if first.is_some() {
             memory.restore(&before);
         }
         let communicates = run_checked(grid, memory, Schedule::new(seed))?;
-        let results = memory.contents();
-        if !communicates {
-            return Ok(());
+        match &first {
+            None if !communicates => return Ok(()),
+            None => first = Some(memory.contents()),
+            Some(first) if other.is_none() => other = Some(memory.contents()).filter(|results| results != first),
+            Some(_) => (),
         }
-        let first = first.get_or_insert(results.clone());
-        if *first != results {
-            return Ok(());
-        }
+    }
+    if let Some(results) = other.or(first) {
+        memory.restore(&results);
     }
     Ok(())
 }
 
-/// Runs the blocks in the order of `schedule` and checks every memory access. Returns whether a block has read a value that another block
-/// has written atomically. Otherwise like [`run`].
+/// Runs a checked launch with each of `seeds` from the same memory, and calls `check` with the results of each.
+pub fn run_each(
+    grid: &Grid<'_>,
+    memory: &mut Memory,
+    seeds: impl IntoIterator<Item = u64>,
+    mut check: impl FnMut(u64, &Memory),
+) -> Result<(), Report> {
+    let before = memory.contents();
+    for seed in seeds {
+        memory.restore(&before);
+        run_checked(grid, memory, Schedule::new(seed))?;
+        check(seed, memory);
+    }
+    Ok(())
+}
+
+/// Runs the blocks in the order of `schedule` and checks every memory access. Returns whether threads have exchanged values by atomics, so
+/// that the results may depend on the schedule. Otherwise like [`run`].
 pub fn run_checked(grid: &Grid<'_>, memory: &mut Memory, schedule: Schedule) -> Result<bool, Report> {
     let blocks = grid.blocks()?;
     let resident = schedule.resident_blocks(grid.threads, grid.shared_bytes);
@@ -152,7 +170,7 @@ pub fn run_checked(grid: &Grid<'_>, memory: &mut Memory, schedule: Schedule) -> 
     let found = launch.run(&mut checker);
     launch.finish();
     let communicates = checker.take().is_some_and(|checker| {
-        let communicates = checker.blocks_communicate();
+        let communicates = checker.values_exchanged();
         checker.give_back(memory);
         communicates
     });
@@ -283,15 +301,14 @@ impl Checked<'_> {
         let numbers = |can_run: &dyn Fn(&Option<Slot>) -> bool| -> Vec<u64> {
             self.slots.iter().filter(|(_, slot)| can_run(slot)).map(|(number, _)| *number).collect()
         };
-        let mut candidates = numbers(&can_run);
-        if candidates.is_empty() {
-            candidates = numbers(&|slot| slot.as_ref().is_some_and(|slot| matches!(slot.state, State::Polls)));
-            if self.idle > MAX_IDLE_RUNS * candidates.len() {
-                return None;
-            }
-        }
+        let candidates = numbers(&can_run);
         let choices = &mut checker.as_mut()?.choices;
-        (!candidates.is_empty()).then(|| candidates[choices.pick(&candidates)])
+        if !candidates.is_empty() {
+            return Some(candidates[choices.pick(&candidates)]);
+        }
+        let candidates = numbers(&|slot| slot.as_ref().is_some_and(|slot| matches!(slot.state, State::Polls)));
+        let is_idle = candidates.is_empty() || self.idle > MAX_IDLE_RUNS * candidates.len();
+        (!is_idle).then(|| candidates[choices.pick_polling(&candidates)])
     }
 
     /// Returns the report of a launch whose blocks cannot make progress.

@@ -223,7 +223,7 @@ fn meets(counter: GlobalMut<u32>) {
     thread::sync_threads();
 }
 
-/// A GPU holds 132 blocks of 128 threads, and the emulator their 16,896 threads if the system grants the mappings for their stacks.
+/// A block on nearly every SM of an H100 can wait for all others. More blocks than the GPU or the emulator holds cannot.
 #[test]
 fn a_block_on_each_sm_can_meet_the_others() {
     let mut memory = Memory::new();
@@ -233,4 +233,71 @@ fn a_block_on_each_sm_can_meet_the_others() {
     let report = meets(counter).emulate_checked(&mut memory, [132 * 16 + 1, 1, 1], 0).unwrap_err();
     let text = report.to_string();
     assert!(report.fault == Fault::Deadlock && text.contains("has not started"), "{text}");
+}
+
+/// Two blocks wait for each other in each round: each advances its own word, and polls the other's.
+#[kernel(threads = 32)]
+fn ping_pong(words: GlobalMut<u32>) {
+    let block = thread::block_idx_x() as usize;
+    if thread::thread_idx_x() == 0 {
+        for round in 1..10 {
+            words.store_release(block, round);
+            while words.load_acquire(1 - block) < round {}
+        }
+    }
+}
+
+/// A block that has read an older value must run again, even if the other block polls, too.
+#[test]
+fn blocks_that_poll_each_other_make_progress() {
+    for seed in 0..1000 {
+        let mut memory = Memory::new();
+        let words = memory.zeroed("words", 2);
+        ping_pong(words).emulate_scheduled(&mut memory, [2, 1, 1], 0, Schedule::new(seed)).unwrap();
+    }
+}
+
+/// Blocks take positions by an atomic, so that `order` depends on the schedule. Block 1 traps if it comes first.
+#[kernel(threads = 32)]
+fn takes_positions(order: GlobalMut<u32>, counter: GlobalMut<u32>) {
+    let block = thread::block_idx_x();
+    if thread::thread_idx_x() == 0 {
+        let position = counter.fetch_add(0, 1);
+        if block == 1 && position == 0 {
+            thread::trap();
+        }
+        order.set(block as usize, position);
+    }
+}
+
+/// The first schedule runs block 0 first, and the second one block 3. Their results differ, but the later schedules run, too.
+#[test]
+fn results_that_depend_on_the_schedule_do_not_end_the_search() {
+    let mut memory = Memory::new();
+    let (order, counter) = (memory.output("order", 4), memory.zeroed("counter", 1));
+    let report = takes_positions(order, counter).emulate_checked(&mut memory, [4, 1, 1], 0).unwrap_err();
+    assert_eq!(report.fault, Fault::Trap, "{report}");
+    assert!(report.schedule > Some(1), "{report}");
+}
+
+/// Block 0 reads the flag once. Block 1 sets it without a release.
+#[kernel(threads = 32)]
+fn reads_once(data: GlobalMut<u32>, flag: GlobalMut<u32>, out: GlobalMut<u32>) {
+    if thread::thread_idx_x() == 0 {
+        if thread::block_idx_x() == 1 {
+            data.set(0, 1);
+            flag.store_relaxed(0, 1);
+        } else if flag.load_acquire(0) == 1 {
+            out.set(0, data.at(0));
+        }
+    }
+}
+
+/// In the first schedule, block 0 reads the flag before block 1 sets it, so the blocks exchange nothing.
+#[test]
+fn a_read_before_the_write_of_another_block_counts_as_communication() {
+    let mut memory = Memory::new();
+    let (data, flag, out) = (memory.output("data", 1), memory.zeroed("flag", 1), memory.output("out", 1));
+    let report = reads_once(data, flag, out).emulate_checked(&mut memory, [2, 1, 1], 0).unwrap_err();
+    assert_eq!((report.fault, report.schedule), (Fault::DataRace, Some(1)), "{report}");
 }

@@ -135,6 +135,16 @@ fn load_buffering(words: GlobalMut<u32>, out: GlobalMut<u32>, first: u32, second
     }
 }
 
+/// Two writes by each of two threads, in opposite orders (2+2W). Results: the last values.
+#[kernel(threads = 128)]
+fn opposite_writes(words: GlobalMut<u32>) {
+    let Some(i) = actor() else { return };
+    if i < 2 {
+        words.store_relaxed(i, 1);
+        words.store_relaxed(1 - i, 2);
+    }
+}
+
 /// Independent reads of independent writes: threads 0 and 1 write, threads 2 and 3 read both words in opposite orders.
 #[kernel(threads = 128)]
 fn independent_reads(words: GlobalMut<u32>, out: GlobalMut<u32>, first: u32, second: u32) {
@@ -301,6 +311,22 @@ fn load_buffering_is_never_shown() {
             outcomes(between_blocks, |words, out| load_buffering(words, out, first as u32, second as u32)).unwrap();
         assert_eq!(found, BTreeSet::from([[0, 0], [0, 1], [1, 0]]), "{first:?} {second:?}");
     });
+}
+
+/// Both first writes are the last ones of their words. PTX allows it without an order; the emulator keeps writes in the order in which
+/// they run, and never shows it.
+#[test]
+fn reordered_writes_are_never_shown() {
+    for between_blocks in [true, false] {
+        for seed in 0..SEEDS {
+            let mut memory = Memory::new();
+            let words = memory.zeroed("words", 2);
+            let blocks = if between_blocks { 4 } else { 1 };
+            let launch = opposite_writes(words);
+            launch.emulate_scheduled(&mut memory, [blocks, 1, 1], 0, Schedule::new(seed)).unwrap();
+            assert_ne!(memory.read(words), [1, 1], "seed {seed}");
+        }
+    }
 }
 
 /// The readers see the writes in opposite orders.

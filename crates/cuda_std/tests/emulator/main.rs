@@ -12,5 +12,6 @@ mod hopper;
 mod hopper_fp8;
 mod litmus;
 mod messages;
+mod planted;
 mod primitives;
 mod tensor_cores;
