@@ -38,13 +38,10 @@ fn check_access(request: Request) -> Option<*const u8> {
     let Request { kind, address, at, .. } = request;
     watchdog::beat();
     let (result, old, polls) = with(|block| {
-        let polls = match kind {
-            Kind::Read => block.polling.record_read(address, at),
-            _ => {
-                block.polling = Polling::default();
-                false
-            }
-        };
+        let polls = kind == Kind::Read && block.polling.record_read(address, at);
+        if kind != Kind::Read {
+            block.polling = Polling::default();
+        }
         let thread = block.reader.unwrap_or(block.current);
         match &mut block.checker {
             Some(checker) => (checker.access(thread, request), checker.take_old(), polls),
@@ -57,8 +54,8 @@ fn check_access(request: Request) -> Option<*const u8> {
     if polls {
         let place = with(|block| block.checker.as_ref().map_or_else(String::new, |checker| checker.name_of(address)));
         let message = format!(
-            "livelock: the thread polls {place} ({}); the emulator switches threads only at waits, so no other thread \
-             can write in the meantime",
+            "livelock: the thread polls {place} with ordinary reads ({}), which do not let other threads run; use load_relaxed or \
+             load_acquire",
             Line(at)
         );
         fail(Fault::Livelock, at, None, message);

@@ -113,7 +113,7 @@ unsafe fn write<T: Word>(pointer: *mut T, value: T, releases: bool, at: Site) {
             _ => AtomicU64::from_ptr(pointer.cast()).store(value.bits(), Ordering::Release),
         }
     }
-    with(|block| block.memory_changed());
+    with(Block::memory_changed);
 }
 
 /// Replaces a word atomically by `f` of it, and returns the old value. `reads`: the kernel uses the old value.
@@ -126,17 +126,14 @@ unsafe fn update<T: Word>(pointer: *mut T, [reads, releases]: [bool; 2], at: Sit
     let new = |old: u64| f(T::from_bits(old)).bits();
     // SAFETY: guaranteed by the caller.
     let old = unsafe {
-        match size_of::<T>() {
-            4 => {
-                let word = AtomicU32::from_ptr(pointer.cast());
-                let update = |old: u32| Some(new(u64::from(old)) as u32);
-                let old = word.fetch_update(Ordering::AcqRel, Ordering::Acquire, update);
-                u64::from(old.unwrap_or_else(|old| old))
-            }
-            _ => {
-                let word = AtomicU64::from_ptr(pointer.cast());
-                word.fetch_update(Ordering::AcqRel, Ordering::Acquire, |old| Some(new(old))).unwrap_or_else(|old| old)
-            }
+        if size_of::<T>() == 4 {
+            let word = AtomicU32::from_ptr(pointer.cast());
+            let update = |old: u32| Some(new(u64::from(old)) as u32);
+            let old = word.fetch_update(Ordering::AcqRel, Ordering::Acquire, update);
+            u64::from(old.unwrap_or_else(|old| old))
+        } else {
+            let word = AtomicU64::from_ptr(pointer.cast());
+            word.fetch_update(Ordering::AcqRel, Ordering::Acquire, |old| Some(new(old))).unwrap_or_else(|old| old)
         }
     };
     let (address, new) = (pointer.addr(), new(old));

@@ -513,7 +513,7 @@ impl Checker {
                 overflow
                     .of(i, cell)
                     .iter()
-                    .find(|read| !order.happens_before(**read, thread) && !(is_atomic && read.is(Access::ATOMIC)))
+                    .find(|read| !(order.happens_before(**read, thread) || is_atomic && read.is(Access::ATOMIC)))
                     .copied()
             };
             if let Some(read) = read.or_else(in_overflow).filter(|read| !is_shown(*read)) {

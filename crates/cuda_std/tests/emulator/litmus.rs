@@ -276,7 +276,7 @@ fn data_without_a_release_or_an_acquire_is_a_race() {
         let ordered = writer.orders(between_blocks) && reader.orders(between_blocks);
         match found {
             Ok(results) => {
-                assert!(ordered && results == BTreeSet::from([[0, 1], [1, 1]]), "{writer:?} {reader:?} {results:?}")
+                assert!(ordered && results == BTreeSet::from([[0, 1], [1, 1]]), "{writer:?} {reader:?} {results:?}");
             }
             Err(lines) => {
                 assert!(!ordered, "{writer:?} {reader:?} between blocks: {between_blocks}");
