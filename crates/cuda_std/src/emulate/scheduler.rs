@@ -118,8 +118,8 @@ fn livelock(block: &Block) -> Report {
     block.no_progress(Fault::Livelock, "livelock: the threads keep running, but none has written memory".to_owned())
 }
 
-/// Runs a checked launch with each of `seeds`, the later ones only if its threads exchange values by atomics. Leaves the memory of the first schedule
-/// whose results differ from those of the first one, or those of the first one.
+/// Runs a checked launch with each of `seeds`, the later ones only if its threads exchange values by atomics. Leaves the memory of the first
+/// schedule whose results differ from those of the first one, or those of the first one.
 pub fn run_seeds(grid: &Grid<'_>, memory: &mut Memory, seeds: impl IntoIterator<Item = u64>) -> Result<(), Report> {
     let before = memory.contents();
     let (mut first, mut other) = (None, None);
@@ -193,8 +193,7 @@ struct Slot {
 
 impl Slot {
     fn take_local(&mut self) -> Box<Local> {
-        let local = self.block.local();
-        self.local.take().unwrap_or(local)
+        self.local.take().unwrap_or_else(|| self.block.local())
     }
 }
 
