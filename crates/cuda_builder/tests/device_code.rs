@@ -491,7 +491,7 @@ fn warnings_about_local_memory_need_no_ptxas_and_fit_their_cause() {
     let about = |kernel: &str| warnings.iter().find(|warning| warning.contains(&format!("kernel {kernel} ")));
     let line = |code: &str| {
         let lines = include_str!("fixtures/features/src/lib.rs").lines().collect::<Vec<_>>();
-        lines.iter().position(|line| line.contains(code)).map(|i| i + 1).unwrap_or_else(|| panic!("no line has {code}"))
+        lines.iter().position(|line| line.contains(code)).unwrap_or_else(|| panic!("no line has {code}")) + 1
     };
     let prints = format!("the values that gpu_println! prints (src/lib.rs:{})", line("gpu_println!("));
     for (kernel, place) in [("prints", prints), ("functions", format!("(src/lib.rs:{})", line("math::pow")))] {
