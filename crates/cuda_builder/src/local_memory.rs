@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, HashSet};
 
 use crate::lines::{Lines, debug_location};
 
-/// What debug information says about a function with local memory or register spills.
+/// The debug information of a function with local memory or register spills.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Function {
     /// The file and line of its declaration, or of a call, in the device crate.

@@ -1,7 +1,7 @@
 //! The values of memory that threads access atomically.
 //!
-//! A relaxed or acquiring read may return an older value, as on a GPU, where another block's write is not visible at once. It never
-//! returns a value that is older than one whose write, or whose read by any thread, happens before the read (coherence). A
+//! A relaxed or acquiring read may return an older value, as on a GPU, where another block's write is not visible at once. If the write of
+//! a value, or a read of it by any thread, happens before the read, the read returns this value or a newer one (coherence). A
 //! read-modify-write reads the newest value (atomicity).
 
 use super::order::{Order, Release};
@@ -16,7 +16,7 @@ const KEPT: usize = 8;
 struct Value {
     bits: u64,
     write: Access,
-    /// What this write, and the writes before it in a chain of read-modify-writes, have published.
+    /// The accesses that this write has published, and those of the writes before it in a chain of read-modify-writes.
     releases: Vec<Rc<Release>>,
     /// The first read of this value by each thread.
     reads: Vec<Access>,

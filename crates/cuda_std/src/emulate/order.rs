@@ -135,7 +135,7 @@ impl Known {
     }
 }
 
-/// What a write has published.
+/// The accesses that a write has published.
 pub struct Release {
     scope: Scope,
     block: u32,
@@ -167,7 +167,7 @@ impl Release {
     }
 }
 
-/// What a thread has received.
+/// The accesses that a thread has received.
 struct Acquired {
     /// The acquire, as an access.
     at: Access,
@@ -191,14 +191,14 @@ struct Fence {
 /// Number of synchronizations of some lanes of a warp that are kept for each thread.
 const KEPT_SYNCS: usize = 8;
 
-/// What sequentially consistent fences of device scope have published.
+/// The accesses that sequentially consistent fences of device scope have published.
 pub type TotalOrder = Option<Rc<Release>>;
 
 /// The happens-before relation as the threads of one block know it.
 pub struct Order {
     /// Current tick of each warp.
     ticks: [u32; LANES],
-    /// What each warp knows. Its own component began when its lanes last synchronized, either directly or through another warp.
+    /// The accesses that happen before the current time of each warp. Its own component began when its lanes last synchronized, either directly or through another warp.
     clocks: [Clock; LANES],
     /// Tick that began when each thread last executed `fence_async_proxy`.
     proxy_fences: Vec<u32>,
@@ -212,7 +212,7 @@ pub struct Order {
     observed: Vec<Observed>,
     /// The latest fences of each thread.
     fences: Vec<Fence>,
-    /// What sequentially consistent fences of block scope have published.
+    /// The accesses that sequentially consistent fences of block scope have published.
     total: TotalOrder,
     /// For each thread, the latest acquire that no `fence_async_proxy_global` follows.
     unfenced_waits: HashMap<usize, Site>,
@@ -281,7 +281,7 @@ impl Order {
         Access::new(self.block, self.ticks[warp], thread, flags, site)
     }
 
-    /// Ends a tick of `warp`, whose lanes act together, and returns its clock.
+    /// Ends a tick of `warp` for all of its lanes, and returns its clock.
     pub fn release(&mut self, warp: usize) -> Clock {
         self.ticks[warp] += 1;
         let mut clock = self.clocks[warp].clone();
@@ -319,7 +319,7 @@ impl Order {
         self.acquire(warp, &clock);
     }
 
-    /// Records a synchronization of the lanes of `warp` whose bits are set in `mask`. The other lanes learn nothing.
+    /// Records a synchronization of the lanes of `warp` in `mask`. It orders nothing for the other lanes.
     pub fn lanes_synced(&mut self, warp: usize, mask: u32) {
         self.ticks[warp] += 1;
         let mut clock = self.clocks[warp].clone();
@@ -353,7 +353,7 @@ impl Order {
         self.barriers[barrier].join(&clock);
     }
 
-    /// Records the completion of a hardware barrier, where the warps whose bits are set in `waiting` have waited.
+    /// Records the completion of a hardware barrier. The bits of `waiting` select the warps that have waited.
     pub fn barrier_completed(&mut self, barrier: usize, waiting: u32) {
         let clock = std::mem::take(&mut self.barriers[barrier]);
         for warp in (0..LANES).filter(|warp| waiting >> warp & 1 != 0) {
@@ -390,7 +390,7 @@ impl Order {
         Release::merged(self.fences.iter().filter(before).map(|fence| fence.release.clone()).collect())
     }
 
-    /// Records that `thread` has read a value whose writes have published `releases`.
+    /// Records that `thread` has read a value. Its writes have published `releases`.
     pub fn observes(&mut self, thread: usize, releases: &[Rc<Release>], acquires: bool, site: Site) {
         let at = self.access(thread, 0, 0);
         for release in releases {

@@ -118,8 +118,8 @@ fn livelock(block: &Block) -> Report {
     block.no_progress(Fault::Livelock, "livelock: the threads keep running, but none has written memory".to_owned())
 }
 
-/// Runs a checked launch with each of `seeds`, the later ones only if its threads exchange values by atomics. Leaves the memory of the first
-/// schedule whose results differ from those of the first one, or those of the first one.
+/// Runs a checked launch with each of `seeds`, the later ones only if its threads exchange values by atomics. If
+/// the results of a later schedule differ from those of the first one, leaves the first such results in memory.
 pub fn run_seeds(grid: &Grid<'_>, memory: &mut Memory, seeds: impl IntoIterator<Item = u64>) -> Result<(), Report> {
     let before = memory.contents();
     let (mut first, mut other) = (None, None);
@@ -406,7 +406,7 @@ fn unwind(block: &mut Block, mode: Mode, fibers: Vec<Fiber>) -> Vec<FiberStack> 
     stacks
 }
 
-/// What a block does when it stops running.
+/// The state of a block that has stopped running.
 enum State {
     /// All threads have ended.
     Ended,

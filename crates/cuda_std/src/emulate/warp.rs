@@ -124,7 +124,7 @@ pub struct Barrier {
     pub arrived: u32,
     /// Mask of the warps to wake.
     pub waiting: u32,
-    /// What the first warp executes.
+    /// The operation of the first warp to arrive.
     pub operation: Option<Operation>,
     pub votes: Votes,
 }

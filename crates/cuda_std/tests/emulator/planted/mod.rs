@@ -19,7 +19,7 @@ mod within_block;
 use cuda_std::emulate::{Fault, Memory, Report, Schedule};
 use cuda_std::launch::Launch;
 
-/// What a checked launch does with a faulty kernel.
+/// The outcome of a checked launch of a faulty kernel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Found {
     Race,
@@ -57,7 +57,7 @@ pub struct Planted {
     pub number: u32,
     pub name: &'static str,
     pub text: &'static str,
-    /// What the default schedules are expected to find.
+    /// The expected outcome in the default schedules.
     pub found: Found,
 }
 
