@@ -4,7 +4,7 @@ use super::arena::Arena;
 use super::cuda_graphs::{CudaGraphs, GraphAction};
 use super::executor::{EmulatedGpu, Executor, GemmTimer};
 use super::functions::Functions;
-use super::gemm_cache::GemmCache;
+use super::gemm_cache::{GemmCache, kernels_digest};
 use super::noise::noise;
 use super::profile::Profile;
 use super::tensor_maps::{Extents, TensorMapKey, TensorMaps};
@@ -51,6 +51,7 @@ pub struct CudaDevice {
     /// For example `sm_90a cubin`.
     code: String,
     architecture: &'static str,
+    kernels_digest: u64,
     emulation: EmulatedGpu,
     gpu: Gpu,
 }
@@ -125,6 +126,7 @@ impl CudaDevice {
             profile: None,
             code: code.to_string(),
             architecture: code.module.arch,
+            kernels_digest: kernels_digest(code.image()),
             emulation,
             gpu,
         })
@@ -132,7 +134,7 @@ impl CudaDevice {
 
     /// Returns the cache of the autotuner's choices for this GPU.
     pub fn gemm_cache(&self) -> Result<GemmCache> {
-        GemmCache::new(&self.gpu, self.architecture)
+        GemmCache::new(&self.gpu, self.architecture, self.kernels_digest)
     }
 }
 

@@ -1,13 +1,13 @@
-//! The autotuner's choices, kept between runs: one file for each GPU model, kernel architecture, driver, cuBLASLt version and
-//! number of tile shapes, in the user's cache directory.
+//! The autotuner's choices, kept between runs: one file for each GPU model, driver, cuBLASLt version and build of the kernels, in the user's
+//! cache directory.
 
 use crate::Result;
 use crate::gemm::GemmChoice;
 use anyhow::Context;
 use cuda_driver::Gpu;
-use gpu::matmul::launch::TileShape;
 use std::collections::HashMap;
 use std::fs;
+use std::hash::{DefaultHasher, Hasher};
 use std::io::Write;
 use std::path::PathBuf;
 
@@ -19,14 +19,14 @@ pub struct GemmCache {
 }
 
 impl GemmCache {
-    /// Returns the cache for a GPU and the kernels' architecture.
-    pub fn new(gpu: &Gpu, architecture: &str) -> Result<Self> {
+    /// Returns the cache for a GPU and the kernels' architecture and [digest](kernels_digest).
+    pub fn new(gpu: &Gpu, architecture: &str, kernels: u64) -> Result<Self> {
         let (_, library) = cublaslt::find()?;
         let (major, minor) = cuda_driver::driver_version()?;
         let model = gpu.info().name.replace(|c: char| !c.is_ascii_alphanumeric(), "-");
         let machine = format!("{model}-{architecture}-driver-{major}.{minor}-cublaslt-{library}");
-        // A checkpoint's choices stay valid when tile shapes are added; they are only no longer known to be the fastest.
-        let name = format!("{machine}-tiles-{}.json", TileShape::ALL.len());
+        // A checkpoint's choices stay valid when the kernels change; they are only no longer known to be the fastest.
+        let name = format!("{machine}-kernels-{kernels:016x}.json");
         let path = dirs::cache_dir().map(|cache| cache.join("llm-rs/gemms").join(name));
         Ok(Self { machine, path })
     }
@@ -51,6 +51,13 @@ impl GemmCache {
         atomic_file::create_directory(path.parent().context("the cache file has no directory")?)?;
         atomic_file::write(path, |file| Ok(file.write_all(&serde_json::to_vec(&all)?)?))
     }
+}
+
+/// Returns a digest of the kernels' code. It takes 8 ms for 12 MB.
+pub fn kernels_digest(code: &[u8]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    hasher.write(code);
+    hasher.finish()
 }
 
 #[cfg(test)]
