@@ -111,6 +111,15 @@ impl Memory {
         self.slice(view.reader(), len).unwrap_or_else(|error| panic!("{error}")).to_vec()
     }
 
+    /// Returns the address of the first byte of each buffer, its contents, and whether they are initialized: what a launch on a GPU with
+    /// the same arguments needs.
+    pub fn buffers(&self) -> impl Iterator<Item = (u64, &[u8], bool)> {
+        self.buffers.iter().map(|buffer| {
+            let is_initialized = buffer.shadow.first_unwritten(0, buffer.bytes).is_none();
+            (buffer.start() as u64, buffer.contents(), is_initialized)
+        })
+    }
+
     /// Returns a copy of the contents of the writable buffers.
     pub(super) fn contents(&self) -> Contents {
         let writable = self.buffers.iter().filter(|buffer| buffer.writable);

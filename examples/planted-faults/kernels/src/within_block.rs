@@ -1,12 +1,14 @@
 //! Faults within a block: a radix sort, a compaction with shared atomics, a scan without barriers in a warp, and packed bytes.
 
-use super::{Kernel, Run, faults};
-use cuda_std::emulate::{Memory, Report};
+use crate::faults;
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::{Memory, Report, Run};
 use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, SharedArray, fence, kernel, thread, warp};
 
 const THREADS: usize = 64;
 
+#[cfg(not(target_arch = "nvptx64"))]
 fn random(count: usize) -> Vec<u32> {
     (0..count as u32).map(|i| i.wrapping_mul(2_654_435_761) >> 16 & 0xff).collect()
 }
@@ -14,6 +16,7 @@ fn random(count: usize) -> Vec<u32> {
 const DIGITS: u32 = 4;
 
 faults! {
+    const RADIX = "radix sort", run_radix;
     Radix {
         NoBarrierAfterLoad = Race "no barrier after the keys are loaded",
         NoBarrierBeforeScatter = Race "no barrier between the reads of the keys and the scatter",
@@ -63,6 +66,7 @@ fn radix(out: GlobalMut<u32>, inp: Global<u32>, fault: u32) {
     out.set(t, keys.at(t));
 }
 
+#[cfg(not(target_arch = "nvptx64"))]
 fn run_radix(fault: u32, run: Run<'_>) -> Result<bool, Report> {
     let mut values = random(THREADS);
     let mut memory = Memory::new();
@@ -72,9 +76,8 @@ fn run_radix(fault: u32, run: Run<'_>) -> Result<bool, Report> {
     Ok(memory.read(out) == values)
 }
 
-pub const RADIX: Kernel = Kernel { name: "radix sort", faults: Radix::ALL, run: run_radix };
-
 faults! {
+    const COMPACTION = "compaction with a shared atomic counter", run_compaction;
     Compaction {
         NoBarrierAfterReset = Race "no barrier after the counter is reset",
         NoBarrierBeforeRead = Race "the counter is read without a barrier after the atomics",
@@ -149,6 +152,7 @@ fn compaction(out: GlobalMut<u32>, inp: Global<u32>, fault: u32) {
     }
 }
 
+#[cfg(not(target_arch = "nvptx64"))]
 fn run_compaction(fault: u32, run: Run<'_>) -> Result<bool, Report> {
     let values = random(THREADS);
     let mut memory = Memory::new();
@@ -160,10 +164,8 @@ fn run_compaction(fault: u32, run: Run<'_>) -> Result<bool, Report> {
     Ok(memory.read(out) == expected)
 }
 
-pub const COMPACTION: Kernel =
-    Kernel { name: "compaction with a shared atomic counter", faults: Compaction::ALL, run: run_compaction };
-
 faults! {
+    const WARP_SCAN = "warp-synchronous scan", run_warp_scan;
     WarpScan {
         NoSyncAfterWrite = Race "no warp::sync between the writes and the reads of a step",
         NoSyncBeforeWrite = Race "no warp::sync between the reads of a step and the next writes",
@@ -217,6 +219,7 @@ fn warp_scan(out: GlobalMut<u32>, inp: Global<u32>, fault: u32) {
     out.set(t, sums.at(t) + if t >= 32 { sums.at(31) } else { 0 });
 }
 
+#[cfg(not(target_arch = "nvptx64"))]
 fn run_warp_scan(fault: u32, run: Run<'_>) -> Result<bool, Report> {
     let values = random(THREADS);
     let mut memory = Memory::new();
@@ -226,9 +229,8 @@ fn run_warp_scan(fault: u32, run: Run<'_>) -> Result<bool, Report> {
     Ok(memory.read(out).into_iter().eq((0..THREADS).map(sum)))
 }
 
-pub const WARP_SCAN: Kernel = Kernel { name: "warp-synchronous scan", faults: WarpScan::ALL, run: run_warp_scan };
-
 faults! {
+    const BYTES = "bytes", run_bytes;
     Bytes {
         NoBarrier = Race "no barrier between the bytes and the reads of the other warp's bytes",
         NoSyncOfLanes = Race "no barrier, and only bytes of the own warp are read",
@@ -275,6 +277,7 @@ fn quantized(out: GlobalMut<u8>, inp: Global<u32>, fault: u32) {
     out.set(if is(Bytes::GlobalByteTwice) { t % 63 } else { t }, other);
 }
 
+#[cfg(not(target_arch = "nvptx64"))]
 fn run_bytes(fault: u32, run: Run<'_>) -> Result<bool, Report> {
     let values = random(THREADS);
     let mut memory = Memory::new();
@@ -283,9 +286,8 @@ fn run_bytes(fault: u32, run: Run<'_>) -> Result<bool, Report> {
     Ok(memory.read(out).into_iter().eq(values.iter().rev().map(|value| (value / 2) as u8)))
 }
 
-pub const BYTES: Kernel = Kernel { name: "bytes", faults: Bytes::ALL, run: run_bytes };
-
 faults! {
+    const EXCHANGE = "exchange between lanes", run_exchange;
     Exchange {
         HalfMasks = Race "each half of the warp synchronizes alone, and the halves exchange values",
         HalfMasksAfterVote = Race "each half of the warp synchronizes alone after a vote of the warp, and the halves exchange values",
@@ -316,6 +318,7 @@ fn exchange(out: GlobalMut<u32>, inp: Global<u32>, fault: u32) {
     out.set(lane, values.at(31 - lane));
 }
 
+#[cfg(not(target_arch = "nvptx64"))]
 fn run_exchange(fault: u32, run: Run<'_>) -> Result<bool, Report> {
     let values = random(32);
     let mut memory = Memory::new();
@@ -324,9 +327,8 @@ fn run_exchange(fault: u32, run: Run<'_>) -> Result<bool, Report> {
     Ok(memory.read(out).iter().eq(values.iter().rev()))
 }
 
-pub const EXCHANGE: Kernel = Kernel { name: "exchange between lanes", faults: Exchange::ALL, run: run_exchange };
-
 faults! {
+    const FLAG = "flag in shared memory", run_flag;
     Flag {
         NoWriterFence = Race "no fence before the flag is set",
         NoReaderFence = Race "no fence after the flag is seen",
@@ -389,6 +391,7 @@ fn flag(out: GlobalMut<u32>, inp: Global<u32>, fault: u32) {
     }
 }
 
+#[cfg(not(target_arch = "nvptx64"))]
 fn run_flag(fault: u32, run: Run<'_>) -> Result<bool, Report> {
     let values = random(32);
     let mut memory = Memory::new();
@@ -396,5 +399,3 @@ fn run_flag(fault: u32, run: Run<'_>) -> Result<bool, Report> {
     run(&flag(out, inp, fault), &mut memory, 1, 256)?;
     Ok(memory.read(out).iter().eq(values.iter().rev()))
 }
-
-pub const FLAG: Kernel = Kernel { name: "flag in shared memory", faults: Flag::ALL, run: run_flag };

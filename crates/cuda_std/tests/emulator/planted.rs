@@ -1,129 +1,11 @@
-//! Kernels with planted faults: what the default schedules of `emulate_checked` report for each fault.
+//! What the default schedules of `emulate_checked` report for each fault of `examples/planted-faults`.
 //!
-//! A fault changes a result, or ends a launch, in some execution that the PTX memory model allows. The correct version of each kernel
-//! passes in many schedules. The tests print a table of the faults: `cargo test --release -p cuda_std planted -- --nocapture`.
+//! The correct version of each kernel passes in many schedules. The tests print a table of the faults:
+//! `cargo test --release -p cuda_std planted -- --nocapture`.
 
-mod grid_barrier;
-mod histogram;
-mod lock;
-mod look_back;
-mod once;
-mod reduction;
-mod relay;
-mod residency;
-mod ring;
-mod tasks;
-mod within_async;
-mod within_block;
-
-use cuda_std::emulate::{Fault, Memory, Report, Schedule};
+use cuda_std::emulate::{Memory, Report, Schedule};
 use cuda_std::launch::Launch;
-
-/// The outcome of a checked launch of a faulty kernel.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Found {
-    Race,
-    Uninitialized,
-    Deadlock,
-    Livelock,
-    Divergence,
-    AsyncCopy,
-    OutOfBounds,
-    Operand,
-    /// The results of the default schedules are wrong.
-    Wrong,
-    /// The default schedules report nothing, and the results are right.
-    Missed,
-}
-
-impl From<Fault> for Found {
-    fn from(fault: Fault) -> Self {
-        match fault {
-            Fault::DataRace => Self::Race,
-            Fault::Uninitialized => Self::Uninitialized,
-            Fault::Deadlock => Self::Deadlock,
-            Fault::Livelock => Self::Livelock,
-            Fault::Divergence => Self::Divergence,
-            Fault::AsyncCopy => Self::AsyncCopy,
-            Fault::OutOfBounds => Self::OutOfBounds,
-            Fault::Operand => Self::Operand,
-            other => panic!("unexpected fault {other:?}"),
-        }
-    }
-}
-
-/// A planted fault.
-pub struct Planted {
-    pub number: u32,
-    pub name: &'static str,
-    pub text: &'static str,
-    /// The expected outcome in the default schedules.
-    pub found: Found,
-}
-
-/// Launches a kernel over a number of blocks with bytes of shared memory.
-pub type Run<'a> = &'a dyn Fn(&Launch, &mut Memory, u32, usize) -> Result<(), Report>;
-
-/// A kernel with planted faults.
-pub struct Kernel {
-    pub name: &'static str,
-    pub faults: &'static [Planted],
-    /// Runs the kernel with a fault, and returns whether its results are right.
-    pub run: fn(u32, Run<'_>) -> Result<bool, Report>,
-}
-
-/// Defines the faults of a kernel, with what the default schedules find.
-macro_rules! faults {
-    ($(#[$doc:meta])* $name:ident { $($fault:ident = $found:ident $text:literal,)* }) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy)]
-        #[repr(u32)]
-        #[allow(clippy::enum_variant_names, reason = "some faults contain the name of their kernel")]
-        enum $name { $($fault),* }
-
-        impl $name {
-            const ALL: &[$crate::planted::Planted] = &[$($crate::planted::Planted {
-                number: Self::$fault as u32,
-                name: stringify!($fault),
-                text: $text,
-                found: $crate::planted::Found::$found,
-            }),*];
-        }
-    };
-}
-use faults;
-
-/// The number of the correct version of a kernel.
-const CORRECT: u32 = u32::MAX;
-
-const BETWEEN_BLOCKS: [&Kernel; 15] = [
-    &reduction::LAST_BLOCK,
-    &reduction::SPLIT_K,
-    &grid_barrier::GENERATION,
-    &grid_barrier::SENSE,
-    &grid_barrier::MONOTONIC,
-    &lock::LOCK,
-    &ring::RING,
-    &tasks::TASKS,
-    &relay::RELAY,
-    &relay::PEEK,
-    &look_back::LOOK_BACK,
-    &histogram::HISTOGRAM,
-    &once::ONCE,
-    &once::POOL,
-    &residency::RESIDENCY,
-];
-
-const WITHIN_A_BLOCK: [&Kernel; 8] = [
-    &within_block::RADIX,
-    &within_block::COMPACTION,
-    &within_block::WARP_SCAN,
-    &within_block::BYTES,
-    &within_block::EXCHANGE,
-    &within_block::FLAG,
-    &within_async::PIPELINE,
-    &within_async::MBARRIER,
-];
+use planted_faults_kernels::{BETWEEN_BLOCKS, CORRECT, Found, Kernel, Run, WITHIN_A_BLOCK};
 
 fn in_schedule(launch: &Launch, memory: &mut Memory, blocks: u32, shared: usize, seed: u64) -> Result<(), Report> {
     launch.emulate_scheduled(memory, [blocks, 1, 1], shared, Schedule::new(seed))
@@ -135,7 +17,7 @@ fn first_seed(kernel: &Kernel, fault: u32, end: u64) -> Option<u64> {
     (0..end).find(|seed| !passes(*seed))
 }
 
-/// Asserts that the correct version passes in each schedule below `seeds`.
+/// Asserts that the correct version of a kernel passes in each schedule below `seeds`.
 fn check_correct(kernel: &Kernel, seeds: u64) {
     for seed in 0..seeds {
         let right = (kernel.run)(CORRECT, &|l, m, b, s| in_schedule(l, m, b, s, seed));
@@ -183,7 +65,7 @@ fn short(report: &Report) -> String {
     let text = report.to_string();
     let line = text.lines().next().unwrap_or_default();
     let line = line.split_once(", block ").map_or(line, |(_, rest)| rest);
-    format!("block {line}").replace("crates/cuda_std/tests/emulator/planted/", "").replace('|', "\\|")
+    format!("block {line}").replace("examples/planted-faults/kernels/src/", "").replace('|', "\\|")
 }
 
 /// The faults that the default schedules miss, and why:
@@ -214,4 +96,33 @@ fn correct_kernels_within_a_block_pass() {
     for kernel in WITHIN_A_BLOCK {
         check_correct(kernel, 100);
     }
+}
+
+/// Defines tests of the correct versions of the kernels between blocks, with their number of schedules.
+macro_rules! correct {
+    ($($test:ident: $kernel:literal, $seeds:literal;)*) => {$(
+        #[test]
+        fn $test() {
+            let kernel = BETWEEN_BLOCKS.iter().find(|kernel| kernel.id == $kernel).expect("a kernel of this name");
+            check_correct(kernel, $seeds);
+        }
+    )*};
+}
+
+correct! {
+    a_reduction_by_the_last_block_passes: "LastBlock", 1000;
+    a_split_k_gemm_passes: "SplitK", 1000;
+    a_grid_barrier_that_counts_passes: "Monotonic", 1000;
+    a_grid_barrier_with_a_generation_passes: "Generation", 1000;
+    a_grid_barrier_with_a_sense_bit_passes: "Sense", 1000;
+    a_spin_lock_passes: "Lock", 1000;
+    a_ring_buffer_passes: "Ring", 1000;
+    a_queue_of_dependent_tasks_passes: "Tasks", 300;
+    a_flag_read_once_passes: "Peek", 1000;
+    data_through_a_third_block_passes: "Relay", 1000;
+    a_warp_parallel_look_back_passes: "LookBack", 300;
+    a_histogram_merged_by_atomics_passes: "Histogram", 1000;
+    a_table_initialized_once_passes: "Once", 1000;
+    a_pool_of_nodes_passes: "Pool", 1000;
+    waits_for_earlier_blocks_pass: "Residency", 20;
 }
