@@ -4,15 +4,17 @@
     compare.py PROGRAM OUTPUT [--seconds 150] [--jobs 16] [--sanitizer compute-sanitizer]
 
 PROGRAM is the binary of examples/planted-faults. OUTPUT.json has the result of each run, and OUTPUT.md the tables. The correct versions
-run first, then the faults without a tool, then the faults with each tool. Faults that hang without a tool come last. Runs that the time
-does not suffice for are counted as not run.
+run first, then the faults without a tool, then the faults with each tool. Faults that hang without a tool come last. Faults for which the
+time does not suffice are counted as missing.
+
+A process runs one or more faults of a kernel. If a tool reports nothing for all of them, it has found none of them. Otherwise, each half
+of them runs again in a process of its own: only the report for a single fault counts.
 """
 
 import argparse
 import collections
 import json
 import os
-import queue
 import re
 import signal
 import subprocess
@@ -24,83 +26,104 @@ import time
 TOOLS = {
     "memcheck": ["--report-api-errors", "no", "--check-cache-control", "--padding", "256"],
     "racecheck": ["--racecheck-report", "all", "--racecheck-detect-level", "info", "--racecheck-num-workers", "1",
-                  "--racecheck-deadlock-timeout", "1000"],
+                  "--racecheck-deadlock-timeout", "1500", "--racecheck-continue-on-deadlock", "no"],
     "synccheck": [],
     "initcheck": [],
 }
 # Seconds until a process has started, and until it is stopped after it has reported a hang.
-START, GRACE = 30.0, 1.0
+START, GRACE = 30.0, 0.5
 REPORT = re.compile(r"^========= +(?!COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY|Internal)(\S.*)")
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 
 
-def run(options, slot, tool, kernel, fault, end):
-    """Returns the outcome of one run: what the program printed, and the reports of the tool."""
-    command = [options.program, "run", kernel, fault, "200" if tool == "plain" else "3"]
-    environment = dict(os.environ, POISON="1" if tool == "plain" else "0", HANG_SECONDS="2" if tool == "plain" else "4")
+def run(options, slot, tool, kernel, faults, end):
+    """Returns the output of a process that runs faults of a kernel, whether it was killed, and its time."""
+    launches, hang = ("200", "2") if tool == "plain" else ("3", "4" if tool == "racecheck" else "3")
+    command = [options.program, "run", kernel, ",".join(faults), launches]
+    environment = dict(os.environ, POISON="1" if tool == "plain" else "0", HANG_SECONDS=hang)
     if tool != "plain":
-        # Each process has its own ports: parallel ones would connect to each other's program.
+        # Each process has its own ports: parallel ones could connect to each other's program.
         command = [options.sanitizer, "--tool", tool, "--check-exit-code", "no", "--launch-timeout", "60", "--port",
                    str(49152 + 16 * slot), "--show-backtrace", "device", *TOOLS[tool], *command]
     start = time.monotonic()
     with tempfile.TemporaryFile() as output:
+        def printed():
+            return os.pread(output.fileno(), 1 << 22, 0).decode(errors="replace")
+
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                                    env=environment, start_new_session=True)
-        stop, killed = min(end, start + START), False
-        text = ""
-        while True:
-            try:
-                process.wait(0.05)
-            except subprocess.TimeoutExpired:
-                pass
-            text = os.pread(output.fileno(), 1 << 20, 0).decode(errors="replace")
-            if process.returncode is not None:
-                break
-            if re.search("^hang$", text, re.M):
+        stop = min(end, start + START + 3 * len(faults))
+        while process.poll() is None and time.monotonic() < stop:
+            time.sleep(0.05)
+            if re.search("^hang$", printed(), re.M):
                 stop = min(stop, time.monotonic() + GRACE)
-            if time.monotonic() > stop:
-                killed = True
-                break
+        killed = process.poll() is None
         try:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
         process.wait()
-        text = os.pread(output.fileno(), 1 << 20, 0).decode(errors="replace")
+        return printed(), killed, time.monotonic() - start
+
+
+def outcomes(tool, kernel, faults, text, killed, seconds):
+    """Returns the outcomes of faults, and lists of faults that must run again."""
     lines = text.splitlines()
-    printed = [line for line in lines if line in ("right", "wrong", "hang") or line.startswith("error: ")]
-    result = printed[-1] if printed else "killed" if killed else f"exit {process.returncode}"
-    if "hang" in printed:
-        result = "hang"
+    results = {}
+    for line in lines:
+        name, _, result = line.partition(" ")
+        if name in faults and result in ("right", "wrong"):
+            results[name] = result
     reports = [match[1] for line in lines if (match := REPORT.match(line))]
     counts = [int(match[1] or match[2]) for match in SUMMARY.finditer(text)]
-    count = max(counts, default=0)
-    errors = [line for line in lines if "Internal" in line and line.startswith("=========")]
+    rest = [name for name in faults if name not in results]
+    if rest:
+        # The first fault without a result has ended the process.
+        errors = [line for line in lines if line.startswith("error: ")]
+        results[rest[0]] = "hang" if "hang" in lines else errors[-1] if errors else "killed" if killed else "ended"
+    is_clean = not rest and counts and max(counts) == 0
     if tool == "plain":
-        found = result not in ("right", "killed") or "started" not in lines
+        done, again = [name for name in faults if name in results], [rest[1:]] if rest[1:] else []
+    elif len(faults) > 1 and not is_clean:
+        return [], [faults[:len(faults) // 2], faults[len(faults) // 2:]]
     else:
-        # A process that is stopped prints no summary.
-        found = count > 0 or (not counts and bool(reports))
-    return {"kernel": kernel, "fault": fault, "tool": tool, "result": result, "found": found, "count": count,
-            "report": reports[0] if reports else "", "seconds": round(time.monotonic() - start, 2),
-            "problem": errors[0] if errors else "" if counts or tool == "plain" else " | ".join(lines[-2:])[:300]}
+        done, again = faults, []
+    # A process that is killed prints no summary.
+    count = max(counts, default=0) or (len(reports) if not counts else 0)
+    internal = [line for line in lines if line.startswith("=========") and "Internal" in line]
+    problem = internal[0] if internal else "" if counts or tool == "plain" else "no summary: " + " ".join(lines[-2:])[:200]
+    return [{"kernel": kernel, "fault": name, "tool": tool, "result": results[name], "count": count,
+             "found": results[name] not in ("right", "killed") if tool == "plain" else count > 0,
+             "report": reports[0] if reports and tool != "plain" else "", "problem": problem, "together": len(faults),
+             "seconds": round(seconds, 2)} for name in done], again
 
 
-def run_all(options, tasks, results, end):
-    """Runs tasks in parallel, in order."""
-    waiting = queue.Queue()
-    for task in tasks:
-        waiting.put(task)
+def run_all(options, tasks, results, end, jobs):
+    """Runs tasks (tool, kernel, faults) in parallel, in order."""
+    tasks, running, changed = collections.deque(tasks), [0], threading.Condition()
 
     def work(slot):
-        while time.monotonic() < end:
+        while True:
+            with changed:
+                while not tasks and running[0]:
+                    changed.wait()
+                if not tasks or time.monotonic() > end:
+                    return
+                tool, kernel, faults = tasks.popleft()
+                running[0] += 1
+            done, again = [], []
             try:
-                task = waiting.get_nowait()
-            except queue.Empty:
-                return
-            results.append(run(options, slot, *task, end))
+                text, killed, seconds = run(options, slot, tool, kernel, faults, end)
+                if not killed or time.monotonic() < end:
+                    done, again = outcomes(tool, kernel, faults, text, killed, seconds)
+            finally:
+                with changed:
+                    results.extend(done)
+                    tasks.extend((tool, kernel, names) for names in again)
+                    running[0] -= 1
+                    changed.notify_all()
 
-    threads = [threading.Thread(target=work, args=(slot,)) for slot in range(options.jobs)]
+    threads = [threading.Thread(target=work, args=(slot,)) for slot in range(jobs)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -170,23 +193,31 @@ def main():
     kernels = list(dict.fromkeys(fault[1] for fault in faults))
     results = []
 
-    def phase(name, tasks):
-        start = time.monotonic()
-        run_all(options, tasks, results, end)
-        print(f"{name}: {len(tasks)} runs in {time.monotonic() - start:.1f} s", flush=True)
+    def phase(name, tasks, jobs=options.jobs):
+        start, before = time.monotonic(), len(results)
+        run_all(options, tasks, results, end, jobs)
+        print(f"{name}: {len(results) - before} results in {time.monotonic() - start:.1f} s", flush=True)
         with open(options.output + ".json", "w") as file:
             json.dump(results, file, indent=0)
         with open(options.output + ".md", "w") as file:
             file.write(tables(faults, results))
 
-    phase("correct versions", [(tool, kernel, "Correct") for tool in ["plain", *TOOLS] for kernel in kernels])
-    phase("without a tool", [("plain", kernel, name) for _, kernel, name, _, _ in faults])
-    hangs = {(r["kernel"], r["fault"]) for r in results if r["tool"] == "plain" and r["result"] in ("hang", "killed")}
-    # The faults within a block come first: the tools find more of them, if the time does not suffice for all.
-    order = sorted(faults, key=lambda fault: fault[0] == "between")
-    tasks = [(tool, kernel, name) for _, kernel, name, _, _ in order for tool in TOOLS]
-    phase("with tools", [task for task in tasks if task[1:] not in hangs])
-    phase("with tools, faults that hang", [task for task in tasks if task[1:] in hangs])
+    named = {kernel: [fault[2] for fault in faults if fault[1] == kernel] for kernel in kernels}
+    phase("correct versions", [(tool, kernel, ["Correct"]) for tool in ["plain", *TOOLS] for kernel in kernels])
+    phase("without a tool", [("plain", kernel, named[kernel]) for kernel in kernels])
+    hangs = {(r["kernel"], r["fault"]) for r in results if r["tool"] == "plain" and r["result"] not in ("right", "wrong")}
+    # The tools find more of the faults within a block, so these run alone, and first.
+    places = {fault[1]: fault[0] for fault in faults}
+    ending = {kernel: [name for name in named[kernel] if (kernel, name) not in hangs] for kernel in kernels}
+    within = [kernel for kernel in kernels if places[kernel] == "within"]
+    between = [kernel for kernel in kernels if places[kernel] == "between"]
+    phase("within a block, with tools",
+          [(tool, kernel, [name]) for kernel in within for name in ending[kernel] for tool in TOOLS])
+    phase("between blocks, with tools",
+          [(tool, kernel, ending[kernel]) for kernel in between if ending[kernel] for tool in TOOLS])
+    # These wait for the GPU most of the time.
+    phase("faults that hang or fail, with tools",
+          [(tool, kernel, [name]) for kernel, name in sorted(hangs) for tool in TOOLS], 2 * options.jobs)
     with open(options.output + ".md") as file:
         print(file.read().split("\n## Each fault")[0])
     return 0

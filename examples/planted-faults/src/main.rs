@@ -1,7 +1,8 @@
 //! Runs kernels with planted faults on the first GPU, each with the inputs of its test in the emulator.
 //!
-//! `planted-faults list` prints the kernels and their faults. `planted-faults run KERNEL FAULT [LAUNCHES]` runs a kernel with a fault, or
-//! with `Correct`, and prints `right`, `wrong`, the CUDA error, or `hang` if a launch does not end: the program must be killed then.
+//! `planted-faults list` prints the kernels and their faults. `planted-faults run KERNEL FAULT,… [LAUNCHES]` runs a kernel with each of
+//! the faults, or with `Correct`, and prints `FAULT right` or `FAULT wrong`. The program ends at a CUDA error. If a launch does not end, it
+//! prints `hang` and must be killed.
 //! Environment: `POISON=1` fills uninitialized buffers with 0xff, and `HANG_SECONDS` (2) is the time after which a launch hangs.
 
 use cuda_builder::ModuleChoice;
@@ -19,7 +20,7 @@ use std::time::{Duration, Instant};
 
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
-const USAGE: &str = "usage: planted-faults list | planted-faults run KERNEL FAULT [LAUNCHES]";
+const USAGE: &str = "usage: planted-faults list | planted-faults run KERNEL FAULT,… [LAUNCHES]";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -27,17 +28,14 @@ fn main() -> ExitCode {
     let done = match arguments[..] {
         ["list"] => {
             list();
-            return ExitCode::SUCCESS;
+            Ok(())
         }
-        ["run", kernel, fault] => run(kernel, fault, "1"),
-        ["run", kernel, fault, launches] => run(kernel, fault, launches),
+        ["run", kernel, faults] => run(kernel, faults, "1"),
+        ["run", kernel, faults, launches] => run(kernel, faults, launches),
         _ => Err(USAGE.to_owned()),
     };
     match done {
-        Ok(result) => {
-            println!("{result}");
-            ExitCode::SUCCESS
-        }
+        Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             println!("error: {error}");
             ExitCode::FAILURE
@@ -59,37 +57,46 @@ fn list() {
 /// Number of completed launches.
 static COMPLETED: AtomicU32 = AtomicU32::new(0);
 
-/// Time for all launches of a run. A GPU that other processes use may need seconds for a few launches.
+/// Time for all launches of a fault. A GPU that other processes use may need seconds for a few launches.
 const RUN: Duration = Duration::from_secs(2);
 
-/// Runs a kernel until its results are wrong, at most `launches` times and for about two seconds.
-fn run(kernel: &str, fault: &str, launches: &str) -> Result<&'static str, String> {
+/// Runs a kernel with each of `faults` until its results are wrong, at most `launches` times and for about two seconds.
+fn run(kernel: &str, faults: &str, launches: &str) -> Result<(), String> {
     let launches: u32 =
         launches.parse().map_err(|_| format!("LAUNCHES: expected a number, found {launches}; {USAGE}"))?;
-    let (kernel, fault) = find(kernel, fault)?;
     let device = Device::open().map_err(|error| error.to_string())?;
     println!("started");
     let seconds = std::env::var("HANG_SECONDS").ok().and_then(|seconds| seconds.parse().ok()).unwrap_or(2.0);
     thread::spawn(move || report_hang(Duration::from_secs_f64(seconds)));
+    for name in faults.split(',') {
+        let (kernel, fault) = find(kernel, name)?;
+        let is_right = run_fault(&device, kernel, fault, launches)?;
+        println!("{name} {}", if is_right { "right" } else { "wrong" });
+    }
+    Ok(())
+}
+
+/// Returns whether the results of all launches are right.
+fn run_fault(device: &Device, kernel: &Kernel, fault: u32, launches: u32) -> Result<bool, String> {
+    let on_gpu = |launch: &Launch, memory: &mut Memory, blocks: u32, shared: usize| {
+        if let Err(error) = device.launch(launch, memory, blocks, shared) {
+            // The context is lost, and `kernel.run` returns reports of the emulator only.
+            println!("error: {error}");
+            std::process::exit(1);
+        }
+        COMPLETED.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    };
     let start = Instant::now();
     for _ in 0..launches {
+        if !(kernel.run)(fault, &on_gpu).map_err(|report| report.to_string())? {
+            return Ok(false);
+        }
         if start.elapsed() > RUN {
             break;
         }
-        let on_gpu = |launch: &Launch, memory: &mut Memory, blocks: u32, shared: usize| {
-            if let Err(error) = device.launch(launch, memory, blocks, shared) {
-                // The context is lost, so that buffers can no longer be released.
-                println!("error: {error}");
-                std::process::exit(1);
-            }
-            COMPLETED.fetch_add(1, Ordering::Relaxed);
-            Ok(())
-        };
-        if !(kernel.run)(fault, &on_gpu).map_err(|report| report.to_string())? {
-            return Ok("wrong");
-        }
     }
-    Ok("right")
+    Ok(true)
 }
 
 /// Prints `hang` if no launch completes within `limit`.
