@@ -3,8 +3,8 @@
 
     compare.py PROGRAM OUTPUT [--seconds 150] [--jobs 16] [--sanitizer compute-sanitizer]
 
-PROGRAM is the binary of examples/planted-faults. OUTPUT.json has the result of each run, and OUTPUT.md the tables. The correct versions
-run first, then the faults without a tool, then the faults with each tool. Faults that hang without a tool come last. Faults for which the
+PROGRAM is the binary of examples/planted-faults. OUTPUT.json has the result of each run, and OUTPUT.md the tables. Runs that OUTPUT.json
+already has are not repeated. The correct versions run first, then the faults without a tool, then the faults with each tool. Faults that hang without a tool come last. Faults for which the
 time does not suffice are counted as missing.
 
 A process runs one or more faults of a kernel. If a tool reports nothing for all of them, it has found none of them. Otherwise, each half
@@ -192,9 +192,15 @@ def main():
     faults = [line.split("\t") for line in listed.splitlines()]
     kernels = list(dict.fromkeys(fault[1] for fault in faults))
     results = []
+    if os.path.exists(options.output + ".json"):
+        with open(options.output + ".json") as file:
+            results = json.load(file)
 
     def phase(name, tasks, jobs=options.jobs):
         start, before = time.monotonic(), len(results)
+        done = {(r["tool"], r["kernel"], r["fault"]) for r in results}
+        tasks = [(tool, kernel, [n for n in names if (tool, kernel, n) not in done]) for tool, kernel, names in tasks]
+        tasks = [task for task in tasks if task[2]]
         run_all(options, tasks, results, end, jobs)
         print(f"{name}: {len(results) - before} results in {time.monotonic() - start:.1f} s", flush=True)
         with open(options.output + ".json", "w") as file:
