@@ -334,6 +334,27 @@ impl GlobalMut<u16> {
     }
 }
 
+impl Global<u32> {
+    /// Reads elements `i` to `i` + 3 without allocating a line in L1, for data that is read once
+    /// (`ld.global.nc.L1::no_allocate.v4.b32`). `i` must be a multiple of 4.
+    #[inline(always)]
+    #[track_caller]
+    pub fn four_streaming(self, i: usize) -> [u32; 4] {
+        // SAFETY: see `at`; the launch contract guarantees a 16-byte aligned base, and memory that the kernel does not write.
+        unsafe { backend::load128_streaming(self.0.wrapping_add(i)) }
+    }
+}
+
+impl GlobalMut<u32> {
+    /// Writes elements `i` to `i` + 3 (`st.global.v4.b32`). `i` must be a multiple of 4.
+    #[inline(always)]
+    #[track_caller]
+    pub fn set_four(self, i: usize, words: [u32; 4]) {
+        // SAFETY: see `at`; the launch contract guarantees a 16-byte aligned base.
+        unsafe { backend::store128(self.0.wrapping_add(i), words) }
+    }
+}
+
 impl Global<f32> {
     /// Reads elements `i` and `i` + 1 (`ld.global.b64`). `i` must be even.
     #[inline(always)]

@@ -160,6 +160,11 @@ pub fn match_any(value: u32) -> u32 {
 }
 
 #[track_caller]
+pub fn match_low_bits<const BITS: u32>(value: u32) -> u32 {
+    match_any(value & u32::MAX >> (u32::BITS - BITS))
+}
+
+#[track_caller]
 pub fn match_all(value: u32) -> bool {
     combine(Operation::Match, value, Location::caller(), |value, words| words.iter().all(|(_, word)| *word == value))
 }

@@ -76,10 +76,10 @@ pub use block::{
     grid_dim_z, lane_id, nanoseconds, thread_idx_1d, thread_idx_x, thread_idx_y, thread_idx_z, trap,
 };
 pub use collective::{
-    active_mask, arrive_named, ballot, ballot_masked, match_all, match_any, nanosleep, reduce_add_i32, reduce_add_u32,
-    reduce_and, reduce_max_i32, reduce_max_u32, reduce_min_i32, reduce_min_u32, reduce_or, reduce_xor, shuffle_down,
-    shuffle_idx, shuffle_masked, shuffle_up, shuffle_xor, sync_masked, sync_named, sync_threads, sync_threads_and,
-    sync_threads_count, sync_threads_or, sync_warp,
+    active_mask, arrive_named, ballot, ballot_masked, match_all, match_any, match_low_bits, nanosleep, reduce_add_i32,
+    reduce_add_u32, reduce_and, reduce_max_i32, reduce_max_u32, reduce_min_i32, reduce_min_u32, reduce_or, reduce_xor,
+    shuffle_down, shuffle_idx, shuffle_masked, shuffle_up, shuffle_xor, sync_masked, sync_named, sync_threads,
+    sync_threads_and, sync_threads_count, sync_threads_or, sync_warp,
 };
 pub use grid::Grid;
 pub use memory::{HostAccess, Memory};

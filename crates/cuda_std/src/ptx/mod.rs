@@ -380,6 +380,22 @@ pub fn match_any(value: u32) -> u32 {
 }
 
 #[inline(always)]
+pub fn match_low_bits<const BITS: u32>(value: u32) -> u32 {
+    let mut lanes = u32::MAX;
+    for bit in 0..BITS {
+        // The lanes whose bit is the same as this lane's. As a vote of `ballot`, LLVM would shift each bit to the lowest place first.
+        let same: u32;
+        // SAFETY: the instruction only exchanges registers within the warp.
+        unsafe {
+            asm!("{{ .reg .pred p; setp.ne.b32 p, {0}, 0; vote.sync.ballot.b32 {1}, p, -1; @!p not.b32 {1}, {1}; }}",
+                in(reg32) value & 1 << bit, out(reg32) same, options(nomem, nostack, preserves_flags));
+        }
+        lanes &= same;
+    }
+    lanes
+}
+
+#[inline(always)]
 pub fn match_all(value: u32) -> bool {
     let lanes: u32;
     // SAFETY: the instruction only exchanges registers within the warp.

@@ -486,8 +486,9 @@ fn matches_and_reductions(out: GlobalMut<u32>, signed: GlobalMut<i32>) {
         [warp::match_any(value), u32::from(warp::match_all(value)) + 2 * u32::from(warp::match_all(t / 32 + 9))];
     let numbers = [warp::reduce_add(value), warp::reduce_min(value), warp::reduce_max(value)];
     let bits = [warp::reduce_and(value | 1 << 8), warp::reduce_or(1 << (t % 20)), warp::reduce_xor(value << (t / 32))];
-    for (k, result) in matches.into_iter().chain(numbers).chain(bits).enumerate() {
-        out.set(8 * i + k, result);
+    let low = [warp::match_low_bits::<2>(value), warp::match_low_bits::<32>(value)];
+    for (k, result) in matches.into_iter().chain(numbers).chain(bits).chain(low).enumerate() {
+        out.set(10 * i + k, result);
     }
     let value = (t as i32 - 40) * 3;
     for (k, result) in
@@ -500,15 +501,19 @@ fn matches_and_reductions(out: GlobalMut<u32>, signed: GlobalMut<i32>) {
 #[test]
 fn matches_and_reductions_of_a_warp_equal_their_definitions() {
     let mut memory = Memory::new();
-    let (out, signed) = (memory.output("out", 8 * 64), memory.output("signed", 3 * 64));
+    let (out, signed) = (memory.output("out", 10 * 64), memory.output("signed", 3 * 64));
     matches_and_reductions(out, signed).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap();
     let value = |t: u32| (t * 7 + 3) % 5 + 4 * u32::from(t == 40);
-    for (t, got) in memory.read(out).chunks(8).enumerate() {
+    for (t, got) in memory.read(out).chunks(10).enumerate() {
         let t = t as u32;
         let lanes = || t / 32 * 32..t / 32 * 32 + 32;
         let values = || lanes().map(value);
+        let same = |bits: u32| {
+            let low = |l: u32| value(l) & bits;
+            lanes().filter(|&l| low(l) == low(t)).fold(0, |mask, l| mask | 1 << (l % 32))
+        };
         let want = [
-            lanes().filter(|&l| value(l) == value(t)).fold(0, |mask, l| mask | 1 << (l % 32)),
+            same(u32::MAX),
             2,
             values().sum(),
             values().min().unwrap(),
@@ -516,6 +521,8 @@ fn matches_and_reductions_of_a_warp_equal_their_definitions() {
             values().fold(u32::MAX, |all, v| all & (v | 1 << 8)),
             lanes().fold(0, |any, l| any | 1 << (l % 20)),
             values().fold(0, |odd, v| odd ^ v << (t / 32)),
+            same(3),
+            same(u32::MAX),
         ];
         assert_eq!(got, want, "thread {t}");
     }
@@ -523,6 +530,22 @@ fn matches_and_reductions_of_a_warp_equal_their_definitions() {
         let first = (t as i32 / 32 * 32 - 40) * 3;
         assert_eq!(got, [32 * first + 3 * 16 * 31, first, first + 93], "thread {t}");
     }
+}
+
+/// Adds one to each element of x (128), a packet for each lane.
+#[kernel(threads = 32)]
+fn add_one_to_four(out: GlobalMut<u32>, x: Global<u32>) {
+    let i = 4 * warp::lane() as usize;
+    out.set_four(i, x.four_streaming(i).map(|word| word + 1));
+}
+
+#[test]
+fn packets_of_words_are_copied() {
+    let words: Vec<u32> = (0..128).collect();
+    let mut memory = Memory::new();
+    let (out, x) = (memory.output("out", 128), memory.input("x", &words));
+    add_one_to_four(out, x).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap();
+    assert_eq!(memory.read(out), (1..129).collect::<Vec<u32>>());
 }
 
 /// The second warp of this block has 8 lanes.
