@@ -71,7 +71,8 @@ struct RankStatus {
     progress: Progress,
     /// Time of the last change of `progress`.
     last_progress: Instant,
-    disconnected: bool,
+    /// When its connection was closed.
+    disconnected: Option<Instant>,
     /// The rank announced that it leaves, because its run has ended.
     leaving: bool,
 }
@@ -111,7 +112,7 @@ impl Watchdog {
             last_message: now,
             progress: progress.clone(),
             last_progress: now,
-            disconnected: false,
+            disconnected: None,
             leaving: false,
         };
         let ranks = std::iter::once("this rank").chain(peers).map(status).collect();
@@ -166,7 +167,7 @@ impl Watchdog {
 
     /// Records that the connection to a rank was closed.
     pub fn mark_disconnected(&self, i: usize) {
-        lock(&self.ranks)[i].disconnected = true;
+        lock(&self.ranks)[i].disconnected.get_or_insert_with(time::now);
     }
 
     /// Returns the progress of this rank.
@@ -222,14 +223,15 @@ impl Watchdog {
         let ranks = lock(&self.ranks);
         // All ranks run the same operations. The activity of this rank is the most recent one known.
         let activity = || self.with_collective(ranks[0].progress.activity.clone());
-        for RankStatus { name, last_message, disconnected, .. } in ranks[1..].iter().filter(|rank| !rank.leaving) {
-            let peer = name.clone();
-            if *disconnected {
-                return Some(Fault::Disconnected { peer, activity: activity() });
-            }
-            if now - *last_message > HEARTBEAT_TIMEOUT {
-                return Some(Fault::TimedOut { peer, waited: now - *last_message, activity: activity() });
-            }
+        let others = || ranks[1..].iter().filter(|rank| !rank.leaving);
+        // The first one is the cause: a launcher may end the other ranks.
+        let closed = others().filter_map(|rank| Some((rank.disconnected?, rank)));
+        if let Some((_, rank)) = closed.min_by_key(|(since, _)| *since) {
+            return Some(Fault::Disconnected { peer: rank.name.clone(), activity: activity() });
+        }
+        if let Some(rank) = others().find(|rank| now - rank.last_message > HEARTBEAT_TIMEOUT) {
+            let waited = now - rank.last_message;
+            return Some(Fault::TimedOut { peer: rank.name.clone(), waited, activity: activity() });
         }
         if let Some(error) = device_error {
             return Some(Fault::Device { text: format!("{error:#}"), activity: activity() });
@@ -340,6 +342,11 @@ mod tests {
         assert_eq!(text(&disconnected, 0), None);
         disconnected.mark_disconnected(2);
         assert!(text(&disconnected, 0).unwrap().starts_with("rank 2 disconnected during step 7:"));
+        let both = watchdog();
+        both.mark_disconnected(2);
+        both.mark_disconnected(1);
+        lock(&both.ranks)[1].disconnected = Some(time::now() + Duration::from_secs(1));
+        assert!(text(&both, 0).unwrap().starts_with("rank 2 disconnected"));
         let stalled = watchdog();
         for (i, calls) in [(0, 9), (1, 8), (2, 9)] {
             stalled.record_message(i, Some(progress(calls)));
