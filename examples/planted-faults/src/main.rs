@@ -37,7 +37,7 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            println!("error: {error}");
+            eprintln!("error: {error}");
             ExitCode::FAILURE
         }
     }
@@ -64,12 +64,12 @@ const RUN: Duration = Duration::from_secs(2);
 fn run(kernel: &str, faults: &str, launches: &str) -> Result<(), String> {
     let launches: u32 =
         launches.parse().map_err(|_| format!("LAUNCHES: expected a number, found {launches}; {USAGE}"))?;
+    let faults = faults.split(',').map(|name| Ok((name, find(kernel, name)?))).collect::<Result<Vec<_>, String>>()?;
     let device = Device::open().map_err(|error| error.to_string())?;
     println!("started");
     let seconds = std::env::var("HANG_SECONDS").ok().and_then(|seconds| seconds.parse().ok()).unwrap_or(2.0);
     thread::spawn(move || report_hang(Duration::from_secs_f64(seconds)));
-    for name in faults.split(',') {
-        let (kernel, fault) = find(kernel, name)?;
+    for (name, (kernel, fault)) in faults {
         let is_right = run_fault(&device, kernel, fault, launches)?;
         println!("{name} {}", if is_right { "right" } else { "wrong" });
     }

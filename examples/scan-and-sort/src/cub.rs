@@ -17,7 +17,8 @@ impl Cub {
     /// Starts the program.
     pub fn start(path: &str) -> Result<Self, Box<dyn Error>> {
         let program = Command::new(path).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
-        let mut program = program.map_err(|error| format!("{path}: {error}"))?;
+        let mut program =
+            program.map_err(|error| format!("--cub {path}: expected cub.cu, compiled by nvcc: {error}"))?;
         let requests = program.stdin.take();
         let answers = BufReader::new(program.stdout.take().ok_or("cub: no output")?);
         let mut cub = Self { version: String::new(), program, requests, answers };

@@ -9,7 +9,7 @@ use std::error::Error;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
-/// What is checked and timed.
+/// An operation that is checked and timed.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Operation {
     Scan,
@@ -40,7 +40,7 @@ impl Operation {
 
 /// Bytes before the states: four tickets, then the counts of digits.
 const FIXED_BYTES: usize = (COUNTS_AT + 4 * SortArrays::COUNTS).next_multiple_of(256);
-/// Where the counts of digits start.
+/// The offset of the counts of digits, in bytes.
 const COUNTS_AT: usize = 256;
 
 /// A GPU with arrays for a number of elements.

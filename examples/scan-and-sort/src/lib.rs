@@ -54,7 +54,7 @@ pub struct SortArrays {
     pub out: GlobalMut<u32>,
     /// The keys, which are not changed.
     pub inp: Global<u32>,
-    /// As many keys, for the results of the first and the third pass.
+    /// The results of the first and the third pass: as many keys.
     pub other: GlobalMut<u32>,
     /// [`Self::states`] zeros.
     pub states: GlobalMut<u32>,

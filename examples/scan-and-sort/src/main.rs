@@ -48,7 +48,7 @@ fn main() -> ExitCode {
     match run() {
         Ok(0) => ExitCode::SUCCESS,
         Ok(wrong) => {
-            eprintln!("error: {wrong} results: expected those of the CPU, found others");
+            eprintln!("error: {wrong} results differ from those of the CPU");
             ExitCode::FAILURE
         }
         Err(error) => {

@@ -383,7 +383,7 @@ pub fn match_any(value: u32) -> u32 {
 pub fn match_low_bits<const BITS: u32>(value: u32) -> u32 {
     let mut lanes = u32::MAX;
     for bit in 0..BITS {
-        // The lanes whose bit is the same as this lane's. As a vote of `ballot`, LLVM would shift each bit to the lowest place first.
+        // The lanes whose bit is the same as this lane's. As a vote of `ballot`, LLVM would shift each bit to bit 0 first.
         let same: u32;
         // SAFETY: the instruction only exchanges registers within the warp.
         unsafe {

@@ -1,4 +1,4 @@
-//! What the default schedules of `emulate_checked` report for each fault of `examples/planted-faults`.
+//! Tests that the default schedules of `emulate_checked` report the faults of `examples/planted-faults`.
 //!
 //! The correct version of each kernel passes in many schedules. The tests print a table of the faults:
 //! `cargo test --release -p cuda_std planted -- --nocapture`.

@@ -1,4 +1,4 @@
-//! A scan and a radix sort that read and write each element as few times as possible: blocks exchange prefix sums while they run.
+//! A scan and a radix sort that read and write each element as few times as possible: blocks publish prefix sums while they run.
 //!
 //! Both rely on *decoupled look-back*. The input is divided into tiles. A block publishes the sum of its tile as soon as it knows it, and
 //! then adds up what the tiles before it have published, going back until one of them has published the sum of everything up to it. The
