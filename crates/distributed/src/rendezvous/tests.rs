@@ -134,8 +134,12 @@ fn a_rank_of_another_version_is_named_on_all_ranks() {
 
 #[test]
 fn a_missing_rank_0_is_reported() {
+    // No other test can listen on the port of a connected socket.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let connected = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let closed = Endpoint::Tcp(connected.local_addr().unwrap().to_string());
     for (endpoint, reason) in
-        [(free_endpoint(), "Connection refused"), (Endpoint::File("/tmp".into()), "no address was found there")]
+        [(closed, "Connection refused"), (Endpoint::File("/tmp".into()), "no address was found there")]
     {
         let text = rendezvous(vec![world(1, 2, "no rank 0")], Some(&endpoint), SHORT).remove(0).unwrap_err();
         assert!(text.starts_with("rank 1 of 2: expected rank 0 at ") && text.contains(reason), "{text}");
