@@ -347,10 +347,11 @@ fn texts_do_not_depend_on_what_earlier_texts_left_in_the_cache() {
             let mut scheduler = Scheduler::new(&fresh, &mut engine, false).unwrap();
             answers(&mut scheduler, &fresh, &mut engine, &[(request.clone(), 0, most)], usize::MAX).remove(0)
         };
-        for (slots, run_ahead) in [(1, false), (1, true), (3, false), (3, true)] {
+        for (slots, run_ahead, prompt_part) in [(1, false, 5), (1, true, 1024), (3, false, 1024), (3, true, 5)] {
             let mut engine = Cpu::new();
             let generator = generator(descriptor, slots, 48, &mut engine);
             let mut scheduler = Scheduler::new(&generator, &mut engine, run_ahead).unwrap();
+            scheduler.prompt_part = prompt_part;
             let mut random = Random(slots as u32 * 1000 + u32::from(run_ahead));
             let instructions = random.tokens(17);
             // The lengths of each conversation after its messages and answers.
@@ -408,6 +409,55 @@ fn texts_do_not_depend_on_what_earlier_texts_left_in_the_cache() {
             let least = if descriptor.windows.is_some() { 1 } else { prompts / 2 };
             assert!(reused >= least, "{name}, {slots} slots: {reused} of {prompts} tokens");
         }
+    }
+}
+
+/// A text receives a token after each part of a long prompt. A text that is stopped within its prompt leaves the parts that are complete.
+#[test]
+fn long_prompts_are_computed_in_parts() {
+    for (name, descriptor) in models() {
+        let mut engine = Cpu::new();
+        let generator = generator(descriptor, 2, 48, &mut engine);
+        let prompts = [Random(1).tokens(5), Random(2).tokens(20), Random(3).tokens(40)];
+        let whole = texts(&generator, &mut engine, &[request(&prompts[2], 3, 0, GREEDY)], false).unwrap().remove(0);
+        let mut scheduler = Scheduler::new(&generator, &mut engine, false).unwrap();
+        scheduler.prompt_part = 8;
+        let mut got = vec![Vec::new(); 3];
+        let mut advance = |scheduler: &mut Scheduler, engine: &mut Cpu| {
+            let each = &mut |i: usize, token| {
+                got[i].push(token);
+                Ok(true)
+            };
+            assert!(scheduler.advance(&generator, engine, each, &mut |_, _| ()).unwrap());
+            got.clone()
+        };
+        let begin = |scheduler: &mut Scheduler, engine: &mut Cpu, i: usize| {
+            assert!(scheduler.has_room(), "{name}");
+            let request = request(&prompts[i], if i == 0 { 40 } else { 3 }, 0, GREEDY);
+            scheduler.begin(&generator, engine, i, request).unwrap()
+        };
+        begin(&mut scheduler, &mut engine, 0);
+        advance(&mut scheduler, &mut engine);
+        begin(&mut scheduler, &mut engine, 1);
+        for _ in 0..4 {
+            advance(&mut scheduler, &mut engine);
+        }
+        assert_eq!(advance(&mut scheduler, &mut engine)[1].len(), 3, "{name}");
+        // The slot is not idle yet: the steps of the other text would write to it.
+        begin(&mut scheduler, &mut engine, 2);
+        for step in 7..11 {
+            assert!(!scheduler.has_room(), "{name}: the next prompt may begin with the tokens of this one");
+            let got = advance(&mut scheduler, &mut engine);
+            assert_eq!([got[0].len(), got[2].len()], [step, 0], "{name}");
+            if step == 8 {
+                scheduler.stop(&generator, |i| i == 2);
+                assert_eq!(begin(&mut scheduler, &mut engine, 2), 16, "{name}");
+            }
+        }
+        for _ in 0..2 {
+            advance(&mut scheduler, &mut engine);
+        }
+        assert_eq!(advance(&mut scheduler, &mut engine)[2], whole, "{name}");
     }
 }
 

@@ -12,6 +12,8 @@ use std::collections::VecDeque;
 
 /// Fewest tokens of a longer prompt that are taken from a slot: fewer cost less to compute than to look up.
 const MIN_REUSED: usize = 16;
+/// The default of [`Scheduler::prompt_part`].
+const PROMPT_PART: usize = 1024;
 
 /// A text to generate.
 #[derive(Clone, Debug)]
@@ -62,6 +64,8 @@ struct Active {
     generated: usize,
     /// Steps in flight since the slot began: the tokens of earlier steps belong to its predecessor.
     in_flight: usize,
+    /// Number of positions that the cache holds, while the prompt is computed in parts.
+    computed: Option<usize>,
 }
 
 /// A sequence of the generator.
@@ -88,6 +92,9 @@ impl Active {
     /// Returns the tokens that the cache has or will have when the steps in flight are complete, and the number of written positions.
     fn cached(&self, capacity: usize) -> (&[u32], usize) {
         let window = &self.text[window_start(self.request.prompt.len(), self.text.len(), capacity)..];
+        if let Some(computed) = self.computed {
+            return (&window[..computed], computed);
+        }
         // The newest token is not in the cache before the next step. A step beyond the last position writes to it, but no prompt is so long
         // that it could reuse this position.
         let written = (window.len() - 1 + self.in_flight).min(capacity);
@@ -118,6 +125,9 @@ pub fn generate(
 ///
 /// Slots keep their keys and values after the end of a text. A prompt that begins with the same tokens uses them, and only its other tokens
 /// are computed ([`begin`](Self::begin)).
+///
+/// A long prompt is computed in parts with steps in between, so that it does not stall the other texts. No other text begins meanwhile: the
+/// next prompt may begin with the same tokens.
 #[derive(Debug)]
 pub struct Scheduler {
     slots: Vec<Slot>,
@@ -126,6 +136,11 @@ pub struct Scheduler {
     run_ahead: bool,
     /// Number of requests that have ended.
     ended: u64,
+    /// Tokens of prompts that were computed since the last step.
+    prompt_tokens: usize,
+    /// Tokens of prompts after which a step of the other texts follows: 1,024, or another positive number. Longer prompts are computed in
+    /// parts of this length. The parts do not depend on the other texts, so neither do the keys and values.
+    pub prompt_part: usize,
 }
 
 /// The start of a prompt.
@@ -141,7 +156,7 @@ impl Scheduler {
         generator.clear(engine)?;
         let mut slots = Vec::new();
         slots.resize_with(generator.slots(), || Slot { is_idle: true, ..Slot::default() });
-        Ok(Self { slots, steps: VecDeque::new(), run_ahead, ended: 0 })
+        Ok(Self { slots, steps: VecDeque::new(), run_ahead, ended: 0, prompt_tokens: 0, prompt_part: PROMPT_PART })
     }
 
     /// Does what [`generate`] does, with the keys and values that earlier texts have left.
@@ -166,9 +181,15 @@ impl Scheduler {
         }
     }
 
-    /// Returns whether a slot is free.
+    /// Returns whether a text can begin: a slot is free, and the steps of other texts need not come first.
     pub fn has_room(&self) -> bool {
-        self.slots.iter().any(|slot| slot.active.is_none())
+        let is_free = |slot: &Slot| slot.active.is_none();
+        self.prompt_tokens < self.prompt_part && self.computing().is_none() && self.slots.iter().any(is_free)
+    }
+
+    /// Returns the slot whose prompt is computed in parts.
+    fn computing(&self) -> Option<usize> {
+        self.slots.iter().position(|slot| slot.active.as_ref().is_some_and(|active| active.computed.is_some()))
     }
 
     /// Returns the number of texts in slots.
@@ -176,8 +197,8 @@ impl Scheduler {
         self.slots.iter().filter(|slot| slot.active.is_some()).count()
     }
 
-    /// Begins a text of at least one token in a free slot. The caller chooses `id`. Returns the number of tokens of the prompt whose keys and
-    /// values a slot held.
+    /// Begins a text of at least one token in a free slot if there [is room](Self::has_room). The caller chooses `id`. Returns the number of
+    /// tokens of the prompt whose keys and values a slot held.
     pub fn begin(
         &mut self,
         generator: &Generator,
@@ -200,12 +221,35 @@ impl Scheduler {
             Some((_, past)) => past,
             None => 0,
         };
-        begin_window(generator, engine, slot, past, &request, &request.prompt)?;
         let text = request.prompt.clone();
-        let place = &mut self.slots[slot];
-        place.is_idle = false;
-        place.active = Some(Active { id, request, text, generated: 0, in_flight: 0 });
+        let active = Active { id, request, text, generated: 0, in_flight: 0, computed: Some(past) };
+        self.compute_part(generator, engine, slot, active)?;
         Ok(past)
+    }
+
+    /// Computes the next part of a prompt. After the last one, the slot takes part in steps.
+    fn compute_part(
+        &mut self,
+        generator: &Generator,
+        engine: &mut dyn Engine,
+        slot: usize,
+        mut active: Active,
+    ) -> Result<()> {
+        let (computed, text) = (active.computed.unwrap_or(0), &active.text);
+        let window = &text[window_start(text.len(), text.len(), generator.capacity())..];
+        let end = computed + self.prompt_part;
+        if end < window.len() - 1 {
+            generator.extend(engine, slot, computed, &window[..end])?;
+            active.computed = Some(end);
+            self.prompt_tokens += self.prompt_part;
+        } else {
+            begin_window(generator, engine, slot, computed, &active.request, text)?;
+            self.prompt_tokens += window.len() - computed;
+            active.computed = None;
+            self.slots[slot].is_idle = false;
+        }
+        self.slots[slot].active = Some(active);
+        Ok(())
     }
 
     /// Returns a free slot for a prompt, and the slot that holds the most of its first tokens.
@@ -250,7 +294,7 @@ impl Scheduler {
         self.slots[slot].ended = self.ended;
     }
 
-    /// Computes a step and waits for the tokens of the oldest one. Returns false if there was nothing to do.
+    /// Computes a part of a prompt and a step, and waits for the tokens of the oldest step. Returns false if there was nothing to do.
     ///
     /// `each` receives the number of a request and its next token, and returns whether the text continues. `ended` receives the number of
     /// each request that ends.
@@ -261,10 +305,17 @@ impl Scheduler {
         each: &mut dyn FnMut(usize, u32) -> Result<bool>,
         ended: &mut dyn FnMut(usize, Finish),
     ) -> Result<bool> {
+        if self.prompt_tokens == 0
+            && let Some(slot) = self.computing()
+            && let Some(active) = self.slots[slot].active.take()
+        {
+            self.compute_part(generator, engine, slot, active)?;
+        }
+        self.prompt_tokens = 0;
         while self.steps.len() < 1 + usize::from(self.run_ahead) && self.needs_step() {
             self.step(generator, engine)?;
         }
-        let Some(step) = self.steps.pop_front() else { return Ok(false) };
+        let Some(step) = self.steps.pop_front() else { return Ok(self.computing().is_some()) };
         let tokens = engine.wait(step)?.values;
         for (slot, token) in tokens.into_iter().enumerate() {
             self.receive(generator, engine, [slot, token as usize], each, ended)?;
@@ -276,12 +327,12 @@ impl Scheduler {
     fn step(&mut self, generator: &Generator, engine: &mut dyn Engine) -> Result<()> {
         for (i, slot) in self.slots.iter_mut().enumerate() {
             match &mut slot.active {
-                Some(active) => active.in_flight += 1,
-                None if !slot.is_idle => {
+                Some(active) if active.computed.is_none() => active.in_flight += 1,
+                _ if !slot.is_idle => {
                     generator.park(engine, i)?;
                     slot.is_idle = true;
                 }
-                None => {}
+                _ => {}
             }
         }
         self.steps.push_back(generator.step(engine)?.tokens);
@@ -290,7 +341,8 @@ impl Scheduler {
 
     /// Returns whether a text needs more tokens than the steps in flight give.
     fn needs_step(&self) -> bool {
-        let needs = |active: &Active| active.generated + active.in_flight < active.request.tokens;
+        let needs =
+            |active: &Active| active.computed.is_none() && active.generated + active.in_flight < active.request.tokens;
         self.slots.iter().filter_map(|slot| slot.active.as_ref()).any(needs)
     }
 

@@ -221,10 +221,17 @@ impl Generator {
             "generation: expected fewer cached tokens than the {} of the prompt, found {past}",
             prompt.len()
         );
-        self.set_text_before(engine, slot, &prompt[..past])?;
-        self.prefill(engine, slot, past, &prompt[past..prompt.len() - 1])?;
-        self.set_text_before(engine, slot, &prompt[..prompt.len() - 1])?;
+        let before = &prompt[..prompt.len() - 1];
+        self.extend(engine, slot, past, before)?;
+        self.set_text_before(engine, slot, before)?;
         self.set_slot(engine, slot, prompt, seed, sampling)
+    }
+
+    /// Computes the keys and values of a part of a prompt in an idle slot: those of `text` after its first `past` tokens, which the slot holds.
+    /// [`begin`](Self::begin) computes the rest.
+    pub fn extend(&self, engine: &mut dyn Engine, slot: usize, past: usize, text: &[u32]) -> Result<()> {
+        self.set_text_before(engine, slot, &text[..past])?;
+        self.prefill(engine, slot, past, &text[past..])
     }
 
     /// Copies the first `tokens` positions, or all that the rings hold of them, from slot `from` to another one.
