@@ -33,6 +33,7 @@ fn the_page_follows_the_run_and_the_newest_checkpoint() {
     let loaded = |step: &str, state: &Value| state["model"]["loaded"].as_str().is_some_and(|path| path.contains(step));
     let state = server.event("status", |state| loaded("00000006", state));
     assert!(state["model"]["tokens_per_second"].as_f64().unwrap() > 10.0, "{state}");
+    assert!(state["model"]["first_token_ms"].as_f64() > state["model"]["token_ms"].as_f64(), "{state}");
     // The run continues: the page and the model follow.
     train(&run, "40", &["--resume", "--force-resume"]);
     server.event("run", |shown| shown["cells"][0] == json!(["steps", "40"]));

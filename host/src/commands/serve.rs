@@ -4,6 +4,7 @@ mod error;
 mod follow;
 mod http;
 mod identity;
+mod latency;
 mod logprobs;
 mod openai;
 mod queue;

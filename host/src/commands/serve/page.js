@@ -77,6 +77,8 @@ const showStatus = (newer) => {
   const model = status.model;
   const rows = [["texts in progress", `${model.active} of ${model.slots}`], ["waiting requests", String(status.queued)],
     ["generation", `${model.tokens_per_second.toFixed(1)} tokens/s`]];
+  if (model.first_token_ms !== null) rows.push(["first token", `${model.first_token_ms.toPrecision(3)} ms`]);
+  if (model.token_ms !== null) rows.push(["next tokens", `${model.token_ms.toPrecision(3)} ms each`]);
   if (status.memory) rows.push(["memory", gib(status.memory)]);
   if (status.gpu_memory) rows.push(["GPU memory", gib(status.gpu_memory)]);
   if (status.gpu) rows.push(["GPU", status.gpu.replace(/^GPU /, "")]);

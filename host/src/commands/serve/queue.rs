@@ -33,6 +33,8 @@ pub struct Job {
     pub completion: Completion,
     /// Closed once the client has disconnected.
     pub events: Sender<Event>,
+    /// When the request came.
+    pub received: Instant,
     /// When the client gives up.
     pub deadline: Instant,
 }
@@ -82,7 +84,8 @@ impl Queue {
         if waiting.jobs.len() >= self.limit {
             return Err(ApiError::busy(&format!("the queue is full with {} requests", self.limit)));
         }
-        waiting.jobs.push_back(Job { completion, events, deadline: Instant::now() + timeout });
+        let now = Instant::now();
+        waiting.jobs.push_back(Job { completion, events, received: now, deadline: now + timeout });
         self.changed.notify_one();
         Ok(received)
     }

@@ -2,6 +2,7 @@
 
 use super::error::ApiError;
 use super::identity::{Identity, is_run};
+use super::latency::{Latencies, Timeline};
 use super::logprobs::{Scored, logprobs};
 use super::openai::{Completion, Prompt, Truncate, Usage};
 use super::queue::{Event, Job, Queue};
@@ -75,6 +76,10 @@ pub struct Status {
     pub context: Option<usize>,
     /// Tokens generated per second, measured over a second or until all texts have ended. 0 before the first text.
     pub tokens_per_second: f64,
+    /// Median time of the last texts from the arrival of a request to its first token.
+    pub first_token_ms: Option<f64>,
+    /// Median time of the last texts between two tokens.
+    pub token_ms: Option<f64>,
 }
 
 impl Status {
@@ -168,6 +173,7 @@ struct Text {
     planned: Planned,
     stream: TextStream,
     generated: Vec<u32>,
+    timeline: Option<Timeline>,
 }
 
 /// A request in progress.
@@ -198,6 +204,7 @@ pub struct Worker {
     /// The files for which the status without a model is known, and since when.
     assessed: (Option<Identity>, Instant),
     measured: (Instant, usize),
+    latencies: Latencies,
 }
 
 impl Worker {
@@ -219,6 +226,7 @@ impl Worker {
             refused: None,
             assessed,
             measured: (now, 0),
+            latencies: Latencies::default(),
         }
     }
 
@@ -318,8 +326,9 @@ impl Worker {
                     let is_answer = matches!(job.completion.prompts[..], [Prompt::Conversation(_)]);
                     let stream = if is_answer { stream } else { stream.after(&planned.request.prompt) };
                     self.next_id += 1;
-                    let generated = Vec::new();
-                    self.waiting.push_back(Text { id: self.next_id, job: id, index, planned, stream, generated });
+                    let (id_of_text, generated) = (self.next_id, Vec::new());
+                    let text = Text { id: id_of_text, job: id, index, planned, stream, generated, timeline: None };
+                    self.waiting.push_back(text);
                 }
                 self.next_id += 1;
                 self.running.push(Running { id, job, left, usage });
@@ -480,9 +489,14 @@ impl Worker {
     /// Sends the rest of a text and, after the last one of a request, the end of the request.
     fn end(&mut self, id: usize, finish: Finish) -> Result<()> {
         let Some(at) = self.active.iter().position(|text| text.id == id) else { return Ok(()) };
-        let Text { job, index, mut stream, planned, generated, .. } = self.active.remove(at);
-        self.update(|_| ());
-        let Some(at) = self.running.iter().position(|running| running.id == job) else { return Ok(()) };
+        let Text { job, index, mut stream, planned, generated, timeline, .. } = self.active.remove(at);
+        let at = self.running.iter().position(|running| running.id == job);
+        if let (Some(at), Some(timeline)) = (at, timeline) {
+            self.latencies.add(self.running[at].job.received, timeline);
+        }
+        let medians = self.latencies.medians();
+        self.update(|status| [status.first_token_ms, status.token_ms] = medians);
+        let Some(at) = at else { return Ok(()) };
         let end = if let Finish::EndOfText(token) = finish { Some(token) } else { None };
         let logprobs = match (planned.scored, &mut self.model) {
             (Some(scored), Some(Model { loaded: Loaded { generator, engine, .. }, tokenizer, .. })) => {
@@ -534,6 +548,7 @@ fn take(active: &mut [Text], running: &mut [Running], id: usize, token: u32) -> 
     let Some(running) = running.iter_mut().find(|running| running.id == text.job) else { return false };
     running.usage.completion += 1;
     text.generated.push(token);
+    Timeline::add(&mut text.timeline);
     let new = text.stream.push(token);
     if !new.is_empty() {
         send(running, Event::Text(text.index, new));
