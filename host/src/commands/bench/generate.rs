@@ -2,9 +2,12 @@
 
 use super::table::{Cell, Column, Json, Spread, Table};
 use crate::commands::resources::Hardware;
+use crate::gpu_info::GpuInfo;
+use crate::mfu::mfu;
 use crate::terminal;
 use crate::values::count;
 use anyhow::Context;
+use engine::open::GPU;
 use engine::ops::SlotSampling;
 use engine::{Engine, Result};
 use interchange::ModelSource;
@@ -14,7 +17,7 @@ use std::time::Instant;
 use system::progress::{self, Unit};
 use verify::selftest::copy;
 
-/// Time text generation with a KV cache, as a percentage of the bandwidth of a copy measured in the same run
+/// Time prompts and steps of text generation with a KV cache, steps as a percentage of the bandwidth of a copy measured in the same run
 #[derive(Clone, Debug, clap::Args)]
 pub struct Generate {
     /// Model size, for example d12 or llama3:1b; or a model file (.bin) or directory, as in `train`
@@ -42,14 +45,20 @@ pub struct Generate {
 
 const COLUMNS: &[Column] = &[
     Column::number("sequences", "sequences", 9, 0),
-    Column::number("us", "us/step", 10, 1),
+    Column::number("prompt_tokens_per_second", "prompt/s", 10, 0),
+    Column::number("prompt_mfu", "% MFU", 6, 1),
+    Column::number("first_token_ms", "1st token ms", 12, 2),
+    Column::number("us", "us/token", 10, 1),
     Column::number("us_least", "min", 10, 1),
     Column::number("tokens_per_second", "tokens/s", 10, 1),
     Column::number("mib", "MiB/step", 9, 1),
     Column::number("gbs", "GB/s", 7, 1),
     Column::number("percent_of_copy", "% copy", 7, 1),
-    Column::number("first_token_ms", "1st token ms", 12, 2),
+    Column::number("gpu_mib", "GPU MiB", 8, 0),
 ];
+
+/// Number of timings of a prompt.
+const PROMPTS: usize = 5;
 
 /// Steps of a sample.
 const SAMPLE: usize = 16;
@@ -110,6 +119,11 @@ impl Generate {
         let pending = generator.step(engine)?.tokens;
         engine.wait(pending)?;
         let first_token = start.elapsed().as_secs_f64();
+        let prompt_rate = self.prompt_rate(engine, &generator, &prompt)?;
+        // The forward part of the training FLOPs, without the head, which only the newest token needs.
+        let flops = (d.flops_per_token(self.prompt) / 3).saturating_sub(2 * d.padded_vocab() * d.channels);
+        let utilization = prompt_rate.zip(engine.peak()).map(|(rate, peak)| 100.0 * mfu(flops, rate, &peak));
+        generator.begin(engine, 0, 0, &prompt, 0, sampling)?;
         for slot in 1..slots {
             let past = prompt.len() - 1;
             generator.copy_slot(engine, [slot, 0], past)?;
@@ -131,6 +145,8 @@ impl Generate {
             samples.push(start.elapsed().as_secs_f64() / count as f64);
         }
         engine.wait(pending)?;
+        let on_gpu = engine.device_tensor(generator.decoder.params)?.is_some();
+        let memory_used = on_gpu.then(|| GpuInfo::open(GPU).ok()?.memory_used()).flatten();
         let spread = Spread::of(samples);
         let lookup = if d.tied { 0 } else { d.padded_vocab() * d.channels };
         let weights = (d.parameters() - lookup) * engine.dtype().bytes();
@@ -140,13 +156,35 @@ impl Generate {
         let rate = bytes / spread.median;
         Ok(vec![
             slots.into(),
+            prompt_rate.into(),
+            utilization.into(),
+            (first_token * 1e3).into(),
             (spread.median * 1e6).into(),
             (spread.least * 1e6).into(),
             (slots as f64 / spread.median).into(),
             (bytes / f64::from(1 << 20)).into(),
             (rate / 1e9).into(),
             (100.0 * rate / ceiling).into(),
-            (first_token * 1e3).into(),
+            memory_used.map(|bytes| bytes as f64 / f64::from(1 << 20)).into(),
         ])
+    }
+
+    /// Returns the tokens per second of a prompt that is computed as a whole, or `None` if the first step computes all of it.
+    fn prompt_rate(&self, engine: &mut dyn Engine, generator: &Generator, prompt: &[u32]) -> Result<Option<f64>> {
+        let before = &prompt[..prompt.len() - 1];
+        if before.is_empty() {
+            return Ok(None);
+        }
+        generator.park(engine, 0)?;
+        let mut samples = Vec::new();
+        for _ in 0..PROMPTS {
+            engine.read(generator.logits().slice(0, 1))?;
+            let start = Instant::now();
+            generator.extend(engine, 0, 0, before)?;
+            // Waits for all work.
+            engine.read(generator.logits().slice(0, 1))?;
+            samples.push(start.elapsed().as_secs_f64());
+        }
+        Ok(Some(before.len() as f64 / Spread::of(samples).median))
     }
 }
