@@ -94,7 +94,7 @@ impl<B: Buffering, T: Tile> SubtileBuffers<B, T> {
     }
 
     /// Returns the first buffer of a slot.
-    fn buffer(&self, slot: u32) -> SwizzledTile<64> {
+    pub fn buffer(&self, slot: u32) -> SwizzledTile<64> {
         let buffer = self.consumer * T::EPILOGUE_BUFFERS + slot * B::PER_SUBTILE;
         self.shared.pool.rows::<64>(T::PIPELINE_ROWS + buffer * EPILOGUE_TILE)
     }

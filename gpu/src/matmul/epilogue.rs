@@ -111,15 +111,15 @@ impl<A: ActivationFunction, const VALUE: bool> Elementwise for Backward<A, VALUE
     }
 }
 
-/// Computes the same as [`Backward`] without the value, from a · b after its rounding to bf16: the bits of a separate kernel.
-pub struct RoundedBackward<A>(PhantomData<A>);
+/// Computes the same as [`Backward`], from a · b after its rounding to bf16: the bits of a separate kernel.
+pub struct RoundedBackward<A, const VALUE: bool>(PhantomData<A>);
 
-impl<A: ActivationFunction> Elementwise for RoundedBackward<A> {
-    const EPILOGUE: GemmEpilogue = Backward::<A, false>::EPILOGUE;
+impl<A: ActivationFunction, const VALUE: bool> Elementwise for RoundedBackward<A, VALUE> {
+    const EPILOGUE: GemmEpilogue = Backward::<A, VALUE>::EPILOGUE;
 
     #[inline(always)]
     fn values([even, odd]: [f32; 2], aux: [f32; 2], factors: ScaleFactors) -> ([f32; 2], u32) {
-        Backward::<A, false>::values(unpack_pair(pack_pair(even, odd)), aux, factors)
+        Backward::<A, VALUE>::values(unpack_pair(pack_pair(even, odd)), aux, factors)
     }
 }
 
@@ -161,6 +161,9 @@ pub struct EpilogueOperands {
     /// An FP8 output (M, N), and its transpose (N, M), unless null. They have the format of the output.
     pub fp8_out: GlobalMut<E4m3>,
     pub transposed: GlobalMut<E4m3>,
+    /// The transpose (N, M) of an activation that is recomputed beside an FP8 output, and its scale.
+    pub activation: GlobalMut<E4m3>,
+    pub scale_activation: Global<f32>,
 }
 
 /// The bias of a tile, distributed over the lanes of a warp.

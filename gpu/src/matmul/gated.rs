@@ -191,7 +191,7 @@ impl<A: ActivationFunction, T: Tile, const BACKWARD: bool, const VALUE: bool, co
         if let Some(quantizer) = &self.quantizer {
             quantizer.copy_rows::<COUNT>(out, column, row);
             if quantizer.transposes() {
-                quantizer.copy_columns::<COUNT>(out, column, row);
+                quantizer.copy_columns::<COUNT>(out.columns, column, row);
             }
         }
     }

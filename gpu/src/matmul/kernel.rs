@@ -79,12 +79,12 @@ impl Epilogue for ResidualAndColumnSums {
     type Store<L: Operands, T: Tile> = TmaEpilogue<L, Linear<false, true>, T>;
 }
 
-/// The epilogue `E`, with out in the FP8 type `O`.
+/// The epilogue `E`, with out in the FP8 type `O` and a recomputed activation in E4M3.
 pub struct Quantized<E, O>(PhantomData<(E, O)>);
 
 impl<E: Elementwise, O: Fp8> Epilogue for Quantized<E, O> {
     const STORED: Stored = Stored::Output(GemmEpilogue { output: GemmOutput::Fp8, ..E::EPILOGUE });
-    const MAPS: [bool; 3] = [true, E::AUX, E::SECOND];
+    const MAPS: [bool; 3] = [true, E::AUX, E::EPILOGUE.writes_preactivation()];
     type Store<L: Operands, T: Tile> = QuantizedEpilogue<E, O, T>;
 }
 
@@ -139,6 +139,7 @@ impl<const COLUMN_SUMS: bool> Epilogue for Partials<COLUMN_SUMS> {
 /// * `bias` (N) is added to the sums. `scale_a`, `scale_b` and `scale_out` are the factors that restore FP8 tensors.
 /// * `amax` = max(`amax`, largest magnitude of an FP8 out before it is divided by its scale) as f32 bits.
 /// * `fp8_out` (M, N): an FP8 out. `transposed` (N, M): its transpose, or null. M is a multiple of 16.
+/// * `activation` (N, M): the transpose of the activation that is recomputed beside an FP8 out, divided by `scale_activation`.
 /// * `sums`: an f32 out, or partial sums of `parts` slices of K for [`matmul_split_k_reduce`](super::matmul_split_k_reduce):
 ///   `parts` · tiles · `TILE_M` · `TILE_N` elements.
 /// * `column_sums` (slices · `partial_rows`, M) receives partial column sums of a.
@@ -179,11 +180,15 @@ impl<const COLUMN_SUMS: bool> Epilogue for Partials<COLUMN_SUMS> {
         ],
         e4m3_backward = [
             gelu_backward = Tma<Backward<Gelu, false>>, gelu_backward_to_fp8 = Quantized<Backward<Gelu, false>, E4m3>,
-            relu_squared_backward_to_fp8 = Quantized<RoundedBackward<ReluSquared>, E4m3>
+            gelu_backward_and_value_to_fp8 = Quantized<Backward<Gelu, true>, E4m3>,
+            relu_squared_backward_to_fp8 = Quantized<RoundedBackward<ReluSquared, false>, E4m3>,
+            relu_squared_backward_and_value_to_fp8 = Quantized<RoundedBackward<ReluSquared, true>, E4m3>
         ],
         e5m2_backward = [
             gelu_backward = Tma<Backward<Gelu, false>>, gelu_backward_to_fp8 = Quantized<Backward<Gelu, false>, E5m2>,
-            relu_squared_backward_to_fp8 = Quantized<RoundedBackward<ReluSquared>, E5m2>
+            gelu_backward_and_value_to_fp8 = Quantized<Backward<Gelu, true>, E5m2>,
+            relu_squared_backward_to_fp8 = Quantized<RoundedBackward<ReluSquared, false>, E5m2>,
+            relu_squared_backward_and_value_to_fp8 = Quantized<RoundedBackward<ReluSquared, true>, E5m2>
         ],
         e4m3 = [e4m3 = Fp8ABt<E4m3, false>],
         e4m3_exact = [e4m3_exact = Fp8ABt<E4m3, true>],
@@ -250,6 +255,8 @@ pub fn matmul<L: Operands, E: Epilogue, T: Tile>(
     amax: GlobalMut<u32>,
     fp8_out: GlobalMut<E4m3>,
     transposed: GlobalMut<E4m3>,
+    activation: GlobalMut<E4m3>,
+    scale_activation: Global<f32>,
     sums: GlobalMut<f32>,
     column_sums: GlobalMut<f32>,
     alpha: f32,
@@ -275,8 +282,23 @@ pub fn matmul<L: Operands, E: Epilogue, T: Tile>(
     let scheduler = L::Scheduler::new([T::TILE_M, tile_n, L::TILE_K], [m, n, k], parts);
     let factors = ScaleFactors { alpha, beta };
     let scale = if L::SCALED { scale_a.at(0) * scale_b.at(0) } else { 1.0 };
-    let operands =
-        EpilogueOperands { out, aux, second, bias, scale, sums, m, n, factors, scale_out, amax, fp8_out, transposed };
+    let operands = EpilogueOperands {
+        out,
+        aux,
+        second,
+        bias,
+        scale,
+        sums,
+        m,
+        n,
+        factors,
+        scale_out,
+        amax,
+        fp8_out,
+        transposed,
+        activation,
+        scale_activation,
+    };
     let column_sums = ColumnSums { partials: column_sums, m, n };
 
     let shared = SharedStorage::new(&mut Layout::new());

@@ -68,7 +68,7 @@ pub struct Maps {
     pub out: Map,
     /// Map of aux: the residual, or the preactivation of a backward pass.
     pub aux: Map,
-    /// Map of second: the preactivation of a forward pass, or the activation that a backward pass recomputes.
+    /// Map of second: the preactivation of a forward pass, or the activation that a backward pass recomputes, unless out is in FP8.
     pub second: Map,
 }
 
@@ -181,6 +181,10 @@ pub struct KernelOperands {
     pub amax: GlobalMut<u32>,
     /// Receives the transpose of an FP8 out, unless null.
     pub transposed: GlobalMut<E4m3>,
+    /// Receives the transpose of the activation that is recomputed beside an FP8 out.
+    pub activation: GlobalMut<E4m3>,
+    /// The factor that restores the activation.
+    pub scale_activation: Global<f32>,
     /// Device address of out.
     pub out_address: u64,
     /// Scratch memory for partial sums: [`TileConfig::scratch_len`] elements.
@@ -341,6 +345,8 @@ fn kernel(
         amax,
         fp8_out,
         operands.transposed,
+        operands.activation,
+        operands.scale_activation,
         sums,
         partials,
         alpha,

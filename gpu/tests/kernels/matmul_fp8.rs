@@ -1,17 +1,20 @@
 //! The `sm_90a` GEMM kernels with FP8 operands, compared with an f64 reference.
 
 use crate::common::gemm::{
-    AROUND_A_TILE, BIAS_RESIDUAL, Case, Inputs, OUT_SCALE, Outputs, all, any_case, cases, check, check_fractions,
-    check_non_finite_elements, in_bf16, run, shared_out, sized, split_k_cases,
+    ACTIVATION_SCALE, AROUND_A_TILE, BIAS_RESIDUAL, Case, Inputs, OUT_SCALE, Outputs, all, any_case, cases, check,
+    check_fractions, check_non_finite_elements, in_bf16, run, shared_out, sized, split_k_cases, transpose,
 };
-use crate::common::{assert_close, for_all, quantized};
+use crate::common::{assert_close, assert_same, for_all, quantized, rounded, shared_bytes};
+use cuda_std::emulate::Memory;
 use cuda_std::fp8::Fp8Format;
-use cuda_std::{E4m3, E5m2, Element, Fp8, bf16};
+use cuda_std::{E4m3, E5m2, Element, Fp8, GlobalMut, bf16};
 use gpu::activation::Activation::{self, Gelu, ReluSquared};
 use gpu::activation::{ActivationFunction, Visitor};
 use gpu::matmul::gemm::GemmLayout::Nt;
 use gpu::matmul::gemm::{Batching, EXACT_COLUMNS, Gemm, GemmEpilogue, GemmOutput, GemmPrecision, Pass};
 use gpu::matmul::launch::{TileConfig, TileShape, candidate_configs, is_supported};
+use gpu::quantize::{tile_and_maxima, transpose_grid};
+use gpu::quantize_activation::quantize_activation_select;
 
 tests! {
     kernels of "matmul/kernel.rs" where |entry| entry.contains("e4m3") || entry.contains("e5m2");
@@ -38,7 +41,7 @@ fn is_e4m3(gemm: Gemm) -> bool {
 fn gemms() -> Vec<Gemm> {
     let of = |a| [false, true].map(|exact| all(GemmPrecision::Fp8 { a, exact }, Batching::One)).concat();
     let [e4m3, e5m2] = [Fp8Format::E4m3, Fp8Format::E5m2].map(of);
-    assert_eq!([e4m3.len(), e5m2.len()], [24, 12]);
+    assert_eq!([e4m3.len(), e5m2.len()], [28, 16]);
     [e4m3, e5m2].concat()
 }
 
@@ -113,30 +116,66 @@ fn scales_multiply_the_sums() {
     }
 }
 
-/// An FP8 output has the bits that quantization gives the output in bf16 of the same GEMM.
+/// An FP8 output has the bits that quantization gives the output in bf16 of the same GEMM, and an activation that it recomputes those of the
+/// kernel that computes only the activation.
 fn fp8_outputs_have_the_bits_of_separate_quantization() {
-    for gemm in gemms_to_fp8() {
-        let case = cases(&[gemm], &[[144, 208, 72]], 2)[0];
-        let inputs = Inputs::fractions(case, 5);
-        let with = |epilogue| Case { gemm: Gemm { epilogue, ..case.gemm }, ..case };
-        let got = run(case, &inputs);
-        let plain = match gemm.epilogue.activation {
-            Some((ReluSquared, pass)) => relu_squared(run(with(GemmEpilogue::NONE), &inputs), pass, &inputs),
-            Some((activation, _)) if activation.is_gated() => {
-                gated(run(with(GemmEpilogue::NONE), &inputs), activation, case)
-            }
-            _ => run(with(GemmEpilogue { output: GemmOutput::Storage, ..gemm.epilogue }), &inputs),
-        };
-        let is_e4m3 = is_e4m3(gemm);
-        let numbers = |bits: Vec<u8>| -> Vec<f64> {
-            let number = |bits| if is_e4m3 { E4m3::from_bits(bits).to_f32() } else { E5m2::from_bits(bits).to_f32() };
-            bits.into_iter().map(|bits| f64::from(number(bits))).collect()
-        };
-        let bits = if is_e4m3 { quantized::reference::<E4m3> } else { quantized::reference::<E5m2> };
-        assert_eq!(got.out, numbers(bits(&plain.out, OUT_SCALE)), "{case:?}");
-        assert_eq!(got.second, plain.second, "{case:?}");
-        assert_eq!((got.amax as f32).to_bits(), quantized::largest(&plain.out, 0.0), "{case:?}");
-    }
+    cases(&gemms_to_fp8(), &[[144, 208, 72]], 2).into_iter().for_each(check_bits_of_quantization);
+    let recomputing = gemms_to_fp8().into_iter().filter(recomputes).collect::<Vec<_>>();
+    // Subtiles without rows or columns, and a consumer with several tiles.
+    cases(&recomputing, &[[16, 16, 8], [336, 400, 40]], 1).into_iter().for_each(check_bits_of_quantization);
+}
+
+/// Returns true if the GEMM recomputes an activation.
+fn recomputes(gemm: &Gemm) -> bool {
+    matches!(gemm.epilogue.activation, Some((_, Pass::BackwardAndValue)))
+}
+
+fn check_bits_of_quantization(case: Case) {
+    let (gemm, inputs) = (case.gemm, Inputs::fractions(case, 5));
+    let with = |epilogue| Case { gemm: Gemm { epilogue, ..gemm }, ..case };
+    let got = run(case, &inputs);
+    let plain = match gemm.epilogue.activation {
+        Some((ReluSquared, pass)) => relu_squared(run(with(GemmEpilogue::NONE), &inputs), pass, &inputs),
+        Some((activation, _)) if activation.is_gated() => {
+            gated(run(with(GemmEpilogue::NONE), &inputs), activation, case)
+        }
+        Some((activation, Pass::BackwardAndValue)) => {
+            run(with(GemmEpilogue::NONE.with(activation, Pass::Backward)), &inputs)
+        }
+        _ => run(with(GemmEpilogue { output: GemmOutput::Storage, ..gemm.epilogue }), &inputs),
+    };
+    let second = match gemm.epilogue.activation {
+        Some((activation, Pass::BackwardAndValue)) => {
+            quantized_activation(activation, &inputs.aux, gemm.output_shape())
+        }
+        _ => plain.second,
+    };
+    let bits = if is_e4m3(gemm) {
+        quantized::reference::<E4m3>(&plain.out, OUT_SCALE)
+    } else {
+        quantized::reference::<E5m2>(&plain.out, OUT_SCALE)
+    };
+    let out = if is_e4m3(gemm) { numbers::<E4m3>(bits) } else { numbers::<E5m2>(bits) };
+    assert_same(&format!("{case:?}, out"), &got.out, &out);
+    assert_same(&format!("{case:?}, second"), &got.second, &second);
+    assert_same(&format!("{case:?}, transpose"), &got.transposed, &transpose(&got.out, gemm.output_shape()));
+    assert_eq!((got.amax as f32).to_bits(), quantized::largest(&plain.out, 0.0), "{case:?}");
+}
+
+fn numbers<T: Fp8>(bits: Vec<u8>) -> Vec<f64> {
+    bits.into_iter().map(|bits| f64::from(T::from_bits(bits).to_f32())).collect()
+}
+
+/// Returns the activation (rows, columns) in E4M3, of which a kernel writes only the transpose.
+fn quantized_activation(activation: Activation, preactivation: &[f64], [rows, columns]: [usize; 2]) -> Vec<f64> {
+    let mut memory = Memory::new();
+    let inp = memory.input("preactivation", &rounded::<bf16>(preactivation));
+    let (transposed, scale) = (memory.output("transposed", rows * columns), memory.input("scale", &[ACTIVATION_SCALE]));
+    let (null, amax, key) = (GlobalMut::null(), GlobalMut::null(), (activation, false, true));
+    let launch = quantize_activation_select(key, null, transposed, amax, inp, scale, rows as u32, columns as u32);
+    let (grid, shared_bytes) = (transpose_grid(rows, columns), shared_bytes(tile_and_maxima));
+    launch.unwrap().emulate_checked(&mut memory, grid, shared_bytes).unwrap();
+    numbers::<E4m3>(quantized::transposed(&quantized::bits(&memory.read(transposed)), rows))
 }
 
 /// Returns what a separate kernel computes from the output of a GEMM: ReLU² or its gradient.

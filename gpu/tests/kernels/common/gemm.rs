@@ -166,6 +166,12 @@ impl Case {
         matches!(self.gemm.epilogue.activation, Some((_, Pass::Forward | Pass::BackwardAndValue)))
     }
 
+    /// Returns true if second is the transpose of an activation in E4M3.
+    fn quantizes_second(self) -> bool {
+        let GemmEpilogue { activation, output, .. } = self.gemm.epilogue;
+        output == GemmOutput::Fp8 && matches!(activation, Some((_, Pass::BackwardAndValue)))
+    }
+
     /// Returns the elements of the bias, or of its gradient.
     fn bias_len(self) -> usize {
         if self.gemm.epilogue.bias == Some(Bias::Gradient) { self.gemm.m } else { self.gemm.n }
@@ -298,12 +304,14 @@ pub fn mirrored(matrices: &[f64], n: usize) -> Vec<f64> {
 
 /// The factor that restores an FP8 output.
 pub const OUT_SCALE: f32 = 0.75;
+/// The factor that restores an activation in FP8.
+pub const ACTIVATION_SCALE: f32 = 0.3;
 
 /// The outputs of a kernel or of the reference.
 pub struct Outputs {
     /// The values of an FP8 out are those of its numbers, not multiplied by the scale.
     pub out: Vec<f64>,
-    /// Empty if the GEMM has no second output.
+    /// Empty if the GEMM has no second output. The values of an activation in FP8 are those of its numbers, in the order of rows.
     pub second: Vec<f64>,
     pub bias: Vec<f64>,
     /// 0 if out is not FP8.
@@ -346,6 +354,8 @@ pub fn run(case: Case, inputs: &Inputs) -> Outputs {
     let transposed = if transposes { memory.output("transposed", m * n) } else { GlobalMut::null() };
     let scales = inputs.scales.map(|scale| memory.input("scale", &[scale]));
     let scale_out = memory.input("scale of out", &[OUT_SCALE]);
+    let activation = if case.quantizes_second() { memory.output("activation", m * n) } else { GlobalMut::null() };
+    let scale_activation = memory.input("scale of the activation", &[ACTIVATION_SCALE]);
     let maps = launch::maps(&gemm, batch, config.tile);
     let mut map = |name: &str, address: u64, map: Map, used: bool| {
         if used { memory.input(name, &[tensor_map(address, map)]) } else { Global::null() }
@@ -356,12 +366,19 @@ pub fn run(case: Case, inputs: &Inputs) -> Outputs {
         b: map("map of b", b, maps.b, true),
         out: map("map of out", out, maps.out, !is_f32),
         aux: map("map of aux", if case.accumulates() { out } else { aux }, maps.aux, case.reads_aux() && !is_f32),
-        second: map("map of second", second.pointer().addr() as u64, maps.second, case.has_second()),
+        second: map(
+            "map of second",
+            second.pointer().addr() as u64,
+            maps.second,
+            case.has_second() && !case.quantizes_second(),
+        ),
         bias,
         scales,
         scale_out,
         amax,
         transposed,
+        activation,
+        scale_activation,
         out_address: out,
         scratch,
         factors: case.factors,
@@ -383,7 +400,13 @@ pub fn run(case: Case, inputs: &Inputs) -> Outputs {
         };
         (0..count).flat_map(matrix).collect()
     });
-    let second = if case.has_second() { wide(&memory.read(second)) } else { Vec::new() };
+    let second = if case.quantizes_second() {
+        transpose(&wide(&memory.read(activation)), [n, m])
+    } else if case.has_second() {
+        wide(&memory.read(second))
+    } else {
+        Vec::new()
+    };
     let amax = f64::from(f32::from_bits(memory.read(amax)[0]));
     let transposed = if transposes {
         let address = transposed.pointer().addr() as u64;
@@ -392,6 +415,11 @@ pub fn run(case: Case, inputs: &Inputs) -> Outputs {
         Vec::new()
     };
     Outputs { out, second, bias: wide(&memory.read(bias)), amax, transposed }
+}
+
+/// Returns the transpose of `matrix` (rows, columns).
+pub fn transpose(matrix: &[f64], [rows, columns]: [usize; 2]) -> Vec<f64> {
+    (0..columns).flat_map(|j| (0..rows).map(move |i| matrix[i * columns + j])).collect()
 }
 
 fn tensor_map(address: u64, Map { extents, tile, fp8 }: Map) -> TensorMap {
@@ -449,26 +477,32 @@ pub fn reference(case: Case, inputs: &Inputs, second: &[f64]) -> Outputs {
 fn assert_quantized(case: Case, got: &Outputs, want: &Outputs, tolerance: f64) {
     let [.., out_type] = case.types();
     // This epilogue also rounds the sum.
-    let rounds_twice = case.gemm.epilogue.activation == Some((Activation::ReluSquared, Pass::Backward));
+    let rounds_twice =
+        matches!(case.gemm.epilogue.activation, Some((Activation::ReluSquared, pass)) if pass != Pass::Forward);
     let tolerance = tolerance + if rounds_twice { bf16::ROUNDING } else { 0.0 };
-    let quantized = |value: f64| stored(&[f64::from(value as f32 / OUT_SCALE)], out_type)[0];
+    assert_numbers(case, (&got.out, out_type, OUT_SCALE), &want.out, tolerance);
+    assert_close(&format!("{case:?}, amax"), &[got.amax], &[want.amax], tolerance, 0.0);
+    let transpose = transpose(&got.out, case.gemm.output_shape());
+    assert_close(&format!("{case:?}, transpose"), &got.transposed, &transpose, 0.0, 0.0);
+}
+
+/// Checks that each of the FP8 numbers of a type is that of a value within `tolerance` of the unrounded one, divided by the scale.
+fn assert_numbers(case: Case, (got, kind, scale): (&[f64], Type, f32), want: &[f64], tolerance: f64) {
+    let quantized = |value: f64| stored(&[f64::from(value as f32 / scale)], kind)[0];
     let [_, n] = case.gemm.output_shape();
+    assert_eq!(got.len(), want.len(), "{case:?}");
     // Results that are not finite make those NaN that the same thread has in the same 16 columns.
     let with_nan = |at: usize| {
         let (row, column) = (at / n / 16 * 16 + at / n % 8, at % n / 16 * 16 + at % n % 8 / 2 * 2);
-        let is_nan = |row: usize, column: usize| want.out.get(row * n + column).is_some_and(|x| !x.is_finite());
+        let is_nan = |row: usize, column: usize| want.get(row * n + column).is_some_and(|x| !x.is_finite());
         [row, row + 8].iter().any(|&row| [0, 1, 8, 9].iter().any(|offset| is_nan(row, column + offset)))
     };
-    for (i, (&got, &value)) in got.out.iter().zip(&want.out).enumerate() {
+    for (i, (&got, &value)) in got.iter().zip(want).enumerate() {
         let margin = tolerance * value.abs() + 1e-30;
         let range = quantized(value - margin)..=quantized(value + margin);
         let is_right = if got.is_nan() { with_nan(i) } else { range.contains(&got) && !with_nan(i) };
-        assert!(is_right, "{case:?}, {i}: expected {range:?} for {value}, found {got}");
+        assert!(is_right, "{case:?}, scale {scale}, {i}: expected {range:?} for {value}, found {got}");
     }
-    assert_close(&format!("{case:?}, amax"), &[got.amax], &[want.amax], tolerance, 0.0);
-    let [m, n] = case.gemm.output_shape();
-    let transpose: Vec<_> = (0..n).flat_map(|j| (0..m).map(move |i| got.out[i * n + j])).collect();
-    assert_close(&format!("{case:?}, transpose"), &got.transposed, &transpose, 0.0, 0.0);
 }
 
 /// Checks integer operands.
@@ -499,7 +533,11 @@ pub fn check_exact(case: Case, inputs: &Inputs) {
     } else {
         compare("out", &got.out, &want.out, exact_out);
     }
-    compare("second", &got.second, &want.second, exact_second);
+    if case.quantizes_second() {
+        assert_numbers(case, (&got.second, Type::E4m3, ACTIVATION_SCALE), &want.second, bf16::ROUNDING);
+    } else {
+        compare("second", &got.second, &want.second, exact_second);
+    }
     assert_close(&format!("{case:?}, bias"), &got.bias, &stored(&want.bias, Type::Bf16), 0.0, 0.0);
 }
 
@@ -518,7 +556,11 @@ pub fn check_fractions(case: Case, seed: u32) {
     } else {
         assert_close(&format!("{case:?}, out"), &got.out, &want.out, rounding, scale);
     }
-    assert_close(&format!("{case:?}, second"), &got.second, &want.second, rounding, scale);
+    if case.quantizes_second() {
+        assert_numbers(case, (&got.second, Type::E4m3, ACTIVATION_SCALE), &want.second, 1e-3 + bf16::ROUNDING);
+    } else {
+        assert_close(&format!("{case:?}, second"), &got.second, &want.second, rounding, scale);
+    }
     assert_close(&format!("{case:?}, bias"), &got.bias, &want.bias, bf16::ROUNDING, 1e-2);
 }
 
