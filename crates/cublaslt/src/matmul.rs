@@ -25,7 +25,7 @@ pub struct GemmOperands {
     pub bias: Option<u64>,
     /// Argument of an activation function.
     pub preactivation: Option<u64>,
-    /// Output for a recomputed activation.
+    /// Output for a recomputed activation. With an FP8 output, it receives the transpose (N, M) in E4M3.
     pub activation: Option<u64>,
     /// Output for the sums (M, N) if cuBLASLt computes the GEMM of the backward pass of a gated activation.
     pub sums: Option<u64>,
@@ -49,6 +49,8 @@ pub struct Fp8Output {
     pub amax: u64,
     /// Receives the transpose (N, M).
     pub transposed: Option<u64>,
+    /// The scale of a recomputed activation, an f32.
+    pub activation_scale: Option<u64>,
 }
 
 /// Alignments of the operands b, a, output (and residual), bias and preactivation: the largest power of two up to 256 that divides each
@@ -77,11 +79,14 @@ impl GemmOperands {
         let GemmOperands { fp8_scales, fp8_output, .. } = *self;
         let (fp8, epilogue) = (gemm.is_fp8(), gemm.epilogue);
         let quantizes = epilogue.output == GemmOutput::Fp8;
+        let recomputes = matches!(epilogue.activation, Some((_, Pass::BackwardAndValue)));
+        let activation_scale = fp8_output.and_then(|output| output.activation_scale);
         for (name, given, used) in [
             ("factors", scale.is_some(), epilogue.residual == Some(Residual::Scaled)),
             ("batch", batch.is_some(), gemm.batching != Batching::One),
             ("scales of FP8 operands", fp8_scales.is_some(), fp8),
             ("scale of an FP8 output", fp8_output.is_some(), quantizes),
+            ("scale of an activation in FP8", activation_scale.is_some(), quantizes && recomputes),
         ] {
             if given != used {
                 let (expected, found) = if used { ("some", "none") } else { ("none", "some") };
@@ -103,7 +108,7 @@ impl GemmOperands {
         let optional = [
             ("bias", bias, epilogue.bias.is_some()),
             ("preactivation", preactivation, epilogue.activation.is_some()),
-            ("activation", activation, matches!(epilogue.activation, Some((_, Pass::BackwardAndValue)))),
+            ("activation", activation, recomputes),
             ("sums", sums, epilogue.is_gated() && !epilogue.writes_preactivation()),
         ];
         for (name, address, used) in optional {

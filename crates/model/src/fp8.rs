@@ -176,6 +176,9 @@ pub(super) struct Buffers {
     pub(super) wide: Tensor,
     /// (widest, rows): a transposed gradient.
     pub(super) dout_transposed: Tensor,
+    /// (C, rows): the transposed gradients of the outputs of attproj and fcproj, if the forward pass does not keep the activation. The GEMM
+    /// that recomputes it writes `dout_transposed` before the gradient of fcproj's weight reads this. Otherwise empty.
+    pub(super) narrow_transposed: Tensor,
     /// (C, rows): a transposed input that is not kept.
     pub(super) inp_transposed: Tensor,
 }
@@ -189,14 +192,16 @@ impl Buffers {
     /// Returns the operands that hold the gradient of a linear layer's output, of `len` elements, and its transpose.
     pub(super) fn output_gradient(&self, weight: Param, len: usize) -> [Tensor; 2] {
         let narrow = matches!(weight.kind(), ParamKind::Linear(_, Output::Residual));
+        let transposed =
+            if narrow && self.narrow_transposed.len > 0 { self.narrow_transposed } else { self.dout_transposed };
         // A frozen model has no transposed operands.
-        let transposed = self.dout_transposed.slice(0, len.min(self.dout_transposed.len));
+        let transposed = transposed.slice(0, len.min(transposed.len));
         [if narrow { self.narrow } else { self.wide }.slice(0, len), transposed]
     }
 }
 
 /// The number of [`Buffers`].
-pub(super) const BUFFERS: usize = 4;
+pub(super) const BUFFERS: usize = 5;
 
 /// Returns names and shapes of the [`Buffers`] for batches of `rows` tokens.
 pub(super) fn buffers(d: &Descriptor, rows: usize, recompute: Recompute) -> [(&'static str, [usize; 2]); BUFFERS] {
@@ -206,10 +211,12 @@ pub(super) fn buffers(d: &Descriptor, rows: usize, recompute: Recompute) -> [(&'
     let unkept = unkept.map(|weight| weight.shape(d).1).max().unwrap_or(0);
     let narrow = d.channels.max(d.attention_channels());
     let widest_output = Param::linear(d).map(|weight| weight.shape(d).0).max().unwrap_or(0);
+    let recomputes = trains_weights && !keeps_input(Param::Fcprojw, recompute) && !d.activation.is_gated();
     [
         ("FP8 narrow operand", [rows, narrow]),
         ("FP8 wide operand", [rows, widest_output.max(d.mlp_channels)]),
         ("FP8 dout transposed", [if trains_weights { widest_output } else { 0 }, rows]),
+        ("FP8 narrow dout transposed", [if recomputes { d.channels } else { 0 }, rows]),
         ("FP8 inp transposed", [unkept, rows]),
     ]
 }
@@ -267,7 +274,7 @@ impl Fp8 {
         descriptor: &Descriptor,
         [b, t]: [usize; 2],
         (zero, recompute, float): (Zero, Recompute, DType),
-        ([narrow, wide, dout_transposed, inp_transposed], head): (
+        ([narrow, wide, dout_transposed, narrow_transposed, inp_transposed], head): (
             [Tensor; BUFFERS],
             Option<[Tensor; fp8_head::BUFFERS]>,
         ),
@@ -310,7 +317,7 @@ impl Fp8 {
             base,
             copies,
             holds_all_layers,
-            buffers: Buffers { narrow, wide, dout_transposed, inp_transposed },
+            buffers: Buffers { narrow, wide, dout_transposed, narrow_transposed, inp_transposed },
             kept,
             head,
         }

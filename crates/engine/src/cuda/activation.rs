@@ -106,13 +106,24 @@ pub(super) fn quantize_forward<T: Float>(
     preactivation: Tensor,
     op: Quantize,
 ) -> Result<()> {
+    if let Some(kernel) = quantizing_kernel(cuda, activation, preactivation, &op)? {
+        return cuda.launch_kernel(&kernel);
+    }
+    let shape = ActivationShape { rows: op.shape[0], columns: op.shape[1] };
+    cuda.launch_kernel(&forward_kernel(cuda, activation, op.inp, preactivation, shape)?)?;
+    quantize(cuda, op)
+}
+
+/// Returns the kernel that computes and quantizes activation(preactivation), or `None` if the scale is not given.
+pub(super) fn quantizing_kernel<T: Float>(
+    cuda: &Cuda<T>,
+    activation: Activation,
+    preactivation: Tensor,
+    op: &Quantize,
+) -> Result<Option<KernelLaunch>> {
     let [rows, columns] = op.shape;
-    let given = cuda.given_scale(&op)?.filter(|_| op.format == Fp8Format::E4m3 && op.column_sums.is_none());
-    let Some((amax, scale)) = given else {
-        let shape = ActivationShape { rows, columns };
-        cuda.launch_kernel(&forward_kernel(cuda, activation, op.inp, preactivation, shape)?)?;
-        return quantize(cuda, op);
-    };
+    let given = cuda.given_scale(op)?.filter(|_| op.format == Fp8Format::E4m3 && op.column_sums.is_none());
+    let Some((amax, scale)) = given else { return Ok(None) };
     let (n, r, c) = (rows * columns, rows as u32, columns as u32);
     let inp = cuda.input("preactivation", preactivation, n * activation.inputs())?;
     let address =
@@ -121,7 +132,8 @@ pub(super) fn quantize_forward<T: Float>(
     let key = (activation, op.out.is_some() || op.transposed.is_none(), op.transposed.is_some());
     let launch = quantize_activation_select(key, out, transposed, amax, inp, scale, r, c);
     let launch = launch.with_context(|| no_kernel(activation))?;
-    cuda.launch(launch, transpose_grid(rows, columns), shared_bytes(tile_and_maxima))
+    let (grid, shared_bytes) = (transpose_grid(rows, columns), shared_bytes(tile_and_maxima));
+    Ok(Some(KernelLaunch { launch, grid, shared_bytes }))
 }
 
 /// Quantizes the gradient of `preactivation`, given `dout`, that of activation(preactivation): in the kernel that computes it, or

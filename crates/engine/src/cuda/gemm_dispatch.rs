@@ -110,7 +110,8 @@ impl GemmDispatch {
 
     /// Returns the kernel that computes a GEMM, or `None` if the library does.
     pub fn kernel_for(&self, call: &GemmCall, sm_count: usize) -> Result<Option<(WgmmaGemm, KernelConfig)>> {
-        let backend = if self.may_use_library(call) { self.gpu.matmul } else { MatmulBackend::Rust };
+        let has_alternative = self.may_use_library(call) || call.has_part();
+        let backend = if has_alternative { self.gpu.matmul } else { MatmulBackend::Rust };
         if !self.gpu.hopper || backend == MatmulBackend::Cublaslt {
             return Ok(None);
         }
@@ -195,10 +196,10 @@ unsafe fn launch_all(kernels: &[KernelLaunch], executor: &mut dyn Executor) -> R
     kernels.iter().try_for_each(|kernel| unsafe { executor.launch(kernel) })
 }
 
-/// Adds a GEMM to those of a tuning pass. If its alternative is a GEMM and a kernel after it, that GEMM is tuned before, on its
-/// own.
+/// Adds a GEMM to those of a tuning pass. If its alternative is a GEMM and a kernel after it, or a GEMM that cuBLASLt lacks, that GEMM is
+/// tuned before, on its own.
 fn collect(call: GemmCall, collected: &mut Vec<GemmCall>) {
-    if !call.after.is_empty() {
+    if !call.after.is_empty() || call.has_part() && !is_in_library(&call.gemm) {
         collect(call.part(), collected);
     }
     collected.push(call);
@@ -220,13 +221,16 @@ mod tests {
     use super::super::arena::Arena;
     use super::super::emulated::{Emulated, Times};
     use super::*;
-    use crate::gemm::{Batching, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision, Pass};
+    use crate::gemm::{Batching, Fp8Output, GemmEpilogue, GemmLayout, GemmOperands, GemmOutput, GemmPrecision, Pass};
     use crate::plan::{Group, Plan};
     use crate::tensor::{DType, Tensor};
     use cublaslt::sys::MatmulAlgo;
     use cuda_std::fp8::Fp8Format;
-    use cuda_std::{Element, GlobalMut, bf16};
-    use gpu::activation::{Activation, SwiGlu, activation_backward, activation_forward, grid};
+    use cuda_std::{Element, Global, GlobalMut, bf16};
+    use gpu::activation::{Activation, Gelu, SwiGlu, activation_backward, activation_forward, grid};
+    use gpu::launch::shared_bytes;
+    use gpu::quantize::{tile_and_maxima, transpose_grid};
+    use gpu::quantize_activation::quantize_activation;
 
     const ROWS: usize = 130;
     const F: usize = 104;
@@ -276,6 +280,43 @@ mod tests {
 
         fn address(&self, name: &str) -> u64 {
             self.pointer(name).addr() as u64
+        }
+
+        /// Returns the GEMM of dinp in FP8, which recomputes the activation.
+        fn backward_in_fp8(&self) -> GemmCall {
+            let epilogue = GemmEpilogue::NONE.with(Activation::Gelu, Pass::BackwardAndValue);
+            let gemm = Gemm {
+                m: 64,
+                n: 48,
+                k: 16,
+                layout: GemmLayout::Nt,
+                precision: GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact: false },
+                batching: Batching::One,
+                epilogue: GemmEpilogue { output: GemmOutput::Fp8, ..epilogue },
+            };
+            let sums = self.address("sums");
+            let operands = GemmOperands {
+                a: self.address("dout"),
+                b: self.address("proj"),
+                out: self.address("dinp"),
+                preactivation: Some(self.address("preactivation")),
+                activation: Some(self.address("activation")),
+                fp8_scales: Some([sums; 2]),
+                fp8_output: Some(Fp8Output { scale: sums, amax: sums, transposed: None, activation_scale: Some(sums) }),
+                ..GemmOperands::default()
+            };
+            let kernel = quantize_activation::<Gelu, false, true>(
+                GlobalMut::null(),
+                GlobalMut::from_address(self.address("activation")),
+                GlobalMut::null(),
+                GlobalMut::new(self.pointer("preactivation")).reader(),
+                Global::from_address(sums),
+                64,
+                48,
+            );
+            let (grid, shared_bytes) = (transpose_grid(64, 48), shared_bytes(tile_and_maxima));
+            let fallback = vec![KernelLaunch { launch: kernel, grid, shared_bytes }];
+            GemmCall { gemm, operands, fallback, after: Vec::new() }
         }
 
         fn read(&mut self, name: &str) -> Vec<f32> {
@@ -512,6 +553,33 @@ mod tests {
         mlp.executor.library_refuses = true;
         let choice = tune(&mut mlp, &[], 1.0);
         assert!(choice.kernel_wins && choice.kernel.is_some(), "{choice:?}");
+    }
+
+    /// The alternative is a kernel before the GEMM that does not recompute the activation.
+    #[test]
+    fn the_tuner_decides_where_an_activation_in_fp8_is_recomputed() {
+        let mut mlp = Mlp::new(gpu(MatmulBackend::Auto));
+        let call = mlp.backward_in_fp8();
+        let part = call.part();
+        for wins in [true, false] {
+            let dispatch = tuned(&mut mlp, &[(&call, wins), (&part, false)]);
+            assert_eq!(dispatch.kernel_for(&call, 4).unwrap().is_some(), wins);
+            // Only a kernel computes the part.
+            assert!(dispatch.kernel_for(&part, 4).unwrap().is_some());
+            let kernels = dispatch.unfused_kernels(&call, &mut mlp.executor).unwrap().unwrap();
+            let names: Vec<_> = kernels.iter().map(|kernel| kernel.launch.name()).collect();
+            assert!(names.len() == 2 && names[0] == call.fallback[0].launch.name(), "{names:?}");
+            assert!(names[1].starts_with("matmul_e5m2_gelu_backward_to_fp8_t"), "{names:?}");
+        }
+        mlp.executor.times = Some(Times { library: Vec::new(), kernel: 1.0, ..Times::default() });
+        let mut dispatch = tuned(&mut mlp, &[]);
+        dispatch.begin_tuning();
+        let gemms = [part.gemm, call.gemm];
+        mlp.run(&mut dispatch, call.clone());
+        assert_eq!(dispatch.collected.iter().flatten().map(|call| call.gemm).collect::<Vec<_>>(), gemms);
+        dispatch.finish_tuning(false, &mut mlp.executor).unwrap();
+        // Two kernels take longer than one.
+        assert!(dispatch.choices[&call.key()].kernel_wins);
     }
 
     #[test]

@@ -13,6 +13,7 @@ use crate::ops::{
 use crate::tensor::Tensor;
 use crate::{GeluFusion, Result};
 use anyhow::ensure;
+use gpu::launch::KernelLaunch;
 
 impl<T: Float> Cuda<T> {
     fn fp8_address(&self, name: &str, tensor: Tensor, len: usize) -> Result<u64> {
@@ -24,10 +25,16 @@ impl<T: Float> Cuda<T> {
         Ok(Some([a?.addr() as u64, b?.addr() as u64]))
     }
 
-    /// Runs a GEMM that quantizes its output in the epilogue, and what remains of `next`. Returns false and does nothing if
-    /// there is no such kernel, or if the scale or the counts of losses need the output in bf16. The bits do not depend on
-    /// whether there is.
-    fn run_quantizing(&mut self, gemm: Gemm, operands: GemmOperands, next: &Quantize) -> Result<bool> {
+    /// Runs a GEMM that quantizes its output in the epilogue, and what remains of `next`. The epilogue, or a kernel before the GEMM,
+    /// recomputes the activation. Returns false and does nothing if there is no such kernel, or if the scale or the counts of losses need
+    /// the output in bf16. The bits do not depend on whether there is.
+    fn run_quantizing(
+        &mut self,
+        gemm: Gemm,
+        operands: GemmOperands,
+        next: &Quantize,
+        recomputed: Option<&Recomputed>,
+    ) -> Result<bool> {
         let Quantize { out: Some(out), scaling, scale, shape: [rows, columns], .. } = *next else { return Ok(false) };
         let [scale_address, amax] = [scale.scale, scale.amax].map(|x| self.arena.address::<f32>("scale", x, 1));
         // Column sums cost an epilogue more than the kernel that transposes, which computes them while it waits for memory.
@@ -39,11 +46,18 @@ impl<T: Float> Cuda<T> {
                 scale: scale_address?.addr() as u64,
                 amax: amax?.addr() as u64,
                 transposed: transposed.transpose()?,
+                activation_scale: recomputed.map(|recomputed| recomputed.scale),
             }),
+            activation: recomputed.map(|recomputed| recomputed.transposed),
             ..operands
         };
-        let gemm = Gemm { epilogue: GemmEpilogue { output: GemmOutput::Fp8, ..gemm.epilogue }, ..gemm };
-        let call = GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() };
+        let epilogue = match gemm.epilogue.activation {
+            Some((activation, _)) if recomputed.is_some() => gemm.epilogue.with(activation, Pass::BackwardAndValue),
+            _ => gemm.epilogue,
+        };
+        let gemm = Gemm { epilogue: GemmEpilogue { output: GemmOutput::Fp8, ..epilogue }, ..gemm };
+        let fallback = recomputed.map(|recomputed| recomputed.kernel.clone()).into_iter().collect();
+        let call = GemmCall { gemm, operands, fallback, after: Vec::new() };
         if !self.gemms.may_use_kernel(&call) {
             return Ok(false);
         }
@@ -60,6 +74,33 @@ impl<T: Float> Cuda<T> {
             transpose_quantized(self, next)?;
         }
         Ok(true)
+    }
+}
+
+/// An activation that is recomputed for the gradient of a weight, in FP8.
+struct Recomputed {
+    /// The address of its transpose.
+    transposed: u64,
+    /// The address of its scale.
+    scale: u64,
+    /// The kernel that computes it, if no epilogue does.
+    kernel: KernelLaunch,
+}
+
+impl Recomputed {
+    /// Returns the activation with the quantization `input`. Returns `None` after it has been computed, if no epilogue can.
+    fn new<T: Float>(cuda: &mut Cuda<T>, of: ActivationInput, input: Quantize) -> Result<Option<Self>> {
+        let ActivationInput { activation, preactivation, .. } = of;
+        // The forward pass applied the activation to rounded sums, so this gives the same bits.
+        let kernel = activation::quantizing_kernel(cuda, activation, preactivation, &input)?;
+        let (Some(kernel), Some(transposed), false) = (kernel, input.transposed, activation.is_gated()) else {
+            activation::quantize_forward(cuda, activation, preactivation, input)?;
+            return Ok(None);
+        };
+        let [rows, columns] = input.shape;
+        let transposed = cuda.fp8_address("inp in FP8, transposed", transposed, rows * columns)?;
+        let scale = cuda.arena.address::<f32>("scale", input.scale.scale, 1)?.addr() as u64;
+        Ok(Some(Self { transposed, scale, kernel }))
     }
 }
 
@@ -99,7 +140,7 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
     }
     if gemm.epilogue.activation.is_some()
         && let Some(next) = fp8.out
-        && cuda.run_quantizing(gemm, operands, &next)?
+        && cuda.run_quantizing(gemm, operands, &next, None)?
     {
         return Ok(());
     }
@@ -110,7 +151,7 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
         {
             let gemm = Gemm { epilogue: gemm.epilogue.with(activation, Pass::Forward), ..gemm };
             let operands = GemmOperands { preactivation: Some(operands.out), ..operands };
-            if cuda.run_quantizing(gemm, operands, &next)? {
+            if cuda.run_quantizing(gemm, operands, &next, None)? {
                 return Ok(());
             }
         }
@@ -139,30 +180,27 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &
     if let Some(gradient) = fp8.quantize_dout(op) {
         quantize(cuda, gradient)?;
     }
-    if let Some(input) = fp8.quantize_inp(op) {
-        match activation {
-            // The forward pass applied the activation to rounded sums, so this gives the same bits.
-            Some(ActivationInput { activation, preactivation, recompute: Some(_) }) => {
-                activation::quantize_forward(cuda, activation, preactivation, input)?;
-            }
-            _ => quantize(cuda, input)?,
+    let recomputed = match (fp8.quantize_inp(op), activation) {
+        (Some(input), Some(of @ ActivationInput { recompute: Some(_), .. })) => Recomputed::new(cuda, of, input)?,
+        (Some(input), _) => {
+            quantize(cuda, input)?;
+            None
         }
+        (None, _) => None,
+    };
+    if recomputed.is_some() {
+        // The GEMM of the input gradient may write the operand of the other GEMM.
+        input_gradient(cuda, op, fp8, recomputed)?;
+        return weight_gradient(cuda, op, fp8);
     }
-    if let Some(dweight) = op.dweight {
-        weight_gradient(cuda, op, dweight, fp8)?;
-    }
+    weight_gradient(cuda, op, fp8)?;
     // Only quantization reads `inp`, so the sums of a gated activation's gradient may replace it.
-    input_gradient(cuda, op, fp8)
+    input_gradient(cuda, op, fp8, None)
 }
 
-/// Computes dweight (OC, C) += doutᵀ (OC, rows) · inpᵀ (C, rows)ᵀ.
-fn weight_gradient<T: Float>(
-    cuda: &mut Cuda<T>,
-    op: &MatmulBackward,
-    dweight: Tensor,
-    fp8: &Fp8Backward,
-) -> Result<()> {
-    let MatmulShape { rows, c, oc } = op.shape;
+/// Computes dweight (OC, C) += doutᵀ (OC, rows) · inpᵀ (C, rows)ᵀ, unless the weight is frozen.
+fn weight_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Backward) -> Result<()> {
+    let (MatmulShape { rows, c, oc }, Some(dweight)) = (op.shape, op.dweight) else { return Ok(()) };
     let (output, out) = cuda.weight_gradient_output(dweight, oc * c)?;
     let epilogue = GemmEpilogue { output, ..GemmEpilogue::RESIDUAL };
     let gemm = Gemm { precision: backward_precision(fp8, rows), ..cuda.gemm([oc, c, rows], GemmLayout::Nt, epilogue) };
@@ -177,8 +215,14 @@ fn weight_gradient<T: Float>(
     cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })
 }
 
-/// Computes dinp (rows, C) = dout (rows, OC) · weightᵀ (C, OC)ᵀ, times the derivative of an activation.
-fn input_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Backward) -> Result<()> {
+/// Computes dinp (rows, C) = dout (rows, OC) · weightᵀ (C, OC)ᵀ, times the derivative of an activation, and the activation if it is
+/// recomputed.
+fn input_gradient<T: Float>(
+    cuda: &mut Cuda<T>,
+    op: &MatmulBackward,
+    fp8: &Fp8Backward,
+    recomputed: Option<Recomputed>,
+) -> Result<()> {
     let MatmulBackward { dinp, inp, activation, shape: MatmulShape { rows, c, oc }, .. } = *op;
     let dact = match activation {
         Some(input) if input.activation.is_gated() => inp,
@@ -205,9 +249,12 @@ fn input_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Ba
     {
         let gemm = Gemm { epilogue: GemmEpilogue::NONE.with(input.activation, Pass::Backward), ..gemm };
         let preactivation = Some(cuda.operand("preactivation", input.preactivation, rows * c)?);
-        if cuda.run_quantizing(gemm, GemmOperands { preactivation, ..operands }, &next)? {
+        if cuda.run_quantizing(gemm, GemmOperands { preactivation, ..operands }, &next, recomputed.as_ref())? {
             return Ok(());
         }
+    }
+    if let Some(Recomputed { kernel, .. }) = recomputed {
+        cuda.launch_kernel(&kernel)?;
     }
     let shape = activation::ActivationShape { rows, columns: c };
     if let Some(ActivationInput { activation, preactivation, .. }) = fused {

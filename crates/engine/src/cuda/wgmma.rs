@@ -102,10 +102,11 @@ impl WgmmaGemm {
         );
         let GemmOperands { a, b, out, residual, bias, preactivation, activation, scale, batch, .. } = self.operands;
         let (factors, batch) = (scale.unwrap_or_default(), batch.unwrap_or_default());
+        let quantizes = self.gemm.epilogue.output == GemmOutput::Fp8;
         let (aux, second) = if self.gemm.epilogue.writes_preactivation() {
             (None, preactivation)
         } else {
-            (preactivation.or(residual), activation)
+            (preactivation.or(residual), activation.filter(|_| !quantizes))
         };
         let mut map = |address: u64, Map { extents, tile, fp8 }: Map| {
             let dtype = if fp8 { DType::Fp8 } else { DType::Bf16 };
@@ -134,6 +135,8 @@ impl WgmmaGemm {
             scale_out: Global::from_address(quantized.scale),
             amax: GlobalMut::from_address(quantized.amax),
             transposed: GlobalMut::from_address(quantized.transposed.unwrap_or_default()),
+            activation: GlobalMut::from_address(activation.unwrap_or_default()),
+            scale_activation: Global::from_address(quantized.activation_scale.unwrap_or_default()),
             out_address: out,
             scratch,
             factors,

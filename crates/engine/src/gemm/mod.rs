@@ -48,19 +48,26 @@ impl GemmCall {
             Some((activation, Pass::Backward)) if activation.is_gated() => sums,
             _ => None,
         };
+        let recomputes = matches!(gemm.epilogue.activation, Some((_, Pass::BackwardAndValue)));
         let operands = GemmOperands {
             out: plain_out.unwrap_or(out),
             bias: self.operands.bias.filter(|_| gemm.epilogue.bias.is_some()),
             preactivation: preactivation.filter(|_| gemm.epilogue.activation.is_some()),
-            activation: self
-                .operands
-                .activation
-                .filter(|_| matches!(gemm.epilogue.activation, Some((_, Pass::BackwardAndValue)))),
+            activation: self.operands.activation.filter(|_| recomputes),
             sums: sums.filter(|_| gemm.epilogue.is_gated() && !gemm.epilogue.writes_preactivation()),
+            fp8_output: self
+                .operands
+                .fp8_output
+                .map(|output| Fp8Output { activation_scale: output.activation_scale.filter(|_| recomputes), ..output }),
             ..self.operands
         };
         let after = if gemm == part(&gemm) { Vec::new() } else { self.after.clone() };
         Self { gemm, operands, fallback: Vec::new(), after }
+    }
+
+    /// Reports whether a [part](Self::part) and other kernels may compute the GEMM.
+    pub fn has_part(&self) -> bool {
+        part(&self.gemm) != self.gemm
     }
 
     /// Returns the part that cuBLASLt can compute.
@@ -73,12 +80,11 @@ impl GemmCall {
 /// Returns the GEMM without one step of its epilogue. See [`GemmCall::part`].
 fn part(gemm: &Gemm) -> Gemm {
     let epilogue = gemm.epilogue;
-    if epilogue.output == GemmOutput::Fp8 {
-        return *gemm;
-    }
     let bias = epilogue.bias.filter(|bias| *bias == Bias::Add);
     let activation = match epilogue.activation {
         Some((activation, Pass::BackwardAndValue)) => Some((activation, Pass::Backward)),
+        // Only kernels of this project quantize the output.
+        _ if epilogue.output == GemmOutput::Fp8 => epilogue.activation,
         // The activations of cuBLASLt.
         Some((Activation::Gelu, Pass::Forward)) if bias.is_some() && !gemm.is_fp8() => epilogue.activation,
         Some((Activation::Gelu, Pass::Backward)) if !gemm.is_fp8() => epilogue.activation,
@@ -93,7 +99,7 @@ pub fn library_part(gemm: &Gemm) -> Gemm {
 }
 
 /// Returns true if cuBLASLt computes the library part. With FP8 operands, it lacks bias and residual together for some
-/// shapes. An FP8 output has no part.
+/// shapes, and FP8 outputs.
 pub fn is_in_library(gemm: &Gemm) -> bool {
     let GemmEpilogue { bias, residual, output, .. } = gemm.epilogue;
     let both = bias == Some(Bias::Add) && residual.is_some();
@@ -224,6 +230,20 @@ mod tests {
         );
         let of_bf16 = Gemm { precision: GemmPrecision::Bf16, ..quantized };
         assert!(refusal(of_bf16, GemmOperands { fp8_scales: None, ..output }).contains("expected FP8 operands"));
+        // A kernel can recompute the activation before the GEMM.
+        let of_pass =
+            |pass| GemmEpilogue { output: GemmOutput::Fp8, ..GemmEpilogue::NONE.with(Activation::Gelu, pass) };
+        let both = Gemm { epilogue: of_pass(Pass::BackwardAndValue), ..gemm };
+        let plain = GemmOperands { bias: None, activation: Some(0x6000), ..output };
+        assert!(refusal(both, plain).contains("scale of an activation in FP8: expected some"));
+        let scaled = Fp8Output { activation_scale: Some(0x18), ..Fp8Output::default() };
+        let operands = GemmOperands { fp8_output: Some(scaled), ..plain };
+        operands.validate(&both).unwrap();
+        assert!(!is_in_library(&both) && both.to_string().ends_with("gelu-backward+gelu fp8-out"));
+        let call = GemmCall { gemm: both, operands, fallback: Vec::new(), after: Vec::new() };
+        let part = call.part();
+        part.operands.validate(&part.gemm).unwrap();
+        assert!(call.has_part() && !part.has_part() && part.gemm.epilogue == of_pass(Pass::Backward));
         // cuBLASLt has no GELU epilogues in FP8: kernels run after its part.
         let gelu = Gemm { epilogue: gelu, ..gemm };
         let operands = GemmOperands { preactivation: Some(0x5000), ..at };

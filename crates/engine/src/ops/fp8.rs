@@ -126,7 +126,8 @@ pub struct Fp8Backward {
     /// How products are accumulated.
     pub accumulation: Fp8Accumulation,
     /// Set if `dinp` is the gradient of another linear layer's output: quantizes it to `format`. Then nothing else reads it, and
-    /// an engine may leave it unwritten.
+    /// an engine may leave it unwritten. If the operation recomputes an activation that is not gated, the gradient of the weight may be
+    /// computed afterwards, so the quantized tensors share no memory with `dout`.
     pub dinp: Option<Quantize>,
 }
 

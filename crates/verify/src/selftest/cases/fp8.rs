@@ -9,9 +9,9 @@ use super::{
     case, f32, i32, input, linear_name, linear_workload, matmul_backward, matmul_forward, output, workload,
 };
 use engine::ops::{
-    Activation, ActivationInput, AttentionForward, AttentionMask, AttentionShape, Classifier, Epilogue,
-    Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, Fp8Scales, MatmulBackward, MatmulForward,
-    MatmulShape, NormForward, Quantize, Scaling,
+    Activation, ActivationForward, ActivationInput, AttentionForward, AttentionMask, AttentionShape, Classifier,
+    Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, Fp8Scales, MatmulBackward,
+    MatmulForward, MatmulShape, NormForward, Quantize, Scaling,
 };
 
 /// Returns every operation in FP8 at small shapes, which are multiples of 16.
@@ -294,17 +294,19 @@ fn head(shape: MatmulShape, v: usize, softcap: Option<f32>, format: Fp8Format) -
 }
 
 /// Returns the passes of MLPs. The kernels that compute the tensors between the two linear layers also quantize them.
-fn mlp(shape: MatmulShape) -> [Case; 7] {
+fn mlp(shape: MatmulShape) -> [Case; 9] {
     let (fast, exact) = (Fp8Accumulation::Fast, Fp8Accumulation::Exact);
     let (gelu, swiglu, relu_squared) = (Activation::Gelu, Activation::SwiGlu, Activation::ReluSquared);
     [
         mlp_forward(shape, gelu, fast),
         mlp_forward(shape, swiglu, fast),
         mlp_forward(shape, relu_squared, fast),
-        mlp_backward(shape, gelu, Fp8Format::E5m2, fast),
-        mlp_backward(shape, gelu, Fp8Format::E4m3, exact),
-        mlp_backward(shape, swiglu, Fp8Format::E5m2, fast),
-        mlp_backward(shape, relu_squared, Fp8Format::E4m3, fast),
+        mlp_backward(shape, gelu, Fp8Format::E5m2, fast, false),
+        mlp_backward(shape, gelu, Fp8Format::E5m2, fast, true),
+        mlp_backward(shape, gelu, Fp8Format::E4m3, exact, false),
+        mlp_backward(shape, swiglu, Fp8Format::E5m2, fast, false),
+        mlp_backward(shape, relu_squared, Fp8Format::E4m3, fast, false),
+        mlp_backward(shape, relu_squared, Fp8Format::E4m3, exact, true),
     ]
 }
 
@@ -476,13 +478,20 @@ fn mlp_backward_operands(
 }
 
 /// dfc (rows, I · OC), the gradient of the preactivation given dout (rows, C) · fcproj (C, OC), is quantized with a given scale, and
-/// its columns are summed. I is the number of the activation's inputs. dinp (rows, C) = dfc · fc (I · OC, C) and the gradient of fc
-/// read only the quantized gradient.
-fn mlp_backward(shape: MatmulShape, activation: Activation, format: Fp8Format, accumulation: Fp8Accumulation) -> Case {
+/// its columns are summed, unless fc has no bias. I is the number of the activation's inputs. dinp (rows, C) = dfc · fc (I · OC, C) and
+/// the gradient of fc read only the quantized gradient. If `recomputes`, the activation has not been kept for the gradient of fcproj.
+fn mlp_backward(
+    shape: MatmulShape,
+    activation: Activation,
+    format: Fp8Format,
+    accumulation: Fp8Accumulation,
+    recomputes: bool,
+) -> Case {
     let operands = mlp_backward_operands(shape, activation, format);
     let MatmulShape { rows, c, oc } = shape;
     let next = MatmulShape { rows, c: oc, oc: c };
     let shape = MatmulShape { oc: oc * activation.inputs(), ..shape };
+    let has_bias = activation == Activation::Gelu || !recomputes;
     // The first operand in FP8.
     let n = 11;
     let scale_of = move |x: &[Tensor], i: usize| of(x[n + 8 + 2 * i], x[n + 9 + 2 * i]);
@@ -495,8 +504,10 @@ fn mlp_backward(shape: MatmulShape, activation: Activation, format: Fp8Format, a
             scaling: Scaling::Delayed,
             format,
             shape: [rows, shape.oc],
-            column_sums: Some(x[3]),
+            column_sums: has_bias.then_some(x[3]),
         };
+        let forward = ActivationForward { inp: x[5], weight: x[8], bias: None, shape };
+        let recompute = recomputes.then_some(forward);
         let fp8 = Fp8Backward {
             dout: [x[n], x[n + 1]],
             dout_is_quantized: false,
@@ -519,7 +530,7 @@ fn mlp_backward(shape: MatmulShape, activation: Activation, format: Fp8Format, a
             dout: x[4],
             inp: x[6],
             weight: x[9],
-            activation: Some(ActivationInput { activation, preactivation: x[7], recompute: None }),
+            activation: Some(ActivationInput { activation, preactivation: x[7], recompute }),
             shape: next,
             fp8: Some(fp8),
         })?;
@@ -552,7 +563,8 @@ fn mlp_backward(shape: MatmulShape, activation: Activation, format: Fp8Format, a
         quantize_weight(e, x[9], [None, Some(x[n + 7])], scale_of(x, 5), next)
     };
     let work = Work { floats: rows * (3 * c + 2 * oc), bytes: 4 * rows * oc, flops: 8 * rows * c * oc };
-    let what = format!("{activation:?} {format:?} fp8 mlp {accumulation:?}");
+    let again = if recomputes { " recomputed" } else { "" };
+    let what = format!("{activation:?}{again} {format:?} fp8 mlp {accumulation:?}");
     let name = format!("{} {what}", linear_name(shape, true)).to_lowercase();
     let case = case("matmul_backward", name, linear_workload(shape), operands, work, run);
     Case { before: Some(Box::new(before)), ..case }
