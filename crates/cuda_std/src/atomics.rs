@@ -207,6 +207,17 @@ accesses! {
         shared_load_relaxed_u64, shared_load_acquire_u64, shared_store_relaxed_u64, shared_store_release_u64;
 }
 
+impl GlobalMut<u64> {
+    /// Reads elements `i` and `i` + 1 in one instruction (`ld.relaxed.gpu.global.v2.u64`). Each of them is read atomically, like
+    /// [`load_relaxed`](Self::load_relaxed), but not both together: one may be newer than the other. `i` must be even.
+    #[inline(always)]
+    #[track_caller]
+    pub fn load_relaxed_two(self, i: usize) -> [u64; 2] {
+        // SAFETY: see `at`; the launch contract guarantees a 16-byte aligned base, so an even index is 16-byte aligned.
+        unsafe { backend::load_relaxed_two_u64(self.0.wrapping_add(i)) }
+    }
+}
+
 impl GlobalMut<u32> {
     /// Adds `value` to element `i` atomically, after all earlier memory accesses of this thread: release, device scope
     /// (`red.release.gpu.global.add.u32`).

@@ -13,7 +13,7 @@
 //! two tf32 parts, and the three largest partial products are summed, which leaves a relative error of about 2^-21.
 
 use crate::backend;
-use crate::element::{Element, bf16};
+use crate::element::{Element, Packet, bf16};
 use crate::warp;
 
 /// A storage type that tensor cores can multiply.
@@ -28,6 +28,12 @@ pub trait TensorCore: Element {
 
     /// Returns the A fragment with columns 0..8 from `left` and columns 8..16 from `right`, rounded to this type.
     fn a_from_accumulators(left: [f32; 4], right: [f32; 4]) -> Self::A;
+
+    /// Computes D (16 x 8) += A (16 x k) · B (8 x k)ᵀ for rows of k = 4 · `PACKET` elements, as the sum of the elements of `d`.
+    ///
+    /// Lane l, with g = l / 4 and t = l % 4, provides packet t of rows g and g + 8 of A and of row g of B. D is distributed like the result
+    /// of [`mma`](Self::mma). Each element of `d` is a chain of its own, so that instructions do not wait for each other.
+    fn mma_packets(d: &mut [[f32; 4]; 2], a: [Packet<Self>; 2], b: Packet<Self>);
 
     #[doc(hidden)]
     unsafe fn load_a(tile: *const Self, stride: usize) -> Self::A;
@@ -69,6 +75,19 @@ impl TensorCore for bf16 {
             backend::bf16x2(right[0], right[1]),
             backend::bf16x2(right[2], right[3]),
         ]
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    fn mma_packets(d: &mut [[f32; 4]; 2], a: [Packet<Self>; 2], b: Packet<Self>) {
+        // Slot 2t of k holds element 0 of the lane's packet, 2t + 1 element 1, 2t + 8 element 2, and 2t + 9 element 3: the same in A and B.
+        // The second instruction multiplies elements 4 to 7.
+        let [top, bottom] = a.map(Packet::words);
+        let b = b.words();
+        for i in 0..2 {
+            let a = [top[2 * i], bottom[2 * i], top[2 * i + 1], bottom[2 * i + 1]];
+            backend::mma_bf16(&mut d[i], a, [b[2 * i], b[2 * i + 1]]);
+        }
     }
 
     #[inline(always)]
@@ -147,6 +166,14 @@ impl TensorCore for f32 {
     #[inline(always)]
     fn a_from_accumulators(left: [f32; 4], right: [f32; 4]) -> Self::A {
         [left[0], left[1], left[2], left[3], right[0], right[1], right[2], right[3]]
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    fn mma_packets(d: &mut [[f32; 4]; 2], [top, bottom]: [Packet<Self>; 2], b: Packet<Self>) {
+        let (x, y) = (|i| top.get(i), |i| bottom.get(i));
+        let a = [x(0), x(1), y(0), y(1), x(2), x(3), y(2), y(3)];
+        backend::mma_f32(&mut d[0], a, [b.get(0), b.get(1), b.get(2), b.get(3)]);
     }
 
     #[inline(always)]

@@ -35,11 +35,28 @@ impl AsyncCopies {
     }
 }
 
+/// Source of a TMA load.
+#[derive(Clone, Copy)]
+pub enum Source {
+    /// The box at column `x` and row `y` of a tensor.
+    Box { map: Map, x: i32, y: i32 },
+    /// Contiguous memory: address and bytes.
+    Bulk { from: usize, bytes: usize },
+}
+
+impl Source {
+    /// Returns the bytes that the load writes.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::Box { map, .. } => map.bytes(),
+            Self::Bulk { bytes, .. } => *bytes,
+        }
+    }
+}
+
 /// A pending TMA load.
 pub struct Load {
-    pub map: Map,
-    pub x: i32,
-    pub y: i32,
+    pub source: Source,
     pub to: usize,
     pub barrier: usize,
     /// Clock of the thread that issued the load.

@@ -200,6 +200,21 @@ accesses! {
     u64: shared_load_relaxed_u64, shared_load_acquire_u64, shared_store_relaxed_u64, shared_store_release_u64;
 }
 
+/// Reads two words, the second first: a kernel must not depend on their order.
+///
+/// # Safety
+/// `pointer` must be valid for reads of two words and 16-byte aligned, and all concurrent writes must be atomic.
+#[track_caller]
+pub unsafe fn load_relaxed_two_u64(pointer: *const u64) -> [u64; 2] {
+    let at = Location::caller();
+    check(Kind::AtomicRead, pointer.addr(), 16, 16, at);
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        let second = read(pointer.wrapping_add(1), false, at);
+        [read(pointer, false, at), second]
+    }
+}
+
 /// Defines atomic updates of global and shared memory that return the old value.
 macro_rules! updates {
     ($($name:ident, $shared:ident, $type:ty, ($($operand:ident),*), |$old:ident| $new:expr;)*) => {$(
@@ -359,7 +374,7 @@ struct Recent {
 
 impl Recent {
     /// Number of addresses that one loop may poll.
-    const COUNT: usize = 4;
+    const COUNT: usize = 16;
 }
 
 impl Polls {

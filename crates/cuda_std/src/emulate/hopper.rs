@@ -20,8 +20,8 @@ pub use super::mbarrier::{
 };
 pub use super::tensor_map::tensor_map;
 pub use super::tma::{
-    bulk_add_f32, bulk_store, tma_commit, tma_load_2d, tma_load_3d, tma_prefetch, tma_store_2d, tma_store_3d, tma_wait,
-    tma_wait_read,
+    bulk_add_f32, bulk_load, bulk_load_with, bulk_store, tma_commit, tma_load_2d, tma_load_3d, tma_prefetch,
+    tma_store_2d, tma_store_3d, tma_wait, tma_wait_read,
 };
 pub use super::wgmma::{
     fence_accumulators_n64, fence_accumulators_n128, fence_accumulators_n192, fence_accumulators_n256, k_major_operand,

@@ -2,7 +2,7 @@
 //! swizzle, or of 64 bytes with the 64-byte swizzle.
 
 use super::access::{check, shared_offset};
-use super::async_copy::{Load, Store, Target};
+use super::async_copy::{Load, Source, Store, Target};
 use super::block::{Block, fail, with};
 use super::checker::Kind;
 use super::mbarrier::{complete_bytes, locate_fenced};
@@ -98,11 +98,48 @@ unsafe fn load(to: *mut u8, map: *const u8, coordinates: &[u32], barrier: *mut u
     }
     let barrier = locate_fenced(barrier, at);
     check(Kind::BulkWrite, address, map.bytes(), 16, at);
+    push_load(Source::Box { map, x, y }, to, barrier, at);
+}
+
+/// Starts a load. Until it completes, its target contains NaN.
+fn push_load(source: Source, to: usize, barrier: usize, at: Site) {
     with(|block| {
         let clock = block.release_of_thread();
-        block.shared()[to..to + map.bytes()].fill(0xff);
-        block.hopper.loads.push_back(Load { map, x, y, to, barrier, clock, at });
+        block.shared()[to..to + source.bytes()].fill(0xff);
+        block.hopper.loads.push_back(Load { source, to, barrier, clock, at });
     });
+}
+
+/// # Safety
+/// `from` must be valid for reads of `bytes` bytes until the load has completed, `to` memory of that size in shared memory, and `barrier`
+/// an initialized mbarrier.
+#[track_caller]
+pub unsafe fn bulk_load(to: *mut u8, from: *const u8, bytes: u32, barrier: *mut u64) {
+    let (at, bytes) = (Location::caller(), bytes as usize);
+    check_bulk_bytes(bytes, "load", at);
+    let address = to.addr();
+    let to = shared_offset(to, bytes, 16, at, "bulk load");
+    check(Kind::Read, from.addr(), bytes, 16, at);
+    let barrier = locate_fenced(barrier, at);
+    check(Kind::BulkWrite, address, bytes, 16, at);
+    push_load(Source::Bulk { from: from.expose_provenance(), bytes }, to, barrier, at);
+}
+
+/// # Safety
+/// Same as [`bulk_load`].
+#[track_caller]
+pub unsafe fn bulk_load_with(to: *mut u8, from: *const u8, bytes: u32, barrier: *mut u64, _policy: u64) {
+    // SAFETY: guaranteed by the caller.
+    unsafe { bulk_load(to, from, bytes, barrier) }
+}
+
+/// Stops the kernel unless a bulk copy may have this size.
+fn check_bulk_bytes(bytes: usize, what: &str, at: Site) {
+    if bytes == 0 || !bytes.is_multiple_of(16) {
+        let message =
+            format!("invalid operand: bulk {what}: expected a multiple of 16 bytes, found {bytes} ({})", Line(at));
+        fail(Fault::Operand, at, None, message);
+    }
 }
 
 /// Completes one pending TMA load of `block`. Returns false if there is none.
@@ -112,8 +149,24 @@ unsafe fn load(to: *mut u8, map: *const u8, coordinates: &[u32], barrier: *mut u
 pub fn complete_one_load(block: &mut Block) -> bool {
     let loads = &mut block.hopper.loads;
     let load = if block.index.iter().sum::<u32>().is_multiple_of(2) { loads.pop_front() } else { loads.pop_back() };
-    let Some(Load { map, x, y, to, barrier, clock, .. }) = load else { return false };
-    let tile = &mut block.shared()[to..to + map.bytes()];
+    let Some(Load { source, to, barrier, clock, .. }) = load else { return false };
+    let bytes = source.bytes();
+    let tile = &mut block.shared()[to..to + bytes];
+    match source {
+        Source::Box { map, x, y } => load_box(map, x, y, tile),
+        Source::Bulk { from, bytes } => {
+            let from = ptr::with_exposed_provenance::<u8>(from);
+            // SAFETY: the caller of the load guarantees that the source is valid for reads.
+            unsafe { ptr::copy_nonoverlapping(from, tile.as_mut_ptr(), bytes) };
+        }
+    }
+    let start = block.shared_base().addr() + to;
+    block.bulk_copy_completed(start, bytes);
+    complete_bytes(block, barrier, bytes, &clock);
+    true
+}
+
+fn load_box(map: Map, x: i32, y: i32, tile: &mut [u8]) {
     tile.fill(0);
     for (row, columns, from) in map.inside(x, y) {
         let mut bytes = [0; MAX_ROW_BYTES];
@@ -125,11 +178,6 @@ pub fn complete_one_load(block: &mut Block) -> bool {
             tile[map.swizzled(row, chunk * 16)..][..16].copy_from_slice(bytes);
         }
     }
-    let bytes = map.bytes();
-    let start = block.shared_base().addr() + to;
-    block.bulk_copy_completed(start, bytes);
-    complete_bytes(block, barrier, bytes, &clock);
-    true
 }
 
 /// # Safety
@@ -183,11 +231,7 @@ pub unsafe fn bulk_add_f32(to: *mut u8, from: *const u8, bytes: u32) {
 }
 
 fn bulk(to: *mut u8, from: *const u8, bytes: usize, add: bool, at: Site) {
-    if bytes == 0 || !bytes.is_multiple_of(16) {
-        let message =
-            format!("invalid operand: bulk store: expected a multiple of 16 bytes, found {bytes} ({})", Line(at));
-        fail(Fault::Operand, at, None, message);
-    }
+    check_bulk_bytes(bytes, "store", at);
     check(Kind::AsyncRead, from.addr(), bytes, 16, at);
     let from = shared_offset(from, bytes, 16, at, "bulk store");
     check(if add { Kind::BulkAdd } else { Kind::BulkStore }, to.addr(), bytes, 16, at);

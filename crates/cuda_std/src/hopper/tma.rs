@@ -3,9 +3,8 @@
 
 use super::{MBarrier, NarrowTile, SwizzledTile};
 use crate::backend;
-#[cfg(not(target_arch = "nvptx64"))]
-use crate::element::Element;
-use crate::element::bf16;
+use crate::cache::CachePolicy;
+use crate::element::{Element, bf16};
 use crate::global::{Global, GlobalMut};
 use crate::shared::SharedArray;
 
@@ -159,7 +158,38 @@ impl<const R: usize> NarrowTile<R> {
     pub const BYTES: u32 = (R * 32 * size_of::<bf16>()) as u32;
 }
 
-/// Bulk copies of contiguous memory. `i`, `j` and `count` must be multiples of 4 elements (16 bytes).
+/// Bulk loads of contiguous memory. `i`, `j` and `count` must be multiples of `T::PACKET` elements (16 bytes).
+impl<T: Element> SharedArray<T> {
+    /// Starts a copy of elements `j` .. `j` + `count` of `from` to element `i` and those after it. Its bytes count toward the phase of
+    /// `barrier` (`cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn load_bulk(self, i: usize, count: u32, from: Global<T>, j: usize, barrier: MBarrier) {
+        let (to, bytes) = (self.elements(i, count as usize), count * size_of::<T>() as u32);
+        // SAFETY: the launch provides the bytes that `Layout` reserved, and the launch contract covers `from`.
+        unsafe { backend::hopper::bulk_load(to.cast_mut().cast(), from.skip(j).0.cast(), bytes, barrier.pointer()) }
+    }
+
+    /// Does the same with an L2 cache policy.
+    #[inline(always)]
+    #[track_caller]
+    pub fn load_bulk_with(
+        self,
+        i: usize,
+        count: u32,
+        from: Global<T>,
+        j: usize,
+        barrier: MBarrier,
+        policy: CachePolicy,
+    ) {
+        let (to, bytes) = (self.elements(i, count as usize), count * size_of::<T>() as u32);
+        let (to, from) = (to.cast_mut().cast(), from.skip(j).0.cast());
+        // SAFETY: see `load_bulk`.
+        unsafe { backend::hopper::bulk_load_with(to, from, bytes, barrier.pointer(), policy.0) }
+    }
+}
+
+/// Bulk stores of contiguous memory. `i`, `j` and `count` must be multiples of 4 elements (16 bytes).
 impl SharedArray<f32> {
     /// Starts a copy of elements `i` .. `i` + `count` to element `j` of `to` and those after it
     /// (`cp.async.bulk.global.shared::cta.bulk_group`).

@@ -771,6 +771,17 @@ accesses! {
     u64, reg64, "u64": load_acquire_u64, shared_load_acquire_u64, store_release_u64, shared_store_release_u64, "acquire", "release";
 }
 
+#[inline(always)]
+pub unsafe fn load_relaxed_two_u64(pointer: *const u64) -> [u64; 2] {
+    let (a, b);
+    // SAFETY: the caller guarantees two valid words of global memory, aligned to 16 bytes.
+    unsafe {
+        asm!("ld.relaxed.gpu.global.v2.u64 {{{}, {}}}, [{}];",
+            out(reg64) a, out(reg64) b, in(reg64) pointer, options(nostack, preserves_flags));
+    }
+    [a, b]
+}
+
 /// Waits until `condition` holds for the word.
 #[inline(always)]
 pub unsafe fn acquire_wait_u32(pointer: *const u32, condition: impl Fn(u32) -> bool, _awaited: Option<u32>) -> u32 {

@@ -157,6 +157,26 @@ pub unsafe fn tma_store_3d(map: *const u8, x: u32, y: u32, z: u32, from: *const 
 }
 
 #[inline(always)]
+pub unsafe fn bulk_load(to: *mut u8, from: *const u8, bytes: u32, barrier: *mut u64) {
+    // SAFETY: the caller guarantees `bytes` bytes of shared and of global memory, and an initialized mbarrier.
+    unsafe {
+        asm!("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{}], [{}], {}, [{}];",
+            in(reg32) super::shared_address(to), in(reg64) from, in(reg32) bytes, in(reg32) address(barrier),
+            options(nostack, preserves_flags));
+    }
+}
+
+#[inline(always)]
+pub unsafe fn bulk_load_with(to: *mut u8, from: *const u8, bytes: u32, barrier: *mut u64, policy: u64) {
+    // SAFETY: see `bulk_load`; the policy does not affect the result.
+    unsafe {
+        asm!("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [{}], [{}], {}, [{}], {};",
+            in(reg32) super::shared_address(to), in(reg64) from, in(reg32) bytes, in(reg32) address(barrier),
+            in(reg64) policy, options(nostack, preserves_flags));
+    }
+}
+
+#[inline(always)]
 pub unsafe fn bulk_store(to: *mut u8, from: *const u8, bytes: u32) {
     // SAFETY: the caller guarantees `bytes` bytes of global and of shared memory.
     unsafe {
