@@ -114,40 +114,51 @@ pub fn shared(layout: &mut Layout, group: usize, head_size: usize) -> Shared {
     }
 }
 
-/// Normalizes and rotates one head, spread over a warp, and writes it to shared memory, rounded to T.
+/// How [`prepare`] changes queries and keys.
+#[derive(Clone, Copy)]
+pub(super) struct Preparation {
+    /// HS.
+    pub(super) head_size: u32,
+    /// One of the codes of a rotation.
+    pub(super) rotation: u32,
+    /// Whether there is a norm.
+    pub(super) is_normed: bool,
+    /// Added to the mean square in the norm.
+    pub(super) eps: f32,
+    /// Factor of normalized heads.
+    pub(super) gain: f32,
+}
+
+/// Normalizes and rotates one head, spread over a warp, and writes it to shared memory, rounded to T. `head`, `weight` and `angle` return a
+/// channel, its factor in the norm, and cosine and sine of a pair of channels.
 #[inline(always)]
-fn prepare<T: Element>(
+pub(super) fn prepare<T: Element>(
     to: SharedArray<f32>,
-    head: Global<T>,
-    table: Global<f32>,
-    weight: Global<T>,
-    position: usize,
-    sizes: Sizes,
+    preparation: Preparation,
+    head: impl Fn(usize) -> f32,
+    weight: impl Fn(usize) -> f32,
+    angle: impl Fn(usize) -> [f32; 2],
 ) {
-    let (hs, half) = (sizes.head_size as usize, sizes.head_size as usize / 2);
-    let pair = |i: usize| if sizes.rotation == INTERLEAVED { (2 * i, 2 * i + 1) } else { (i, i + half) };
+    let (hs, half) = (preparation.head_size as usize, preparation.head_size as usize / 2);
+    let pair = |i: usize| if preparation.rotation == INTERLEAVED { (2 * i, 2 * i + 1) } else { (i, i + half) };
     let mut scale = 1.0;
-    if sizes.qk_norm != 0 {
+    if preparation.is_normed {
         let (mut squares, mut i) = (0.0, warp::lane() as usize);
         while i < half {
             let (a, b) = pair(i);
-            let (x, y) = (head.at(a).to_f32(), head.at(b).to_f32());
+            let (x, y) = (head(a), head(b));
             squares = math::fma(x, x, math::fma(y, y, squares));
             i += warp::LANES as usize;
         }
         let mean = warp::sum(squares * math::recip(hs as f32));
-        scale = math::rsqrt(mean + sizes.eps) * sizes.gain;
+        scale = math::rsqrt(mean + preparation.eps) * preparation.gain;
     }
-    let weight_at = |i: usize| if sizes.qk_norm == 0 || weight.is_null() { 1.0 } else { weight.at(i).to_f32() };
+    let weight_at = |i: usize| if preparation.is_normed { weight(i) } else { 1.0 };
     let mut i = warp::lane() as usize;
     while i < half {
         let (a, b) = pair(i);
-        let (x, y) = (head.at(a).to_f32() * (scale * weight_at(a)), head.at(b).to_f32() * (scale * weight_at(b)));
-        let (cos, sin) = if sizes.rotation == NO_ROTATION {
-            (1.0, 0.0)
-        } else {
-            (table.at(position * hs + 2 * i), table.at(position * hs + 2 * i + 1))
-        };
+        let (x, y) = (head(a) * (scale * weight_at(a)), head(b) * (scale * weight_at(b)));
+        let [cos, sin] = if preparation.rotation == NO_ROTATION { [1.0, 0.0] } else { angle(i) };
         to.set(a, T::from_f32(math::fma(x, cos, -(y * sin))).to_f32());
         to.set(b, T::from_f32(math::fma(y, cos, x * sin)).to_f32());
         i += warp::LANES as usize;
@@ -156,11 +167,11 @@ fn prepare<T: Element>(
 
 /// A lane's running softmax: for each query head, maximum score and sum of weights, and the lane's channels of the weighted values.
 /// Scores are multiplied by log2 e.
-struct Softmax<const GROUP: usize> {
-    queries: [[f32; 8]; GROUP],
-    most: [f32; GROUP],
-    weight: [f32; GROUP],
-    sums: [[f32; 8]; GROUP],
+pub(super) struct Softmax<const GROUP: usize> {
+    pub(super) queries: [[f32; 8]; GROUP],
+    pub(super) most: [f32; GROUP],
+    pub(super) weight: [f32; GROUP],
+    pub(super) sums: [[f32; 8]; GROUP],
     /// log2 of the lanes of a head.
     lane_shift: u32,
     /// Whether the lane holds channels.
@@ -169,14 +180,31 @@ struct Softmax<const GROUP: usize> {
 
 /// Returns 2^(score - most), and 0 if there is no score yet.
 #[inline(always)]
-fn relative(score: f32, most: f32) -> f32 {
+pub(super) fn relative(score: f32, most: f32) -> f32 {
     if score == f32::NEG_INFINITY { 0.0 } else { math::exp2(score - most) }
 }
 
 #[device]
 impl<const GROUP: usize> Softmax<GROUP> {
+    /// Starts without positions and with queries of 0. A head has 2^`lane_shift` lanes. `holds`: the lane holds channels.
+    pub(super) const fn new(lane_shift: u32, holds: bool) -> Self {
+        Self {
+            queries: [[0.0; 8]; GROUP],
+            most: [f32::NEG_INFINITY; GROUP],
+            weight: [0.0; GROUP],
+            sums: [[0.0; 8]; GROUP],
+            lane_shift,
+            holds,
+        }
+    }
+
     /// Adds N positions with the lane's channels of keys and values. All lanes of a warp call it.
-    fn add<T: Element, const N: usize>(&mut self, keys: &[Packet<T>; N], values: &[Packet<T>; N], valid: [bool; N]) {
+    pub(super) fn add<T: Element, const N: usize>(
+        &mut self,
+        keys: &[Packet<T>; N],
+        values: &[Packet<T>; N],
+        valid: [bool; N],
+    ) {
         for g in 0..GROUP {
             let mut scores = [0.0; N];
             for u in 0..N {
@@ -217,7 +245,7 @@ impl<const GROUP: usize> Softmax<GROUP> {
     }
 
     /// Adds the results of the warp's other positions. The result is in the first lanes, which hold one head.
-    fn combine_positions<T: Element>(&mut self) {
+    pub(super) fn combine_positions<T: Element>(&mut self) {
         let mut offset = 1 << self.lane_shift;
         while offset < warp::LANES {
             for g in 0..GROUP {
@@ -291,11 +319,19 @@ pub fn decode_attention<T: Element, const GROUP: usize>(
         (row.skip((sizes.heads + kv) as usize * hs), row.skip((sizes.heads + sizes.kv_heads + kv) as usize * hs));
     let head_of = |g: usize| kv * group + (first + g as u32).min(group - 1);
 
+    let Sizes { head_size, rotation, eps, gain, .. } = sizes;
+    let preparation = Preparation { head_size, rotation, is_normed: sizes.qk_norm != 0, eps, gain };
     let mut h = warp::index() as usize;
     while h <= GROUP {
         let (head, weight) =
             if h < GROUP { (row.skip(head_of(h) as usize * hs), q_weight) } else { (new_key, k_weight) };
-        prepare(shared.heads.skip(h * hs), head, table, weight, position as usize, sizes);
+        prepare::<T>(
+            shared.heads.skip(h * hs),
+            preparation,
+            |i| head.at(i).to_f32(),
+            |i| if weight.is_null() { 1.0 } else { weight.at(i).to_f32() },
+            |i| [0, 1].map(|part| table.at(position as usize * hs + 2 * i + part)),
+        );
         h += WARPS;
     }
     thread::sync_threads();
@@ -316,14 +352,7 @@ pub fn decode_attention<T: Element, const GROUP: usize>(
     let channel = (lane & ((1 << lane_shift) - 1)) as usize * T::PACKET;
     let holds = channel < hs;
     let channel = if holds { channel } else { 0 };
-    let mut softmax = Softmax::<GROUP> {
-        queries: [[0.0; 8]; GROUP],
-        most: [f32::NEG_INFINITY; GROUP],
-        weight: [0.0; GROUP],
-        sums: [[0.0; 8]; GROUP],
-        lane_shift,
-        holds,
-    };
+    let mut softmax = Softmax::<GROUP>::new(lane_shift, holds);
     let scale = math::rsqrt(hs as f32) * core::f32::consts::LOG2_E;
     for g in 0..GROUP {
         for i in 0..T::PACKET {
@@ -396,7 +425,7 @@ pub fn decode_attention<T: Element, const GROUP: usize>(
 
 /// Combines `count` partial results of a channel, in order: maximum score, sum of weights and sum of weighted values.
 #[inline(always)]
-fn combine(count: usize, part: impl Fn(usize) -> [f32; 3]) -> [f32; 3] {
+pub(super) fn combine(count: usize, part: impl Fn(usize) -> [f32; 3]) -> [f32; 3] {
     let mut most = f32::NEG_INFINITY;
     for i in 0..count {
         let [score, ..] = part(i);

@@ -28,7 +28,7 @@ pub const LAYERNORM: u32 = 1;
 pub const RMSNORM: u32 = 2;
 
 /// Eps of LayerNorm.
-const LAYERNORM_EPS: f32 = 1e-5;
+pub const LAYERNORM_EPS: f32 = 1e-5;
 
 /// The scalars of [`matvec`]. Passed by value.
 #[derive(Clone, Copy, Debug)]

@@ -4,6 +4,7 @@
 //! * [`attention`]: rotary positions, the append to the cache, and attention over it; copies of a prompt's keys and values.
 //! * [`embed`]: embeddings at any position.
 //! * [`sample`]: the choice of the next token.
+//! * [`step`]: all of these except the last in one launch.
 //!
 //! All kernels are memory-bound. What differs from token to token is in `slots` (B, 8) i32, so that a CUDA graph of the kernels
 //! never changes. Its words are listed here; floats are stored as their bits.
@@ -14,6 +15,8 @@ pub mod embed;
 pub mod launch;
 pub mod matvec;
 pub mod sample;
+#[cfg(any(not(target_arch = "nvptx64"), cuda_feature = "wgmma"))]
+pub mod step;
 
 /// Words of a slot.
 pub const WORDS: usize = 8;

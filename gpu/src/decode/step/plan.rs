@@ -1,0 +1,244 @@
+//! The part of an operation that a block computes, and its stages in the ring. Producer and consumers use the same functions.
+
+use super::table::{Entry, Field};
+use crate::activation::is_gated;
+use crate::decode::{POSITION, WORDS};
+use cuda_std::{Element, Global, device, warp};
+
+/// Consumer warps of a block.
+pub const CONSUMERS: u32 = 8;
+/// Rows of weight in a stage.
+pub const TILE: usize = 8;
+/// Maximum number of packets of a row in a stage: three blocks of four packets for each consumer warp.
+pub const PIECE: usize = 96;
+/// Bytes between two rows in a stage. Rows start 64 bytes apart, modulo 128, so that eight lanes read two rows without bank conflicts.
+pub const PITCH: usize = PIECE * 16 + 64;
+/// Bytes of a stage.
+pub const STAGE: usize = TILE * PITCH;
+
+/// A linear layer and the columns of its output that a block computes.
+#[derive(Clone, Copy)]
+pub struct Linear {
+    /// C.
+    pub channels: usize,
+    /// Columns of the output.
+    pub columns: usize,
+    /// Whether the weight has rows of up, then of gate.
+    pub is_gated: bool,
+    /// First column of the block. It is even.
+    pub first: usize,
+    /// Number of columns of the block. It is even.
+    pub count: usize,
+}
+
+#[device]
+impl Linear {
+    /// Returns the part of block `block` of `blocks`: pairs of columns are divided evenly.
+    pub fn of_block(entry: Entry, block: u32, blocks: u32) -> Self {
+        let columns = entry.scalar(Field::Columns);
+        let [first, count] = part(columns, block, blocks);
+        let (channels, is_gated) = (entry.index(Field::Channels), is_gated(entry.scalar(Field::Activation)));
+        Self { channels, columns: columns as usize, is_gated, first, count }
+    }
+
+    /// Returns log2 of the number of output columns in a tile, which has eight rows of weight.
+    pub const fn tile_shift(self) -> u32 {
+        if self.is_gated { TILE.trailing_zeros() - 1 } else { TILE.trailing_zeros() }
+    }
+
+    /// Returns the number of tiles.
+    pub const fn tiles(self) -> usize {
+        (self.count + (1 << self.tile_shift()) - 1) >> self.tile_shift()
+    }
+
+    /// Returns the number of output columns in tile `tile`: fewer in the last tile of the block.
+    pub fn tile_columns(self, tile: usize) -> usize {
+        (self.count - (tile << self.tile_shift())).min(1 << self.tile_shift())
+    }
+
+    /// Returns the place in a stage of row `i` of tile `tile`, where a row past the last of up or gate repeats it.
+    pub fn tile_place(self, tile: usize, i: usize) -> usize {
+        let (gate, column) = (i >> self.tile_shift(), i & ((1 << self.tile_shift()) - 1));
+        (gate << self.tile_shift()) + column.min(self.tile_columns(tile) - 1)
+    }
+
+    /// Returns the packets of a row of weight.
+    pub const fn packets<T: Element>(self) -> usize {
+        self.channels / T::PACKET
+    }
+
+    /// Returns the row of weight of column `column` of the block, for up (0) or gate (1).
+    pub const fn row(self, column: usize, gate: usize) -> usize {
+        self.first + column + gate * self.columns
+    }
+
+    /// Returns the row of weight at place `i` of a stage of tile `tile`.
+    pub const fn tile_row(self, tile: usize, i: usize) -> usize {
+        let (gate, column) = (i >> self.tile_shift(), i & ((1 << self.tile_shift()) - 1));
+        self.row((tile << self.tile_shift()) + column, gate)
+    }
+}
+
+/// Returns the first column of block `block` of `blocks`, and the number of its columns. Pairs of columns are divided evenly.
+#[inline(always)]
+pub const fn part(columns: u32, block: u32, blocks: u32) -> [usize; 2] {
+    let (pairs, blocks) = (columns / 2, if blocks > 1 { blocks } else { 1 });
+    let (first, end) = (pairs * block / blocks, pairs * (block + 1) / blocks);
+    [2 * first as usize, 2 * (end - first) as usize]
+}
+
+/// The positions of the slots, one in each lane of a warp.
+#[derive(Clone, Copy)]
+pub struct Positions(i32);
+
+#[device]
+impl Positions {
+    /// Reads the positions of the first `rows` slots.
+    pub fn load(slots: Global<i32>, rows: u32) -> Self {
+        let lane = warp::lane().min(rows - 1) as usize;
+        Self(slots.at(lane * WORDS + POSITION))
+    }
+
+    /// Returns the position of a slot: negative if it is idle. Every lane of the warp must call it.
+    pub fn of(self, slot: u32) -> i32 {
+        warp::shuffle(self.0, slot)
+    }
+}
+
+/// The sizes of an attention.
+#[derive(Clone, Copy)]
+pub struct Heads {
+    /// NH.
+    pub heads: u32,
+    /// KV.
+    pub kv_heads: u32,
+    /// NH / KV.
+    pub group: u32,
+    /// HS.
+    pub head_size: u32,
+    /// Positions of the ring of the cache.
+    pub capacity: u32,
+    /// Maximum number of splits.
+    pub splits: u32,
+    /// Maximum number of query heads of a task.
+    per_task: u32,
+    /// Tasks for the query heads of a key-value head.
+    chunks: u32,
+}
+
+#[device]
+impl Heads {
+    /// Returns the sizes of an operation whose tasks have up to `per_task` query heads.
+    pub fn new(entry: Entry, per_task: u32) -> Self {
+        let [heads, kv_heads] = [entry.scalar(Field::Heads), entry.scalar(Field::KvHeads).max(1)];
+        Self {
+            heads,
+            kv_heads,
+            group: heads / kv_heads,
+            head_size: entry.scalar(Field::HeadSize),
+            capacity: entry.scalar(Field::Capacity).max(1),
+            splits: entry.scalar(Field::Splits).max(1),
+            per_task,
+            chunks: (heads / kv_heads).div_ceil(per_task).max(1),
+        }
+    }
+
+    /// Returns log2 of the lanes that hold a head.
+    pub const fn lane_shift<T: Element>(self) -> u32 {
+        self.head_size.div_ceil(T::PACKET as u32).next_power_of_two().trailing_zeros()
+    }
+
+    /// Returns the positions that the consumers process at a time: those of a stage.
+    pub const fn stage_positions<T: Element>(self) -> u32 {
+        CONSUMERS << (5 - self.lane_shift::<T>())
+    }
+}
+
+/// Query heads of one key-value head over one split of a slot's positions.
+#[derive(Clone, Copy)]
+pub struct Task {
+    /// The slot.
+    pub slot: u32,
+    /// Its position, or a negative number if it is idle.
+    pub position: i32,
+    /// The key-value head.
+    pub kv: u32,
+    /// The first query head, counted from the first of the key-value head.
+    pub first: u32,
+    /// The split.
+    pub split: u32,
+    /// Number of splits of the slot.
+    pub splits: u32,
+    /// First position of the split, counted from the oldest visible one.
+    pub start: u32,
+    /// End of the split's positions in the cache: without the new position.
+    pub end: u32,
+    /// The place of the oldest visible position in the ring of the cache.
+    pub oldest: u32,
+}
+
+#[device]
+impl Task {
+    /// Returns whether the split contains the new position.
+    pub const fn is_last(self) -> bool {
+        self.split + 1 == self.splits
+    }
+
+    /// Returns the place in the ring of the cache of position `i`, counted from the oldest visible one.
+    pub const fn place(self, i: u32, heads: Heads) -> u32 {
+        let place = self.oldest + i;
+        if place < heads.capacity { place } else { place - heads.capacity }
+    }
+}
+
+/// The tasks of a block: every `blocks`-th of the tasks of all slots.
+#[derive(Clone, Copy)]
+pub struct Tasks {
+    next: u32,
+    slot: u32,
+    /// Tasks of the slots before.
+    before: u32,
+}
+
+#[device]
+impl Tasks {
+    /// Starts with the first task of block `block`.
+    pub const fn new(block: u32) -> Self {
+        Self { next: block, slot: 0, before: 0 }
+    }
+
+    /// Returns the next task of one of `blocks` blocks. Every lane of the warp must call it.
+    pub fn next<T: Element>(&mut self, heads: Heads, positions: Positions, rows: u32, blocks: u32) -> Option<Task> {
+        while self.slot < rows {
+            let position = positions.of(self.slot);
+            let newest = position.max(0) as u32;
+            let len = if newest < heads.capacity { newest + 1 } else { heads.capacity };
+            let per_split = len.div_ceil(heads.splits).next_multiple_of(heads.stage_positions::<T>());
+            let splits = if position < 0 { 1 } else { len.div_ceil(per_split.max(1)) };
+            let count = heads.kv_heads * heads.chunks * splits;
+            let i = self.next - self.before;
+            if i < count {
+                self.next += blocks;
+                let (head, split) = (i / splits.max(1), i % splits.max(1));
+                let (kv, chunk) = (head / heads.chunks.max(1), head % heads.chunks.max(1));
+                let place = newest % heads.capacity.max(1);
+                let is_full = newest >= heads.capacity && place + 1 < heads.capacity;
+                let start = split * per_split;
+                return Some(Task {
+                    slot: self.slot,
+                    position,
+                    kv,
+                    first: chunk * heads.per_task,
+                    split,
+                    splits,
+                    start,
+                    end: if split + 1 == splits { len - 1 } else { start + per_split },
+                    oldest: if is_full { place + 1 } else { 0 },
+                });
+            }
+            self.before += count;
+            self.slot += 1;
+        }
+        None
+    }
+}
