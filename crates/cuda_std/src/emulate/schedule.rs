@@ -71,6 +71,8 @@ pub struct Choices {
     /// Whether races between blocks have an effect instead of a report.
     pub shows_races: bool,
     last: u64,
+    /// The last block that ran although all blocks polled.
+    last_polling: u64,
 }
 
 impl Choices {
@@ -83,6 +85,7 @@ impl Choices {
             stale: schedule.seed > 3,
             shows_races: schedule.shows_races,
             last: 0,
+            last_polling: 0,
         };
         choices.policy = match schedule.seed {
             0 => Policy::InOrder,
@@ -154,9 +157,14 @@ impl Choices {
         index
     }
 
-    /// Returns the index of the block to run, of the numbers of those that poll memory that has not changed. Each of them may have read
-    /// an older value, so each must run again.
+    /// Returns the index of the block to run, of the numbers of those that poll memory that has not changed. Each of them must run again: it
+    /// may have read an older value, or it may need several runs to read all the values that it waits for.
     pub fn pick_polling(&mut self, numbers: &[u64]) -> usize {
-        if self.stale { self.below(numbers.len() as u64) as usize } else { self.pick(numbers) }
+        if self.stale {
+            return self.below(numbers.len() as u64) as usize;
+        }
+        let index = numbers.iter().position(|number| *number > self.last_polling).unwrap_or(0);
+        self.last_polling = numbers[index];
+        index
     }
 }

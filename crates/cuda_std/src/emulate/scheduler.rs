@@ -205,7 +205,7 @@ struct Checked<'a> {
     resident: u64,
     /// Number of the next block that becomes resident.
     next: u64,
-    /// Number of times a polling block has run since memory last changed.
+    /// Number of times a block has run since memory last changed, although all blocks polled.
     idle: usize,
     /// The resident blocks by number. `None`: not started.
     slots: BTreeMap<u64, Option<Slot>>,
@@ -249,7 +249,9 @@ impl Checked<'_> {
             let before = slot.block.changes;
             slot.state = resume(&mut slot.block, Mode::Checked, &mut slot.fibers);
             changes += slot.block.changes - before;
-            self.idle = if slot.block.changes == before { self.idle + 1 } else { 0 };
+            if slot.block.changes != before {
+                self.idle = 0;
+            }
             slot.seen = changes;
             let ended = match &slot.state {
                 State::Faulted(report) => Some(Err(report.clone())),
@@ -306,6 +308,7 @@ impl Checked<'_> {
             return Some(candidates[choices.pick(&candidates)]);
         }
         let candidates = numbers(&|slot| slot.as_ref().is_some_and(|slot| matches!(slot.state, State::Polls)));
+        self.idle += 1;
         let is_idle = candidates.is_empty() || self.idle > MAX_IDLE_RUNS * candidates.len();
         (!is_idle).then(|| candidates[choices.pick_polling(&candidates)])
     }

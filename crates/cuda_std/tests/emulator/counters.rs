@@ -334,3 +334,46 @@ fn a_barrier_passes_on_what_a_thread_has_acquired() {
     run(1).unwrap();
     expect(&run(0).unwrap_err(), Fault::DataRace, "passed_on", Some("passed_write"));
 }
+
+/// Words that a thread of `waits_for_all_words` needs at the same time.
+const WORDS: usize = 4;
+
+/// Block 1 waits until it has seen all words of block 0 in one pass, while block 0 waits for its answer.
+#[kernel(threads = 32)]
+fn waits_for_all_words(words: GlobalMut<u32>, answer: GlobalMut<u32>) {
+    let thread = thread::thread_idx_x() as usize;
+    if thread::block_idx_x() == 0 {
+        while answer.load_relaxed(0) == 0 {}
+        words.store_relaxed(thread, 1);
+        while answer.load_relaxed(1) == 0 {}
+    } else {
+        if thread == 0 {
+            answer.store_relaxed(0, 1);
+        }
+        loop {
+            let mut all = true;
+            for i in 0..WORDS {
+                all &= words.load_relaxed((thread + i) % 32) != 0;
+            }
+            if all {
+                break;
+            }
+        }
+        if thread == 0 {
+            answer.store_relaxed(1, 1);
+        }
+    }
+}
+
+/// A block that polls several words must run again although memory does not change: it stops at each word that it has read before.
+#[test]
+fn blocks_that_poll_several_words_continue() {
+    let mut memory = Memory::new();
+    let (words, answer) = (memory.zeroed("words", 32), memory.zeroed("answer", 2));
+    waits_for_all_words(words, answer).emulate_checked(&mut memory, [2, 1, 1], 0).unwrap();
+    // Without the answer, both blocks poll forever.
+    let mut memory = Memory::new();
+    let (words, answer) = (memory.zeroed("words", 32), memory.zeroed("answer", 2));
+    let report = waits_for_all_words(words, answer).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap_err();
+    assert_eq!(report.fault, Fault::Livelock, "{report}");
+}
