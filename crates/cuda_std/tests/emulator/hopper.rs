@@ -6,7 +6,9 @@ use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::hopper::{self, Extents, MBarrier, NarrowTile, SwizzledTile, TensorMap, tma, wgmma};
 use cuda_std::launch::Launch;
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, bf16, element, kernel, math, thread, warp};
+use cuda_std::{
+    CachePolicy, Element, Global, GlobalMut, Packet, SharedArray, bf16, element, kernel, math, thread, warp,
+};
 
 const SHARED: usize = 48 << 10;
 
@@ -69,6 +71,64 @@ fn tma_load_swizzles_and_fills_with_zeros() {
             let want = if inside { tensor[(r * 80 + c) as usize].to_f32() } else { 0.0 };
             assert_eq!(got.to_bits(), want.to_bits(), "({x}, {y}): row {row}, chunk {chunk}, element {element}");
         }
+    }
+}
+
+/// Faults of `load_contiguous`.
+#[derive(Clone, Copy, PartialEq)]
+#[repr(u32)]
+enum BulkLoad {
+    Correct,
+    OddSize,
+    NotAwaited,
+    WrongBytes,
+    OverReaders,
+}
+
+/// Copies `inp` through shared memory, in two loads of which the second has an L2 policy.
+#[kernel(threads = 64)]
+fn load_contiguous(out: GlobalMut<bf16>, inp: Global<bf16>, fault: u32) {
+    let (_, plain, barriers) = shared::<16>();
+    init_barriers(barriers, 1);
+    let thread = thread::thread_idx_x() as usize;
+    for i in 0..2 {
+        if thread == 0 {
+            let count = if fault == BulkLoad::OddSize as u32 { 60 } else { 64 };
+            barriers.at(0).arrive_expect_tx(if fault == BulkLoad::WrongBytes as u32 { 256 } else { 128 });
+            if i == 0 {
+                plain.load_bulk(8, count, inp, 64 * i, barriers.at(0)); // bulk_load
+            } else {
+                plain.load_bulk_with(8, count, inp, 64 * i, barriers.at(0), CachePolicy::evict_first()); // bulk_load_with
+            }
+        }
+        if fault != BulkLoad::NotAwaited as u32 {
+            barriers.at(0).wait(i as u32);
+        }
+        out.set(64 * i + thread, plain.at(8 + thread)); // bulk_read
+        if fault != BulkLoad::OverReaders as u32 {
+            thread::sync_threads();
+        }
+    }
+}
+
+#[test]
+fn bulk_loads_copy_contiguous_memory() {
+    let data = values(128);
+    let run = |fault| {
+        let mut memory = Memory::new();
+        let (inp, out) = (memory.input("inp", &data), memory.output("out", 128));
+        let result = load_contiguous(out, inp, fault as u32).emulate_checked(&mut memory, [1, 1, 1], SHARED);
+        result.map(|()| memory.read(out))
+    };
+    assert_eq!(run(BulkLoad::Correct).unwrap(), data);
+    for (fault, found) in [
+        (BulkLoad::OddSize, Fault::Operand),
+        (BulkLoad::NotAwaited, Fault::DataRace),
+        (BulkLoad::WrongBytes, Fault::Deadlock),
+        (BulkLoad::OverReaders, Fault::DataRace),
+    ] {
+        let report = run(fault).unwrap_err();
+        assert_eq!(report.fault, found, "{report}");
     }
 }
 

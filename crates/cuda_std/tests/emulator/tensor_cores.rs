@@ -76,3 +76,38 @@ fn f32_mma_matches_scalar_matmul() {
     check::<f32, false>(4e-6);
     check::<f32, true>(4e-6);
 }
+
+/// Computes out (16, 8) = a (16, k) · b (8, k)ᵀ in one warp, with rows as they are in memory. k is a multiple of four packets.
+#[kernel(threads = 32, instances(bf16 = <bf16>, f32 = <f32>))]
+fn matmul_of_packets<T: TensorCore>(out: GlobalMut<f32>, a: Global<T>, b: Global<T>, k: u32) {
+    let (k, g, t) = (k as usize, (warp::lane() / 4) as usize, (warp::lane() % 4) as usize);
+    let mut d = [[0.0; 4]; 2];
+    for first in (0..k).step_by(4 * T::PACKET) {
+        let column = first + t * T::PACKET;
+        let rows = [a.packet(g * k + column), a.packet((g + 8) * k + column)];
+        T::mma_packets(&mut d, rows, b.packet(g * k + column));
+    }
+    for i in 0..4 {
+        out.set((g + i / 2 * 8) * 8 + 2 * t + i % 2, d[0][i] + d[1][i]);
+    }
+}
+
+fn check_packets<T: TensorCore + bytemuck::Pod>(tolerance: f64) {
+    let k = 12 * T::PACKET;
+    let (a, b) = (values::<T>(16 * k, 7), values::<T>(8 * k, 99));
+    let mut memory = cuda_std::emulate::Memory::new();
+    let out = memory.output("out", 16 * 8);
+    let views = (memory.input("a", &a), memory.input("b", &b));
+    matmul_of_packets::<T>(out, views.0, views.1, k as u32).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap();
+    for (i, got) in memory.read(out).into_iter().enumerate() {
+        let rows = a[i / 8 * k..][..k].iter().zip(&b[i % 8 * k..][..k]);
+        let want: f64 = rows.map(|(a, b)| f64::from(a.to_f32()) * f64::from(b.to_f32())).sum();
+        assert!((f64::from(got) - want).abs() <= tolerance * (1.0 + want.abs()), "{i}: {got}, expected {want}");
+    }
+}
+
+#[test]
+fn mma_of_packets_matches_scalar_matmul() {
+    check_packets::<bf16>(1e-5);
+    check_packets::<f32>(4e-6);
+}

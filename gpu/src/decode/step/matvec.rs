@@ -50,7 +50,9 @@ pub fn compute<T: TensorCore>(step: &Step<T>, entry: Entry, state: &mut Pipeline
     };
     // What does not depend on the input is loaded before the wait for it.
     let mut operands = epilogue.operands(0);
-    copy_norm(step, linear, norm_weight, norm_bias);
+    copy_norm(step, linear, norm_weight, step.storage.norm_weight);
+    copy_norm(step, linear, norm_bias, step.storage.norm_bias);
+    async_copy::commit();
     gather(step, linear, entry.index(Field::Input));
     async_copy::wait::<0>();
     sync_consumers();
@@ -76,18 +78,15 @@ pub fn compute<T: TensorCore>(step: &Step<T>, entry: Entry, state: &mut Pipeline
     }
 }
 
-/// Starts the copies of the norm's weight and bias to shared memory.
+/// Starts the copy of the norm's weight or bias, if there is one, to shared memory.
 #[inline(always)]
-fn copy_norm<T: TensorCore>(step: &Step<T>, linear: Linear, weight: usize, bias: usize) {
-    for (from, to) in [(weight, step.storage.norm_weight), (bias, step.storage.norm_bias)] {
-        let mut packet = thread::thread_idx_x() as usize;
-        while from != 0 && packet < linear.packets::<T>() {
-            let channel = packet * T::PACKET;
-            to.copy_packet_async(channel, step.elements.reader(), from + channel, true);
-            packet += THREADS as usize;
-        }
+fn copy_norm<T: TensorCore>(step: &Step<T>, linear: Linear, from: usize, to: SharedArray<T>) {
+    let mut packet = thread::thread_idx_x() as usize;
+    while from != 0 && packet < linear.packets::<T>() {
+        let channel = packet * T::PACKET;
+        to.copy_packet_async(channel, step.elements.reader(), from + channel, true);
+        packet += THREADS as usize;
     }
-    async_copy::commit();
 }
 
 /// Waits for the input, whose first word is `first`, and copies its values to shared memory.
