@@ -7,7 +7,7 @@
 //! A slot with one split is complete. Otherwise blocks store partial results (sums, maximum score and weight of a head) as words, and after
 //! its own tasks, the block with the first split waits for them and combines them. All orders are fixed.
 
-use super::kernel::{Output, Step, THREADS, sync_consumers};
+use super::kernel::{Step, THREADS, sync_consumers};
 use super::plan::{CONSUMERS, Heads, Task, Tasks};
 use super::ring::Ring;
 use super::table::{Entry, Field};
@@ -56,39 +56,16 @@ impl<T: Element> Scratch<T> {
 #[derive(Clone, Copy)]
 struct Operation<'a, T, const GROUP: usize> {
     step: &'a Step<T>,
+    /// Functions read the fields that they need, because all of them would occupy registers during the loop over positions.
+    entry: Entry,
     heads: Heads,
-    output: Output<T>,
-    input: usize,
-    partials: usize,
-    /// Keys and values.
-    cache: [usize; 2],
-    /// Weights of the norms of queries and keys.
-    weights: [usize; 2],
-    rotations: usize,
-    preparation: Preparation,
 }
 
 /// Computes the block's tasks. Every consumer thread calls it.
 #[inline(always)]
 pub fn compute<T: TensorCore, const GROUP: usize>(step: &Step<T>, entry: Entry, state: &mut PipelineState) {
     let heads = step.heads::<GROUP>(entry);
-    let operation = Operation::<T, GROUP> {
-        step,
-        heads,
-        output: step.output(entry),
-        input: entry.index(Field::Input),
-        partials: entry.index(Field::Partials),
-        cache: [entry.index(Field::Keys), entry.index(Field::Values)],
-        weights: [entry.index(Field::QueryWeight), entry.index(Field::KeyWeight)],
-        rotations: entry.index(Field::Rotations),
-        preparation: Preparation {
-            head_size: heads.head_size,
-            rotation: entry.scalar(Field::Rotation),
-            is_normed: entry.scalar(Field::QkNorm) != 0,
-            eps: entry.float(Field::Eps),
-            gain: entry.float(Field::Gain),
-        },
-    };
+    let operation = Operation::<T, GROUP> { step, entry, heads };
     let mut tasks = Tasks::new(step.block);
     while let Some(task) = tasks.next::<T>(heads, step.positions, step.sizes.rows, step.blocks) {
         if task.position < 0 {
@@ -141,14 +118,23 @@ impl<T: TensorCore, const GROUP: usize> Operation<'_, T, GROUP> {
     /// Waits for queries, new key and value. Normalizes and rotates queries and key.
     fn prepare(self, task: Task) {
         let (scratch, hs, thread) = (self.step.storage.attention, self.head_size(), thread::thread_idx_x() as usize);
-        let (heads, elements, weights) = (self.heads, self.step.elements.reader(), self.weights);
-        if self.preparation.rotation != NO_ROTATION && thread < hs / 4 {
-            let from = self.rotations + task.position as usize * hs + 4 * thread;
+        let (entry, heads, elements) = (self.entry, self.heads, self.step.elements.reader());
+        let (input, rotations) = (entry.index(Field::Input), entry.index(Field::Rotations));
+        let weights = [entry.index(Field::QueryWeight), entry.index(Field::KeyWeight)];
+        let preparation = Preparation {
+            head_size: heads.head_size,
+            rotation: entry.scalar(Field::Rotation),
+            is_normed: entry.scalar(Field::QkNorm) != 0,
+            eps: entry.float(Field::Eps),
+            gain: entry.float(Field::Gain),
+        };
+        if preparation.rotation != NO_ROTATION && thread < hs / 4 {
+            let from = rotations + task.position as usize * hs + 4 * thread;
             scratch.rotation.copy_packet_async(4 * thread, self.step.floats, from, true);
         }
         for i in 0..2 {
             let channel = thread * T::PACKET;
-            if self.preparation.is_normed && weights[i] != 0 && channel < hs {
+            if preparation.is_normed && weights[i] != 0 && channel < hs {
                 scratch.weights.copy_packet_async(i * hs + channel, elements, weights[i] + channel, true);
             }
         }
@@ -162,7 +148,7 @@ impl<T: TensorCore, const GROUP: usize> Operation<'_, T, GROUP> {
             } else {
                 heads.heads + (h - GROUP as u32) * heads.kv_heads + task.kv
             };
-            let at = self.input + 4 * ((row + head) * packets + packet) as usize;
+            let at = input + 4 * ((row + head) * packets + packet) as usize;
             scratch.raw.set_packet(h as usize * hs + packet as usize * T::PACKET, self.step.words.packet::<T>(at));
         }
         async_copy::wait::<0>();
@@ -174,7 +160,7 @@ impl<T: TensorCore, const GROUP: usize> Operation<'_, T, GROUP> {
             let (raw, weight) = (scratch.raw.skip(h * hs), scratch.weights.skip(is_key * hs));
             prepare::<T>(
                 scratch.heads.skip(h * hs),
-                self.preparation,
+                preparation,
                 |i| raw.at(i).to_f32(),
                 |i| if has_weight { weight.at(i).to_f32() } else { 1.0 },
                 |i| scratch.rotation.pair(2 * i),
@@ -188,12 +174,13 @@ impl<T: TensorCore, const GROUP: usize> Operation<'_, T, GROUP> {
     fn attend(self, task: Task, state: &mut PipelineState) {
         let (storage, heads, hs) = (self.step.storage, self.heads, self.head_size());
         let (scratch, thread) = (storage.attention, thread::thread_idx_x() as usize);
+        let (keys, values) = (self.entry.index(Field::Keys), self.entry.index(Field::Values));
         let (new_key, new_value) = (scratch.heads.skip(GROUP * hs), scratch.raw.skip((GROUP + 1) * hs));
         if task.is_last() && task.first == 0 && thread < hs {
             let row = (task.slot * heads.kv_heads + task.kv) as usize * heads.capacity as usize;
             let at = (row + task.place(task.end, heads) as usize) * hs + thread;
-            self.step.elements.set(self.cache[0] + at, T::from_f32(new_key.at(thread)));
-            self.step.elements.set(self.cache[1] + at, new_value.at(thread));
+            self.step.elements.set(keys + at, T::from_f32(new_key.at(thread)));
+            self.step.elements.set(values + at, new_value.at(thread));
         }
         let lane_shift = heads.lane_shift::<T>();
         let (lane, warp) = (warp::lane(), warp::index());
@@ -242,6 +229,7 @@ impl<T: TensorCore, const GROUP: usize> Operation<'_, T, GROUP> {
     /// Combines `parts` partial results in shared memory, and stores the output, or the partial result of the split.
     fn store(self, task: Task, parts: usize, is_complete: bool) {
         let (scratch, hs, (g, channel)) = (self.step.storage.attention, self.head_size(), self.place(0));
+        let (output, partials) = (self.step.output(self.entry), self.entry.index(Field::Partials));
         if !self.has(task, g) {
             return;
         }
@@ -254,10 +242,10 @@ impl<T: TensorCore, const GROUP: usize> Operation<'_, T, GROUP> {
         let [_, _, second] = combine(parts, |i| part(i, channel + 1));
         if is_complete {
             let factor = math::recip(weight);
-            self.output.set_two(head * hs + channel, [first * factor, second * factor]);
+            output.set_two(head * hs + channel, [first * factor, second * factor]);
         } else {
             let words = self.step.words;
-            let at = self.partial(head, task.split);
+            let at = partials + self.partial(head, task.split);
             words.store(at + channel, first.to_bits());
             words.store(at + channel + 1, second.to_bits());
             if channel == 0 {
@@ -267,15 +255,17 @@ impl<T: TensorCore, const GROUP: usize> Operation<'_, T, GROUP> {
         }
     }
 
-    /// Returns the first word of the partial result of a split: HS sums, the maximum score, and the sum of weights.
+    /// Returns the first word of the partial result of a split, counted from that of the first: HS sums, the maximum score, and the sum of
+    /// weights.
     fn partial(self, head: usize, split: u32) -> usize {
-        self.partials + (head * self.heads.splits as usize + split as usize) * (self.head_size() + 2)
+        (head * self.heads.splits as usize + split as usize) * (self.head_size() + 2)
     }
 
     /// Waits for the partial results of a slot's splits, and stores up to eight combinations of them in shared memory: number i of splits
     /// i, i + parts, and so on. Returns `parts`.
     fn gather_partials(self, task: Task) -> usize {
         let (scratch, hs, words) = (self.step.storage.attention, self.head_size(), self.step.words);
+        let partials = self.entry.index(Field::Partials);
         let threads = (GROUP as u32 * self.heads.head_size / 2).max(1);
         let parts = (THREADS / threads).min(CONSUMERS);
         let own = thread::thread_idx_x() / threads;
@@ -285,7 +275,7 @@ impl<T: TensorCore, const GROUP: usize> Operation<'_, T, GROUP> {
             let (mut most, mut weight, mut sums) = (f32::NEG_INFINITY, 0.0, [0.0; 2]);
             let mut split = own;
             while split < task.splits {
-                let at = self.partial(head, split);
+                let at = partials + self.partial(head, split);
                 let [sum, score] = words.pairs([at + channel, at + hs]).map(floats);
                 let new = if score[0] > most || score[0].is_nan() { score[0] } else { most };
                 let (old, factor) = (relative(most, new), relative(score[0], new));
@@ -307,9 +297,9 @@ impl<T: TensorCore, const GROUP: usize> Operation<'_, T, GROUP> {
 
     /// Stores the output of an idle slot.
     fn store_zeros(self, task: Task) {
-        let (g, channel) = self.place(0);
+        let (output, (g, channel)) = (self.step.output(self.entry), self.place(0));
         if self.has(task, g) {
-            self.output.set_two(self.head(task, g) * self.head_size() + channel, [0.0; 2]);
+            output.set_two(self.head(task, g) * self.head_size() + channel, [0.0; 2]);
         }
     }
 }

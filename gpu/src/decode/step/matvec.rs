@@ -145,7 +145,7 @@ fn mean<T: TensorCore>(row: SharedArray<T>, channels: usize, f: impl Fn(f32) -> 
         channel += LANES * T::PACKET;
     }
     // Scales before the reduction, because the sum of squares may overflow although their mean does not.
-    warp::sum(sum * math::recip(channels as f32))
+    warp::sum(sum * math::recip(channels as u32 as f32))
 }
 
 /// Multiplies tile `tile` by the input, and stores the sums over the warp's channels as (R, 8) at place `first` + warp of the sums.

@@ -47,7 +47,7 @@ impl Linear {
     }
 
     /// Returns the number of tiles.
-    pub const fn tiles(self) -> usize {
+    pub fn tiles(self) -> usize {
         (self.count + (1 << self.tile_shift()) - 1) >> self.tile_shift()
     }
 
@@ -73,7 +73,7 @@ impl Linear {
     }
 
     /// Returns the row of weight at place `i` of a stage of tile `tile`.
-    pub const fn tile_row(self, tile: usize, i: usize) -> usize {
+    pub fn tile_row(self, tile: usize, i: usize) -> usize {
         let (gate, column) = (i >> self.tile_shift(), i & ((1 << self.tile_shift()) - 1));
         self.row((tile << self.tile_shift()) + column, gate)
     }
@@ -81,7 +81,7 @@ impl Linear {
 
 /// Returns the first column of block `block` of `blocks`, and the number of its columns. Pairs of columns are divided evenly.
 #[inline(always)]
-pub const fn part(columns: u32, block: u32, blocks: u32) -> [usize; 2] {
+pub fn part(columns: u32, block: u32, blocks: u32) -> [usize; 2] {
     let (pairs, blocks) = (columns / 2, if blocks > 1 { blocks } else { 1 });
     let (first, end) = (pairs * block / blocks, pairs * (block + 1) / blocks);
     [2 * first as usize, 2 * (end - first) as usize]
@@ -180,12 +180,12 @@ pub struct Task {
 #[device]
 impl Task {
     /// Returns whether the split contains the new position.
-    pub const fn is_last(self) -> bool {
+    pub fn is_last(self) -> bool {
         self.split + 1 == self.splits
     }
 
     /// Returns the place in the ring of the cache of position `i`, counted from the oldest visible one.
-    pub const fn place(self, i: u32, heads: Heads) -> u32 {
+    pub fn place(self, i: u32, heads: Heads) -> u32 {
         let place = self.oldest + i;
         if place < heads.capacity { place } else { place - heads.capacity }
     }

@@ -74,7 +74,7 @@ impl Words {
     }
 
     /// Returns whether both words are of this launch.
-    pub const fn is_current(self, [a, b]: Pair) -> bool {
+    pub fn is_current(self, [a, b]: Pair) -> bool {
         (a >> 32) as u32 == self.tag && (b >> 32) as u32 == self.tag
     }
 
