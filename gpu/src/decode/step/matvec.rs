@@ -107,27 +107,39 @@ fn gather<T: TensorCore>(step: &Step<T>, linear: Linear, first: usize) {
     }
 }
 
-/// Normalizes the input in shared memory. A warp computes every eighth row.
+/// Normalizes the input in shared memory. With up to eight rows, each warp computes the statistics of one row, and the warps of a row
+/// normalize a part of it. Otherwise, a warp computes every eighth row.
 #[inline(always)]
 fn normalize<T: TensorCore>(step: &Step<T>, linear: Linear, norm: u32, [has_weight, has_bias]: [bool; 2], eps: f32) {
-    let storage = step.storage;
-    let mut row = warp::index();
-    while row < step.sizes.rows {
-        let inputs = storage.inputs.skip(row as usize * Storage::<T>::pitch(step.sizes));
+    let (storage, rows) = (step.storage, step.sizes.rows);
+    // log2 of the rows that the warps compute at a time.
+    let shift = rows.min(CONSUMERS).next_power_of_two().trailing_zeros();
+    let (parts, part) = (CONSUMERS >> shift, warp::index() >> shift);
+    let mut row = warp::index() & ((1 << shift) - 1);
+    // All warps take part in the barrier, also those that have no row.
+    let mut waits = parts > 1;
+    while waits || row < rows {
+        let inputs = storage.inputs.skip(row.min(rows - 1) as usize * Storage::<T>::pitch(step.sizes));
         let (mean, square) = if norm == LAYERNORM {
             let mean = mean(inputs, linear.channels, |x| x);
             (mean, self::mean(inputs, linear.channels, |x| (x - mean) * (x - mean)) + LAYERNORM_EPS)
         } else {
             (0.0, mean(inputs, linear.channels, |x| x * x) + eps)
         };
-        let (rstd, mut channel) = (math::rsqrt(square), warp::lane() as usize * T::PACKET);
-        while channel < linear.channels {
+        if waits {
+            // Other warps of the row read it until they have its statistics.
+            sync_consumers();
+            waits = false;
+        }
+        let rstd = math::rsqrt(square);
+        let mut channel = (part as usize * LANES + warp::lane() as usize) * T::PACKET;
+        while row < rows && channel < linear.channels {
             let x = inputs.packet(channel);
             let weight = if has_weight { storage.norm_weight.packet(channel) } else { Packet::from_fn(|_| 1.0) };
             let bias = if has_bias { storage.norm_bias.packet(channel) } else { Packet::zero() };
             let normalized = Packet::from_fn(|i| math::fma((x.get(i) - mean) * rstd, weight.get(i), bias.get(i)));
             inputs.set_packet(channel, normalized);
-            channel += LANES * T::PACKET;
+            channel += parts as usize * LANES * T::PACKET;
         }
         row += CONSUMERS;
     }

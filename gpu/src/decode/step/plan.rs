@@ -5,6 +5,8 @@ use crate::activation::is_gated;
 use crate::decode::{POSITION, WORDS};
 use cuda_std::{Element, Global, device, warp};
 
+/// Minimum number of positions of a split. With fewer, blocks would spend more time on the combination of partial results.
+const MIN_SPLIT: u32 = 128;
 /// Consumer warps of a block.
 pub const CONSUMERS: u32 = 8;
 /// Rows of weight in a stage.
@@ -68,7 +70,7 @@ impl Linear {
     }
 
     /// Returns the row of weight of column `column` of the block, for up (0) or gate (1).
-    pub const fn row(self, column: usize, gate: usize) -> usize {
+    pub fn row(self, column: usize, gate: usize) -> usize {
         self.first + column + gate * self.columns
     }
 
@@ -171,7 +173,7 @@ pub struct Task {
     pub splits: u32,
     /// First position of the split, counted from the oldest visible one.
     pub start: u32,
-    /// End of the split's positions in the cache: without the new position.
+    /// End of the split's positions in the cache: without the new position. An idle slot has none.
     pub end: u32,
     /// The place of the oldest visible position in the ring of the cache.
     pub oldest: u32,
@@ -213,7 +215,7 @@ impl Tasks {
             let position = positions.of(self.slot);
             let newest = position.max(0) as u32;
             let len = if newest < heads.capacity { newest + 1 } else { heads.capacity };
-            let per_split = len.div_ceil(heads.splits).next_multiple_of(heads.stage_positions::<T>());
+            let per_split = len.div_ceil(heads.splits).max(MIN_SPLIT).next_multiple_of(heads.stage_positions::<T>());
             let splits = if position < 0 { 1 } else { len.div_ceil(per_split.max(1)) };
             let count = heads.kv_heads * heads.chunks * splits;
             let i = self.next - self.before;

@@ -98,7 +98,7 @@ fn load_cache<T: TensorCore, const GROUP: usize>(step: &Step<T>, entry: Entry, s
     while let Some(task) = tasks.next::<T>(heads, step.positions, step.sizes.rows, step.blocks) {
         let row = (task.slot * heads.kv_heads + task.kv) as usize * heads.capacity as usize;
         let mut start = task.start;
-        while task.position >= 0 && start < task.end {
+        while start < task.end {
             let count = (task.end - start).min(heads.stage_positions::<T>());
             let (stage, full) = acquire(step, state, 2 * count * head_size);
             let place = task.place(start, heads);
