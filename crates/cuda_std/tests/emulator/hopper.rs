@@ -125,7 +125,7 @@ fn bulk_loads_copy_contiguous_memory() {
         (BulkLoad::OddSize, Fault::Operand),
         (BulkLoad::NotAwaited, Fault::DataRace),
         (BulkLoad::WrongBytes, Fault::Deadlock),
-        (BulkLoad::OverReaders, Fault::DataRace),
+        (BulkLoad::OverReaders, Fault::AsyncCopy),
     ] {
         let report = run(fault).unwrap_err();
         assert_eq!(report.fault, found, "{report}");
