@@ -16,7 +16,8 @@ use std::collections::HashMap;
 tests! {
     kernels of "decode/step";
     for both types: steps_of_gpt2_match_f64_reference, steps_of_llama_match_f64_reference, splits_match_f64_reference,
-        wide_layers_match_f64_reference, linear_layers_of_integers_are_exact, activations_read_rounded_values, unsupported_operations_have_no_program;
+        wide_layers_match_f64_reference, linear_layers_of_integers_are_exact, activations_read_rounded_values,
+        unsupported_operations_have_no_program;
     slow in f32: steps_of_any_shape_match_f64_reference;
     once: the_ring_takes_the_shared_memory_that_is_left;
 }

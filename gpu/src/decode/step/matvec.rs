@@ -1,10 +1,10 @@
 //! Linear layers: out (R, OC) = epilogue(norm(inp (R, C)) · weight (OC, C)ᵀ + bias (OC)), R up to 16.
 //!
-//! All threads wait for the words of inp and copy the values to shared memory. With a norm, a warp normalizes a row in place. The block's
-//! columns are computed in tiles of eight rows of weight: the rows of inp are the left operand of `mma.m16n8k16`, and the rows of weight the
-//! right one. Tensor cores take fewer instructions than FMA even for one row, because weights need no conversion. Each consumer warp
-//! multiplies a part of the channels: every eighth block of four packets. The sums of the warps are added in order, after one barrier for
-//! up to [`MAX_TILES`] tiles. Then each thread computes two columns of a row: bias, activation or residual, and the word of the result.
+//! All threads wait for the words of inp and copy the values to shared memory. With a norm, the warps normalize the rows in place. The
+//! block's columns are computed in tiles of eight rows of weight: the rows of inp are the left operand of `mma.m16n8k16`, and the rows of
+//! weight the right one. Tensor cores take fewer instructions than FMA even for one row, because weights need no conversion. Each consumer
+//! warp multiplies a part of the channels: every eighth block of four packets. The sums of the warps are added in order, after one barrier
+//! for up to [`MAX_TILES`] tiles. Then each thread computes two columns of a row: bias, activation or residual, and the word of the result.
 //!
 //! Values are rounded to T where the separate kernels store them: after the norm, before an activation, and in the output.
 

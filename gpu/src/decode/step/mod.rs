@@ -20,9 +20,9 @@
 //!    tag is that of this launch. Data and tag are one access, so no fence or barrier is needed.
 //! 2. *Single assignment.* A launch writes each word at most once, and no launch writes a word whose readers may still run: the launches
 //!    that share scratch memory are ordered by their stream.
-//! 3. *Tags.* Scratch memory begins with a counter, to which each block adds 1 when it ends. Counter / grid is the number of launches
-//!    before this one, whichever blocks of this launch have ended. Tags of earlier launches differ from it, and so does 0, the initial value.
-//!    Programs with the same number of blocks may therefore share scratch memory.
+//! 3. *Tags.* Scratch memory begins with a counter, to which each block adds 1 when it ends. A block reads it before its first barrier.
+//!    Counter / grid is the number of launches before this one, whichever blocks of this launch have ended. Tags of earlier launches differ
+//!    from it, and so does 0, the initial value. Programs with the same number of blocks may therefore share scratch memory.
 //! 4. *Order.* A block waits only for values of earlier operations, or of the same attention after its own tasks of it. All blocks are
 //!    resident, because the grid is not larger than the number of SMs. So some block can always continue.
 //! 5. *Ring.* Producer and consumers derive the same sequence of stages from the table and the positions. Weights, and the keys and values
