@@ -511,6 +511,8 @@ fn slots_give_what_a_prompt_has_in_common_with_their_text() {
 /// The kernels that continue a slot, with all accesses checked.
 #[test]
 fn conversations_on_the_gpu_match_the_cpu_without_memory_errors() {
+    // A step in one launch takes seconds in the emulator.
+    let in_one_launch = ["gpt2", "llama", "qwen3 with windows", "nanochat"];
     for (name, descriptor) in models() {
         let run = |engine: &mut dyn Engine, slots, run_ahead| {
             let generator = generator(descriptor, slots, 48, engine);
@@ -528,7 +530,7 @@ fn conversations_on_the_gpu_match_the_cpu_without_memory_errors() {
             talk
         };
         let expected = run(&mut Cpu::new(), 1, false);
-        for (slots, hopper) in [(1, false), (2, true)] {
+        for (slots, hopper) in [(1, false), (2, in_one_launch.contains(&name))] {
             let mut engine = emulated(EmulatedGpu::new(hopper), Precision::Fp32, None, true);
             assert_eq!(run(&mut *engine, slots, true), expected, "{name}, {slots} slots");
         }

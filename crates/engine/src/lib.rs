@@ -5,11 +5,15 @@
 //! * [`batch`], [`graph`]: the layout of a batch, and keys of CUDA graphs.
 //! * [`cpu`]: the engine on the CPU in f32, the reference of every test. [`cuda`]: the engine on a GPU or its emulator, in bf16 or f32.
 //! * [`digest`], [`trace`]: hashes of tensors, and of all that operations write.
+//! * [`step_recorder`]: the operations of a generation step as one operation.
 //! * [`open`]: selection of an engine from command-line settings.
 //!
 //! Models, communication between ranks, and file formats belong to other crates.
 
 #![warn(missing_docs)]
+
+#[macro_use]
+mod delegate;
 
 pub mod batch;
 pub mod cpu;
@@ -20,6 +24,7 @@ pub mod graph;
 pub mod open;
 pub mod ops;
 pub mod plan;
+pub mod step_recorder;
 pub mod tensor;
 pub mod trace;
 
@@ -27,6 +32,7 @@ pub use batch::{BatchLayout, HostBuffer, MASKED_TARGET};
 pub use gemm::{Algorithms, Tuning};
 pub use graph::GraphKey;
 pub use ops::Operation;
+pub use step_recorder::StepRecorder;
 
 use crate::ops::AttentionShape;
 use crate::plan::Plan;
@@ -206,6 +212,11 @@ pub trait Engine {
     /// Reports whether [`ops::NormBackward`] over `c` channels computes column sums at a lower cost than
     /// [`ops::MatmulBackward`], which would read the tensor again.
     fn fuses_column_sums(&self, c: usize) -> bool;
+
+    /// Returns the lengths of the i32 tensors for a [`ops::DecodeStep`]; 0 if the engine computes the operations one by one.
+    fn decode_step_memory(&self, _shape: &ops::DecodeStepShape) -> [usize; 2] {
+        [0; 2]
+    }
 
     /// Checks that the engine has kernels for these sizes.
     ///

@@ -16,7 +16,8 @@ mod update;
 mod value_embedding;
 
 pub use decode::{
-    CacheFill, CacheRead, DecodeAttention, DecodeEmbed, DecodeMatmul, SampleTokens, Slot, SlotSampling, decode_splits,
+    CacheFill, CacheRead, DecodeAttention, DecodeEmbed, DecodeMatmul, DecodeOperation, DecodeStep, DecodeStepShape,
+    SampleTokens, Slot, SlotSampling, decode_splits,
 };
 pub(crate) use fp8::largest_rounded;
 pub use fp8::{Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, Fp8Scales, Quantize, Scaling};
@@ -97,6 +98,7 @@ operations!(
     DecodeEmbed,
     DecodeMatmul,
     DecodeAttention,
+    DecodeStep<'a>,
     CacheFill,
     CacheRead,
     SampleTokens,

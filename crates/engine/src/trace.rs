@@ -1,11 +1,7 @@
 //! An engine that records a digest of each tensor that an operation writes, to compare two runs of the same operations.
 
-use crate::plan::Plan;
-use crate::tensor::{DType, Tensor};
-use crate::{
-    Algorithms, BatchLayout, DeviceTensor, Engine, GeluFusion, GraphKey, HostBuffer, Interval, Operation, Peak,
-    PendingRead, ReadResult, Result, Tuning, Workload,
-};
+use crate::tensor::Tensor;
+use crate::{Engine, GraphKey, Operation, Result};
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
@@ -77,6 +73,10 @@ impl<'a> Tracer<'a> {
         self.entries
     }
 
+    fn before(&mut self) -> Result<()> {
+        Ok(())
+    }
+
     fn record(&mut self, operation: &str, outputs: &[(&'static str, Tensor)]) -> Result<()> {
         for &(output, tensor) in outputs {
             if let Some(flip) = self.flip.filter(|flip| flip.output == self.entries.len()) {
@@ -98,20 +98,9 @@ impl<'a> Tracer<'a> {
     }
 }
 
-/// Defines methods that call those of the traced engine.
-macro_rules! delegate {
-    ($($name:ident(&mut self $(, $argument:ident: $type:ty)*) -> $result:ty;)* --
-     $($shared:ident(&self $(, $shared_argument:ident: $shared_type:ty)*) -> $shared_result:ty;)*) => {
-        $(fn $name(&mut self $(, $argument: $type)*) -> $result {
-            self.engine.$name($($argument),*)
-        })*
-        $(fn $shared(&self $(, $shared_argument: $shared_type)*) -> $shared_result {
-            self.engine.$shared($($shared_argument),*)
-        })*
-    };
-}
-
 impl Engine for Tracer<'_> {
+    delegate_to_engine!();
+
     fn execute(&mut self, operation: Operation) -> Result<()> {
         let (name, outputs) = (operation.name(), operation.outputs());
         self.engine.execute(operation)?;
@@ -139,47 +128,6 @@ impl Engine for Tracer<'_> {
         work: &mut dyn FnMut(&mut dyn Engine) -> Result<()>,
     ) -> Result<Option<String>> {
         work(self).map(|()| None)
-    }
-
-    fn tune(&mut self, retune: bool, pass: &mut dyn FnMut(&mut dyn Engine) -> Result<()>) -> Result<Tuning> {
-        self.engine.tune(retune, pass)
-    }
-
-    fn device_tensor(&self, tensor: Tensor) -> Result<Option<DeviceTensor<'_>>> {
-        self.engine.device_tensor(tensor)
-    }
-
-    fn emulated(&self) -> Option<Box<dyn Engine>> {
-        self.engine.emulated()
-    }
-
-    delegate! {
-        plan(&mut self, plan: &mut Plan, workload: &Workload) -> ();
-        allocate(&mut self, plan: &Plan) -> Result<()>;
-        write(&mut self, to: Tensor, values: &[f32]) -> Result<()>;
-        read(&mut self, from: Tensor) -> Result<Vec<f32>>;
-        read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()>;
-        write_bytes(&mut self, to: Tensor, bytes: &[u8]) -> Result<()>;
-        read_async(&mut self, from: Tensor) -> Result<PendingRead>;
-        wait(&mut self, read: PendingRead) -> Result<ReadResult>;
-        load_batch(&mut self, to: Tensor, layout: BatchLayout, words: HostBuffer) -> Result<Option<HostBuffer>>;
-        digest(&mut self, tensor: Tensor, first: u64) -> Result<u64>;
-        adopt_algorithms(&mut self, algorithms: &Algorithms) -> bool;
-        start_profile(&mut self) -> Result<()>;
-        profile(&mut self) -> Result<Vec<Interval>>;
-        wait_for_event(&mut self, event: &cuda_driver::Event) -> Result<()>;
-        --
-        describe(&self) -> String;
-        dtype(&self) -> DType;
-        fp8_dtype(&self) -> Option<DType>;
-        free_memory(&self) -> Result<usize>;
-        reserved_memory(&self, communicators: usize) -> usize;
-        peak(&self) -> Option<Peak>;
-        gelu_fusion(&self) -> GeluFusion;
-        fuses_column_sums(&self, c: usize) -> bool;
-        check(&self, workload: &Workload) -> Result<()>;
-        host_buffer(&self, len: usize) -> Result<HostBuffer>;
-        algorithms(&self) -> Option<Algorithms>;
     }
 }
 

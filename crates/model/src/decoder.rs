@@ -206,6 +206,8 @@ pub(super) struct Cache {
     pub(super) sampled: Tensor,
     /// (B, Vp) f32
     pub(super) scratch: Tensor,
+    /// Memory of a step in one launch
+    pub(super) step: Option<[Tensor; 2]>,
 }
 
 /// The parameters of a norm.

@@ -21,12 +21,12 @@ use super::params::Param;
 use super::sharding::{LayerHooks, Unsharded};
 use anyhow::ensure;
 use engine::ops::{
-    CacheFill, CacheRead, Classifier, DecodeEmbed, DecodeMatmul, Epilogue, MatmulForward, MatmulShape, SampleTokens,
-    Slot, SlotSampling, decode_splits,
+    CacheFill, CacheRead, Classifier, DecodeEmbed, DecodeMatmul, DecodeStepShape, Epilogue, MatmulForward, MatmulShape,
+    SampleTokens, Slot, SlotSampling, decode_splits,
 };
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
-use engine::{BatchLayout, Engine, GraphKey, PendingRead, Result};
+use engine::{BatchLayout, Engine, GraphKey, PendingRead, Result, StepRecorder, Tuning};
 
 /// Prompts are padded to a multiple of this length, so that an engine sees few shapes of GEMMs.
 const PADDING: usize = 64;
@@ -66,6 +66,7 @@ impl Cache {
             seen: add("seen tokens", &[slots, vp], DType::I32),
             sampled: add("sampled tokens", &[slots], DType::F32),
             scratch: add("scores", &[slots, vp], DType::F32),
+            step: None,
         }
     }
 
@@ -80,6 +81,14 @@ impl Cache {
         let before: usize = (0..layer).map(|layer| self.positions(d, layer)).sum();
         cache.slice(before * row, self.positions(d, layer) * row)
     }
+}
+
+/// Returns the sizes of a generation step: the embedding, four linear layers and the attention of each layer, and the head.
+fn step_shape(d: &Descriptor, rows: usize) -> DecodeStepShape {
+    let (c, attended) = (d.channels, d.heads * d.head_size);
+    let layer = [attended + 2 * d.kv_heads * d.head_size, attended, c, d.mlp_channels, c];
+    let columns = [c].into_iter().chain(layer.repeat(d.layers)).chain([d.padded_vocab()]).collect();
+    DecodeStepShape { rows, columns, attentions: d.layers, heads: [d.heads, d.kv_heads, d.head_size] }
 }
 
 fn cached_positions(d: &Descriptor, layer: usize, capacity: usize) -> usize {
@@ -148,7 +157,13 @@ impl Generator {
         // One prompt at a time, and one row for each slot.
         let rows = PlanOptions::inference(slots.div_ceil(capacity), capacity);
         let (decoder, mut plan) = fit::plan(descriptor, PlanOptions { logit_rows: slots, ..rows }, engine)?;
-        let cache = Cache::plan(&mut plan, &descriptor, slots, capacity, engine.dtype());
+        let mut cache = Cache::plan(&mut plan, &descriptor, slots, capacity, engine.dtype());
+        let lengths = engine.decode_step_memory(&step_shape(&descriptor, slots));
+        if !lengths.contains(&0) {
+            let names = ["table of a step", "values of a step"];
+            let mut add = |i: usize| plan.add(Group::Workspace, names[i], &[lengths[i]], DType::I32);
+            cache.step = Some([add(0), add(1)]);
+        }
         let (needed, free) = (plan.bytes().saturating_add(engine.reserved_memory(0)), engine.free_memory()?);
         ensure!(
             needed <= free,
@@ -371,11 +386,12 @@ impl Generator {
         BatchLayout::new(1, tokens.next_multiple_of(PADDING).min(self.cache.capacity - past))
     }
 
-    /// Lets the engine time the GEMMs of a step and choose the fastest implementation of each.
+    /// Lets the engine time the GEMMs of a step, and the step in one launch and with separate kernels, and choose the fastest
+    /// implementation of each.
     ///
     /// The memory is zero afterwards, parameters included: load the model after it.
-    pub fn tune(&self, engine: &mut dyn Engine) -> Result<()> {
-        engine.tune(false, &mut |engine| self.decode(engine)).map(|_| ())
+    pub fn tune(&self, engine: &mut dyn Engine) -> Result<Tuning> {
+        engine.tune(false, &mut |engine| self.decode(engine))
     }
 
     /// Returns the logits (B, Vp) of the last step, before softcap, penalty and temperature.
@@ -385,6 +401,12 @@ impl Generator {
 
     /// Computes one token of every slot: the pass of [`Decoder::forward`] for B rows of different positions.
     fn decode(&self, engine: &mut dyn Engine) -> Result<()> {
+        let mut recorder = StepRecorder::new(engine, self.cache.step);
+        self.decode_operations(&mut recorder)?;
+        recorder.finish()
+    }
+
+    fn decode_operations(&self, engine: &mut dyn Engine) -> Result<()> {
         let (model, rows) = (&self.decoder, self.cache.slot_count);
         let pass = DecodePass { model, rows, cache: self.cache };
         let first = self.embed(engine)?;

@@ -10,34 +10,37 @@ use crate::tensor::Tensor;
 use anyhow::{Context, ensure};
 use cuda_std::GlobalMut;
 use gpu::decode::launch::{self, AttentionOperands, InputNorm, MatvecOperands, MatvecSize};
+use gpu::decode::step::launch::EmbedOperands;
 use gpu::decode::{attention as kernels, embed as embeddings, sample as sampling};
-use gpu::launch::KernelLaunch;
 
-pub(super) fn embed<T: Float>(cuda: &mut Cuda<T>, op: DecodeEmbed) -> Result<()> {
-    let DecodeEmbed { out, slots, wte, wpe, c } = op;
+/// Returns the operands of an embedding.
+pub(super) fn embed_operands<T: Float>(cuda: &Cuda<T>, op: &DecodeEmbed) -> Result<EmbedOperands<T>> {
+    let DecodeEmbed { out, slots, wte, wpe, c } = *op;
     ensure!(c.is_multiple_of(T::PACKET), "decode_embed: expected a multiple of {} channels, found {c}", T::PACKET);
-    let b = slots.len / Slot::WORDS;
-    let launch = embeddings::decode_embed::<T>(
-        cuda.output("out", out, b * c)?,
-        cuda.input("slots", slots, b * Slot::WORDS)?,
-        cuda.input("wte", wte, wte.len)?,
-        cuda.optional_input("wpe", wpe, wpe.map_or(0, |wpe| wpe.len))?,
-        c as u32,
-    );
-    cuda.launch(launch, embeddings::grid::<T>(c, b), 0)
+    Ok(EmbedOperands {
+        out: cuda.output("out", out, slots.len / Slot::WORDS * c)?,
+        wte: cuda.input("wte", wte, wte.len)?,
+        wpe: cuda.optional_input("wpe", wpe, wpe.map_or(0, |wpe| wpe.len))?,
+        channels: c,
+    })
 }
 
-/// Returns the kernel of a linear layer of few rows that reads `inp` (rows, C), before its norm.
-fn matvec_kernel<T: Float>(
+pub(super) fn embed<T: Float>(cuda: &mut Cuda<T>, op: DecodeEmbed) -> Result<()> {
+    let EmbedOperands { out, wte, wpe, channels } = embed_operands(cuda, &op)?;
+    let b = op.slots.len / Slot::WORDS;
+    let slots = cuda.input("slots", op.slots, b * Slot::WORDS)?;
+    let launch = embeddings::decode_embed::<T>(out, slots, wte, wpe, channels as u32);
+    cuda.launch(launch, embeddings::grid::<T>(channels, b), 0)
+}
+
+/// Returns the operands of a linear layer of few rows that reads `inp` (rows, C), before its norm.
+fn matvec_operands<T: Float>(
     cuda: &Cuda<T>,
     op: &MatmulForward,
     inp: Tensor,
     norm: InputNorm<T>,
-) -> Result<Option<KernelLaunch>> {
+) -> Result<(MatvecOperands<T>, MatvecSize)> {
     let MatmulForward { out, weight, bias, epilogue, shape: MatmulShape { rows, c, oc }, .. } = *op;
-    if rows > launch::MAX_ROWS {
-        return Ok(None);
-    }
     let (residual, activation) = match epilogue {
         Epilogue::None => (None, None),
         Epilogue::Residual(residual) => (Some(residual), None),
@@ -53,36 +56,41 @@ fn matvec_kernel<T: Float>(
         norm,
     };
     let sm_count = cuda.executor.sm_count();
-    let size = MatvecSize { rows, channels: c, outputs: oc, activation, sm_count };
-    Ok(launch::matvec(operands, size))
+    Ok((operands, MatvecSize { rows, channels: c, outputs: oc, activation, sm_count }))
 }
 
-/// Returns the kernel that computes the norm as well, if there is one.
-fn normed_kernel<T: Float>(cuda: &Cuda<T>, op: &DecodeMatmul) -> Result<Option<KernelLaunch>> {
+/// Returns the operands of a linear layer of few rows and the norm before it.
+pub(super) fn normed_operands<T: Float>(cuda: &Cuda<T>, op: &DecodeMatmul) -> Result<(MatvecOperands<T>, MatvecSize)> {
     let c = op.matmul.shape.c;
-    let Some(norm) = op.norm else { return matvec_kernel(cuda, &op.matmul, op.matmul.inp, InputNorm::None) };
+    let Some(norm) = op.norm else { return matvec_operands(cuda, &op.matmul, op.matmul.inp, InputNorm::None) };
     let weight = cuda.optional_input("norm weight", norm.weight, c)?;
     let fused = match norm.mean {
         Some(_) => InputNorm::LayerNorm(weight, cuda.optional_input("norm bias", norm.bias, c)?),
         None => InputNorm::RmsNorm(weight, norm.eps),
     };
-    matvec_kernel(cuda, &op.matmul, norm.inp, fused)
+    matvec_operands(cuda, &op.matmul, norm.inp, fused)
 }
 
 pub(super) fn matmul<T: Float>(cuda: &mut Cuda<T>, op: &DecodeMatmul) -> Result<()> {
-    if let Some(kernel) = normed_kernel(cuda, op)? {
+    let (operands, size) = normed_operands(cuda, op)?;
+    if let Some(kernel) = launch::matvec(operands, size) {
         return cuda.launch_kernel(&kernel);
     }
     if let Some(of_input) = &op.norm {
         norm::forward(cuda, of_input)?;
     }
-    match matvec_kernel(cuda, &op.matmul, op.matmul.inp, InputNorm::None)? {
+    let (operands, size) = matvec_operands(cuda, &op.matmul, op.matmul.inp, InputNorm::None)?;
+    match launch::matvec(operands, size) {
         Some(kernel) => cuda.launch_kernel(&kernel),
         None => linear::forward(cuda, &op.matmul),
     }
 }
 
-pub(super) fn attention<T: Float>(cuda: &mut Cuda<T>, op: &DecodeAttention) -> Result<()> {
+/// Returns the operands of attention.
+pub(super) fn attention_operands<T: Float>(
+    cuda: &Cuda<T>,
+    op: &DecodeAttention,
+) -> Result<(AttentionOperands<T>, kernels::Sizes)> {
     let DecodeAttention { out, qkv, keys, values, slots, partials, rotation, shape } = *op;
     let AttentionShape { b, t, heads, kv_heads, head_size: hs } = shape;
     shape.check()?;
@@ -122,8 +130,14 @@ pub(super) fn attention<T: Float>(cuda: &mut Cuda<T>, op: &DecodeAttention) -> R
         q_weight,
         k_weight,
     };
-    let kernels = launch::attention(operands, sizes, b).with_context(|| {
-        format!("decode_attention: expected a head size that is a multiple of 16 up to 128, found {hs}")
+    Ok((operands, sizes))
+}
+
+pub(super) fn attention<T: Float>(cuda: &mut Cuda<T>, op: &DecodeAttention) -> Result<()> {
+    let (operands, sizes) = attention_operands(cuda, op)?;
+    let kernels = launch::attention(operands, sizes, op.shape.b).with_context(|| {
+        let found = op.shape.head_size;
+        format!("decode_attention: expected a head size that is a multiple of 16 up to 128, found {found}")
     })?;
     cuda.launch_all(&kernels)
 }

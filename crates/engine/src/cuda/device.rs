@@ -4,7 +4,7 @@ use super::arena::Arena;
 use super::cuda_graphs::{CudaGraphs, GraphAction};
 use super::executor::{EmulatedGpu, Executor, GemmTimer};
 use super::functions::Functions;
-use super::gemm_cache::{GemmCache, kernels_digest};
+use super::gemm_cache::{GemmCache, digest};
 use super::noise::noise;
 use super::profile::Profile;
 use super::tensor_maps::{Extents, TensorMapKey, TensorMaps};
@@ -126,7 +126,7 @@ impl CudaDevice {
             profile: None,
             code: code.to_string(),
             architecture: code.module.arch,
-            kernels_digest: kernels_digest(code.image()),
+            kernels_digest: digest(code.image()),
             emulation,
             gpu,
         })

@@ -134,6 +134,11 @@ impl Executor for Emulated {
         self.gpu
     }
 
+    fn runs_blocks_together(&self) -> bool {
+        // Without checks, each processor runs one block after the other.
+        self.checked
+    }
+
     fn shared_memory(&self, blocks: usize) -> usize {
         // Hopper has 228 KiB per SM, of which a block may use 227.
         (228 << 10) / blocks - 1024

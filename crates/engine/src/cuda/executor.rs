@@ -69,6 +69,11 @@ pub trait Executor {
         self.emulation().sm_count
     }
 
+    /// Reports whether a block on each SM runs at the same time, so that blocks may wait for each other.
+    fn runs_blocks_together(&self) -> bool {
+        true
+    }
+
     /// Returns the bytes of shared memory available to each block if `blocks` share an SM.
     fn shared_memory(&self, blocks: usize) -> usize;
 

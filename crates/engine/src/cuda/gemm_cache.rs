@@ -19,7 +19,7 @@ pub struct GemmCache {
 }
 
 impl GemmCache {
-    /// Returns the cache for a GPU and the kernels' architecture and [digest](kernels_digest).
+    /// Returns the cache for a GPU and the kernels' architecture and [digest].
     pub fn new(gpu: &Gpu, architecture: &str, kernels: u64) -> Result<Self> {
         let (_, library) = cublaslt::find()?;
         let (major, minor) = cuda_driver::driver_version()?;
@@ -42,6 +42,29 @@ impl GemmCache {
         text.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
     }
 
+    /// Returns whether the generation step with this digest is faster in one launch, if it has been measured.
+    pub fn step_in_one_launch(&self, step: u64) -> Option<bool> {
+        self.load_steps().get(&step).copied()
+    }
+
+    /// Stores whether a generation step is faster in one launch. A choice that another run has stored meanwhile stays.
+    pub fn save_step(&self, step: u64, in_one_launch: bool) -> Result<()> {
+        let path = self.steps_path().context("no cache directory: set XDG_CACHE_HOME or HOME")?;
+        let mut steps = self.load_steps();
+        steps.entry(step).or_insert(in_one_launch);
+        atomic_file::create_directory(path.parent().context("the cache file has no directory")?)?;
+        atomic_file::write(&path, |file| Ok(file.write_all(&serde_json::to_vec(&steps)?)?))
+    }
+
+    fn load_steps(&self) -> HashMap<u64, bool> {
+        let text = self.steps_path().and_then(|path| fs::read(path).ok());
+        text.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
+    }
+
+    fn steps_path(&self) -> Option<PathBuf> {
+        self.path.as_ref().map(|path| path.with_extension("steps.json"))
+    }
+
     /// Adds choices that the file lacks. A choice that another run has stored meanwhile stays.
     pub fn save(&self, choices: &[GemmChoice]) -> Result<()> {
         let path = self.path.as_ref().context("no cache directory: set XDG_CACHE_HOME or HOME")?;
@@ -53,10 +76,10 @@ impl GemmCache {
     }
 }
 
-/// Returns a digest of the kernels' code. It takes 8 ms for 12 MB.
-pub fn kernels_digest(code: &[u8]) -> u64 {
+/// Returns a digest, which takes 8 ms for the kernels' 12 MB of code.
+pub fn digest(bytes: &[u8]) -> u64 {
     let mut hasher = DefaultHasher::new();
-    hasher.write(code);
+    hasher.write(bytes);
     hasher.finish()
 }
 

@@ -12,6 +12,7 @@ mod cast;
 mod classifier;
 mod cuda_graphs;
 mod decode;
+mod decode_step;
 mod device;
 mod digest;
 mod emulated;
@@ -45,6 +46,7 @@ pub use modules::{EMBEDDED, EmbeddedKernels, KernelCode, select};
 pub use profile::Profile;
 
 use crate::gemm::{Algorithms, Tuning};
+use crate::ops::DecodeStepShape;
 use crate::plan::{Constant, Group, Plan};
 use crate::tensor::{DType, Tensor};
 use crate::{
@@ -181,6 +183,7 @@ struct Cuda<T> {
     /// i32: counters of the fused attention backward pass, zero between operations.
     attention_counters: Option<Tensor>,
     update_ranges: adamw::Tables,
+    steps: decode_step::Steps<T>,
     gelu_fusion: GeluFusion,
     /// Constants of the plan, which the autotuner overwrites.
     constants: Vec<Constant>,
@@ -204,6 +207,7 @@ impl<T: Float> Cuda<T> {
             scratch: None,
             attention_counters: None,
             update_ranges: adamw::Tables::default(),
+            steps: decode_step::Steps::default(),
             gelu_fusion,
             constants: Vec::new(),
             capturing: false,
@@ -344,6 +348,7 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::DecodeEmbed(op) => decode::embed(self, op),
             Operation::DecodeMatmul(op) => decode::matmul(self, &op),
             Operation::DecodeAttention(op) => decode::attention(self, &op),
+            Operation::DecodeStep(op) => decode_step::step(self, op),
             Operation::CacheFill(op) => decode::cache_fill(self, op),
             Operation::CacheRead(op) => decode::cache_read(self, op),
             Operation::SampleTokens(op) => decode::sample(self, op),
@@ -377,10 +382,12 @@ impl<T: Float> Engine for Cuda<T> {
         let passed = pass(self);
         // Timing overwrites the memory.
         self.update_ranges.invalidate();
-        let tuning = self.gemms.finish_tuning(retune, &mut *self.executor)?;
+        let mut tuning = self.gemms.finish_tuning(retune, &mut *self.executor)?;
         passed?;
+        let step_seconds = decode_step::choose(self, pass)?;
         self.write_constants()?;
         self.zero_counters()?;
+        tuning.step_seconds = step_seconds;
         Ok(tuning)
     }
 
@@ -437,6 +444,10 @@ impl<T: Float> Engine for Cuda<T> {
         self.executor.peak(T::DTYPE)
     }
 
+    fn decode_step_memory(&self, shape: &DecodeStepShape) -> [usize; 2] {
+        decode_step::memory(self, shape)
+    }
+
     fn check(&self, workload: &Workload) -> Result<()> {
         attention::check::<T>(workload)?;
         norm::check::<T>(workload)?;
@@ -478,6 +489,7 @@ impl<T: Float> Engine for Cuda<T> {
             );
         }
         self.update_ranges.invalidate();
+        self.steps.invalidate();
         self.arena = Arena::default();
         self.arena = self.executor.allocate(plan)?;
         let scratch = match self.scratch {

@@ -253,6 +253,8 @@ pub struct Tuning {
     pub seconds: f64,
     /// The reason why the result could not be cached.
     pub cache_error: Option<String>,
+    /// Seconds of a generation step with separate kernels and in one launch, if both were timed.
+    pub step_seconds: Option<[f64; 2]>,
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 //! A *slot* is a sequence of a batch. What changes from token to token is in device memory (`slots`), so that one CUDA graph serves
 //! all tokens: see [`Slot`].
 
-use super::{AttentionShape, MatmulForward, NormForward, Rotation};
+use super::{AttentionShape, MatmulForward, NormForward, Operation, Rotation};
 use crate::tensor::Tensor;
 
 /// The state of a slot: (8) i32 words of a `slots` tensor (B, 8). Floats are stored as their bits.
@@ -126,6 +126,50 @@ pub struct DecodeAttention {
     pub rotation: Option<Rotation>,
     /// B slots; T is the number of positions in the cache.
     pub shape: AttentionShape,
+}
+
+/// An operation of a [`DecodeStep`].
+#[derive(Clone, Copy, Debug)]
+pub enum DecodeOperation {
+    /// See [`DecodeEmbed`].
+    Embed(DecodeEmbed),
+    /// See [`DecodeMatmul`].
+    Matmul(DecodeMatmul),
+    /// See [`DecodeAttention`].
+    Attention(DecodeAttention),
+}
+
+impl From<DecodeOperation> for Operation<'_> {
+    fn from(operation: DecodeOperation) -> Self {
+        match operation {
+            DecodeOperation::Embed(operation) => operation.into(),
+            DecodeOperation::Matmul(operation) => operation.into(),
+            DecodeOperation::Attention(operation) => operation.into(),
+        }
+    }
+}
+
+/// Computes operations in order. An engine may compute them in one kernel, which leaves the outputs that one of them reads undefined.
+#[derive(Clone, Copy, Debug)]
+pub struct DecodeStep<'a> {
+    /// The operations. All have the same slots.
+    pub operations: &'a [DecodeOperation],
+    /// i32 memory of the engine, of the lengths that [`decode_step_memory`](crate::Engine::decode_step_memory) returns. Nothing else may
+    /// write it.
+    pub memory: [Tensor; 2],
+}
+
+/// Sizes from which an engine plans the memory of a [`DecodeStep`].
+#[derive(Clone, Debug)]
+pub struct DecodeStepShape {
+    /// B slots.
+    pub rows: usize,
+    /// Columns of the output of each operation.
+    pub columns: Vec<usize>,
+    /// Number of attention operations.
+    pub attentions: usize,
+    /// NH, KV and HS.
+    pub heads: [usize; 3],
 }
 
 /// Returns the most parts into which a kernel may split the positions of a cache of `t` positions. Few sequences are split into many

@@ -87,6 +87,10 @@ impl Operation<'_> {
             Self::DecodeAttention(op) => {
                 vec![some("out", op.out), some("keys", op.keys), some("values", op.values)]
             }
+            Self::DecodeStep(op) => {
+                let individual = op.operations.iter().map(|&operation| Operation::from(operation));
+                return individual.flat_map(|operation| operation.outputs()).collect();
+            }
             Self::CacheFill(op) => vec![some("keys", op.keys), some("values", op.values)],
             Self::CacheRead(op) => vec![some("qkv", op.qkv)],
             Self::SampleTokens(op) => {

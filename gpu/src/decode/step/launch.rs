@@ -67,6 +67,26 @@ pub struct StepMemory {
     pub slots: Global<i32>,
 }
 
+/// Returns upper limits of the words of table and scratch memory of a step of `rows` slots: the outputs of its operations have `columns`
+/// columns, and `attentions` of them are attention of [NH, KV, HS] heads.
+pub fn memory<T: TensorCore>(
+    rows: usize,
+    columns: &[usize],
+    attentions: usize,
+    [heads, kv_heads, head_size]: [usize; 3],
+    sm_count: usize,
+) -> [usize; 2] {
+    let mut scratch = words::HEADER;
+    for columns in columns {
+        take(&mut scratch, words::count::<T>(rows * columns));
+    }
+    let splits = (sm_count / (rows * kv_heads).max(1)).clamp(1, MAX_SPLITS);
+    for _ in 0..attentions {
+        take(&mut scratch, rows * heads * (head_size + 2) * splits);
+    }
+    [columns.len() * ENTRY, scratch]
+}
+
 /// Creates the program of a step of `rows` slots for a GPU with `sm_count` SMs.
 ///
 /// # Errors

@@ -95,7 +95,12 @@ impl Generate {
         let capacity = self.prompt + self.tokens;
         let (generator, plan) = Generator::plan(descriptor, slots, capacity, engine)?;
         engine.allocate(&plan)?;
-        generator.tune(engine)?;
+        if let Some(times) = generator.tune(engine)?.step_seconds {
+            let [separate, one] = times.map(|seconds| seconds * 1e6);
+            terminal::line(&format!(
+                "{slots} x 1 token: {separate:.1} us with separate kernels, {one:.1} us in one launch"
+            ))?;
+        }
         match source {
             Some(source) => source.load(&generator.decoder, engine)?,
             None => generator.decoder.initialize(engine, 42)?,
