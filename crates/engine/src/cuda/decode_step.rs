@@ -5,7 +5,7 @@ use super::gemm_cache::digest;
 use super::{Cuda, Float};
 use crate::ops::{DecodeOperation, DecodeStep, DecodeStepShape, Slot};
 use crate::tensor::Tensor;
-use crate::{Engine, GraphKey, Result};
+use crate::{Engine, GraphKey, Result, Tuning};
 use cuda_std::{Global, GlobalMut};
 use gpu::decode::step::launch::{self, Operation, Program, StepMemory};
 use gpu::launch::KernelLaunch;
@@ -123,17 +123,17 @@ fn kernel<T: Float>(cuda: &mut Cuda<T>, op: &DecodeStep) -> Result<Option<Kernel
     Ok(Some(launch))
 }
 
-/// Chooses between one launch and separate kernels for the step that a tuning pass contained. The memory is zero afterwards. Returns the
-/// seconds of a step with separate kernels and in one launch, if they were measured.
+/// Chooses between one launch and separate kernels for the step that a tuning pass contained. The memory is zero afterwards.
 pub(super) fn choose<T: Float>(
     cuda: &mut Cuda<T>,
     pass: &mut dyn FnMut(&mut dyn Engine) -> Result<()>,
-) -> Result<Option<[f64; 2]>> {
+    tuning: &mut Tuning,
+) -> Result<()> {
     cuda.steps.invalidate();
-    let Some(step) = cuda.steps.supported.take().filter(|_| cuda.executor.stream().is_some()) else { return Ok(None) };
+    let Some(step) = cuda.steps.supported.take().filter(|_| cuda.executor.stream().is_some()) else { return Ok(()) };
     if let Some(known) = cuda.gemms.cache.as_ref().and_then(|cache| cache.step_in_one_launch(step)) {
         cuda.steps.in_one_launch = known;
-        return Ok(None);
+        return Ok(());
     }
     let keys = [GraphKey::new(), GraphKey::new()];
     let mut seconds = [f64::INFINITY; 2];
@@ -157,11 +157,11 @@ pub(super) fn choose<T: Float>(
     if let Some(timer) = cuda.executor.gemm_timer() {
         timer.zero_memory()?;
     }
-    if let Some(cache) = &cuda.gemms.cache {
-        // Without the cache the choice is measured again.
-        let _ = cache.save_step(step, cuda.steps.in_one_launch);
+    tuning.step_seconds = Some(seconds);
+    if let Some(Err(error)) = cuda.gemms.cache.as_ref().map(|cache| cache.save_step(step, cuda.steps.in_one_launch)) {
+        tuning.cache_error = Some(format!("{error:#}"));
     }
-    Ok(Some(seconds))
+    Ok(())
 }
 
 #[cfg(test)]

@@ -384,10 +384,9 @@ impl<T: Float> Engine for Cuda<T> {
         self.update_ranges.invalidate();
         let mut tuning = self.gemms.finish_tuning(retune, &mut *self.executor)?;
         passed?;
-        let step_seconds = decode_step::choose(self, pass)?;
+        decode_step::choose(self, pass, &mut tuning)?;
         self.write_constants()?;
         self.zero_counters()?;
-        tuning.step_seconds = step_seconds;
         Ok(tuning)
     }
 
