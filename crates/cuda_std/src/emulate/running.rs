@@ -1,33 +1,33 @@
-//! The blocks of a launch that run in parallel, and may wait for each other.
+//! The OS threads that run the blocks of a launch, which may wait for each other.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Time without a change after which blocks count as deadlocked if all of them poll or wait.
+/// Time without a change after which blocks count as livelocked if all of them poll or wait.
 const PATIENCE: Duration = Duration::from_millis(500);
 
-/// The blocks of a launch that run in parallel.
+/// The OS threads that run the blocks of a launch.
 #[derive(Default)]
 pub struct Running {
     state: Mutex<State>,
     condition: Condvar,
     /// Number of changes of memory that threads access atomically, and of blocks that have started or ended.
     changes: AtomicU64,
-    /// Number of blocks that wait or are about to.
+    /// Number of threads whose blocks wait or are about to.
     sleepers: AtomicUsize,
-    /// Number of blocks that poll.
+    /// Number of threads whose blocks poll.
     polling: AtomicUsize,
 }
 
 #[derive(Default)]
 struct State {
-    /// Number of blocks that have started and not finished.
+    /// Number of threads with a block that has started and not finished.
     active: usize,
     /// Number of these that have found no satisfied wait since the last change.
     waiting: usize,
-    /// Set when all active blocks wait.
+    /// Set when all active threads wait.
     deadlocked: bool,
 }
 
@@ -40,14 +40,14 @@ impl Running {
         self.condition.notify_all();
     }
 
-    /// Records that a block has started.
-    pub fn started(&self) {
-        self.change(|active| active + 1);
+    /// Records that a block has started, and whether it is the only one of its thread.
+    pub fn started(&self, is_only: bool) {
+        self.change(|active| active + usize::from(is_only));
     }
 
-    /// Records that a block has finished.
-    pub fn finished(&self) {
-        self.change(|active| active - 1);
+    /// Records that a block has finished, and whether it was the last one of its thread.
+    pub fn finished(&self, is_last: bool) {
+        self.change(|active| active - usize::from(is_last));
     }
 
     /// Records that memory has changed.
@@ -59,7 +59,7 @@ impl Running {
         }
     }
 
-    /// Waits until `satisfied` returns true or all active blocks wait.
+    /// Waits until `satisfied` returns true or all active threads wait.
     pub fn wait(&self, satisfied: impl Fn() -> bool) {
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -78,7 +78,7 @@ impl Running {
     }
 }
 
-/// A block of a parallel launch, which may poll.
+/// A thread whose blocks may poll.
 #[derive(Default)]
 pub struct Polling {
     /// The count of changes at the last pause, and the time when it was new.
@@ -86,14 +86,14 @@ pub struct Polling {
 }
 
 impl Polling {
-    /// Records that threads of the block do not poll.
+    /// Records that a block of the thread can continue.
     pub fn end(&mut self, running: &Running) {
         if self.seen.take().is_some() {
             running.polling.fetch_sub(1, Ordering::SeqCst);
         }
     }
 
-    /// Lets other blocks run. Returns false if all blocks have polled or waited for a while, and nothing has changed.
+    /// Lets other threads run. Returns false if all blocks have polled or waited for a while, and nothing has changed.
     pub fn pause(&mut self, running: &Running) -> bool {
         let changes = running.changes.load(Ordering::SeqCst);
         let is_first = self.seen.is_none();

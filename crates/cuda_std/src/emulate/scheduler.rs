@@ -46,67 +46,147 @@ thread_local! {
 /// Runs the body in every thread of every block, with blocks in parallel. Returns the report of the first fault.
 pub fn run(grid: &Grid<'_>) -> Result<(), Report> {
     let blocks = grid.blocks()?;
-    let workers = rayon::current_num_threads().min(MAX_FIBERS / grid.threads as usize);
-    let workers = workers.min(usize::try_from(blocks).unwrap_or(usize::MAX));
+    let most = MAX_FIBERS / grid.threads as usize;
+    let workers = rayon::current_num_threads().min(most).min(usize::try_from(blocks).unwrap_or(usize::MAX));
     let next = AtomicU64::new(0);
     let running = Arc::new(Running::default());
     let work = |_| {
-        let mut stacks = match grid.stacks() {
-            Ok(stacks) => stacks,
-            Err(report) => return Some((0, report)),
-        };
-        let mut block = Block::new(grid);
-        block.running = Some(running.clone());
-        let mut found = None;
-        while found.is_none() {
-            let number = next.fetch_add(1, Ordering::Relaxed);
-            if number >= blocks {
-                break;
-            }
-            block.start(grid.index(number));
-            running.started();
-            let mut fibers = fibers(grid.body, stacks);
-            found = run_block(&mut block, &mut fibers, &running).map(|report| (number, report));
-            stacks = unwind(&mut block, Mode::Unchecked, fibers);
-            running.finished();
-        }
-        if found.is_some() {
-            next.store(blocks, Ordering::Relaxed);
-        }
-        stack::give_back(stacks);
-        found
+        let (live, unused) = (Vec::new(), Vec::new());
+        Worker { grid, blocks, next: &next, running: &running, most: most / workers, live, unused }.run()
     };
     let first = (0..workers).into_par_iter().with_max_len(1).filter_map(work).min_by_key(|(number, _)| *number);
     first.map_or(Ok(()), |(_, report)| Err(report))
 }
 
-/// Runs an unchecked block until it ends or faults.
-fn run_block(block: &mut Block, fibers: &mut [Fiber], running: &Running) -> Option<Report> {
-    let mut polling = running::Polling::default();
-    loop {
-        let state = resume(block, Mode::Unchecked, fibers);
-        if !matches!(state, State::Polls) {
-            polling.end(running);
+/// A block of an unchecked launch that has started.
+struct Live {
+    number: u64,
+    block: Box<Block>,
+    fibers: Vec<Fiber>,
+    state: State,
+}
+
+/// An OS thread that runs blocks of an unchecked launch: the next one when a block has ended, or when all of its blocks poll or wait. Blocks
+/// may therefore wait for each other on a machine with fewer cores than blocks.
+struct Worker<'a> {
+    grid: &'a Grid<'a>,
+    blocks: u64,
+    /// Number of the next block of the launch.
+    next: &'a AtomicU64,
+    running: &'a Arc<Running>,
+    /// Maximum number of blocks that it runs at a time.
+    most: usize,
+    live: Vec<Live>,
+    unused: Vec<(Box<Block>, Vec<FiberStack>)>,
+}
+
+impl Worker<'_> {
+    fn run(mut self) -> Option<(u64, Report)> {
+        let mut polling = running::Polling::default();
+        let found = self.run_blocks(&mut polling);
+        if found.is_some() {
+            self.next.store(self.blocks, Ordering::Relaxed);
         }
+        polling.end(self.running);
+        while !self.live.is_empty() {
+            self.end(0);
+        }
+        self.unused.drain(..).for_each(|(_, stacks)| stack::give_back(stacks));
+        found
+    }
+
+    /// Runs blocks until none is left or one faults.
+    fn run_blocks(&mut self, polling: &mut running::Polling) -> Option<(u64, Report)> {
+        // `stuck` is the number of blocks that have run one after another without a change.
+        let (mut at, mut stuck) = (0, 0);
+        loop {
+            if self.live.is_empty() {
+                match self.start() {
+                    Ok(true) => (),
+                    Ok(false) => return None,
+                    Err(report) => return Some((0, report)),
+                }
+            }
+            at %= self.live.len();
+            if self.resume(at) {
+                polling.end(self.running);
+                stuck = 0;
+            } else {
+                stuck += 1;
+            }
+            let Live { number, block, state, .. } = &mut self.live[at];
+            match state {
+                State::Faulted(report) => return Some((*number, report.clone())),
+                State::Ended => {
+                    if let Some(report) = block.incomplete_async_work() {
+                        return Some((*number, report));
+                    }
+                    self.end(at);
+                }
+                _ => at += 1,
+            }
+            if stuck > 0 && stuck >= self.live.len() {
+                stuck = 0;
+                if self.live.len() < self.most && matches!(self.start(), Ok(true)) {
+                    at = self.live.len() - 1;
+                } else if let Some(report) = self.wait(polling) {
+                    return Some(report);
+                }
+            }
+        }
+    }
+
+    /// Starts the next block. Returns false if there is none.
+    fn start(&mut self) -> Result<bool, Report> {
+        let (mut block, stacks) = match self.unused.pop() {
+            Some(unused) => unused,
+            None => (Box::new(Block::new(self.grid)), self.grid.stacks()?),
+        };
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        if number >= self.blocks {
+            self.unused.push((block, stacks));
+            return Ok(false);
+        }
+        block.running = Some(self.running.clone());
+        block.start(self.grid.index(number));
+        self.running.started(self.live.is_empty());
+        let fibers = fibers(self.grid.body, stacks);
+        self.live.push(Live { number, block, fibers, state: State::Left });
+        Ok(true)
+    }
+
+    /// Ends a block.
+    fn end(&mut self, at: usize) {
+        let Live { mut block, fibers, .. } = self.live.swap_remove(at);
+        let stacks = unwind(&mut block, Mode::Unchecked, fibers);
+        self.unused.push((block, stacks));
+        self.running.finished(self.live.is_empty());
+    }
+
+    /// Runs a block until it stops. Returns whether it has ended or changed memory, or may continue at once.
+    fn resume(&mut self, at: usize) -> bool {
+        let Live { block, fibers, state, .. } = &mut self.live[at];
+        let can_continue = atomic::wake_satisfied(block);
         match state {
-            State::Ended => return block.incomplete_async_work(),
-            State::Faulted(report) => return Some(report),
-            State::Left => (),
-            State::Polls if polling.pause(running) => atomic::wake_spinning(block),
-            State::Polls => {
-                polling.end(running);
-                return Some(livelock(block));
-            }
-            State::Waits => {
-                let waits = block.value_waits.clone();
-                if !waits.is_empty() {
-                    running.wait(|| waits.iter().any(|wait| wait.is_satisfied()));
-                }
-                if !atomic::wake_satisfied(block) {
-                    return Some(deadlock(block));
-                }
-            }
+            State::Polls => atomic::wake_spinning(block),
+            State::Waits if !can_continue => return false,
+            _ => (),
         }
+        let before = block.changes;
+        *state = resume(block, Mode::Unchecked, fibers);
+        block.changes != before || !matches!(state, State::Polls | State::Waits)
+    }
+
+    /// Waits until a block may continue. Returns the report of a block if none of the launch can.
+    fn wait(&self, polling: &mut running::Polling) -> Option<(u64, Report)> {
+        let polls = |live: &&Live| matches!(live.state, State::Polls);
+        if let Some(Live { number, block, .. }) = self.live.iter().find(polls) {
+            return (!polling.pause(self.running)).then(|| (*number, livelock(block)));
+        }
+        polling.end(self.running);
+        let satisfied = || self.live.iter().any(|live| live.block.value_waits.iter().any(|wait| wait.is_satisfied()));
+        self.running.wait(satisfied);
+        (!satisfied()).then(|| (self.live[0].number, deadlock(&self.live[0].block)))
     }
 }
 

@@ -365,6 +365,35 @@ fn waits_for_all_words(words: GlobalMut<u32>, answer: GlobalMut<u32>) {
     }
 }
 
+/// Each block waits until all have arrived.
+#[kernel(threads = 32)]
+fn waits_for_all_blocks(counter: GlobalMut<u32>, out: GlobalMut<u32>) {
+    let blocks = thread::grid_dim_x();
+    if thread::thread_idx_x() == 0 {
+        counter.fetch_add(0, 1);
+        while counter.load_relaxed(0) < blocks {}
+        out.set(thread::block_idx_x() as usize, 1);
+    }
+    counter.release_add(1, 1);
+    counter.acquire_wait(1, 32 * blocks);
+}
+
+/// More blocks than the machine has cores are resident at a time.
+#[test]
+fn unchecked_blocks_wait_for_each_other() {
+    let (mut counter, mut out) = ([0u32; 2], [0u32; 300]);
+    let views = (GlobalMut::new(counter.as_mut_ptr()), GlobalMut::new(out.as_mut_ptr()));
+    // SAFETY: the buffers have the sizes that the kernel uses.
+    unsafe { waits_for_all_blocks(views.0, views.1).emulate([300, 1, 1], 0) }.unwrap();
+    assert_eq!((counter, out), ([300, 9600], [1; 300]));
+    // A wait for a block that does not exist.
+    let mut counter = [0u32; 2];
+    let view = GlobalMut::new(counter.as_mut_ptr());
+    // SAFETY: as above.
+    let report = unsafe { waits_for_the_next_block(view, 20).emulate([8, 1, 1], SHARED) }.unwrap_err();
+    assert_eq!(report.fault, Fault::Deadlock, "{report}");
+}
+
 /// A block that polls several words must run again although memory does not change: it stops at each word that it has read before.
 #[test]
 fn blocks_that_poll_several_words_continue() {
