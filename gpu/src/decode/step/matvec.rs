@@ -27,8 +27,6 @@ const WARPS: usize = CONSUMERS as usize;
 const LANES: usize = warp::LANES as usize;
 /// Blocks of four packets of a piece that a warp multiplies.
 const UNROLL: usize = PIECE / 4 / WARPS;
-/// Packets that a thread waits for at a time.
-const BATCH: usize = 2;
 
 /// Computes the block's columns. Every consumer thread calls it.
 #[inline(always)]
@@ -94,16 +92,26 @@ fn copy_norm<T: TensorCore>(step: &Step<T>, linear: Linear, from: usize, to: Sha
 fn gather<T: TensorCore>(step: &Step<T>, linear: Linear, first: usize) {
     let (packets, pitch) = ((linear.packets::<T>() as u32).max(1), Storage::<T>::pitch(step.sizes));
     let all = step.sizes.rows * packets;
+    let store = |i: u32, packet: Packet<T>| {
+        let (row, column) = ((i / packets) as usize, (i % packets) as usize);
+        step.storage.inputs.set_packet(row * pitch + column * T::PACKET, packet);
+    };
     let mut next = thread::thread_idx_x();
+    if all <= THREADS {
+        // Threads that wait for fewer words leave more of L2 to the weights.
+        if next < all {
+            store(next, step.words.packet(first + 4 * next as usize));
+        }
+        return;
+    }
     while next < all {
         // Past the last packet, the first of the batch is read again.
-        let at = |i: u32| if next + i * THREADS < all { next + i * THREADS } else { next };
-        let values = step.words.two_packets::<T>([0, 1].map(|i| first + 4 * at(i) as usize));
-        for i in 0..BATCH {
-            let (row, packet) = ((at(i as u32) / packets) as usize, (at(i as u32) % packets) as usize);
-            step.storage.inputs.set_packet(row * pitch + packet * T::PACKET, values[i]);
+        let at = [next, if next + THREADS < all { next + THREADS } else { next }];
+        let packets = step.words.two_packets::<T>(at.map(|i| first + 4 * i as usize));
+        for i in 0..2 {
+            store(at[i], packets[i]);
         }
-        next += BATCH as u32 * THREADS;
+        next += 2 * THREADS;
     }
 }
 
