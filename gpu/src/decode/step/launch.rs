@@ -1,4 +1,11 @@
 //! Host side: turns a list of operations into the table of a step, and returns the launch.
+//!
+//! 1. List the operations of a step in order, from the embedding to the head, with the operands of the separate kernels.
+//! 2. Call [`program`] for each number of slots. If it returns an error, launch the separate kernels instead.
+//! 3. Copy [`Program::table`] to device memory. Allocate [`Program::scratch`] words, the most of all programs, and set them to 0 once.
+//! 4. Launch [`step`], then `sample_tokens`. Both may be captured in a CUDA graph, also several times.
+//!
+//! The table contains addresses: a program is invalid when weights or cache move.
 
 use super::kernel::{self, Sizes};
 use super::table::{ATTENTION, EMBED, ENTRY, Field, MATVEC, NONE};
