@@ -131,10 +131,10 @@ fn greedy_text_on_the_cpu_is_that_of_recomputing_every_token() {
 #[test]
 fn greedy_text_on_the_gpu_is_that_of_recomputing_every_token() {
     for (name, descriptor) in models() {
-        // With 4 SMs attention has one split, with 64 several.
-        for (sm_count, prompt) in [(4, &PROMPT[..]), (64, &PROMPT[..1])] {
+        // With 4 SMs attention has one split, with 64 several. Hopper computes a step in one launch.
+        for (sm_count, hopper, prompt) in [(4, false, &PROMPT[..]), (64, false, &PROMPT[..1]), (3, true, &PROMPT[..])] {
             let expected = recomputed(descriptor, &mut Cpu::new(), prompt, 8);
-            let gpu = EmulatedGpu { sm_count, ..EmulatedGpu::default() };
+            let gpu = EmulatedGpu { sm_count, ..EmulatedGpu::new(hopper) };
             let mut engine = emulated(gpu, Precision::Fp32, None, false);
             assert_eq!(recomputed(descriptor, &mut *engine, prompt, 2), expected[..2], "{name}");
             let generator = generator(descriptor, 1, 48, &mut *engine);

@@ -11,7 +11,7 @@ use gpu::decode::step::launch::{self, Operation, Program, StepMemory};
 use gpu::launch::KernelLaunch;
 use std::time::Instant;
 
-/// Fewest operations that are worth a program.
+/// Smallest number of operations that is worth a program.
 const MIN_OPERATIONS: usize = 8;
 /// Steps of a timing, and the number of timings.
 const TIMED_STEPS: usize = 16;
@@ -179,8 +179,8 @@ mod tests {
     const VOCAB: usize = 40;
 
     /// An embedding, layers of two linear layers, the first with a norm, and a head.
-    fn engine_and_step(checked: bool) -> (Cuda<f32>, Vec<DecodeOperation>, Option<[Tensor; 2]>, Tensor) {
-        let executor = Emulated::new(EmulatedGpu::new(true), checked);
+    fn engine_and_step(sm_count: usize) -> (Cuda<f32>, Vec<DecodeOperation>, Option<[Tensor; 2]>, Tensor) {
+        let executor = Emulated::new(EmulatedGpu { sm_count, ..EmulatedGpu::new(true) }, true);
         let mut cuda = Cuda::<f32>::new(Box::new(executor), None, None);
         let mut plan = Plan::default();
         let mut add = |name: &str, shape: &[usize]| plan.add(Group::Parameters, name, shape, DType::F32);
@@ -233,7 +233,7 @@ mod tests {
 
     #[test]
     fn a_step_in_one_launch_gives_the_results_of_its_operations() {
-        let (mut cuda, operations, memory, logits) = engine_and_step(true);
+        let (mut cuda, operations, memory, logits) = engine_and_step(4);
         let memory = memory.unwrap();
         cuda.steps.in_one_launch = false;
         cuda.execute(DecodeStep { operations: &operations, memory }.into()).unwrap();
@@ -264,8 +264,8 @@ mod tests {
     }
 
     #[test]
-    fn an_emulator_without_checks_runs_the_operations() {
-        let (mut cuda, operations, memory, logits) = engine_and_step(false);
+    fn an_emulator_of_a_large_gpu_runs_the_operations() {
+        let (mut cuda, operations, memory, logits) = engine_and_step(132);
         assert!(memory.is_none());
         let mut recorder = crate::StepRecorder::new(&mut cuda, memory);
         operations.iter().for_each(|&operation| recorder.execute(operation.into()).unwrap());

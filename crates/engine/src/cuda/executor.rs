@@ -69,9 +69,11 @@ pub trait Executor {
         self.emulation().sm_count
     }
 
-    /// Reports whether a block on each SM runs at the same time, so that blocks may wait for each other.
+    /// Reports whether kernels may be used whose blocks, one on each SM, wait for each other.
+    ///
+    /// GPUs run them together, but the only such kernel has not been tried on a GPU yet.
     fn runs_blocks_together(&self) -> bool {
-        true
+        false
     }
 
     /// Returns the bytes of shared memory available to each block if `blocks` share an SM.
