@@ -512,7 +512,7 @@ fn slots_give_what_a_prompt_has_in_common_with_their_text() {
 #[test]
 fn conversations_on_the_gpu_match_the_cpu_without_memory_errors() {
     // A step in one launch takes seconds in the emulator.
-    let in_one_launch = ["gpt2", "llama", "qwen3 with windows", "nanochat"];
+    let in_one_launch = ["gpt2", "llama", "qwen3 with windows", "modern"];
     for (name, descriptor) in models() {
         let run = |engine: &mut dyn Engine, slots, run_ahead| {
             let generator = generator(descriptor, slots, 48, engine);

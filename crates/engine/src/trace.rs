@@ -73,6 +73,7 @@ impl<'a> Tracer<'a> {
         self.entries
     }
 
+    #[expect(clippy::unused_self, clippy::unnecessary_wraps, reason = "`delegate_to_engine` calls it")]
     fn before(&mut self) -> Result<()> {
         Ok(())
     }

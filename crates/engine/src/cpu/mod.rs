@@ -129,9 +129,7 @@ impl Cpu {
             Operation::DecodeEmbed(op) => decode::embed(arena, op),
             Operation::DecodeMatmul(op) => decode::matmul(arena, &op),
             Operation::DecodeAttention(op) => decode::attention(arena, &op),
-            Operation::DecodeStep(op) => {
-                return op.operations.iter().try_for_each(|&operation| self.execute(operation.into()));
-            }
+            Operation::DecodeStep(op) => op.operations.iter().try_for_each(|&operation| self.execute(operation.into())),
             Operation::CacheFill(op) => decode::cache_fill(arena, op),
             Operation::CacheRead(op) => decode::cache_read(arena, op),
             Operation::SampleTokens(op) => decode::sample(arena, op),

@@ -268,7 +268,9 @@ mod tests {
         let (mut cuda, operations, memory, logits) = engine_and_step(132);
         assert!(memory.is_none());
         let mut recorder = crate::StepRecorder::new(&mut cuda, memory);
-        operations.iter().for_each(|&operation| recorder.execute(operation.into()).unwrap());
+        for &operation in &operations {
+            recorder.execute(operation.into()).unwrap();
+        }
         recorder.finish().unwrap();
         assert!(cuda.read(logits).unwrap().iter().any(|x| *x != 0.0));
     }

@@ -130,6 +130,7 @@ pub struct DecodeAttention {
 
 /// An operation of a [`DecodeStep`].
 #[derive(Clone, Copy, Debug)]
+#[expect(clippy::large_enum_variant, reason = "a step has few operations, and most are the largest")]
 pub enum DecodeOperation {
     /// See [`DecodeEmbed`].
     Embed(DecodeEmbed),

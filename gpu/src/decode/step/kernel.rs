@@ -4,7 +4,7 @@ use super::attention::{self, Scratch};
 use super::matvec::{self, MAX_TILES};
 use super::plan::{self, CONSUMERS, Heads, Positions, TILE};
 use super::ring::{self, Ring};
-use super::table::{ATTENTION, EMBED, Entry, Field, NONE};
+use super::table::{ATTENTION, EMBED, Entry, Field, INPUT, NONE};
 use super::words::Words;
 use crate::decode::{POSITION, TOKEN, WORDS};
 use cuda_std::hopper::{self, MBarrier, PipelineBarriers, PipelineState};
@@ -212,8 +212,8 @@ fn consume<T: TensorCore, const GROUP: usize>(step: &Step<T>) {
         i += 1;
         next = Entry::load(step.table, i.min(step.sizes.operations - 1));
         let kind = entry.scalar(Field::Kind);
-        if kind == EMBED as u32 {
-            embed(step, entry);
+        if kind == EMBED as u32 || kind == INPUT as u32 {
+            embed(step, entry, kind == EMBED as u32);
         } else if kind == ATTENTION as u32 {
             attention::compute::<T, GROUP>(step, entry, &mut state);
         } else {
@@ -222,9 +222,10 @@ fn consume<T: TensorCore, const GROUP: usize>(step: &Step<T>) {
     }
 }
 
-/// Computes out (R, C) = `wte[token] + wpe[position]`. Pairs of columns are divided between the blocks, and (row, pair) between threads.
+/// Computes out (R, C) = `wte[token] + wpe[position]`, or reads the rows of an array. Pairs of columns are divided between the blocks, and
+/// (row, pair) between threads.
 #[inline(always)]
-fn embed<T: TensorCore>(step: &Step<T>, entry: Entry) {
+fn embed<T: TensorCore>(step: &Step<T>, entry: Entry, has_tokens: bool) {
     let columns = entry.scalar(Field::Columns);
     let [first, count] = plan::part(columns, step.block, step.blocks);
     let (wte, wpe) = (entry.index(Field::Weight), entry.index(Field::Bias));
@@ -232,7 +233,7 @@ fn embed<T: TensorCore>(step: &Step<T>, entry: Entry) {
     let mut i = thread::thread_idx_x();
     while count > 0 && i < step.sizes.rows * pairs {
         let (row, column) = ((i / pairs) as usize, first + 2 * (i % pairs) as usize);
-        let token = step.slots.at(row * WORDS + TOKEN) as usize;
+        let token = if has_tokens { step.slots.at(row * WORDS + TOKEN) as usize } else { row };
         let position = step.slots.at(row * WORDS + POSITION).max(0) as usize;
         let mut values = [0.0; 2];
         for k in 0..2 {

@@ -8,7 +8,7 @@
 //! The table contains addresses: a program is invalid when weights or cache move.
 
 use super::kernel::{self, Sizes};
-use super::table::{ATTENTION, EMBED, ENTRY, Field, MATVEC, NONE};
+use super::table::{ATTENTION, EMBED, ENTRY, Field, INPUT, MATVEC, NONE};
 use super::words;
 use crate::activation::Activation;
 use crate::decode::launch::{AttentionOperands, InputNorm, MAX_ROWS, MatvecOperands, MatvecSize};
@@ -16,7 +16,7 @@ use crate::decode::{attention, matvec};
 use crate::launch::{KernelLaunch, shared_bytes};
 use cuda_std::mma::TensorCore;
 use cuda_std::{Global, GlobalMut};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::marker::PhantomData;
 
 /// The operands of [`decode_embed`](crate::decode::embed::decode_embed).
@@ -34,12 +34,15 @@ pub struct EmbedOperands<T> {
 
 /// An operation of a step, with the operands of the kernel that computes it separately.
 ///
-/// Inputs and residuals are outputs of earlier operations: the latest one whose output starts at the same address. An output that a later
-/// operation reads is kept in scratch memory, and the memory at its address does not change. Other outputs, such as the logits, are stored.
+/// Inputs and residuals are outputs of earlier operations, the latest one whose output starts at the same address, or else values in memory.
+/// An output that a later operation reads is kept in scratch memory, and the memory at its address does not change. Other outputs, such as
+/// the logits, are stored.
 #[derive(Clone, Copy)]
 pub enum Operation<T> {
     /// The embedding of the newest token of each slot.
     Embed(EmbedOperands<T>),
+    /// Values (B, C) in memory and C, before the first operation that reads them. [`program`] adds it.
+    Input(Global<T>, usize),
     /// A linear layer. The number of SMs of its size has no effect.
     Matvec(MatvecOperands<T>, MatvecSize),
     /// Attention over the cache. The slots and partial results of its operands, and the splits of its sizes, have no effect.
@@ -91,6 +94,7 @@ pub fn memory<T: TensorCore>(
     for _ in 0..attentions {
         take(&mut scratch, rows * heads * (head_size + 2) * splits);
     }
+    // Values in memory that precede the operations may take the place of the embedding.
     [columns.len() * ENTRY, scratch]
 }
 
@@ -98,16 +102,28 @@ pub fn memory<T: TensorCore>(
 ///
 /// # Errors
 /// If the kernel does not support the operations, with the reason. The separate kernels then compute them: more than [`MAX_ROWS`] slots,
-/// inputs that no earlier operation computes or that shared memory cannot hold, rows of weights that are not multiples of 16 bytes, an odd
-/// number of output columns, or an unsupported head size.
+/// inputs that shared memory cannot hold, values in memory that an operation overwrites, rows of weights that are not multiples of 16 bytes,
+/// an odd number of output columns, or an unsupported head size.
 pub fn program<T: TensorCore>(operations: &[Operation<T>], rows: usize, sm_count: usize) -> Result<Program<T>, String> {
     if !(1..=MAX_ROWS).contains(&rows) || sm_count == 0 || operations.is_empty() {
         return Err(format!("expected 1 to {MAX_ROWS} slots and an operation, found {rows} slots"));
     }
+    let operations = with_inputs(operations);
     let mut values = Values::default();
     let shapes = operations.iter().map(|operation| shape(operation, rows)).collect::<Result<Vec<_>, _>>()?;
     for (operation, shape) in operations.iter().zip(&shapes) {
         values.add(operation, shape, rows)?;
+    }
+    let is_stored = |out: Global<T>| {
+        let stored = operations.iter().zip(&values.all).filter(|(operation, value)| {
+            !value.is_read
+                && !matches!(operation, Operation::Input(..))
+                && operation.values().0.pointer() == out.pointer()
+        });
+        stored.count() > 0
+    };
+    if operations.iter().any(|operation| matches!(operation, Operation::Input(view, _) if is_stored(*view))) {
+        return Err("expected outputs in other memory than the inputs".to_owned());
     }
     let group = if shapes.iter().any(|shape| shape.group > 1) { 4 } else { 1 };
     let mut scratch = words::HEADER;
@@ -123,6 +139,11 @@ pub fn program<T: TensorCore>(operations: &[Operation<T>], rows: usize, sm_count
         entry.set(Field::Residual, place(values.all[i].residual));
         match operation {
             Operation::Embed(operands) => entry.embed(operands)?,
+            Operation::Input(view, columns) => {
+                entry.set(Field::Kind, INPUT);
+                entry.set(Field::Columns, *columns as u64);
+                entry.view(Field::Weight, *view)?;
+            }
             Operation::Matvec(operands, size) => entry.matvec(operands, size)?,
             Operation::Attention(operands, sizes) => {
                 let tasks = rows * sizes.kv_heads as usize * shapes[i].group.div_ceil(group);
@@ -203,6 +224,7 @@ struct Shape {
 fn shape<T: TensorCore>(operation: &Operation<T>, rows: usize) -> Result<Shape, String> {
     let shape = match operation {
         Operation::Embed(operands) => Shape { columns: operands.channels, ..Shape::default() },
+        Operation::Input(_, columns) => Shape { columns: *columns, ..Shape::default() },
         Operation::Matvec(operands, MatvecSize { rows: own, channels, outputs, activation, .. }) => {
             let inputs = activation.map_or(1, Activation::inputs);
             if *own != rows {
@@ -247,21 +269,11 @@ struct Value {
 
 impl Values {
     fn add<T: TensorCore>(&mut self, operation: &Operation<T>, shape: &Shape, rows: usize) -> Result<(), String> {
-        let (out, input, residual) = match operation {
-            Operation::Embed(operands) => (operands.out, None, None),
-            Operation::Matvec(operands, _) => {
-                let residual = (!operands.residual.is_null()).then_some((operands.residual, shape.columns));
-                (operands.out, Some((operands.inp, shape.channels)), residual)
-            }
-            Operation::Attention(operands, sizes) => {
-                let columns = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_size;
-                (operands.out, Some((operands.qkv, columns as usize)), None)
-            }
-        };
-        let mut read = |view: Option<(Global<T>, usize)>| -> Result<Option<usize>, String> {
+        let (out, reads) = operation.values();
+        let mut read = |view: Option<Rows<T>>| -> Result<Option<usize>, String> {
             let Some((view, columns)) = view else { return Ok(None) };
             let found = self.latest.get(&view.pointer().addr()).copied();
-            let index = found.ok_or("expected inputs that earlier operations compute")?;
+            let index = found.ok_or("expected inputs in memory")?;
             if self.all[index].columns != columns {
                 let found = self.all[index].columns;
                 return Err(format!("expected an input of {rows} x {columns} values, found {rows} x {found}"));
@@ -269,11 +281,50 @@ impl Values {
             self.all[index].is_read = true;
             Ok(Some(index))
         };
+        let [input, residual] = reads;
         let (input, residual) = (read(input)?, read(residual)?);
         self.latest.insert(out.pointer().addr(), self.all.len());
         self.all.push(Value { columns: shape.columns, is_read: false, input, residual });
         Ok(())
     }
+}
+
+/// Rows of values that an operation reads, and the number of their columns.
+type Rows<T> = (Global<T>, usize);
+
+impl<T> Operation<T> {
+    /// Returns the output, the input and the residual.
+    fn values(&self) -> (Global<T>, [Option<Rows<T>>; 2]) {
+        match self {
+            Self::Embed(operands) => (operands.out.reader(), [None; 2]),
+            Self::Input(view, _) => (*view, [None; 2]),
+            Self::Matvec(operands, size) => {
+                let columns = size.outputs / size.activation.map_or(1, Activation::inputs);
+                let residual = (!operands.residual.is_null()).then_some((operands.residual, columns));
+                (operands.out.reader(), [Some((operands.inp, size.channels)), residual])
+            }
+            Self::Attention(operands, sizes) => {
+                let columns = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_size;
+                (operands.out.reader(), [Some((operands.qkv, columns as usize)), None])
+            }
+        }
+    }
+}
+
+/// Returns the operations, with the values in memory that they read.
+fn with_inputs<T: TensorCore>(operations: &[Operation<T>]) -> Vec<Operation<T>> {
+    let (mut all, mut known) = (Vec::new(), HashSet::new());
+    for operation in operations {
+        let (out, reads) = operation.values();
+        for (view, columns) in reads.into_iter().flatten() {
+            if known.insert(view.pointer().addr()) {
+                all.push(Operation::Input(view, columns));
+            }
+        }
+        known.insert(out.pointer().addr());
+        all.push(*operation);
+    }
+    all
 }
 
 /// An entry of the table.

@@ -16,6 +16,9 @@ pub const MATVEC: u64 = 1;
 /// Attention over the cache.
 pub const ATTENTION: u64 = 2;
 
+/// Values in memory that no operation of the step computes.
+pub const INPUT: u64 = 3;
+
 /// A word that marks a value without a place in scratch memory.
 pub const NONE: u64 = u64::MAX;
 
@@ -33,7 +36,7 @@ pub enum Field {
     Input,
     /// The first word of the residual, or [`NONE`].
     Residual,
-    /// Weight (OC, C) or wte (Vp, C).
+    /// Weight (OC, C), wte (Vp, C), or values in memory (R, C).
     Weight,
     /// Bias (OC) or wpe (max T, C).
     Bias,

@@ -124,7 +124,7 @@ impl Generate {
         let pending = generator.step(engine)?.tokens;
         engine.wait(pending)?;
         let first_token = start.elapsed().as_secs_f64();
-        let prompt_rate = self.prompt_rate(engine, &generator, &prompt)?;
+        let prompt_rate = prompt_rate(engine, &generator, &prompt)?;
         // The forward part of the training FLOPs, without the head, which only the newest token needs.
         let flops = (d.flops_per_token(self.prompt) / 3).saturating_sub(2 * d.padded_vocab() * d.channels);
         let utilization = prompt_rate.zip(engine.peak()).map(|(rate, peak)| 100.0 * mfu(flops, rate, &peak));
@@ -173,23 +173,23 @@ impl Generate {
             memory_used.map(|bytes| bytes as f64 / f64::from(1 << 20)).into(),
         ])
     }
+}
 
-    /// Returns the tokens per second of a prompt that is computed as a whole, or `None` if the first step computes all of it.
-    fn prompt_rate(&self, engine: &mut dyn Engine, generator: &Generator, prompt: &[u32]) -> Result<Option<f64>> {
-        let before = &prompt[..prompt.len() - 1];
-        if before.is_empty() {
-            return Ok(None);
-        }
-        generator.park(engine, 0)?;
-        let mut samples = Vec::new();
-        for _ in 0..PROMPTS {
-            engine.read(generator.logits().slice(0, 1))?;
-            let start = Instant::now();
-            generator.extend(engine, 0, 0, before)?;
-            // Waits for all work.
-            engine.read(generator.logits().slice(0, 1))?;
-            samples.push(start.elapsed().as_secs_f64());
-        }
-        Ok(Some(before.len() as f64 / Spread::of(samples).median))
+/// Returns the tokens per second of a prompt that is computed as a whole, or `None` if the first step computes all of it.
+fn prompt_rate(engine: &mut dyn Engine, generator: &Generator, prompt: &[u32]) -> Result<Option<f64>> {
+    let before = &prompt[..prompt.len() - 1];
+    if before.is_empty() {
+        return Ok(None);
     }
+    generator.park(engine, 0)?;
+    let mut samples = Vec::new();
+    for _ in 0..PROMPTS {
+        engine.read(generator.logits().slice(0, 1))?;
+        let start = Instant::now();
+        generator.extend(engine, 0, 0, before)?;
+        // Waits for all work.
+        engine.read(generator.logits().slice(0, 1))?;
+        samples.push(start.elapsed().as_secs_f64());
+    }
+    Ok(Some(before.len() as f64 / Spread::of(samples).median))
 }
