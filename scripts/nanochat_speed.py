@@ -3,9 +3,9 @@
 
     nanochat_speed.py --nanochat DIR --depth 24 --batch 16 --accumulate 4 --precision fp8
 
-DIR is a checkout of https://github.com/karpathy/nanochat at 92d63d4. A step is that of nanochat's scripts/base_train.py: its compiled model, its
-FP8 layers, its optimizer with its formulas, and the same random tokens in every step. Without FlashAttention 3, which needs the package
-`kernels` and a network, full attention (--window-pattern L) is faster than windows.
+DIR is a checkout of https://github.com/karpathy/nanochat at 92d63d4. A step is that of nanochat's scripts/base_train.py: its compiled
+model, its FP8 layers, its optimizer with its formulas, and the same random tokens in every step. Without FlashAttention 3, which needs the
+package `kernels` and a network, full attention (--window-pattern L) is faster than windows.
 
 Needs one GPU, torch and filelock.
 """

@@ -114,7 +114,7 @@ pub fn shared(layout: &mut Layout, group: usize, head_size: usize) -> Shared {
     }
 }
 
-/// How [`prepare`] changes queries and keys.
+/// The changes that [`prepare`] makes to queries and keys.
 #[derive(Clone, Copy)]
 pub(super) struct Preparation {
     /// HS.

@@ -80,7 +80,7 @@ impl<T: Element> Storage<T> {
     }
 }
 
-/// What all operations of a step use.
+/// The values that all operations of a step use.
 #[derive(Clone, Copy)]
 pub struct Step<T> {
     /// Shared memory.

@@ -207,7 +207,7 @@ fn take(scratch: &mut usize, count: usize) -> u64 {
     first as u64
 }
 
-/// What an operation needs.
+/// The sizes that an operation needs.
 #[derive(Default)]
 struct Shape {
     /// Columns of the output.

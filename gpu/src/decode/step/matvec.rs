@@ -46,7 +46,7 @@ pub fn compute<T: TensorCore>(step: &Step<T>, entry: Entry, state: &mut Pipeline
         residual: entry.word(Field::Residual),
         activation: entry.scalar(Field::Activation),
     };
-    // What does not depend on the input is loaded before the wait for it.
+    // Values that do not depend on the input are loaded before the wait for it.
     let mut operands = epilogue.operands(0);
     copy_norm(step, linear, norm_weight, step.storage.norm_weight);
     copy_norm(step, linear, norm_bias, step.storage.norm_bias);
@@ -213,7 +213,7 @@ fn multiply<T: TensorCore>(step: &Step<T>, linear: Linear, tile: usize, state: &
     }
 }
 
-/// What a linear layer does with its sums.
+/// The last part of a linear layer: from the sums to the output.
 #[derive(Clone, Copy)]
 struct Epilogue<'a, T> {
     step: &'a Step<T>,
