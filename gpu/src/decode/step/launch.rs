@@ -34,7 +34,7 @@ pub struct EmbedOperands<T> {
 
 /// An operation of a step, with the operands of the kernel that computes it separately.
 ///
-/// Inputs and residuals are outputs of earlier operations, the latest one whose output starts at the same address, or else values in memory.
+/// An input or residual is the output of the latest earlier operation that has the same address. If there is none, it is read from memory.
 /// An output that a later operation reads is kept in scratch memory, and the memory at its address does not change. Other outputs, such as
 /// the logits, are stored.
 #[derive(Clone, Copy)]
