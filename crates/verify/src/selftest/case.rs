@@ -1,6 +1,7 @@
 //! A case: one engine operation on named tensors, with the code that compares and times it.
 
 use super::compare::{ErrorStats, Tolerance};
+use anyhow::bail;
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, COOLDOWN, Engine, Result, Workload};
@@ -37,6 +38,9 @@ pub struct Operand {
     /// Tolerance of the comparison after the operation; `None` for a tensor that is not compared.
     pub checked: Option<Tolerance>,
 }
+
+/// Repetitions between two comparisons of bits.
+const REPETITIONS_PER_CHECK: usize = 10;
 
 type Operation = Box<dyn Fn(&mut dyn Engine, &[Tensor]) -> Result<()>>;
 
@@ -97,6 +101,8 @@ pub struct Case {
     /// Whether the kernel produces the same bits on a GPU and in the emulator. This holds for integer operations,
     /// elementwise operations, sums of two terms, and sums in a fixed order.
     pub(super) exact: bool,
+    /// Repetitions that must give the same bits of the first operand on a GPU. The operation must not change its inputs.
+    pub(super) repetitions: usize,
     /// Prepares operands that only the engine can compute.
     pub(super) before: Option<Operation>,
     pub(super) run: Operation,
@@ -211,8 +217,30 @@ impl Case {
         self.fill(engine, &tensors, float, usize::MAX)?;
         self.before(engine, &tensors)?;
         (self.run)(engine, &tensors)?;
+        self.repeat(engine, &tensors)?;
         let checked = self.operands.iter().zip(&tensors).filter(|(operand, _)| operand.checked.is_some());
         checked.map(|(operand, tensor)| Ok((operand, engine.read(*tensor)?))).collect()
+    }
+
+    /// Repeats the operation on a GPU, and compares the bits of its first operand.
+    fn repeat(&self, engine: &mut dyn Engine, tensors: &[Tensor]) -> Result<()> {
+        if self.repetitions == 0 || engine.device_tensor(tensors[0])?.is_none() {
+            return Ok(());
+        }
+        let bits = |engine: &mut dyn Engine| {
+            let mut bytes = vec![0; tensors[0].bytes()];
+            engine.read_bytes(tensors[0], &mut bytes).map(|()| bytes)
+        };
+        let first = bits(engine)?;
+        for repetition in 1..=self.repetitions {
+            (self.run)(engine, tensors)?;
+            // Most repetitions follow each other without a pause.
+            if repetition % REPETITIONS_PER_CHECK == 0 && bits(engine)? != first {
+                let Self { operation, shape, operands, .. } = self;
+                bail!("{operation} {shape}: repetition {repetition} computed other bits of {}", operands[0].name);
+            }
+        }
+        Ok(())
     }
 
     fn before(&self, engine: &mut dyn Engine, tensors: &[Tensor]) -> Result<()> {

@@ -3,6 +3,7 @@
 mod adapters;
 mod attention;
 mod decode;
+mod decode_step;
 pub mod fp8;
 mod stream;
 mod update;
@@ -99,6 +100,7 @@ pub fn edge_cases() -> Vec<Case> {
     cases.extend(stream::edge_cases());
     cases.extend(update::edge_cases());
     cases.extend(decode::edge_cases());
+    cases.extend(decode_step::edge_cases());
     cases
 }
 
@@ -163,6 +165,7 @@ pub fn model_cases() -> Vec<Case> {
     cases.extend(stream::model_cases());
     cases.extend(update::model_cases());
     cases.extend(decode::model_cases());
+    cases.extend(decode_step::model_cases());
     cases
 }
 
@@ -279,7 +282,20 @@ fn case(
     run: impl Fn(&mut dyn Engine, &[Tensor]) -> Result<()> + 'static,
 ) -> Case {
     let run = Box::new(run);
-    Case { operation, shape, work, parts: Vec::new(), operands, workload, batch: None, exact: false, before: None, run }
+    let (parts, repetitions) = (Vec::new(), 0);
+    Case {
+        operation,
+        shape,
+        work,
+        parts,
+        operands,
+        workload,
+        batch: None,
+        exact: false,
+        repetitions,
+        before: None,
+        run,
+    }
 }
 
 fn exact(case: Case) -> Case {
