@@ -13,9 +13,9 @@
 
 use crate::norm::rows::RowOutput;
 use cuda_std::element::{larger_magnitudes, unpack_pair};
-use cuda_std::fp8::transpose_bytes;
+use cuda_std::fp8::{Bf16Scale, transpose_bytes};
 use cuda_std::shared::Layout;
-use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, Packet, SharedArray, bf16, kernel, math, thread, warp};
+use cuda_std::{E4m3, E5m2, Element, Fp8, Global, GlobalMut, Packet, SharedArray, bf16, kernel, math, thread, warp};
 
 /// Threads of a block.
 const THREADS: usize = 256;
@@ -192,6 +192,23 @@ pub fn delayed_scales(scales: GlobalMut<f32>, amaxes: GlobalMut<f32>, n: u32, st
         }
     }
     scales.set(i, scale_of(most, largest));
+}
+
+/// Returns the grid of [`dequantize`] for n numbers.
+pub const fn dequantize_grid(n: usize) -> u32 {
+    n.div_ceil(THREADS * E4m3::PACKET) as u32
+}
+
+/// Converts inp (n), times a scale that [`Bf16Scale`] supports, to bf16, which is exact. `n` is a multiple of 16. Grid: [`dequantize_grid`].
+#[kernel(threads = 256)]
+pub fn dequantize(out: GlobalMut<bf16>, inp: Global<E4m3>, scale: Global<f32>, n: u64) {
+    let i = (thread::block_idx_x() as usize * THREADS + thread::thread_idx_x() as usize) * E4m3::PACKET;
+    if i < n as usize {
+        let halves = inp.packet_streaming(i).to_bf16(Bf16Scale::new(scale.at(0)));
+        for half in 0..2 {
+            out.set_packet(i + half * bf16::PACKET, halves[half]);
+        }
+    }
 }
 
 /// Counts the elements of inp (n) that quantization changes completely: counts\[0\] += those with a magnitude above `largest` ·

@@ -13,7 +13,7 @@
 //! instruction.
 
 use crate::backend;
-use crate::element::{Element, Packet};
+use crate::element::{Element, Packet, bf16, pack_pair};
 use crate::global::GlobalMut;
 
 /// An FP8 format.
@@ -188,6 +188,45 @@ impl<T: Fp8> Packet<T> {
     #[inline(always)]
     pub fn packed(self) -> [u32; 4] {
         self.words
+    }
+}
+
+/// A power of two by which E4M3 numbers are multiplied when they are converted to bf16. Products are exact in the range of bf16.
+#[derive(Clone, Copy)]
+pub struct Bf16Scale(u32);
+
+impl Bf16Scale {
+    /// Smallest scale.
+    pub const MIN: f32 = f32::from_bits((127 - 100) << 23);
+    /// Largest scale.
+    pub const MAX: f32 = 128.0;
+
+    /// Creates a scale from a power of two between [`MIN`](Self::MIN) and [`MAX`](Self::MAX).
+    #[inline(always)]
+    pub fn new(scale: f32) -> Self {
+        // 2^120, see `convert`.
+        let factor = scale * f32::from_bits((127 + 120) << 23);
+        Self(pack_pair(factor, factor))
+    }
+
+    /// Converts four numbers, the first in the lowest byte, to two pairs of bf16. NaN becomes 480.
+    #[inline(always)]
+    fn convert(self, word: u32) -> [u32; 2] {
+        // Sign and upper three exponent bits are the upper byte of a bf16, and the other four bits the upper half of its lower byte. That is
+        // the number times 2^-120, the difference of the biases, also if it is subnormal.
+        let upper = word & 0x8080_8080 | word >> 4 & 0x0707_0707;
+        let lower = word << 4 & 0xf0f0_f0f0;
+        let pairs = [0x5140, 0x7362].map(|selector| backend::permute_bytes(lower, upper, selector));
+        pairs.map(|pair| backend::multiply_bf16x2(pair, self.0))
+    }
+}
+
+impl Packet<E4m3> {
+    /// Converts the numbers to bf16, times a scale. NaN becomes 480 times the scale.
+    #[inline(always)]
+    pub fn to_bf16(self, scale: Bf16Scale) -> [Packet<bf16>; 2] {
+        let [a, b, c, d] = self.words.map(|word| scale.convert(word));
+        [[a, b], [c, d]].map(|[[a, b], [c, d]]| Packet::from_words([a, b, c, d]))
     }
 }
 

@@ -20,7 +20,9 @@ pub use decode::{
     SampleTokens, Slot, SlotSampling, decode_splits,
 };
 pub(crate) use fp8::largest_rounded;
-pub use fp8::{Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, Fp8Scales, Quantize, Scaling};
+pub use fp8::{
+    Dequantize, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, Fp8Scales, Quantize, Scaling,
+};
 pub use norm::{NormBackward, NormForward};
 pub use stream::{Mix, MixBackward, Smear, SmearBackward};
 pub use update::{
@@ -94,6 +96,7 @@ operations!(
     MuonVariance,
     MuonApply,
     Quantize,
+    Dequantize,
     Fp8Scales,
     DecodeEmbed,
     DecodeMatmul,

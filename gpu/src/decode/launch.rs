@@ -1,9 +1,10 @@
 //! Host side: selects the kernel instances of text generation, with their grids and shared memory.
 
-use super::{attention, matvec};
+use super::{attention, matvec, matvec_fp8};
 use crate::activation::Activation;
 use crate::launch::{KernelLaunch, shared_bytes};
-use cuda_std::{Element, Global, GlobalMut};
+use cuda_std::mma::TensorCore;
+use cuda_std::{E4m3, Element, Global, GlobalMut};
 
 /// Most rows of [`matvec()`].
 pub const MAX_ROWS: usize = 16;
@@ -21,6 +22,15 @@ pub enum InputNorm<T> {
     RmsNorm(Global<T>, f32),
 }
 
+/// A weight in FP8.
+#[derive(Clone, Copy)]
+pub struct Fp8Weight {
+    /// (OC, C)
+    pub weight: Global<E4m3>,
+    /// (1): the factor of the weight, a power of two that [`Bf16Scale`](cuda_std::fp8::Bf16Scale) supports.
+    pub scale: Global<f32>,
+}
+
 /// The operands of [`matvec()`].
 #[derive(Clone, Copy)]
 pub struct MatvecOperands<T> {
@@ -30,6 +40,8 @@ pub struct MatvecOperands<T> {
     pub inp: Global<T>,
     /// (OC, C)
     pub weight: Global<T>,
+    /// Replaces `weight` if it is set.
+    pub fp8: Option<Fp8Weight>,
     /// (OC) or null
     pub bias: Global<T>,
     /// (R, OC) or null
@@ -54,29 +66,33 @@ pub struct MatvecSize {
 }
 
 impl MatvecSize {
-    /// Returns the warps that share the channels of the same columns: enough warps for the GPU, each with channels for all lanes.
-    fn split<T: Element>(self, columns: usize) -> u32 {
+    /// Returns the warps that share the channels of the same columns: enough warps for the GPU, each with channels for all lanes. The lanes
+    /// of a warp read `block` channels at a time.
+    fn split(self, columns: usize, block: usize) -> u32 {
         /// Warps per SM.
         const WARPS: usize = 10;
-        let (warps, packets) = (self.outputs.div_ceil(columns), self.channels.div_ceil(T::PACKET));
+        let (warps, blocks) = (self.outputs.div_ceil(columns), self.channels.div_ceil(block));
         let mut split = 1;
-        while split < 8 && warps * split < WARPS * self.sm_count && 2 * split * 32 <= packets.next_multiple_of(32) {
+        while split < 8 && warps * split < WARPS * self.sm_count && 2 * split <= blocks {
             split *= 2;
         }
         split as u32
     }
 }
 
-/// Returns the kernel, or `None` if there is none: too many rows, or rows that are not multiples of the packet.
-pub fn matvec<T: Element>(operands: MatvecOperands<T>, size: MatvecSize) -> Option<KernelLaunch> {
+/// Returns the kernel, or `None` if there is none: too many rows, or rows that are not multiples of the packet. A weight in FP8 needs bf16
+/// and an even number of outputs.
+pub fn matvec<T: TensorCore>(operands: MatvecOperands<T>, size: MatvecSize) -> Option<KernelLaunch> {
     let normed = !matches!(operands.norm, InputNorm::None);
     let most = if normed { MAX_NORMED_ROWS } else { MAX_ROWS };
-    let supported = 0 < size.rows && size.rows <= most && size.channels.is_multiple_of(T::PACKET) && size.channels > 0;
-    let even = size.outputs.is_multiple_of(size.activation.map_or(1, Activation::inputs));
+    let (packet, multiple) = operands.fp8.map_or((T::PACKET, 1), |_| (E4m3::PACKET, 2));
+    let supported = 0 < size.rows && size.rows <= most && size.channels.is_multiple_of(packet) && size.channels > 0;
+    let even =
+        size.outputs.is_multiple_of(size.activation.map_or(multiple, |function| function.inputs().max(multiple)));
     if !supported || !even || size.outputs == 0 {
         return None;
     }
-    let MatvecOperands { out, inp, weight, bias, residual, norm } = operands;
+    let MatvecOperands { out, inp, weight, fp8, bias, residual, norm } = operands;
     let null = Global::null();
     let (kind, norm_weight, norm_bias, eps) = match norm {
         InputNorm::None => (matvec::PLAIN, null, null, 0.0),
@@ -84,16 +100,35 @@ pub fn matvec<T: Element>(operands: MatvecOperands<T>, size: MatvecSize) -> Opti
         InputNorm::RmsNorm(weight, eps) => (matvec::RMSNORM, weight, null, eps),
     };
     let [rows, channels, outputs] = [size.rows, size.channels, size.outputs].map(|size| size as u32);
-    let key = (size.rows.next_power_of_two(), kind);
-    let (columns,) = matvec::matvec_values::<T>(key)?;
-    let sizes = matvec::Sizes {
+    let sizes = |split| matvec::Sizes {
         rows,
         channels,
         outputs,
-        split: size.split::<T>(columns),
+        split,
         activation: size.activation.map_or(0, Activation::code),
         eps,
     };
+    if let Some(Fp8Weight { weight, scale }) = fp8 {
+        let key = (if size.rows <= MAX_NORMED_ROWS { MAX_NORMED_ROWS } else { MAX_ROWS }, kind);
+        let sizes = sizes(size.split(matvec_fp8::COLUMNS, matvec_fp8::BLOCK));
+        let launch = matvec_fp8::matvec_fp8_select::<T>(
+            key,
+            out,
+            inp,
+            weight,
+            scale,
+            bias,
+            residual,
+            norm_weight,
+            norm_bias,
+            sizes,
+        )?;
+        let (grid, shared_bytes) = ([sizes.grid(matvec_fp8::COLUMNS), 1, 1], shared_bytes(matvec_fp8::shared));
+        return Some(KernelLaunch { launch, grid, shared_bytes });
+    }
+    let key = (size.rows.next_power_of_two(), kind);
+    let (columns,) = matvec::matvec_values::<T>(key)?;
+    let sizes = sizes(size.split(columns, 32 * T::PACKET));
     let launch = matvec::matvec_select::<T>(key, out, inp, weight, bias, residual, norm_weight, norm_bias, sizes)?;
     Some(KernelLaunch { launch, grid: [sizes.grid(columns), 1, 1], shared_bytes: shared_bytes(matvec::shared) })
 }

@@ -62,24 +62,24 @@ pub fn shared(layout: &mut Layout) -> SharedArray<f32> {
 
 /// The rows of inp and how they are normalized.
 #[derive(Clone, Copy)]
-struct Input<T, const ROWS: usize, const NORM: u32> {
-    inp: Global<T>,
-    weight: Global<T>,
-    bias: Global<T>,
-    channels: usize,
-    rows: usize,
+pub(super) struct Input<T, const ROWS: usize, const NORM: u32> {
+    pub(super) inp: Global<T>,
+    pub(super) weight: Global<T>,
+    pub(super) bias: Global<T>,
+    pub(super) channels: usize,
+    pub(super) rows: usize,
 }
 
 #[device]
 impl<T: Element, const ROWS: usize, const NORM: u32> Input<T, ROWS, NORM> {
     /// Reads a packet of row `r`. Rows past the last repeat it.
-    fn packet(self, r: usize, channel: usize) -> Packet<T> {
+    pub(super) fn packet(self, r: usize, channel: usize) -> Packet<T> {
         let row = if ROWS == 1 { 0 } else { r.min(self.rows - 1) };
         self.inp.packet(row * self.channels + channel)
     }
 
     /// Returns the mean and the reciprocal standard deviation of each row.
-    fn statistics(self, eps: f32) -> [[f32; 2]; ROWS] {
+    pub(super) fn statistics(self, eps: f32) -> [[f32; 2]; ROWS] {
         let mut statistics = [[0.0, 1.0]; ROWS];
         if NORM == PLAIN {
             return statistics;
@@ -119,16 +119,25 @@ impl<T: Element, const ROWS: usize, const NORM: u32> Input<T, ROWS, NORM> {
         if NORM == PLAIN {
             return x;
         }
-        let ones = NORM == RMSNORM && self.weight.is_null();
-        let weight = if ones { Packet::from_fn(|_| 1.0) } else { self.weight.packet(channel) };
-        let bias = if NORM == LAYERNORM { self.bias.packet(channel) } else { Packet::zero() };
+        let params = self.params(channel);
         for r in 0..ROWS {
-            let [mean, rstd] = statistics[r];
-            let row = x[r];
-            x[r] = Packet::from_fn(|i| math::fma((row.get(i) - mean) * rstd, weight.get(i), bias.get(i)));
+            x[r] = normalize(x[r], statistics[r], params);
         }
         x
     }
+
+    /// Returns a packet of weight and bias.
+    pub(super) fn params(self, channel: usize) -> [Packet<T>; 2] {
+        let ones = NORM == RMSNORM && self.weight.is_null();
+        let weight = if ones { Packet::from_fn(|_| 1.0) } else { self.weight.packet(channel) };
+        [weight, if NORM == LAYERNORM { self.bias.packet(channel) } else { Packet::zero() }]
+    }
+}
+
+/// Normalizes a packet, given the mean and the reciprocal standard deviation of its row.
+#[inline(always)]
+pub(super) fn normalize<T: Element>(x: Packet<T>, [mean, rstd]: [f32; 2], [weight, bias]: [Packet<T>; 2]) -> Packet<T> {
+    Packet::from_fn(|i| math::fma((x.get(i) - mean) * rstd, weight.get(i), bias.get(i)))
 }
 
 /// Computes out (R, OC), or (R, OC / 2) with a gated activation. bias and residual (R, OC) may be null; an activation excludes a residual.

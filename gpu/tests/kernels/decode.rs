@@ -2,13 +2,15 @@
 //! tokens.
 
 use crate::common::{
-    Tolerance, activation, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide,
+    Tolerance, activation, assert_close, assert_same, for_all, fp8_weight, integers, noise, read, rounded, run,
+    shared_bytes, wide,
 };
 use cuda_std::emulate::Memory;
-use cuda_std::{Global, GlobalMut};
+use cuda_std::mma::TensorCore;
+use cuda_std::{E4m3, Element, Global, GlobalMut, bf16};
 use gpu::activation::Activation;
 use gpu::decode::attention::{self, HALF_SPLIT, INTERLEAVED, NO_ROTATION};
-use gpu::decode::launch::{self, AttentionOperands, InputNorm, MatvecOperands, MatvecSize};
+use gpu::decode::launch::{self, AttentionOperands, Fp8Weight, InputNorm, MatvecOperands, MatvecSize};
 use gpu::decode::{WORDS, embed, matvec, sample};
 use proptest::bool::ANY;
 use proptest::sample::select;
@@ -21,7 +23,8 @@ tests! {
         tokens_match_the_reference;
     slow in f32: matmuls_of_integers_are_exact, large_and_small_rows_are_normalized,
         attention_of_random_shapes_matches_f64_reference, nan_and_infinity_stay_in_their_head, tokens_of_special_logits;
-    once: gumbel_noise_matches_f64;
+    once: matmuls_of_integers_in_fp8_are_exact, matmuls_in_fp8_match_f64_reference, normed_matmuls_in_fp8_match_f64_reference,
+        unsupported_matmuls_in_fp8_have_no_kernel, gumbel_noise_matches_f64;
 }
 
 fn null<T>() -> Global<T> {
@@ -62,6 +65,8 @@ struct Layer {
     /// Code, weight and bias of the norm.
     norm: (u32, Option<Vec<f64>>, Vec<f64>),
     eps: f32,
+    /// Scale of the weight, if it is in FP8.
+    fp8_scale: Option<f32>,
     activation: Option<Activation>,
     rows: usize,
     channels: usize,
@@ -79,6 +84,7 @@ impl Layer {
             residual: Some(values(rows * outputs, seed + 3)),
             norm: (matvec::PLAIN, None, Vec::new()),
             eps: 0.0,
+            fp8_scale: None,
             activation: None,
             rows,
             channels,
@@ -90,14 +96,20 @@ impl Layer {
         Self { activation: Some(activation), residual: None, ..self }
     }
 
+    /// Returns the layer with a weight in FP8.
+    fn in_fp8(self, scale: f32) -> Self {
+        Self { weight: fp8_weight::rounded(&self.weight, scale), fp8_scale: Some(scale), ..self }
+    }
+
     fn columns(&self) -> usize {
         self.outputs / self.activation.map_or(1, Activation::inputs)
     }
 
     /// Runs the kernel as a GPU with `sm_count` SMs would.
-    fn run<T: Tolerance>(&self, sm_count: usize) -> Vec<f64> {
+    fn run<T: Tolerance + TensorCore>(&self, sm_count: usize) -> Vec<f64> {
         let mut memory = Memory::new();
         let out = memory.output::<T>("out", self.rows * self.columns());
+        let fp8 = self.fp8_scale.map(|scale| fp8_weight::input(&mut memory, "weight in FP8", &self.weight, scale));
         let mut input =
             |name, values: Option<&Vec<f64>>| values.map(|values| memory.input(name, &rounded::<T>(values)));
         let (inp, weight) = (input("inp", Some(&self.inp)).unwrap(), input("weight", Some(&self.weight)).unwrap());
@@ -109,7 +121,8 @@ impl Layer {
             _ => InputNorm::RmsNorm(norm_weight, self.eps),
         };
         let (bias, residual) = (bias.unwrap_or(null()), residual.unwrap_or(null()));
-        let operands = MatvecOperands { out, inp, weight, bias, residual, norm };
+        let weight = if fp8.is_some() { null() } else { weight };
+        let operands = MatvecOperands { out, inp, weight, fp8, bias, residual, norm };
         let Self { rows, channels, outputs, activation, .. } = *self;
         let kernel = launch::matvec(operands, MatvecSize { rows, channels, outputs, activation, sm_count }).unwrap();
         run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
@@ -162,7 +175,7 @@ impl Layer {
         (out, largest)
     }
 
-    fn check<T: Tolerance>(&self, sm_count: usize) {
+    fn check<T: Tolerance + TensorCore>(&self, sm_count: usize) {
         let (want, scale) = self.reference::<T>();
         // Two values near `scale` are multiplied by SwiGLU and ReLU².
         let squared = matches!(self.activation, Some(Activation::ReluSquared | Activation::SwiGlu | Activation::GeGlu));
@@ -172,7 +185,7 @@ impl Layer {
 }
 
 /// Integers cover every row, column, split and tail exactly.
-fn matmuls_of_integers_are_exact<T: Tolerance>() {
+fn matmuls_of_integers_are_exact<T: Tolerance + TensorCore>() {
     let check = |rows, packets: usize, outputs, sm_count, bias: bool, residual: bool, seed| {
         let mut layer = Layer::new::<T>(rows, packets * T::PACKET, outputs, seed, true);
         // Sums stay below 2^8 so that bf16 represents them: the weights have at most three values that are not 0 in a row.
@@ -207,7 +220,7 @@ fn matmuls_of_integers_are_exact<T: Tolerance>() {
     );
 }
 
-fn matmuls_match_f64_reference<T: Tolerance>() {
+fn matmuls_match_f64_reference<T: Tolerance + TensorCore>() {
     for rows in [1, 2, 3, 7, 16] {
         for (packets, outputs) in [(1, 2), (33, 40), (96, 22)] {
             let layer = Layer::new::<T>(rows, packets * T::PACKET, outputs, 5, false);
@@ -231,7 +244,7 @@ fn norms<T: Tolerance>(layer: &Layer) -> Vec<Layer> {
     ]
 }
 
-fn normed_matmuls_match_f64_reference<T: Tolerance>() {
+fn normed_matmuls_match_f64_reference<T: Tolerance + TensorCore>() {
     for rows in [1, 2] {
         for (packets, outputs, sm_count) in [(1, 4, 1), (33, 18, 1), (150, 18, 40)] {
             let layer = Layer::new::<T>(rows, packets * T::PACKET, outputs, 21, false);
@@ -248,7 +261,7 @@ fn normed_matmuls_match_f64_reference<T: Tolerance>() {
 }
 
 /// The squares of large values overflow unless they are scaled before they are summed. The eps of small rows counts.
-fn large_and_small_rows_are_normalized<T: Tolerance>() {
+fn large_and_small_rows_are_normalized<T: Tolerance + TensorCore>() {
     for scale in [3e18, 1e-12] {
         let mut layer = Layer::new::<T>(2, 40 * T::PACKET, 6, 31, false);
         layer.inp.iter_mut().for_each(|x| *x = f64::from(T::nearest((*x * scale) as f32)));
@@ -258,10 +271,11 @@ fn large_and_small_rows_are_normalized<T: Tolerance>() {
     }
 }
 
-fn unsupported_matmuls_have_no_kernel<T: Tolerance>() {
+fn unsupported_matmuls_have_no_kernel<T: Tolerance + TensorCore>() {
     let kernel = |rows, channels, outputs, activation, norm| {
         let out = GlobalMut::<T>::new(std::ptr::null_mut());
-        let operands = MatvecOperands { out, inp: null(), weight: null(), bias: null(), residual: null(), norm };
+        let operands =
+            MatvecOperands { out, inp: null(), weight: null(), fp8: None, bias: null(), residual: null(), norm };
         launch::matvec(operands, MatvecSize { rows, channels, outputs, activation, sm_count: 1 })
     };
     let packet = T::PACKET;
@@ -277,6 +291,69 @@ fn unsupported_matmuls_have_no_kernel<T: Tolerance>() {
     assert!(kernel(2, packet, 3, None, InputNorm::RmsNorm(null(), 1.0)).is_some());
     assert!(kernel(3, packet, 3, None, InputNorm::RmsNorm(null(), 1.0)).is_none());
     assert!(kernel(3, packet, 3, None, InputNorm::LayerNorm(null(), null())).is_none());
+}
+
+/// Integers cover every row, column, split and tail exactly.
+fn matmuls_of_integers_in_fp8_are_exact() {
+    let check = |rows, packets: usize, outputs: usize, sm_count, (bias, residual): (bool, bool), seed| {
+        let (channels, outputs) = (packets * E4m3::PACKET, 2 * outputs);
+        let mut layer = Layer::new::<bf16>(rows, channels, outputs, seed, true).in_fp8(0.5);
+        // At most three weights of a row are not 0, so that bf16 represents the sums.
+        for (i, weight) in layer.weight.iter_mut().enumerate() {
+            let kept = [seed as usize * 7 + i / channels, 0, channels - 1];
+            if !kept.iter().any(|channel| channel % channels == i % channels) {
+                *weight = 0.0;
+            }
+        }
+        layer.bias = layer.bias.filter(|_| bias);
+        layer.residual = layer.residual.filter(|_| residual);
+        assert_same("out", &layer.run::<bf16>(sm_count), &layer.reference::<bf16>().0);
+    };
+    for rows in 1..=16 {
+        check(rows, 20, 9, 1, (true, true), 1);
+    }
+    for sm_count in [1, 2, 4, 8, 100] {
+        check(1, 150, 17, sm_count, (true, false), 2);
+        check(5, 150, 17, sm_count, (false, true), 3);
+    }
+    for_all(20, (1..17usize, 1..100usize, 1..20usize, 1..20usize, ANY, ANY, 0..9u32), |(r, p, o, s, b, e, seed)| {
+        check(r, p, o, s, (b, e), seed);
+    });
+}
+
+fn matmuls_in_fp8_match_f64_reference() {
+    for rows in [1, 3, 16] {
+        for (packets, outputs) in [(1, 2), (17, 40), (48, 22)] {
+            let layer = Layer::new::<bf16>(rows, packets * E4m3::PACKET, outputs, 5, false).in_fp8(2f32.powi(-7));
+            for &activation in Activation::ALL {
+                layer.clone().with_activation(activation).check::<bf16>(3);
+            }
+            layer.check::<bf16>(3);
+        }
+    }
+}
+
+fn normed_matmuls_in_fp8_match_f64_reference() {
+    for rows in [1, 2] {
+        for (packets, outputs, sm_count) in [(1, 4, 1), (17, 18, 1), (75, 18, 40)] {
+            let layer = Layer::new::<bf16>(rows, packets * E4m3::PACKET, outputs, 21, false).in_fp8(2f32.powi(-8));
+            let activated = layer.clone().with_activation(Activation::SwiGlu);
+            for layer in [norms::<bf16>(&layer), norms::<bf16>(&activated)].concat() {
+                layer.check::<bf16>(sm_count);
+            }
+        }
+    }
+}
+
+fn unsupported_matmuls_in_fp8_have_no_kernel() {
+    fn has_kernel<T: TensorCore>(rows: usize, channels: usize, outputs: usize) -> bool {
+        let fp8 = Some(Fp8Weight { weight: null(), scale: null() });
+        let (out, [inp, weight, bias, residual]) = (GlobalMut::<T>::new(std::ptr::null_mut()), [null(); 4]);
+        let operands = MatvecOperands { out, inp, weight, fp8, bias, residual, norm: InputNorm::None };
+        launch::matvec(operands, MatvecSize { rows, channels, outputs, activation: None, sm_count: 1 }).is_some()
+    }
+    assert!(has_kernel::<bf16>(16, 48, 2) && !has_kernel::<f32>(16, 48, 2));
+    assert!(!has_kernel::<bf16>(17, 48, 2) && !has_kernel::<bf16>(16, 40, 2) && !has_kernel::<bf16>(16, 48, 3));
 }
 
 /// Attention of slots at `positions`.

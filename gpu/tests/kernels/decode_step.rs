@@ -1,14 +1,14 @@
 //! A step of generation in one launch against an f64 reference: GPT-2 and Llama, windows, several slots and steps.
 
 use crate::common::{
-    Tolerance, activation, assert_close, assert_same, for_all, integers, noise, read, rounded, run, wide,
+    Tolerance, activation, assert_close, assert_same, for_all, fp8_weight, integers, noise, read, rounded, run, wide,
 };
 use cuda_std::emulate::Memory;
-use cuda_std::{Global, GlobalMut, bf16};
+use cuda_std::{E4m3, Element, Global, GlobalMut, bf16};
 use gpu::activation::Activation;
 use gpu::decode::WORDS;
 use gpu::decode::attention::{self, HALF_SPLIT, INTERLEAVED, NO_ROTATION};
-use gpu::decode::launch::{AttentionOperands, InputNorm, MatvecOperands, MatvecSize};
+use gpu::decode::launch::{AttentionOperands, Fp8Weight, InputNorm, MatvecOperands, MatvecSize};
 use gpu::decode::step::launch::{EmbedOperands, Operation, Program, StepMemory, program, step};
 use proptest::sample::select;
 use std::collections::HashMap;
@@ -19,7 +19,8 @@ tests! {
         wide_layers_match_f64_reference, linear_layers_of_integers_are_exact, activations_read_rounded_values,
         unsupported_operations_have_no_program;
     slow in f32: steps_of_any_shape_match_f64_reference;
-    once: the_ring_takes_the_shared_memory_that_is_left;
+    once: steps_with_weights_in_fp8_match_f64_reference, weights_of_integers_in_fp8_are_exact,
+        weights_in_fp8_need_a_multiple_of_16_channels, the_ring_takes_the_shared_memory_that_is_left;
 }
 
 fn null<T>() -> Global<T> {
@@ -57,6 +58,8 @@ struct Model {
     rotation: u32,
     /// Whether queries and keys are normalized, and whether with weights.
     qk_norm: (bool, bool),
+    /// Whether the weights of linear layers are in FP8.
+    in_fp8: bool,
     /// Whether the residual of the layer after attention is the output of attention.
     skips_residual: bool,
     /// Token and position of each slot. An idle slot has a negative position.
@@ -83,6 +86,7 @@ impl Model {
             has_positions: true,
             rotation: NO_ROTATION,
             qk_norm: (false, false),
+            in_fp8: false,
             skips_residual: false,
             slots: slots.to_vec(),
             blocks,
@@ -120,6 +124,8 @@ impl Model {
         let mut add = |name: String, exists: bool, len: usize, scale: f64, offset: f64| {
             seed += 1;
             let values: Vec<_> = noise(if exists { len } else { 0 }, seed).iter().map(|x| x * scale + offset).collect();
+            let fp8_scale = self.fp8_scale(&name);
+            let values = fp8_scale.map_or(values.clone(), |scale| fp8_weight::rounded(&values, scale));
             tensors.insert(name, wide(&rounded::<T>(&values)));
         };
         add("wte".into(), true, VOCAB * c, 1.0, 0.0);
@@ -150,6 +156,13 @@ impl Model {
         tensors
     }
 
+    /// Returns the scale of a weight that is in FP8.
+    fn fp8_scale(&self, name: &str) -> Option<f32> {
+        let is_linear =
+            ["qkv.", "proj.", "fc.", "out."].iter().any(|layer| name.starts_with(layer)) && name.ends_with('w');
+        (self.in_fp8 && (is_linear || name == "head")).then(|| fp8_weight::scale_of(name))
+    }
+
     fn table(&self) -> Vec<f32> {
         let angle = |t: usize, i: usize| (t as f64 * 100f64.powf(-2.0 * i as f64 / self.head_size as f64)).sin_cos();
         let pairs = (0..MAX_POSITIONS).flat_map(|t| (0..self.head_size / 2).map(move |i| (t, i)));
@@ -173,9 +186,14 @@ struct Device<T> {
 impl<T: Tolerance + cuda_std::mma::TensorCore> Device<T> {
     fn new(model: &Model, tensors: &Tensors) -> Self {
         let (mut memory, rows, c) = (Memory::new(), model.slots.len(), model.channels);
-        let mut input = |name: &str| match &tensors[name] {
-            values if values.is_empty() => null(),
-            values => memory.input(name, &rounded::<T>(values)),
+        let mut in_fp8 = HashMap::new();
+        let mut input = |name: &String| match (&tensors[name], model.fp8_scale(name)) {
+            (values, _) if values.is_empty() => null(),
+            (values, Some(scale)) => {
+                in_fp8.insert(name.clone(), fp8_weight::input(&mut memory, name, values, scale));
+                null()
+            }
+            (values, None) => memory.input(name, &rounded::<T>(values)),
         };
         let inputs: HashMap<_, _> = tensors.keys().map(|name| (name.clone(), input(name))).collect();
         let values = memory.output::<T>("values", 64);
@@ -196,7 +214,8 @@ impl<T: Tolerance + cuda_std::mma::TensorCore> Device<T> {
             let linear = |name: &str, out: GlobalMut<T>, inp: GlobalMut<T>, residual: Option<GlobalMut<T>>, norm| {
                 let [weight, bias] = ["w", "b"].map(|part| inputs[&format!("{name}.{l}{part}")]);
                 let residual = residual.map_or(null(), GlobalMut::reader);
-                MatvecOperands { out, inp: inp.reader(), weight, bias, residual, norm }
+                let fp8 = in_fp8.get(&format!("{name}.{l}w")).copied();
+                MatvecOperands { out, inp: inp.reader(), weight, fp8, bias, residual, norm }
             };
             let cache = ["keys", "values"].map(|name| {
                 let name = format!("{name}.{l}");
@@ -259,6 +278,7 @@ impl<T: Tolerance + cuda_std::mma::TensorCore> Device<T> {
             out: logits,
             inp: even.reader(),
             weight: inputs["head"],
+            fp8: in_fp8.get("head").copied(),
             bias: null(),
             residual: null(),
             norm: norm("lnf"),
@@ -481,6 +501,17 @@ fn wide_layers_match_f64_reference<T: Tolerance + cuda_std::mma::TensorCore>() {
     check::<T>(&Model { slots: model.slots[..8].to_vec(), blocks: 1, ..model }, 1);
 }
 
+/// GPT-2 and Llama, rows of weight in several stages, and a last block of channels that is not full.
+fn steps_with_weights_in_fp8_match_f64_reference() {
+    let in_fp8 = true;
+    check::<bf16>(&Model { in_fp8, ..Model::gpt2(&[(3, 9)], 3) }, 2);
+    check::<bf16>(&Model { in_fp8, ..Model::llama(&[(1, 3), (3, 4)], 3) }, 2);
+    check::<bf16>(&Model { in_fp8, heads: 2, kv_heads: 2, ..Model::llama(&[(1, 3)], 2) }, 1);
+    check::<bf16>(&Model { in_fp8, capacities: vec![24], hidden: 240 * 8, ..Model::gpt2(&[(3, 0)], 2) }, 1);
+    let slots: Vec<_> = (0..16).map(|i| (i, i)).collect();
+    check::<bf16>(&Model { in_fp8, capacities: vec![24], channels: 80, hidden: 144, ..Model::llama(&slots, 2) }, 1);
+}
+
 fn steps_of_any_shape_match_f64_reference<T: Tolerance + cuda_std::mma::TensorCore>() {
     let shape = (1..5usize, 1..3usize, 1..6usize, select(vec![16, 32, 64, 80, 128]), 1..4usize);
     let kind = (0..3usize, 0..3usize, select(Activation::ALL.to_vec()), 1..40usize, 1..40i32, 0..99u32);
@@ -506,10 +537,19 @@ fn steps_of_any_shape_match_f64_reference<T: Tolerance + cuda_std::mma::TensorCo
 
 /// Two linear layers of integers: every row, column, tile, piece and block exactly.
 fn linear_layers_of_integers_are_exact<T: Tolerance + cuda_std::mma::TensorCore>() {
+    check_integers::<T>(T::PACKET, None);
+}
+
+fn weights_of_integers_in_fp8_are_exact() {
+    check_integers::<bf16>(E4m3::PACKET, Some([0.5, 2.0]));
+}
+
+/// The weights have rows of packets of `packet` numbers, in FP8 if they have scales.
+fn check_integers<T: Tolerance + cuda_std::mma::TensorCore>(packet: usize, scales: Option<[f32; 2]>) {
     let check = |rows: usize, packets: usize, hidden: usize, blocks: usize, seed: u32| {
         // Half of the steps begin with values in memory instead of an embedding.
         let from_memory = seed.is_multiple_of(2);
-        let (c, hidden) = (packets * T::PACKET, hidden * T::PACKET);
+        let (c, hidden) = (packets * packet, hidden * packet);
         // Sums stay below 2^8, so that bf16 represents them: rows of the weights have three and one values that are not 0.
         let sparse = |outputs: usize, channels: usize, count: usize, most: f64, seed: u32| {
             let mut weight = vec![0.0; outputs * channels];
@@ -533,23 +573,28 @@ fn linear_layers_of_integers_are_exact<T: Tolerance + cuda_std::mma::TensorCore>
         let out = memory.output::<T>("out", rows * c);
         let mut input = |name: &str, values: &[f64]| memory.input(name, &rounded::<T>(values));
         let size = |channels, outputs| MatvecSize { rows, channels, outputs, activation: None, sm_count: 1 };
-        let layer = |weight, inp, out, bias, residual| MatvecOperands {
+        let layer = |(weight, fp8), inp, out, bias, residual| MatvecOperands {
             out,
             inp,
             weight,
+            fp8,
             bias,
             residual,
             norm: InputNorm::None,
         };
         let embedded = EmbedOperands { out: values, wte: input("wte", &wte), wpe: null(), channels: c };
-        let start = values.reader();
+        let (start, bias_input) = (values.reader(), input("bias", &bias));
+        let mut weight = |i: usize, values: &[f64]| {
+            let name = format!("weight {i}");
+            match scales {
+                None => (memory.input(&name, &rounded::<T>(values)), None),
+                Some(scales) => (null(), Some(fp8_weight::input(&mut memory, &name, values, scales[i]))),
+            }
+        };
         let operations = [
             Operation::Embed(embedded),
-            Operation::Matvec(
-                layer(input("first", &first), start, inner, input("bias", &bias), null()),
-                size(c, hidden),
-            ),
-            Operation::Matvec(layer(input("second", &second), inner.reader(), out, null(), start), size(hidden, c)),
+            Operation::Matvec(layer(weight(0, &first), start, inner, bias_input, null()), size(c, hidden)),
+            Operation::Matvec(layer(weight(1, &second), inner.reader(), out, null(), start), size(hidden, c)),
         ];
         let program = program(&operations[usize::from(from_memory)..], rows, blocks).unwrap();
         let words: Vec<_> = (0..rows as i32).flat_map(|row| slot(row * 3 % VOCAB as i32, row)).collect();
@@ -593,6 +638,7 @@ fn activations_read_rounded_values<T: Tolerance + cuda_std::mma::TensorCore>() {
         out,
         inp: values.reader(),
         weight: input("weight", &weight),
+        fp8: None,
         bias: input("bias", &[1.0, -1000.0]),
         residual: null(),
         norm: InputNorm::None,
@@ -622,6 +668,7 @@ fn unsupported_operations_have_no_program<T: Tolerance + cuda_std::mma::TensorCo
             out: view(32),
             inp: view(inp).reader(),
             weight: null(),
+            fp8: None,
             bias: null(),
             residual: null(),
             norm: InputNorm::None,
@@ -646,13 +693,36 @@ fn unsupported_operations_have_no_program<T: Tolerance + cuda_std::mma::TensorCo
     assert!(reason(&[], 1).is_some());
 }
 
+fn weights_in_fp8_need_a_multiple_of_16_channels() {
+    fn reason<T: cuda_std::mma::TensorCore>(channels: usize, in_fp8: [bool; 2]) -> Option<String> {
+        let view = |address: usize| GlobalMut::<T>::from_address(address as u64);
+        let weight = Fp8Weight { weight: null(), scale: null() };
+        let matvec = |[inp, out]: [usize; 2], in_fp8: bool| {
+            let (out, inp, fp8) = (view(16 * out), view(16 * inp).reader(), in_fp8.then_some(weight));
+            let [weight, bias, residual] = [null(); 3];
+            let operands = MatvecOperands { out, inp, weight, fp8, bias, residual, norm: InputNorm::None };
+            Operation::Matvec(
+                operands,
+                MatvecSize { rows: 1, channels, outputs: channels, activation: None, sm_count: 1 },
+            )
+        };
+        let embed = Operation::Embed(EmbedOperands { out: view(16), wte: null(), wpe: null(), channels });
+        program(&[embed, matvec([1, 2], in_fp8[0]), matvec([2, 3], in_fp8[1])], 1, 4).err()
+    }
+    assert_eq!(reason::<bf16>(48, [true; 2]), None);
+    assert_eq!(reason::<bf16>(40, [false; 2]), None);
+    assert!(reason::<bf16>(40, [true; 2]).is_some());
+    assert!(reason::<bf16>(48, [true, false]).is_some() && reason::<bf16>(48, [false, true]).is_some());
+    assert!(reason::<f32>(48, [true; 2]).is_some());
+}
+
 /// The numbers of stages in docs/internals/generation.md.
 fn the_ring_takes_the_shared_memory_that_is_left() {
     let view = |address: usize| GlobalMut::<bf16>::from_address(address as u64);
     let stages = |rows| {
         let matvec = |[inp, out]: [usize; 2], channels, outputs, norm| {
             let (out, inp) = (view(16 * out), view(16 * inp).reader());
-            let operands = MatvecOperands { out, inp, weight: null(), bias: null(), residual: null(), norm };
+            let operands = MatvecOperands { out, inp, weight: null(), fp8: None, bias: null(), residual: null(), norm };
             Operation::Matvec(operands, MatvecSize { rows, channels, outputs, activation: None, sm_count: 1 })
         };
         let attention = AttentionOperands {

@@ -17,7 +17,7 @@ tests! {
     once: amax_is_the_largest_magnitude, amax_accumulates_and_keeps_nan, any_length_is_quantized,
         values_saturate_and_others_become_nan, current_scale_fits_the_largest_magnitude,
         delayed_scales_fit_the_largest_finite_amax, losses_are_counted, any_shape_is_transposed, columns_are_summed,
-        fp8_is_transposed;
+        fp8_is_transposed, numbers_are_converted_exactly;
 }
 
 fn shared_bytes() -> usize {
@@ -73,6 +73,19 @@ fn amax_accumulates_and_keeps_nan() {
     assert_eq!(amax_of(&some, 1e9), f32::INFINITY.to_bits());
     some[200] = bf16::from_bits(0xffc1);
     assert!(f32::from_bits(amax_of(&some, 1e9)).is_nan());
+}
+
+fn numbers_are_converted_exactly() {
+    for_all(8, (1..700usize, 0..u32::MAX), |(packets, seed)| {
+        let (n, scale) = (16 * packets, 2f32.powi(-(seed as i32 & 15)));
+        let numbers: Vec<E4m3> = rounded(&noise(n, seed).iter().map(|x| 448.0 * x).collect::<Vec<_>>());
+        let mut memory = Memory::new();
+        let (out, inp) = (memory.output::<bf16>("out", n), memory.input("inp", &numbers));
+        let launch = quantize::dequantize(out, inp, memory.input("scale", &[scale]), n as u64);
+        run(&mut memory, &launch, quantize::dequantize_grid(n), 0);
+        let want: Vec<_> = numbers.iter().map(|x| f64::from(x.to_f32() * scale)).collect();
+        assert_eq!(wide(&memory.read(out)), want);
+    });
 }
 
 fn check_quantize<T: Fp8 + Pod, const AMAX: bool>(values: &[bf16], scale: f32) {

@@ -144,6 +144,15 @@ pub fn larger_magnitudes(a: u32, b: u32) -> u32 {
     half(a & 0xffff, b & 0xffff) | half(a >> 16, b >> 16) << 16
 }
 
+/// Multiplies each half of `a` by that of `b`, as bf16, rounded to nearest even.
+#[inline]
+pub fn multiply_bf16x2(a: u32, b: u32) -> u32 {
+    // The product of two bf16 is exact in f32, unless it is subnormal.
+    let low = f32::from_bits(a << 16) * f32::from_bits(b << 16);
+    let high = f32::from_bits(a & 0xffff_0000) * f32::from_bits(b & 0xffff_0000);
+    bf16_bits(low) | bf16_bits(high) << 16
+}
+
 /// Rounds `low` and `high` to E4M3, saturating, and packs them with `high` in the upper byte.
 #[inline]
 #[track_caller]

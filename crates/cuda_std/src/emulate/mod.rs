@@ -55,7 +55,7 @@ mod wgmma;
 pub use access::*;
 pub use arithmetic::{
     bf16x2, cos_approx, div_rn, e4m3x2, e5m2x2, exp2, f16_to_f32, f16x2, fma, fma_f64, larger_magnitudes, log2, max,
-    min_or_nan, opaque, permute_bytes, recip, rsqrt, sin_approx, sqrt, sqrt_f64, sqrt_rn,
+    min_or_nan, multiply_bf16x2, opaque, permute_bytes, recip, rsqrt, sin_approx, sqrt, sqrt_f64, sqrt_rn,
 };
 pub use atomic::{
     acquire_wait_u32, atomic_add_f32, atomic_add_u32, atomic_max_u32, compare_exchange_u32, compare_exchange_u64,

@@ -204,6 +204,19 @@ pub fn larger_magnitudes(a: u32, b: u32) -> u32 {
     larger
 }
 
+/// Multiplies each half of `a` by that of `b`, as bf16, rounded to nearest even.
+#[inline(always)]
+pub fn multiply_bf16x2(a: u32, b: u32) -> u32 {
+    let product;
+    // `mul.bf16x2` does not exist for sm_80. Adding -0 changes no product.
+    // SAFETY: the instruction only operates on registers.
+    unsafe {
+        asm!("fma.rn.bf16x2 {}, {}, {}, {};", out(reg32) product, in(reg32) a, in(reg32) b, in(reg32) 0x8000_8000u32,
+            options(pure, nomem, nostack, preserves_flags));
+    }
+    product
+}
+
 /// Rounds `low` and `high` to E4M3, saturating, and packs them with `high` in the upper byte.
 #[inline(always)]
 pub fn e4m3x2(low: f32, high: f32) -> u16 {

@@ -1,7 +1,7 @@
 //! The FP8 types compared with the crate `float8`, with a table of known values, and with f64.
 
 use cuda_std::emulate::Memory;
-use cuda_std::fp8::transpose_bytes;
+use cuda_std::fp8::{Bf16Scale, transpose_bytes};
 use cuda_std::{E4m3, E5m2, Element, Fp8, Global, GlobalMut, Packet, kernel, thread};
 use float8::{F8E4M3, F8E5M2};
 
@@ -51,6 +51,26 @@ fn check_codes<T: Reference>() {
         }
     }
     assert_eq!(finite::<T>().last(), Some(&T::MAX));
+}
+
+#[test]
+fn every_code_is_exact_in_bf16() {
+    for scale in [Bf16Scale::MIN, 2f32.powi(-9), 1.0, Bf16Scale::MAX] {
+        for first in (0..=0xf0u8).step_by(16) {
+            let codes: [u8; 16] = std::array::from_fn(|i| first + i as u8);
+            let packet = Packet::<E4m3>::from_packed(bytemuck::cast(codes));
+            let numbers = packet.to_bf16(Bf16Scale::new(scale));
+            for (i, code) in codes.into_iter().enumerate() {
+                let number = E4m3::from_bits(code).to_f32();
+                let number = if number.is_nan() { 480f32.copysign(number) } else { number };
+                assert_eq!(
+                    numbers[i / 8].get(i % 8).to_bits(),
+                    (number * scale).to_bits(),
+                    "{code:#04x} times {scale}"
+                );
+            }
+        }
+    }
 }
 
 #[test]

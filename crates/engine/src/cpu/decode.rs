@@ -1,7 +1,7 @@
 //! Text generation with a KV cache, and matmuls of few rows.
 
 use super::arena::{Arena, optional};
-use super::{activation, encoder, matmul as linear, norm, rotary};
+use super::{activation, encoder, matmul as linear, norm, quantize, rotary};
 use crate::Result;
 use crate::ops::{
     AttentionShape, CacheFill, CacheRead, DecodeAttention, DecodeEmbed, DecodeMatmul, Epilogue, MatmulForward,
@@ -62,11 +62,15 @@ pub(super) fn matmul(arena: &mut Arena, op: &DecodeMatmul) -> Result<()> {
     if let Some(of_input) = &op.norm {
         norm::forward(arena, of_input)?;
     }
-    if op.matmul.shape.rows > FEW_ROWS { linear::forward(arena, &op.matmul) } else { few_rows(arena, &op.matmul) }
+    let scale = op.weight_scale.map(|scale| quantize::scalar(arena, "scale", scale)).transpose()?;
+    if scale.is_none() && op.matmul.shape.rows > FEW_ROWS {
+        return linear::forward(arena, &op.matmul);
+    }
+    few_rows(arena, &op.matmul, scale.unwrap_or(1.0))
 }
 
-/// Computes a linear layer of few rows. It reads each weight once, which is all that takes time.
-fn few_rows(arena: &mut Arena, op: &MatmulForward) -> Result<()> {
+/// Computes a linear layer of few rows, with the weight times `scale`. It reads each weight once, which is all that takes time.
+fn few_rows(arena: &mut Arena, op: &MatmulForward, scale: f32) -> Result<()> {
     let MatmulForward { out, inp, weight, bias, epilogue, shape: MatmulShape { rows, c, oc }, fp8: _ } = *op;
     let (residual, activation) = match epilogue {
         Epilogue::None => (None, None),
@@ -87,7 +91,7 @@ fn few_rows(arena: &mut Arena, op: &MatmulForward) -> Result<()> {
     sums.par_chunks_mut(CHANNELS * rows).zip(weight.par_chunks(CHANNELS * c)).for_each(|(sums, weight)| {
         for (sums, weight) in sums.chunks_mut(rows).zip(weight.chunks(c)) {
             for (sum, inp) in sums.iter_mut().zip(inp.chunks(c)) {
-                *sum = dot(weight, inp);
+                *sum = dot(weight, inp) * scale;
             }
         }
     });

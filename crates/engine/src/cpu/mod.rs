@@ -125,6 +125,7 @@ impl Cpu {
             Operation::MuonVariance(op) => muon::variance(arena, op),
             Operation::MuonApply(op) => muon::apply(arena, op),
             Operation::Quantize(op) => quantize::quantize(arena, op),
+            Operation::Dequantize(op) => quantize::dequantize(arena, op),
             Operation::Fp8Scales(op) => quantize::scales(arena, op),
             Operation::DecodeEmbed(op) => decode::embed(arena, op),
             Operation::DecodeMatmul(op) => decode::matmul(arena, &op),

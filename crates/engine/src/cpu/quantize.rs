@@ -3,7 +3,7 @@
 use super::CHUNK;
 use super::arena::{Arena, optional};
 use crate::Result;
-use crate::ops::{Fp8Format, Fp8Scale, Fp8Scales, Quantize, Scaling, largest_rounded};
+use crate::ops::{Dequantize, Fp8Format, Fp8Scale, Fp8Scales, Quantize, Scaling, largest_rounded};
 use crate::tensor::Tensor;
 use anyhow::ensure;
 use cuda_std::{E4m3, E5m2, Element};
@@ -89,6 +89,14 @@ fn count_losses(arena: &mut Arena, counts: Tensor, inp: Tensor, factor: f32, for
     let counts: &mut [i32] = bytemuck::cast_slice_mut(counts);
     counts[0] += saturated;
     counts[1] += zeroed;
+    Ok(())
+}
+
+pub(super) fn dequantize(arena: &mut Arena, op: Dequantize) -> Result<()> {
+    let Dequantize { out, inp, scale } = op;
+    let scale = scalar(arena, "scale", scale)?;
+    let [out, inp] = arena.split("dequantize", [("out", out, inp.len), ("inp", inp, inp.len)])?;
+    out.par_iter_mut().with_min_len(CHUNK).zip(&*inp).for_each(|(out, x)| *out = x * scale);
     Ok(())
 }
 

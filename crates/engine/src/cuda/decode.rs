@@ -7,9 +7,9 @@ use crate::ops::{
     MatmulForward, MatmulShape, RotaryPairs, SampleTokens, Slot, decode_splits,
 };
 use crate::tensor::Tensor;
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail, ensure};
 use cuda_std::GlobalMut;
-use gpu::decode::launch::{self, AttentionOperands, InputNorm, MatvecOperands, MatvecSize};
+use gpu::decode::launch::{self, AttentionOperands, Fp8Weight, InputNorm, MatvecOperands, MatvecSize};
 use gpu::decode::step::launch::EmbedOperands;
 use gpu::decode::{attention as kernels, embed as embeddings, sample as sampling};
 
@@ -36,21 +36,26 @@ pub(super) fn embed<T: Float>(cuda: &mut Cuda<T>, op: DecodeEmbed) -> Result<()>
 /// Returns the operands of a linear layer of few rows that reads `inp` (rows, C), before its norm.
 fn matvec_operands<T: Float>(
     cuda: &Cuda<T>,
-    op: &MatmulForward,
+    op: &DecodeMatmul,
     inp: Tensor,
     norm: InputNorm<T>,
 ) -> Result<(MatvecOperands<T>, MatvecSize)> {
-    let MatmulForward { out, weight, bias, epilogue, shape: MatmulShape { rows, c, oc }, .. } = *op;
+    let MatmulForward { out, weight, bias, epilogue, shape: MatmulShape { rows, c, oc }, .. } = op.matmul;
     let (residual, activation) = match epilogue {
         Epilogue::None => (None, None),
         Epilogue::Residual(residual) => (Some(residual), None),
         Epilogue::Activation(activation, _) => (None, Some(activation)),
     };
     let inputs = activation.map_or(1, Activation::inputs);
+    let fp8 = |scale| -> Result<_> {
+        let weight = cuda.fp8("weight in FP8", weight, oc * c)?.reader();
+        Ok(Fp8Weight { weight, scale: cuda.input("scale of the weight", scale, 1)? })
+    };
     let operands = MatvecOperands {
         out: cuda.output("out", out, rows * (oc / inputs))?,
         inp: cuda.input("inp", inp, rows * c)?,
-        weight: cuda.input("weight", weight, oc * c)?,
+        weight: cuda.optional_input("weight", Some(weight).filter(|_| op.weight_scale.is_none()), oc * c)?,
+        fp8: op.weight_scale.map(fp8).transpose()?,
         bias: cuda.optional_input("bias", bias, oc)?,
         residual: cuda.optional_input("residual", residual, rows * oc)?,
         norm,
@@ -62,13 +67,13 @@ fn matvec_operands<T: Float>(
 /// Returns the operands of a linear layer of few rows and the norm before it.
 pub(super) fn normed_operands<T: Float>(cuda: &Cuda<T>, op: &DecodeMatmul) -> Result<(MatvecOperands<T>, MatvecSize)> {
     let c = op.matmul.shape.c;
-    let Some(norm) = op.norm else { return matvec_operands(cuda, &op.matmul, op.matmul.inp, InputNorm::None) };
+    let Some(norm) = op.norm else { return matvec_operands(cuda, op, op.matmul.inp, InputNorm::None) };
     let weight = cuda.optional_input("norm weight", norm.weight, c)?;
     let fused = match norm.mean {
         Some(_) => InputNorm::LayerNorm(weight, cuda.optional_input("norm bias", norm.bias, c)?),
         None => InputNorm::RmsNorm(weight, norm.eps),
     };
-    matvec_operands(cuda, &op.matmul, norm.inp, fused)
+    matvec_operands(cuda, op, norm.inp, fused)
 }
 
 pub(super) fn matmul<T: Float>(cuda: &mut Cuda<T>, op: &DecodeMatmul) -> Result<()> {
@@ -79,11 +84,40 @@ pub(super) fn matmul<T: Float>(cuda: &mut Cuda<T>, op: &DecodeMatmul) -> Result<
     if let Some(of_input) = &op.norm {
         norm::forward(cuda, of_input)?;
     }
-    let (operands, size) = matvec_operands(cuda, &op.matmul, op.matmul.inp, InputNorm::None)?;
-    match launch::matvec(operands, size) {
-        Some(kernel) => cuda.launch_kernel(&kernel),
-        None => linear::forward(cuda, &op.matmul),
+    let rows = op.matmul.shape.rows;
+    if op.weight_scale.is_none() && rows > launch::MAX_ROWS {
+        return linear::forward(cuda, &op.matmul);
     }
+    // No GEMM reads a weight in FP8 beside an input in bf16.
+    for first in (0..rows).step_by(launch::MAX_ROWS) {
+        let part = rows_of(&op.matmul, first, launch::MAX_ROWS.min(rows - first));
+        let part = DecodeMatmul { norm: None, matmul: part, ..*op };
+        let (operands, size) = matvec_operands(cuda, &part, part.matmul.inp, InputNorm::None)?;
+        match launch::matvec(operands, size) {
+            Some(kernel) => cuda.launch_kernel(&kernel)?,
+            None if op.weight_scale.is_none() => return linear::forward(cuda, &op.matmul),
+            None => {
+                let MatmulShape { c, oc, .. } = op.matmul.shape;
+                bail!(
+                    "decode_matmul: expected bf16 and a multiple of 16 channels for a weight in FP8, found {oc} x {c}"
+                )
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Returns `rows` rows of a linear layer, from row `first` on.
+fn rows_of(op: &MatmulForward, first: usize, rows: usize) -> MatmulForward {
+    let MatmulShape { c, oc, .. } = op.shape;
+    let part = |tensor: Tensor, columns: usize| tensor.slice(first * columns, rows * columns);
+    let (epilogue, inputs) = match op.epilogue {
+        Epilogue::Residual(residual) => (Epilogue::Residual(part(residual, oc)), 1),
+        Epilogue::Activation(activation, _) => (op.epilogue, activation.inputs()),
+        Epilogue::None => (Epilogue::None, 1),
+    };
+    let shape = MatmulShape { rows, ..op.shape };
+    MatmulForward { out: part(op.out, oc / inputs), inp: part(op.inp, c), epilogue, shape, ..*op }
 }
 
 /// Returns the operands of attention.

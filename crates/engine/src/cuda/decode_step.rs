@@ -223,11 +223,15 @@ mod tests {
             };
             let first = linear(inner, normed, weights[2 * layer], Epilogue::None, C);
             let second = linear(values[layer + 1], inner, weights[2 * layer + 1], Epilogue::Residual(inp), C);
-            operations.push(DecodeOperation::Matmul(DecodeMatmul { norm: Some(norm), matmul: first }));
-            operations.push(DecodeOperation::Matmul(DecodeMatmul { norm: None, matmul: second }));
+            operations.push(DecodeOperation::Matmul(DecodeMatmul {
+                norm: Some(norm),
+                matmul: first,
+                weight_scale: None,
+            }));
+            operations.push(DecodeOperation::Matmul(DecodeMatmul { norm: None, matmul: second, weight_scale: None }));
         }
         let head = linear(logits, values[LAYERS], wte, Epilogue::None, VOCAB);
-        operations.push(DecodeOperation::Matmul(DecodeMatmul { norm: None, matmul: head }));
+        operations.push(DecodeOperation::Matmul(DecodeMatmul { norm: None, matmul: head, weight_scale: None }));
         (cuda, operations, memory, logits)
     }
 

@@ -344,6 +344,7 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::MuonVariance(op) => muon::variance(self, op),
             Operation::MuonApply(op) => muon::apply(self, op),
             Operation::Quantize(op) => quantize::quantize(self, op),
+            Operation::Dequantize(op) => quantize::dequantize(self, op),
             Operation::Fp8Scales(op) => quantize::scales(self, op),
             Operation::DecodeEmbed(op) => decode::embed(self, op),
             Operation::DecodeMatmul(op) => decode::matmul(self, &op),

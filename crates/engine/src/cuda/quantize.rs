@@ -1,7 +1,7 @@
 //! Quantization to FP8 and its scales.
 
 use super::{Cuda, Float, Fp8Bits, shared_bytes};
-use crate::ops::{Fp8Format, Fp8Scales, Quantize, Scaling, largest_rounded};
+use crate::ops::{Dequantize, Fp8Format, Fp8Scales, Quantize, Scaling, largest_rounded};
 use crate::tensor::{DType, Tensor};
 use crate::{Engine, Result, Workload};
 use anyhow::{Context, ensure};
@@ -176,6 +176,15 @@ pub(super) fn quantize<T: Float>(cuda: &mut Cuda<T>, op: Quantize) -> Result<()>
         Fp8Format::E4m3 => cuda.launch_quantize::<E4m3>(&op),
         Fp8Format::E5m2 => cuda.launch_quantize::<E5m2>(&op),
     }
+}
+
+pub(super) fn dequantize<T: Float>(cuda: &mut Cuda<T>, op: Dequantize) -> Result<()> {
+    let Dequantize { out, inp, scale } = op;
+    let n = inp.len;
+    ensure!(n.is_multiple_of(16), "dequantize: expected a multiple of 16 numbers, found {n}");
+    let inp = cuda.fp8::<E4m3>("inp", inp, n)?.reader();
+    let (out, scale) = (cuda.output("out", out, n)?, cuda.input("scale", scale, 1)?);
+    cuda.launch(quantize::dequantize(out, inp, scale, n as u64), [quantize::dequantize_grid(n), 1, 1], 0)
 }
 
 pub(super) fn scales<T: Float>(cuda: &mut Cuda<T>, op: Fp8Scales) -> Result<()> {

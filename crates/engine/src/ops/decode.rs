@@ -102,8 +102,10 @@ pub struct DecodeEmbed {
 pub struct DecodeMatmul {
     /// The norm.
     pub norm: Option<NormForward>,
-    /// The linear layer.
+    /// The linear layer. Its weight may be in E4M3.
     pub matmul: MatmulForward,
+    /// (1) f32: set if the weight is in E4M3. A power of two, see [`Dequantize`](super::Dequantize).
+    pub weight_scale: Option<Tensor>,
 }
 
 /// Rotates the query and key of each slot's newest token, stores key and value in the cache at its position, and computes

@@ -53,6 +53,17 @@ pub struct Quantize {
     pub column_sums: Option<Tensor>,
 }
 
+/// Computes `out` = `inp` · `scale`, which is exact: the scale is a power of two from 2^-100 to 2^7, and the elements of `inp` are finite.
+#[derive(Clone, Copy, Debug)]
+pub struct Dequantize {
+    /// (n) float. n is a multiple of 16.
+    pub out: Tensor,
+    /// (n) E4M3
+    pub inp: Tensor,
+    /// (1) f32
+    pub scale: Tensor,
+}
+
 /// Computes the scales of delayed scaling at the start of a step, and makes room for the step's statistics.
 ///
 /// `scales[i]` = the largest finite `amaxes[h, i]` / `largest`, or 1 if that is 0. Then row h of `amaxes` moves to row h + 1, the

@@ -1,8 +1,8 @@
 //! The tensors that each operation writes.
 
 use super::{
-    DecodeEmbed, Epilogue, Fp8Scale, MatmulBackward, MatmulForward, Operation, Orthogonalize, Quantize, Scaling,
-    SquareRoot, SquaredSum, Sum,
+    DecodeEmbed, Dequantize, Epilogue, Fp8Scale, MatmulBackward, MatmulForward, Operation, Orthogonalize, Quantize,
+    Scaling, SquareRoot, SquaredSum, Sum,
 };
 use crate::tensor::Tensor;
 
@@ -72,6 +72,7 @@ impl Operation<'_> {
             | Self::SquaredSum(SquaredSum { out, .. })
             | Self::SquareRoot(SquareRoot { out, .. })
             | Self::Orthogonalize(Orthogonalize { out, .. })
+            | Self::Dequantize(Dequantize { out, .. })
             | Self::DecodeEmbed(DecodeEmbed { out, .. }) => vec![some("out", *out)],
             Self::GlobalNorm(op) => vec![some("norm", op.norm)],
             Self::AdamWUpdate(op) => {

@@ -151,17 +151,18 @@ pub fn sync_consumers() {
 /// Computes the operations of `table`. See the invariants of the [module](super).
 ///
 /// `scratch` holds the words of [`Program::scratch`](super::launch::Program::scratch). `elements` and `floats` start at address 0. `slots`
-/// (R, 8) does not change during the launch. GROUP is the number of query heads of a task of attention.
+/// (R, 8) does not change during the launch. GROUP is the number of query heads of a task of attention. With FP8, the weights of all linear
+/// layers are in FP8.
 ///
 /// Grid: the number of SMs. Shared memory: [`Storage`].
 #[kernel(
     threads = 288,
     blocks_per_sm = 1,
     requires = "wgmma",
-    instances([bf16 = cuda_std::bf16, f32 = f32] * [g1 = 1, g4 = 4]),
-    select(GROUP: usize)
+    instances([bf16 = <cuda_std::bf16, false>, fp8 = <cuda_std::bf16, true>, f32 = <f32, false>] * [g1 = 1, g4 = 4]),
+    select(FP8: bool, GROUP: usize)
 )]
-pub fn decode_step<T: TensorCore, const GROUP: usize>(
+pub fn decode_step<T: TensorCore, const FP8: bool, const GROUP: usize>(
     scratch: GlobalMut<u64>,
     table: Global<u64>,
     elements: GlobalMut<T>,
@@ -190,9 +191,9 @@ pub fn decode_step<T: TensorCore, const GROUP: usize>(
     // All threads have read the counter of launches before this block adds to it.
     thread::sync_threads();
     if warp == CONSUMERS {
-        ring::produce::<T, GROUP>(&step);
+        ring::produce::<T, FP8, GROUP>(&step);
     } else {
-        consume::<T, GROUP>(&step);
+        consume::<T, FP8, GROUP>(&step);
         if thread::thread_idx_x() == 0 {
             step.words.end_block();
         }
@@ -201,7 +202,7 @@ pub fn decode_step<T: TensorCore, const GROUP: usize>(
 
 /// Computes the block's part of all operations.
 #[inline(always)]
-fn consume<T: TensorCore, const GROUP: usize>(step: &Step<T>) {
+fn consume<T: TensorCore, const FP8: bool, const GROUP: usize>(step: &Step<T>) {
     let mut state = PipelineState::consumer(step.sizes.stages);
     let mut half = 0;
     // The next entry is loaded while an operation runs.
@@ -217,7 +218,7 @@ fn consume<T: TensorCore, const GROUP: usize>(step: &Step<T>) {
         } else if kind == ATTENTION as u32 {
             attention::compute::<T, GROUP>(step, entry, &mut state);
         } else {
-            matvec::compute(step, entry, &mut state, &mut half);
+            matvec::compute::<T, FP8>(step, entry, &mut state, &mut half);
         }
     }
 }

@@ -11,11 +11,11 @@ use super::kernel::{self, Sizes};
 use super::table::{ATTENTION, EMBED, ENTRY, Field, INPUT, MATVEC, NONE};
 use super::words;
 use crate::activation::Activation;
-use crate::decode::launch::{AttentionOperands, InputNorm, MAX_ROWS, MatvecOperands, MatvecSize};
+use crate::decode::launch::{AttentionOperands, Fp8Weight, InputNorm, MAX_ROWS, MatvecOperands, MatvecSize};
 use crate::decode::{attention, matvec};
 use crate::launch::{KernelLaunch, shared_bytes};
 use cuda_std::mma::TensorCore;
-use cuda_std::{Global, GlobalMut};
+use cuda_std::{E4m3, Element, Global, GlobalMut, bf16};
 use std::collections::{HashMap, HashSet};
 use std::marker::PhantomData;
 
@@ -63,6 +63,7 @@ pub struct Program<T> {
     pub blocks: usize,
     sizes: Sizes,
     group: usize,
+    in_fp8: bool,
     element: PhantomData<T>,
 }
 
@@ -103,7 +104,7 @@ pub fn memory<T: TensorCore>(
 /// # Errors
 /// If the kernel does not support the operations, with the reason. The separate kernels then compute them: more than [`MAX_ROWS`] slots,
 /// inputs that shared memory cannot hold, values in memory that an operation overwrites, rows of weights that are not multiples of 16 bytes,
-/// an odd number of output columns, or an unsupported head size.
+/// weights in FP8 beside others, an odd number of output columns, or an unsupported head size.
 pub fn program<T: TensorCore>(operations: &[Operation<T>], rows: usize, sm_count: usize) -> Result<Program<T>, String> {
     if !(1..=MAX_ROWS).contains(&rows) || sm_count == 0 || operations.is_empty() {
         return Err(format!("expected 1 to {MAX_ROWS} slots and an operation, found {rows} slots"));
@@ -124,6 +125,10 @@ pub fn program<T: TensorCore>(operations: &[Operation<T>], rows: usize, sm_count
     };
     if operations.iter().any(|operation| matches!(operation, Operation::Input(view, _) if is_stored(*view))) {
         return Err("expected outputs in other memory than the inputs".to_owned());
+    }
+    let in_fp8 = operations.iter().any(|operation| operation.weight_in_fp8() == Some(true));
+    if in_fp8 && operations.iter().any(|operation| operation.weight_in_fp8() == Some(false)) {
+        return Err("expected the weights of all linear layers in FP8, or none".to_owned());
     }
     let group = if shapes.iter().any(|shape| shape.group > 1) { 4 } else { 1 };
     let mut scratch = words::HEADER;
@@ -168,7 +173,7 @@ pub fn program<T: TensorCore>(operations: &[Operation<T>], rows: usize, sm_count
         .find(|&stages| bytes::<T>(Sizes { stages, ..sizes }, group) <= MAX_SHARED)
         .ok_or_else(|| format!("shared memory cannot hold {rows} rows of {} channels", sizes.channels))?;
     let sizes = Sizes { stages, ..sizes };
-    Ok(Program { table, scratch, blocks: sm_count, sizes, group, element: PhantomData })
+    Ok(Program { table, scratch, blocks: sm_count, sizes, group, in_fp8, element: PhantomData })
 }
 
 /// Returns the launch of a step. All blocks must be resident at the same time: one block per SM.
@@ -177,9 +182,9 @@ pub fn program<T: TensorCore>(operations: &[Operation<T>], rows: usize, sm_count
 /// next tokens. The launch and its arguments do not change from step to step, so that a CUDA graph may contain several steps.
 pub fn step<T: TensorCore>(program: &Program<T>, memory: StepMemory) -> KernelLaunch {
     let StepMemory { table, scratch, slots } = memory;
-    let Program { sizes, group, .. } = *program;
+    let Program { sizes, group, in_fp8, .. } = *program;
     let (elements, floats) = (GlobalMut::null(), Global::null());
-    let launch = kernel::decode_step_select::<T>((group,), scratch, table, elements, floats, slots, sizes)
+    let launch = kernel::decode_step_select::<T>((in_fp8, group), scratch, table, elements, floats, slots, sizes)
         .expect("a kernel for each group of heads");
     KernelLaunch { launch, grid: [program.blocks as u32, 1, 1], shared_bytes: bytes::<T>(sizes, group) }
 }
@@ -230,8 +235,12 @@ fn shape<T: TensorCore>(operation: &Operation<T>, rows: usize) -> Result<Shape, 
             if *own != rows {
                 return Err(format!("expected {rows} rows in each linear layer, found {own}"));
             }
-            if *channels == 0 || !channels.is_multiple_of(T::PACKET) || !outputs.is_multiple_of(inputs) {
-                return Err(format!("expected a multiple of {} channels, found {channels}", T::PACKET));
+            let packet = operands.fp8.map_or(T::PACKET, |_| E4m3::PACKET);
+            if *channels == 0 || !channels.is_multiple_of(packet) || !outputs.is_multiple_of(inputs) {
+                return Err(format!("expected a multiple of {packet} channels, found {channels}"));
+            }
+            if operands.fp8.is_some() && size_of::<T>() != size_of::<bf16>() {
+                return Err("expected activations in bf16 beside weights in FP8".to_owned());
             }
             let normed = !matches!(operands.norm, InputNorm::None);
             let norm_channels = if normed { *channels } else { 0 };
@@ -311,6 +320,16 @@ impl<T> Operation<T> {
     }
 }
 
+impl<T> Operation<T> {
+    /// Returns whether the weight of a linear layer is in FP8.
+    fn weight_in_fp8(&self) -> Option<bool> {
+        match self {
+            Self::Matvec(operands, _) => Some(operands.fp8.is_some()),
+            _ => None,
+        }
+    }
+}
+
 /// Returns the operations, with the values in memory that they read.
 fn with_inputs<T: TensorCore>(operations: &[Operation<T>]) -> Vec<Operation<T>> {
     let (mut all, mut known) = (Vec::new(), HashSet::new());
@@ -367,7 +386,14 @@ impl Entry<'_> {
         self.set(Field::Norm, code.into());
         self.set(Field::Eps, eps.to_bits().into());
         self.view(Field::Out, operands.out.reader())?;
-        self.view(Field::Weight, operands.weight)?;
+        match operands.fp8 {
+            Some(Fp8Weight { weight, scale }) => {
+                // The kernel copies two numbers as an element of T.
+                self.view(Field::Weight, Global::<T>::new(weight.pointer().cast()))?;
+                self.set(Field::Scale, (scale.pointer().addr() / size_of::<f32>()) as u64);
+            }
+            None => self.view(Field::Weight, operands.weight)?,
+        }
         self.view(Field::Bias, operands.bias)?;
         self.view(Field::NormWeight, weight)?;
         self.view(Field::NormBias, bias)

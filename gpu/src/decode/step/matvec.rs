@@ -6,18 +6,21 @@
 //! warp multiplies a part of the channels: every eighth block of four packets. The sums of the warps are added in order, after one barrier
 //! for up to [`MAX_TILES`] tiles. Then each thread computes two columns of a row: bias, activation or residual, and the word of the result.
 //!
+//! A packet of weights in FP8 is converted to two packets of bf16, exactly, and belongs to two packets of the input.
+//!
 //! Values are rounded to T where the separate kernels store them: after the norm, before an activation, and in the output.
 
 use super::kernel::{Output, Step, Storage, THREADS, sync_consumers};
-use super::plan::{CONSUMERS, Linear, PIECE, TILE};
+use super::plan::{CONSUMERS, Linear, PIECE, TILE, halves};
 use super::ring::Ring;
 use super::table::{Entry, Field, NONE};
 use super::words::Pair;
 use crate::activation::value_of;
 use crate::decode::matvec::{LAYERNORM, LAYERNORM_EPS, PLAIN};
+use cuda_std::fp8::Bf16Scale;
 use cuda_std::hopper::PipelineState;
 use cuda_std::mma::TensorCore;
-use cuda_std::{Packet, SharedArray, async_copy, device, math, thread, warp};
+use cuda_std::{E4m3, Packet, SharedArray, async_copy, device, math, thread, warp};
 
 /// Number of tiles whose sums are added after the same barrier.
 pub const MAX_TILES: usize = 4;
@@ -30,7 +33,12 @@ const UNROLL: usize = PIECE / 4 / WARPS;
 
 /// Computes the block's columns. Every consumer thread calls it.
 #[inline(always)]
-pub fn compute<T: TensorCore>(step: &Step<T>, entry: Entry, state: &mut PipelineState, half: &mut usize) {
+pub fn compute<T: TensorCore, const FP8: bool>(
+    step: &Step<T>,
+    entry: Entry,
+    state: &mut PipelineState,
+    half: &mut usize,
+) {
     let linear = Linear::of_block(entry, step.block, step.blocks);
     if linear.count == 0 {
         return;
@@ -47,6 +55,7 @@ pub fn compute<T: TensorCore>(step: &Step<T>, entry: Entry, state: &mut Pipeline
         activation: entry.scalar(Field::Activation),
     };
     // Values that do not depend on the input are loaded before the wait for it.
+    let scale = Bf16Scale::new(if FP8 { step.floats.at(entry.index(Field::Scale)) } else { 1.0 });
     let mut operands = epilogue.operands(0);
     copy_norm(step, linear, norm_weight, step.storage.norm_weight);
     copy_norm(step, linear, norm_bias, step.storage.norm_bias);
@@ -65,7 +74,7 @@ pub fn compute<T: TensorCore>(step: &Step<T>, entry: Entry, state: &mut Pipeline
         }
         let mut i = 0;
         while i < MAX_TILES && tile + i < linear.tiles() {
-            multiply(step, linear, tile + i, state, (*half * MAX_TILES + i) * WARPS);
+            multiply::<T, FP8>(step, linear, scale, tile + i, state, (*half * MAX_TILES + i) * WARPS);
             i += 1;
         }
         sync_consumers();
@@ -170,11 +179,18 @@ fn mean<T: TensorCore>(row: SharedArray<T>, channels: usize, f: impl Fn(f32) -> 
 
 /// Multiplies tile `tile` by the input, and stores the sums over the warp's channels as (R, 8) at place `first` + warp of the sums.
 #[inline(always)]
-fn multiply<T: TensorCore>(step: &Step<T>, linear: Linear, tile: usize, state: &mut PipelineState, first: usize) {
+fn multiply<T: TensorCore, const FP8: bool>(
+    step: &Step<T>,
+    linear: Linear,
+    scale: Bf16Scale,
+    tile: usize,
+    state: &mut PipelineState,
+    first: usize,
+) {
     let (storage, pitch) = (step.storage, Storage::<T>::pitch(step.sizes));
     let (warp, lane, rows) = (warp::index() as usize, warp::lane() as usize, step.sizes.rows as usize);
     let (g, t) = (lane / 4, lane % 4);
-    let all = linear.packets::<T>();
+    let (all, halves) = (linear.weight_packets::<T, FP8>(), halves::<FP8>());
     // Rows past the last repeat it: their sums are not stored.
     let inputs = [g, g + 8].map(|row| storage.inputs.skip(row.min(rows - 1) * pitch));
     let place = linear.tile_place(tile, g);
@@ -184,21 +200,30 @@ fn multiply<T: TensorCore>(step: &Step<T>, linear: Linear, tile: usize, state: &
         storage.barriers.wait_full(*state);
         let weights = storage.ring.stage(state.stage()).skip(place * Ring::<T>::PITCH);
         let packets = (all - piece).min(PIECE);
-        let (mut w, mut x) = ([Packet::<T>::zero(); UNROLL], [[Packet::<T>::zero(); 2]; UNROLL]);
+        let (mut w, mut x) = ([Packet::<T>::zero(); UNROLL], [[[Packet::<T>::zero(); 2]; 2]; UNROLL]);
         for u in 0..UNROLL {
             let packet = (u * WARPS + warp) * 4 + t;
             // Loads past the end repeat the last packet: with a condition per load, ptxas would interleave loads and uses.
             let packet = packet.min(packets - 1);
             w[u] = weights.packet(packet * T::PACKET);
-            x[u] = inputs.map(|row| row.packet((piece + packet) * T::PACKET));
+            for i in 0..halves {
+                x[u][i] = inputs.map(|row| row.packet(((piece + packet) * halves + i) * T::PACKET));
+            }
         }
         for u in 0..UNROLL {
             let block = (u * WARPS + warp) * 4;
             if block < packets {
                 if block + t >= packets {
-                    (w[u], x[u]) = (Packet::zero(), [Packet::zero(); 2]);
+                    (w[u], x[u]) = (Packet::zero(), [[Packet::zero(); 2]; 2]);
                 }
-                T::mma_packets(&mut d, x[u], w[u]);
+                let mut weights = [w[u]; 2];
+                if FP8 {
+                    let packet = Packet::<E4m3>::from_packed(w[u].words());
+                    weights = packet.to_bf16(scale).map(|half| Packet::from_words(half.words()));
+                }
+                for i in 0..halves {
+                    T::mma_packets(&mut d, x[u][i], weights[i]);
+                }
             }
         }
         storage.barriers.release_by_warp(state.advance());

@@ -64,9 +64,14 @@ impl Linear {
         (gate << self.tile_shift()) + column.min(self.tile_columns(tile) - 1)
     }
 
-    /// Returns the packets of a row of weight.
+    /// Returns the packets of a row of the input.
     pub const fn packets<T: Element>(self) -> usize {
         self.channels / T::PACKET
+    }
+
+    /// Returns the packets of a row of weight: half as many if it is in FP8.
+    pub const fn weight_packets<T: Element, const FP8: bool>(self) -> usize {
+        self.packets::<T>() / halves::<FP8>()
     }
 
     /// Returns the row of weight of column `column` of the block, for up (0) or gate (1).
@@ -79,6 +84,11 @@ impl Linear {
         let (gate, column) = (i >> self.tile_shift(), i & ((1 << self.tile_shift()) - 1));
         self.row((tile << self.tile_shift()) + column, gate)
     }
+}
+
+/// Returns the packets of the input to which a packet of weight belongs.
+pub const fn halves<const FP8: bool>() -> usize {
+    if FP8 { 2 } else { 1 }
 }
 
 /// Returns the first column of block `block` of `blocks`, and the number of its columns. Pairs of columns are divided evenly.

@@ -4,7 +4,7 @@
 //! copied, and empty when each consumer warp has released it.
 
 use super::kernel::Step;
-use super::plan::{Linear, PIECE, PITCH, STAGE, TILE, Tasks};
+use super::plan::{Linear, PIECE, PITCH, STAGE, TILE, Tasks, halves};
 use super::table::{ATTENTION, Entry, Field, MATVEC};
 use cuda_std::hopper::{MBarrier, PipelineState};
 use cuda_std::mma::TensorCore;
@@ -31,7 +31,7 @@ impl<T: Element> Ring<T> {
 
 /// Loads the stages of all operations. Every lane of the producer warp calls it.
 #[inline(always)]
-pub fn produce<T: TensorCore, const GROUP: usize>(step: &Step<T>) {
+pub fn produce<T: TensorCore, const FP8: bool, const GROUP: usize>(step: &Step<T>) {
     let mut state = PipelineState::producer(step.sizes.stages);
     let mut next = Entry::load(step.table, 0);
     let mut i = 0;
@@ -41,7 +41,7 @@ pub fn produce<T: TensorCore, const GROUP: usize>(step: &Step<T>) {
         next = Entry::load(step.table, i.min(step.sizes.operations - 1));
         let kind = entry.scalar(Field::Kind);
         if kind == MATVEC as u32 {
-            load_weights(step, entry, &mut state);
+            load_weights::<T, FP8>(step, entry, &mut state);
         } else if kind == ATTENTION as u32 {
             load_cache::<T, GROUP>(step, entry, &mut state);
         }
@@ -60,14 +60,14 @@ fn acquire<T: TensorCore>(step: &Step<T>, state: &mut PipelineState, elements: u
     (step.storage.ring.stage(stage), full)
 }
 
-/// Loads the block's rows of weight, tile by tile and piece by piece. Each lane copies a row.
+/// Loads the block's rows of weight, tile by tile and piece by piece. Each lane copies a row. Two numbers in FP8 are copied as an element.
 #[inline(always)]
-fn load_weights<T: TensorCore>(step: &Step<T>, entry: Entry, state: &mut PipelineState) {
+fn load_weights<T: TensorCore, const FP8: bool>(step: &Step<T>, entry: Entry, state: &mut PipelineState) {
     let linear = Linear::of_block(entry, step.block, step.blocks);
     let weight = step.elements.reader().skip(entry.index(Field::Weight));
     // Each weight is read once per step.
     let policy = CachePolicy::evict_first();
-    let (lane, packets) = (warp::lane() as usize, linear.packets::<T>());
+    let (lane, packets) = (warp::lane() as usize, linear.weight_packets::<T, FP8>());
     let mut tile = 0;
     while tile < linear.tiles() {
         let (is_row, row) = (lane < TILE && linear.tile_place(tile, lane) == lane, linear.tile_row(tile, lane));
@@ -78,7 +78,7 @@ fn load_weights<T: TensorCore>(step: &Step<T>, entry: Entry, state: &mut Pipelin
             let elements = ((packets - first).min(PIECE) * T::PACKET) as u32;
             let (stage, full) = acquire(step, state, rows * elements);
             if is_row {
-                let from = row * linear.channels + first * T::PACKET;
+                let from = row * (linear.channels / halves::<FP8>()) + first * T::PACKET;
                 stage.load_bulk_with(lane * Ring::<T>::PITCH, elements, weight, from, full, policy);
             }
             first += PIECE;

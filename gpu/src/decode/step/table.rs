@@ -36,7 +36,7 @@ pub enum Field {
     Input,
     /// The first word of the residual, or [`NONE`].
     Residual,
-    /// Weight (OC, C), wte (Vp, C), or values in memory (R, C).
+    /// Weight (OC, C), wte (Vp, C), or values in memory (R, C). Two numbers in FP8 count as an element.
     Weight,
     /// Bias (OC) or wpe (max T, C).
     Bias,
@@ -82,6 +82,8 @@ pub enum Field {
     QkNorm,
     /// Factor of normalized queries and keys.
     Gain,
+    /// Scale of a weight in FP8, an index of f32.
+    Scale,
 }
 
 /// An entry, spread over the lanes of a warp.

@@ -3,6 +3,7 @@
 pub mod activation;
 pub mod attention;
 pub mod entries;
+pub mod fp8_weight;
 pub mod gemm;
 pub mod norm;
 pub mod quantized;

@@ -183,7 +183,7 @@ fn matmul(shape: MatmulShape, norm: DecodeNorm, biased: bool, epilogue: After) -
         let inp = if normed.is_some() { x[6] } else { inp };
         let matmul =
             MatmulForward { out: x[0], inp, weight: x[2], bias: biased.then_some(x[3]), epilogue, shape, fp8: None };
-        DecodeMatmul { norm: normed, matmul }
+        DecodeMatmul { norm: normed, matmul, weight_scale: None }
     };
     let kind = match (activation, epilogue) {
         (Some(activation), _) => format!("{activation:?}"),

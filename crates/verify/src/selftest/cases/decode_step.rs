@@ -237,7 +237,7 @@ impl Step {
     }
 
     fn operations(&self, x: &[Tensor]) -> Vec<DecodeOperation> {
-        let matmul = |norm, matmul| DecodeOperation::Matmul(DecodeMatmul { norm, matmul });
+        let matmul = |norm, matmul| DecodeOperation::Matmul(DecodeMatmul { norm, matmul, weight_scale: None });
         let (wte, wpe, c) = (x[self.wte], (!self.model.is_llama).then_some(x[self.wpe]), self.model.channels());
         let out = x[self.encoded];
         let mut operations = vec![DecodeOperation::Embed(DecodeEmbed { out, slots: x[self.slots], wte, wpe, c })];
