@@ -7,7 +7,9 @@ use engine::{Engine, Result};
 use host::generate::{Finish, Request, Scheduler, generate};
 use host::sample::{self, Sampling};
 use model::descriptor::{Additions, Biases, Normalization, Positions, QkNorm, Rotary, Windows};
-use model::{Decoder, Descriptor, Generator, PlanOptions, Unsharded, init};
+use model::{Decoder, Descriptor, Generator, Param, PlanOptions, Unsharded, WeightFormat, init};
+use std::collections::HashMap;
+use std::sync::Arc;
 
 /// Returns a small model of every architecture. Kernels of attention need heads of at least 64 channels.
 fn models() -> Vec<(&'static str, Descriptor)> {
@@ -58,21 +60,24 @@ fn models() -> Vec<(&'static str, Descriptor)> {
     .to_vec()
 }
 
-/// Writes weights that make logits far from uniform: random ones times 5, for norms and biases as well.
-fn load(model: &Decoder, engine: &mut dyn Engine) {
-    let descriptor = model.descriptor;
-    init::generate(&descriptor, 42, |param, layer, values| {
+/// Passes weights to `write` that make logits far from uniform: random ones times 5, for norms and biases as well.
+fn random(descriptor: &Descriptor, mut write: impl FnMut(Param, usize, &[f32]) -> Result<()>) {
+    init::generate(descriptor, 42, |param, layer, values| {
         let noise = |i: usize| gpu::noise::squirrel5(i as u32, (layer * 31 + param as usize) as u32) as f32 / 4e9 - 0.5;
         let random = descriptor.init == model::descriptor::Init::DepthScaled || !param.is_matrix();
         let value = |(i, &v): (usize, &f32)| if random { v + 0.5 * noise(i) } else { 5.0 * v };
         let values: Vec<f32> = values.iter().enumerate().map(value).collect();
-        engine.write(model.layout.of(model.params, param, layer), &values)
+        write(param, layer, &values)
     })
     .unwrap();
 }
 
+fn load(model: &Decoder, engine: &mut dyn Engine) {
+    random(&model.descriptor, |param, layer, values| engine.write(model.layout.of(model.params, param, layer), values));
+}
+
 fn generator(descriptor: Descriptor, slots: usize, capacity: usize, engine: &mut dyn Engine) -> Generator {
-    let (generator, plan) = Generator::plan(descriptor, slots, capacity, engine).unwrap();
+    let (generator, plan) = Generator::plan(descriptor, slots, capacity, WeightFormat::Float, engine).unwrap();
     engine.allocate(&plan).unwrap();
     load(&generator.decoder, engine);
     generator
@@ -215,6 +220,131 @@ fn logits_in_bf16_are_close_to_those_of_the_cpu() {
     }
 }
 
+/// Rounds to E4M3 numbers times the smallest power of two with which none saturates.
+fn in_fp8(values: &[f32]) -> Vec<f32> {
+    let largest = values.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
+    let scale = (largest / 448.0).log2().ceil().exp2();
+    let rounded = |x: f32| {
+        let quantum = x.abs().log2().floor().max(-6.0).exp2() / 8.0;
+        (x / quantum).round_ties_even() * quantum
+    };
+    values.iter().map(|&x| rounded(half::bf16::from_f32(x).to_f32() / scale) * scale).collect()
+}
+
+/// Returns a model with weights in FP8, and one with a head of its own whose weights have the same values.
+fn models_in_fp8(descriptor: Descriptor) -> [impl Fn(usize, &mut dyn Engine) -> Generator; 2] {
+    let mut all = HashMap::new();
+    random(&descriptor, |param, layer, values| {
+        all.insert((param, layer), values.to_vec());
+        Ok(())
+    });
+    let head = if descriptor.tied { Param::Wte } else { Param::LmHead };
+    all.insert((Param::LmHead, 0), all[&(head, 0)].clone());
+    let all = Arc::new(all);
+    let untied = Descriptor { tied: false, ..descriptor };
+    [(descriptor, WeightFormat::Fp8), (untied, WeightFormat::Float)].map(|(descriptor, weights)| {
+        let all = all.clone();
+        move |slots: usize, engine: &mut dyn Engine| {
+            let (generator, plan) = Generator::plan(descriptor, slots, 48, weights, engine).unwrap();
+            engine.allocate(&plan).unwrap();
+            let model = &generator.decoder;
+            for (param, layer) in model.layout.file_order() {
+                let values = &all[&(param, layer)];
+                let is_rounded = param.kind().is_linear() || param == Param::LmHead;
+                let values = if is_rounded { in_fp8(values) } else { values.clone() };
+                engine.write(model.layout.of(model.params, param, layer), &values).unwrap();
+            }
+            for (param, layer) in model.weights_in_fp8() {
+                model.write_in_fp8(engine, param, layer, &all[&(param, layer)]).unwrap();
+            }
+            generator
+        }
+    })
+}
+
+/// Prompts, steps and logits with weights in FP8 are those of a model with the rounded weights.
+#[test]
+fn weights_in_fp8_give_the_text_of_rounded_weights() {
+    for (name, descriptor) in models() {
+        let descriptor = Descriptor { mlp_channels: 80, ..descriptor };
+        let requests = [request(&PROMPT, 20, 0, GREEDY), request(&PROMPT[..2], 6, 0, GREEDY)];
+        let [fp8, rounded] = models_in_fp8(descriptor);
+        let text = |generator: &Generator, engine: &mut dyn Engine| texts(generator, engine, &requests, false).unwrap();
+        let (mut engine, mut other) = (Cpu::new(), Cpu::new());
+        let (on_cpu, expected) = (fp8(2, &mut engine), rounded(2, &mut other));
+        let expected_text = text(&expected, &mut other);
+        assert_eq!(text(&on_cpu, &mut engine), expected_text, "{name}");
+        let losses = |generator: &Generator, engine: &mut dyn Engine| {
+            let mut losses = Vec::new();
+            generator.score(engine, &[1, 20, 3, 69, 8, 9, 4], &mut |_, loss| losses.push(loss)).unwrap();
+            losses
+        };
+        let (got, want) = (losses(&on_cpu, &mut engine), losses(&expected, &mut other));
+        assert!(got.iter().zip(&want).all(|(a, b)| (a - b).abs() < 1e-4), "{name}: {got:?}, expected {want:?}");
+        if !["gpt2", "llama"].contains(&name) {
+            continue;
+        }
+        // Separate kernels, and a step in one launch. bf16 rounds, so only the first tokens are certain to be equal.
+        let expected = expected_text.iter().map(|text| text[..6].to_vec()).collect::<Vec<_>>();
+        let requests = requests.map(|request| Request { tokens: 6, ..request });
+        for hopper in [false, true] {
+            let gpu = EmulatedGpu { sm_count: if hopper { 3 } else { 4 }, fp8: true, ..EmulatedGpu::new(hopper) };
+            let mut engine = emulated(gpu, Precision::Fp8, None, false);
+            let generator = fp8(2, &mut *engine);
+            assert_eq!(texts(&generator, &mut *engine, &requests, true).unwrap(), expected, "{name}, {hopper}");
+        }
+    }
+}
+
+/// The logits of the first step are close to those of the CPU, also with more slots than a kernel has rows.
+#[test]
+fn logits_with_weights_in_fp8_are_close_to_those_of_the_cpu() {
+    for (name, descriptor) in models() {
+        let [fp8, _] = models_in_fp8(Descriptor { mlp_channels: 80, ..descriptor });
+        let mut engine = Cpu::new();
+        let logits = |generator: &Generator, engine: &mut dyn Engine| {
+            texts(generator, engine, &[request(&PROMPT, 1, 0, GREEDY)], false).unwrap();
+            engine.read(generator.logits().slice(0, descriptor.padded_vocab())).unwrap()
+        };
+        let expected = logits(&fp8(1, &mut engine), &mut engine);
+        let scale = expected.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+        for (slots, hopper) in [(1, true), (1, false), (20, true)] {
+            let gpu = EmulatedGpu { fp8: true, ..EmulatedGpu::new(hopper) };
+            let mut engine = emulated(gpu, Precision::Fp8, None, true);
+            let got = logits(&fp8(slots, &mut *engine), &mut *engine);
+            let worst = got.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(worst < 0.05 * scale, "{name}, {slots} slots: {worst} of {scale}");
+        }
+    }
+}
+
+#[test]
+fn weights_in_fp8_need_a_gpu_with_fp8_and_multiples_of_16() {
+    let plan = |descriptor, engine: &mut dyn Engine| {
+        Generator::plan(descriptor, 1, 48, WeightFormat::Fp8, engine).map(|(_, plan)| plan.bytes())
+    };
+    let descriptor = models()[0].1;
+    for (hopper, precision) in [(false, Precision::Bf16), (true, Precision::Fp32)] {
+        let mut engine = emulated(EmulatedGpu::new(hopper), precision, None, false);
+        let error = plan(descriptor, &mut *engine).unwrap_err().to_string();
+        assert!(error.starts_with("--precision fp8: expected a GPU of compute capability 8.9 or later"), "{error}");
+    }
+    let odd = Descriptor { mlp_channels: 72, ..models()[1].1 };
+    let error = plan(odd, &mut Cpu::new()).unwrap_err().to_string();
+    assert!(
+        error.starts_with("--precision fp8: fcprojw: expected multiples of 16 rows and columns, found 128 x 72"),
+        "{error}"
+    );
+    // One byte instead of two for each weight of a layer. The head has one byte more. One weight is converted at a time.
+    let large = Descriptor::gpt2(24, 16, 1024, 64, 1000).unwrap();
+    let mut engine = emulated(EmulatedGpu::new(true), Precision::Fp8, None, false);
+    let in_bf16 = Generator::plan(large, 1, 48, WeightFormat::Float, &mut *engine).unwrap().1.bytes();
+    let [linear, widest] = [24 * 12, 4].map(|weights| weights * 1024 * 1024);
+    let saved = in_bf16 - plan(large, &mut *engine).unwrap();
+    let expected = linear - 2 * widest - large.padded_vocab() * 1024;
+    assert!(saved.abs_diff(expected) < 10_000, "{saved}, expected {expected}");
+}
+
 /// A text that exceeds the cache continues from its newest half.
 #[test]
 fn long_texts_continue_in_a_new_window() {
@@ -267,7 +397,7 @@ fn invalid_prompts_are_errors() {
     };
     assert_eq!(error(&[]), "prompt: expected at least one token, found none");
     assert_eq!(error(&[1, 70]), "prompt: expected tokens below 70, found 70");
-    let too_many = Generator::plan(descriptor, 1, 49, &mut Cpu::new()).unwrap_err().to_string();
+    let too_many = Generator::plan(descriptor, 1, 49, WeightFormat::Float, &mut Cpu::new()).unwrap_err().to_string();
     assert!(too_many.contains("expected at most 48"), "{too_many}");
 }
 

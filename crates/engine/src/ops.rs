@@ -21,7 +21,8 @@ pub use decode::{
 };
 pub(crate) use fp8::largest_rounded;
 pub use fp8::{
-    Dequantize, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, Fp8Scales, Quantize, Scaling,
+    Bf16Scale, Dequantize, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, Fp8Scales,
+    Quantize, Scaling, nearest_bf16,
 };
 pub use norm::{NormBackward, NormForward};
 pub use stream::{Mix, MixBackward, Smear, SmearBackward};

@@ -373,7 +373,7 @@ impl ModelSource {
     /// been planned for [`descriptor`](Self::descriptor). Values are widened or rounded to nearest if the types differ. NaN and
     /// infinite values are an error that names the tensor.
     pub fn load(self, model: &Decoder, engine: &mut dyn Engine) -> Result<()> {
-        if self.adapter.is_some() || self.vocab.is_some() {
+        if self.adapter.is_some() || self.vocab.is_some() || !model.weights_in_fp8().is_empty() {
             return self.load_by_tensor(model, engine);
         }
         match self.kind {
@@ -457,6 +457,11 @@ fn load(
                 write(store, to, element, bytes, engine)?;
             }
         }
+    }
+    for (param, layer) in model.weights_in_fp8() {
+        let (element, bytes) = read(param, layer)?;
+        progress.add(bytes.len() as u64);
+        model.write_in_fp8(engine, param, layer, &element.widen(&bytes))?;
     }
     Ok(())
 }

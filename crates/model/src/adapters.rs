@@ -113,7 +113,7 @@ impl Decoder {
         })
     }
 
-    /// Computes a linear layer, with its adapters.
+    /// Computes a linear layer, with its adapters. Converts a weight in FP8 before.
     pub(super) fn run_linear(
         &self,
         engine: &mut dyn Engine,
@@ -121,6 +121,7 @@ impl Decoder {
         weight: Param,
         op: &MatmulForward,
     ) -> Result<()> {
+        self.stage_weight(engine, weight, layer)?;
         if self.frozen.is_some() && op.fp8.is_some() {
             // The adapters read the input, so the operation that computes it writes it unquantized.
             self.quantized_input(layer, weight, op.inp).map_or(Ok(()), |quantize| engine.run(quantize))?;

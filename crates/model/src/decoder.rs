@@ -6,6 +6,7 @@
 use super::adapters::AdapterBuffers;
 use super::descriptor::Descriptor;
 use super::fp8::Fp8;
+use super::fp8_weights::Fp8Weights;
 use super::muon_buffers::MuonBuffers;
 use super::params::{Param, Params};
 use super::recompute::Recompute;
@@ -42,6 +43,8 @@ pub struct Decoder {
     pub training: Option<Training>,
     /// Set within a training step in FP8.
     pub(super) fp8: Option<Fp8>,
+    /// Set outside of training if the weights of linear layers are in FP8.
+    pub(super) fp8_weights: Option<Fp8Weights>,
     /// (T, HS/2, 2) f32 cosines and sines of rotary positions
     pub(super) rotary_table: Option<Tensor>,
     pub(super) encoded: Tensor,
@@ -239,11 +242,15 @@ impl Decoder {
             .map_or_else(|| self.param_store(), |frozen| Store::whole_or_buffered(&frozen.layout, frozen.params, None))
     }
 
-    /// Returns a parameter. A weight that is in FP8 only has a tensor that nothing reads.
+    /// Returns a parameter. A weight that is in FP8 only has a tensor that nothing reads, or that
+    /// [`stage_weight`](Self::stage_weight) writes. A head in FP8 has none.
     pub(super) fn param(&self, param: Param, layer: usize) -> Tensor {
         let staging = self.fp8.and_then(|fp8| fp8.staging()).filter(|_| param.kind().is_linear());
         if let Some(staging) = staging {
             return staging.slice(0, param.len(&self.descriptor));
+        }
+        if let Some(staged) = self.fp8_weights.and_then(|fp8| fp8.staged(&self.descriptor, param)) {
+            return staged;
         }
         if param.is_adapter() { self.param_store() } else { self.weights() }.tensor(param, layer)
     }
@@ -290,7 +297,7 @@ impl Decoder {
 
     /// Returns the parameter that multiplies the final norm's output: the head, or the token embedding if they are tied.
     pub(super) fn head_param(&self) -> Param {
-        if self.descriptor.tied { Param::Wte } else { Param::LmHead }
+        Param::head(&self.descriptor)
     }
 
     /// Returns the model of training steps: in FP8 if it was planned for it.

@@ -16,6 +16,7 @@ use super::Unit;
 use super::decoder::{Cache, DecodePass, Decoder};
 use super::descriptor::Descriptor;
 use super::fit;
+use super::fp8_weights::WeightFormat;
 use super::memory_plan::PlanOptions;
 use super::params::Param;
 use super::sharding::{LayerHooks, Unsharded};
@@ -151,12 +152,14 @@ impl Generator {
         descriptor: Descriptor,
         slots: usize,
         capacity: usize,
+        weights: WeightFormat,
         engine: &mut dyn Engine,
     ) -> Result<(Self, Plan)> {
         ensure!(slots > 0 && capacity > 0, "generation: expected at least one sequence of one token");
         // One prompt at a time, and one row for each slot.
         let rows = PlanOptions::inference(slots.div_ceil(capacity), capacity);
-        let (decoder, mut plan) = fit::plan(descriptor, PlanOptions { logit_rows: slots, ..rows }, engine)?;
+        let rows = PlanOptions { logit_rows: slots, ..rows }.with_weights(weights, &descriptor, engine)?;
+        let (decoder, mut plan) = fit::plan(descriptor, rows, engine)?;
         let mut cache = Cache::plan(&mut plan, &descriptor, slots, capacity, engine.dtype());
         let lengths = engine.decode_step_memory(&step_shape(&descriptor, slots));
         if !lengths.contains(&0) {
@@ -457,16 +460,17 @@ impl Generator {
         let (model, d, rows) = (&self.decoder, &self.decoder.descriptor, self.cache.slot_count);
         let (v, vp, softcap) = (d.vocab, d.padded_vocab(), d.softcap);
         let norm = model.final_norm.rows(rows, d.channels);
+        let (weight, weight_scale) = model.decoded_weight(model.head_param(), 0);
         let matmul = MatmulForward {
             out: self.logits(),
             inp: norm.out,
-            weight: model.param(model.head_param(), 0),
+            weight,
             bias: None,
             epilogue: Epilogue::None,
             shape: MatmulShape { rows, c: d.channels, oc: vp },
             fp8: None,
         };
-        engine.run(DecodeMatmul { norm: Some(model.norm_of(&norm, residual, None)), matmul })?;
+        engine.run(DecodeMatmul { norm: Some(model.norm_of(&norm, residual, None)), matmul, weight_scale })?;
         let Cache { slots, seen, sampled, scratch, .. } = self.cache;
         let (logits, capacity) = (self.logits(), self.cache.capacity);
         engine.run(SampleTokens { sampled, slots, seen, scratch, logits, v, vp, capacity, softcap })

@@ -95,7 +95,13 @@ impl Decoder {
     /// Writes the initial weights of a fresh model to the parts that this rank keeps.
     pub fn initialize(&self, engine: &mut dyn Engine, seed: u32) -> Result<()> {
         let params = self.param_store();
-        generate(&self.descriptor, seed, |param, layer, values| params.write(engine, param, layer, values))?;
+        let in_fp8 = self.weights_in_fp8();
+        generate(&self.descriptor, seed, |param, layer, values| {
+            if in_fp8.contains(&(param, layer)) {
+                self.write_in_fp8(engine, param, layer, values)?;
+            }
+            if self.layout.holds(param) { params.write(engine, param, layer, values) } else { Ok(()) }
+        })?;
         // Master weights start from the rounded weights, as in llm.c.
         let masters = match self.training.map(|training| training.master) {
             Some(Master::F32(masters)) => self.state_store(masters),

@@ -8,7 +8,7 @@
 //! * `sublayers`, `activations`: attention and the MLP in each pass, and the memory of their activations.
 //! * [`generator`]: text generation with a KV cache.
 //! * [`sharding`], [`data_parallel`]: ZeRO, and its overlap with the passes.
-//! * [`fp8`], [`fp8_layers`], [`fp8_head`]: FP8. [`storage`]: types of the optimizer state. [`muon_buffers`]: Muon's memory.
+//! * [`fp8`], [`fp8_layers`], [`fp8_head`]: FP8 in training. [`fp8_weights`]: weights in FP8. [`storage`]: types of the optimizer state. [`muon_buffers`]: Muon's memory.
 //! * [`verification`], [`digests`]: detection of faulty hardware, and hashes of parameters and optimizer state.
 //! * [`scoring`]: scores of some tokens, for evaluations.
 //! * [`train_step`]: one optimizer step. [`guards`], [`schedule`]: which steps may change the model, and the learning rate.
@@ -29,6 +29,7 @@ pub mod forward;
 pub mod fp8;
 pub mod fp8_head;
 pub mod fp8_layers;
+pub mod fp8_weights;
 pub mod generator;
 pub mod guards;
 pub mod init;
@@ -54,6 +55,7 @@ pub use data_parallel::{DataParallel, LayerBuffers, StopRequest};
 pub use decoder::{Decoder, Training};
 pub use descriptor::Descriptor;
 pub use fp8::{Fp8Gradients, Fp8Options, Fp8Recipe, Fp8Settings};
+pub use fp8_weights::WeightFormat;
 pub use generator::{Generator, Held};
 pub use memory_plan::{LOGIT_ROWS, PlanOptions};
 pub use params::{Param, ParamGroup, ParamKind, Params, Shard, Unit};

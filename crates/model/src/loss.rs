@@ -4,7 +4,7 @@
 use super::decoder::{Decoder, Training};
 use super::fp8_head::Fp8Head;
 use super::memory_plan::chunk_rows;
-use engine::ops::{Classifier, Epilogue, MatmulBackward, MatmulForward, MatmulShape};
+use engine::ops::{Classifier, DecodeMatmul, Epilogue, MatmulBackward, MatmulForward, MatmulShape};
 use engine::tensor::Tensor;
 use engine::{BatchLayout, Engine, Result};
 use std::ops::Range;
@@ -35,15 +35,13 @@ impl Decoder {
         let (c, vp) = (self.descriptor.channels, self.descriptor.padded_vocab());
         let shape = MatmulShape { rows: inp.len / c, c, oc: vp };
         let out = self.logits.slice(0, shape.rows * vp);
-        engine.run(MatmulForward {
-            out,
-            inp,
-            weight: self.param(self.head_param(), 0),
-            bias: None,
-            epilogue: Epilogue::None,
-            shape,
-            fp8: fp8.map(|fp8| fp8.forward(shape)),
-        })?;
+        let fp8 = fp8.map(|fp8| fp8.forward(shape));
+        let (weight, weight_scale) = self.decoded_weight(self.head_param(), 0);
+        let matmul = MatmulForward { out, inp, weight, bias: None, epilogue: Epilogue::None, shape, fp8 };
+        match weight_scale {
+            Some(_) => engine.run(DecodeMatmul { norm: None, matmul, weight_scale })?,
+            None => engine.run(matmul)?,
+        }
         Ok(out)
     }
 

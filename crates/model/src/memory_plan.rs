@@ -6,6 +6,7 @@ use super::decoder::{Decoder, Frozen, Layer, Training};
 use super::descriptor::{Descriptor, Positions};
 use super::fp8::{self, Fp8, Fp8Options};
 use super::fp8_head;
+use super::fp8_weights::{Fp8Weights, WeightFormat};
 use super::muon_buffers::{MuonBuffers, MuonSizes};
 use super::params::{Param, Params};
 use super::recompute::Recompute;
@@ -42,6 +43,8 @@ pub struct PlanOptions {
     pub optimizer: Optimizer,
     /// Set if training steps compute the layers' matmuls in FP8.
     pub fp8: Option<Fp8Options>,
+    /// The engine's type for FP8 numbers if the weights of linear layers are in FP8. Only without training.
+    pub fp8_weights: Option<DType>,
 }
 
 impl PlanOptions {
@@ -58,12 +61,23 @@ impl PlanOptions {
             logit_rows: LOGIT_ROWS,
             optimizer: Optimizer::AdamW,
             fp8: None,
+            fp8_weights: None,
         }
     }
 
     /// Plans a forward pass.
     pub const fn inference(b: usize, t: usize) -> Self {
         Self { training: false, master_weights: MasterWeights::None, ..Self::training(b, t) }
+    }
+
+    /// Sets the format of the weights of linear layers, if the engine and the model support it.
+    pub fn with_weights(
+        self,
+        weights: WeightFormat,
+        descriptor: &Descriptor,
+        engine: &dyn Engine,
+    ) -> engine::Result<Self> {
+        Ok(Self { fp8_weights: weights.fp8_dtype(descriptor, engine)?, ..self })
     }
 }
 
@@ -182,8 +196,8 @@ pub(super) fn workload(descriptor: &Descriptor, options: &PlanOptions) -> Worklo
 impl Decoder {
     /// Plans every buffer that a run needs and returns the handles. Nothing is allocated.
     pub fn plan(descriptor: Descriptor, options: PlanOptions, engine: &mut dyn Engine) -> (Self, Plan) {
-        let PlanOptions { b, t, training, recompute, zero, .. } = options;
-        let layout = zero.layout(descriptor);
+        let PlanOptions { b, t, training, recompute, zero, fp8_weights, .. } = options;
+        let layout = fp8_weights.map_or_else(|| zero.layout(descriptor), |_| Params::beside_fp8(descriptor));
         let (dtype, f32) = (engine.dtype(), DType::F32);
         let mut plan = Plan::new();
         let frozen = descriptor.adapters.map(|_| {
@@ -193,6 +207,7 @@ impl Decoder {
         });
         let (params, param_buffers) =
             Store::plan(&mut plan, (Group::Parameters, "params"), &layout, dtype, zero.shards_parameters());
+        let fp8_weights = fp8_weights.map(|fp8| Fp8Weights::plan(&mut plan, &descriptor, dtype, fp8));
         let grads = training
             .then(|| Store::plan(&mut plan, (Group::Gradients, "grads"), &layout, dtype, zero.shards_gradients()));
 
@@ -268,6 +283,7 @@ impl Decoder {
             training,
             // Passes outside of training steps have no other weights.
             fp8: training.and_then(|training| training.fp8).and_then(Fp8::for_evaluation),
+            fp8_weights,
             rotary_table,
             encoded,
             embedding_norm,

@@ -303,6 +303,11 @@ impl Param {
         Self::ALL.into_iter().filter(|param| param.kind().is_linear() && param.is_in(d))
     }
 
+    /// Returns the weight of the head, which may be the token embedding.
+    pub const fn head(d: &Descriptor) -> Self {
+        if d.tied { Self::Wte } else { Self::LmHead }
+    }
+
     /// Reports whether the tensor has one row for each token of the padded vocabulary.
     pub const fn has_vocab_rows(self) -> bool {
         matches!(self.kind(), ParamKind::TokenEmbedding | ParamKind::Head | ParamKind::ValueEmbedding)
@@ -407,11 +412,18 @@ enum ParamSet {
     All,
     /// Those of the descriptor except the weights of the layers' linear layers.
     WithoutLinear,
+    /// The same without a head of its own.
+    WithoutLinearAndHead,
 }
 
 impl ParamSet {
     fn has(self, d: &Descriptor, param: Param) -> bool {
-        d.has(param) && (self == Self::All || !param.kind().is_linear())
+        let is_excluded = match self {
+            Self::All => false,
+            Self::WithoutLinear => param.kind().is_linear(),
+            Self::WithoutLinearAndHead => param.kind().is_linear() || param.kind() == ParamKind::Head,
+        };
+        d.has(param) && !is_excluded
     }
 }
 
@@ -484,6 +496,11 @@ impl Params {
         Self::of_set(descriptor.base(), set, Shard::UNSHARDED)
     }
 
+    /// Returns the layout of the parameters that a model with weights in FP8 keeps in the engine's type.
+    pub(super) fn beside_fp8(descriptor: Descriptor) -> Self {
+        Self::of_set(descriptor, ParamSet::WithoutLinearAndHead, Shard::UNSHARDED)
+    }
+
     fn of_set(descriptor: Descriptor, set: ParamSet, shard: Shard) -> Self {
         let mut layout = Self { descriptor, set, shard, values_at: Vec::new(), layers_at: Vec::new() };
         let padded = |n: usize| n.div_ceil(shard.ranks).next_multiple_of(ALIGNMENT) * shard.ranks;
@@ -541,6 +558,11 @@ impl Params {
         let (parts, layer) = self.parts(unit);
         let before = parts.take_while(|before| *before != part).map(|part| self.part_len(part, layer));
         self.unit(unit).start + before.sum::<usize>()
+    }
+
+    /// Reports whether the block contains a parameter.
+    pub fn holds(&self, param: Param) -> bool {
+        self.set.has(&self.descriptor, param)
     }
 
     /// Returns the sizes of the model.

@@ -180,7 +180,7 @@ pub fn run(args: &Eval) -> Result<()> {
     let documents = document_start(mask, tokenizer.as_ref(), is_masked)?;
     let mut engine = args.hardware.open_quietly()?;
     let engine = &mut *engine;
-    let model = load(file, planned.b, planned.t, engine)?;
+    let model = load(file, [planned.b, planned.t], args.hardware.weights(), engine)?;
     let mut results = Results {
         model: args.model.get().display().to_string(),
         version: env!("CARGO_PKG_VERSION"),

@@ -12,7 +12,7 @@ use interchange::ModelSource;
 use interchange::peft::AdapterFile;
 use model::descriptor::{AdapterBase, AdapterTargets, Adapters, Additions, Overrides, WindowPattern};
 use model::fit;
-use model::{Decoder, Descriptor, Fp8Gradients, Fp8Recipe, Fp8Settings, PlanOptions};
+use model::{Decoder, Descriptor, Fp8Gradients, Fp8Recipe, Fp8Settings, PlanOptions, WeightFormat};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
@@ -28,8 +28,8 @@ pub struct Hardware {
     #[arg(long, value_enum, default_value_t, help_heading = DEVICE)]
     pub device: Device,
 
-    /// Number format of weights and activations. fp8: bf16, and FP8 in the layers' matmuls while training [default: bf16 on a GPU, fp32
-    /// on the CPU]
+    /// Number format of weights and activations. fp8: bf16, and FP8 in matmuls while training, or FP8 weights while evaluating and
+    /// generating [default: bf16 on a GPU, fp32 on the CPU]
     #[arg(long, value_enum, help_heading = DEVICE)]
     #[serde(skip)]
     pub precision: Option<Precision>,
@@ -260,6 +260,11 @@ impl Fp8Flags {
 }
 
 impl Hardware {
+    /// Returns the format of the weights of linear layers, for commands that do not train.
+    pub fn weights(&self) -> WeightFormat {
+        if self.precision == Some(Precision::Fp8) { WeightFormat::Fp8 } else { WeightFormat::Float }
+    }
+
     /// Opens the engine, on the first GPU if it runs on a GPU.
     pub fn open(&self) -> Result<Opened> {
         self.open_on(open::GPU)
@@ -314,8 +319,13 @@ pub fn describe(opened: &Opened) -> String {
 }
 
 /// Loads a model for forward passes on batches of up to b x t tokens.
-pub fn load(source: ModelSource, b: usize, t: usize, engine: &mut dyn Engine) -> Result<Decoder> {
-    let capacity = PlanOptions::inference(b, t);
+pub fn load(
+    source: ModelSource,
+    [b, t]: [usize; 2],
+    weights: WeightFormat,
+    engine: &mut dyn Engine,
+) -> Result<Decoder> {
+    let capacity = PlanOptions::inference(b, t).with_weights(weights, &source.descriptor(), engine)?;
     let (model, plan) = fit::plan(source.descriptor(), capacity, engine)?;
     engine.allocate(&plan)?;
     source.load(&model, engine)?;

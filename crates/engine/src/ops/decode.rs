@@ -104,7 +104,7 @@ pub struct DecodeMatmul {
     pub norm: Option<NormForward>,
     /// The linear layer. Its weight may be in E4M3.
     pub matmul: MatmulForward,
-    /// (1) f32: set if the weight is in E4M3. A power of two, see [`Dequantize`](super::Dequantize).
+    /// (1) f32: set if the weight is in E4M3. [`Bf16Scale`](super::Bf16Scale) supports it.
     pub weight_scale: Option<Tensor>,
 }
 

@@ -5,7 +5,8 @@
 
 use super::MatmulBackward;
 use crate::tensor::Tensor;
-pub use cuda_std::fp8::Fp8Format;
+pub use cuda_std::fp8::{Bf16Scale, Fp8Format};
+use cuda_std::{Element, bf16};
 use serde::{Deserialize, Serialize};
 
 /// The scale of a tensor in FP8, and the statistic that it is computed from.
@@ -53,7 +54,7 @@ pub struct Quantize {
     pub column_sums: Option<Tensor>,
 }
 
-/// Computes `out` = `inp` · `scale`, which is exact: the scale is a power of two from 2^-100 to 2^7, and the elements of `inp` are finite.
+/// Computes `out` = `inp` · `scale`, which is exact: [`Bf16Scale`] supports the scale, and the elements of `inp` are finite.
 #[derive(Clone, Copy, Debug)]
 pub struct Dequantize {
     /// (n) float. n is a multiple of 16.
@@ -183,6 +184,11 @@ pub enum Fp8Accumulation {
     /// `exact` in the backward pass, which has the longest sums (over all tokens), and `fast` in the forward pass
     #[default]
     ExactGradients,
+}
+
+/// Rounds to the nearest bf16 number.
+pub fn nearest_bf16(value: f32) -> f32 {
+    bf16::from_f32(value).to_f32()
 }
 
 /// Returns the largest magnitude that rounds to the largest number of a format. Larger ones saturate.

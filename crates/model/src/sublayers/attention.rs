@@ -7,9 +7,9 @@ use crate::params::Param;
 use crate::recompute::Recompute;
 use crate::sharding::LayerHooks;
 use engine::ops::{
-    AttentionBackward, AttentionForward, AttentionMask, DecodeAttention, DecodeMatmul, EncoderBackward, Epilogue,
-    GateInputBackward, HeadNorm, MatmulForward, RotaryBackward, RotaryForward, Rotation, RowTokens, Slot, ValueEmbed,
-    ValueEmbedBackward, ValueGate,
+    AttentionBackward, AttentionForward, AttentionMask, DecodeAttention, EncoderBackward, Epilogue, GateInputBackward,
+    HeadNorm, MatmulForward, RotaryBackward, RotaryForward, Rotation, RowTokens, Slot, ValueEmbed, ValueEmbedBackward,
+    ValueGate,
 };
 use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, Engine, Result};
@@ -236,7 +236,7 @@ impl SubLayer for Attention {
             // The gate reads the norm's statistics, which a kernel of both norm and matmul does not write.
             norm.take().map_or(Ok(()), |norm| engine.run(norm))?;
         }
-        engine.run(DecodeMatmul { norm, matmul: self.qkv(model, self.qkv) })?;
+        engine.run(model.decode_matmul(norm, (Param::Qkvw, self.layer), self.qkv(model, self.qkv)))?;
         if let Some((table, gate)) = value_embedding {
             let tokens = RowTokens { tokens: pass.cache.slots, stride: Slot::WORDS };
             engine.run(ValueEmbed { qkv: self.qkv, table, tokens, gate, shape: d.attention(pass.rows, 1) })?;
@@ -252,6 +252,7 @@ impl SubLayer for Attention {
             rotation: self.rotation(model),
             shape: d.attention(pass.rows, pass.cache.positions(d, self.layer)),
         })?;
-        engine.run(DecodeMatmul { norm: None, matmul: self.attproj(model, self.attended, residual) })
+        let attproj = self.attproj(model, self.attended, residual);
+        engine.run(model.decode_matmul(None, (Param::Attprojw, self.layer), attproj))
     }
 }

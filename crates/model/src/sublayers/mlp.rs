@@ -7,7 +7,7 @@ use crate::fp8;
 use crate::params::Param;
 use crate::recompute::Recompute;
 use crate::sharding::LayerHooks;
-use engine::ops::{ActivationForward, ActivationInput, DecodeMatmul, Epilogue, MatmulBackward, MatmulForward};
+use engine::ops::{ActivationForward, ActivationInput, Epilogue, MatmulBackward, MatmulForward};
 use engine::tensor::Tensor;
 use engine::{Engine, Result};
 use std::sync::Arc;
@@ -157,8 +157,9 @@ impl SubLayer for Mlp {
     }
 
     fn decode(&self, engine: &mut dyn Engine, pass: &DecodePass, residual: Tensor) -> Result<()> {
-        let norm = Some(pass.model.norm_of(&self.ln2, residual, None));
-        engine.run(DecodeMatmul { norm, matmul: self.fc(pass.model) })?;
-        engine.run(DecodeMatmul { norm: None, matmul: self.fcproj(pass.model, residual) })
+        let (model, layer) = (pass.model, self.layer);
+        let norm = Some(model.norm_of(&self.ln2, residual, None));
+        engine.run(model.decode_matmul(norm, (Param::Fcw, layer), self.fc(model)))?;
+        engine.run(model.decode_matmul(None, (Param::Fcprojw, layer), self.fcproj(model, residual)))
     }
 }

@@ -93,7 +93,7 @@ impl Generate {
         let descriptor =
             source.as_ref().map_or_else(|| Ok(self.model.parse()?), |s| Ok::<_, anyhow::Error>(s.descriptor()))?;
         let capacity = self.prompt + self.tokens;
-        let (generator, plan) = Generator::plan(descriptor, slots, capacity, engine)?;
+        let (generator, plan) = Generator::plan(descriptor, slots, capacity, self.hardware.weights(), engine)?;
         engine.allocate(&plan)?;
         if let Some(times) = generator.tune(engine)?.step_seconds {
             let [separate, one] = times.map(|seconds| seconds * 1e6);
@@ -154,7 +154,8 @@ impl Generate {
         let memory_used = on_gpu.then(|| GpuInfo::open(GPU).ok()?.memory_used()).flatten();
         let spread = Spread::of(samples);
         let lookup = if d.tied { 0 } else { d.padded_vocab() * d.channels };
-        let weights = (d.parameters() - lookup) * engine.dtype().bytes();
+        let in_fp8: usize = generator.decoder.weights_in_fp8().iter().map(|(weight, _)| weight.len(&d)).sum();
+        let weights = (d.parameters() - lookup - in_fp8) * engine.dtype().bytes() + in_fp8;
         let length = self.prompt + self.tokens / 2;
         let cache = 2 * d.layers * d.kv_heads * d.head_size * length * engine.dtype().bytes();
         let bytes = (weights + slots * cache) as f64;

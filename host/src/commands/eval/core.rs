@@ -154,6 +154,7 @@ impl Core {
         let planned = BatchLayout::new(self.batch, set.longest());
         let tokenizing = start.elapsed();
         let options = PlanOptions { logit_rows: LOGIT_ROWS, ..PlanOptions::inference(planned.b, planned.t) };
+        let options = options.with_weights(self.hardware.weights(), &descriptor, engine)?;
         let (model, plan) = fit::plan(descriptor, options, engine)?;
         engine.allocate(&plan)?;
         source.load(&model, engine)?;
