@@ -1,6 +1,6 @@
 //! Operations of text generation with a KV cache.
 
-use super::{UNIT, case, exact, f32, i32, if_present, input, output, workload};
+use super::{UNIT, case, exact, f32, fp8, i32, if_present, input, output, workload};
 use crate::selftest::case::{Case, Init, Operand, Work};
 use crate::selftest::compare::Tolerance;
 use engine::ops::{
@@ -74,6 +74,39 @@ pub fn edge_cases() -> Vec<Case> {
     cases
 }
 
+/// Returns linear layers whose weight is in FP8.
+pub fn edge_cases_in_fp8() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for rows in [1, 2, 3, 9, 16, 17, 40] {
+        for (c, oc) in [(16, 16), (528, 80), (3072, 48)] {
+            let shape = MatmulShape { rows, c, oc };
+            cases.push(matmul_in_fp8(shape, DecodeNorm::None, true, After::Residual));
+            for norm in [DecodeNorm::Layer, DecodeNorm::Rms] {
+                cases.push(matmul_in_fp8(shape, norm, true, After::Activation(Activation::Gelu)));
+                cases.push(matmul_in_fp8(shape, norm, false, After::Activation(Activation::SwiGlu)));
+            }
+        }
+    }
+    cases
+}
+
+/// Returns linear layers of real models whose weight is in FP8.
+pub fn model_cases_in_fp8() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for rows in [1, 4, 16, 64] {
+        for (c, oc, norm, epilogue) in [
+            (768, 3072, DecodeNorm::Layer, After::Activation(Activation::Gelu)),
+            (3072, 768, DecodeNorm::None, After::Residual),
+            (4096, 28672, DecodeNorm::Rms, After::Activation(Activation::SwiGlu)),
+            (14336, 4096, DecodeNorm::None, After::Residual),
+            (4096, 128_256, DecodeNorm::Rms, After::Nothing),
+        ] {
+            cases.push(matmul_in_fp8(MatmulShape { rows, c, oc }, norm, norm == DecodeNorm::Layer, epilogue));
+        }
+    }
+    cases
+}
+
 /// Returns every operation at the shapes of real models.
 pub fn model_cases() -> Vec<Case> {
     let mut cases = vec![embed(64, 768, 50257, true), embed(1, 2048, 128_256, false)];
@@ -142,6 +175,51 @@ fn embed(b: usize, c: usize, vocab: usize, positions: bool) -> Case {
     }))
 }
 
+/// Returns a linear layer whose weight is in FP8.
+fn matmul_in_fp8(shape: MatmulShape, norm: DecodeNorm, biased: bool, epilogue: After) -> Case {
+    let mut case = matmul(shape, norm, biased, epilogue);
+    let first = case.operands.len();
+    case.operands.push(fp8::fp8("weight in FP8", shape.oc * shape.c));
+    case.operands.push(f32(input("scale", 1, Init::Values(vec![2f32.powi(-7)]))));
+    case.shape += " FP8";
+    case.work.floats -= shape.oc * shape.c;
+    case.work.bytes += shape.oc * shape.c;
+    let run = decode_matmul(shape, norm, biased, epilogue);
+    case.run = Box::new(move |e, x| {
+        let op = run(x);
+        let matmul = MatmulForward { weight: x[first], ..op.matmul };
+        e.run(DecodeMatmul { matmul, weight_scale: Some(x[first + 1]), ..op })
+    });
+    case.before = Some(Box::new(move |e, x| fp8::quantize_by(e, x[2], x[first], x[first + 1], shape.oc)));
+    case
+}
+
+/// Returns the operation of a linear layer.
+fn decode_matmul(
+    shape: MatmulShape,
+    norm: DecodeNorm,
+    biased: bool,
+    epilogue: After,
+) -> impl Fn(&[Tensor]) -> DecodeMatmul {
+    let c = shape.c;
+    move |x| {
+        let (out, inp) = (x[6], x[1]);
+        let [mean, bias] = [x[7], x[10]].map(|tensor| (norm == DecodeNorm::Layer).then_some(tensor));
+        let (rstd, weight) = (x[8], Some(x[9]));
+        let normed = NormForward { out, mean, rstd, inp, weight, bias, c, eps: 1e-5, quantized: None };
+        let normed = (norm != DecodeNorm::None).then_some(normed);
+        let epilogue = match epilogue {
+            After::Nothing => Epilogue::None,
+            After::Residual => Epilogue::Residual(x[4]),
+            After::Activation(activation) => Epilogue::Activation(activation, x[5]),
+        };
+        let inp = if normed.is_some() { x[6] } else { inp };
+        let matmul =
+            MatmulForward { out: x[0], inp, weight: x[2], bias: biased.then_some(x[3]), epilogue, shape, fp8: None };
+        DecodeMatmul { norm: normed, matmul, weight_scale: None }
+    }
+}
+
 /// Returns a linear layer.
 fn matmul(shape: MatmulShape, norm: DecodeNorm, biased: bool, epilogue: After) -> Case {
     let MatmulShape { rows, c, oc } = shape;
@@ -169,22 +247,7 @@ fn matmul(shape: MatmulShape, norm: DecodeNorm, biased: bool, epilogue: After) -
     ];
     let added = if_present(epilogue == After::Residual, rows * oc);
     let work = Work { floats: rows * (c + columns) + oc * c + added, bytes: 0, flops: 2 * rows * c * oc };
-    let run = move |x: &[Tensor]| {
-        let (out, inp) = (x[6], x[1]);
-        let [mean, bias] = [x[7], x[10]].map(|tensor| (norm == DecodeNorm::Layer).then_some(tensor));
-        let (rstd, weight) = (x[8], Some(x[9]));
-        let normed = NormForward { out, mean, rstd, inp, weight, bias, c, eps: 1e-5, quantized: None };
-        let normed = (norm != DecodeNorm::None).then_some(normed);
-        let epilogue = match epilogue {
-            After::Nothing => Epilogue::None,
-            After::Residual => Epilogue::Residual(x[4]),
-            After::Activation(activation) => Epilogue::Activation(activation, x[5]),
-        };
-        let inp = if normed.is_some() { x[6] } else { inp };
-        let matmul =
-            MatmulForward { out: x[0], inp, weight: x[2], bias: biased.then_some(x[3]), epilogue, shape, fp8: None };
-        DecodeMatmul { norm: normed, matmul, weight_scale: None }
-    };
+    let run = decode_matmul(shape, norm, biased, epilogue);
     let kind = match (activation, epilogue) {
         (Some(activation), _) => format!("{activation:?}"),
         (None, After::Residual) => "residual".to_owned(),

@@ -1,6 +1,6 @@
 //! Steps of text generation: a model of two layers, which a GPU may compute in one launch.
 
-use super::{UNIT, case, f32, i32, input, output, workload};
+use super::{UNIT, case, f32, fp8, i32, input, output, workload};
 use crate::selftest::case::{Case, Init, Operand, Work};
 use crate::selftest::compare::Tolerance;
 use engine::ops::{
@@ -8,6 +8,8 @@ use engine::ops::{
     MatmulForward, MatmulShape, NormForward, RotaryPairs, Rotation, Slot, SlotSampling, decode_splits,
 };
 use engine::tensor::Tensor;
+use engine::{Engine, Result};
+use std::sync::Arc;
 
 /// A model of GPT-2's or Llama's kind.
 #[derive(Clone, Copy, Debug)]
@@ -20,6 +22,8 @@ struct Model {
     vocab: usize,
     /// RMSNorm, rotary positions and SwiGLU without biases. Otherwise LayerNorm, learned positions and GELU with biases.
     is_llama: bool,
+    /// Whether the weights of linear layers are in FP8.
+    in_fp8: bool,
 }
 
 const LAYERS: usize = 2;
@@ -38,8 +42,20 @@ pub fn edge_cases() -> Vec<Case> {
         for (heads, kv_heads, head_size) in [(2, 2, 64), (4, 1, 16), (3, 1, 80), (2, 2, 128)] {
             for is_llama in [false, true] {
                 let shape = AttentionShape { b: rows, t, heads, kv_heads, head_size };
-                cases.push(step(Model { shape, hidden: 320, vocab: 514, is_llama }));
+                cases.push(step(Model { shape, hidden: 320, vocab: 514, is_llama, in_fp8: false }));
             }
+        }
+    }
+    cases
+}
+
+/// Returns steps of small models whose weights are in FP8.
+pub fn edge_cases_in_fp8() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (rows, t) in [(1, 1), (3, 300), (16, 40)] {
+        for is_llama in [false, true] {
+            let shape = AttentionShape { b: rows, t, heads: 3, kv_heads: 1, head_size: 80 };
+            cases.push(step(Model { shape, hidden: 336, vocab: 528, is_llama, in_fp8: true }));
         }
     }
     cases
@@ -47,12 +63,21 @@ pub fn edge_cases() -> Vec<Case> {
 
 /// Returns steps with the layers of real models.
 pub fn model_cases() -> Vec<Case> {
+    steps_of_models(false)
+}
+
+/// Returns steps with the layers of real models whose weights are in FP8.
+pub fn model_cases_in_fp8() -> Vec<Case> {
+    steps_of_models(true)
+}
+
+fn steps_of_models(in_fp8: bool) -> Vec<Case> {
     let mut cases = Vec::new();
     for rows in [1, 2, 8, 16] {
         let shape = AttentionShape { b: rows, t: 1024, heads: 12, kv_heads: 12, head_size: 64 };
-        cases.push(step(Model { shape, hidden: 3072, vocab: 50304, is_llama: false }));
+        cases.push(step(Model { shape, hidden: 3072, vocab: 50304, is_llama: false, in_fp8 }));
         let shape = AttentionShape { b: rows, t: 2048, heads: 32, kv_heads: 8, head_size: 64 };
-        cases.push(step(Model { shape, hidden: 8192, vocab: 128_256, is_llama: true }));
+        cases.push(step(Model { shape, hidden: 8192, vocab: 128_256, is_llama: true, in_fp8 }));
     }
     cases
 }
@@ -84,15 +109,31 @@ impl Operands {
     }
 
     /// Adds a weight (OC, C) that keeps the variance, and a bias.
-    fn linear(&mut self, [channels, outputs]: [usize; 2]) -> [usize; 2] {
-        [self.input("weight", outputs * channels, (3.0 / channels as f32).sqrt()), self.input("bias", outputs, 0.5)]
+    fn linear(&mut self, [channels, outputs]: [usize; 2], in_fp8: bool) -> Linear {
+        Linear {
+            weight: self.input("weight", outputs * channels, (3.0 / channels as f32).sqrt()),
+            bias: self.input("bias", outputs, 0.5),
+            fp8: in_fp8.then(|| {
+                let scale = f32(input("scale", 1, Init::Values(vec![2f32.powi(-9)])));
+                [fp8::fp8("weight in FP8", outputs * channels), scale].map(|operand| self.add(operand))
+            }),
+        }
     }
+}
+
+/// The operands of a linear layer, as indices.
+#[derive(Clone, Copy)]
+struct Linear {
+    weight: usize,
+    bias: usize,
+    /// The weight in FP8, and its scale.
+    fp8: Option<[usize; 2]>,
 }
 
 /// The operands of a layer, as indices.
 struct Layer {
     norms: [[usize; 2]; 2],
-    linears: [[usize; 2]; 4],
+    linears: [Linear; 4],
     keys: usize,
     values: usize,
     /// The residual stream after attention and after the MLP.
@@ -109,7 +150,7 @@ struct Step {
     rotations: usize,
     layers: [Layer; LAYERS],
     norm: [usize; 2],
-    head: [usize; 2],
+    head: Linear,
     encoded: usize,
     normed: usize,
     mean: usize,
@@ -159,7 +200,8 @@ impl Model {
         let weights = self.vocab * c + LAYERS * (c * (self.packed() + c + self.up()) + self.hidden * c);
         let positions: usize = (0..b).map(|slot| self.position(slot) + 1).sum();
         let floats = weights + LAYERS * 2 * positions * kv_heads * head_size;
-        Work { floats, bytes: 0, flops: 2 * b * weights + LAYERS * 4 * positions * c }
+        let in_fp8 = if self.in_fp8 { weights } else { 0 };
+        Work { floats: floats - in_fp8, bytes: in_fp8, flops: 2 * b * weights + LAYERS * 4 * positions * c }
     }
 }
 
@@ -172,7 +214,7 @@ impl Step {
         let slots = all.add(i32(input("slots", rows * Slot::WORDS, Init::Words(model.slots()))));
         let layers = [(); LAYERS].map(|()| {
             let norms = [(); 2].map(|()| all.norm(c));
-            let linears = [[c, packed], [c, c], [c, up], [hidden, c]].map(|size| all.linear(size));
+            let linears = [[c, packed], [c, c], [c, up], [hidden, c]].map(|size| all.linear(size, model.in_fp8));
             let cache = rows * kv_heads * t * head_size;
             let cached =
                 ["keys", "values"].map(|name| Operand { checked: Some(TOLERANCE), ..input(name, cache, UNIT) });
@@ -192,7 +234,7 @@ impl Step {
             rotations: all.add(f32(input("rotations", t * head_size, UNIT))),
             layers,
             norm: all.norm(c),
-            head: all.linear([c, vocab]),
+            head: all.linear([c, vocab], model.in_fp8),
             encoded: all.value("encoded", rows * c),
             normed: all.value("normed", rows * c),
             mean: all.add(undefined(f32(output("mean", rows, TOLERANCE)))),
@@ -213,19 +255,34 @@ impl Step {
         NormForward { out, mean, rstd, inp, weight, bias, c, eps: 1e-5, quantized: None }
     }
 
-    /// Returns the linear layer of `[inp, out]` with `[weight, bias]`.
+    /// Returns the linear layer of `[inp, out]`.
     fn linear(
         &self,
         x: &[Tensor],
+        norm: Option<NormForward>,
         [inp, out]: [usize; 2],
-        [weight, bias]: [usize; 2],
+        linear: Linear,
         epilogue: Epilogue,
-    ) -> MatmulForward {
+    ) -> DecodeOperation {
         let rows = self.model.shape.b;
-        let (c, oc) = (x[inp].len / rows, x[bias].len);
+        let (c, oc) = (x[inp].len / rows, x[linear.bias].len);
         let shape = MatmulShape { rows, c, oc };
-        let bias = (!self.model.is_llama).then_some(x[bias]);
-        MatmulForward { out: x[out], inp: x[inp], weight: x[weight], bias, epilogue, shape, fp8: None }
+        let bias = (!self.model.is_llama).then_some(x[linear.bias]);
+        let (weight, weight_scale) = match linear.fp8 {
+            Some([weight, scale]) => (x[weight], Some(x[scale])),
+            None => (x[linear.weight], None),
+        };
+        let matmul = MatmulForward { out: x[out], inp: x[inp], weight, bias, epilogue, shape, fp8: None };
+        DecodeOperation::Matmul(DecodeMatmul { norm, matmul, weight_scale })
+    }
+
+    /// Quantizes the weights in FP8.
+    fn quantize(&self, engine: &mut dyn Engine, x: &[Tensor]) -> Result<()> {
+        for linear in self.layers.iter().flat_map(|layer| layer.linears).chain([self.head]) {
+            let Some([weight, scale]) = linear.fp8 else { continue };
+            fp8::quantize_by(engine, x[linear.weight], x[weight], x[scale], x[linear.bias].len)?;
+        }
+        Ok(())
     }
 
     fn attention(&self, x: &[Tensor], layer: &Layer) -> DecodeAttention {
@@ -237,7 +294,6 @@ impl Step {
     }
 
     fn operations(&self, x: &[Tensor]) -> Vec<DecodeOperation> {
-        let matmul = |norm, matmul| DecodeOperation::Matmul(DecodeMatmul { norm, matmul, weight_scale: None });
         let (wte, wpe, c) = (x[self.wte], (!self.model.is_llama).then_some(x[self.wpe]), self.model.channels());
         let out = x[self.encoded];
         let mut operations = vec![DecodeOperation::Embed(DecodeEmbed { out, slots: x[self.slots], wte, wpe, c })];
@@ -246,36 +302,36 @@ impl Step {
             let [qkv, attention, up, down] = layer.linears;
             let [attended, updated] = layer.residuals;
             let activation = Epilogue::Activation(self.model.activation(), x[self.preactivation]);
+            let norms = [residual, x[attended]];
+            let norm = |i: usize| Some(self.norm(x, norms[i], layer.norms[i]));
+            let [first, second] = norms.map(Epilogue::Residual);
             operations.extend([
-                matmul(
-                    Some(self.norm(x, residual, layer.norms[0])),
-                    self.linear(x, [self.normed, self.qkv], qkv, Epilogue::None),
-                ),
+                self.linear(x, norm(0), [self.normed, self.qkv], qkv, Epilogue::None),
                 DecodeOperation::Attention(self.attention(x, layer)),
-                matmul(None, self.linear(x, [self.attended, attended], attention, Epilogue::Residual(residual))),
-                matmul(
-                    Some(self.norm(x, x[attended], layer.norms[1])),
-                    self.linear(x, [self.normed, self.activated], up, activation),
-                ),
-                matmul(None, self.linear(x, [self.activated, updated], down, Epilogue::Residual(x[attended]))),
+                self.linear(x, None, [self.attended, attended], attention, first),
+                self.linear(x, norm(1), [self.normed, self.activated], up, activation),
+                self.linear(x, None, [self.activated, updated], down, second),
             ]);
             residual = x[updated];
         }
         let norm = self.norm(x, residual, self.norm);
-        operations.push(matmul(Some(norm), self.linear(x, [self.normed, self.logits], self.head, Epilogue::None)));
+        operations.push(self.linear(x, Some(norm), [self.normed, self.logits], self.head, Epilogue::None));
         operations
     }
 }
 
 fn step(model: Model) -> Case {
-    let Model { shape: AttentionShape { b: rows, t, heads, kv_heads, .. }, hidden, vocab, is_llama } = model;
+    let Model { shape: AttentionShape { b: rows, t, heads, kv_heads, .. }, hidden, vocab, is_llama, .. } = model;
     let (c, mut operands) = (model.channels(), Operands::default());
     let step = Step::new(model, &mut operands);
     let kind = if is_llama { "rotary SwiGLU" } else { "GELU" };
-    let name = format!("B{rows} T{t} C{c} NH{heads} KV{kv_heads} {hidden} {kind}");
+    let format = if model.in_fp8 { " FP8" } else { "" };
+    let name = format!("B{rows} T{t} C{c} NH{heads} KV{kv_heads} {hidden} {kind}{format}");
     let workload = workload(1, rows, c, heads, vocab, 0);
+    let step = Arc::new(step);
+    let quantized = step.clone();
     let case = case("decode_step", name, workload, operands.0, model.work(), move |e, x| {
         e.run(DecodeStep { operations: &step.operations(x), memory: step.memory.map(|i| x[i]) })
     });
-    Case { repetitions: REPETITIONS, ..case }
+    Case { repetitions: REPETITIONS, before: Some(Box::new(move |e, x| quantized.quantize(e, x))), ..case }
 }

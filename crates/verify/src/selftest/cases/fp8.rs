@@ -8,15 +8,18 @@ use super::{
     Case, DType, Engine, EpilogueKind, GELU, Init, Operand, Result, Tensor, Tolerance, Work, Workload, accumulated,
     case, f32, i32, input, linear_name, linear_workload, matmul_backward, matmul_forward, output, workload,
 };
+use super::{decode, decode_step};
 use engine::ops::{
     Activation, ActivationForward, ActivationInput, AttentionForward, AttentionMask, AttentionShape, Classifier,
-    Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, Fp8Scales, MatmulBackward,
-    MatmulForward, MatmulShape, NormForward, Quantize, Scaling,
+    Dequantize, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, Fp8Scales,
+    MatmulBackward, MatmulForward, MatmulShape, NormForward, Quantize, Scaling,
 };
 
 /// Returns every operation in FP8 at small shapes, which are multiples of 16.
 pub fn edge_cases() -> Vec<Case> {
-    let mut cases = vec![delayed_scales(8, 16), delayed_scales(300, 1)];
+    let mut cases = vec![delayed_scales(8, 16), delayed_scales(300, 1), dequantize(256), dequantize(256 * 77)];
+    cases.extend(decode::edge_cases_in_fp8());
+    cases.extend(decode_step::edge_cases_in_fp8());
     for (rows, c, oc) in [(16, 64, 64), (48, 80, 240), (144, 208, 160)] {
         cases.extend(linear(MatmulShape { rows, c, oc }));
         cases.extend(mlp(MatmulShape { rows, c, oc }));
@@ -49,7 +52,8 @@ pub fn model_cases() -> Vec<Case> {
         head(MatmulShape { rows: 512, c: 768, oc: 32_768 }, 32_768, Some(15.0), Fp8Format::E5m2),
         head(MatmulShape { rows: 128, c: 512, oc: 128_256 }, 128_256, None, Fp8Format::E5m2),
     ];
-    layers.chain(head).collect()
+    let decoding = decode::model_cases_in_fp8().into_iter().chain(decode_step::model_cases_in_fp8());
+    layers.chain(head).chain([dequantize(1 << 24)]).chain(decoding).collect()
 }
 
 /// Returns the passes of a linear layer.
@@ -71,7 +75,7 @@ fn linear(shape: MatmulShape) -> Vec<Case> {
     ]
 }
 
-fn fp8(name: &'static str, len: usize) -> Operand {
+pub(super) fn fp8(name: &'static str, len: usize) -> Operand {
     Operand { name, len, dtype: Some(DType::Fp8), init: Init::None, checked: None }
 }
 
@@ -107,6 +111,26 @@ fn widen_tolerances(operands: &mut [Operand]) {
 }
 
 /// Quantizes `inp` to E4M3.
+/// Quantizes a weight (OC, C) with a scale that is given.
+pub(super) fn quantize_by(engine: &mut dyn Engine, inp: Tensor, out: Tensor, scale: Tensor, oc: usize) -> Result<()> {
+    let scales = Fp8Scale { scale, amax: scale, counts: None };
+    quantize(engine, inp, [Some(out), None], scales, Scaling::Given, [oc, inp.len / oc])
+}
+
+/// Returns the conversion of `n` numbers.
+fn dequantize(n: usize) -> Case {
+    let operands = vec![
+        output("out", n, Tolerance { f32: 0.0, bf16: 0.0 }),
+        fp8("inp", n),
+        f32(input("scale", 1, Init::Values(vec![2f32.powi(-7)]))),
+        input("values", n, super::UNIT),
+    ];
+    let work = Work { floats: n, bytes: n, flops: 0 };
+    let run = |e: &mut dyn Engine, x: &[Tensor]| e.run(Dequantize { out: x[0], inp: x[1], scale: x[2] });
+    let case = case("dequantize", format!("{n}"), workload(1, 1, 8, 1, 128, 0), operands, work, run);
+    Case { before: Some(Box::new(|e, x| quantize_by(e, x[3], x[1], x[2], 16))), ..case }
+}
+
 fn quantize(
     engine: &mut dyn Engine,
     inp: Tensor,
