@@ -2,7 +2,7 @@
 
 use super::attention::{self, Scratch};
 use super::matvec::{self, MAX_TILES};
-use super::plan::{self, CONSUMERS, Heads, Positions, TILE};
+use super::plan::{self, CONSUMERS, Heads, PRODUCERS, Positions, TILE};
 use super::ring::{self, Ring};
 use super::table::{ATTENTION, EMBED, Entry, Field, INPUT, NONE};
 use super::words::Words;
@@ -46,6 +46,10 @@ pub struct Storage<T> {
     pub barriers: PipelineBarriers,
     /// (R, [`Storage::pitch`]): the input of a linear layer.
     pub inputs: SharedArray<T>,
+    /// (R, [`Storage::pitch`]): the normalized input. A consumer warp writes and reads its own part of the channels.
+    pub normed: SharedArray<T>,
+    /// (R, 2): mean and reciprocal standard deviation of a row of the input.
+    pub statistics: SharedArray<f32>,
     /// Weight of the norm.
     pub norm_weight: SharedArray<T>,
     /// Bias of the norm.
@@ -64,18 +68,20 @@ impl<T: Element> Storage<T> {
         Self {
             ring: Ring(layout.array(stages * Ring::<T>::ELEMENTS)),
             barriers: PipelineBarriers { full: layout.mbarriers(stages), empty: layout.mbarriers(stages) },
-            inputs: layout.array(rows * Self::pitch(sizes)),
+            inputs: layout.array(rows * Self::pitch(sizes.channels)),
+            normed: layout.array(rows * Self::pitch(sizes.norm_channels)),
+            statistics: layout.array(2 * rows),
             norm_weight: layout.array(norm_channels),
             norm_bias: layout.array(norm_channels),
-            sums: layout.array(2 * MAX_TILES * CONSUMERS as usize * rows * TILE),
+            sums: layout.array((2 * MAX_TILES * CONSUMERS * TILE) as usize * rows),
             attention: Scratch::new(layout, group, sizes.head_size as usize),
         }
     }
 
-    /// Returns the elements between two rows of `inputs`. Like rows in a stage, they start 64 bytes apart, modulo 128.
+    /// Returns the elements between two rows of up to `channels` channels. Like rows in a stage, they start 64 bytes apart, modulo 128.
     #[inline(always)]
-    pub const fn pitch(sizes: Sizes) -> usize {
-        let bytes = (sizes.channels as usize * size_of::<T>()).next_multiple_of(128) + 64;
+    pub const fn pitch(channels: u32) -> usize {
+        let bytes = (channels as usize * size_of::<T>()).next_multiple_of(128) + 64;
         bytes / size_of::<T>()
     }
 }
@@ -156,7 +162,7 @@ pub fn sync_consumers() {
 ///
 /// Grid: the number of SMs. Shared memory: [`Storage`].
 #[kernel(
-    threads = 288,
+    threads = 384,
     blocks_per_sm = 1,
     requires = "wgmma",
     instances([bf16 = <cuda_std::bf16, false>, fp8 = <cuda_std::bf16, true>, f32 = <f32, false>] * [g1 = 1, g4 = 4]),
@@ -184,14 +190,14 @@ pub fn decode_step<T: TensorCore, const FP8: bool, const GROUP: usize>(
         blocks,
     };
     if thread::thread_idx_x() == 0 {
-        step.storage.barriers.init(sizes.stages, 1, CONSUMERS);
+        step.storage.barriers.init(sizes.stages, PRODUCERS, CONSUMERS);
         MBarrier::fence_init();
         hopper::fence_async_proxy();
     }
     // All threads have read the counter of launches before this block adds to it.
     thread::sync_threads();
-    if warp == CONSUMERS {
-        ring::produce::<T, FP8, GROUP>(&step);
+    if warp >= CONSUMERS {
+        ring::produce::<T, FP8, GROUP>(&step, warp - CONSUMERS);
     } else {
         consume::<T, FP8, GROUP>(&step);
         if thread::thread_idx_x() == 0 {
@@ -204,7 +210,7 @@ pub fn decode_step<T: TensorCore, const FP8: bool, const GROUP: usize>(
 #[inline(always)]
 fn consume<T: TensorCore, const FP8: bool, const GROUP: usize>(step: &Step<T>) {
     let mut state = PipelineState::consumer(step.sizes.stages);
-    let mut half = 0;
+    let mut half = 0u32;
     // The next entry is loaded while an operation runs.
     let mut next = Entry::load(step.table, 0);
     let mut i = 0;
@@ -230,10 +236,10 @@ fn embed<T: TensorCore>(step: &Step<T>, entry: Entry, has_tokens: bool) {
     let columns = entry.scalar(Field::Columns);
     let [first, count] = plan::part(columns, step.block, step.blocks);
     let (wte, wpe) = (entry.index(Field::Weight), entry.index(Field::Bias));
-    let (columns, pairs, output) = (columns as usize, (count as u32 / 2).max(1), step.output(entry));
+    let (columns, pairs, output) = (columns as usize, (count / 2).max(1), step.output(entry));
     let mut i = thread::thread_idx_x();
     while count > 0 && i < step.sizes.rows * pairs {
-        let (row, column) = ((i / pairs) as usize, first + 2 * (i % pairs) as usize);
+        let (row, column) = ((i / pairs) as usize, (first + 2 * (i % pairs)) as usize);
         let token = if has_tokens { step.slots.at(row * WORDS + TOKEN) as usize } else { row };
         let position = step.slots.at(row * WORDS + POSITION).max(0) as usize;
         let mut values = [0.0; 2];

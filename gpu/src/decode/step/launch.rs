@@ -103,7 +103,7 @@ pub fn memory<T: TensorCore>(
 ///
 /// # Errors
 /// If the kernel does not support the operations, with the reason. The separate kernels then compute them: more than [`MAX_ROWS`] slots,
-/// inputs that shared memory cannot hold, values in memory that an operation overwrites, rows of weights that are not multiples of 16 bytes,
+/// inputs that shared memory cannot hold, values in memory that an operation overwrites, rows of weights that are not multiples of 64 bytes,
 /// weights in FP8 beside others, an odd number of output columns, or an unsupported head size.
 pub fn program<T: TensorCore>(operations: &[Operation<T>], rows: usize, sm_count: usize) -> Result<Program<T>, String> {
     if !(1..=MAX_ROWS).contains(&rows) || sm_count == 0 || operations.is_empty() {
@@ -235,9 +235,10 @@ fn shape<T: TensorCore>(operation: &Operation<T>, rows: usize) -> Result<Shape, 
             if *own != rows {
                 return Err(format!("expected {rows} rows in each linear layer, found {own}"));
             }
-            let packet = operands.fp8.map_or(T::PACKET, |_| E4m3::PACKET);
-            if *channels == 0 || !channels.is_multiple_of(packet) || !outputs.is_multiple_of(inputs) {
-                return Err(format!("expected a multiple of {packet} channels, found {channels}"));
+            // Consumer warps multiply four packets of weight at a time.
+            let block = 4 * operands.fp8.map_or(T::PACKET, |_| E4m3::PACKET);
+            if *channels == 0 || !channels.is_multiple_of(block) || !outputs.is_multiple_of(inputs) {
+                return Err(format!("expected a multiple of {block} channels, found {channels}"));
             }
             if operands.fp8.is_some() && size_of::<T>() != size_of::<bf16>() {
                 return Err("expected activations in bf16 beside weights in FP8".to_owned());

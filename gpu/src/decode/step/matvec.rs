@@ -23,13 +23,14 @@ use cuda_std::mma::TensorCore;
 use cuda_std::{E4m3, Packet, SharedArray, async_copy, device, math, thread, warp};
 
 /// Number of tiles whose sums are added after the same barrier.
-pub const MAX_TILES: usize = 4;
+pub const MAX_TILES: u32 = 4;
 /// Pairs of columns of these tiles: one for each of 16 threads of a row.
-const PAIRS: usize = MAX_TILES * TILE / 2;
-const WARPS: usize = CONSUMERS as usize;
-const LANES: usize = warp::LANES as usize;
-/// Blocks of four packets of a piece that a warp multiplies.
-const UNROLL: usize = PIECE / 4 / WARPS;
+const PAIRS: u32 = MAX_TILES * TILE / 2;
+const LANES: u32 = warp::LANES;
+/// Packets of a row that the warps multiply at a time: four each.
+const ROUND: u32 = 4 * CONSUMERS;
+/// Rounds of a piece.
+const UNROLL: usize = (PIECE / ROUND) as usize;
 
 /// Computes the block's columns. Every consumer thread calls it.
 #[inline(always)]
@@ -37,7 +38,7 @@ pub fn compute<T: TensorCore, const FP8: bool>(
     step: &Step<T>,
     entry: Entry,
     state: &mut PipelineState,
-    half: &mut usize,
+    half: &mut u32,
 ) {
     let linear = Linear::of_block(entry, step.block, step.blocks);
     if linear.count == 0 {
@@ -63,177 +64,193 @@ pub fn compute<T: TensorCore, const FP8: bool>(
     gather(step, linear, entry.index(Field::Input));
     async_copy::wait::<0>();
     sync_consumers();
+    let (mut inputs, mut pitch) = (step.storage.inputs, Storage::<T>::pitch(step.sizes.channels));
     if norm != PLAIN {
-        normalize(step, linear, norm, [norm_weight != 0, norm_bias != 0], eps);
-        sync_consumers();
+        normalize::<T, FP8>(step, linear, norm, [norm_weight != 0, norm_bias != 0], eps);
+        (inputs, pitch) = (step.storage.normed, Storage::<T>::pitch(step.sizes.norm_channels));
     }
+    // Rows past the last repeat it: their sums are not stored.
+    let row = |row: u32| inputs.skip(row.min(step.sizes.rows - 1) as usize * pitch);
+    let g = warp::lane() / 4;
+    let rows = [row(g), row(g + 8)];
+    let tiles = linear.tiles();
     let mut tile = 0;
-    while tile < linear.tiles() {
+    while tile < tiles {
         if tile > 0 {
             operands = epilogue.operands(tile);
         }
-        let mut i = 0;
-        while i < MAX_TILES && tile + i < linear.tiles() {
-            multiply::<T, FP8>(step, linear, scale, tile + i, state, (*half * MAX_TILES + i) * WARPS);
-            i += 1;
-        }
+        let end = (tile + MAX_TILES).min(tiles);
+        multiply::<T, FP8>(step, linear, rows, scale, [tile, end], state, *half * MAX_TILES);
         sync_consumers();
         epilogue.store(tile, operands, *half * MAX_TILES);
         // Threads may still read this half while others write the next sums.
         *half ^= 1;
-        tile += MAX_TILES;
+        tile = end;
     }
 }
 
 /// Starts the copy of the norm's weight or bias, if there is one, to shared memory.
 #[inline(always)]
 fn copy_norm<T: TensorCore>(step: &Step<T>, linear: Linear, from: usize, to: SharedArray<T>) {
-    let mut packet = thread::thread_idx_x() as usize;
+    let mut packet = thread::thread_idx_x();
     while from != 0 && packet < linear.packets::<T>() {
-        let channel = packet * T::PACKET;
+        let channel = packet as usize * T::PACKET;
         to.copy_packet_async(channel, step.elements.reader(), from + channel, true);
-        packet += THREADS as usize;
+        packet += THREADS;
     }
 }
 
 /// Waits for the input, whose first word is `first`, and copies its values to shared memory.
 #[inline(always)]
 fn gather<T: TensorCore>(step: &Step<T>, linear: Linear, first: usize) {
-    let (packets, pitch) = ((linear.packets::<T>() as u32).max(1), Storage::<T>::pitch(step.sizes));
+    let (packets, pitch) = (linear.packets::<T>().max(1), Storage::<T>::pitch(step.sizes.channels));
     let all = step.sizes.rows * packets;
-    let store = |i: u32, packet: Packet<T>| {
-        let (row, column) = ((i / packets) as usize, (i % packets) as usize);
-        step.storage.inputs.set_packet(row * pitch + column * T::PACKET, packet);
-    };
+    let place = |i: u32| (i / packets) as usize * pitch + (i % packets) as usize * T::PACKET;
     let mut next = thread::thread_idx_x();
     if all <= THREADS {
         // Threads that wait for fewer words leave more of L2 to the weights.
         if next < all {
-            store(next, step.words.packet(first + 4 * next as usize));
+            let to = place(next);
+            step.storage.inputs.set_packet(to, step.words.packet(first + 4 * next as usize));
         }
         return;
     }
     while next < all {
         // Past the last packet, the first of the batch is read again.
         let at = [next, if next + THREADS < all { next + THREADS } else { next }];
+        let to = at.map(place);
         let packets = step.words.two_packets::<T>(at.map(|i| first + 4 * i as usize));
         for i in 0..2 {
-            store(at[i], packets[i]);
+            step.storage.inputs.set_packet(to[i], packets[i]);
         }
         next += 2 * THREADS;
     }
 }
 
-/// Normalizes the input in shared memory. With up to eight rows, each warp computes the statistics of one row, and the warps of a row
-/// normalize a part of it. Otherwise, a warp computes every eighth row.
+/// Computes the statistics of the rows: a warp those of every eighth row. Then normalizes the warp's part of the channels of all rows.
 #[inline(always)]
-fn normalize<T: TensorCore>(step: &Step<T>, linear: Linear, norm: u32, [has_weight, has_bias]: [bool; 2], eps: f32) {
-    let (storage, rows) = (step.storage, step.sizes.rows);
-    // log2 of the rows that the warps compute at a time.
-    let shift = rows.min(CONSUMERS).next_power_of_two().trailing_zeros();
-    let (parts, part) = (CONSUMERS >> shift, warp::index() >> shift);
-    let mut row = warp::index() & ((1 << shift) - 1);
-    // All warps take part in the barrier, also those that have no row.
-    let mut waits = parts > 1;
-    while waits || row < rows {
-        let inputs = storage.inputs.skip(row.min(rows - 1) as usize * Storage::<T>::pitch(step.sizes));
-        let (mean, square) = if norm == LAYERNORM {
-            let mean = mean(inputs, linear.channels, |x| x);
-            (mean, self::mean(inputs, linear.channels, |x| (x - mean) * (x - mean)) + LAYERNORM_EPS)
-        } else {
-            (0.0, mean(inputs, linear.channels, |x| x * x) + eps)
-        };
-        if waits {
-            // Other warps of the row read it until they have its statistics.
-            sync_consumers();
-            waits = false;
+fn normalize<T: TensorCore, const FP8: bool>(
+    step: &Step<T>,
+    linear: Linear,
+    norm: u32,
+    [has_weight, has_bias]: [bool; 2],
+    eps: f32,
+) {
+    let (storage, lane) = (step.storage, warp::lane());
+    let [from, to] = [step.sizes.channels, step.sizes.norm_channels].map(Storage::<T>::pitch);
+    let packets = linear.packets::<T>();
+    let mut row = warp::index();
+    while row < step.sizes.rows {
+        let inputs = storage.inputs.skip(row as usize * from);
+        // Differences from a value of the row keep the precision of the variance if the mean is large.
+        let shift = if norm == LAYERNORM { inputs.at(0).to_f32() } else { 0.0 };
+        let (mut sum, mut squares, mut packet) = (0.0, 0.0, lane);
+        while packet < packets {
+            let x = inputs.packet(packet as usize * T::PACKET);
+            for i in 0..T::PACKET {
+                let x = x.get(i) - shift;
+                sum += x;
+                squares = math::fma(x, x, squares);
+            }
+            packet += LANES;
         }
-        let rstd = math::rsqrt(square);
-        let mut channel = (part as usize * LANES + warp::lane() as usize) * T::PACKET;
-        while row < rows && channel < linear.channels {
-            let x = inputs.packet(channel);
-            let weight = if has_weight { storage.norm_weight.packet(channel) } else { Packet::from_fn(|_| 1.0) };
-            let bias = if has_bias { storage.norm_bias.packet(channel) } else { Packet::zero() };
-            let normalized = Packet::from_fn(|i| math::fma((x.get(i) - mean) * rstd, weight.get(i), bias.get(i)));
-            inputs.set_packet(channel, normalized);
-            channel += parts as usize * LANES * T::PACKET;
+        // Scales before the reduction, because the sum of squares may overflow although their mean does not.
+        let factor = math::recip(linear.channels as f32);
+        let [mean, square] = [sum, squares].map(|sum| warp::sum(sum * factor));
+        let variance = if norm == LAYERNORM { math::fma(-mean, mean, square) + LAYERNORM_EPS } else { square + eps };
+        if lane == 0 {
+            storage.statistics.set(2 * row as usize, if norm == LAYERNORM { mean + shift } else { 0.0 });
+            storage.statistics.set(2 * row as usize + 1, math::rsqrt(variance));
         }
         row += CONSUMERS;
     }
-}
-
-/// Returns the mean of `f(x)` over a row, in every lane.
-#[inline(always)]
-fn mean<T: TensorCore>(row: SharedArray<T>, channels: usize, f: impl Fn(f32) -> f32) -> f32 {
-    let (mut sum, mut channel) = (0.0, warp::lane() as usize * T::PACKET);
-    while channel < channels {
-        let x = row.packet(channel);
-        for i in 0..T::PACKET {
-            sum += f(x.get(i));
+    sync_consumers();
+    // The warp multiplies four packets of weight of each round.
+    let own = 4 * halves::<FP8>();
+    let mut packet = lane / own * own * CONSUMERS + warp::index() * own + lane % own;
+    while packet < packets {
+        let channel = packet as usize * T::PACKET;
+        let weight = if has_weight { storage.norm_weight.packet(channel) } else { Packet::from_fn(|_| 1.0) };
+        let bias = if has_bias { storage.norm_bias.packet(channel) } else { Packet::zero() };
+        for row in 0..step.sizes.rows as usize {
+            let x = storage.inputs.packet(row * from + channel);
+            let [mean, rstd] = storage.statistics.pair(2 * row);
+            let normalized = Packet::from_fn(|i| math::fma((x.get(i) - mean) * rstd, weight.get(i), bias.get(i)));
+            storage.normed.set_packet(row * to + channel, normalized);
         }
-        channel += LANES * T::PACKET;
+        packet += LANES * CONSUMERS;
     }
-    // Scales before the reduction, because the sum of squares may overflow although their mean does not.
-    warp::sum(sum * math::recip(channels as u32 as f32))
+    warp::sync();
 }
 
-/// Multiplies tile `tile` by the input, and stores the sums over the warp's channels as (R, 8) at place `first` + warp of the sums.
+/// Multiplies tiles `tile` .. `end` by the lane's two rows of the input. Stores the sums over the warp's channels as (R, 8) at place
+/// (`first` + i) consumer warps + warp of the sums, for tile `tile` + i.
 #[inline(always)]
 fn multiply<T: TensorCore, const FP8: bool>(
     step: &Step<T>,
     linear: Linear,
+    inputs: [SharedArray<T>; 2],
     scale: Bf16Scale,
-    tile: usize,
+    [mut tile, end]: [u32; 2],
     state: &mut PipelineState,
-    first: usize,
+    first: u32,
 ) {
-    let (storage, pitch) = (step.storage, Storage::<T>::pitch(step.sizes));
-    let (warp, lane, rows) = (warp::index() as usize, warp::lane() as usize, step.sizes.rows as usize);
+    let storage = step.storage;
+    let (warp, lane, rows) = (warp::index(), warp::lane(), step.sizes.rows);
     let (g, t) = (lane / 4, lane % 4);
     let (all, halves) = (linear.weight_packets::<T, FP8>(), halves::<FP8>());
-    // Rows past the last repeat it: their sums are not stored.
-    let inputs = [g, g + 8].map(|row| storage.inputs.skip(row.min(rows - 1) * pitch));
-    let place = linear.tile_place(tile, g);
-    let mut d = [[0.0; 4]; 2];
-    let mut piece = 0;
-    while piece < all {
+    let mut sums = storage.sums.skip(((first * CONSUMERS + warp) * rows * TILE) as usize);
+    let mut place = linear.tile_place(tile, g);
+    let (mut d, mut piece) = ([[0.0; 4]; 2], 0);
+    // One loop over the stages of all tiles: short code stays in the instruction cache.
+    loop {
         storage.barriers.wait_full(*state);
-        let weights = storage.ring.stage(state.stage()).skip(place * Ring::<T>::PITCH);
+        let weights = storage.ring.stage(state.stage()).skip(place as usize * Ring::<T>::PITCH);
         let packets = (all - piece).min(PIECE);
-        let (mut w, mut x) = ([Packet::<T>::zero(); UNROLL], [[[Packet::<T>::zero(); 2]; 2]; UNROLL]);
-        for u in 0..UNROLL {
-            let packet = (u * WARPS + warp) * 4 + t;
-            // Loads past the end repeat the last packet: with a condition per load, ptxas would interleave loads and uses.
-            let packet = packet.min(packets - 1);
-            w[u] = weights.packet(packet * T::PACKET);
-            for i in 0..halves {
-                x[u][i] = inputs.map(|row| row.packet(((piece + packet) * halves + i) * T::PACKET));
-            }
-        }
-        for u in 0..UNROLL {
-            let block = (u * WARPS + warp) * 4;
-            if block < packets {
-                if block + t >= packets {
-                    (w[u], x[u]) = (Packet::zero(), [[Packet::zero(); 2]; 2]);
-                }
-                let mut weights = [w[u]; 2];
-                if FP8 {
-                    let packet = Packet::<E4m3>::from_packed(w[u].words());
-                    weights = packet.to_bf16(scale).map(|half| Packet::from_words(half.words()));
-                }
+        let own = warp * 4;
+        if own < packets {
+            let (mut w, mut x) = ([Packet::<T>::zero(); UNROLL], [[[Packet::<T>::zero(); 2]; 2]; UNROLL]);
+            for u in 0..UNROLL {
+                let round = u as u32 * ROUND;
+                // Loads past the end repeat the first round: with a condition per load, ptxas would interleave loads and uses.
+                let packet = if round + own < packets { round + own } else { own } + t;
+                w[u] = weights.packet(packet as usize * T::PACKET);
                 for i in 0..halves {
-                    T::mma_packets(&mut d, x[u][i], weights[i]);
+                    let channel = ((piece + packet) * halves + i) as usize * T::PACKET;
+                    x[u][i as usize] = inputs.map(|row| row.packet(channel));
+                }
+            }
+            for u in 0..UNROLL {
+                if u as u32 * ROUND + own < packets {
+                    let mut weights = [w[u]; 2];
+                    if FP8 {
+                        let packet = Packet::<E4m3>::from_packed(w[u].words());
+                        weights = packet.to_bf16(scale).map(|half| Packet::from_words(half.words()));
+                    }
+                    for i in 0..halves as usize {
+                        T::mma_packets(&mut d, x[u][i], weights[i]);
+                    }
                 }
             }
         }
         storage.barriers.release_by_warp(state.advance());
         piece += PIECE;
-    }
-    let sums = storage.sums.skip((first + warp) * rows * TILE);
-    for i in 0..4 {
-        let (row, column) = (g + i / 2 * 8, 2 * t + i % 2);
-        if row < rows {
-            sums.set(row * TILE + column, d[0][i] + d[1][i]);
+        if piece >= all {
+            for i in 0..2 {
+                let row = g + 8 * i as u32;
+                if row < rows {
+                    let at = (row * TILE + 2 * t) as usize;
+                    sums.set(at, d[0][2 * i] + d[1][2 * i]);
+                    sums.set(at + 1, d[0][2 * i + 1] + d[1][2 * i + 1]);
+                }
+            }
+            tile += 1;
+            if tile == end {
+                break;
+            }
+            (d, piece) = ([[0.0; 4]; 2], 0);
+            place = linear.tile_place(tile, g);
+            sums = sums.skip((CONSUMERS * rows * TILE) as usize);
         }
     }
 }
@@ -260,28 +277,28 @@ struct Operands {
 impl<T: TensorCore> Epilogue<'_, T> {
     /// Returns the row and the first column of the thread for the tiles from `tile` on, if it has one. The column is counted from the
     /// first of the block.
-    fn place(self, tile: usize) -> Option<(usize, usize)> {
-        let thread = thread::thread_idx_x() as usize;
+    fn place(self, tile: u32) -> Option<(u32, u32)> {
+        let thread = thread::thread_idx_x();
         let (row, pair) = (thread / PAIRS, thread % PAIRS);
         let (column, end) = ((tile << self.linear.tile_shift()) + 2 * pair, MAX_TILES << self.linear.tile_shift());
-        let exists = row < self.step.sizes.rows as usize && 2 * pair < end && column < self.linear.count;
+        let exists = row < self.step.sizes.rows && 2 * pair < end && column < self.linear.count;
         if exists { Some((row, column)) } else { None }
     }
 
     /// Returns the index in the output of a column of the block.
-    fn index(self, row: usize, column: usize) -> usize {
-        row * self.linear.columns + self.linear.first + column
+    fn index(self, row: u32, column: u32) -> usize {
+        (row * self.linear.columns + self.linear.first + column) as usize
     }
 
     /// Loads the thread's operands for the tiles from `tile` on.
-    fn operands(self, tile: usize) -> Operands {
+    fn operands(self, tile: u32) -> Operands {
         let mut operands = Operands { bias: [[0.0; 2]; 2], residual: [0; 2] };
         if let Some((row, column)) = self.place(tile) {
             if self.bias != 0 {
                 for gate in 0..2 {
                     for i in 0..2 {
                         if gate == 0 || self.linear.is_gated {
-                            let at = self.bias + self.linear.row(column + i, gate);
+                            let at = self.bias + self.linear.row(column + i as u32, gate as u32) as usize;
                             operands.bias[gate][i] = self.step.elements.at(at).to_f32();
                         }
                     }
@@ -294,35 +311,35 @@ impl<T: TensorCore> Epilogue<'_, T> {
         operands
     }
 
-    /// Adds the sums of the warps for a column of a tile.
-    fn sum(self, row: usize, tile: usize, column: usize) -> f32 {
-        let (sums, rows) = (self.step.storage.sums, self.step.sizes.rows as usize);
-        let mut sum = 0.0;
-        for warp in 0..WARPS {
-            sum += sums.at(((tile * WARPS + warp) * rows + row) * TILE + column);
+    /// Adds the sums of the warps for columns `column` and `column` + 1 of a tile. `column` is even.
+    fn sum(self, row: u32, tile: u32, column: u32) -> [f32; 2] {
+        let rows = self.step.sizes.rows;
+        let sums = self.step.storage.sums.skip((((tile * CONSUMERS) * rows + row) * TILE + column) as usize);
+        let mut sum = [0.0; 2];
+        for warp in 0..CONSUMERS {
+            let [a, b] = sums.pair((warp * rows * TILE) as usize);
+            sum = [sum[0] + a, sum[1] + b];
         }
         sum
     }
 
     /// Stores the thread's columns of the tiles from `tile` on, whose sums begin at place `first` of the sums.
-    fn store(self, tile: usize, operands: Operands, first: usize) {
+    fn store(self, tile: u32, operands: Operands, first: u32) {
         let Some((row, column)) = self.place(tile) else { return };
         let (own, width) = (column - (tile << self.linear.tile_shift()), 1 << self.linear.tile_shift());
-        let mut values = [0.0; 2];
-        for i in 0..2 {
-            let (tile, place) = (first + (own >> self.linear.tile_shift()), (own & (width - 1)) + i);
-            let value = self.sum(row, tile, place) + operands.bias[0][i];
-            values[i] = value;
-            if self.activation != 0 {
-                let gate =
-                    if self.linear.is_gated { self.sum(row, tile, width + place) + operands.bias[1][i] } else { 0.0 };
-                values[i] = value_of(self.activation, [value, gate].map(|x| T::from_f32(x).to_f32()));
+        let (tile, place) = (first + (own >> self.linear.tile_shift()), own & (width - 1));
+        let add = |sums: [f32; 2], bias: [f32; 2]| [sums[0] + bias[0], sums[1] + bias[1]];
+        let mut values = add(self.sum(row, tile, place), operands.bias[0]);
+        if self.activation != 0 {
+            let gates =
+                if self.linear.is_gated { add(self.sum(row, tile, width + place), operands.bias[1]) } else { [0.0; 2] };
+            for i in 0..2 {
+                values[i] = value_of(self.activation, [values[i], gates[i]].map(|x| T::from_f32(x).to_f32()));
             }
         }
         let at = self.index(row, column);
         if self.residual != NONE {
-            let residual = self.step.words.two::<T>(operands.residual, self.residual as usize, at);
-            values = [values[0] + residual[0], values[1] + residual[1]];
+            values = add(values, self.step.words.two::<T>(operands.residual, self.residual as usize, at));
         }
         self.output.set_two(at, values);
     }

@@ -6,31 +6,33 @@ use crate::decode::{POSITION, WORDS};
 use cuda_std::{Element, Global, device, warp};
 
 /// Minimum number of positions of a split. With fewer, blocks would spend more time on the combination of partial results.
-const MIN_SPLIT: u32 = 128;
+const MIN_SPLIT: u32 = 256;
 /// Consumer warps of a block.
 pub const CONSUMERS: u32 = 8;
+/// Producer warps of a block. Lanes of a warp start copies one after the other, so one warp would be slower than memory.
+pub const PRODUCERS: u32 = 4;
 /// Rows of weight in a stage.
-pub const TILE: usize = 8;
+pub const TILE: u32 = 8;
 /// Maximum number of packets of a row in a stage: three blocks of four packets for each consumer warp.
-pub const PIECE: usize = 96;
+pub const PIECE: u32 = 96;
 /// Bytes between two rows in a stage. Rows start 64 bytes apart, modulo 128, so that eight lanes read two rows without bank conflicts.
-pub const PITCH: usize = PIECE * 16 + 64;
+pub const PITCH: usize = PIECE as usize * 16 + 64;
 /// Bytes of a stage.
-pub const STAGE: usize = TILE * PITCH;
+pub const STAGE: usize = TILE as usize * PITCH;
 
 /// A linear layer and the columns of its output that a block computes.
 #[derive(Clone, Copy)]
 pub struct Linear {
     /// C.
-    pub channels: usize,
+    pub channels: u32,
     /// Columns of the output.
-    pub columns: usize,
+    pub columns: u32,
     /// Whether the weight has rows of up, then of gate.
     pub is_gated: bool,
     /// First column of the block. It is even.
-    pub first: usize,
+    pub first: u32,
     /// Number of columns of the block. It is even.
-    pub count: usize,
+    pub count: u32,
 }
 
 #[device]
@@ -39,8 +41,8 @@ impl Linear {
     pub fn of_block(entry: Entry, block: u32, blocks: u32) -> Self {
         let columns = entry.scalar(Field::Columns);
         let [first, count] = part(columns, block, blocks);
-        let (channels, is_gated) = (entry.index(Field::Channels), is_gated(entry.scalar(Field::Activation)));
-        Self { channels, columns: columns as usize, is_gated, first, count }
+        let (channels, is_gated) = (entry.scalar(Field::Channels), is_gated(entry.scalar(Field::Activation)));
+        Self { channels, columns, is_gated, first, count }
     }
 
     /// Returns log2 of the number of output columns in a tile, which has eight rows of weight.
@@ -49,54 +51,54 @@ impl Linear {
     }
 
     /// Returns the number of tiles.
-    pub fn tiles(self) -> usize {
+    pub const fn tiles(self) -> u32 {
         (self.count + (1 << self.tile_shift()) - 1) >> self.tile_shift()
     }
 
     /// Returns the number of output columns in tile `tile`: fewer in the last tile of the block.
-    pub fn tile_columns(self, tile: usize) -> usize {
+    pub fn tile_columns(self, tile: u32) -> u32 {
         (self.count - (tile << self.tile_shift())).min(1 << self.tile_shift())
     }
 
     /// Returns the place in a stage of row `i` of tile `tile`, where a row past the last of up or gate repeats it.
-    pub fn tile_place(self, tile: usize, i: usize) -> usize {
+    pub fn tile_place(self, tile: u32, i: u32) -> u32 {
         let (gate, column) = (i >> self.tile_shift(), i & ((1 << self.tile_shift()) - 1));
         (gate << self.tile_shift()) + column.min(self.tile_columns(tile) - 1)
     }
 
     /// Returns the packets of a row of the input.
-    pub const fn packets<T: Element>(self) -> usize {
-        self.channels / T::PACKET
+    pub const fn packets<T: Element>(self) -> u32 {
+        self.channels / T::PACKET as u32
     }
 
     /// Returns the packets of a row of weight: half as many if it is in FP8.
-    pub const fn weight_packets<T: Element, const FP8: bool>(self) -> usize {
+    pub const fn weight_packets<T: Element, const FP8: bool>(self) -> u32 {
         self.packets::<T>() / halves::<FP8>()
     }
 
     /// Returns the row of weight of column `column` of the block, for up (0) or gate (1).
-    pub fn row(self, column: usize, gate: usize) -> usize {
+    pub const fn row(self, column: u32, gate: u32) -> u32 {
         self.first + column + gate * self.columns
     }
 
     /// Returns the row of weight at place `i` of a stage of tile `tile`.
-    pub fn tile_row(self, tile: usize, i: usize) -> usize {
+    pub const fn tile_row(self, tile: u32, i: u32) -> u32 {
         let (gate, column) = (i >> self.tile_shift(), i & ((1 << self.tile_shift()) - 1));
         self.row((tile << self.tile_shift()) + column, gate)
     }
 }
 
 /// Returns the packets of the input to which a packet of weight belongs.
-pub const fn halves<const FP8: bool>() -> usize {
+pub const fn halves<const FP8: bool>() -> u32 {
     if FP8 { 2 } else { 1 }
 }
 
 /// Returns the first column of block `block` of `blocks`, and the number of its columns. Pairs of columns are divided evenly.
 #[inline(always)]
-pub fn part(columns: u32, block: u32, blocks: u32) -> [usize; 2] {
+pub fn part(columns: u32, block: u32, blocks: u32) -> [u32; 2] {
     let (pairs, blocks) = (columns / 2, if blocks > 1 { blocks } else { 1 });
     let (first, end) = (pairs * block / blocks, pairs * (block + 1) / blocks);
-    [2 * first as usize, 2 * (end - first) as usize]
+    [2 * first, 2 * (end - first)]
 }
 
 /// The positions of the slots, one in each lane of a warp.

@@ -1,10 +1,10 @@
-//! The ring of stages in shared memory, and the producer warp, which fills it with the weights, keys and values of all operations.
+//! The ring of stages in shared memory, and the producer warps, which fill it with the weights, keys and values of all operations.
 //!
 //! A stage holds a piece of up to eight rows of weight, or keys and values of consecutive positions. It is full when its bytes have been
 //! copied, and empty when each consumer warp has released it.
 
 use super::kernel::Step;
-use super::plan::{Linear, PIECE, PITCH, STAGE, TILE, Tasks, halves};
+use super::plan::{Linear, PIECE, PITCH, PRODUCERS, STAGE, TILE, Tasks, halves};
 use super::table::{ATTENTION, Entry, Field, MATVEC};
 use cuda_std::hopper::{MBarrier, PipelineState};
 use cuda_std::mma::TensorCore;
@@ -29,9 +29,9 @@ impl<T: Element> Ring<T> {
     pub const VALUES: usize = Self::ELEMENTS / 2;
 }
 
-/// Loads the stages of all operations. Every lane of the producer warp calls it.
+/// Loads the stages of all operations. Every lane of the producer warps calls it. `producer` is the number of the warp among them.
 #[inline(always)]
-pub fn produce<T: TensorCore, const FP8: bool, const GROUP: usize>(step: &Step<T>) {
+pub fn produce<T: TensorCore, const FP8: bool, const GROUP: usize>(step: &Step<T>, producer: u32) {
     let mut state = PipelineState::producer(step.sizes.stages);
     let mut next = Entry::load(step.table, 0);
     let mut i = 0;
@@ -41,14 +41,14 @@ pub fn produce<T: TensorCore, const FP8: bool, const GROUP: usize>(step: &Step<T
         next = Entry::load(step.table, i.min(step.sizes.operations - 1));
         let kind = entry.scalar(Field::Kind);
         if kind == MATVEC as u32 {
-            load_weights::<T, FP8>(step, entry, &mut state);
+            load_weights::<T, FP8>(step, entry, &mut state, producer);
         } else if kind == ATTENTION as u32 {
-            load_cache::<T, GROUP>(step, entry, &mut state);
+            load_cache::<T, GROUP>(step, entry, &mut state, producer);
         }
     }
 }
 
-/// Waits until a stage is empty, and announces the bytes that will be copied to it. Returns the stage and its full barrier.
+/// Waits until a stage is empty, and announces the bytes that the warp will copy to it. Returns the stage and its full barrier.
 #[inline(always)]
 fn acquire<T: TensorCore>(step: &Step<T>, state: &mut PipelineState, elements: u32) -> (SharedArray<T>, MBarrier) {
     let (stage, full) = step.storage.barriers.acquire(state);
@@ -60,26 +60,31 @@ fn acquire<T: TensorCore>(step: &Step<T>, state: &mut PipelineState, elements: u
     (step.storage.ring.stage(stage), full)
 }
 
-/// Loads the block's rows of weight, tile by tile and piece by piece. Each lane copies a row. Two numbers in FP8 are copied as an element.
+/// Loads the block's rows of weight, tile by tile and piece by piece. Two numbers in FP8 are copied as an element.
 #[inline(always)]
-fn load_weights<T: TensorCore, const FP8: bool>(step: &Step<T>, entry: Entry, state: &mut PipelineState) {
+fn load_weights<T: TensorCore, const FP8: bool>(
+    step: &Step<T>,
+    entry: Entry,
+    state: &mut PipelineState,
+    producer: u32,
+) {
     let linear = Linear::of_block(entry, step.block, step.blocks);
     let weight = step.elements.reader().skip(entry.index(Field::Weight));
     // Each weight is read once per step.
     let policy = CachePolicy::evict_first();
-    let (lane, packets) = (warp::lane() as usize, linear.weight_packets::<T, FP8>());
+    // A warp copies every fourth row: a lane copies a row.
+    let (i, packets) = (producer + PRODUCERS * warp::lane(), linear.weight_packets::<T, FP8>());
     let mut tile = 0;
     while tile < linear.tiles() {
-        let (is_row, row) = (lane < TILE && linear.tile_place(tile, lane) == lane, linear.tile_row(tile, lane));
-        let columns = linear.tile_columns(tile) as u32;
-        let rows = if linear.is_gated { 2 * columns } else { columns };
+        let (is_row, row) = (i < TILE && linear.tile_place(tile, i) == i, linear.tile_row(tile, i) as usize);
+        let rows = warp::ballot(is_row).count_ones();
         let mut first = 0;
         while first < packets {
-            let elements = ((packets - first).min(PIECE) * T::PACKET) as u32;
+            let elements = (packets - first).min(PIECE) * T::PACKET as u32;
             let (stage, full) = acquire(step, state, rows * elements);
             if is_row {
-                let from = row * (linear.channels / halves::<FP8>()) + first * T::PACKET;
-                stage.load_bulk_with(lane * Ring::<T>::PITCH, elements, weight, from, full, policy);
+                let from = row * (linear.channels / halves::<FP8>()) as usize + first as usize * T::PACKET;
+                stage.load_bulk_with(i as usize * Ring::<T>::PITCH, elements, weight, from, full, policy);
             }
             first += PIECE;
         }
@@ -87,26 +92,31 @@ fn load_weights<T: TensorCore, const FP8: bool>(step: &Step<T>, entry: Entry, st
     }
 }
 
-/// Loads the keys and values of the block's tasks at positions that earlier launches have stored. The first lanes copy the keys and values
-/// before and after the end of the cache's ring.
+/// Loads the keys and values of the block's tasks at positions that earlier launches have stored. Two warps copy the keys and values before
+/// the end of the cache's ring, and two those after it.
 #[inline(always)]
-fn load_cache<T: TensorCore, const GROUP: usize>(step: &Step<T>, entry: Entry, state: &mut PipelineState) {
+fn load_cache<T: TensorCore, const GROUP: usize>(
+    step: &Step<T>,
+    entry: Entry,
+    state: &mut PipelineState,
+    producer: u32,
+) {
     let heads = step.heads::<GROUP>(entry);
-    let (lane, head_size) = (warp::lane(), heads.head_size);
-    let cache = entry.index(if lane % 2 == 0 { Field::Keys } else { Field::Values });
+    let head_size = heads.head_size;
+    let cache = entry.index(if producer.is_multiple_of(2) { Field::Keys } else { Field::Values });
     let mut tasks = Tasks::new(step.block);
     while let Some(task) = tasks.next::<T>(heads, step.positions, step.sizes.rows, step.blocks) {
         let row = (task.slot * heads.kv_heads + task.kv) as usize * heads.capacity as usize;
         let mut start = task.start;
         while start < task.end {
             let count = (task.end - start).min(heads.stage_positions::<T>());
-            let (stage, full) = acquire(step, state, 2 * count * head_size);
             let place = task.place(start, heads);
             let before_end = count.min(heads.capacity - place);
-            // Lanes 0 and 1 copy the positions before the end of the ring, lanes 2 and 3 those after it.
-            let (from, to, own) = if lane < 2 { (place, 0, before_end) } else { (0, before_end, count - before_end) };
-            if lane < 4 && own > 0 {
-                let to = (to * head_size) as usize + lane as usize % 2 * Ring::<T>::VALUES;
+            let (from, to, own) =
+                if producer < 2 { (place, 0, before_end) } else { (0, before_end, count - before_end) };
+            let (stage, full) = acquire(step, state, own * head_size);
+            if warp::lane() == 0 && own > 0 {
+                let to = (to * head_size) as usize + producer as usize % 2 * Ring::<T>::VALUES;
                 let from = cache + (row + from as usize) * head_size as usize;
                 stage.load_bulk(to, own * head_size, step.elements.reader(), from, full);
             }
