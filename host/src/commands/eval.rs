@@ -185,7 +185,7 @@ pub fn run(args: &Eval) -> Result<()> {
         model: args.model.get().display().to_string(),
         version: env!("CARGO_PKG_VERSION"),
         machine: engine.describe(),
-        precision: engine.dtype().name(),
+        precision: args.hardware.weight_format(engine),
         batch: [of_text.b, of_text.t],
         validation: None,
         hellaswag: None,

@@ -7,6 +7,7 @@ use clap::ArgAction;
 use engine::cuda::CudaOptions;
 use engine::open::{self, Device, MatmulBackend, Opened, Precision};
 use engine::ops::{Fp8Accumulation, MuonAdditions};
+use engine::tensor::DType;
 use engine::{Engine, GeluFusion};
 use interchange::ModelSource;
 use interchange::peft::AdapterFile;
@@ -263,6 +264,14 @@ impl Hardware {
     /// Returns the format of the weights of linear layers, for commands that do not train.
     pub fn weights(&self) -> WeightFormat {
         if self.precision == Some(Precision::Fp8) { WeightFormat::Fp8 } else { WeightFormat::Float }
+    }
+
+    /// Returns the name of the format of weights, for commands that do not train.
+    pub fn weight_format(&self, engine: &dyn Engine) -> &'static str {
+        match self.weights() {
+            WeightFormat::Fp8 => DType::Fp8.name(),
+            WeightFormat::Float => engine.dtype().name(),
+        }
     }
 
     /// Opens the engine, on the first GPU if it runs on a GPU.

@@ -71,6 +71,7 @@ pub fn run(options: &Generate) -> Result<()> {
     let ceiling = case.work.bytes(engine.dtype()) as f64 / seconds;
     let mut table = Table::new("generate", COLUMNS, engine, &options.json);
     table.note("copy_gbs", ceiling / 1e9);
+    table.note("weights", options.hardware.weight_format(engine));
     terminal::line(&format!("copy: {:.1} GB/s", ceiling / 1e9))?;
     table.print_heading()?;
     let progress = progress::start("timing batch sizes", Unit::Count, options.batch.len() as u64);

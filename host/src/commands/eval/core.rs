@@ -118,7 +118,7 @@ pub fn run(args: &Core) -> Result<()> {
         bundle: args.bundle.display().to_string(),
         version: env!("CARGO_PKG_VERSION"),
         machine: engine.describe(),
-        precision: engine.dtype().name(),
+        precision: args.hardware.weight_format(&*engine),
         max_per_task: args.max_per_task,
         models: Vec::new(),
     };

@@ -281,7 +281,7 @@ impl Generate {
             data: self.file.display().to_string(),
             version: env!("CARGO_PKG_VERSION"),
             machine: engine.describe(),
-            precision: engine.dtype().name(),
+            precision: self.hardware.weight_format(&*engine),
             questions: questions.len(),
             samples: self.samples,
             correct,
