@@ -163,12 +163,12 @@ impl Decoder {
     /// Returns a linear layer of a decoding step.
     pub(super) fn decode_matmul(
         &self,
-        norm: Option<NormForward>,
+        norm: Option<&NormForward>,
         (weight, layer): (Param, usize),
-        matmul: MatmulForward,
+        matmul: &MatmulForward,
     ) -> DecodeMatmul {
         let (weight, weight_scale) = self.decoded_weight(weight, layer);
-        DecodeMatmul { norm, matmul: MatmulForward { weight, ..matmul }, weight_scale }
+        DecodeMatmul { norm: norm.copied(), matmul: MatmulForward { weight, ..*matmul }, weight_scale }
     }
 }
 

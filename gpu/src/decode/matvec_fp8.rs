@@ -136,7 +136,7 @@ pub fn matvec_fp8<T: TensorCore, const ROWS: usize, const NORM: u32>(
             }
             let rounded = values.map(|value| T::from_f32(value).to_f32());
             if gated {
-                out.set((row * outputs + sum) / 2, T::from_f32(value_of(sizes.activation, rounded)));
+                out.set(row * (outputs / 2) + sum / 2, T::from_f32(value_of(sizes.activation, rounded)));
             } else {
                 for n in 0..2 {
                     let at = row * outputs + sum + n;

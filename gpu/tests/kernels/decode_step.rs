@@ -42,6 +42,7 @@ enum Norm {
 
 /// A model, and the state of its slots.
 #[derive(Clone, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a property of the model")]
 struct Model {
     /// Positions of the cache in each layer.
     capacities: Vec<usize>,
@@ -170,6 +171,28 @@ impl Model {
     }
 }
 
+/// The tensors of a model in the memory of a device, by name.
+struct Inputs<T> {
+    elements: HashMap<String, Global<T>>,
+    in_fp8: HashMap<String, Fp8Weight>,
+}
+
+impl<T: Tolerance> Inputs<T> {
+    fn new(model: &Model, tensors: &Tensors, memory: &mut Memory) -> Self {
+        let mut inputs = Self { elements: HashMap::new(), in_fp8: HashMap::new() };
+        for (name, values) in tensors {
+            let fp8_scale = model.fp8_scale(name);
+            if let Some(scale) = fp8_scale {
+                inputs.in_fp8.insert(name.clone(), fp8_weight::input(memory, name, values, scale));
+            }
+            let is_null = values.is_empty() || fp8_scale.is_some();
+            let input = if is_null { null() } else { memory.input(name, &rounded::<T>(values)) };
+            inputs.elements.insert(name.clone(), input);
+        }
+        inputs
+    }
+}
+
 /// A model in the memory of a device.
 struct Device<T> {
     memory: Memory,
@@ -186,16 +209,7 @@ struct Device<T> {
 impl<T: Tolerance + cuda_std::mma::TensorCore> Device<T> {
     fn new(model: &Model, tensors: &Tensors) -> Self {
         let (mut memory, rows, c) = (Memory::new(), model.slots.len(), model.channels);
-        let mut in_fp8 = HashMap::new();
-        let mut input = |name: &String| match (&tensors[name], model.fp8_scale(name)) {
-            (values, _) if values.is_empty() => null(),
-            (values, Some(scale)) => {
-                in_fp8.insert(name.clone(), fp8_weight::input(&mut memory, name, values, scale));
-                null()
-            }
-            (values, None) => memory.input(name, &rounded::<T>(values)),
-        };
-        let inputs: HashMap<_, _> = tensors.keys().map(|name| (name.clone(), input(name))).collect();
+        let Inputs { elements: inputs, in_fp8 } = Inputs::<T>::new(model, tensors, &mut memory);
         let values = memory.output::<T>("values", 64);
         // Addresses of values, which are not stored. A residual has two of them in turn.
         let [even, odd, qkv, attended, hidden] = [0, 8, 16, 24, 32].map(|at| values.skip(at));

@@ -236,7 +236,7 @@ impl SubLayer for Attention {
             // The gate reads the norm's statistics, which a kernel of both norm and matmul does not write.
             norm.take().map_or(Ok(()), |norm| engine.run(norm))?;
         }
-        engine.run(model.decode_matmul(norm, (Param::Qkvw, self.layer), self.qkv(model, self.qkv)))?;
+        engine.run(model.decode_matmul(norm.as_ref(), (Param::Qkvw, self.layer), &self.qkv(model, self.qkv)))?;
         if let Some((table, gate)) = value_embedding {
             let tokens = RowTokens { tokens: pass.cache.slots, stride: Slot::WORDS };
             engine.run(ValueEmbed { qkv: self.qkv, table, tokens, gate, shape: d.attention(pass.rows, 1) })?;
@@ -253,6 +253,6 @@ impl SubLayer for Attention {
             shape: d.attention(pass.rows, pass.cache.positions(d, self.layer)),
         })?;
         let attproj = self.attproj(model, self.attended, residual);
-        engine.run(model.decode_matmul(None, (Param::Attprojw, self.layer), attproj))
+        engine.run(model.decode_matmul(None, (Param::Attprojw, self.layer), &attproj))
     }
 }

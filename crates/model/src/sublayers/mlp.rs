@@ -158,8 +158,8 @@ impl SubLayer for Mlp {
 
     fn decode(&self, engine: &mut dyn Engine, pass: &DecodePass, residual: Tensor) -> Result<()> {
         let (model, layer) = (pass.model, self.layer);
-        let norm = Some(model.norm_of(&self.ln2, residual, None));
-        engine.run(model.decode_matmul(norm, (Param::Fcw, layer), self.fc(model)))?;
-        engine.run(model.decode_matmul(None, (Param::Fcprojw, layer), self.fcproj(model, residual)))
+        let norm = model.norm_of(&self.ln2, residual, None);
+        engine.run(model.decode_matmul(Some(&norm), (Param::Fcw, layer), &self.fc(model)))?;
+        engine.run(model.decode_matmul(None, (Param::Fcprojw, layer), &self.fcproj(model, residual)))
     }
 }

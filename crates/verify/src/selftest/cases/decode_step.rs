@@ -259,7 +259,7 @@ impl Step {
     fn linear(
         &self,
         x: &[Tensor],
-        norm: Option<NormForward>,
+        norm: Option<&NormForward>,
         [inp, out]: [usize; 2],
         linear: Linear,
         epilogue: Epilogue,
@@ -273,7 +273,7 @@ impl Step {
             None => (x[linear.weight], None),
         };
         let matmul = MatmulForward { out: x[out], inp: x[inp], weight, bias, epilogue, shape, fp8: None };
-        DecodeOperation::Matmul(DecodeMatmul { norm, matmul, weight_scale })
+        DecodeOperation::Matmul(DecodeMatmul { norm: norm.copied(), matmul, weight_scale })
     }
 
     /// Quantizes the weights in FP8.
@@ -303,19 +303,19 @@ impl Step {
             let [attended, updated] = layer.residuals;
             let activation = Epilogue::Activation(self.model.activation(), x[self.preactivation]);
             let norms = [residual, x[attended]];
-            let norm = |i: usize| Some(self.norm(x, norms[i], layer.norms[i]));
+            let norm = [0, 1].map(|i| self.norm(x, norms[i], layer.norms[i]));
             let [first, second] = norms.map(Epilogue::Residual);
             operations.extend([
-                self.linear(x, norm(0), [self.normed, self.qkv], qkv, Epilogue::None),
+                self.linear(x, Some(&norm[0]), [self.normed, self.qkv], qkv, Epilogue::None),
                 DecodeOperation::Attention(self.attention(x, layer)),
                 self.linear(x, None, [self.attended, attended], attention, first),
-                self.linear(x, norm(1), [self.normed, self.activated], up, activation),
+                self.linear(x, Some(&norm[1]), [self.normed, self.activated], up, activation),
                 self.linear(x, None, [self.activated, updated], down, second),
             ]);
             residual = x[updated];
         }
         let norm = self.norm(x, residual, self.norm);
-        operations.push(self.linear(x, Some(norm), [self.normed, self.logits], self.head, Epilogue::None));
+        operations.push(self.linear(x, Some(&norm), [self.normed, self.logits], self.head, Epilogue::None));
         operations
     }
 }
