@@ -24,9 +24,11 @@ pub enum GemmPrecision {
     },
 }
 
-/// The columns of K over which tensor cores add FP8 products if the sum must be exact. They truncate sums to about 14 bits after every
-/// 32 products, so the error grows with K.
-pub const EXACT_COLUMNS: usize = 2048;
+/// The columns of K over which tensor cores add FP8 products if the sum must be exact. They truncate to about 14 bits of the largest number
+/// after every 32 products: the error grows with K, and what is small beside a sum is lost.
+pub const EXACT_COLUMNS: usize = 128;
+/// The longest sum that callers leave to the tensor cores even so: that of a GEMM whose K is a number of channels, not of tokens.
+pub const SHORT_COLUMNS: usize = 2048;
 
 /// Determines which operand is transposed in memory. Every matrix is row-major without gaps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

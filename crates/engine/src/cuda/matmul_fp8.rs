@@ -3,8 +3,8 @@
 use super::quantize::{quantize, transpose_quantized};
 use super::{Cuda, Float, Fp8Bits, activation, bias};
 use crate::gemm::{
-    EXACT_COLUMNS, Fp8Output, GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmOutput,
-    GemmPrecision, Pass,
+    Fp8Output, GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmOutput, GemmPrecision, Pass,
+    SHORT_COLUMNS,
 };
 use crate::ops::{
     Activation, ActivationInput, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, MatmulBackward,
@@ -106,12 +106,12 @@ impl Recomputed {
 
 /// Returns the precision of a GEMM of the forward pass, a sum over `k` columns.
 fn forward_precision(accumulation: Fp8Accumulation, k: usize) -> GemmPrecision {
-    GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: accumulation == Fp8Accumulation::Exact && k > EXACT_COLUMNS }
+    GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: accumulation == Fp8Accumulation::Exact && k > SHORT_COLUMNS }
 }
 
 /// Returns the precision of a GEMM of the backward pass, a sum over `k` columns.
 fn backward_precision(fp8: &Fp8Backward, k: usize) -> GemmPrecision {
-    GemmPrecision::Fp8 { a: fp8.format, exact: fp8.accumulation != Fp8Accumulation::Fast && k > EXACT_COLUMNS }
+    GemmPrecision::Fp8 { a: fp8.format, exact: fp8.accumulation != Fp8Accumulation::Fast && k > SHORT_COLUMNS }
 }
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp8Forward) -> Result<()> {

@@ -13,7 +13,7 @@ pub mod reference;
 pub use choice::{Algorithms, GemmChoice, GemmTiming, KernelConfig, Tuning};
 pub use cublaslt::{Alignments, Fp8Output, GELU_COLUMNS, GemmKey, GemmOperands, ScaleFactors, StridedBatch};
 pub use gpu::matmul::gemm::{
-    Batching, Bias, EXACT_COLUMNS, Gemm, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass, Residual,
+    Batching, Bias, Gemm, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass, Residual, SHORT_COLUMNS,
 };
 
 use crate::ops::Activation;
