@@ -129,11 +129,11 @@ pub(super) struct Preparation {
     pub(super) gain: f32,
 }
 
-/// Normalizes and rotates one head, spread over a warp, and writes it to shared memory, rounded to T. `head`, `weight` and `angle` return a
-/// channel, its factor in the norm, and cosine and sine of a pair of channels.
+/// Normalizes and rotates one head, spread over a warp, and passes its channels, rounded to T, to `store`. `head`, `weight` and `angle` return
+/// a channel, its factor in the norm, and cosine and sine of a pair of channels.
 #[inline(always)]
 pub(super) fn prepare<T: Element>(
-    to: SharedArray<f32>,
+    store: impl Fn(usize, T),
     preparation: Preparation,
     head: impl Fn(usize) -> f32,
     weight: impl Fn(usize) -> f32,
@@ -159,8 +159,8 @@ pub(super) fn prepare<T: Element>(
         let (a, b) = pair(i);
         let (x, y) = (head(a) * (scale * weight_at(a)), head(b) * (scale * weight_at(b)));
         let [cos, sin] = if preparation.rotation == NO_ROTATION { [1.0, 0.0] } else { angle(i) };
-        to.set(a, T::from_f32(math::fma(x, cos, -(y * sin))).to_f32());
-        to.set(b, T::from_f32(math::fma(y, cos, x * sin)).to_f32());
+        store(a, T::from_f32(math::fma(x, cos, -(y * sin))));
+        store(b, T::from_f32(math::fma(y, cos, x * sin)));
         i += warp::LANES as usize;
     }
 }
@@ -325,8 +325,9 @@ pub fn decode_attention<T: Element, const GROUP: usize>(
     while h <= GROUP {
         let (head, weight) =
             if h < GROUP { (row.skip(head_of(h) as usize * hs), q_weight) } else { (new_key, k_weight) };
+        let to = shared.heads.skip(h * hs);
         prepare::<T>(
-            shared.heads.skip(h * hs),
+            |i, x| to.set(i, x.to_f32()),
             preparation,
             |i| head.at(i).to_f32(),
             |i| if weight.is_null() { 1.0 } else { weight.at(i).to_f32() },

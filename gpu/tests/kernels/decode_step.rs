@@ -30,7 +30,7 @@ fn null<T>() -> Global<T> {
 const EPS: f32 = 0.01;
 const QK_GAIN: f32 = 1.25;
 const VOCAB: usize = 40;
-const MAX_POSITIONS: usize = 300;
+const MAX_POSITIONS: usize = 2200;
 
 /// The norm before a linear layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -499,10 +499,14 @@ fn steps_of_llama_match_f64_reference<T: Tolerance + cuda_std::mma::TensorCore>(
 
 /// Long caches are split between blocks, also with more query heads than a task has.
 fn splits_match_f64_reference<T: Tolerance + cuda_std::mma::TensorCore>() {
-    let one = Model { capacities: vec![280], head_size: 64, kv_heads: 1, ..Model::gpt2(&[(3, 250)], 5) };
+    let one = Model { capacities: vec![2180], head_size: 64, kv_heads: 1, ..Model::gpt2(&[(3, 2150)], 5) };
     check::<T>(&one, 1);
-    check::<T>(&Model { heads: 10, capacities: vec![200], head_size: 16, ..one.clone() }, 1);
-    check::<T>(&Model { slots: vec![(2, 270), (4, -1), (1, 40)], blocks: 9, ..one }, 1);
+    // A warp takes several turns.
+    check::<T>(&Model { blocks: 1, capacities: vec![500], ..one.clone() }, 1);
+    check::<T>(&Model { heads: 10, capacities: vec![2100], head_size: 16, ..one.clone() }, 1);
+    // A thread combines all splits.
+    check::<T>(&Model { heads: 4, head_size: 128, seed: 2, ..one.clone() }, 1);
+    check::<T>(&Model { slots: vec![(2, 2170), (4, -1), (1, 40)], blocks: 9, ..one }, 1);
 }
 
 /// Rows of weight in several stages, more tiles than one barrier serves, and sixteen slots.

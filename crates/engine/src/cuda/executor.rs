@@ -71,7 +71,7 @@ pub trait Executor {
 
     /// Reports whether kernels may be used whose blocks, one on each SM, wait for each other.
     ///
-    /// GPUs run them together, but the only such kernel has not been tried on a GPU yet.
+    /// GPUs run them together, but the only such kernel has changed since it last ran on a GPU.
     fn runs_blocks_together(&self) -> bool {
         false
     }

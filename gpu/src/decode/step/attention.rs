@@ -2,23 +2,29 @@
 //!
 //! A task has up to GROUP query heads of one key-value head, and one split of the slot's positions. Its block waits for the words of the
 //! queries, the new key and the new value, normalizes and rotates them, and reads the keys and values of earlier positions from the ring.
-//! The block with the last split adds the new position, and stores it in the cache.
+//! The consumer warps take turns: each one computes all positions of a stage. The block with the last split adds the new position, and
+//! stores it in the cache.
+//!
+//! Scores come from `mma.m16n8k16`: query heads are the rows of its left operand, and eight positions those of the right one. Weights and
+//! weighted values are f32.
 //!
 //! A slot with one split is complete. Otherwise blocks store partial results (sums, maximum score and weight of a head) as words, and after
 //! its own tasks, the block with the first split waits for them and combines them. All orders are fixed.
 
 use super::kernel::{Step, THREADS, sync_consumers};
-use super::plan::{CONSUMERS, Heads, Task, Tasks};
+use super::plan::{CONSUMERS, Heads, MAX_POSITIONS, Task, Tasks};
 use super::ring::Ring;
 use super::table::{Entry, Field};
 use super::words::floats;
-use crate::decode::attention::{NO_ROTATION, Preparation, Softmax, combine, prepare, relative};
+use crate::decode::attention::{NO_ROTATION, Preparation, combine, prepare, relative};
 use cuda_std::hopper::PipelineState;
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Packet, SharedArray, async_copy, device, math, thread, warp};
 
 const WARPS: usize = CONSUMERS as usize;
+/// Groups of eight positions of a stage.
+const EIGHTS: usize = MAX_POSITIONS as usize / 8;
 
 /// Shared memory of attention.
 #[derive(Clone, Copy)]
@@ -26,7 +32,7 @@ pub struct Scratch<T> {
     /// (GROUP + 2, HS): queries, new key and new value.
     raw: SharedArray<T>,
     /// (GROUP + 1, HS): queries and the new key, after the rotation.
-    heads: SharedArray<f32>,
+    heads: SharedArray<T>,
     /// (HS/2, 2): the rotation of the slot's position.
     rotation: SharedArray<f32>,
     /// (2, HS): weights of the norms of queries and keys.
@@ -119,7 +125,7 @@ impl<T: TensorCore, const GROUP: usize> Operation<'_, T, GROUP> {
     fn prepare(self, task: Task) {
         let (scratch, hs, thread) = (self.step.storage.attention, self.head_size(), thread::thread_idx_x() as usize);
         let (entry, heads, elements) = (self.entry, self.heads, self.step.elements.reader());
-        let (input, rotations) = (entry.index(Field::Input), entry.index(Field::Rotations));
+        let (input, rotations) = (entry.scalar(Field::Input) as usize, entry.index(Field::Rotations));
         let weights = [entry.index(Field::QueryWeight), entry.index(Field::KeyWeight)];
         let preparation = Preparation {
             head_size: heads.head_size,
@@ -158,8 +164,9 @@ impl<T: TensorCore, const GROUP: usize> Operation<'_, T, GROUP> {
             let is_key = usize::from(h == GROUP);
             let has_weight = if h == GROUP { weights[1] != 0 } else { weights[0] != 0 };
             let (raw, weight) = (scratch.raw.skip(h * hs), scratch.weights.skip(is_key * hs));
+            let to = scratch.heads.skip(h * hs);
             prepare::<T>(
-                scratch.heads.skip(h * hs),
+                |i, x| to.set(i, x),
                 preparation,
                 |i| raw.at(i).to_f32(),
                 |i| if has_weight { weight.at(i).to_f32() } else { 1.0 },
@@ -179,57 +186,32 @@ impl<T: TensorCore, const GROUP: usize> Operation<'_, T, GROUP> {
         if task.is_last() && task.first == 0 && thread < hs {
             let row = (task.slot * heads.kv_heads + task.kv) as usize * heads.capacity as usize;
             let at = (row + task.place(task.end, heads) as usize) * hs + thread;
-            self.step.elements.set(keys + at, T::from_f32(new_key.at(thread)));
+            self.step.elements.set(keys + at, new_key.at(thread));
             self.step.elements.set(values + at, new_value.at(thread));
         }
-        let lane_shift = heads.lane_shift::<T>();
-        let (lane, warp) = (warp::lane(), warp::index());
-        let channel = (lane & ((1 << lane_shift) - 1)) as usize * T::PACKET;
-        let holds = channel < hs;
-        let channel = if holds { channel } else { 0 };
-        let scale = math::rsqrt(hs as f32) * core::f32::consts::LOG2_E;
-        let mut softmax = Softmax::<GROUP>::new(lane_shift, holds);
-        for g in 0..GROUP {
-            for i in 0..T::PACKET {
-                softmax.queries[g][i] = scratch.heads.at(g * hs + channel + i) * scale;
-            }
-        }
-        let own = (warp << (5 - lane_shift)) + (lane >> lane_shift);
-        let mut start = task.start;
+        let mut sums = Sums::<T, GROUP>::new(heads, scratch.heads);
+        let (mut start, mut turn) = (task.start, 0);
         while start < task.end {
             let count = (task.end - start).min(heads.stage_positions::<T>());
             storage.barriers.wait_full(*state);
-            let stage = storage.ring.stage(state.stage());
-            // Lanes past the last position repeat it.
-            let at = own.min(count - 1) as usize * hs + channel;
-            let (key, value) = (stage.packet(at), stage.packet(at + Ring::<T>::VALUES));
-            softmax.add(&[key], &[value], [own < count]);
+            if turn == warp::index() {
+                let stage = storage.ring.stage(state.stage());
+                sums.add(stage, stage.skip(Ring::<T>::VALUES), count);
+            }
             storage.barriers.release_by_warp(state.advance());
+            turn = (turn + 1) % CONSUMERS;
             start += count;
         }
-        if task.is_last() && warp == 0 {
-            let key = Packet::<T>::from_fn(|i| new_key.at(channel + i));
-            softmax.add(&[key], &[new_value.packet(channel)], [lane >> lane_shift == 0]);
+        if task.is_last() && turn == warp::index() {
+            sums.add(new_key, new_value, 1);
         }
-        softmax.combine_positions::<T>();
-        for g in 0..GROUP {
-            let at = g * WARPS + warp as usize;
-            if lane >> lane_shift == 0 && holds {
-                for i in 0..T::PACKET {
-                    scratch.sums.set(at * hs + channel + i, softmax.sums[g][i]);
-                }
-            }
-            if lane == 0 {
-                scratch.scores.set(at * 2, softmax.most[g]);
-                scratch.scores.set(at * 2 + 1, softmax.weight[g]);
-            }
-        }
+        sums.store(&scratch);
     }
 
     /// Combines `parts` partial results in shared memory, and stores the output, or the partial result of the split.
     fn store(self, task: Task, parts: usize, is_complete: bool) {
         let (scratch, hs, (g, channel)) = (self.step.storage.attention, self.head_size(), self.place(0));
-        let (output, partials) = (self.step.output(self.entry), self.entry.index(Field::Partials));
+        let (output, partials) = (self.step.output(self.entry), self.entry.scalar(Field::Partials) as usize);
         if !self.has(task, g) {
             return;
         }
@@ -265,7 +247,7 @@ impl<T: TensorCore, const GROUP: usize> Operation<'_, T, GROUP> {
     /// i, i + parts, and so on. Returns `parts`.
     fn gather_partials(self, task: Task) -> usize {
         let (scratch, hs, words) = (self.step.storage.attention, self.head_size(), self.step.words);
-        let partials = self.entry.index(Field::Partials);
+        let partials = self.entry.scalar(Field::Partials) as usize;
         let threads = (GROUP as u32 * self.heads.head_size / 2).max(1);
         let parts = (THREADS / threads).min(CONSUMERS);
         let own = thread::thread_idx_x() / threads;
@@ -302,4 +284,157 @@ impl<T: TensorCore, const GROUP: usize> Operation<'_, T, GROUP> {
             output.set_two(self.head(task, g) * self.head_size() + channel, [0.0; 2]);
         }
     }
+}
+
+/// Sums of a warp over positions, with scores relative to the largest one.
+struct Sums<T, const GROUP: usize> {
+    heads: Heads,
+    /// Packets 4 b + t of query head g, where g = lane / 4 and t = lane % 4: 0 past the last channel or head.
+    queries: [Packet<T>; MAX_BLOCKS],
+    /// The largest score of head g, times log2 e. NEG_INFINITY without positions.
+    most: f32,
+    /// The sum of the weights of head g at the positions whose scores the lane has.
+    weight: f32,
+    /// The lane's channels of the weighted values of each head, over some of the positions.
+    weighted: [[f32; 8]; GROUP],
+}
+
+/// Maximum number of blocks of four packets of a head: 128 channels of f32.
+const MAX_BLOCKS: usize = 8;
+
+#[device]
+impl<T: TensorCore, const GROUP: usize> Sums<T, GROUP> {
+    /// Starts without positions, for queries (GROUP, HS).
+    fn new(heads: Heads, queries: SharedArray<T>) -> Self {
+        let (g, t) = (warp::lane() / 4, warp::lane() % 4);
+        let packets = heads.head_size / T::PACKET as u32;
+        let mut own = [Packet::zero(); MAX_BLOCKS];
+        for b in 0..Self::BLOCKS {
+            let packet = 4 * b as u32 + t;
+            if g < GROUP as u32 && packet < packets {
+                own[b] = queries.packet((g * heads.head_size) as usize + packet as usize * T::PACKET);
+            }
+        }
+        Self { heads, queries: own, most: f32::NEG_INFINITY, weight: 0.0, weighted: [[0.0; 8]; GROUP] }
+    }
+
+    /// Blocks of four packets of the largest head.
+    const BLOCKS: usize = 128 / (4 * T::PACKET);
+
+    /// Adds `count` positions, at most [`MAX_POSITIONS`], with keys and values (count, HS). All lanes of a warp call it.
+    fn add(&mut self, keys: SharedArray<T>, values: SharedArray<T>, count: u32) {
+        let (hs, lane) = (self.heads.head_size, warp::lane());
+        let (g, t, packets) = (lane / 4, lane % 4, (hs / T::PACKET as u32).max(1));
+        let scale = math::rsqrt(hs as f32) * core::f32::consts::LOG2_E;
+        // The scores of head g at positions 8 u + 2 t and 8 u + 2 t + 1.
+        let mut scores = [[f32::NEG_INFINITY; 2]; EIGHTS];
+        for u in 0..EIGHTS {
+            let first = 8 * u as u32;
+            if first < count {
+                let row = keys.skip(((first + g).min(count - 1) * hs) as usize);
+                let mut d = [[0.0; 4]; 2];
+                for b in 0..Self::BLOCKS {
+                    if 4 * (b as u32) < packets {
+                        // Past the last packet, the query is 0.
+                        let packet = (4 * b as u32 + t).min(packets - 1);
+                        T::mma_packets(
+                            &mut d,
+                            [self.queries[b], Packet::zero()],
+                            row.packet(packet as usize * T::PACKET),
+                        );
+                    }
+                }
+                for i in 0..2 {
+                    if first + 2 * t + (i as u32) < count {
+                        scores[u][i] = (d[0][i] + d[1][i]) * scale;
+                    }
+                }
+            }
+        }
+        let mut most = self.most;
+        for u in 0..EIGHTS {
+            for i in 0..2 {
+                most = larger(most, scores[u][i]);
+            }
+        }
+        most = larger(most, warp::shuffle_xor(most, 1));
+        most = larger(most, warp::shuffle_xor(most, 2));
+        let correction = relative(self.most, most);
+        self.most = most;
+        self.weight *= correction;
+        for u in 0..EIGHTS {
+            for i in 0..2 {
+                scores[u][i] = relative(scores[u][i], most);
+                self.weight += scores[u][i];
+            }
+        }
+        for h in 0..GROUP {
+            let correction = warp::shuffle(correction, 4 * h as u32);
+            for i in 0..T::PACKET {
+                self.weighted[h][i] *= correction;
+            }
+        }
+        // Lanes with the channels of a head: 32 / lanes heads at a time, each with two positions.
+        let lane_shift = self.heads.lane_shift::<T>();
+        let (pairs, own, channel) = (32 >> lane_shift, lane >> lane_shift, self.channel());
+        for u in 0..EIGHTS {
+            let first = 8 * u as u32;
+            let mut pair = own;
+            while first < count && pair - own < 4 {
+                for i in 0..2 {
+                    let position = (first + 2 * pair + i as u32).min(count - 1);
+                    let value = values.packet((position * hs) as usize + channel);
+                    for h in 0..GROUP {
+                        let weight = warp::shuffle(scores[u][i], 4 * h as u32 + pair % 4);
+                        let weight = if pair < 4 { weight } else { 0.0 };
+                        for c in 0..T::PACKET {
+                            self.weighted[h][c] = math::fma(weight, value.get(c), self.weighted[h][c]);
+                        }
+                    }
+                }
+                pair += pairs;
+            }
+        }
+    }
+
+    /// Returns the first channel of the lane in sums, or 0 if it has none.
+    fn channel(&self) -> usize {
+        let channel = (warp::lane() & ((1 << self.heads.lane_shift::<T>()) - 1)) as usize * T::PACKET;
+        if channel < self.heads.head_size as usize { channel } else { 0 }
+    }
+
+    /// Stores the warp's sums, maximum scores and weights in shared memory.
+    fn store(&mut self, scratch: &Scratch<T>) {
+        let (hs, lane, lane_shift) = (self.heads.head_size as usize, warp::lane(), self.heads.lane_shift::<T>());
+        let (warp, channel) = (warp::index() as usize, self.channel());
+        self.weight += warp::shuffle_xor(self.weight, 1);
+        self.weight += warp::shuffle_xor(self.weight, 2);
+        if lane.is_multiple_of(4) && lane < 4 * GROUP as u32 {
+            let at = (lane as usize / 4 * WARPS + warp) * 2;
+            scratch.scores.set(at, self.most);
+            scratch.scores.set(at + 1, self.weight);
+        }
+        let mut offset = 1 << lane_shift;
+        while offset < warp::LANES {
+            for h in 0..GROUP {
+                for c in 0..T::PACKET {
+                    self.weighted[h][c] += warp::shuffle_xor(self.weighted[h][c], offset);
+                }
+            }
+            offset *= 2;
+        }
+        if lane >> lane_shift == 0 && (channel > 0 || lane == 0) {
+            for h in 0..GROUP {
+                for c in 0..T::PACKET {
+                    scratch.sums.set((h * WARPS + warp) * hs + channel + c, self.weighted[h][c]);
+                }
+            }
+        }
+    }
+}
+
+/// Returns the larger score. A NaN must reach the result.
+#[inline(always)]
+fn larger(most: f32, score: f32) -> f32 {
+    if score > most || score.is_nan() { score } else { most }
 }

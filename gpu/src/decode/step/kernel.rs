@@ -120,7 +120,7 @@ impl<T: TensorCore> Step<T> {
 
     /// Returns the output of an operation.
     pub fn output(&self, entry: Entry) -> Output<T> {
-        let (place, out) = (entry.word(Field::OutWords), entry.index(Field::Out));
+        let (place, out) = (entry.scalar(Field::OutWords), entry.index(Field::Out));
         Output { words: self.words, is_kept: place != NONE, first: place as usize, out: self.elements.skip(out) }
     }
 }
@@ -234,7 +234,7 @@ fn consume<T: TensorCore, const FP8: bool, const GROUP: usize>(step: &Step<T>) {
 #[inline(always)]
 fn embed<T: TensorCore>(step: &Step<T>, entry: Entry, has_tokens: bool) {
     let columns = entry.scalar(Field::Columns);
-    let [first, count] = plan::part(columns, step.block, step.blocks);
+    let [first, count] = plan::part(entry, step.block);
     let (wte, wpe) = (entry.index(Field::Weight), entry.index(Field::Bias));
     let (columns, pairs, output) = (columns as usize, (count / 2).max(1), step.output(entry));
     let mut i = thread::thread_idx_x();

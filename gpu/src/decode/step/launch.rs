@@ -133,15 +133,22 @@ pub fn program<T: TensorCore>(operations: &[Operation<T>], rows: usize, sm_count
     let group = if shapes.iter().any(|shape| shape.group > 1) { 4 } else { 1 };
     let mut scratch = words::HEADER;
     let places: Vec<_> = (values.all.iter())
-        .map(|value| if value.is_read { take(&mut scratch, words::count::<T>(rows * value.columns)) } else { NONE })
+        .map(
+            |value| {
+                if value.is_read { take(&mut scratch, words::count::<T>(rows * value.columns)) } else { NONE.into() }
+            },
+        )
         .collect();
     let mut table = vec![0; operations.len() * ENTRY];
     for (i, operation) in operations.iter().enumerate() {
         let mut entry = Entry(&mut table[i * ENTRY..(i + 1) * ENTRY]);
-        let place = |value: Option<usize>| value.map_or(NONE, |value| places[value]);
+        let place = |value: Option<usize>| value.map_or(NONE.into(), |value| places[value]);
         entry.set(Field::OutWords, places[i]);
         entry.set(Field::Input, place(values.all[i].input));
         entry.set(Field::Residual, place(values.all[i].residual));
+        let pairs = values.all[i].columns / 2;
+        entry.set(Field::Share, (pairs / sm_count) as u64);
+        entry.set(Field::Rest, (pairs % sm_count) as u64);
         match operation {
             Operation::Embed(operands) => entry.embed(operands)?,
             Operation::Input(view, columns) => {

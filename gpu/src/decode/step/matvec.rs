@@ -40,7 +40,7 @@ pub fn compute<T: TensorCore, const FP8: bool>(
     state: &mut PipelineState,
     half: &mut u32,
 ) {
-    let linear = Linear::of_block(entry, step.block, step.blocks);
+    let linear = Linear::of_block(entry, step.block);
     if linear.count == 0 {
         return;
     }
@@ -52,7 +52,7 @@ pub fn compute<T: TensorCore, const FP8: bool>(
         linear,
         output: step.output(entry),
         bias: entry.index(Field::Bias),
-        residual: entry.word(Field::Residual),
+        residual: entry.scalar(Field::Residual),
         activation: entry.scalar(Field::Activation),
     };
     // Values that do not depend on the input are loaded before the wait for it.
@@ -61,7 +61,7 @@ pub fn compute<T: TensorCore, const FP8: bool>(
     copy_norm(step, linear, norm_weight, step.storage.norm_weight);
     copy_norm(step, linear, norm_bias, step.storage.norm_bias);
     async_copy::commit();
-    gather(step, linear, entry.index(Field::Input));
+    gather(step, linear, entry.scalar(Field::Input) as usize);
     async_copy::wait::<0>();
     sync_consumers();
     let (mut inputs, mut pitch) = (step.storage.inputs, Storage::<T>::pitch(step.sizes.channels));
@@ -117,13 +117,13 @@ fn gather<T: TensorCore>(step: &Step<T>, linear: Linear, first: usize) {
     }
     while next < all {
         // Past the last packet, the first of the batch is read again.
-        let at = [next, if next + THREADS < all { next + THREADS } else { next }];
+        let at = [0, 1, 2, 3].map(|i| if next + i * THREADS < all { next + i * THREADS } else { next });
         let to = at.map(place);
-        let packets = step.words.two_packets::<T>(at.map(|i| first + 4 * i as usize));
-        for i in 0..2 {
+        let packets = step.words.four_packets::<T>(at.map(|i| first + 4 * i as usize));
+        for i in 0..4 {
             step.storage.inputs.set_packet(to[i], packets[i]);
         }
-        next += 2 * THREADS;
+        next += 4 * THREADS;
     }
 }
 
@@ -165,20 +165,23 @@ fn normalize<T: TensorCore, const FP8: bool>(
         row += CONSUMERS;
     }
     sync_consumers();
-    // The warp multiplies four packets of weight of each round.
-    let own = 4 * halves::<FP8>();
-    let mut packet = lane / own * own * CONSUMERS + warp::index() * own + lane % own;
-    while packet < packets {
-        let channel = packet as usize * T::PACKET;
-        let weight = if has_weight { storage.norm_weight.packet(channel) } else { Packet::from_fn(|_| 1.0) };
-        let bias = if has_bias { storage.norm_bias.packet(channel) } else { Packet::zero() };
-        for row in 0..step.sizes.rows as usize {
+    // The warp multiplies four packets of weight of each round. Groups of lanes normalize them, for a row each.
+    let (own, rows, warp) = (4 * halves::<FP8>(), step.sizes.rows, warp::index());
+    let rounds = packets.div_ceil(own * CONSUMERS);
+    let mut i = lane / own;
+    while i < rows * rounds {
+        let (row, round) = ((i % rows.max(1)) as usize, i / rows.max(1));
+        let packet = (round * CONSUMERS + warp) * own + lane % own;
+        if packet < packets {
+            let channel = packet as usize * T::PACKET;
+            let weight = if has_weight { storage.norm_weight.packet(channel) } else { Packet::from_fn(|_| 1.0) };
+            let bias = if has_bias { storage.norm_bias.packet(channel) } else { Packet::zero() };
             let x = storage.inputs.packet(row * from + channel);
             let [mean, rstd] = storage.statistics.pair(2 * row);
             let normalized = Packet::from_fn(|i| math::fma((x.get(i) - mean) * rstd, weight.get(i), bias.get(i)));
             storage.normed.set_packet(row * to + channel, normalized);
         }
-        packet += LANES * CONSUMERS;
+        i += LANES / own;
     }
     warp::sync();
 }
@@ -217,7 +220,10 @@ fn multiply<T: TensorCore, const FP8: bool>(
                 w[u] = weights.packet(packet as usize * T::PACKET);
                 for i in 0..halves {
                     let channel = ((piece + packet) * halves + i) as usize * T::PACKET;
-                    x[u][i as usize] = inputs.map(|row| row.packet(channel));
+                    x[u][i as usize][0] = inputs[0].packet(channel);
+                    if rows > 8 {
+                        x[u][i as usize][1] = inputs[1].packet(channel);
+                    }
                 }
             }
             for u in 0..UNROLL {
@@ -262,7 +268,7 @@ struct Epilogue<'a, T> {
     linear: Linear,
     output: Output<T>,
     bias: usize,
-    residual: u64,
+    residual: u32,
     activation: u32,
 }
 

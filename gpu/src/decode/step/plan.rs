@@ -5,8 +5,10 @@ use crate::activation::is_gated;
 use crate::decode::{POSITION, WORDS};
 use cuda_std::{Element, Global, device, warp};
 
-/// Minimum number of positions of a split. With fewer, blocks would spend more time on the combination of partial results.
-const MIN_SPLIT: u32 = 256;
+/// Maximum number of positions of a stage, a multiple of 8.
+pub const MAX_POSITIONS: u32 = 32;
+/// Minimum number of positions of a split, four stages for each consumer warp. With fewer, blocks would spend more time on the combination of partial results.
+const MIN_SPLIT: u32 = 4 * MAX_POSITIONS * CONSUMERS;
 /// Consumer warps of a block.
 pub const CONSUMERS: u32 = 8;
 /// Producer warps of a block. Lanes of a warp start copies one after the other, so one warp would be slower than memory.
@@ -37,10 +39,10 @@ pub struct Linear {
 
 #[device]
 impl Linear {
-    /// Returns the part of block `block` of `blocks`: pairs of columns are divided evenly.
-    pub fn of_block(entry: Entry, block: u32, blocks: u32) -> Self {
+    /// Returns the part of block `block`: pairs of columns are divided evenly.
+    pub fn of_block(entry: Entry, block: u32) -> Self {
         let columns = entry.scalar(Field::Columns);
-        let [first, count] = part(columns, block, blocks);
+        let [first, count] = part(entry, block);
         let (channels, is_gated) = (entry.scalar(Field::Channels), is_gated(entry.scalar(Field::Activation)));
         Self { channels, columns, is_gated, first, count }
     }
@@ -93,12 +95,11 @@ pub const fn halves<const FP8: bool>() -> u32 {
     if FP8 { 2 } else { 1 }
 }
 
-/// Returns the first column of block `block` of `blocks`, and the number of its columns. Pairs of columns are divided evenly.
+/// Returns the first column of block `block`, and the number of its columns. Pairs of columns are divided evenly, by the host.
 #[inline(always)]
-pub fn part(columns: u32, block: u32, blocks: u32) -> [u32; 2] {
-    let (pairs, blocks) = (columns / 2, if blocks > 1 { blocks } else { 1 });
-    let (first, end) = (pairs * block / blocks, pairs * (block + 1) / blocks);
-    [2 * first, 2 * (end - first)]
+pub fn part(entry: Entry, block: u32) -> [u32; 2] {
+    let [share, rest] = [Field::Share, Field::Rest].map(|field| entry.scalar(field));
+    [2 * (share * block + block.min(rest)), 2 * if block < rest { share + 1 } else { share }]
 }
 
 /// The positions of the slots, one in each lane of a warp.
@@ -162,9 +163,10 @@ impl Heads {
         self.head_size.div_ceil(T::PACKET as u32).next_power_of_two().trailing_zeros()
     }
 
-    /// Returns the positions that the consumers process at a time: those of a stage.
-    pub const fn stage_positions<T: Element>(self) -> u32 {
-        CONSUMERS << (5 - self.lane_shift::<T>())
+    /// Returns the positions of a stage.
+    pub fn stage_positions<T: Element>(self) -> u32 {
+        let row = self.head_size.max(1) * size_of::<T>() as u32;
+        (STAGE as u32 / 2 / row / 8 * 8).min(MAX_POSITIONS)
     }
 }
 

@@ -68,7 +68,7 @@ fn load_weights<T: TensorCore, const FP8: bool>(
     state: &mut PipelineState,
     producer: u32,
 ) {
-    let linear = Linear::of_block(entry, step.block, step.blocks);
+    let linear = Linear::of_block(entry, step.block);
     let weight = step.elements.reader().skip(entry.index(Field::Weight));
     // Each weight is read once per step.
     let policy = CachePolicy::evict_first();

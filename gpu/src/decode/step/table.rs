@@ -20,7 +20,7 @@ pub const ATTENTION: u64 = 2;
 pub const INPUT: u64 = 3;
 
 /// A word that marks a value without a place in scratch memory.
-pub const NONE: u64 = u64::MAX;
+pub const NONE: u32 = u32::MAX;
 
 /// The words of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +48,10 @@ pub enum Field {
     Channels,
     /// Columns of the output: OC, or OC / 2 with a gated activation.
     Columns,
+    /// Pairs of columns of a block.
+    Share,
+    /// Number of blocks, from the first on, that have one more.
+    Rest,
     /// [`Activation::code`](crate::activation::Activation::code), or 0.
     Activation,
     /// The code of the norm, as in [`matvec`](crate::decode::matvec).

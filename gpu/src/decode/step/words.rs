@@ -97,9 +97,9 @@ impl Words {
     }
 
     /// Waits for the packets whose first words these are, multiples of 4, and returns them.
-    pub fn two_packets<T: Element>(self, [a, b]: [usize; 2]) -> [Packet<T>; 2] {
-        let [a, b, c, d] = self.pairs([a, a + 2, b, b + 2]);
-        [packet(a, b), packet(c, d)]
+    pub fn four_packets<T: Element>(self, [a, b, c, d]: [usize; 4]) -> [Packet<T>; 4] {
+        let [a, e, b, f, c, g, d, h] = self.pairs([a, a + 2, b, b + 2, c, c + 2, d, d + 2]);
+        [packet(a, e), packet(b, f), packet(c, g), packet(d, h)]
     }
 
     /// Waits for the packet whose first word this is, a multiple of 4, and returns it.
