@@ -8,7 +8,8 @@
 //! * `sublayers`, `activations`: attention and the MLP in each pass, and the memory of their activations.
 //! * [`generator`]: text generation with a KV cache.
 //! * [`sharding`], [`data_parallel`]: ZeRO, and its overlap with the passes.
-//! * [`fp8`], [`fp8_layers`], [`fp8_head`]: FP8 in training. [`fp8_weights`]: weights in FP8. [`storage`]: types of the optimizer state. [`muon_buffers`]: Muon's memory.
+//! * [`fp8`], [`fp8_layers`], [`fp8_head`]: FP8 in training. [`fp8_weights`]: weights in FP8.
+//! * [`storage`]: types of the optimizer state. [`muon_buffers`]: Muon's memory.
 //! * [`verification`], [`digests`]: detection of faulty hardware, and hashes of parameters and optimizer state.
 //! * [`scoring`]: scores of some tokens, for evaluations.
 //! * [`train_step`]: one optimizer step. [`guards`], [`schedule`]: which steps may change the model, and the learning rate.

@@ -7,7 +7,8 @@ use cuda_std::{Element, Global, device, warp};
 
 /// Maximum number of positions of a stage, a multiple of 8.
 pub const MAX_POSITIONS: u32 = 32;
-/// Minimum number of positions of a split, four stages for each consumer warp. With fewer, blocks would spend more time on the combination of partial results.
+/// Minimum number of positions of a split, four stages for each consumer warp. With fewer, blocks would spend more time on the combination of
+/// partial results.
 const MIN_SPLIT: u32 = 4 * MAX_POSITIONS * CONSUMERS;
 /// Consumer warps of a block.
 pub const CONSUMERS: u32 = 8;
