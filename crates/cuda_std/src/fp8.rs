@@ -191,7 +191,7 @@ impl<T: Fp8> Packet<T> {
     }
 }
 
-/// A power of two by which E4M3 numbers are multiplied when they are converted to bf16. Products are exact in the range of bf16.
+/// A power of two by which E4M3 numbers are multiplied when they are converted to bf16. The results are exact in the range of bf16.
 #[derive(Clone, Copy)]
 pub struct Bf16Scale(u32);
 

@@ -147,7 +147,7 @@ pub fn larger_magnitudes(a: u32, b: u32) -> u32 {
 /// Multiplies each half of `a` by that of `b`, as bf16, rounded to nearest even.
 #[inline]
 pub fn multiply_bf16x2(a: u32, b: u32) -> u32 {
-    // The product of two bf16 is exact in f32, unless it is subnormal.
+    // A multiplication of two bf16 is exact in f32, unless the result is subnormal.
     let low = f32::from_bits(a << 16) * f32::from_bits(b << 16);
     let high = f32::from_bits(a & 0xffff_0000) * f32::from_bits(b & 0xffff_0000);
     bf16_bits(low) | bf16_bits(high) << 16

@@ -15,9 +15,9 @@ pub struct Running {
     condition: Condvar,
     /// Number of changes of memory that threads access atomically, and of blocks that have started or ended.
     changes: AtomicU64,
-    /// Number of threads whose blocks wait or are about to.
+    /// Number of threads with blocks that wait or are about to wait.
     sleepers: AtomicUsize,
-    /// Number of threads whose blocks poll.
+    /// Number of threads with blocks that poll.
     polling: AtomicUsize,
 }
 
@@ -78,7 +78,7 @@ impl Running {
     }
 }
 
-/// A thread whose blocks may poll.
+/// A thread with blocks that may poll.
 #[derive(Default)]
 pub struct Polling {
     /// The count of changes at the last pause, and the time when it was new.

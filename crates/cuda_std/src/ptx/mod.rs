@@ -208,7 +208,7 @@ pub fn larger_magnitudes(a: u32, b: u32) -> u32 {
 #[inline(always)]
 pub fn multiply_bf16x2(a: u32, b: u32) -> u32 {
     let product;
-    // `mul.bf16x2` does not exist for sm_80. Adding -0 changes no product.
+    // `mul.bf16x2` does not exist for sm_80. The addition of -0 changes no result.
     // SAFETY: the instruction only operates on registers.
     unsafe {
         asm!("fma.rn.bf16x2 {}, {}, {}, {};", out(reg32) product, in(reg32) a, in(reg32) b, in(reg32) 0x8000_8000u32,

@@ -69,9 +69,9 @@ pub trait Executor {
         self.emulation().sm_count
     }
 
-    /// Reports whether kernels may be used whose blocks, one on each SM, wait for each other.
+    /// Reports whether the engine may use kernels with one block on each SM that wait for each other.
     ///
-    /// GPUs run them together, but the only such kernel has changed since it last ran on a GPU.
+    /// GPUs run such blocks together, but the only such kernel has changed since it last ran on a GPU.
     fn runs_blocks_together(&self) -> bool {
         false
     }

@@ -374,7 +374,7 @@ impl<T: TensorCore, const GROUP: usize> Sums<T, GROUP> {
                 self.weighted[h][i] *= correction;
             }
         }
-        // Lanes with the channels of a head: 32 / lanes heads at a time, each with two positions.
+        // A group of lanes holds the channels of a position. The groups add different pairs of positions.
         let lane_shift = self.heads.lane_shift::<T>();
         let (pairs, own, channel) = (32 >> lane_shift, lane >> lane_shift, self.channel());
         for u in 0..EIGHTS {

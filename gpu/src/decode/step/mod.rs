@@ -8,7 +8,7 @@
 //! * [`table`]: the format of the table.
 //! * [`plan`]: the part of an operation that a block computes.
 //! * [`words`]: intermediate values, which carry their own flag.
-//! * [`ring`]: the producer warp, which streams weights, keys and values through a ring of stages in shared memory.
+//! * [`ring`]: the producer warps, which stream weights, keys and values through a ring of stages in shared memory.
 //! * [`matvec`] and [`attention`]: the operations, computed by the consumer warps.
 //! * [`kernel`]: the kernel and its shared memory.
 //! * [`launch`]: the host side.
@@ -26,7 +26,7 @@
 //! 4. *Order.* A block waits only for values of earlier operations, or of the same attention after its own tasks of it. All blocks are
 //!    resident, because the grid is not larger than the number of SMs. So some block can always continue.
 //! 5. *Ring.* Producer and consumers derive the same sequence of stages from the table and the positions. Weights, and the keys and values
-//!    of earlier positions, do not depend on values of this launch. The producer is therefore ahead by as many bytes as the ring holds.
+//!    of earlier positions, do not depend on values of this launch. The producers are therefore ahead by as many bytes as the ring holds.
 //! 6. *Cache.* The new key and value are stored by the block with the last split, at a place that no block reads in this launch.
 
 pub mod attention;

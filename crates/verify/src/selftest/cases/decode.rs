@@ -74,7 +74,7 @@ pub fn edge_cases() -> Vec<Case> {
     cases
 }
 
-/// Returns linear layers whose weight is in FP8.
+/// Returns linear layers with weights in FP8.
 pub fn edge_cases_in_fp8() -> Vec<Case> {
     let mut cases = Vec::new();
     for rows in [1, 2, 3, 9, 16, 17, 40] {
@@ -90,7 +90,7 @@ pub fn edge_cases_in_fp8() -> Vec<Case> {
     cases
 }
 
-/// Returns linear layers of real models whose weight is in FP8.
+/// Returns linear layers of real models with weights in FP8.
 pub fn model_cases_in_fp8() -> Vec<Case> {
     let mut cases = Vec::new();
     for rows in [1, 4, 16, 64] {
@@ -175,7 +175,7 @@ fn embed(b: usize, c: usize, vocab: usize, positions: bool) -> Case {
     }))
 }
 
-/// Returns a linear layer whose weight is in FP8.
+/// Returns a linear layer with a weight in FP8.
 fn matmul_in_fp8(shape: MatmulShape, norm: DecodeNorm, biased: bool, epilogue: After) -> Case {
     let mut case = matmul(shape, norm, biased, epilogue);
     let first = case.operands.len();

@@ -49,7 +49,7 @@ pub fn edge_cases() -> Vec<Case> {
     cases
 }
 
-/// Returns steps of small models whose weights are in FP8.
+/// Returns steps of small models with weights in FP8.
 pub fn edge_cases_in_fp8() -> Vec<Case> {
     let mut cases = Vec::new();
     for (rows, t) in [(1, 1), (3, 300), (16, 40)] {
