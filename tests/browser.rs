@@ -145,16 +145,25 @@ impl Browser {
         self.wait_until("document.readyState === 'complete' && location.href !== 'about:blank'");
     }
 
-    /// Clicks with the mouse on the middle of an element.
+    /// Clicks with the mouse on the middle of an element, again if the element moved meanwhile: events of the server change
+    /// the height of what is above it.
     fn click(&mut self, selector: &str) {
         let element = format!("document.querySelector({})", json!(selector));
-        self.evaluate(&format!("{element}.scrollIntoView({{ block: 'center' }})"));
-        let place = self.evaluate(&format!(
-            "(() => {{ const r = {element}.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; }})()"
+        self.evaluate(&format!(
+            "(() => {{ window.pressed = false; \
+               {element}.addEventListener('pointerdown', () => {{ window.pressed = true; }}, {{ once: true }}); }})()"
         ));
-        for kind in ["mousePressed", "mouseReleased"] {
-            let event = json!({ "type": kind, "x": place[0], "y": place[1], "button": "left", "clickCount": 1 });
-            self.call("Input.dispatchMouseEvent", event);
+        let began = Instant::now();
+        while self.evaluate("window.pressed") != true {
+            assert!(began.elapsed() < Duration::from_mins(1), "{selector} cannot be clicked");
+            let place = self.evaluate(&format!(
+                "(() => {{ {element}.scrollIntoView({{ block: 'center' }}); const r = {element}.getBoundingClientRect(); \
+                   return [r.x + r.width / 2, r.y + r.height / 2]; }})()"
+            ));
+            for kind in ["mousePressed", "mouseReleased"] {
+                let event = json!({ "type": kind, "x": place[0], "y": place[1], "button": "left", "clickCount": 1 });
+                self.call("Input.dispatchMouseEvent", event);
+            }
         }
     }
 
