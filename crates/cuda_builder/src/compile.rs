@@ -289,7 +289,7 @@ impl Job<'_> {
                 return Err(Error::Unchecked { arch: self.arch.to_owned(), found });
             }
         }
-        let mut lowered = ir::without_compiler_fences(&optimized);
+        let mut lowered = ir::without_compiler_fences(&ir::with_constant_dimensions(&optimized, &marked.kernels));
         if self.options.line_info {
             lowered = lines::attribute(&lowered, self.krate);
         }

@@ -17,7 +17,7 @@
 //! (`remainder.ll`).
 //!
 //! Launch bounds: `#[kernel]` writes them as `// @launch KERNEL KEY=VALUE…` lines of module asm, which become function
-//! attributes.
+//! attributes. In a kernel of one-dimensional blocks, the index and the number of threads in y and z become constants.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -190,6 +190,29 @@ fn ordered_atomic(line: &str) -> Option<String> {
     let relaxed = line.replacen(&format!(" {ordering}"), " monotonic", 1);
     let lines: Vec<String> = fence(before).into_iter().chain([relaxed]).chain(fence(after)).collect();
     Some(lines.join("\n"))
+}
+
+/// Returns the optimized module with constants in place of the second and third dimension in kernels whose blocks have only one. Such a
+/// block does not pay for functions that accept any block.
+pub fn with_constant_dimensions(ir: &str, kernels: &BTreeMap<String, Declared>) -> String {
+    let mut is_one_dimensional = false;
+    let line = |line: &str| {
+        if line.starts_with("define ") {
+            let threads = function(line).and_then(|function| kernels.get(function.name)?.bounds.threads);
+            is_one_dimensional = matches!(threads, Some([_, 1, 1]));
+        }
+        let constant = || {
+            let (result, call) = line.split_once(" = ")?;
+            let register = call.split_once(" @llvm.nvvm.read.ptx.sreg.")?.1;
+            match register.split_once('(')?.0 {
+                "tid.y" | "tid.z" => Some(format!("{result} = add i32 0, 0\n")),
+                "ntid.y" | "ntid.z" => Some(format!("{result} = add i32 0, 1\n")),
+                _ => None,
+            }
+        };
+        is_one_dimensional.then(constant).flatten().unwrap_or_else(|| line.to_owned())
+    };
+    ir.split_inclusive('\n').map(line).collect()
 }
 
 /// Returns the module without the fences of `compiler_fence`, which order nothing after optimization. The back end rejects them.
@@ -502,6 +525,25 @@ define internal i64 @other() #0 {
         ];
         assert_eq!(marked.kernels, expected.into());
         Ok(())
+    }
+
+    #[test]
+    fn kernels_of_one_dimension_have_constants_for_the_others() {
+        let bounds =
+            |threads| Declared { bounds: LaunchBounds { threads, ..LaunchBounds::default() }, signature: None };
+        let kernels = [("line", Some([256, 1, 1])), ("square", Some([16, 16, 1])), ("any", None)];
+        let kernels = kernels.map(|(name, threads)| (name.to_owned(), bounds(threads))).into();
+        let body = "  %y = tail call i32 @llvm.nvvm.read.ptx.sreg.tid.y()\n  %n = call i32 @llvm.nvvm.read.ptx.sreg.ntid.z()\n  \
+                    %x = tail call i32 @llvm.nvvm.read.ptx.sreg.tid.x()\n}\n";
+        let constants =
+            "  %y = add i32 0, 0\n  %n = add i32 0, 1\n  %x = tail call i32 @llvm.nvvm.read.ptx.sreg.tid.x()\n}\n";
+        let module = |bodies: [&str; 4]| {
+            let kernels = ["line", "square", "any"].map(|name| format!("define ptx_kernel void @{name}() #0 {{\n"));
+            let function = "define internal void @device_function() {\n".to_owned();
+            let definitions = kernels.into_iter().chain([function]);
+            definitions.zip(bodies).map(|(definition, body)| definition + body).collect::<String>()
+        };
+        assert_eq!(with_constant_dimensions(&module([body; 4]), &kernels), module([constants, body, body, body]));
     }
 
     #[test]

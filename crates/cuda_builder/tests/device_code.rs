@@ -264,8 +264,8 @@ fn primitives_outside_of_gpu_compile_to_their_instructions() {
                 ("redux.sync.xor.b32", 1),
             ],
         ),
-        ("scans", &[("bar.sync", 2), ("shfl.sync.up", 11), ("%laneid", 1), ("%tid.y", 1)]),
-        ("sorts", &[("bar.sync", 9), ("vote.sync.ballot", 20), ("shfl.sync.up", 22)]),
+        ("scans", &[("bar.sync", 2), ("shfl.sync.up", 11), ("%tid.y", 1)]),
+        ("sorts", &[("bar.sync", 9), ("vote.sync.ballot", 20), ("shfl.sync.up", 22), ("%tid.y", 0), ("%ntid.y", 0)]),
         ("barriers", &[("bar.red.or.pred", 1), ("bar.red.and.pred", 1), ("bar.red.popc.u32", 1)]),
         (
             "atomics",

@@ -31,7 +31,7 @@ fn warps() -> u32 {
 #[inline(always)]
 #[track_caller]
 pub fn reduce<S: Shuffle>(value: S, identity: S, scratch: SharedArray<S>, op: impl Fn(S, S) -> S + Copy) -> S {
-    let (lane, index) = (warp::lane_id(), warp::linear_index());
+    let (lane, index) = (thread::linear_index() % warp::LANES, warp::linear_index());
     let value = warp::reduce(value, op);
     thread::sync_threads();
     if lane == 0 {
@@ -80,7 +80,7 @@ fn scan_with_free_scratch<S: Shuffle>(
     scratch: SharedArray<S>,
     op: impl Fn(S, S) -> S + Copy,
 ) -> Scan<S> {
-    let (lane, index, warps) = (warp::lane_id(), warp::linear_index(), warps());
+    let (lane, index, warps) = (thread::linear_index() % warp::LANES, warp::linear_index(), warps());
     let within = scan_of_warp(value, lane, op);
     if lane == warp::LANES - 1 {
         scratch.set(index as usize, within);

@@ -30,7 +30,8 @@ use proc_macro::TokenStream;
 /// value. All parameters together have at most 4096 bytes. Views must be parameters of their own: LLVM does not infer the address space
 /// of a pointer that it loads from a struct.
 ///
-/// * `threads = N`, `threads = (X, Y)` or `threads = (X, Y, Z)`: the block size (`.maxntid`), at most 1024 threads.
+/// * `threads = N`, `threads = (X, Y)` or `threads = (X, Y, Z)`: the block size (`.maxntid`), at most 1024 threads. A kernel
+///   with one dimension contains constants for the others, so it must be launched with one.
 /// * `blocks_per_sm = N`: the number of blocks that must fit on an SM (`.minnctapersm`), which limits registers. An
 ///   instance can have its own: `instances(bf16 = <bf16>(blocks_per_sm = 2))`.
 /// * `instances(…)`: entries `name = <arguments>`, or Cartesian products of lists. A product has one instance for each combination of
