@@ -62,6 +62,24 @@ fn adapters_are_trained_resumed_merged_and_exported() {
     {
         assert_eq!(loss(&world, model), expected, "{model:?}");
     }
+    // Answers are those of the merged model, too.
+    fs::write(world.path("questions.jsonl"), "{\"prompt\": \"one\", \"answer\": \"two\"}\n").unwrap();
+    let vocab: serde_json::Map<_, _> =
+        (0..97).map(|i| (if i == 0 { "<s>".to_owned() } else { format!("t{i}") }, i.into())).collect();
+    let model = serde_json::json!({ "type": "WordLevel", "vocab": vocab, "unk_token": "<s>" });
+    let mut end = serde_json::json!({ "id": 0, "content": "<s>", "special": true });
+    ["single_word", "lstrip", "rstrip", "normalized"].map(|name| end[name] = false.into());
+    let tokenizer = serde_json::json!({ "version": "1.0", "added_tokens": [end], "model": model });
+    fs::write(world.path("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let answer = |model: &[&str]| {
+        let file = ["--tokenizer", "tokenizer.json", "questions.jsonl"];
+        let rest = [&file[..], &["-g", "6", "--out", "answers.jsonl", "--device", "cpu"]].concat();
+        llm_rs(&world, &[&["eval", "generate"], model, &rest].concat());
+        fs::read_to_string(world.path("answers.jsonl")).unwrap()
+    };
+    let expected = answer(&["merged.bin"]);
+    assert_ne!(expected, answer(&["tiny.bin"]));
+    assert_eq!(expected, answer(&["--lora", "whole", "tiny.bin"]));
     // Adapters continue from PEFT's directory; a learning rate of 0 changes nothing.
     let more = ["--lora", "peft", "--steps", "1", "--lr", "0", "--weight-decay", "0"];
     world.succeed("again", &more);

@@ -178,7 +178,7 @@ pub fn run(args: &Eval) -> Result<()> {
     let is_masked = loader.as_ref().is_some_and(|loader| loader.shards().iter().any(|shard| shard.mask().is_some()));
     let mask = args.document_mask.or_else(of_run).unwrap_or(is_masked) && loader.is_some();
     let documents = document_start(mask, tokenizer.as_ref(), is_masked)?;
-    let mut engine = args.hardware.open_quietly()?;
+    let mut engine = args.hardware.open_for_inference()?;
     let engine = &mut *engine;
     let model = load(file, [planned.b, planned.t], args.hardware.weights(), engine)?;
     let mut results = Results {

@@ -212,7 +212,7 @@ pub fn tokenizer_of(source: &ModelSource, named: Option<&str>) -> Result<Tokeniz
 
 /// Loads a model with a cache for `slots` sequences of up to `capacity` tokens.
 pub fn load(source: ModelSource, hardware: &Hardware, slots: usize, capacity: usize) -> Result<Loaded> {
-    let mut engine = hardware.open_quietly()?;
+    let mut engine = hardware.open_for_inference()?;
     let (generator, plan) = Generator::plan(source.descriptor(), slots, capacity, hardware.weights(), &mut *engine)?;
     engine.allocate(&plan)?;
     if slots > FEW_SEQUENCES {

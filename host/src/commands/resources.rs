@@ -309,8 +309,18 @@ impl Hardware {
 
     /// Opens the engine as [`open_quietly`](Self::open_quietly) does, on GPU `gpu` if it runs on a GPU.
     pub fn open_quietly_on(&self, gpu: usize) -> Result<Box<dyn Engine>> {
+        self.open_and_print(gpu, "")
+    }
+
+    /// Opens the engine as [`open_quietly`](Self::open_quietly) does, for a command that does not train.
+    pub fn open_for_inference(&self) -> Result<Box<dyn Engine>> {
+        let weights = if self.weights() == WeightFormat::Fp8 { ", weights in FP8" } else { "" };
+        self.open_and_print(open::GPU, weights)
+    }
+
+    fn open_and_print(&self, gpu: usize, note: &str) -> Result<Box<dyn Engine>> {
         let opened = self.open_on(gpu)?;
-        terminal::note(&format!("device: {}, {}", describe(&opened), opened.engine.dtype().name()))?;
+        terminal::note(&format!("device: {}, {}{note}", describe(&opened), opened.engine.dtype().name()))?;
         Ok(opened.engine)
     }
 }

@@ -65,7 +65,7 @@ const SAMPLE: usize = 16;
 
 /// Runs the benchmark.
 pub fn run(options: &Generate) -> Result<()> {
-    let engine = &mut *options.hardware.open_quietly()?;
+    let engine = &mut *options.hardware.open_for_inference()?;
     let case = copy(options.copy);
     let seconds = Spread::of(case.time(engine)?.samples).least;
     let ceiling = case.work.bytes(engine.dtype()) as f64 / seconds;

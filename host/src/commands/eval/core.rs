@@ -113,7 +113,7 @@ pub fn run(args: &Core) -> Result<()> {
     ensure!(args.out.is_none() || models == 1, "--out: expected one model, found {models}; evaluate one at a time");
     let bundle = Bundle::open(&args.bundle, args.tasks.as_deref())?;
     let sources = args.models.iter().map(|path| ModelSource::open(path)).collect::<Result<Vec<_>>>()?;
-    let mut engine = args.hardware.open_quietly()?;
+    let mut engine = args.hardware.open_for_inference()?;
     let mut results = Results {
         bundle: args.bundle.display().to_string(),
         version: env!("CARGO_PKG_VERSION"),

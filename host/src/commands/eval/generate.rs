@@ -4,7 +4,7 @@ use super::STANDARD_OUTPUT;
 use crate::chat_template::{ChatTemplate, Message};
 use crate::commands::generation::{Loaded, check_prompt, divisor, end_tokens, load, tokenizer_of};
 use crate::commands::json;
-use crate::commands::resources::Hardware;
+use crate::commands::resources::{Hardware, open_with_adapters};
 use crate::evaluate::exact_match::{self, Ask, Question};
 use crate::generate::{Finish, Request, TextStream, generate};
 use crate::output::{self, Kind, Mark};
@@ -34,6 +34,10 @@ pub struct Generate {
     /// Questions, one JSON object per line
     #[arg(value_name = "FILE")]
     file: PathBuf,
+
+    /// Add low-rank adapters to the model: a directory of PEFT, or a run with --lora-rank
+    #[arg(long, value_name = "DIR")]
+    lora: Option<PathBuf>,
 
     /// Use only the first N questions [default: all]
     #[arg(long, value_name = "N", value_parser = count)]
@@ -150,7 +154,7 @@ pub fn run(args: &Generate) -> Result<()> {
         "--samples {}: expected a --temperature above 0, found 0, with which all answers are equal",
         args.samples
     );
-    let source = ModelSource::open(&args.model)?;
+    let source = open_with_adapters(&args.model, args.lora.as_deref())?;
     let tokenizer = tokenizer_of(&source, args.tokenizer.as_deref())?;
     let template = ChatTemplate::of(&source)?;
     template.as_ref().map_or(Ok(()), ChatTemplate::check)?;
