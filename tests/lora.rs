@@ -68,7 +68,9 @@ fn adapters_are_trained_resumed_merged_and_exported() {
         (0..97).map(|i| (if i == 0 { "<s>".to_owned() } else { format!("t{i}") }, i.into())).collect();
     let model = serde_json::json!({ "type": "WordLevel", "vocab": vocab, "unk_token": "<s>" });
     let mut end = serde_json::json!({ "id": 0, "content": "<s>", "special": true });
-    ["single_word", "lstrip", "rstrip", "normalized"].map(|name| end[name] = false.into());
+    for name in ["single_word", "lstrip", "rstrip", "normalized"] {
+        end[name] = false.into();
+    }
     let tokenizer = serde_json::json!({ "version": "1.0", "added_tokens": [end], "model": model });
     fs::write(world.path("tokenizer.json"), tokenizer.to_string()).unwrap();
     let answer = |model: &[&str]| {
