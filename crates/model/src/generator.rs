@@ -67,6 +67,7 @@ impl Cache {
             seen: add("seen tokens", &[slots, vp], DType::I32),
             sampled: add("sampled tokens", &[slots], DType::F32),
             scratch: add("scores", &[slots, vp], DType::F32),
+            exchange: add("results of sampling", &[SampleTokens::exchange_len(slots, vp)], DType::I32),
             step: None,
         }
     }
@@ -212,6 +213,7 @@ impl Generator {
             engine.zero(before)?;
         }
         engine.zero(self.cache.seen)?;
+        engine.zero(self.cache.exchange)?;
         engine.write_i32(self.cache.slots, &Slot::IDLE.words().repeat(self.cache.slot_count))
     }
 
@@ -471,8 +473,8 @@ impl Generator {
             fp8: None,
         };
         engine.run(DecodeMatmul { norm: Some(model.norm_of(&norm, residual, None)), matmul, weight_scale })?;
-        let Cache { slots, seen, sampled, scratch, .. } = self.cache;
+        let Cache { slots, seen, sampled, scratch, exchange, .. } = self.cache;
         let (logits, capacity) = (self.logits(), self.cache.capacity);
-        engine.run(SampleTokens { sampled, slots, seen, scratch, logits, v, vp, capacity, softcap })
+        engine.run(SampleTokens { sampled, slots, seen, scratch, exchange, logits, v, vp, capacity, softcap })
     }
 }

@@ -22,7 +22,8 @@ tests! {
         filled_caches_hold_keys_and_values, read_caches_give_back_keys_and_values, idle_slots_do_not_change,
         tokens_match_the_reference;
     slow in f32: matmuls_of_integers_are_exact, large_and_small_rows_are_normalized,
-        attention_of_random_shapes_matches_f64_reference, nan_and_infinity_stay_in_their_head, tokens_of_special_logits;
+        attention_of_random_shapes_matches_f64_reference, nan_and_infinity_stay_in_their_head, tokens_of_special_logits,
+        blocks_of_a_slot_agree;
     once: matmuls_of_integers_in_fp8_are_exact, matmuls_in_fp8_match_f64_reference, normed_matmuls_in_fp8_match_f64_reference,
         unsupported_matmuls_in_fp8_have_no_kernel, gumbel_noise_matches_f64;
 }
@@ -685,11 +686,13 @@ fn idle_slots_do_not_change<T: Tolerance>() {
             run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
         }
         let (seen, sampled) = (memory.buffer("seen", &vec![0; 2 * vp]), memory.output::<f32>("sampled", 2));
-        let scratch = memory.output::<f32>("scratch", 2 * vp);
+        let scores = memory.output::<f32>("scores", 2 * vp);
+        let (results, arrived) =
+            (memory.output::<u64>("results", 2 * 2 * sample::groups(vp)), memory.buffer("arrived", &[0, 0]));
         let logits = memory.input("logits", &rounded::<T>(&noise(2 * vp, 5)));
         let sizes = sample::Sizes { vocab: 100, padded_vocab: vp as u32, capacity: capacity as u32, softcap: 0.0 };
-        let launch = sample::sample_tokens::<T>(sampled, words, seen, scratch, logits, sizes);
-        run(&mut memory, &launch, 2, shared_bytes(sample::shared));
+        let launch = sample::sample_tokens::<T>(sampled, words, seen, scores, results, arrived, logits, sizes);
+        run(&mut memory, &launch, [2, 2, 1], shared_bytes(sample::shared));
         let (out, tokens, new_state) = (read(&memory, out), memory.read(sampled), memory.read(words));
         for (slot, position) in positions.into_iter().enumerate() {
             let idle = position < 0;
@@ -744,6 +747,18 @@ fn choose<T: Tolerance>(logits: &[Vec<f64>], vp: usize, seen: &[i32], slots: &[S
     let padded: Vec<f64> = logits
         .iter()
         .flat_map(|row| row.iter().copied().chain([1e4, f64::NAN].into_iter().cycle().take(vp - v)))
+    choose_with::<T>(1, logits, vp, seen, slots, softcap)
+}
+
+/// Same as [`choose`], with several blocks for each slot.
+fn choose_with<T: Tolerance>(
+    blocks: u32,
+    logits: &[Vec<f64>],
+    vp: usize,
+    seen: &[i32],
+    slots: &[Sampling],
+    softcap: f32,
+) -> Vec<usize> {
         .collect();
     let words: Vec<i32> = slots
         .iter()
@@ -762,12 +777,15 @@ fn choose<T: Tolerance>(logits: &[Vec<f64>], vp: usize, seen: &[i32], slots: &[S
         })
         .collect();
     let mut memory = Memory::new();
-    let (sampled, scratch) = (memory.output::<f32>("sampled", b), memory.output::<f32>("scratch", b * vp));
+    let (sampled, scores) = (memory.output::<f32>("sampled", b), memory.output::<f32>("scores", b * vp));
+    let (results, arrived) =
+        (memory.output::<u64>("results", 2 * b * sample::groups(vp)), memory.buffer("arrived", &vec![0; b]));
     let (state, marks) = (memory.buffer("slots", &words), memory.buffer("seen", seen));
     let inp = memory.input("logits", &rounded::<T>(&padded));
     let sizes = sample::Sizes { vocab: v as u32, padded_vocab: vp as u32, capacity: CAPACITY, softcap };
-    let launch = sample::sample_tokens::<T>(sampled, state, marks, scratch, inp, sizes);
-    run(&mut memory, &launch, b as u32, shared_bytes(sample::shared));
+    let launch = sample::sample_tokens::<T>(sampled, state, marks, scores, results, arrived, inp, sizes);
+    run(&mut memory, &launch, [blocks, b as u32, 1], shared_bytes(sample::shared));
+    assert_eq!(memory.read(arrived), vec![0; b]);
     let tokens: Vec<usize> = memory.read(sampled).into_iter().map(|token| token as usize).collect();
     let (new, marks) = (memory.read(state), memory.read(marks));
     let (mut want, mut want_marks) = (words, seen.to_vec());
@@ -873,12 +891,30 @@ fn tokens_match_the_reference<T: Tolerance>() {
 fn tokens_of_special_logits<T: Tolerance>() {
     let one = |logits: &[f64], slot| choose::<T>(&[logits.to_vec()], 128, &[0; 128], &[slot], 0.0)[0];
     let sampled = Sampling { temperature: 1.0, top_k: 2, top_p: 0.9, min_p: 0.1, ..GREEDY };
+/// Several blocks choose the tokens that one chooses: with a group of tokens for each, with fewer groups, and with many. The logits of the
+/// last case are equal, so sums of weights are rounded at the threshold of top-p.
+fn blocks_of_a_slot_agree<T: Tolerance>() {
+    let plain = Sampling { temperature: 1.0, ..GREEDY };
+    let filtered = Sampling { top_k: 300, top_p: 0.8, min_p: 0.01, penalty: 1.3, temperature: 0.8, ..plain };
+    for (blocks, v, vp, scale) in [(3, 300, 384, 5.0), (4, 130, 256, 5.0), (2, 5000, 5120, 0.0)] {
+        let slots = [Sampling { penalty: 1.7, ..GREEDY }, plain, filtered];
+        let logits: Vec<_> =
+            (0..3).map(|i| wide(&rounded::<T>(&noise(v, i).iter().map(|x| x * scale).collect::<Vec<_>>()))).collect();
+        let seen: Vec<i32> = (0..3 * vp).map(|i| i32::from(i % 3 == 0)).collect();
+        let [several, one] = [blocks, 1].map(|blocks| choose_with::<T>(blocks, &logits, vp, &seen, &slots, 0.0));
+        assert_eq!(several, one, "{blocks} blocks, {v} tokens");
+    }
+}
+
     assert_eq!(one(&[1.0, 3.0, 3.0, 2.0], GREEDY), 1);
     assert_eq!(one(&[0.0; 100], GREEDY), 0);
     assert_eq!(one(&[-5.0, -4.0, -4.5], GREEDY), 1);
-    // The thread that has the last token loads it in its second batch.
-    let late: Vec<f64> = (0..16_400).map(|token| f64::from(u8::from(token == 16_399))).collect();
-    assert_eq!(choose::<T>(&[late], 16_512, &vec![0; 16_512], &[GREEDY], 0.0), [16_399]);
+    // The warp that has the last token loads it in its second batch, and a thread reads the result of its group as its second one.
+    for v in [8_300, 65_700] {
+        let late: Vec<f64> = (0..v).map(|token| f64::from(u8::from(token == v - 1))).collect();
+        assert_eq!(choose::<T>(&[late], v + 112, &vec![0; v + 112], &[GREEDY], 0.0), [v - 1]);
+    }
+    assert_eq!(one(&[-1.0, -0.0, 0.0], GREEDY), 1);
     // The penalty makes a seen token less likely, also if its logit is negative.
     let penalized = |logits: [f64; 3]| {
         let seen: Vec<i32> = (0..128).map(|token| i32::from(token == 0)).collect();

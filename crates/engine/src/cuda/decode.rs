@@ -213,8 +213,8 @@ fn cache_sizes<T: Float>(shape: AttentionShape, first: usize, capacity: usize) -
 }
 
 pub(super) fn sample<T: Float>(cuda: &mut Cuda<T>, op: SampleTokens) -> Result<()> {
-    let SampleTokens { sampled, slots, seen, scratch, logits, v, vp, capacity, softcap } = op;
-    let b = sampled.len;
+    let SampleTokens { sampled, slots, seen, scratch, exchange, logits, v, vp, capacity, softcap } = op;
+    let (b, groups) = (sampled.len, sampling::groups(vp));
     ensure!(
         0 < v && v <= vp && vp.is_multiple_of(4) && vp <= 1 << 24,
         "sample: expected a vocabulary of at most {vp} tokens, found {v}"
@@ -223,6 +223,9 @@ pub(super) fn sample<T: Float>(cuda: &mut Cuda<T>, op: SampleTokens) -> Result<(
         vocab: v as u32,
         padded_vocab: vp as u32,
         capacity: capacity as u32,
+/// The groups of tokens from which on a slot has another block to choose its next token. A block has 32 warps.
+const GROUPS_PER_BLOCK: usize = 8;
+
         softcap: softcap.unwrap_or(0.0),
     };
     let launch = sampling::sample_tokens::<T>(
@@ -230,8 +233,16 @@ pub(super) fn sample<T: Float>(cuda: &mut Cuda<T>, op: SampleTokens) -> Result<(
         cuda.output("slots", slots, b * Slot::WORDS)?,
         cuda.output("seen", seen, b * vp)?,
         cuda.output("scratch", scratch, b * vp)?,
+    let expected = SampleTokens::exchange_len(b, vp);
+    ensure!(exchange.len == expected, "exchange: expected {expected} words, found {}", exchange.len);
         cuda.input("logits", logits, b * vp)?,
         sizes,
     );
-    cuda.launch(launch, [b as u32, 1, 1], shared_bytes(sampling::shared))
+    // Blocks of a slot wait for each other.
+    let together = if cuda.executor.runs_blocks_together() { cuda.executor.sm_count() / b } else { 1 };
+    let blocks = together.clamp(1, groups.div_ceil(GROUPS_PER_BLOCK));
+    cuda.launch(launch, [blocks as u32, b as u32, 1], shared_bytes(sampling::shared))
 }
+    let counters = 4 * groups * b;
+        GlobalMut::new(cuda.arena.bytes_of("exchange", exchange)?.cast()),
+        GlobalMut::new(cuda.arena.bytes_of("exchange", exchange.slice(counters, b))?.cast()),

@@ -237,6 +237,8 @@ pub struct SampleTokens {
     pub seen: Tensor,
     /// (B, Vp) f32: undefined before and after.
     pub scratch: Tensor,
+    /// ([`exchange_len`](Self::exchange_len)) i32: zero before the first step, then only used by these operations.
+    pub exchange: Tensor,
     /// (B, Vp) float
     pub logits: Tensor,
     /// Vocabulary size V.
@@ -247,6 +249,13 @@ pub struct SampleTokens {
     pub capacity: usize,
     /// Bounds the logits: they are softcap · tanh(logit / softcap).
     pub softcap: Option<f32>,
+}
+
+impl SampleTokens {
+    /// Returns the words that the thread blocks of B slots exchange: two results of 8 bytes for each group of tokens, and a counter.
+    pub fn exchange_len(slots: usize, vp: usize) -> usize {
+        slots * (4 * gpu::decode::sample::groups(vp) + 1)
+    }
 }
 
 #[cfg(test)]

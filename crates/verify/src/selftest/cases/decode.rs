@@ -335,7 +335,7 @@ fn read(shape: AttentionShape, capacity: usize) -> Case {
 /// Returns the choice of greedy tokens. Sampled ones may differ between engines where two scores are nearly equal, so random
 /// settings are compared in tests of the kernel.
 fn sample(b: usize, v: usize, vp: usize, softcap: Option<f32>) -> Case {
-    let capacity = 40;
+    let (capacity, exchange) = (40, SampleTokens::exchange_len(b, vp));
     let penalized =
         |i: usize| SlotSampling { repetition_penalty: if i.is_multiple_of(2) { 1.0 } else { 1.5 }, ..greedy(i) };
     // Distinct logits that bf16 represents: the most likely token is not a tie.
@@ -347,14 +347,15 @@ fn sample(b: usize, v: usize, vp: usize, softcap: Option<f32>) -> Case {
         slots(b, capacity, v, penalized),
         i32(input("seen", b * vp, Init::Words((0..b * vp).map(|i| i32::from(i % 5 == 0)).collect()))),
         Operand { checked: None, ..f32(output("scratch", b * vp, Tolerance::ELEMENTWISE)) },
+        Operand { checked: None, ..i32(input("exchange", exchange, Init::Words(vec![0; exchange]))) },
         input("logits", b * vp, Init::Values((0..b * vp).map(logit).collect())),
     ];
     let work = Work { floats: b * vp, bytes: 8 * b * vp, flops: 0 };
     let name = format!("{b}x{v}/{vp}{}", softcap.map_or(String::new(), |cap| format!(" softcap {cap}")));
     case("sample_tokens", name, workload(1, b, 64, 1, vp, 0), operands, work, move |e, x| {
-        let [sampled, slots, seen, scratch, logits] = [0, 1, 2, 3, 4].map(|i| x[i]);
+        let [sampled, slots, seen, scratch, exchange, logits] = [0, 1, 2, 3, 4, 5].map(|i| x[i]);
         // A softcap far above the logits keeps their order.
         let softcap = softcap.map(|cap| cap * 200.0);
-        e.run(SampleTokens { sampled, slots, seen, scratch, logits, v, vp, capacity, softcap })
+        e.run(SampleTokens { sampled, slots, seen, scratch, exchange, logits, v, vp, capacity, softcap })
     })
 }
