@@ -1,10 +1,10 @@
 //! Host side: selects the kernel instances of text generation, with their grids and shared memory.
 
-use super::{attention, matvec, matvec_fp8};
+use super::{attention, matvec, matvec_mma};
 use crate::activation::Activation;
 use crate::launch::{KernelLaunch, shared_bytes};
 use cuda_std::mma::TensorCore;
-use cuda_std::{E4m3, Element, Global, GlobalMut};
+use cuda_std::{E4m3, Element, Global, GlobalMut, bf16};
 
 /// Most rows of [`matvec()`].
 pub const MAX_ROWS: usize = 16;
@@ -80,16 +80,16 @@ impl MatvecSize {
     }
 }
 
-/// Returns the kernel, or `None` if there is none: too many rows, or rows that are not multiples of the packet. A weight in FP8 needs bf16
-/// and an even number of outputs.
+/// Returns the kernel, or `None` if there is none: too many rows, or rows that are not multiples of the packet. Tensor cores compute more
+/// than two rows in bf16, and weights in FP8, which need bf16. They need an even number of outputs.
 pub fn matvec<T: TensorCore>(operands: MatvecOperands<T>, size: MatvecSize) -> Option<KernelLaunch> {
     let normed = !matches!(operands.norm, InputNorm::None);
     let most = if normed { MAX_NORMED_ROWS } else { MAX_ROWS };
-    let (packet, multiple) = operands.fp8.map_or((T::PACKET, 1), |_| (E4m3::PACKET, 2));
+    let on_tensor_cores = operands.fp8.is_some() || (size.rows > MAX_NORMED_ROWS && T::PACKET == bf16::PACKET);
+    let packet = operands.fp8.map_or(T::PACKET, |_| E4m3::PACKET);
+    let multiple = size.activation.map_or(1, Activation::inputs).max(if on_tensor_cores { 2 } else { 1 });
     let supported = 0 < size.rows && size.rows <= most && size.channels.is_multiple_of(packet) && size.channels > 0;
-    let even =
-        size.outputs.is_multiple_of(size.activation.map_or(multiple, |function| function.inputs().max(multiple)));
-    if !supported || !even || size.outputs == 0 {
+    if !supported || !size.outputs.is_multiple_of(multiple) || size.outputs == 0 {
         return None;
     }
     let MatvecOperands { out, inp, weight, fp8, bias, residual, norm } = operands;
@@ -108,23 +108,37 @@ pub fn matvec<T: TensorCore>(operands: MatvecOperands<T>, size: MatvecSize) -> O
         activation: size.activation.map_or(0, Activation::code),
         eps,
     };
-    if let Some(Fp8Weight { weight, scale }) = fp8 {
+    if on_tensor_cores {
         let key = (if size.rows <= MAX_NORMED_ROWS { MAX_NORMED_ROWS } else { MAX_ROWS }, kind);
-        let sizes = sizes(size.split(matvec_fp8::COLUMNS, matvec_fp8::BLOCK));
-        let launch = matvec_fp8::matvec_fp8_select::<T>(
-            key,
-            out,
-            inp,
-            weight,
-            scale,
-            bias,
-            residual,
-            norm_weight,
-            norm_bias,
-            sizes,
-        )?;
-        let (grid, shared_bytes) = ([sizes.grid(matvec_fp8::COLUMNS), 1, 1], shared_bytes(matvec_fp8::shared));
-        return Some(KernelLaunch { launch, grid, shared_bytes });
+        let sizes = sizes(size.split(matvec_mma::COLUMNS, matvec_mma::PACKETS * packet));
+        let launch = match fp8 {
+            Some(Fp8Weight { weight, scale }) => matvec_mma::matvec_mma_select::<T, E4m3>(
+                key,
+                out,
+                inp,
+                weight,
+                scale,
+                bias,
+                residual,
+                norm_weight,
+                norm_bias,
+                sizes,
+            ),
+            None => matvec_mma::matvec_mma_select::<T, bf16>(
+                key,
+                out,
+                inp,
+                Global::new(weight.pointer().cast()),
+                Global::null(),
+                bias,
+                residual,
+                norm_weight,
+                norm_bias,
+                sizes,
+            ),
+        };
+        let (grid, shared_bytes) = ([sizes.grid(matvec_mma::COLUMNS), 1, 1], shared_bytes(matvec_mma::shared));
+        return Some(KernelLaunch { launch: launch?, grid, shared_bytes });
     }
     let key = (size.rows.next_power_of_two(), kind);
     let (columns,) = matvec::matvec_values::<T>(key)?;

@@ -1,7 +1,7 @@
 //! Text generation with a KV cache: one new token for each of B sequences.
 //!
-//! * [`matvec`]: linear layers of up to 16 rows, with a norm before and an activation or a residual after.
-//! * [`matvec_fp8`]: the same with a weight in FP8.
+//! * [`matvec`]: linear layers of up to 16 rows in f32 and 2 in bf16, with a norm before and an activation or a residual after.
+//! * [`matvec_mma`]: the same on tensor cores, for more rows in bf16, and for weights in FP8.
 //! * [`attention`]: rotary positions, the append to the cache, and attention over it; copies of a prompt's keys and values.
 //! * [`embed`]: embeddings at any position.
 //! * [`sample`]: the choice of the next token.
@@ -15,7 +15,7 @@ pub mod embed;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod launch;
 pub mod matvec;
-pub mod matvec_fp8;
+pub mod matvec_mma;
 pub mod sample;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_feature = "wgmma"))]
 pub mod step;

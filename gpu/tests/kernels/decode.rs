@@ -187,7 +187,10 @@ impl Layer {
 
 /// Integers cover every row, column, split and tail exactly.
 fn matmuls_of_integers_are_exact<T: Tolerance + TensorCore>() {
-    let check = |rows, packets: usize, outputs, sm_count, bias: bool, residual: bool, seed| {
+    let check = |rows, packets: usize, outputs: usize, sm_count, bias: bool, residual: bool, seed| {
+        // Tensor cores compute pairs of outputs.
+        let on_tensor_cores = rows > launch::MAX_NORMED_ROWS && T::PACKET == bf16::PACKET;
+        let outputs = if on_tensor_cores { outputs.next_multiple_of(2) } else { outputs };
         let mut layer = Layer::new::<T>(rows, packets * T::PACKET, outputs, seed, true);
         // Sums stay below 2^8 so that bf16 represents them: the weights have at most three values that are not 0 in a row.
         for (i, weight) in layer.weight.iter_mut().enumerate() {
@@ -281,14 +284,15 @@ fn unsupported_matmuls_have_no_kernel<T: Tolerance + TensorCore>() {
     };
     let packet = T::PACKET;
     assert!(
-        kernel(16, packet, 3, None, InputNorm::None).is_some()
-            && kernel(17, packet, 3, None, InputNorm::None).is_none()
+        kernel(16, packet, 4, None, InputNorm::None).is_some()
+            && kernel(17, packet, 4, None, InputNorm::None).is_none()
     );
     assert!(
         kernel(0, packet, 3, None, InputNorm::None).is_none()
             && kernel(1, packet + 1, 3, None, InputNorm::None).is_none()
     );
     assert!(kernel(1, packet, 3, Some(Activation::SwiGlu), InputNorm::None).is_none());
+    assert_eq!(kernel(3, packet, 3, None, InputNorm::None).is_some(), packet == f32::PACKET);
     assert!(kernel(2, packet, 3, None, InputNorm::RmsNorm(null(), 1.0)).is_some());
     assert!(kernel(3, packet, 3, None, InputNorm::RmsNorm(null(), 1.0)).is_none());
     assert!(kernel(3, packet, 3, None, InputNorm::LayerNorm(null(), null())).is_none());
@@ -743,10 +747,6 @@ const CAPACITY: u32 = 100;
 
 /// Runs the kernel on rows of `v` logits, padded to `vp` with large values and NaN. Checks the new slots and seen tokens, and returns the tokens.
 fn choose<T: Tolerance>(logits: &[Vec<f64>], vp: usize, seen: &[i32], slots: &[Sampling], softcap: f32) -> Vec<usize> {
-    let (b, v) = (slots.len(), logits[0].len());
-    let padded: Vec<f64> = logits
-        .iter()
-        .flat_map(|row| row.iter().copied().chain([1e4, f64::NAN].into_iter().cycle().take(vp - v)))
     choose_with::<T>(1, logits, vp, seen, slots, softcap)
 }
 
@@ -759,6 +759,10 @@ fn choose_with<T: Tolerance>(
     slots: &[Sampling],
     softcap: f32,
 ) -> Vec<usize> {
+    let (b, v) = (slots.len(), logits[0].len());
+    let padded: Vec<f64> = logits
+        .iter()
+        .flat_map(|row| row.iter().copied().chain([1e4, f64::NAN].into_iter().cycle().take(vp - v)))
         .collect();
     let words: Vec<i32> = slots
         .iter()
@@ -887,10 +891,6 @@ fn tokens_match_the_reference<T: Tolerance>() {
     }
 }
 
-/// Ties choose the first token without noise; non-finite logits still give a token.
-fn tokens_of_special_logits<T: Tolerance>() {
-    let one = |logits: &[f64], slot| choose::<T>(&[logits.to_vec()], 128, &[0; 128], &[slot], 0.0)[0];
-    let sampled = Sampling { temperature: 1.0, top_k: 2, top_p: 0.9, min_p: 0.1, ..GREEDY };
 /// Several blocks choose the tokens that one chooses: with a group of tokens for each, with fewer groups, and with many. The logits of the
 /// last case are equal, so sums of weights are rounded at the threshold of top-p.
 fn blocks_of_a_slot_agree<T: Tolerance>() {
@@ -906,15 +906,19 @@ fn blocks_of_a_slot_agree<T: Tolerance>() {
     }
 }
 
+/// Ties choose the first token without noise; non-finite logits still give a token.
+fn tokens_of_special_logits<T: Tolerance>() {
+    let one = |logits: &[f64], slot| choose::<T>(&[logits.to_vec()], 128, &[0; 128], &[slot], 0.0)[0];
+    let sampled = Sampling { temperature: 1.0, top_k: 2, top_p: 0.9, min_p: 0.1, ..GREEDY };
     assert_eq!(one(&[1.0, 3.0, 3.0, 2.0], GREEDY), 1);
     assert_eq!(one(&[0.0; 100], GREEDY), 0);
+    assert_eq!(one(&[-1.0, -0.0, 0.0], GREEDY), 1);
     assert_eq!(one(&[-5.0, -4.0, -4.5], GREEDY), 1);
     // The warp that has the last token loads it in its second batch, and a thread reads the result of its group as its second one.
     for v in [8_300, 65_700] {
         let late: Vec<f64> = (0..v).map(|token| f64::from(u8::from(token == v - 1))).collect();
         assert_eq!(choose::<T>(&[late], v + 112, &vec![0; v + 112], &[GREEDY], 0.0), [v - 1]);
     }
-    assert_eq!(one(&[-1.0, -0.0, 0.0], GREEDY), 1);
     // The penalty makes a seen token less likely, also if its logit is negative.
     let penalized = |logits: [f64; 3]| {
         let seen: Vec<i32> = (0..128).map(|token| i32::from(token == 0)).collect();

@@ -1,17 +1,18 @@
-//! Linear layers of few rows whose weight is in FP8: those of [`matvec`](super::matvec) with a weight (OC, C) of E4M3 numbers, times a scale.
+//! Linear layers of few rows on tensor cores: those of [`matvec`](super::matvec) in bf16, with a weight (OC, C) in bf16, or of E4M3 numbers
+//! times a scale.
 //!
-//! The scale is a power of two, so that the weight is exact in bf16. A warp computes eight adjacent columns of out for all rows: the rows of
-//! inp are the left operand of `mma.m16n8k16`, and the rows of weight the right one. A lane reads packets of one row of weight, and the same
-//! channels of the rows of inp. `split` warps of a block share the channels of the same columns and add their sums in a fixed order.
+//! The scale is a power of two, so that the weight is exact in bf16. A warp computes eight adjacent columns of out for all rows: the rows
+//! of inp are the left operand of `mma.m16n8k16`, and the rows of weight the right one. A lane reads packets of one row of weight, and the
+//! same channels of the rows of inp. `split` warps of a block share the channels of the same columns and add their sums in a fixed order.
 //!
-//! C is a multiple of the packet, 16, and OC is even. Norm, rounding and gated activations are those of [`matvec`](super::matvec).
+//! C is a multiple of the packet of weight, and OC is even. Norm, rounding and gated activations are those of [`matvec`](super::matvec).
 
 use super::matvec::{Input, PLAIN, Sizes, normalize};
 use crate::activation::{is_gated, value_of};
 use cuda_std::fp8::Bf16Scale;
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
-use cuda_std::{E4m3, Element, Global, GlobalMut, Packet, SharedArray, kernel, thread, warp};
+use cuda_std::{E4m3, Element, Global, GlobalMut, Packet, SharedArray, bf16, device, kernel, thread, warp};
 
 /// Columns that a warp computes.
 pub const COLUMNS: usize = 8;
@@ -19,8 +20,8 @@ pub const COLUMNS: usize = 8;
 pub const THREADS: u32 = 256;
 const WARPS: usize = (THREADS / warp::LANES) as usize;
 const LANES: usize = warp::LANES as usize;
-/// Channels that the lanes of a warp read at a time: four packets of each row of weight.
-pub const BLOCK: usize = 4 * E4m3::PACKET;
+/// Packets of each row of weight that the lanes of a warp read at a time.
+pub const PACKETS: usize = 4;
 /// Packets that a lane loads before it uses the first.
 const UNROLL: usize = 4;
 
@@ -29,18 +30,61 @@ pub fn shared(layout: &mut Layout) -> SharedArray<f32> {
     layout.array(WARPS * LANES * 4)
 }
 
+/// The numbers of a weight.
+#[device]
+pub trait Weight: Element {
+    /// What converts them to bf16.
+    type Conversion: Copy;
+
+    /// Reads the conversion. `scale` may be null if there is none.
+    fn conversion(scale: Global<f32>) -> Self::Conversion;
+
+    /// Calls `f` with the packets of bf16 in `packet` and the number of channels before them.
+    fn each(packet: Packet<Self>, conversion: Self::Conversion, f: impl FnMut(usize, [u32; 4]));
+}
+
+#[device]
+impl Weight for bf16 {
+    type Conversion = ();
+
+    fn conversion(_: Global<f32>) {}
+
+    fn each(packet: Packet<Self>, (): (), mut f: impl FnMut(usize, [u32; 4])) {
+        f(0, packet.words());
+    }
+}
+
+#[device]
+impl Weight for E4m3 {
+    type Conversion = Bf16Scale;
+
+    fn conversion(scale: Global<f32>) -> Bf16Scale {
+        Bf16Scale::new(scale.at(0))
+    }
+
+    fn each(packet: Packet<Self>, scale: Bf16Scale, mut f: impl FnMut(usize, [u32; 4])) {
+        let halves = packet.to_bf16(scale);
+        f(0, halves[0].words());
+        f(bf16::PACKET, halves[1].words());
+    }
+}
+
 /// Computes out (R, OC), or (R, OC / 2) with a gated activation. bias and residual (R, OC) may be null; an activation excludes a residual.
 ///
 /// Grid: [`Sizes::grid`]. Shared memory: [`shared`].
 #[kernel(
     threads = 256,
-    instances([r2 = <cuda_std::bf16, 2>] * [_ = 0, layernorm = 1, rmsnorm = 2], r16 = <cuda_std::bf16, 16, 0>),
+    instances(
+        [e4m3_r2 = <bf16, E4m3, 2>] * [_ = 0, layernorm = 1, rmsnorm = 2],
+        e4m3_r16 = <bf16, E4m3, 16, 0>,
+        bf16_r16 = <bf16, bf16, 16, 0>
+    ),
     select(ROWS: usize, NORM: u32)
 )]
-pub fn matvec_fp8<T: TensorCore, const ROWS: usize, const NORM: u32>(
+pub fn matvec_mma<T: TensorCore, W: Weight, const ROWS: usize, const NORM: u32>(
     out: GlobalMut<T>,
     inp: Global<T>,
-    weight: Global<E4m3>,
+    weight: Global<W>,
     scale: Global<f32>,
     bias: Global<T>,
     residual: Global<T>,
@@ -62,11 +106,11 @@ pub fn matvec_fp8<T: TensorCore, const ROWS: usize, const NORM: u32>(
     };
     let row = weight.skip(weight_row(first + g) * channels);
     // First channel of the warp in step u of the chunk from `base` on.
-    let block = |base: usize, u: usize| base + (u * split + part) * BLOCK;
+    let block = |base: usize, u: usize| base + (u * split + part) * PACKETS * W::PACKET;
     // Loads past the end repeat the last packet: with a condition per load, ptxas would interleave loads and their uses.
-    let channel = |base: usize, u: usize| (block(base, u) + t * E4m3::PACKET).min(channels - E4m3::PACKET);
+    let channel = |base: usize, u: usize| (block(base, u) + t * W::PACKET).min(channels - W::PACKET);
     let load = |base: usize| {
-        let mut packets = [Packet::<E4m3>::zero(); UNROLL];
+        let mut packets = [Packet::<W>::zero(); UNROLL];
         for u in 0..UNROLL {
             packets[u] = row.packet_streaming(channel(base, u));
         }
@@ -75,18 +119,17 @@ pub fn matvec_fp8<T: TensorCore, const ROWS: usize, const NORM: u32>(
     let rows = sizes.rows as usize;
     let input = Input::<T, ROWS, NORM> { inp, weight: norm_weight, bias: norm_bias, channels, rows };
     let mut weights = load(0);
-    let scale = Bf16Scale::new(scale.at(0));
+    let conversion = W::conversion(scale);
     let statistics = input.statistics(sizes.eps)[g.min(ROWS - 1)];
     let mut d = [[0.0; 4]; 2];
     let mut base = 0;
     loop {
         for u in 0..UNROLL {
             if block(base, u) < channels {
-                let is_past_end = block(base, u) + t * E4m3::PACKET >= channels;
+                let is_past_end = block(base, u) + t * W::PACKET >= channels;
                 let weight = if is_past_end { Packet::zero() } else { weights[u] };
-                let halves = weight.to_bf16(scale).map(|half| Packet::<T>::from_words(half.words()));
-                for half in 0..2 {
-                    let channel = channel(base, u) + half * T::PACKET;
+                W::each(weight, conversion, |before, words| {
+                    let channel = channel(base, u) + before;
                     let mut x = [input.packet(g, channel), Packet::zero()];
                     if NORM != PLAIN {
                         x[0] = normalize(x[0], statistics, input.params(channel));
@@ -94,11 +137,11 @@ pub fn matvec_fp8<T: TensorCore, const ROWS: usize, const NORM: u32>(
                     if ROWS > 8 {
                         x[1] = input.packet(g + 8, channel);
                     }
-                    T::mma_packets(&mut d, x, halves[half]);
-                }
+                    T::mma_packets(&mut d, x, Packet::from_words(words));
+                });
             }
         }
-        base += UNROLL * split * BLOCK;
+        base += UNROLL * split * PACKETS * W::PACKET;
         if base >= channels {
             break;
         }
