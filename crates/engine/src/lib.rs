@@ -29,7 +29,7 @@ pub mod tensor;
 pub mod trace;
 
 pub use batch::{BatchLayout, HostBuffer, MASKED_TARGET};
-pub use gemm::{Algorithms, Tuning};
+pub use gemm::{Algorithms, StepKind, Tuning};
 pub use graph::GraphKey;
 pub use ops::Operation;
 pub use step_recorder::StepRecorder;

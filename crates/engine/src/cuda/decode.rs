@@ -1,12 +1,12 @@
 //! Text generation with a KV cache.
 
 use super::{Cuda, Float, matmul as linear, norm, shared_bytes};
-use crate::Result;
 use crate::ops::{
     Activation, AttentionShape, CacheFill, CacheRead, DecodeAttention, DecodeEmbed, DecodeMatmul, Epilogue,
     MatmulForward, MatmulShape, RotaryPairs, SampleTokens, Slot, decode_splits,
 };
 use crate::tensor::Tensor;
+use crate::{Result, StepKind};
 use anyhow::{Context, bail, ensure};
 use cuda_std::GlobalMut;
 use gpu::decode::launch::{self, AttentionOperands, Fp8Weight, InputNorm, MatvecOperands, MatvecSize};
@@ -32,6 +32,9 @@ pub(super) fn embed<T: Float>(cuda: &mut Cuda<T>, op: DecodeEmbed) -> Result<()>
     let launch = embeddings::decode_embed::<T>(out, slots, wte, wpe, channels as u32);
     cuda.launch(launch, embeddings::grid::<T>(channels, b), 0)
 }
+
+/// The fewest rows for which a GEMM may be faster than [`launch::matvec`].
+pub(super) const FEWEST_ROWS_OF_GEMM: usize = 9;
 
 /// Returns the operands of a linear layer of few rows that reads `inp` (rows, C), before its norm.
 fn matvec_operands<T: Float>(
@@ -76,16 +79,24 @@ pub(super) fn normed_operands<T: Float>(cuda: &Cuda<T>, op: &DecodeMatmul) -> Re
     matvec_operands(cuda, op, norm.inp, fused)
 }
 
+/// Reports whether a GEMM may be faster than [`launch::matvec`] for a linear layer that both support.
+pub(super) fn may_be_gemm(op: &DecodeMatmul) -> bool {
+    (FEWEST_ROWS_OF_GEMM..=launch::MAX_ROWS).contains(&op.matmul.shape.rows) && op.weight_scale.is_none()
+}
+
 pub(super) fn matmul<T: Float>(cuda: &mut Cuda<T>, op: &DecodeMatmul) -> Result<()> {
+    let rows = op.matmul.shape.rows;
+    // A tuning pass collects the GEMMs of both kinds of steps.
+    let is_chosen = cuda.gemms.is_collecting() || cuda.steps.kind == StepKind::Gemms;
+    let is_gemm = may_be_gemm(op) && is_chosen || rows > launch::MAX_ROWS && op.weight_scale.is_none();
     let (operands, size) = normed_operands(cuda, op)?;
-    if let Some(kernel) = launch::matvec(operands, size) {
+    if let Some(kernel) = launch::matvec(operands, size).filter(|_| !is_gemm) {
         return cuda.launch_kernel(&kernel);
     }
     if let Some(of_input) = &op.norm {
         norm::forward(cuda, of_input)?;
     }
-    let rows = op.matmul.shape.rows;
-    if op.weight_scale.is_none() && rows > launch::MAX_ROWS {
+    if is_gemm {
         return linear::forward(cuda, &op.matmul);
     }
     // No GEMM reads a weight in FP8 beside an input in bf16.
@@ -212,6 +223,9 @@ fn cache_sizes<T: Float>(shape: AttentionShape, first: usize, capacity: usize) -
     Ok(kernels::CacheSizes { tokens, first, heads, kv_heads, head_size, capacity })
 }
 
+/// The groups of tokens from which on a slot has another block to choose its next token. A block has 32 warps.
+const GROUPS_PER_BLOCK: usize = 8;
+
 pub(super) fn sample<T: Float>(cuda: &mut Cuda<T>, op: SampleTokens) -> Result<()> {
     let SampleTokens { sampled, slots, seen, scratch, exchange, logits, v, vp, capacity, softcap } = op;
     let (b, groups) = (sampled.len, sampling::groups(vp));
@@ -219,22 +233,22 @@ pub(super) fn sample<T: Float>(cuda: &mut Cuda<T>, op: SampleTokens) -> Result<(
         0 < v && v <= vp && vp.is_multiple_of(4) && vp <= 1 << 24,
         "sample: expected a vocabulary of at most {vp} tokens, found {v}"
     );
+    let expected = SampleTokens::exchange_len(b, vp);
+    ensure!(exchange.len == expected, "exchange: expected {expected} words, found {}", exchange.len);
     let sizes = sampling::Sizes {
         vocab: v as u32,
         padded_vocab: vp as u32,
         capacity: capacity as u32,
-/// The groups of tokens from which on a slot has another block to choose its next token. A block has 32 warps.
-const GROUPS_PER_BLOCK: usize = 8;
-
         softcap: softcap.unwrap_or(0.0),
     };
+    let counters = 4 * groups * b;
     let launch = sampling::sample_tokens::<T>(
         cuda.output("sampled", sampled, b)?,
         cuda.output("slots", slots, b * Slot::WORDS)?,
         cuda.output("seen", seen, b * vp)?,
         cuda.output("scratch", scratch, b * vp)?,
-    let expected = SampleTokens::exchange_len(b, vp);
-    ensure!(exchange.len == expected, "exchange: expected {expected} words, found {}", exchange.len);
+        GlobalMut::new(cuda.arena.bytes_of("exchange", exchange)?.cast()),
+        GlobalMut::new(cuda.arena.bytes_of("exchange", exchange.slice(counters, b))?.cast()),
         cuda.input("logits", logits, b * vp)?,
         sizes,
     );
@@ -243,6 +257,3 @@ const GROUPS_PER_BLOCK: usize = 8;
     let blocks = together.clamp(1, groups.div_ceil(GROUPS_PER_BLOCK));
     cuda.launch(launch, [blocks as u32, b as u32, 1], shared_bytes(sampling::shared))
 }
-    let counters = 4 * groups * b;
-        GlobalMut::new(cuda.arena.bytes_of("exchange", exchange)?.cast()),
-        GlobalMut::new(cuda.arena.bytes_of("exchange", exchange.slice(counters, b))?.cast()),

@@ -1,11 +1,11 @@
-//! Generation steps in one launch, where that is faster than separate kernels.
+//! Generation steps: a kernel for each operation or one launch, whichever is faster.
 
-use super::decode::{attention_operands, embed_operands, normed_operands};
+use super::decode::{attention_operands, embed_operands, may_be_gemm, normed_operands};
 use super::gemm_cache::digest;
 use super::{Cuda, Float};
 use crate::ops::{DecodeOperation, DecodeStep, DecodeStepShape, Slot};
 use crate::tensor::Tensor;
-use crate::{Engine, GraphKey, Result, Tuning};
+use crate::{Engine, GraphKey, Result, StepKind, Tuning};
 use cuda_std::{Global, GlobalMut};
 use gpu::decode::step::launch::{self, Operation, Program, StepMemory};
 use gpu::launch::KernelLaunch;
@@ -21,15 +21,22 @@ const TIMINGS: usize = 5;
 pub struct Steps<T> {
     /// The program whose table is in memory.
     program: Option<Program<T>>,
-    /// Whether steps run in one launch. If not, separate kernels are faster.
-    in_one_launch: bool,
-    /// The digest of the last step that could run in one launch.
-    supported: Option<u64>,
+    /// The fastest kind. A step that one launch does not support has separate kernels.
+    pub(super) kind: StepKind,
+    /// What a tuning pass has found.
+    found: Option<Found>,
+}
+
+/// A step for which a kind is chosen.
+struct Found {
+    /// The digest of its operations.
+    digest: u64,
+    kinds: Vec<StepKind>,
 }
 
 impl<T> Default for Steps<T> {
     fn default() -> Self {
-        Self { program: None, in_one_launch: true, supported: None }
+        Self { program: None, kind: StepKind::OneLaunch, found: None }
     }
 }
 
@@ -58,13 +65,21 @@ pub(super) fn memory<T: Float>(cuda: &Cuda<T>, shape: &DecodeStepShape) -> [usiz
 pub(super) fn step<T: Float>(cuda: &mut Cuda<T>, op: DecodeStep) -> Result<()> {
     // The autotuner times the GEMMs of separate operations.
     if !cuda.gemms.is_collecting()
-        && cuda.steps.in_one_launch
+        && cuda.steps.kind == StepKind::OneLaunch
         && let Some(kernel) = kernel(cuda, &op)?
     {
         return cuda.launch_kernel(&kernel);
     }
-    if cuda.gemms.is_collecting() && program(cuda, &op)?.is_some() {
-        cuda.steps.supported = Some(digest(format!("{:?}", op.operations).as_bytes()));
+    if cuda.gemms.is_collecting() {
+        let may_be_gemm =
+            |operation: &DecodeOperation| matches!(operation, DecodeOperation::Matmul(op) if may_be_gemm(op));
+        let supported = [
+            (StepKind::Kernels, true),
+            (StepKind::Gemms, op.operations.iter().any(may_be_gemm)),
+            (StepKind::OneLaunch, program(cuda, &op)?.is_some()),
+        ];
+        let kinds = supported.into_iter().filter_map(|(kind, supported)| supported.then_some(kind)).collect();
+        cuda.steps.found = Some(Found { digest: digest(format!("{:?}", op.operations).as_bytes()), kinds });
     }
     op.operations.iter().try_for_each(|&operation| cuda.execute(operation.into()))
 }
@@ -123,42 +138,43 @@ fn kernel<T: Float>(cuda: &mut Cuda<T>, op: &DecodeStep) -> Result<Option<Kernel
     Ok(Some(launch))
 }
 
-/// Chooses between one launch and separate kernels for the step that a tuning pass contained. The memory is zero afterwards.
+/// Chooses the kind of the step that a tuning pass contained. The memory is zero afterwards.
 pub(super) fn choose<T: Float>(
     cuda: &mut Cuda<T>,
     pass: &mut dyn FnMut(&mut dyn Engine) -> Result<()>,
     tuning: &mut Tuning,
 ) -> Result<()> {
     cuda.steps.invalidate();
-    let Some(step) = cuda.steps.supported.take().filter(|_| cuda.executor.stream().is_some()) else { return Ok(()) };
-    if let Some(known) = cuda.gemms.cache.as_ref().and_then(|cache| cache.step_in_one_launch(step)) {
-        cuda.steps.in_one_launch = known;
+    let found = cuda.steps.found.take().filter(|found| found.kinds.len() > 1 && cuda.executor.stream().is_some());
+    let Some(Found { digest, kinds }) = found else { return Ok(()) };
+    if let Some(known) = cuda.gemms.cache.as_ref().and_then(|cache| cache.step_kind(digest)) {
+        cuda.steps.kind = known;
         return Ok(());
     }
-    let keys = [GraphKey::new(), GraphKey::new()];
-    let mut seconds = [f64::INFINITY; 2];
+    let mut timings: Vec<_> = kinds.into_iter().map(|kind| (kind, GraphKey::new(), f64::INFINITY)).collect();
     // The first round launches individually and captures the graphs.
     for round in 0..=TIMINGS {
-        for (in_one_launch, key) in keys.iter().enumerate() {
-            cuda.steps.in_one_launch = in_one_launch == 1;
+        for (kind, key, seconds) in &mut timings {
+            cuda.steps.kind = *kind;
             let start = Instant::now();
             for _ in 0..TIMED_STEPS {
                 cuda.capture_or_replay(key, pass)?;
             }
             cuda.executor.stream().map_or(Ok(()), cuda_driver::Stream::synchronize)?;
             if round > 0 {
-                seconds[in_one_launch] = seconds[in_one_launch].min(start.elapsed().as_secs_f64() / TIMED_STEPS as f64);
+                *seconds = seconds.min(start.elapsed().as_secs_f64() / TIMED_STEPS as f64);
             }
         }
     }
-    cuda.steps.in_one_launch = seconds[1] < seconds[0];
+    tuning.step_seconds = timings.into_iter().map(|(kind, _, seconds)| (kind, seconds)).collect();
+    let fastest = tuning.step_seconds.iter().min_by(|a, b| a.1.total_cmp(&b.1));
+    cuda.steps.kind = fastest.map_or(StepKind::Kernels, |(kind, _)| *kind);
     cuda.steps.invalidate();
     cuda.executor.invalidate_graphs();
     if let Some(timer) = cuda.executor.gemm_timer() {
         timer.zero_memory()?;
     }
-    tuning.step_seconds = Some(seconds);
-    if let Some(Err(error)) = cuda.gemms.cache.as_ref().map(|cache| cache.save_step(step, cuda.steps.in_one_launch)) {
+    if let Some(Err(error)) = cuda.gemms.cache.as_ref().map(|cache| cache.save_step(digest, cuda.steps.kind)) {
         tuning.cache_error = Some(format!("{error:#}"));
     }
     Ok(())
@@ -166,6 +182,7 @@ pub(super) fn choose<T: Float>(
 
 #[cfg(test)]
 mod tests {
+    use super::super::decode::FEWEST_ROWS_OF_GEMM;
     use super::super::emulated::Emulated;
     use super::super::executor::EmulatedGpu;
     use super::*;
@@ -173,13 +190,12 @@ mod tests {
     use crate::plan::{Group, Plan};
     use crate::tensor::DType;
 
-    const ROWS: usize = 2;
     const C: usize = 32;
     const LAYERS: usize = 4;
     const VOCAB: usize = 40;
 
     /// An embedding, layers of two linear layers, the first with a norm, and a head.
-    fn engine_and_step(sm_count: usize) -> (Cuda<f32>, Vec<DecodeOperation>, Option<[Tensor; 2]>, Tensor) {
+    fn engine_and_step(sm_count: usize, rows: usize) -> (Cuda<f32>, Vec<DecodeOperation>, Option<[Tensor; 2]>, Tensor) {
         let executor = Emulated::new(EmulatedGpu { sm_count, ..EmulatedGpu::new(true) }, true);
         let mut cuda = Cuda::<f32>::new(Box::new(executor), None, None);
         let mut plan = Plan::default();
@@ -187,12 +203,12 @@ mod tests {
         let wte = add("wte", &[VOCAB, C]);
         let weights: Vec<_> = (0..2 * LAYERS).map(|i| add(&format!("weight {i}"), &[C, C])).collect();
         let norm_weight = add("norm", &[C]);
-        let values: Vec<_> = (0..=LAYERS).map(|i| add(&format!("residual {i}"), &[ROWS, C])).collect();
+        let values: Vec<_> = (0..=LAYERS).map(|i| add(&format!("residual {i}"), &[rows, C])).collect();
         let [inner, normed, rstd, logits] =
-            [("inner", C), ("normed", C), ("rstd", 1), ("logits", VOCAB)].map(|(name, n)| add(name, &[ROWS, n]));
-        let slots = plan.add(Group::Parameters, "slots", &[ROWS, Slot::WORDS], DType::I32);
+            [("inner", C), ("normed", C), ("rstd", 1), ("logits", VOCAB)].map(|(name, n)| add(name, &[rows, n]));
+        let slots = plan.add(Group::Parameters, "slots", &[rows, Slot::WORDS], DType::I32);
         let columns = [C; 2 * LAYERS + 1].into_iter().chain([VOCAB]).collect();
-        let shape = DecodeStepShape { rows: ROWS, columns, attentions: 0, heads: [1, 1, 16] };
+        let shape = DecodeStepShape { rows, columns, attentions: 0, heads: [1, 1, 16] };
         let lengths = cuda.decode_step_memory(&shape);
         let memory =
             (lengths[0] > 0).then(|| lengths.map(|len| plan.add(Group::Workspace, "step", &[len], DType::I32)));
@@ -201,10 +217,11 @@ mod tests {
             let values: Vec<_> = (0..tensor.len).map(|j| ((i * 31 + j * 17) % 23) as f32 / 23.0 - 0.4).collect();
             cuda.write(tensor, &values).unwrap();
         }
-        let words = [3, 39].map(|token| Slot { token, position: 0, ..Slot::IDLE }.words()).concat();
+        let slot = |i: usize| Slot { token: [3, 39][i % 2], position: 0, ..Slot::IDLE };
+        let words: Vec<_> = (0..rows).flat_map(|i| slot(i).words()).collect();
         cuda.write_i32(slots, &words).unwrap();
         let linear = |out, inp, weight, epilogue, oc| {
-            let shape = MatmulShape { rows: ROWS, c: C, oc };
+            let shape = MatmulShape { rows, c: C, oc };
             MatmulForward { out, inp, weight, bias: None, epilogue, shape, fp8: None }
         };
         let mut operations = vec![DecodeOperation::Embed(DecodeEmbed { out: values[0], slots, wte, wpe: None, c: C })];
@@ -237,13 +254,13 @@ mod tests {
 
     #[test]
     fn a_step_in_one_launch_gives_the_results_of_its_operations() {
-        let (mut cuda, operations, memory, logits) = engine_and_step(4);
+        let (mut cuda, operations, memory, logits) = engine_and_step(4, 2);
         let memory = memory.unwrap();
-        cuda.steps.in_one_launch = false;
+        cuda.steps.kind = StepKind::Kernels;
         cuda.execute(DecodeStep { operations: &operations, memory }.into()).unwrap();
         assert!(cuda.steps.program.is_none());
         let separate = cuda.read(logits).unwrap();
-        cuda.steps.in_one_launch = true;
+        cuda.steps.kind = StepKind::OneLaunch;
         // Twice: the second step uses the program of the first.
         for _ in 0..2 {
             cuda.write(logits, &vec![0.0; logits.len]).unwrap();
@@ -268,8 +285,43 @@ mod tests {
     }
 
     #[test]
+    fn a_step_of_gemms_gives_the_results_of_its_operations() {
+        let (mut cuda, operations, memory, logits) = engine_and_step(4, FEWEST_ROWS_OF_GEMM);
+        let mut logits = |kind, memory| {
+            cuda.steps.kind = kind;
+            cuda.write(logits, &vec![0.0; logits.len]).unwrap();
+            cuda.execute(DecodeStep { operations: &operations, memory }.into()).unwrap();
+            cuda.read(logits).unwrap()
+        };
+        let memory = memory.unwrap();
+        let separate = logits(StepKind::Kernels, memory);
+        let most = separate.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+        for kind in [StepKind::Gemms, StepKind::OneLaunch] {
+            let got = logits(kind, memory);
+            assert!(got.iter().zip(&separate).all(|(a, b)| (a - b).abs() < 1e-5 * most), "{kind:?}: {got:?}");
+        }
+    }
+
+    #[test]
+    fn a_tuning_pass_finds_the_kinds_of_a_step() {
+        use StepKind::{Gemms, Kernels, OneLaunch};
+        let few = FEWEST_ROWS_OF_GEMM;
+        for (rows, count, kinds) in [
+            (few - 1, usize::MAX, vec![Kernels, OneLaunch]),
+            (few, usize::MAX, vec![Kernels, Gemms, OneLaunch]),
+            (few, 3, vec![Kernels, Gemms]),
+        ] {
+            let (mut cuda, operations, memory, _) = engine_and_step(4, rows);
+            let operations = &operations[..count.min(operations.len())];
+            cuda.gemms.begin_tuning();
+            cuda.execute(DecodeStep { operations, memory: memory.unwrap() }.into()).unwrap();
+            assert_eq!(cuda.steps.found.take().unwrap().kinds, kinds);
+        }
+    }
+
+    #[test]
     fn an_emulator_of_a_large_gpu_runs_the_operations() {
-        let (mut cuda, operations, memory, logits) = engine_and_step(132);
+        let (mut cuda, operations, memory, logits) = engine_and_step(132, 2);
         assert!(memory.is_none());
         let mut recorder = crate::StepRecorder::new(&mut cuda, memory);
         for &operation in &operations {

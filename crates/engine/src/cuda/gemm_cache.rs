@@ -1,8 +1,8 @@
 //! The autotuner's choices, kept between runs: one file for each GPU model, driver, cuBLASLt version and build of the kernels, in the user's
 //! cache directory.
 
-use crate::Result;
 use crate::gemm::GemmChoice;
+use crate::{Result, StepKind};
 use anyhow::Context;
 use cuda_driver::Gpu;
 use std::collections::HashMap;
@@ -42,21 +42,21 @@ impl GemmCache {
         text.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
     }
 
-    /// Returns whether the generation step with this digest is faster in one launch, if it has been measured.
-    pub fn step_in_one_launch(&self, step: u64) -> Option<bool> {
+    /// Returns the fastest kind of the generation step with this digest, if it has been measured.
+    pub fn step_kind(&self, step: u64) -> Option<StepKind> {
         self.load_steps().get(&step).copied()
     }
 
-    /// Stores whether a generation step is faster in one launch. A choice that another run has stored meanwhile stays.
-    pub fn save_step(&self, step: u64, in_one_launch: bool) -> Result<()> {
+    /// Stores the fastest kind of a generation step. A choice that another run has stored meanwhile stays.
+    pub fn save_step(&self, step: u64, kind: StepKind) -> Result<()> {
         let path = self.steps_path().context("no cache directory: set XDG_CACHE_HOME or HOME")?;
         let mut steps = self.load_steps();
-        steps.entry(step).or_insert(in_one_launch);
+        steps.entry(step).or_insert(kind);
         atomic_file::create_directory(path.parent().context("the cache file has no directory")?)?;
         atomic_file::write(&path, |file| Ok(file.write_all(&serde_json::to_vec(&steps)?)?))
     }
 
-    fn load_steps(&self) -> HashMap<u64, bool> {
+    fn load_steps(&self) -> HashMap<u64, StepKind> {
         let text = self.steps_path().and_then(|path| fs::read(path).ok());
         text.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
     }

@@ -43,7 +43,7 @@ impl GemmDispatch {
         let choices: Vec<GemmChoice> = self.choices.values().copied().collect();
         let cache_error = self.cache.as_ref().and_then(|cache| cache.save(&choices).err());
         let cache_error = cache_error.map(|error| format!("{error:#}"));
-        Ok(Tuning { timings, seconds: start.elapsed().as_secs_f64(), cache_error, step_seconds: None })
+        Ok(Tuning { timings, seconds: start.elapsed().as_secs_f64(), cache_error, step_seconds: Vec::new() })
     }
 
     /// Races the finalists of both libraries in one list, and the kernels around the library part.

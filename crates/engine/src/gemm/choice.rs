@@ -253,8 +253,30 @@ pub struct Tuning {
     pub seconds: f64,
     /// The reason why the result could not be cached.
     pub cache_error: Option<String>,
-    /// Seconds of a generation step with separate kernels and in one launch, if both were timed.
-    pub step_seconds: Option<[f64; 2]>,
+    /// Seconds of each kind of a generation step that was timed.
+    pub step_seconds: Vec<(StepKind, f64)>,
+}
+
+/// How a generation step is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum StepKind {
+    /// A kernel for each operation.
+    Kernels,
+    /// The same with GEMMs for linear layers.
+    Gemms,
+    /// One launch.
+    OneLaunch,
+}
+
+impl StepKind {
+    /// Describes the kind after a time.
+    pub fn describe(self) -> &'static str {
+        match self {
+            Self::Kernels => "with separate kernels",
+            Self::Gemms => "with GEMMs",
+            Self::OneLaunch => "in one launch",
+        }
+    }
 }
 
 #[cfg(test)]

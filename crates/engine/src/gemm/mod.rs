@@ -10,7 +10,7 @@
 mod choice;
 pub mod reference;
 
-pub use choice::{Algorithms, GemmChoice, GemmTiming, KernelConfig, Tuning};
+pub use choice::{Algorithms, GemmChoice, GemmTiming, KernelConfig, StepKind, Tuning};
 pub use cublaslt::{Alignments, Fp8Output, GELU_COLUMNS, GemmKey, GemmOperands, ScaleFactors, StridedBatch};
 pub use gpu::matmul::gemm::{
     Batching, Bias, Gemm, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass, Residual, SHORT_COLUMNS,

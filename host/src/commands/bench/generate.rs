@@ -96,11 +96,11 @@ impl Generate {
         let capacity = self.prompt + self.tokens;
         let (generator, plan) = Generator::plan(descriptor, slots, capacity, self.hardware.weights(), engine)?;
         engine.allocate(&plan)?;
-        if let Some(times) = generator.tune(engine)?.step_seconds {
-            let [separate, one] = times.map(|seconds| seconds * 1e6);
-            terminal::line(&format!(
-                "{slots} x 1 token: {separate:.1} us with separate kernels, {one:.1} us in one launch"
-            ))?;
+        let timings = generator.tune(engine)?.step_seconds;
+        let times: Vec<_> =
+            timings.iter().map(|(kind, seconds)| format!("{:.1} us {}", seconds * 1e6, kind.describe())).collect();
+        if !times.is_empty() {
+            terminal::line(&format!("{slots} x 1 token: {}", times.join(", ")))?;
         }
         match source {
             Some(source) => source.load(&generator.decoder, engine)?,
