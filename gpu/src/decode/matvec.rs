@@ -56,6 +56,35 @@ impl Sizes {
     }
 }
 
+/// The columns that a warp computes.
+#[derive(Clone, Copy)]
+pub(super) struct Columns {
+    /// The first one: with a gated activation, an index of the sums of up and gate, which alternate.
+    pub(super) first: usize,
+    /// Warps that share the channels, and the index of this one.
+    pub(super) split: usize,
+    pub(super) part: usize,
+    gated: bool,
+    outputs: usize,
+}
+
+#[device]
+impl Columns {
+    /// Returns the `columns` columns of this warp.
+    pub(super) fn new(sizes: Sizes, columns: usize) -> Self {
+        let (warp, split) = (warp::index() as usize, sizes.split as usize);
+        let (group, part) = (warp / split.max(1), warp % split.max(1));
+        let first = (thread::block_idx_x() as usize * (WARPS / split.max(1)) + group) * columns;
+        Self { first, split, part, gated: is_gated(sizes.activation), outputs: sizes.outputs as usize }
+    }
+
+    /// Returns the row of weight of a sum. Sums past the last repeat it and are not stored.
+    pub(super) fn weight_row(self, sum: usize) -> usize {
+        let sum = sum.min(self.outputs - 1);
+        if self.gated { sum / 2 + sum % 2 * (self.outputs / 2) } else { sum }
+    }
+}
+
 /// Lays out the shared memory: the sums of each warp.
 pub fn shared(layout: &mut Layout) -> SharedArray<f32> {
     layout.array(WARPS * LANES)
@@ -169,18 +198,12 @@ pub fn matvec<T: Element, const ROWS: usize, const COLUMNS: usize, const UNROLL:
 ) {
     let scratch = shared(&mut Layout::new());
     let (lane, warp) = (warp::lane() as usize, warp::index() as usize);
-    let (split, gated) = (sizes.split as usize, is_gated(sizes.activation));
-    let (channels, outputs) = (sizes.channels as usize, sizes.outputs as usize);
-    let (group, part) = (warp / split.max(1), warp % split.max(1));
-    let first = (thread::block_idx_x() as usize * (WARPS / split.max(1)) + group) * COLUMNS;
-    // The row of weight of a sum. Sums past the last repeat it and are not stored.
-    let weight_row = |sum: usize| {
-        let sum = sum.min(outputs - 1);
-        if gated { sum / 2 + sum % 2 * (outputs / 2) } else { sum }
-    };
+    let (channels, outputs, gated) = (sizes.channels as usize, sizes.outputs as usize, is_gated(sizes.activation));
+    let tile = Columns::new(sizes, COLUMNS);
+    let Columns { first, split, part, .. } = tile;
     let mut rows = [Global::null(); COLUMNS];
     for n in 0..COLUMNS {
-        rows[n] = weight.skip(weight_row(first + n) * channels);
+        rows[n] = weight.skip(tile.weight_row(first + n) * channels);
     }
     // Channel of packet u of the lane in the chunk from `base` on. Loads past the end repeat the last packet: with a condition
     // per load, ptxas would interleave loads and their uses.
@@ -245,7 +268,7 @@ pub fn matvec<T: Element, const ROWS: usize, const COLUMNS: usize, const UNROLL:
     let (row, sum) = (lane / COLUMNS, first + lane % COLUMNS);
     let stored = part == 0 && lane < ROWS * COLUMNS && row < sizes.rows as usize && sum < outputs;
     if stored && !bias.is_null() {
-        value += bias.at(weight_row(sum)).to_f32();
+        value += bias.at(tile.weight_row(sum)).to_f32();
     }
     let rounded = T::from_f32(value).to_f32();
     let gate = warp::shuffle_down(rounded, 1);

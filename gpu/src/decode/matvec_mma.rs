@@ -7,7 +7,7 @@
 //!
 //! C is a multiple of the packet of weight, and OC is even. Norm, rounding and gated activations are those of [`matvec`](super::matvec).
 
-use super::matvec::{Input, PLAIN, Sizes, normalize};
+use super::matvec::{Columns, Input, PLAIN, Sizes, normalize};
 use crate::activation::{is_gated, value_of};
 use cuda_std::fp8::Bf16Scale;
 use cuda_std::mma::TensorCore;
@@ -33,10 +33,10 @@ pub fn shared(layout: &mut Layout) -> SharedArray<f32> {
 /// The numbers of a weight.
 #[device]
 pub trait Weight: Element {
-    /// What converts them to bf16.
+    /// The scale, in the form that the conversion to bf16 needs.
     type Conversion: Copy;
 
-    /// Reads the conversion. `scale` may be null if there is none.
+    /// Reads the scale. It may be null if the numbers have none.
     fn conversion(scale: Global<f32>) -> Self::Conversion;
 
     /// Calls `f` with the packets of bf16 in `packet` and the number of channels before them.
@@ -95,16 +95,10 @@ pub fn matvec_mma<T: TensorCore, W: Weight, const ROWS: usize, const NORM: u32>(
     let scratch = shared(&mut Layout::new());
     let (lane, warp) = (warp::lane() as usize, warp::index() as usize);
     let (g, t) = (lane / 4, lane % 4);
-    let (split, gated) = (sizes.split as usize, is_gated(sizes.activation));
-    let (channels, outputs) = (sizes.channels as usize, sizes.outputs as usize);
-    let (group, part) = (warp / split.max(1), warp % split.max(1));
-    let first = (thread::block_idx_x() as usize * (WARPS / split.max(1)) + group) * COLUMNS;
-    // The row of weight of a sum. Sums past the last repeat it and are not stored.
-    let weight_row = |sum: usize| {
-        let sum = sum.min(outputs - 1);
-        if gated { sum / 2 + sum % 2 * (outputs / 2) } else { sum }
-    };
-    let row = weight.skip(weight_row(first + g) * channels);
+    let (channels, outputs, gated) = (sizes.channels as usize, sizes.outputs as usize, is_gated(sizes.activation));
+    let tile = Columns::new(sizes, COLUMNS);
+    let Columns { first, split, part, .. } = tile;
+    let row = weight.skip(tile.weight_row(first + g) * channels);
     // First channel of the warp in step u of the chunk from `base` on.
     let block = |base: usize, u: usize| base + (u * split + part) * PACKETS * W::PACKET;
     // Loads past the end repeat the last packet: with a condition per load, ptxas would interleave loads and their uses.
@@ -174,7 +168,7 @@ pub fn matvec_mma<T: TensorCore, W: Weight, const ROWS: usize, const NORM: u32>(
             let mut values = [sums[2 * i], sums[2 * i + 1]];
             for n in 0..2 {
                 if !bias.is_null() {
-                    values[n] += bias.at(weight_row(sum + n)).to_f32();
+                    values[n] += bias.at(tile.weight_row(sum + n)).to_f32();
                 }
             }
             let rounded = values.map(|value| T::from_f32(value).to_f32());
