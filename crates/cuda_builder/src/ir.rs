@@ -192,8 +192,8 @@ fn ordered_atomic(line: &str) -> Option<String> {
     Some(lines.join("\n"))
 }
 
-/// Returns the optimized module with constants in place of the second and third dimension in kernels whose blocks have only one. Such a
-/// block does not pay for functions that accept any block.
+/// Returns the optimized module in which one-dimensional kernels contain constants for the other two dimensions. Functions that accept
+/// blocks of any dimension are then as fast in these kernels as functions for one dimension.
 pub fn with_constant_dimensions(ir: &str, kernels: &BTreeMap<String, Declared>) -> String {
     let mut is_one_dimensional = false;
     let line = |line: &str| {

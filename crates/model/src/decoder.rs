@@ -209,7 +209,7 @@ pub(super) struct Cache {
     pub(super) sampled: Tensor,
     /// (B, Vp) f32
     pub(super) scratch: Tensor,
-    /// What the blocks of [`SampleTokens`](engine::SampleTokens) exchange
+    /// Memory through which the thread blocks of [`SampleTokens`](engine::SampleTokens) exchange results
     pub(super) exchange: Tensor,
     /// Memory of a step in one launch
     pub(super) step: Option<[Tensor; 2]>,

@@ -24,10 +24,10 @@ pub enum GemmPrecision {
     },
 }
 
-/// The columns of K over which tensor cores add FP8 products if the sum must be exact. They truncate to about 14 bits of the largest number
-/// after every 32 products: the error grows with K, and what is small beside a sum is lost.
+/// The columns of K that tensor cores accumulate in FP8 before the result is added in f32, in the exact mode. After every 32 columns, tensor
+/// cores truncate the accumulator to about 14 bits: the error grows with K, and small addends are lost.
 pub const EXACT_COLUMNS: usize = 128;
-/// The longest sum that callers leave to the tensor cores even so: that of a GEMM whose K is a number of channels, not of tokens.
+/// The largest K that callers accumulate in tensor cores only, also in the exact mode. Such a K is a number of channels, not of tokens.
 pub const SHORT_COLUMNS: usize = 2048;
 
 /// Determines which operand is transposed in memory. Every matrix is row-major without gaps.

@@ -23,11 +23,11 @@ pub struct Steps<T> {
     program: Option<Program<T>>,
     /// The fastest kind. A step that one launch does not support has separate kernels.
     pub(super) kind: StepKind,
-    /// What a tuning pass has found.
+    /// The step of the last tuning pass, for which no kind has been chosen yet.
     found: Option<Found>,
 }
 
-/// A step for which a kind is chosen.
+/// A generation step, and the kinds that compute it.
 struct Found {
     /// The digest of its operations.
     digest: u64,

@@ -293,7 +293,7 @@ struct Sums<T, const GROUP: usize> {
     queries: [Packet<T>; MAX_BLOCKS],
     /// The largest score of head g, times log2 e. NEG_INFINITY without positions.
     most: f32,
-    /// The sum of the weights of head g at the positions whose scores the lane has.
+    /// The sum of the softmax weights of head g over the positions of this lane.
     weight: f32,
     /// The lane's channels of the weighted values of each head, over some of the positions.
     weighted: [[f32; 8]; GROUP],

@@ -60,7 +60,8 @@ fn acquire<T: TensorCore>(step: &Step<T>, state: &mut PipelineState, elements: u
     (step.storage.ring.stage(stage), full)
 }
 
-/// Loads the block's rows of weight, tile by tile and piece by piece. Two numbers in FP8 are copied as an element.
+/// Loads the block's rows of weight in the order of tiles, and within a tile in the order of channels. Two FP8 numbers are copied as one
+/// element.
 #[inline(always)]
 fn load_weights<T: TensorCore, const FP8: bool>(
     step: &Step<T>,

@@ -66,7 +66,7 @@ pub fn model_cases() -> Vec<Case> {
     steps_of_models(false)
 }
 
-/// Returns steps with the layers of real models whose weights are in FP8.
+/// Returns the same steps with weights in FP8.
 pub fn model_cases_in_fp8() -> Vec<Case> {
     steps_of_models(true)
 }
