@@ -8,6 +8,8 @@ use cuda_std::{E4m3, Element, Global, GlobalMut, bf16};
 
 /// Most rows of [`matvec()`].
 pub const MAX_ROWS: usize = 16;
+/// Most rows in bf16 that FMA computes. Eight rows of Llama 3.2 1B take 1,371 us with FMA, and 1,601 us on tensor cores.
+pub const MAX_FMA_ROWS: usize = 8;
 /// Most rows of [`matvec()`] with a norm: with more, every warp would spend longer on the norm than on the weights.
 pub const MAX_NORMED_ROWS: usize = 2;
 
@@ -81,11 +83,11 @@ impl MatvecSize {
 }
 
 /// Returns the kernel, or `None` if there is none: too many rows, or rows that are not multiples of the packet. Tensor cores compute more
-/// than two rows in bf16, and weights in FP8, which need bf16. They need an even number of outputs.
+/// than eight rows in bf16, and weights in FP8, which need bf16. They need an even number of outputs.
 pub fn matvec<T: TensorCore>(operands: MatvecOperands<T>, size: MatvecSize) -> Option<KernelLaunch> {
     let normed = !matches!(operands.norm, InputNorm::None);
     let most = if normed { MAX_NORMED_ROWS } else { MAX_ROWS };
-    let on_tensor_cores = operands.fp8.is_some() || (size.rows > MAX_NORMED_ROWS && T::PACKET == bf16::PACKET);
+    let on_tensor_cores = operands.fp8.is_some() || (size.rows > MAX_FMA_ROWS && T::PACKET == bf16::PACKET);
     let packet = operands.fp8.map_or(T::PACKET, |_| E4m3::PACKET);
     let multiple = size.activation.map_or(1, Activation::inputs).max(if on_tensor_cores { 2 } else { 1 });
     let supported = 0 < size.rows && size.rows <= most && size.channels.is_multiple_of(packet) && size.channels > 0;

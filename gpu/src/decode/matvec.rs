@@ -1,4 +1,4 @@
-//! Linear layers of few rows: out (R, OC) = epilogue(norm(inp (R, C)) · weight (OC, C)ᵀ + bias (OC)), R up to 16 in f32 and up to 2 in
+//! Linear layers of few rows: out (R, OC) = epilogue(norm(inp (R, C)) · weight (OC, C)ᵀ + bias (OC)), R up to 16 in f32 and up to 8 in
 //! bf16. [`matvec_mma`](super::matvec_mma) computes more rows in bf16.
 //!
 //! The time is that of reading the weights once. A warp computes COLUMNS adjacent columns of out for all rows. Each of its lanes
@@ -181,7 +181,7 @@ pub(super) fn normalize<T: Element>(x: Packet<T>, [mean, rstd]: [f32; 2], [weigh
     ),
     instances(
         element * [r1 = <1, 2, 4>, r2 = <2, 2, 4>] * norm,
-        [f32 = f32] * [r4 = <4, 4, 2, 0>, r8 = <8, 4, 2, 0>],
+        element * [r4 = <4, 4, 2, 0>, r8 = <8, 4, 2, 0>],
         f32_r16 = <f32, 16, 2, 2, 0>(blocks_per_sm = 1)
     ),
     select(ROWS: usize, NORM: u32 => COLUMNS: usize)

@@ -189,7 +189,7 @@ impl Layer {
 fn matmuls_of_integers_are_exact<T: Tolerance + TensorCore>() {
     let check = |rows, packets: usize, outputs: usize, sm_count, bias: bool, residual: bool, seed| {
         // Tensor cores compute pairs of outputs.
-        let on_tensor_cores = rows > launch::MAX_NORMED_ROWS && T::PACKET == bf16::PACKET;
+        let on_tensor_cores = rows > launch::MAX_FMA_ROWS && T::PACKET == bf16::PACKET;
         let outputs = if on_tensor_cores { outputs.next_multiple_of(2) } else { outputs };
         let mut layer = Layer::new::<T>(rows, packets * T::PACKET, outputs, seed, true);
         // Sums stay below 2^8 so that bf16 represents them: the weights have at most three values that are not 0 in a row.
@@ -292,7 +292,9 @@ fn unsupported_matmuls_have_no_kernel<T: Tolerance + TensorCore>() {
             && kernel(1, packet + 1, 3, None, InputNorm::None).is_none()
     );
     assert!(kernel(1, packet, 3, Some(Activation::SwiGlu), InputNorm::None).is_none());
-    assert_eq!(kernel(3, packet, 3, None, InputNorm::None).is_some(), packet == f32::PACKET);
+    let most = launch::MAX_FMA_ROWS;
+    assert!(kernel(most, packet, 3, None, InputNorm::None).is_some());
+    assert_eq!(kernel(most + 1, packet, 3, None, InputNorm::None).is_some(), packet == f32::PACKET);
     assert!(kernel(2, packet, 3, None, InputNorm::RmsNorm(null(), 1.0)).is_some());
     assert!(kernel(3, packet, 3, None, InputNorm::RmsNorm(null(), 1.0)).is_none());
     assert!(kernel(3, packet, 3, None, InputNorm::LayerNorm(null(), null())).is_none());
