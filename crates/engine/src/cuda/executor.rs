@@ -69,11 +69,9 @@ pub trait Executor {
         self.emulation().sm_count
     }
 
-    /// Reports whether the engine may use kernels with one block on each SM that wait for each other.
-    ///
-    /// GPUs run such blocks together, but the only such kernel has changed since it last ran on a GPU.
+    /// Reports whether the engine may use kernels whose blocks wait for each other. A GPU runs one on each SM together.
     fn runs_blocks_together(&self) -> bool {
-        false
+        true
     }
 
     /// Returns the bytes of shared memory available to each block if `blocks` share an SM.
