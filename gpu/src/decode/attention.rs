@@ -80,7 +80,7 @@ impl Sizes {
     }
 
     /// Returns query heads per key-value head.
-    const fn group(self) -> u32 {
+    pub(super) const fn group(self) -> u32 {
         self.heads / if self.kv_heads > 1 { self.kv_heads } else { 1 }
     }
 
@@ -424,22 +424,24 @@ pub fn decode_attention<T: Element, const GROUP: usize>(
     }
 }
 
-/// Combines `count` partial results of a channel, in order: maximum score, sum of weights and sum of weighted values.
+/// Combines `count` partial results of some channels, in order: maximum score, sum of weights, and the sums of weighted values.
 #[inline(always)]
-pub(super) fn combine(count: usize, part: impl Fn(usize) -> [f32; 3]) -> [f32; 3] {
+pub(super) fn combine<const N: usize>(count: usize, part: impl Fn(usize) -> [f32; N]) -> [f32; N] {
     let mut most = f32::NEG_INFINITY;
     for i in 0..count {
-        let [score, ..] = part(i);
+        let score = part(i)[0];
         most = if score > most || score.is_nan() { score } else { most };
     }
-    let (mut weight, mut sum) = (0.0, 0.0);
+    let mut combined = [0.0; N];
     for i in 0..count {
-        let [score, w, s] = part(i);
-        let factor = relative(score, most);
-        weight = math::fma(w, factor, weight);
-        sum = math::fma(s, factor, sum);
+        let part = part(i);
+        let factor = relative(part[0], most);
+        for k in 1..N {
+            combined[k] = math::fma(part[k], factor, combined[k]);
+        }
     }
-    [most, weight, sum]
+    combined[0] = most;
+    combined
 }
 
 /// Computes out (B, NH, HS) from `partials` (B, NH, splits, HS + 2).

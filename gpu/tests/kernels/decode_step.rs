@@ -779,5 +779,5 @@ fn the_ring_takes_the_shared_memory_that_is_left() {
         ];
         program(&operations, rows, 132).unwrap().stages()
     };
-    assert_eq!((stages(1), stages(16)), (16, 5));
+    assert_eq!((stages(1), stages(8)), (24, 16));
 }

@@ -2,8 +2,7 @@
 //!
 //! A task has up to GROUP query heads of one key-value head, and one split of the slot's positions. Its block waits for the words of the
 //! queries, the new key and the new value, normalizes and rotates them, and reads the keys and values of earlier positions from the ring.
-//! The consumer warps take turns: each one computes all positions of a stage. The block with the last split adds the new position, and
-//! stores it in the cache.
+//! A consumer warp computes all positions of its stages. The block with the last split adds the new position, and stores it in the cache.
 //!
 //! Scores come from `mma.m16n8k16`: query heads are the rows of its left operand, and eight positions those of the right one. Weights and
 //! weighted values are f32.
@@ -12,12 +11,11 @@
 //! its own tasks, the block with the first split waits for them and combines them. All orders are fixed.
 
 use super::kernel::{Step, THREADS, sync_consumers};
-use super::plan::{CONSUMERS, Heads, MAX_POSITIONS, Task, Tasks};
-use super::ring::Ring;
+use super::plan::{CONSUMERS, Heads, MAX_POSITIONS, Task, Tasks, divide};
+use super::ring::{Consumer, Ring};
 use super::table::{Entry, Field};
 use super::words::floats;
 use crate::decode::attention::{NO_ROTATION, Preparation, combine, prepare, relative};
-use cuda_std::hopper::PipelineState;
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Packet, SharedArray, async_copy, device, math, thread, warp};
@@ -37,9 +35,9 @@ pub struct Scratch<T> {
     rotation: SharedArray<f32>,
     /// (2, HS): weights of the norms of queries and keys.
     weights: SharedArray<T>,
-    /// (GROUP, consumer warps, HS): sums of weighted values.
+    /// (GROUP, 8, HS): sums of weighted values, for each partial result.
     sums: SharedArray<f32>,
-    /// (GROUP, consumer warps, 2): maximum score and sum of weights.
+    /// (GROUP, 8, 2): maximum score and sum of weights.
     scores: SharedArray<f32>,
 }
 
@@ -69,23 +67,28 @@ struct Operation<'a, T, const GROUP: usize> {
 
 /// Computes the block's tasks. Every consumer thread calls it.
 #[inline(always)]
-pub fn compute<T: TensorCore, const GROUP: usize>(step: &Step<T>, entry: Entry, state: &mut PipelineState) {
+pub fn compute<T: TensorCore, const GROUP: usize>(step: &Step<T>, entry: Entry, cursor: &mut Consumer) {
     let heads = step.heads::<GROUP>(entry);
     let operation = Operation::<T, GROUP> { step, entry, heads };
     let mut tasks = Tasks::new(step.block);
-    while let Some(task) = tasks.next::<T>(heads, step.positions, step.sizes.rows, step.blocks) {
+    let mut has_splits = false;
+    while let Some(task) = tasks.next(heads, step.positions, step.sizes.rows, step.blocks) {
+        has_splits |= task.splits > 1;
         if task.position < 0 {
             operation.store_zeros(task);
         } else {
             operation.prepare(task);
-            operation.attend(task, state);
+            let parts = operation.attend(task, cursor);
             sync_consumers();
-            operation.store(task, WARPS, task.splits == 1);
+            operation.store(task, parts, task.splits == 1);
         }
+    }
+    if !has_splits {
+        return;
     }
     // Partial results of other blocks are needed only now: a block that waits has computed its own.
     let mut tasks = Tasks::new(step.block);
-    while let Some(task) = tasks.next::<T>(heads, step.positions, step.sizes.rows, step.blocks) {
+    while let Some(task) = tasks.next(heads, step.positions, step.sizes.rows, step.blocks) {
         if task.position >= 0 && task.split == 0 && task.splits > 1 {
             // Threads may still read the sums of the last task.
             sync_consumers();
@@ -116,9 +119,8 @@ impl<T: TensorCore, const GROUP: usize> Operation<'_, T, GROUP> {
 
     /// Returns the query head and the first of two channels of a thread, among the threads from `first` on.
     fn place(self, first: u32) -> (usize, usize) {
-        let pairs = (self.heads.head_size / 2).max(1);
-        let thread = thread::thread_idx_x().wrapping_sub(first);
-        ((thread / pairs) as usize, 2 * (thread % pairs) as usize)
+        let (g, pair) = divide(thread::thread_idx_x().wrapping_sub(first), self.heads.head_size / 2);
+        (g as usize, 2 * pair as usize)
     }
 
     /// Waits for queries, new key and value. Normalizes and rotates queries and key.
@@ -146,7 +148,7 @@ impl<T: TensorCore, const GROUP: usize> Operation<'_, T, GROUP> {
         }
         async_copy::commit();
         let packets = (heads.head_size / T::PACKET as u32).max(1);
-        let (h, packet) = ((thread as u32 / packets), thread as u32 % packets);
+        let (h, packet) = divide(thread as u32, packets);
         if h < GROUP as u32 + 2 {
             let row = task.slot * (heads.heads + 2 * heads.kv_heads);
             let head = if h < GROUP as u32 {
@@ -177,8 +179,9 @@ impl<T: TensorCore, const GROUP: usize> Operation<'_, T, GROUP> {
         sync_consumers();
     }
 
-    /// Computes the warp's sums over the split, and stores them in shared memory. Stores the new position in the cache.
-    fn attend(self, task: Task, state: &mut PipelineState) {
+    /// Computes the warp's sums over the split, and stores them in shared memory: number i of stages i, i + 8, and so on. Stores the new
+    /// position in the cache. Returns the number of partial results.
+    fn attend(self, task: Task, cursor: &mut Consumer) -> usize {
         let (storage, heads, hs) = (self.step.storage, self.heads, self.head_size());
         let (scratch, thread) = (storage.attention, thread::thread_idx_x() as usize);
         let (keys, values) = (self.entry.index(Field::Keys), self.entry.index(Field::Values));
@@ -190,22 +193,26 @@ impl<T: TensorCore, const GROUP: usize> Operation<'_, T, GROUP> {
             self.step.elements.set(values + at, new_value.at(thread));
         }
         let mut sums = Sums::<T, GROUP>::new(heads, scratch.heads);
-        let (mut start, mut turn) = (task.start, 0);
+        let positions = heads.positions;
+        // The order of the partial results does not depend on the warps, which depend on other slots.
+        let (stages, number) = (task.stages(heads), cursor.others());
+        cursor.pass(stages);
+        let mut start = task.start + number * positions;
         while start < task.end {
-            let count = (task.end - start).min(heads.stage_positions::<T>());
-            storage.barriers.wait_full(*state);
-            if turn == warp::index() {
-                let stage = storage.ring.stage(state.stage());
-                sums.add(stage, stage.skip(Ring::<T>::VALUES), count);
-            }
-            storage.barriers.release_by_warp(state.advance());
-            turn = (turn + 1) % CONSUMERS;
-            start += count;
+            cursor.wait_full(storage.barriers);
+            let stage = storage.ring.stage(cursor.stage());
+            sums.add(stage, stage.skip(Ring::<T>::VALUES), (task.end - start).min(positions));
+            storage.barriers.release_by_warp(cursor.advance());
+            start += CONSUMERS * positions;
         }
-        if task.is_last() && turn == warp::index() {
+        if task.is_last() && number == stages % CONSUMERS {
             sums.add(new_key, new_value, 1);
         }
-        sums.store(&scratch);
+        let parts = (stages + u32::from(task.is_last())).min(CONSUMERS);
+        if number < parts {
+            sums.store(&scratch, number as usize);
+        }
+        parts as usize
     }
 
     /// Combines `parts` partial results in shared memory, and stores the output, or the partial result of the split.
@@ -216,12 +223,11 @@ impl<T: TensorCore, const GROUP: usize> Operation<'_, T, GROUP> {
             return;
         }
         let head = self.head(task, g);
-        let part = |i: usize, channel: usize| {
+        let [most, weight, first, second] = combine(parts, |i| {
             let at = g * WARPS + i;
-            [scratch.scores.at(at * 2), scratch.scores.at(at * 2 + 1), scratch.sums.at(at * hs + channel)]
-        };
-        let [most, weight, first] = combine(parts, |i| part(i, channel));
-        let [_, _, second] = combine(parts, |i| part(i, channel + 1));
+            let [[most, weight], sums] = [scratch.scores.pair(at * 2), scratch.sums.pair(at * hs + channel)];
+            [most, weight, sums[0], sums[1]]
+        });
         if is_complete {
             let factor = math::recip(weight);
             output.set_two(head * hs + channel, [first * factor, second * factor]);
@@ -403,14 +409,14 @@ impl<T: TensorCore, const GROUP: usize> Sums<T, GROUP> {
         if channel < self.heads.head_size as usize { channel } else { 0 }
     }
 
-    /// Stores the warp's sums, maximum scores and weights in shared memory.
-    fn store(&mut self, scratch: &Scratch<T>) {
+    /// Stores the warp's sums, maximum scores and weights in shared memory, as partial result `number`.
+    fn store(&mut self, scratch: &Scratch<T>, number: usize) {
         let (hs, lane, lane_shift) = (self.heads.head_size as usize, warp::lane(), self.heads.lane_shift::<T>());
-        let (warp, channel) = (warp::index() as usize, self.channel());
+        let channel = self.channel();
         self.weight += warp::shuffle_xor(self.weight, 1);
         self.weight += warp::shuffle_xor(self.weight, 2);
         if lane.is_multiple_of(4) && lane < 4 * GROUP as u32 {
-            let at = (lane as usize / 4 * WARPS + warp) * 2;
+            let at = (lane as usize / 4 * WARPS + number) * 2;
             scratch.scores.set(at, self.most);
             scratch.scores.set(at + 1, self.weight);
         }
@@ -426,7 +432,7 @@ impl<T: TensorCore, const GROUP: usize> Sums<T, GROUP> {
         if lane >> lane_shift == 0 && (channel > 0 || lane == 0) {
             for h in 0..GROUP {
                 for c in 0..T::PACKET {
-                    scratch.sums.set((h * WARPS + warp) * hs + channel + c, self.weighted[h][c]);
+                    scratch.sums.set((h * WARPS + number) * hs + channel + c, self.weighted[h][c]);
                 }
             }
         }

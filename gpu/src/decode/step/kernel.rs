@@ -2,20 +2,20 @@
 
 use super::attention::{self, Scratch};
 use super::matvec::{self, MAX_TILES};
-use super::plan::{self, CONSUMERS, Heads, PRODUCERS, Positions, TILE};
-use super::ring::{self, Ring};
+use super::plan::{self, CONSUMERS, Heads, Positions, TILE};
+use super::ring::{self, Consumer, Ring};
 use super::table::{ATTENTION, EMBED, Entry, Field, INPUT, NONE};
 use super::words::Words;
 use crate::decode::{POSITION, TOKEN, WORDS};
-use cuda_std::hopper::{self, MBarrier, PipelineBarriers, PipelineState};
+use cuda_std::hopper::{self, MBarrier, PipelineBarriers};
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, SharedArray, device, kernel, thread, warp};
 
 /// Consumer threads of a block.
 pub const THREADS: u32 = CONSUMERS * warp::LANES;
-/// Minimum number of stages: the producer loads one while the consumers read another.
-pub const MIN_STAGES: u32 = 2;
+/// The number of stages is a multiple of this one.
+pub const MIN_STAGES: u32 = CONSUMERS;
 /// Maximum number of stages.
 pub const MAX_STAGES: u32 = 32;
 
@@ -46,7 +46,7 @@ pub struct Storage<T> {
     pub barriers: PipelineBarriers,
     /// (R, [`Storage::pitch`]): the input of a linear layer.
     pub inputs: SharedArray<T>,
-    /// (R, [`Storage::pitch`]): the normalized input. A consumer warp writes and reads its own part of the channels.
+    /// (R, [`Storage::pitch`]): the normalized input.
     pub normed: SharedArray<T>,
     /// (R, 2): mean and reciprocal standard deviation of a row of the input.
     pub statistics: SharedArray<f32>,
@@ -54,7 +54,7 @@ pub struct Storage<T> {
     pub norm_weight: SharedArray<T>,
     /// Bias of the norm.
     pub norm_bias: SharedArray<T>,
-    /// (2, [`MAX_TILES`], consumer warps, R, 8): sums of a consumer warp over its part of the channels. The two halves alternate.
+    /// (2, [`MAX_TILES`], 8, R, 8): sums over every eighth piece of the channels. The two halves alternate.
     pub sums: SharedArray<f32>,
     /// Memory of attention.
     pub attention: Scratch<T>,
@@ -190,7 +190,7 @@ pub fn decode_step<T: TensorCore, const FP8: bool, const GROUP: usize>(
         blocks,
     };
     if thread::thread_idx_x() == 0 {
-        step.storage.barriers.init(sizes.stages, PRODUCERS, CONSUMERS);
+        step.storage.barriers.init(sizes.stages, 1, 1);
         MBarrier::fence_init();
         hopper::fence_async_proxy();
     }
@@ -209,7 +209,7 @@ pub fn decode_step<T: TensorCore, const FP8: bool, const GROUP: usize>(
 /// Computes the block's part of all operations.
 #[inline(always)]
 fn consume<T: TensorCore, const FP8: bool, const GROUP: usize>(step: &Step<T>) {
-    let mut state = PipelineState::consumer(step.sizes.stages);
+    let mut cursor = Consumer::consumer(step.sizes.stages, warp::index());
     let mut half = 0u32;
     // The next entry is loaded while an operation runs.
     let mut next = Entry::load(step.table, 0);
@@ -222,9 +222,9 @@ fn consume<T: TensorCore, const FP8: bool, const GROUP: usize>(step: &Step<T>) {
         if kind == EMBED as u32 || kind == INPUT as u32 {
             embed(step, entry, kind == EMBED as u32);
         } else if kind == ATTENTION as u32 {
-            attention::compute::<T, GROUP>(step, entry, &mut state);
+            attention::compute::<T, GROUP>(step, entry, &mut cursor);
         } else {
-            matvec::compute::<T, FP8>(step, entry, &mut state, &mut half);
+            matvec::compute::<T, FP8>(step, entry, &mut cursor, &mut half);
         }
     }
 }

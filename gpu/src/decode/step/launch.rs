@@ -8,6 +8,7 @@
 //! The table contains addresses: a program is invalid when weights or cache move.
 
 use super::kernel::{self, Sizes};
+use super::plan;
 use super::table::{ATTENTION, EMBED, ENTRY, Field, INPUT, MATVEC, NONE};
 use super::words;
 use crate::activation::Activation;
@@ -175,8 +176,9 @@ pub fn program<T: TensorCore>(operations: &[Operation<T>], rows: usize, sm_count
         norm_channels: most(|shape| shape.norm_channels),
         head_size: most(|shape| shape.head_size),
     };
-    let stages = (kernel::MIN_STAGES..=kernel::MAX_STAGES)
+    let stages = (1..=kernel::MAX_STAGES / kernel::MIN_STAGES)
         .rev()
+        .map(|n| n * kernel::MIN_STAGES)
         .find(|&stages| bytes::<T>(Sizes { stages, ..sizes }, group) <= MAX_SHARED)
         .ok_or_else(|| format!("shared memory cannot hold {rows} rows of {} channels", sizes.channels))?;
     let sizes = Sizes { stages, ..sizes };
@@ -407,14 +409,19 @@ impl Entry<'_> {
         self.view(Field::NormBias, bias)
     }
 
-    fn attention<T>(&mut self, operands: &AttentionOperands<T>, sizes: attention::Sizes) -> Result<(), String> {
+    fn attention<T: Element>(
+        &mut self,
+        operands: &AttentionOperands<T>,
+        sizes: attention::Sizes,
+    ) -> Result<(), String> {
         self.set(Field::Kind, ATTENTION);
         let scalars = [
-            (Field::Heads, sizes.heads),
+            (Field::Group, sizes.group()),
             (Field::KvHeads, sizes.kv_heads),
             (Field::HeadSize, sizes.head_size),
             (Field::Capacity, sizes.capacity.max(1)),
             (Field::Splits, sizes.splits),
+            (Field::Positions, plan::stage_positions::<T>(sizes.head_size)),
             (Field::Rotation, sizes.rotation),
             (Field::QkNorm, sizes.qk_norm),
             (Field::Eps, sizes.eps.to_bits()),

@@ -1,24 +1,24 @@
 //! Linear layers: out (R, OC) = epilogue(norm(inp (R, C)) · weight (OC, C)ᵀ + bias (OC)), R up to 16.
 //!
-//! All threads wait for the words of inp and copy the values to shared memory. With a norm, the warps normalize the rows in place. The
-//! block's columns are computed in tiles of eight rows of weight: the rows of inp are the left operand of `mma.m16n8k16`, and the rows of
-//! weight the right one. Tensor cores take fewer instructions than FMA even for one row, because weights need no conversion. Each consumer
-//! warp multiplies a part of the channels: every eighth block of four packets. The sums of the warps are added in order, after one barrier
-//! for up to [`MAX_TILES`] tiles. Then each thread computes two columns of a row: bias, activation or residual, and the word of the result.
+//! All threads wait for the words of inp and copy the values to shared memory. With a norm, they normalize the rows. The block's columns are
+//! computed in tiles of eight rows of weight: the rows of inp are the left operand of `mma.m16n8k16`, and the rows of weight the right one.
+//! Tensor cores take fewer instructions than FMA even for one row, because weights need no conversion. A stage, a piece of a tile's rows, is
+//! multiplied by one consumer warp, and the next stages by the others: a warp that waited for tensor cores in every stage would take longer than
+//! memory. The sums over the pieces are added in order, after one barrier for up to [`MAX_TILES`] tiles. Then each thread computes two columns
+//! of a row: bias, activation or residual, and the word of the result.
 //!
 //! A packet of weights in FP8 is converted to two packets of bf16, exactly, and belongs to two packets of the input.
 //!
 //! Values are rounded to T where the separate kernels store them: after the norm, before an activation, and in the output.
 
 use super::kernel::{Output, Step, Storage, THREADS, sync_consumers};
-use super::plan::{CONSUMERS, Linear, PIECE, TILE, halves};
-use super::ring::Ring;
+use super::plan::{CONSUMERS, Linear, TILE, divide, halves};
+use super::ring::{Consumer, Ring};
 use super::table::{Entry, Field, NONE};
 use super::words::Pair;
 use crate::activation::value_of;
 use crate::decode::matvec::{LAYERNORM, LAYERNORM_EPS, PLAIN};
 use cuda_std::fp8::Bf16Scale;
-use cuda_std::hopper::PipelineState;
 use cuda_std::mma::TensorCore;
 use cuda_std::{E4m3, Packet, SharedArray, async_copy, device, math, thread, warp};
 
@@ -27,19 +27,12 @@ pub const MAX_TILES: u32 = 4;
 /// Pairs of columns of these tiles: one for each of 16 threads of a row.
 const PAIRS: u32 = MAX_TILES * TILE / 2;
 const LANES: u32 = warp::LANES;
-/// Packets of a row that the warps multiply at a time: four each.
-const ROUND: u32 = 4 * CONSUMERS;
-/// Rounds of a piece.
-const UNROLL: usize = (PIECE / ROUND) as usize;
+/// Rounds of four packets of a row that are loaded before they are multiplied.
+const UNROLL: u32 = 4;
 
 /// Computes the block's columns. Every consumer thread calls it.
 #[inline(always)]
-pub fn compute<T: TensorCore, const FP8: bool>(
-    step: &Step<T>,
-    entry: Entry,
-    state: &mut PipelineState,
-    half: &mut u32,
-) {
+pub fn compute<T: TensorCore, const FP8: bool>(step: &Step<T>, entry: Entry, cursor: &mut Consumer, half: &mut u32) {
     let linear = Linear::of_block(entry, step.block);
     if linear.count == 0 {
         return;
@@ -54,6 +47,7 @@ pub fn compute<T: TensorCore, const FP8: bool>(
         bias: entry.index(Field::Bias),
         residual: entry.scalar(Field::Residual),
         activation: entry.scalar(Field::Activation),
+        parts: linear.pieces::<T, FP8>().min(CONSUMERS),
     };
     // Values that do not depend on the input are loaded before the wait for it.
     let scale = Bf16Scale::new(if FP8 { step.floats.at(entry.index(Field::Scale)) } else { 1.0 });
@@ -66,7 +60,7 @@ pub fn compute<T: TensorCore, const FP8: bool>(
     sync_consumers();
     let (mut inputs, mut pitch) = (step.storage.inputs, Storage::<T>::pitch(step.sizes.channels));
     if norm != PLAIN {
-        normalize::<T, FP8>(step, linear, norm, [norm_weight != 0, norm_bias != 0], eps);
+        normalize(step, linear, norm, [norm_weight != 0, norm_bias != 0], eps);
         (inputs, pitch) = (step.storage.normed, Storage::<T>::pitch(step.sizes.norm_channels));
     }
     // Rows past the last repeat it: their sums are not stored.
@@ -80,7 +74,7 @@ pub fn compute<T: TensorCore, const FP8: bool>(
             operands = epilogue.operands(tile);
         }
         let end = (tile + MAX_TILES).min(tiles);
-        multiply::<T, FP8>(step, linear, rows, scale, [tile, end], state, *half * MAX_TILES);
+        multiply::<T, FP8>(step, linear, rows, scale, [tile, end], cursor, *half * MAX_TILES);
         sync_consumers();
         epilogue.store(tile, operands, *half * MAX_TILES);
         // Threads may still read this half while others write the next sums.
@@ -105,7 +99,10 @@ fn copy_norm<T: TensorCore>(step: &Step<T>, linear: Linear, from: usize, to: Sha
 fn gather<T: TensorCore>(step: &Step<T>, linear: Linear, first: usize) {
     let (packets, pitch) = (linear.packets::<T>().max(1), Storage::<T>::pitch(step.sizes.channels));
     let all = step.sizes.rows * packets;
-    let place = |i: u32| (i / packets) as usize * pitch + (i % packets) as usize * T::PACKET;
+    let place = |i: u32| {
+        let (row, packet) = divide(i, packets);
+        row as usize * pitch + packet as usize * T::PACKET
+    };
     let mut next = thread::thread_idx_x();
     if all <= THREADS {
         // Threads that wait for fewer words leave more of L2 to the weights.
@@ -127,15 +124,9 @@ fn gather<T: TensorCore>(step: &Step<T>, linear: Linear, first: usize) {
     }
 }
 
-/// Computes the statistics of the rows: a warp those of every eighth row. Then normalizes the warp's part of the channels of all rows.
+/// Computes the statistics of the rows: a warp those of every eighth row. Then the threads normalize the rows.
 #[inline(always)]
-fn normalize<T: TensorCore, const FP8: bool>(
-    step: &Step<T>,
-    linear: Linear,
-    norm: u32,
-    [has_weight, has_bias]: [bool; 2],
-    eps: f32,
-) {
+fn normalize<T: TensorCore>(step: &Step<T>, linear: Linear, norm: u32, [has_weight, has_bias]: [bool; 2], eps: f32) {
     let (storage, lane) = (step.storage, warp::lane());
     let [from, to] = [step.sizes.channels, step.sizes.norm_channels].map(Storage::<T>::pitch);
     let packets = linear.packets::<T>();
@@ -165,98 +156,113 @@ fn normalize<T: TensorCore, const FP8: bool>(
         row += CONSUMERS;
     }
     sync_consumers();
-    // The warp multiplies four packets of weight of each round. Groups of lanes normalize them, for a row each.
-    let (own, rows, warp) = (4 * halves::<FP8>(), step.sizes.rows, warp::index());
-    let rounds = packets.div_ceil(own * CONSUMERS);
-    let mut i = lane / own;
-    while i < rows * rounds {
-        let (row, round) = ((i % rows.max(1)) as usize, i / rows.max(1));
-        let packet = (round * CONSUMERS + warp) * own + lane % own;
-        if packet < packets {
-            let channel = packet as usize * T::PACKET;
-            let weight = if has_weight { storage.norm_weight.packet(channel) } else { Packet::from_fn(|_| 1.0) };
-            let bias = if has_bias { storage.norm_bias.packet(channel) } else { Packet::zero() };
-            let x = storage.inputs.packet(row * from + channel);
-            let [mean, rstd] = storage.statistics.pair(2 * row);
-            let normalized = Packet::from_fn(|i| math::fma((x.get(i) - mean) * rstd, weight.get(i), bias.get(i)));
-            storage.normed.set_packet(row * to + channel, normalized);
-        }
-        i += LANES / own;
+    let mut i = thread::thread_idx_x();
+    while i < step.sizes.rows * packets {
+        let (row, packet) = divide(i, packets);
+        let row = row as usize;
+        let channel = packet as usize * T::PACKET;
+        let weight = if has_weight { storage.norm_weight.packet(channel) } else { Packet::from_fn(|_| 1.0) };
+        let bias = if has_bias { storage.norm_bias.packet(channel) } else { Packet::zero() };
+        let x = storage.inputs.packet(row * from + channel);
+        let [mean, rstd] = storage.statistics.pair(2 * row);
+        let normalized = Packet::from_fn(|i| math::fma((x.get(i) - mean) * rstd, weight.get(i), bias.get(i)));
+        storage.normed.set_packet(row * to + channel, normalized);
+        i += THREADS;
     }
-    warp::sync();
+    sync_consumers();
 }
 
-/// Multiplies tiles `tile` .. `end` by the lane's two rows of the input. Stores the sums over the warp's channels as (R, 8) at place
-/// (`first` + i) consumer warps + warp of the sums, for tile `tile` + i.
+/// Multiplies the warp's stages of tiles `tile` .. `end` by the lane's two rows of the input. Stores the sums over every eighth piece, from piece
+/// l on, as (R, 8) at place 8 (`first` + i) + l of the sums, for tile `tile` + i.
 #[inline(always)]
 fn multiply<T: TensorCore, const FP8: bool>(
     step: &Step<T>,
     linear: Linear,
     inputs: [SharedArray<T>; 2],
     scale: Bf16Scale,
-    [mut tile, end]: [u32; 2],
-    state: &mut PipelineState,
+    [tile, end]: [u32; 2],
+    cursor: &mut Consumer,
     first: u32,
 ) {
     let storage = step.storage;
-    let (warp, lane, rows) = (warp::index(), warp::lane(), step.sizes.rows);
+    let (lane, rows) = (warp::lane(), step.sizes.rows);
     let (g, t) = (lane / 4, lane % 4);
-    let (all, halves) = (linear.weight_packets::<T, FP8>(), halves::<FP8>());
-    let mut sums = storage.sums.skip(((first * CONSUMERS + warp) * rows * TILE) as usize);
-    let mut place = linear.tile_place(tile, g);
-    let (mut d, mut piece) = ([[0.0; 4]; 2], 0);
-    // One loop over the stages of all tiles: short code stays in the instruction cache.
+    let (all, pieces, len) = (linear.weight_packets::<T, FP8>(), linear.pieces::<T, FP8>(), linear.piece::<T, FP8>());
+    let (mut i, mut piece) = (0, cursor.others());
+    cursor.pass((end - tile) * pieces);
     loop {
-        storage.barriers.wait_full(*state);
-        let weights = storage.ring.stage(state.stage()).skip(place as usize * Ring::<T>::PITCH);
-        let packets = (all - piece).min(PIECE);
-        let own = warp * 4;
-        if own < packets {
-            let (mut w, mut x) = ([Packet::<T>::zero(); UNROLL], [[[Packet::<T>::zero(); 2]; 2]; UNROLL]);
-            for u in 0..UNROLL {
-                let round = u as u32 * ROUND;
-                // Loads past the end repeat the first round: with a condition per load, ptxas would interleave loads and uses.
-                let packet = if round + own < packets { round + own } else { own } + t;
-                w[u] = weights.packet(packet as usize * T::PACKET);
-                for i in 0..halves {
-                    let channel = ((piece + packet) * halves + i) as usize * T::PACKET;
-                    x[u][i as usize][0] = inputs[0].packet(channel);
-                    if rows > 8 {
-                        x[u][i as usize][1] = inputs[1].packet(channel);
-                    }
+        while piece >= pieces {
+            piece -= pieces;
+            i += 1;
+        }
+        if tile + i >= end {
+            return;
+        }
+        let place = linear.tile_place(tile + i, g);
+        let mut d = [[[0.0; 4]; 2]; 2];
+        while piece < pieces {
+            cursor.wait_full(storage.barriers);
+            let weights = storage.ring.stage(cursor.stage()).skip(place as usize * Ring::<T>::PITCH);
+            let start = piece * len;
+            let (packets, mut packet) = ((all - start).min(len), 0);
+            while packet + 4 * UNROLL <= packets {
+                if rows > 8 {
+                    rounds::<T, FP8, true, { UNROLL as usize }>(&mut d, weights, inputs, [start, packet], scale);
+                } else {
+                    rounds::<T, FP8, false, { UNROLL as usize }>(&mut d, weights, inputs, [start, packet], scale);
                 }
+                packet += 4 * UNROLL;
             }
-            for u in 0..UNROLL {
-                if u as u32 * ROUND + own < packets {
-                    let mut weights = [w[u]; 2];
-                    if FP8 {
-                        let packet = Packet::<E4m3>::from_packed(w[u].words());
-                        weights = packet.to_bf16(scale).map(|half| Packet::from_words(half.words()));
-                    }
-                    for i in 0..halves as usize {
-                        T::mma_packets(&mut d, x[u][i], weights[i]);
-                    }
+            while packet < packets {
+                rounds::<T, FP8, true, 1>(&mut d, weights, inputs, [start, packet], scale);
+                packet += 4;
+            }
+            storage.barriers.release_by_warp(cursor.advance());
+            piece += CONSUMERS;
+        }
+        let sums = storage.sums.skip((((first + i) * CONSUMERS + piece % CONSUMERS) * rows * TILE) as usize);
+        for k in 0..2 {
+            let row = g + 8 * k as u32;
+            if row < rows {
+                let at = (row * TILE + 2 * t) as usize;
+                for k in 2 * k..2 * k + 2 {
+                    sums.set(at + k % 2, (d[0][0][k] + d[0][1][k]) + (d[1][0][k] + d[1][1][k]));
                 }
             }
         }
-        storage.barriers.release_by_warp(state.advance());
-        piece += PIECE;
-        if piece >= all {
-            for i in 0..2 {
-                let row = g + 8 * i as u32;
-                if row < rows {
-                    let at = (row * TILE + 2 * t) as usize;
-                    sums.set(at, d[0][2 * i] + d[1][2 * i]);
-                    sums.set(at + 1, d[0][2 * i + 1] + d[1][2 * i + 1]);
-                }
-            }
-            tile += 1;
-            if tile == end {
-                break;
-            }
-            (d, piece) = ([[0.0; 4]; 2], 0);
-            place = linear.tile_place(tile, g);
-            sums = sums.skip((CONSUMERS * rows * TILE) as usize);
+    }
+}
+
+/// Multiplies N times four packets of the rows of weight, from packet `packet` of the stage on, which begins with packet `start` of the rows.
+/// Only with LOWER, rows 8 to 15 of the input are used.
+#[inline(always)]
+fn rounds<T: TensorCore, const FP8: bool, const LOWER: bool, const N: usize>(
+    d: &mut [[[f32; 4]; 2]; 2],
+    weights: SharedArray<T>,
+    inputs: [SharedArray<T>; 2],
+    [start, packet]: [u32; 2],
+    scale: Bf16Scale,
+) {
+    let (halves, t) = (halves::<FP8>() as usize, warp::lane() % 4);
+    let channel = |u: usize, i: usize| ((start + packet + 4 * u as u32 + t) as usize * halves + i) * T::PACKET;
+    let (mut w, mut x) = ([Packet::<T>::zero(); N], [[Packet::<T>::zero(); 2]; N]);
+    // All loads are issued before the first is used.
+    for u in 0..N {
+        w[u] = weights.packet((packet + 4 * u as u32 + t) as usize * T::PACKET);
+        for i in 0..halves {
+            x[u][i] = inputs[0].packet(channel(u, i));
+        }
+    }
+    for u in 0..N {
+        let mut weights = [w[u]; 2];
+        if FP8 {
+            let packet = Packet::<E4m3>::from_packed(w[u].words());
+            weights = packet.to_bf16(scale).map(|half| Packet::from_words(half.words()));
+        }
+        for i in 0..halves {
+            let lower = if LOWER { inputs[1].packet(channel(u, i)) } else { Packet::zero() };
+            // Neighbors have separate sums, so that fewer instructions wait for each other.
+            T::mma_packets(&mut d[(u + i) % 2], [x[u][i], lower], weights[i]);
         }
     }
 }
@@ -270,12 +276,15 @@ struct Epilogue<'a, T> {
     bias: usize,
     residual: u32,
     activation: u32,
+    /// Sums of a tile.
+    parts: u32,
 }
 
-/// The operands of a thread's two columns: the bias of up and gate, and the words of the residual.
+/// The operands of a thread's two columns: the bias of up and gate, and the words of the residual. They are as in memory, because a conversion
+/// would wait for the loads.
 #[derive(Clone, Copy)]
-struct Operands {
-    bias: [[f32; 2]; 2],
+struct Operands<T> {
+    bias: [[T; 2]; 2],
     residual: Pair,
 }
 
@@ -297,15 +306,15 @@ impl<T: TensorCore> Epilogue<'_, T> {
     }
 
     /// Loads the thread's operands for the tiles from `tile` on.
-    fn operands(self, tile: u32) -> Operands {
-        let mut operands = Operands { bias: [[0.0; 2]; 2], residual: [0; 2] };
+    fn operands(self, tile: u32) -> Operands<T> {
+        let mut operands = Operands { bias: [[T::from_f32(0.0); 2]; 2], residual: [0; 2] };
         if let Some((row, column)) = self.place(tile) {
             if self.bias != 0 {
                 for gate in 0..2 {
                     for i in 0..2 {
                         if gate == 0 || self.linear.is_gated {
                             let at = self.bias + self.linear.row(column + i as u32, gate as u32) as usize;
-                            operands.bias[gate][i] = self.step.elements.at(at).to_f32();
+                            operands.bias[gate][i] = self.step.elements.at(at);
                         }
                     }
                 }
@@ -317,28 +326,30 @@ impl<T: TensorCore> Epilogue<'_, T> {
         operands
     }
 
-    /// Adds the sums of the warps for columns `column` and `column` + 1 of a tile. `column` is even.
+    /// Adds the sums of the pieces for columns `column` and `column` + 1 of a tile. `column` is even.
     fn sum(self, row: u32, tile: u32, column: u32) -> [f32; 2] {
         let rows = self.step.sizes.rows;
         let sums = self.step.storage.sums.skip((((tile * CONSUMERS) * rows + row) * TILE + column) as usize);
         let mut sum = [0.0; 2];
-        for warp in 0..CONSUMERS {
-            let [a, b] = sums.pair((warp * rows * TILE) as usize);
-            sum = [sum[0] + a, sum[1] + b];
+        for part in 0..CONSUMERS {
+            if part < self.parts {
+                let [a, b] = sums.pair((part * rows * TILE) as usize);
+                sum = [sum[0] + a, sum[1] + b];
+            }
         }
         sum
     }
 
     /// Stores the thread's columns of the tiles from `tile` on, whose sums begin at place `first` of the sums.
-    fn store(self, tile: u32, operands: Operands, first: u32) {
+    fn store(self, tile: u32, operands: Operands<T>, first: u32) {
         let Some((row, column)) = self.place(tile) else { return };
         let (own, width) = (column - (tile << self.linear.tile_shift()), 1 << self.linear.tile_shift());
         let (tile, place) = (first + (own >> self.linear.tile_shift()), own & (width - 1));
-        let add = |sums: [f32; 2], bias: [f32; 2]| [sums[0] + bias[0], sums[1] + bias[1]];
-        let mut values = add(self.sum(row, tile, place), operands.bias[0]);
+        let add = |sums: [f32; 2], other: [f32; 2]| [sums[0] + other[0], sums[1] + other[1]];
+        let bias = operands.bias.map(|pair| pair.map(|x| x.to_f32()));
+        let mut values = add(self.sum(row, tile, place), bias[0]);
         if self.activation != 0 {
-            let gates =
-                if self.linear.is_gated { add(self.sum(row, tile, width + place), operands.bias[1]) } else { [0.0; 2] };
+            let gates = if self.linear.is_gated { add(self.sum(row, tile, width + place), bias[1]) } else { [0.0; 2] };
             for i in 0..2 {
                 values[i] = value_of(self.activation, [values[i], gates[i]].map(|x| T::from_f32(x).to_f32()));
             }

@@ -16,8 +16,8 @@ pub const CONSUMERS: u32 = 8;
 pub const PRODUCERS: u32 = 4;
 /// Rows of weight in a stage.
 pub const TILE: u32 = 8;
-/// Maximum number of packets of a row in a stage: three blocks of four packets for each consumer warp.
-pub const PIECE: u32 = 96;
+/// Maximum number of packets of a row in a stage.
+pub const PIECE: u32 = 64;
 /// Bytes between two rows in a stage. Rows start 64 bytes apart, modulo 128, so that eight lanes read two rows without bank conflicts.
 pub const PITCH: usize = PIECE as usize * 16 + 64;
 /// Bytes of a stage.
@@ -79,6 +79,16 @@ impl Linear {
         self.packets::<T>() / halves::<FP8>()
     }
 
+    /// Returns the number of pieces into which stages divide the rows of weight.
+    pub const fn pieces<T: Element, const FP8: bool>(self) -> u32 {
+        self.weight_packets::<T, FP8>().div_ceil(PIECE)
+    }
+
+    /// Returns the packets of a piece: four times as many as a quarter of a warp reads, and fewer in the last piece.
+    pub fn piece<T: Element, const FP8: bool>(self) -> u32 {
+        self.weight_packets::<T, FP8>().div_ceil(self.pieces::<T, FP8>().max(1)).next_multiple_of(4)
+    }
+
     /// Returns the row of weight of column `column` of the block, for up (0) or gate (1).
     pub const fn row(self, column: u32, gate: u32) -> u32 {
         self.first + column + gate * self.columns
@@ -121,6 +131,18 @@ impl Positions {
     }
 }
 
+/// Returns quotient and remainder. The usual cases take a few instructions: a division takes more than a hundred cycles.
+#[inline(always)]
+pub fn divide(n: u32, d: u32) -> (u32, u32) {
+    if n < d {
+        (0, n)
+    } else if d.is_power_of_two() {
+        (n >> d.trailing_zeros(), n & (d - 1))
+    } else {
+        (n / d.max(1), n % d.max(1))
+    }
+}
+
 /// The sizes of an attention.
 #[derive(Clone, Copy)]
 pub struct Heads {
@@ -136,26 +158,35 @@ pub struct Heads {
     pub capacity: u32,
     /// Maximum number of splits.
     pub splits: u32,
+    /// Positions of a stage.
+    pub positions: u32,
     /// Maximum number of query heads of a task.
     per_task: u32,
     /// Tasks for the query heads of a key-value head.
     chunks: u32,
 }
 
+/// Returns the positions of a stage for heads of HS elements of T.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn stage_positions<T: Element>(head_size: u32) -> u32 {
+    (STAGE as u32 / 2 / (head_size * size_of::<T>() as u32) / 8 * 8).min(MAX_POSITIONS)
+}
+
 #[device]
 impl Heads {
     /// Returns the sizes of an operation whose tasks have up to `per_task` query heads.
     pub fn new(entry: Entry, per_task: u32) -> Self {
-        let [heads, kv_heads] = [entry.scalar(Field::Heads), entry.scalar(Field::KvHeads).max(1)];
+        let [group, kv_heads] = [Field::Group, Field::KvHeads].map(|field| entry.scalar(field));
         Self {
-            heads,
+            heads: group * kv_heads,
             kv_heads,
-            group: heads / kv_heads,
+            group,
             head_size: entry.scalar(Field::HeadSize),
             capacity: entry.scalar(Field::Capacity).max(1),
             splits: entry.scalar(Field::Splits).max(1),
+            positions: entry.scalar(Field::Positions).max(1),
             per_task,
-            chunks: (heads / kv_heads).div_ceil(per_task).max(1),
+            chunks: group.div_ceil(per_task).max(1),
         }
     }
 
@@ -164,10 +195,13 @@ impl Heads {
         self.head_size.div_ceil(T::PACKET as u32).next_power_of_two().trailing_zeros()
     }
 
-    /// Returns the positions of a stage.
-    pub fn stage_positions<T: Element>(self) -> u32 {
-        let row = self.head_size.max(1) * size_of::<T>() as u32;
-        (STAGE as u32 / 2 / row / 8 * 8).min(MAX_POSITIONS)
+    /// Returns the positions of a split of `len` positions, and the number of splits.
+    fn splits_of(self, len: u32) -> (u32, u32) {
+        if self.splits == 1 || len <= MIN_SPLIT {
+            return (len, 1);
+        }
+        let per_split = len.div_ceil(self.splits).max(MIN_SPLIT).next_multiple_of(self.positions);
+        (per_split, len.div_ceil(per_split.max(1)))
     }
 }
 
@@ -201,6 +235,11 @@ impl Task {
         self.split + 1 == self.splits
     }
 
+    /// Returns the stages with its positions.
+    pub fn stages(self, heads: Heads) -> u32 {
+        divide(self.end - self.start + heads.positions - 1, heads.positions).0
+    }
+
     /// Returns the place in the ring of the cache of position `i`, counted from the oldest visible one.
     pub fn place(self, i: u32, heads: Heads) -> u32 {
         let place = self.oldest + i;
@@ -225,20 +264,19 @@ impl Tasks {
     }
 
     /// Returns the next task of one of `blocks` blocks. Every lane of the warp must call it.
-    pub fn next<T: Element>(&mut self, heads: Heads, positions: Positions, rows: u32, blocks: u32) -> Option<Task> {
+    pub fn next(&mut self, heads: Heads, positions: Positions, rows: u32, blocks: u32) -> Option<Task> {
         while self.slot < rows {
             let position = positions.of(self.slot);
             let newest = position.max(0) as u32;
             let len = if newest < heads.capacity { newest + 1 } else { heads.capacity };
-            let per_split = len.div_ceil(heads.splits).max(MIN_SPLIT).next_multiple_of(heads.stage_positions::<T>());
-            let splits = if position < 0 { 1 } else { len.div_ceil(per_split.max(1)) };
+            let (per_split, splits) = if position < 0 { (len, 1) } else { heads.splits_of(len) };
             let count = heads.kv_heads * heads.chunks * splits;
             let i = self.next - self.before;
             if i < count {
                 self.next += blocks;
-                let (head, split) = (i / splits.max(1), i % splits.max(1));
-                let (kv, chunk) = (head / heads.chunks.max(1), head % heads.chunks.max(1));
-                let place = newest % heads.capacity.max(1);
+                let (head, split) = if splits == 1 { (i, 0) } else { divide(i, splits) };
+                let (kv, chunk) = if heads.chunks == 1 { (head, 0) } else { divide(head, heads.chunks) };
+                let (_, place) = divide(newest, heads.capacity);
                 let is_full = newest >= heads.capacity && place + 1 < heads.capacity;
                 let start = split * per_split;
                 return Some(Task {

@@ -70,8 +70,8 @@ pub enum Field {
     Rotations,
     /// First word of the partial results (B, NH, splits, HS + 2).
     Partials,
-    /// NH.
-    Heads,
+    /// NH / KV.
+    Group,
     /// KV.
     KvHeads,
     /// HS.
@@ -88,6 +88,8 @@ pub enum Field {
     Gain,
     /// Scale of a weight in FP8, an index of f32.
     Scale,
+    /// Positions of a stage.
+    Positions,
 }
 
 /// An entry, spread over the lanes of a warp.
