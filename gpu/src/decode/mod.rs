@@ -1,6 +1,6 @@
 //! Text generation with a KV cache: one new token for each of B sequences.
 //!
-//! * [`matvec`]: linear layers of up to 16 rows in f32 and 2 in bf16, with a norm before and an activation or a residual after.
+//! * [`matvec`]: linear layers of up to 16 rows in f32 and 8 in bf16, with a norm before and an activation or a residual after.
 //! * [`matvec_mma`]: the same on tensor cores, for more rows in bf16, and for weights in FP8.
 //! * [`attention`]: rotary positions, the append to the cache, and attention over it; copies of a prompt's keys and values.
 //! * [`embed`]: embeddings at any position.
