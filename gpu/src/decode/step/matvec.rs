@@ -346,7 +346,7 @@ impl<T: TensorCore> Epilogue<'_, T> {
         let (own, width) = (column - (tile << self.linear.tile_shift()), 1 << self.linear.tile_shift());
         let (tile, place) = (first + (own >> self.linear.tile_shift()), own & (width - 1));
         let add = |sums: [f32; 2], other: [f32; 2]| [sums[0] + other[0], sums[1] + other[1]];
-        let bias = operands.bias.map(|pair| pair.map(|x| x.to_f32()));
+        let bias = operands.bias.map(|pair| pair.map(T::to_f32));
         let mut values = add(self.sum(row, tile, place), bias[0]);
         if self.activation != 0 {
             let gates = if self.linear.is_gated { add(self.sum(row, tile, width + place), bias[1]) } else { [0.0; 2] };
