@@ -84,7 +84,7 @@ impl Linear {
         self.weight_packets::<T, FP8>().div_ceil(PIECE)
     }
 
-    /// Returns the packets of a piece: four times as many as a quarter of a warp reads, and fewer in the last piece.
+    /// Returns the packets of a piece, a multiple of four. The last piece may have fewer.
     pub fn piece<T: Element, const FP8: bool>(self) -> u32 {
         self.weight_packets::<T, FP8>().div_ceil(self.pieces::<T, FP8>().max(1)).next_multiple_of(4)
     }
