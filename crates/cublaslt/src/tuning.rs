@@ -82,30 +82,25 @@ impl Matmuls {
     /// See [`run`](Self::run). The outputs of the matmul are undefined afterwards.
     pub unsafe fn tune(&mut self, stream: &Stream, gemm: &Gemm, operands: &GemmOperands) -> Result<()> {
         // SAFETY: the caller's promise.
-        let Finalists { algos, .. } = unsafe { self.finalists(stream, gemm, &[*operands]) }?;
+        let Finalists { algos, .. } = unsafe { self.finalists(stream, gemm, operands) }?;
         // SAFETY: the caller's promise.
-        let times = race(algos.len(), |i, runs| unsafe { self.time(stream, gemm, &[*operands], algos[i], runs) })?;
+        let times = race(algos.len(), |i, runs| unsafe { self.time(stream, gemm, operands, algos[i], runs) })?;
         let best = fastest(&times).expect("there is a finalist");
         self.select((*gemm, operands.alignments()), algos[best]);
         Ok(())
     }
 
     /// Times the matmul with each candidate algorithm and returns the heuristic's first choice and the fastest others. Candidates
-    /// that cuBLASLt refuses to run are omitted; without any other, the error is [`Error::NoAlgorithm`]. See [`time`](Self::time) for
-    /// the operands.
+    /// that cuBLASLt refuses to run are omitted; without any other, the error is [`Error::NoAlgorithm`].
     ///
     /// # Safety
-    /// See [`run`](Self::run), for all operands. The outputs of the matmul are undefined afterwards.
-    pub unsafe fn finalists(&self, stream: &Stream, gemm: &Gemm, operands: &[GemmOperands]) -> Result<Finalists> {
-        let mut operands = operands.to_vec();
-        operands[0].validate(gemm)?;
+    /// See [`run`](Self::run). The outputs of the matmul are undefined afterwards.
+    pub unsafe fn finalists(&self, stream: &Stream, gemm: &Gemm, operands: &GemmOperands) -> Result<Finalists> {
+        operands.validate(gemm)?;
         let mut timed = Vec::new();
-        for algo in candidates(&self.handle, gemm, &operands[0], CANDIDATES)? {
-            // No candidate finds in L2 what the last one has read.
-            let used = (SCREENING_RUNS as usize + 1) % operands.len();
-            operands.rotate_left(used);
+        for algo in candidates(&self.handle, gemm, operands, CANDIDATES)? {
             // SAFETY: the caller's promise.
-            match unsafe { self.time(stream, gemm, &operands, algo, SCREENING_RUNS) } {
+            match unsafe { self.time(stream, gemm, operands, algo, SCREENING_RUNS) } {
                 Err(error) if error.is_unsupported() => {}
                 milliseconds => timed.push((milliseconds?, algo)),
             }
@@ -119,29 +114,23 @@ impl Matmuls {
         Ok(Finalists { candidates: timed.len(), algos })
     }
 
-    /// Returns the mean milliseconds of `runs` matmuls with an algorithm, after one that is not timed. Waits for the stream. The matmuls
-    /// use the operands in turn, which have the same alignments: at least one.
+    /// Returns the mean milliseconds of `runs` matmuls with an algorithm, after one that is not timed. Waits for the stream.
     ///
     /// # Safety
-    /// See [`run`](Self::run), for all operands. The outputs of the matmul are undefined afterwards.
+    /// See [`run`](Self::run). The outputs of the matmul are undefined afterwards.
     pub unsafe fn time(
         &self,
         stream: &Stream,
         gemm: &Gemm,
-        operands: &[GemmOperands],
+        operands: &GemmOperands,
         algo: MatmulAlgo,
         runs: u32,
     ) -> Result<f32> {
-        let mut plan = MatmulPlan::with(&self.handle, gemm, &operands[0], algo)?;
-        let mut turns = operands.iter().cycle();
-        let mut run = || match turns.next() {
-            // SAFETY: the caller's promise.
-            Some(operands) => unsafe { plan.run(&self.handle, &self.workspace, stream, gemm, operands) },
-            None => Ok(()),
-        };
+        let mut plan = MatmulPlan::with(&self.handle, gemm, operands, algo)?;
+        // SAFETY: the caller's promise.
+        let mut run = || unsafe { plan.run(&self.handle, &self.workspace, stream, gemm, operands) };
         run()?;
-        // SAFETY: as above.
-        unsafe { Stopwatch::new(stream)?.time_graph(stream, runs, run) }
+        Stopwatch::new(stream)?.time(stream, runs, run)
     }
 
     /// Uses an algorithm for a problem with operands of these alignments from now on, if this version of cuBLASLt supports it.

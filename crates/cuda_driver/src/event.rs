@@ -58,39 +58,10 @@ impl Stopwatch {
         runs: u32,
         mut run: impl FnMut() -> Result<(), E>,
     ) -> Result<f32, E> {
-        self.between(stream, runs, || (0..runs).try_for_each(|_| run()))
-    }
-
-    /// Like [`time`](Self::time), but launches the work as one CUDA graph. Work that takes less time than its launch would otherwise be
-    /// measured by the time that the host takes. `run` must not wait for the stream.
-    ///
-    /// # Safety
-    /// Same as the launches and library calls of `run`: they run when this function launches the graph.
-    pub unsafe fn time_graph<E: From<crate::Error>>(
-        &self,
-        stream: &Stream,
-        runs: u32,
-        mut run: impl FnMut() -> Result<(), E>,
-    ) -> Result<f32, E> {
-        stream.begin_capture()?;
-        let queued = (0..runs).try_for_each(|_| run());
-        let graph = stream.end_capture();
-        queued?;
-        let mut graph = graph?.instantiate()?;
-        graph.upload(stream)?;
-        // SAFETY: the caller's promise.
-        self.between(stream, runs, || Ok(unsafe { graph.launch(stream) }?))
-    }
-
-    /// Returns the milliseconds of the work that `queue` queues, divided by `runs`.
-    fn between<E: From<crate::Error>>(
-        &self,
-        stream: &Stream,
-        runs: u32,
-        queue: impl FnOnce() -> Result<(), E>,
-    ) -> Result<f32, E> {
         self.start.record(stream)?;
-        queue()?;
+        for _ in 0..runs {
+            run()?;
+        }
         self.end.record(stream)?;
         self.end.synchronize()?;
         Ok(self.end.milliseconds_since(&self.start)? / runs as f32)

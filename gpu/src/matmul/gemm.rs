@@ -24,17 +24,6 @@ pub enum GemmPrecision {
     },
 }
 
-impl GemmPrecision {
-    /// Returns the bytes of an element of a and b.
-    pub const fn operand_bytes(self) -> usize {
-        match self {
-            Self::Bf16 => 2,
-            Self::F32 | Self::Tf32 => 4,
-            Self::Fp8 { .. } => 1,
-        }
-    }
-}
-
 /// The columns of K that tensor cores accumulate in FP8 before the result is added in f32, in the exact mode. After every 32 columns, tensor
 /// cores truncate the accumulator to about 14 bits: the error grows with K, and small addends are lost.
 pub const EXACT_COLUMNS: usize = 128;

@@ -23,15 +23,10 @@ use cuda_std::Global;
 use cuda_std::hopper::TensorMap;
 use gpu::launch::KernelLaunch;
 use std::collections::{HashMap, VecDeque};
-use std::ops::Range;
 use std::time::Duration;
 
 /// Bytes of noise that the host generates; the rest of the memory is filled with copies.
 const NOISE_BYTES: usize = 8 << 20;
-
-/// Places of an operand have at least the alignment of tensors in the arena, and there are at most so many of them.
-const PLACE_ALIGNMENT: u64 = 256;
-const MAX_PLACES: u64 = 64;
 
 /// Batches in transfer to the GPU; a further one waits for the first. Two let the host fill one while the other is copied.
 const UPLOADS_IN_FLIGHT: usize = 2;
@@ -390,13 +385,7 @@ impl GemmTimer for CudaDevice {
         Ok(unsafe { self.stream.fill(memory.address(), 0, memory.bytes()) }?)
     }
 
-    fn places(&self, address: u64, bytes: usize) -> Vec<u64> {
-        let range =
-            self.memory.as_ref().map_or(0..0, |memory| memory.address()..memory.address() + memory.bytes() as u64);
-        places(address, bytes as u64, range, self.gpu.info().l2_bytes as u64)
-    }
-
-    unsafe fn library_finalists(&mut self, gemm: &Gemm, operands: &[GemmOperands]) -> Result<Finalists> {
+    unsafe fn library_finalists(&mut self, gemm: &Gemm, operands: &GemmOperands) -> Result<Finalists> {
         // SAFETY: the caller's promise.
         Ok(unsafe { self.cublaslt.finalists(&self.stream, gemm, operands) }?)
     }
@@ -404,7 +393,7 @@ impl GemmTimer for CudaDevice {
     unsafe fn time_library(
         &mut self,
         gemm: &Gemm,
-        operands: &[GemmOperands],
+        operands: &GemmOperands,
         algo: MatmulAlgo,
         runs: u32,
     ) -> Result<f32> {
@@ -412,15 +401,13 @@ impl GemmTimer for CudaDevice {
         Ok(unsafe { self.cublaslt.time(&self.stream, gemm, operands, algo, runs) }?)
     }
 
-    unsafe fn time_kernels(&mut self, groups: &[Vec<KernelLaunch>], runs: u32) -> Result<f32> {
+    unsafe fn time_kernels(&mut self, kernels: &[KernelLaunch], runs: u32) -> Result<f32> {
         let (functions, stream) = (&mut self.functions, &self.stream);
         // SAFETY: the caller's promise.
         let mut launch = |kernel: &KernelLaunch| unsafe { functions.launch(stream, kernel) };
-        let mut turns = groups.iter().cycle();
-        let mut run = || turns.next().into_iter().flatten().try_for_each(&mut launch);
+        let mut run = || kernels.iter().try_for_each(&mut launch);
         run()?;
-        // SAFETY: as above.
-        unsafe { Stopwatch::new(stream)?.time_graph(stream, runs, run) }
+        Stopwatch::new(stream)?.time(stream, runs, run)
     }
 
     fn library_algorithm(&self, key: &GemmKey) -> Option<MatmulAlgo> {
@@ -432,41 +419,10 @@ impl GemmTimer for CudaDevice {
     }
 }
 
-/// Returns places for `bytes` bytes in `range`, around `address` and with its alignment: enough to exceed an L2 of `l2` bytes twice, or as many
-/// as there are. Only `address` if the bytes alone exceed L2.
-fn places(address: u64, bytes: u64, range: Range<u64>, l2: u64) -> Vec<u64> {
-    let distance = bytes.max(1).next_multiple_of(PLACE_ALIGNMENT);
-    let count = if bytes > l2 { 1 } else { (2 * l2).div_ceil(distance).min(MAX_PLACES) };
-    let after = (1..count).map(|i| address + i * distance).take_while(|place| place + bytes <= range.end);
-    let before = (1..count).map_while(|i| address.checked_sub(i * distance)).take_while(|place| *place >= range.start);
-    [address].into_iter().chain(after).chain(before).take(count as usize).collect()
-}
-
 impl Drop for CudaDevice {
     /// Waits for the stream, because buffers must outlive the copies that use them.
     fn drop(&mut self) {
         // A failure was or will be reported by the call that encounters it first; nothing is left to copy then.
         let _ = self.stream.synchronize();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::places;
-
-    #[test]
-    fn places_of_an_operand_exceed_l2() {
-        let range = 1 << 20..1 << 24;
-        // Three megabytes around the middle: 2 x 4 MiB of L2 are three places.
-        let found = places(8 << 20, 3_000_000, range.clone(), 4 << 20);
-        assert_eq!(found.len(), 3);
-        assert!(found.iter().all(|place| range.contains(place) && place + 3_000_000 <= range.end && place % 256 == 0));
-        let mut sorted = found.clone();
-        sorted.sort_unstable();
-        assert!(sorted.windows(2).all(|pair| pair[1] - pair[0] >= 3_000_000), "{found:?}");
-        // Too large for L2, too large for a second place, and small.
-        assert_eq!(places(8 << 20, 5 << 20, range.clone(), 4 << 20), [8 << 20]);
-        assert_eq!(places(8 << 20, 8 << 20, range.clone(), 16 << 20), [8 << 20]);
-        assert_eq!(places(8 << 20, 100, range, 4 << 20).len(), 64);
     }
 }

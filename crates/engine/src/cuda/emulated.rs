@@ -295,11 +295,7 @@ mod timer {
             Ok(())
         }
 
-        fn places(&self, address: u64, _bytes: usize) -> Vec<u64> {
-            vec![address]
-        }
-
-        unsafe fn library_finalists(&mut self, gemm: &Gemm, _operands: &[GemmOperands]) -> Result<Finalists> {
+        unsafe fn library_finalists(&mut self, gemm: &Gemm, _operands: &GemmOperands) -> Result<Finalists> {
             if self.library_refuses {
                 return Err(cublaslt::Error::NoAlgorithm { gemm: *gemm }.into());
             }
@@ -310,15 +306,15 @@ mod timer {
         unsafe fn time_library(
             &mut self,
             _gemm: &Gemm,
-            _operands: &[GemmOperands],
+            _operands: &GemmOperands,
             algo: MatmulAlgo,
             _runs: u32,
         ) -> Result<f32> {
             Ok(self.times().library[algo.0[0] as usize])
         }
 
-        unsafe fn time_kernels(&mut self, groups: &[Vec<KernelLaunch>], _runs: u32) -> Result<f32> {
-            Ok(self.times().kernel * groups[0].len() as f32)
+        unsafe fn time_kernels(&mut self, kernels: &[KernelLaunch], _runs: u32) -> Result<f32> {
+            Ok(self.times().kernel * kernels.len() as f32)
         }
 
         fn library_algorithm(&self, key: &GemmKey) -> Option<MatmulAlgo> {

@@ -69,7 +69,7 @@ pub trait Executor {
         self.emulation().sm_count
     }
 
-    /// Reports whether the engine may use kernels whose blocks wait for each other. A GPU runs one on each SM together.
+    /// Reports whether the engine may use kernels in which blocks wait for other blocks. On a GPU, one block per SM is resident.
     fn runs_blocks_together(&self) -> bool {
         true
     }
@@ -207,33 +207,24 @@ pub trait GemmTimer {
     /// Fills the allocated memory with zeros.
     fn zero_memory(&mut self) -> Result<()>;
 
-    /// Returns places in the allocated memory for `bytes` bytes that are at `address` now, with the same alignment. An operand that is read
-    /// at one place after another comes from memory, because the places together are larger than L2.
-    fn places(&self, address: u64, bytes: usize) -> Vec<u64>;
-
-    /// Returns cuBLASLt's first choice for a GEMM and its fastest other algorithms. Operands are used in turn: at least one.
+    /// Returns cuBLASLt's first choice for a GEMM and its fastest other algorithms.
     ///
     /// # Safety
-    /// Same as [`Executor::library_gemm`], for all operands. The outputs are undefined afterwards.
-    unsafe fn library_finalists(&mut self, gemm: &Gemm, operands: &[GemmOperands]) -> Result<Finalists>;
+    /// Same as [`Executor::library_gemm`]. The outputs are undefined afterwards.
+    unsafe fn library_finalists(&mut self, gemm: &Gemm, operands: &GemmOperands) -> Result<Finalists>;
 
-    /// Returns the mean time of `runs` GEMMs with an algorithm of cuBLASLt, in milliseconds. Operands are used in turn: at least one.
+    /// Returns the mean time of `runs` GEMMs with an algorithm of cuBLASLt, in milliseconds.
     ///
     /// # Safety
-    /// Same as [`Executor::library_gemm`], for all operands. The outputs are undefined afterwards.
-    unsafe fn time_library(
-        &mut self,
-        gemm: &Gemm,
-        operands: &[GemmOperands],
-        algo: MatmulAlgo,
-        runs: u32,
-    ) -> Result<f32>;
+    /// Same as [`Executor::library_gemm`]. The outputs are undefined afterwards.
+    unsafe fn time_library(&mut self, gemm: &Gemm, operands: &GemmOperands, algo: MatmulAlgo, runs: u32)
+    -> Result<f32>;
 
-    /// Returns the mean time of `runs` launches of a group of kernels, in milliseconds. The groups are launched in turn: at least one.
+    /// Returns the mean time of launching the kernels `runs` times, in milliseconds.
     ///
     /// # Safety
     /// Same as [`Executor::launch`], for each kernel. The outputs are undefined afterwards.
-    unsafe fn time_kernels(&mut self, groups: &[Vec<KernelLaunch>], runs: u32) -> Result<f32>;
+    unsafe fn time_kernels(&mut self, kernels: &[KernelLaunch], runs: u32) -> Result<f32>;
 
     /// Returns the algorithm that cuBLASLt uses for a GEMM, if one was selected.
     fn library_algorithm(&self, key: &GemmKey) -> Option<MatmulAlgo>;

@@ -3,7 +3,7 @@
 use super::executor::{Executor, GemmTimer};
 use super::gemm_dispatch::{GemmDispatch, unsupported};
 use super::wgmma::WgmmaGemm;
-use crate::gemm::{Batching, Gemm, GemmCall, GemmChoice, GemmOperands, GemmTiming, KernelConfig, Tuning};
+use crate::gemm::{GemmCall, GemmChoice, GemmTiming, KernelConfig, Tuning};
 use crate::{COOLDOWN, Result};
 use anyhow::Context;
 use cublaslt::Finalists;
@@ -52,17 +52,14 @@ impl GemmDispatch {
         if retune {
             sleep(COOLDOWN);
         }
-        let turns = turns(call, timer_of(executor)?);
         let part = call.library_part();
-        let parts: Vec<_> = turns.iter().map(|call| call.library_part().operands).collect();
-        let Finalists { candidates, algos } = self.library_finalists(&part, &parts, executor)?;
-        let kernels = self.kernel_finalists(&turns, executor)?;
-        let unfused: Vec<_> = turns.iter().map(|call| self.unfused_kernels(call, executor)).collect::<Result<_>>()?;
-        let unfused: Option<Vec<_>> = unfused.into_iter().collect();
+        let Finalists { candidates, algos } = self.library_finalists(&part, executor)?;
+        let kernels = self.kernel_finalists(call, executor)?;
+        let unfused = self.unfused_kernels(call, executor)?;
         let others: Vec<_> = call.fallback.iter().chain(&call.after).cloned().collect();
-        let others = (!algos.is_empty() && !others.is_empty()).then(|| vec![others]);
+        let others = (!algos.is_empty() && !others.is_empty()).then_some(others);
 
-        let launches: Vec<&[Vec<KernelLaunch>]> = kernels
+        let launches: Vec<&[KernelLaunch]> = kernels
             .iter()
             .map(|(_, launches)| &launches[..])
             .chain(unfused.as_deref())
@@ -72,7 +69,7 @@ impl GemmDispatch {
             let timer = timer_of(executor)?;
             // SAFETY: the operations have checked the operands against the arena; nothing else is running.
             match algos.get(i) {
-                Some(algo) => unsafe { timer.time_library(&part.gemm, &parts, *algo, runs) },
+                Some(algo) => unsafe { timer.time_library(&part.gemm, &part.operands, *algo, runs) },
                 None => unsafe { timer.time_kernels(launches[i - algos.len()], runs) },
             }
         })?;
@@ -105,43 +102,31 @@ impl GemmDispatch {
     }
 
     /// Returns the algorithms of cuBLASLt that are worth a race; none if it cannot compute the library part of a GEMM.
-    fn library_finalists(
-        &mut self,
-        part: &GemmCall,
-        operands: &[GemmOperands],
-        executor: &mut dyn Executor,
-    ) -> Result<Finalists> {
+    fn library_finalists(&mut self, part: &GemmCall, executor: &mut dyn Executor) -> Result<Finalists> {
         let none = || Finalists { candidates: 0, algos: Vec::new() };
         if !self.may_use_library(part) {
             return Ok(none());
         }
         // SAFETY: the operations have checked the operands against the arena; nothing else is running.
-        match unsafe { timer_of(executor)?.library_finalists(&part.gemm, operands) } {
+        match unsafe { timer_of(executor)?.library_finalists(&part.gemm, &part.operands) } {
             Err(error) if self.falls_back(part, &error) => Ok(none()),
             finalists => finalists.map_err(|error| unsupported(&part.gemm, error)),
         }
     }
 
-    /// Returns the configurations of the wgmma kernels that are worth a race, and the launches of each turn.
+    /// Returns the configurations of the wgmma kernels that are worth a race, and their launches.
     fn kernel_finalists(
         &self,
-        turns: &[GemmCall],
+        call: &GemmCall,
         executor: &mut dyn Executor,
-    ) -> Result<Vec<(KernelConfig, Vec<Vec<KernelLaunch>>)>> {
-        let gemms: Option<Vec<_>> = turns.iter().map(|call| WgmmaGemm::new(&call.gemm, &call.operands)).collect();
-        let Some((gemms, first)) = gemms.as_ref().and_then(|gemms| Some((gemms, gemms.first()?))) else {
-            return Ok(Vec::new());
-        };
+    ) -> Result<Vec<(KernelConfig, Vec<KernelLaunch>)>> {
+        let Some(gemm) = WgmmaGemm::new(&call.gemm, &call.operands) else { return Ok(Vec::new()) };
         let mut timed = Vec::new();
-        for config in first.configs(executor.sm_count(), self.scratch) {
-            let launches = gemms.iter().map(|gemm| gemm.launches(config, self.scratch, executor));
-            let mut launches = launches.collect::<Result<Vec<_>>>()?;
-            if launches[0].is_empty() {
+        for config in gemm.configs(executor.sm_count(), self.scratch) {
+            let launches = gemm.launches(config, self.scratch, executor)?;
+            if launches.is_empty() {
                 return Ok(Vec::new());
             }
-            // No candidate finds in L2 what the last one has read.
-            let used = timed.len() * (cublaslt::SCREENING_RUNS as usize + 1) % launches.len();
-            launches.rotate_left(used);
             // SAFETY: the operations have checked the operands against the arena; nothing else is running.
             let milliseconds = unsafe { timer_of(executor)?.time_kernels(&launches, cublaslt::SCREENING_RUNS) }?;
             timed.push((milliseconds, config, launches));
@@ -171,18 +156,6 @@ impl GemmDispatch {
         let after: &[KernelLaunch] = if part.after.is_empty() { &call.after } else { &[] };
         Ok(Some([&call.fallback, &of_part[..], after].concat()))
     }
-}
-
-/// Returns the GEMM with its operand b at one place after another. In a step, b was read long ago: it is a weight, or an input that the forward
-/// pass has stored. At a single place, it would come from L2.
-fn turns(call: &GemmCall, timer: &dyn GemmTimer) -> Vec<GemmCall> {
-    let Gemm { n, k, precision, batching, .. } = call.gemm;
-    if batching != Batching::One {
-        return vec![call.clone()];
-    }
-    let places = timer.places(call.operands.b, n * k * precision.operand_bytes());
-    let at = |b| GemmCall { operands: GemmOperands { b, ..call.operands }, ..call.clone() };
-    places.into_iter().map(at).collect()
 }
 
 fn timer_of(executor: &mut dyn Executor) -> Result<&mut dyn GemmTimer> {
