@@ -131,7 +131,7 @@ impl Positions {
     }
 }
 
-/// Returns quotient and remainder. The usual cases take a few instructions: a division takes more than a hundred cycles.
+/// Returns quotient and remainder. Small numerators and powers of two need no division, which would take more than a hundred cycles.
 #[inline(always)]
 pub fn divide(n: u32, d: u32) -> (u32, u32) {
     if n < d {

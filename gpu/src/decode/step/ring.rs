@@ -2,7 +2,7 @@
 //!
 //! A stage holds a piece of up to eight rows of weight, or keys and values of consecutive positions. Stages are numbered over all operations.
 //! Stage n is filled by producer warp n mod 4 and used by consumer warp n mod 8, so that warps do not wait for each other. The ring has a
-//! multiple of eight stages: each of its places has one producer and one consumer, which know from its two barriers what the other has done.
+//! multiple of eight stages, so that each of its slots has one producer and one consumer, which synchronize through two barriers.
 
 use super::kernel::Step;
 use super::plan::{CONSUMERS, Linear, PITCH, PRODUCERS, STAGE, TILE, Tasks, halves};
@@ -33,7 +33,7 @@ impl<T: Element> Ring<T> {
 /// A warp's view of the sequence of stages: every WARPS-th is its own.
 #[derive(Clone, Copy)]
 pub struct Cursor<const WARPS: u32> {
-    /// The place of the warp's next own stage among its places.
+    /// The slot of the warp's next own stage, counted among its slots.
     state: PipelineState,
     warp: u32,
     /// The number of the next stage of any warp, modulo WARPS.
@@ -77,7 +77,7 @@ impl<const WARPS: u32> Cursor<WARPS> {
         barriers.empty.at(self.stage()).wait(self.state.parity());
     }
 
-    /// Returns the place in the ring of the warp's next own stage.
+    /// Returns the slot in the ring of the warp's next own stage.
     pub const fn stage(self) -> u32 {
         self.state.stage() * WARPS + self.warp
     }
