@@ -249,15 +249,18 @@ fn describe(lt: &Functions, gemm: &Gemm, operands: &GemmOperands) -> Result<(Own
     Ok((desc, matrices))
 }
 
+/// Rows of a matmul whose output has too few tiles for all SMs, as in generation.
+const FEW_ROWS: usize = 256;
+
 /// Creates the preferences of the heuristic: the size of the workspace, the alignments of the operands, and split-K only for
-/// matmuls that accumulate into D.
+/// matmuls that accumulate into D, or add a residual to few rows.
 ///
-/// A weight gradient has few tiles and a long K, and would leave most of the GPU idle without split-K. Its partial sums are
-/// in f32 and are added in a fixed order. Other matmuls are not split: with split-K and a DGELU epilogue, cuBLASLt 13.1 reads
-/// the output although beta is 0, so that a NaN in it remains.
+/// These have few tiles and a long K, and would leave most of the GPU idle without split-K. The partial sums are in f32 and are
+/// added in a fixed order. Other matmuls are not split: with split-K and a DGELU epilogue, cuBLASLt 13.1 reads the output
+/// although beta is 0, so that a NaN in it remains.
 fn prefer(lt: &Functions, gemm: &Gemm, operands: &GemmOperands) -> Result<Owned> {
-    let accumulates = gemm.epilogue.residual.is_some() && operands.residual.is_none();
-    let schemes = if accumulates { sys::REDUCTION_SCHEME_COMPUTE_TYPE } else { sys::REDUCTION_SCHEME_NONE };
+    let splits = gemm.epilogue.residual.is_some() && (operands.residual.is_none() || gemm.m <= FEW_ROWS);
+    let schemes = if splits { sys::REDUCTION_SCHEME_COMPUTE_TYPE } else { sys::REDUCTION_SCHEME_NONE };
     let mut preference = Owned::preference(lt)?;
     preference.set(sys::PREF_MAX_WORKSPACE_BYTES, WORKSPACE_BYTES)?;
     preference.set(sys::PREF_REDUCTION_SCHEME_MASK, schemes)?;
