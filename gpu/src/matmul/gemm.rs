@@ -26,7 +26,7 @@ pub enum GemmPrecision {
 
 /// The columns of K that tensor cores accumulate in FP8 before the result is added in f32, in the exact mode. After every 32 columns, tensor
 /// cores truncate the accumulator to about 14 bits: the error grows with K, and small addends are lost.
-pub const EXACT_COLUMNS: usize = 128;
+pub const EXACT_COLUMNS: usize = 512;
 /// The largest K that callers accumulate in tensor cores only, also in the exact mode. Such a K is a number of channels, not of tokens.
 pub const SHORT_COLUMNS: usize = 2048;
 
