@@ -179,7 +179,7 @@ impl Fp8Backward {
 pub enum Fp8Accumulation {
     /// Tensor cores accumulate over all of K. Hopper's keep about 14 bits
     Fast,
-    /// Sums over more than 2,048 columns of K are added in f32, 128 columns at a time
+    /// Sums over more than 2,048 columns of K are added in f32, 512 columns at a time
     Exact,
     /// `exact` in the backward pass, which has the longest sums (over all tokens), and `fast` in the forward pass
     #[default]
