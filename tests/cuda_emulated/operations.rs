@@ -9,15 +9,11 @@ use engine::{Engine, Workload};
 use gpu::matmul::launch::MAX_CANDIDATE_CONFIGS;
 use verify::selftest::{Case, edge_cases, fp8};
 
-fn assert_operations_match(precision: Precision, hopper: bool) {
-    assert_cases_match("", emulated(EmulatedGpu::new(hopper), precision, None, true));
-}
-
-/// Checks the edge cases of all operations whose names contain `operation`.
-fn assert_cases_match(operation: &str, engine: Box<dyn Engine>) {
+/// Checks the edge cases of all operations whose names are `selected`.
+fn assert_cases_match(selected: impl Fn(&str) -> bool, engine: Box<dyn Engine>) {
     let fp8 = if engine.fp8_dtype().is_some() { fp8::edge_cases() } else { Vec::new() };
     let cases = edge_cases().into_iter().chain(fp8);
-    assert_match(&cases.filter(|case| case.operation.contains(operation)).collect::<Vec<_>>(), engine);
+    assert_match(&cases.filter(|case| selected(case.operation)).collect::<Vec<_>>(), engine);
 }
 
 fn assert_match(cases: &[Case], mut engine: Box<dyn Engine>) {
@@ -37,14 +33,21 @@ fn assert_match(cases: &[Case], mut engine: Box<dyn Engine>) {
 /// Other operations have the same kernels as on Hopper.
 #[test]
 fn gemms_and_attention_before_hopper_match_cpu_engine() {
-    for operation in ["matmul", "attention", "orthogonalize"] {
-        assert_cases_match(operation, emulated(EmulatedGpu::new(false), Precision::Bf16, None, true));
-    }
+    let selected = |name: &str| ["matmul", "attention", "orthogonalize"].iter().any(|part| name.contains(part));
+    assert_cases_match(selected, emulated(EmulatedGpu::new(false), Precision::Bf16, None, true));
+}
+
+/// Half of the time of all operations, so that it runs beside the others.
+#[test]
+fn sm_90a_attention_matches_cpu_engine() {
+    let engine = emulated(EmulatedGpu::new(true), Precision::Bf16, None, true);
+    assert_cases_match(|name| name.contains("attention"), engine);
 }
 
 #[test]
-fn sm_90a_operations_match_cpu_engine() {
-    assert_operations_match(Precision::Bf16, true);
+fn other_sm_90a_operations_match_cpu_engine() {
+    let engine = emulated(EmulatedGpu::new(true), Precision::Bf16, None, true);
+    assert_cases_match(|name| !name.contains("attention"), engine);
 }
 
 /// On a GPU that cannot run the kernels for sm_90a, cuBLASLt computes all GEMMs.
@@ -60,7 +63,7 @@ fn matmuls_match_cpu_engine_in_every_tile_configuration() {
     for config in 0..MAX_CANDIDATE_CONFIGS {
         let matmul = MatmulBackend::Rust;
         let gpu = EmulatedGpu { hopper: true, matmul, kernel_config: Some(config), ..EmulatedGpu::default() };
-        assert_cases_match("matmul", emulated(gpu, Precision::Bf16, None, true));
+        assert_cases_match(|name| name.contains("matmul"), emulated(gpu, Precision::Bf16, None, true));
     }
 }
 
@@ -71,14 +74,14 @@ fn orthogonalization_matches_cpu_engine_in_every_tile_configuration() {
     for config in 0..6 {
         let matmul = MatmulBackend::Rust;
         let gpu = EmulatedGpu { hopper: true, matmul, kernel_config: Some(config), ..EmulatedGpu::default() };
-        assert_cases_match("orthogonalize", emulated(gpu, Precision::Bf16, None, true));
+        assert_cases_match(|name| name.contains("orthogonalize"), emulated(gpu, Precision::Bf16, None, true));
     }
 }
 
 #[test]
 #[ignore = "slow: scripts/nightly runs it"]
 fn f32_operations_match_cpu_engine() {
-    assert_operations_match(Precision::Fp32, false);
+    assert_cases_match(|_| true, emulated(EmulatedGpu::new(false), Precision::Fp32, None, true));
 }
 
 /// The blocks run in parallel and add to the same sums of dQ. They take the work tiles in another order in each run, and
