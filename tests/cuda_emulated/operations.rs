@@ -9,7 +9,7 @@ use engine::{Engine, Workload};
 use gpu::matmul::launch::MAX_CANDIDATE_CONFIGS;
 use verify::selftest::{Case, edge_cases, fp8};
 
-/// Checks the edge cases of all operations whose names are `selected`.
+/// Checks the edge cases of the operations for whose names `selected` returns true.
 fn assert_cases_match(selected: impl Fn(&str) -> bool, engine: Box<dyn Engine>) {
     let fp8 = if engine.fp8_dtype().is_some() { fp8::edge_cases() } else { Vec::new() };
     let cases = edge_cases().into_iter().chain(fp8);
@@ -37,7 +37,7 @@ fn gemms_and_attention_before_hopper_match_cpu_engine() {
     assert_cases_match(selected, emulated(EmulatedGpu::new(false), Precision::Bf16, None, true));
 }
 
-/// Half of the time of all operations, so that it runs beside the others.
+/// Attention takes half of the time of all operations, so it has a test of its own, which runs in parallel with the others.
 #[test]
 fn sm_90a_attention_matches_cpu_engine() {
     let engine = emulated(EmulatedGpu::new(true), Precision::Bf16, None, true);

@@ -249,17 +249,17 @@ fn describe(lt: &Functions, gemm: &Gemm, operands: &GemmOperands) -> Result<(Own
     Ok((desc, matrices))
 }
 
-/// Rows of a matmul whose output has too few tiles for all SMs, as in generation.
-const FEW_ROWS: usize = 256;
+/// Maximum number of rows of a GEMM that adds a separate residual with split-K. Such a GEMM, as in generation, has fewer tiles than SMs.
+const MAX_SPLIT_ROWS: usize = 256;
 
 /// Creates the preferences of the heuristic: the size of the workspace, the alignments of the operands, and split-K only for
-/// matmuls that accumulate into D, or add a residual to few rows.
+/// GEMMs that accumulate into D, or that add a residual to few rows.
 ///
-/// These have few tiles and a long K, and would leave most of the GPU idle without split-K. The partial sums are in f32 and are
-/// added in a fixed order. Other matmuls are not split: with split-K and a DGELU epilogue, cuBLASLt 13.1 reads the output
+/// Such GEMMs have few tiles and a long K, and would leave most of the GPU idle without split-K. The partial sums are in f32 and
+/// are added in a fixed order. Other GEMMs do not use split-K: with split-K and a DGELU epilogue, cuBLASLt 13.1 reads the output
 /// although beta is 0, so that a NaN in it remains.
 fn prefer(lt: &Functions, gemm: &Gemm, operands: &GemmOperands) -> Result<Owned> {
-    let splits = gemm.epilogue.residual.is_some() && (operands.residual.is_none() || gemm.m <= FEW_ROWS);
+    let splits = gemm.epilogue.residual.is_some() && (operands.residual.is_none() || gemm.m <= MAX_SPLIT_ROWS);
     let schemes = if splits { sys::REDUCTION_SCHEME_COMPUTE_TYPE } else { sys::REDUCTION_SCHEME_NONE };
     let mut preference = Owned::preference(lt)?;
     preference.set(sys::PREF_MAX_WORKSPACE_BYTES, WORKSPACE_BYTES)?;
