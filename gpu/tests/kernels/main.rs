@@ -11,6 +11,7 @@ mod attention_wgmma;
 mod bias;
 mod classifier;
 mod decode;
+mod decode_sample;
 mod decode_step;
 mod digest;
 mod elementwise;
