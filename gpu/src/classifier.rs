@@ -24,7 +24,7 @@ use crate::quantize::{pack_eight, scale_of};
 use core::f32::consts::LOG2_E;
 use cuda_std::shared::Layout;
 use cuda_std::{
-    E4m3, E5m2, Element, Fp8, Global, GlobalMut, Packet, SharedArray, async_copy, bf16, block, kernel, math, thread,
+    E5m2, Element, Fp8, Global, GlobalMut, Packet, SharedArray, async_copy, bf16, block, kernel, math, thread,
 };
 
 const THREADS: u32 = 1024;
@@ -197,25 +197,25 @@ pub fn classifier<const SOFTCAP: bool, T: Element>(
 
 /// Writes the scale of gradients in FP8 of at most dloss to `scale` (1), and returns the scalars that give gradients divided by it.
 #[inline(always)]
-fn scalars_in_fp8<F: Fp8>(scalars: Scalars, scale: GlobalMut<f32>) -> Scalars {
-    let gradient_scale = scale_of(scalars.dloss, F::FORMAT.max());
+fn scalars_in_fp8(scalars: Scalars, scale: GlobalMut<f32>) -> Scalars {
+    let gradient_scale = scale_of(scalars.dloss, E5m2::FORMAT.max());
     if thread::block_idx_x() == 0 && thread::thread_idx_x() == 0 {
         scale.set(0, gradient_scale);
     }
     Scalars { dloss: scalars.dloss * math::div_rn(1.0, gradient_scale), ..scalars }
 }
 
-/// Computes the same as [`classifier()`] with gradients, but writes the gradient to out (rows, Vp) in FP8, and its scale, dloss / the
+/// Computes the same as [`classifier()`] with gradients, but writes the gradient to out (rows, Vp) in E5M2, and its scale, dloss / the
 /// largest number of the format, to scale (1). The logits do not change.
 ///
 /// Grid: rows. Shared memory: [`shared`].
 #[kernel(
     threads = 1024,
     blocks_per_sm = 2,
-    instances([_ = false, softcap = true] * [e4m3 = E4m3, e5m2 = E5m2])
+    instances([uncapped = false, softcap = true])
 )]
-pub fn classifier_fp8<const SOFTCAP: bool, F: Fp8>(
-    out: GlobalMut<F>,
+pub fn classifier_fp8<const SOFTCAP: bool>(
+    out: GlobalMut<E5m2>,
     scale: GlobalMut<f32>,
     logits: Global<bf16>,
     losses: GlobalMut<f32>,
@@ -224,9 +224,9 @@ pub fn classifier_fp8<const SOFTCAP: bool, F: Fp8>(
     softcap: f32,
 ) {
     let row = thread::block_idx_x() as usize;
-    let scalars = scalars_in_fp8::<F>(scalars, scale);
+    let scalars = scalars_in_fp8(scalars, scale);
     let first = row * scalars.padded as usize;
-    let store = |i: u32, gradient| out.set_eight(first + i as usize, pack_eight::<F>(gradient));
+    let store = |i: u32, gradient| out.set_eight(first + i as usize, pack_eight::<E5m2>(gradient));
     let (logits, loss, target) = (logits.skip(first), losses.skip(row), targets.at(row));
     if SOFTCAP {
         bounded::classify_row(logits, loss, target, scalars, true, softcap, store);

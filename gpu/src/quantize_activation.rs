@@ -12,7 +12,7 @@ use crate::quantize::{
     tile_and_maxima,
 };
 use cuda_std::shared::Layout;
-use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, Packet, SharedArray, bf16, device, kernel, math, thread};
+use cuda_std::{E4m3, E5m2, Global, GlobalMut, Packet, SharedArray, bf16, device, kernel, math, thread};
 
 /// Packets of each tensor that a thread loads before it computes.
 const BATCH: usize = 4;
@@ -138,14 +138,13 @@ pub fn tiles_and_maxima(layout: &mut Layout) -> ([SharedArray<u32>; 2], SharedAr
     threads = 256,
     instances(
         [gelu = Gelu, relu_squared = ReluSquared, swiglu = SwiGlu, geglu = GeGlu]
-            * [e4m3 = E4m3, e5m2 = E5m2]
             * [_ = false, sums = true]
     ),
     select(A::ACTIVATION: Activation, SUMS: bool)
 )]
-pub fn quantize_activation_gradient<A: ActivationFunction, T: Fp8, const SUMS: bool>(
-    out: GlobalMut<T>,
-    transposed: GlobalMut<T>,
+pub fn quantize_activation_gradient<A: ActivationFunction, const SUMS: bool>(
+    out: GlobalMut<E5m2>,
+    transposed: GlobalMut<E5m2>,
     amax: GlobalMut<u32>,
     partials: GlobalMut<f32>,
     dout: Global<bf16>,
@@ -176,7 +175,7 @@ pub fn quantize_activation_gradient<A: ActivationFunction, T: Fp8, const SUMS: b
                 let gradient = Packet::from_fn(|j| gradients[j][input]);
                 let magnitudes = Magnitudes::of(gradient);
                 all = all.and(magnitudes);
-                let words = quantized::<T>(gradient, magnitudes, factor);
+                let words = quantized::<E5m2>(gradient, magnitudes, factor);
                 let [row, word] = in_tile(first + i);
                 tiles[input].set_two(place(row, word), words);
                 if let Some([row, column]) = part.in_output(first + i) {
@@ -194,6 +193,6 @@ pub fn quantize_activation_gradient<A: ActivationFunction, T: Fp8, const SUMS: b
         let partials = if SUMS { partials.skip(first) } else { partials };
         let sums = ColumnSums { partials, columns: stride, scale: if SUMS { scale.at(0) } else { 1.0 } };
         let (transposed, shape) = (transposed.skip(first * part.rows), [part.rows, part.columns]);
-        store_transposed::<T, SUMS>(transposed, tiles[input], part.first, shape, sums);
+        store_transposed::<E5m2, SUMS>(transposed, tiles[input], part.first, shape, sums);
     }
 }

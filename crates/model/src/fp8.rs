@@ -36,33 +36,11 @@ pub enum Fp8Recipe {
     Delayed,
 }
 
-/// The FP8 format of gradients of outputs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Fp8Gradients {
-    /// 5 exponent bits and 2 mantissa bits, for the wide range of gradients
-    #[default]
-    E5m2,
-    /// 4 exponent bits and 3 mantissa bits
-    E4m3,
-}
-
-impl From<Fp8Gradients> for Fp8Format {
-    fn from(gradients: Fp8Gradients) -> Self {
-        match gradients {
-            Fp8Gradients::E5m2 => Self::E5m2,
-            Fp8Gradients::E4m3 => Self::E4m3,
-        }
-    }
-}
-
 /// The settings of a run with FP8.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fp8Settings {
     /// Determines the scales.
     pub recipe: Fp8Recipe,
-    /// The format of gradients.
-    pub gradients: Fp8Gradients,
     /// How products are accumulated.
     pub accumulation: Fp8Accumulation,
     /// Whether the head multiplies in FP8, too, unless the model has adapters.
@@ -71,9 +49,7 @@ pub struct Fp8Settings {
 
 impl Default for Fp8Settings {
     fn default() -> Self {
-        let (recipe, gradients, accumulation) =
-            (Fp8Recipe::default(), Fp8Gradients::default(), Fp8Accumulation::default());
-        Self { recipe, gradients, accumulation, head: true }
+        Self { recipe: Fp8Recipe::default(), accumulation: Fp8Accumulation::default(), head: true }
     }
 }
 
@@ -81,7 +57,6 @@ impl Default for Fp8Settings {
 #[derive(Clone, Copy, Debug)]
 pub struct Fp8Options {
     recipe: Fp8Recipe,
-    pub(super) gradients: Fp8Format,
     pub(super) accumulation: Fp8Accumulation,
     pub(super) head: bool,
     dtype: DType,
@@ -90,7 +65,7 @@ pub struct Fp8Options {
 impl Fp8Options {
     /// Checks that `engine` computes in FP8, and that it can do so for batches of b x t tokens of a model.
     pub fn new(
-        Fp8Settings { recipe, gradients, accumulation, head }: Fp8Settings,
+        Fp8Settings { recipe, accumulation, head }: Fp8Settings,
         descriptor: &Descriptor,
         [b, t]: [usize; 2],
         engine: &dyn Engine,
@@ -113,7 +88,7 @@ impl Fp8Options {
             );
         }
         let head = head && descriptor.adapters.is_none();
-        Ok(Self { recipe, gradients: gradients.into(), accumulation, head, dtype })
+        Ok(Self { recipe, accumulation, head, dtype })
     }
 }
 
@@ -395,7 +370,7 @@ impl Fp8 {
             let known = engine.read(self.inputs.amaxes)?.iter().any(|amax| amax.is_finite() && *amax > 0.0);
             self.scaling = if known { Scaling::Delayed } else { Scaling::Calibrate };
         }
-        for (slots, format) in [(self.inputs, Fp8Format::E4m3), (self.gradients, self.options.gradients)] {
+        for (slots, format) in [(self.inputs, Fp8Format::E4m3), (self.gradients, Fp8Format::E5m2)] {
             let largest = format.max() / MARGIN;
             engine.run(Fp8Scales { scales: slots.scales, amaxes: slots.amaxes, largest })?;
         }

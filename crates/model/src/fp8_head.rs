@@ -81,7 +81,7 @@ impl Fp8Head {
     /// Returns where the gradient of a chunk's logits is written. Its transpose overwrites the logits.
     pub(super) fn gradient(&self, logits: Tensor) -> Fp8Logits {
         let [out, transposed] = self.gradients(logits);
-        Fp8Logits { out, transposed, scale: self.gradient_scale.scale, format: self.options.gradients }
+        Fp8Logits { out, transposed, scale: self.gradient_scale.scale }
     }
 
     fn gradients(&self, logits: Tensor) -> [Tensor; 2] {
@@ -95,7 +95,6 @@ impl Fp8Head {
             dout_is_quantized: true,
             dout_scale: self.gradient_scale,
             scaling: Scaling::Given,
-            format: self.options.gradients,
             inp_transposed: self.inp[1].slice(0, rows * c),
             inp_is_quantized: true,
             inp_scale: self.inp_scale,

@@ -136,7 +136,7 @@ impl Decoder {
             inp: dout,
             scale: fp8.slot(fp8.gradients, d, layer, weight),
             scaling: fp8.scaling,
-            format: fp8.options.gradients,
+            format: Fp8Format::E5m2,
             shape: [dout.len / oc, oc],
             column_sums: dbias,
         })
@@ -166,7 +166,6 @@ impl Decoder {
             dout_is_quantized: output == Output::Activation && self.frozen.is_none(),
             dout_scale: fp8.slot(fp8.gradients, d, layer, weight),
             scaling: fp8.scaling,
-            format: fp8.options.gradients,
             inp_transposed: kept.unwrap_or_else(|| {
                 let transposed = fp8.buffers.inp_transposed;
                 transposed.slice(0, transposed.len.min(shape.rows * shape.c))

@@ -55,7 +55,7 @@ pub mod verification;
 pub use data_parallel::{DataParallel, LayerBuffers, StopRequest};
 pub use decoder::{Decoder, Training};
 pub use descriptor::Descriptor;
-pub use fp8::{Fp8Gradients, Fp8Options, Fp8Recipe, Fp8Settings};
+pub use fp8::{Fp8Options, Fp8Recipe, Fp8Settings};
 pub use fp8_weights::WeightFormat;
 pub use generator::{Generator, Held};
 pub use memory_plan::{LOGIT_ROWS, PlanOptions};

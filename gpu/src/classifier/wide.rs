@@ -15,8 +15,7 @@ use super::{
 use crate::quantize::pack_eight;
 use cuda_std::shared::Layout;
 use cuda_std::{
-    E4m3, E5m2, Element, Fp8, Global, GlobalMut, Packet, SharedArray, async_copy, bf16, block, device, kernel, math,
-    thread,
+    E5m2, Element, Global, GlobalMut, Packet, SharedArray, async_copy, bf16, block, device, kernel, math, thread,
 };
 
 /// Columns of a packet of each thread.
@@ -107,9 +106,9 @@ pub fn classifier_wide(
 /// Computes the same as [`classifier_wide`], but writes the gradient in FP8, as [`classifier_fp8`](super::classifier_fp8).
 ///
 /// Grid: any, ideally as many blocks as SMs. Shared memory: [`shared`].
-#[kernel(threads = 1024, blocks_per_sm = 1, instances(e4m3 = <E4m3>, e5m2 = <E5m2>))]
-pub fn classifier_wide_fp8<F: Fp8>(
-    out: GlobalMut<F>,
+#[kernel(threads = 1024, blocks_per_sm = 1)]
+pub fn classifier_wide_fp8(
+    out: GlobalMut<E5m2>,
     scale: GlobalMut<f32>,
     logits: Global<bf16>,
     losses: GlobalMut<f32>,
@@ -117,8 +116,8 @@ pub fn classifier_wide_fp8<F: Fp8>(
     scalars: Scalars,
     rows: u32,
 ) {
-    let scalars = scalars_in_fp8::<F>(scalars, scale);
-    let store = |i: usize, gradient| out.set_eight(i, pack_eight::<F>(gradient));
+    let scalars = scalars_in_fp8(scalars, scale);
+    let store = |i: usize, gradient| out.set_eight(i, pack_eight::<E5m2>(gradient));
     classify_rows(logits, losses, targets, scalars, rows, store);
 }
 

@@ -178,13 +178,7 @@ impl<const COLUMN_SUMS: bool> Epilogue for Partials<COLUMN_SUMS> {
             bias_gelu = Tma<Forward<Gelu, true>>, bias_gelu_to_fp8 = Quantized<Forward<Gelu, true>, E4m3>,
             relu_squared_to_fp8 = Quantized<Forward<ReluSquared, false>, E4m3>
         ],
-        e4m3_backward = [
-            gelu_backward = Tma<Backward<Gelu, false>>, gelu_backward_to_fp8 = Quantized<Backward<Gelu, false>, E4m3>,
-            gelu_backward_and_value_to_fp8 = Quantized<Backward<Gelu, true>, E4m3>,
-            relu_squared_backward_to_fp8 = Quantized<RoundedBackward<ReluSquared, false>, E4m3>,
-            relu_squared_backward_and_value_to_fp8 = Quantized<RoundedBackward<ReluSquared, true>, E4m3>
-        ],
-        e5m2_backward = [
+        fp8_backward = [
             gelu_backward = Tma<Backward<Gelu, false>>, gelu_backward_to_fp8 = Quantized<Backward<Gelu, false>, E5m2>,
             gelu_backward_and_value_to_fp8 = Quantized<Backward<Gelu, true>, E5m2>,
             relu_squared_backward_to_fp8 = Quantized<RoundedBackward<ReluSquared, false>, E5m2>,
@@ -216,23 +210,18 @@ impl<const COLUMN_SUMS: bool> Epilogue for Partials<COLUMN_SUMS> {
         symmetric_atb = Symmetric<AtB> * [_ = Tma<Linear<false, false>>] * pingpong,
         e4m3 * linear * pingpong,
         e4m3 * linear * cooperative,
-        e4m3 * weight_gradient * pingpong,
-        e4m3 * weight_gradient * cooperative,
         e4m3 * fp8_forward * pingpong,
         e4m3 = Paired<Fp8ABt<E4m3, false>> * gated_to_fp8 * pingpong,
-        e4m3 * e4m3_backward * pingpong,
         e5m2 * gradient * pingpong,
         e5m2 * gradient * cooperative,
         e5m2 * weight_gradient * pingpong,
         e5m2 * weight_gradient * cooperative,
-        e5m2 * e5m2_backward * pingpong,
+        e5m2 * fp8_backward * pingpong,
         e4m3_exact * linear * exact_tile,
-        e4m3_exact * weight_gradient * exact_tile,
         e4m3_exact * fp8_forward * exact_tile,
-        e4m3_exact * e4m3_backward * exact_tile,
         e5m2_exact * gradient * exact_tile,
         e5m2_exact * weight_gradient * exact_tile,
-        e5m2_exact * e5m2_backward * exact_tile
+        e5m2_exact * fp8_backward * exact_tile
     ),
     select(
         L::LAYOUT: GemmLayout,

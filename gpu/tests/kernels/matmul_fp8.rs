@@ -41,7 +41,7 @@ fn is_e4m3(gemm: Gemm) -> bool {
 fn gemms() -> Vec<Gemm> {
     let of = |a| [false, true].map(|exact| all(GemmPrecision::Fp8 { a, exact }, Batching::One)).concat();
     let [e4m3, e5m2] = [Fp8Format::E4m3, Fp8Format::E5m2].map(of);
-    assert_eq!([e4m3.len(), e5m2.len()], [28, 16]);
+    assert_eq!([e4m3.len(), e5m2.len()], [16, 16]);
     [e4m3, e5m2].concat()
 }
 
@@ -62,7 +62,7 @@ fn shapes_around_a_tile_match_reference() {
 /// pipeline continues from tile to tile.
 fn any_grid_size_matches_reference() {
     let mut gemms = gemms();
-    gemms.retain(|gemm| is_e4m3(*gemm) && [BIAS_RESIDUAL, GELU_BACKWARD, ACCUMULATE_F32].contains(&gemm.epilogue));
+    gemms.retain(|gemm| [BIAS_RESIDUAL, GELU_BACKWARD, ACCUMULATE_F32].contains(&gemm.epilogue));
     for blocks in [1, 4, 17] {
         cases(&gemms, &[[264, 392, 72]], blocks).into_iter().for_each(check);
     }
@@ -94,10 +94,10 @@ fn non_finite_elements_do_not_spread() {
 
 /// Covers slices of K of which the last is shorter, with more and with fewer work tiles than blocks.
 fn split_k_matches_reference() {
-    for gemm in gemms().into_iter().filter(|gemm| [GemmEpilogue::RESIDUAL, ACCUMULATE_F32].contains(&gemm.epilogue)) {
-        if is_e4m3(gemm) {
-            split_k_cases(gemm, [136, 200, 1288], 7, 7).into_iter().for_each(check);
-        }
+    let mut gemms = gemms();
+    gemms.retain(|gemm| !is_e4m3(*gemm) && [GemmEpilogue::RESIDUAL, ACCUMULATE_F32].contains(&gemm.epilogue));
+    for gemm in gemms {
+        split_k_cases(gemm, [136, 200, 1288], 7, 7).into_iter().for_each(check);
         split_k_cases(gemm, [264, 200, 520], 5, 3).into_iter().for_each(check);
     }
 }

@@ -16,10 +16,7 @@ use engine::{Engine, GeluFusion};
 use model::fit::RunLimits;
 use model::guards::{Limits, Skips};
 use model::schedule::ScheduleKind;
-use model::{
-    Decoder, Descriptor, Fp8Gradients, Fp8Recipe, MasterWeights, Moments, Optimizer, PlanOptions, Recompute, Shard,
-    Zero,
-};
+use model::{Decoder, Descriptor, Fp8Recipe, MasterWeights, Moments, Optimizer, PlanOptions, Recompute, Shard, Zero};
 use std::time::Duration;
 use tokenizer::Tokenizer;
 
@@ -344,14 +341,10 @@ fn fp8_matmuls(TrainOptions { fp8, hardware, lora, lora_flags, .. }: &TrainOptio
         Fp8Accumulation::Exact => "exact",
         Fp8Accumulation::ExactGradients => "exact backward",
     };
-    let gradients = match fp8.fp8_gradients.unwrap_or_default() {
-        Fp8Gradients::E5m2 => "E5M2",
-        Fp8Gradients::E4m3 => "E4M3",
-    };
     let emulated = if hardware.device == Device::Cpu { "emulated " } else { "" };
     let adapters = lora.is_some() || lora_flags.adapters().is_some();
     let layers = if fp8.fp8_head == Some(true) && !adapters { "layers and the head" } else { "layers" };
-    format!("{emulated}fp8 in the {layers}, {scaling} scaling, {gradients} gradients, {accumulation} accumulation")
+    format!("{emulated}fp8 in the {layers}, {scaling} scaling, {accumulation} accumulation")
 }
 
 fn recomputation(recompute: Recompute) -> &'static str {

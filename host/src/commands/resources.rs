@@ -13,7 +13,7 @@ use interchange::ModelSource;
 use interchange::peft::AdapterFile;
 use model::descriptor::{AdapterBase, AdapterTargets, Adapters, Additions, Overrides, WindowPattern};
 use model::fit;
-use model::{Decoder, Descriptor, Fp8Gradients, Fp8Recipe, Fp8Settings, PlanOptions, WeightFormat};
+use model::{Decoder, Descriptor, Fp8Recipe, Fp8Settings, PlanOptions, WeightFormat};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
@@ -213,6 +213,14 @@ impl StructureFlags {
     }
 }
 
+/// The FP8 format of gradients. The gradients of E4M3 were noisier, and those of small logits became 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Fp8Gradients {
+    /// 5 exponent bits and 2 mantissa bits
+    E5m2,
+}
+
 /// Settings of FP8.
 #[derive(Clone, Copy, Debug, clap::Args, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -222,8 +230,8 @@ pub struct Fp8Flags {
     #[arg(long, value_enum, help_heading = DEVICE)]
     pub fp8_recipe: Option<Fp8Recipe>,
 
-    /// With --precision fp8: format of gradients [default: e5m2]
-    #[arg(long, value_enum, help_heading = DEVICE)]
+    /// The format of gradients. Files of earlier versions have it
+    #[arg(long, value_enum, hide = true)]
     pub fp8_gradients: Option<Fp8Gradients>,
 
     /// With --precision fp8: how tensor cores accumulate [default: exact-gradients]
@@ -252,7 +260,6 @@ impl Fp8Flags {
         }
         let settings = Fp8Settings {
             recipe: fp8_recipe.unwrap_or_default(),
-            gradients: fp8_gradients.unwrap_or_default(),
             accumulation: fp8_accumulation.unwrap_or_default(),
             head: fp8_head.unwrap_or(Fp8Settings::default().head),
         };

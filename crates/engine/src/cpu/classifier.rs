@@ -1,6 +1,6 @@
 use super::arena::Arena;
 use super::quantize::{quantize, set_scalar};
-use crate::ops::{Classifier, Fp8Logits, Fp8Scale, MostLikely, Quantize, Scaling};
+use crate::ops::{Classifier, Fp8Format, Fp8Logits, Fp8Scale, MostLikely, Quantize, Scaling};
 use crate::tensor::Tensor;
 use crate::{MASKED_TARGET, Result};
 use anyhow::{Context, ensure};
@@ -61,7 +61,7 @@ fn quantize_gradient(
     dloss: f32,
     [rows, vp]: [usize; 2],
 ) -> Result<()> {
-    let Fp8Logits { out, transposed, scale, format } = fp8;
+    let (Fp8Logits { out, transposed, scale }, format) = (fp8, Fp8Format::E5m2);
     set_scalar(arena, "scale", scale, scale_of(dloss, format.max()))?;
     let quantized = Quantize {
         out: Some(out),

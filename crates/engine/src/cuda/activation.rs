@@ -6,7 +6,7 @@ use crate::ops::{Activate, ActivateBackward, Activation, Fp8Format, Quantize};
 use crate::tensor::Tensor;
 use crate::{Result, Workload};
 use anyhow::{Context, ensure};
-use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut};
+use cuda_std::{E4m3, Global, GlobalMut};
 use gpu::activation::{activation_backward_select, activation_forward_select, grid};
 use gpu::launch::KernelLaunch;
 use gpu::quantize::{tile_and_maxima, transpose_grid};
@@ -145,11 +145,7 @@ pub(super) fn quantize_backward<T: Float>(
     preactivation: Tensor,
     op: Quantize,
 ) -> Result<()> {
-    let kernel = match op.format {
-        Fp8Format::E4m3 => gradient_kernel::<T, E4m3>(cuda, activation, [dout, preactivation], &op)?,
-        Fp8Format::E5m2 => gradient_kernel::<T, E5m2>(cuda, activation, [dout, preactivation], &op)?,
-    };
-    if let Some(kernel) = kernel {
+    if let Some(kernel) = gradient_kernel(cuda, activation, [dout, preactivation], &op)? {
         cuda.launch_kernel(&kernel)?;
         return cuda.add_column_sums(&op);
     }
@@ -160,23 +156,24 @@ pub(super) fn quantize_backward<T: Float>(
 
 /// Returns the kernel of [`quantize_backward`] that also computes the partial sums of the columns, or `None` if the scale is not
 /// given or a layout is missing.
-fn gradient_kernel<T: Float, F: Fp8>(
+fn gradient_kernel<T: Float>(
     cuda: &Cuda<T>,
     activation: Activation,
     [dout, preactivation]: [Tensor; 2],
     op: &Quantize,
 ) -> Result<Option<KernelLaunch>> {
     let (Some(out), Some(transposed)) = (op.out, op.transposed) else { return Ok(None) };
-    let Some((amax, scale)) = cuda.given_scale(op)? else { return Ok(None) };
+    let given = cuda.given_scale(op)?.filter(|_| op.format == Fp8Format::E5m2);
+    let Some((amax, scale)) = given else { return Ok(None) };
     let ([rows, width], inputs) = (op.shape, activation.inputs());
     let (n, columns) = (rows * width, width / inputs);
     let inp = cuda.input("preactivation", preactivation, n)?;
     let dout = cuda.input("dout", dout, n / inputs)?;
-    let (out, transposed) = (cuda.fp8::<F>("out", out, n)?, cuda.fp8::<F>("transposed", transposed, n)?);
+    let (out, transposed) = (cuda.fp8("out", out, n)?, cuda.fp8("transposed", transposed, n)?);
     let (r, c) = (rows as u32, columns as u32);
     let sums = cuda.partial_sums(op)?;
     let (key, partials) = ((activation, sums.is_some()), sums.unwrap_or(GlobalMut::null()));
-    let launch = quantize_activation_gradient_select::<F>(key, out, transposed, amax, partials, dout, inp, scale, r, c);
+    let launch = quantize_activation_gradient_select(key, out, transposed, amax, partials, dout, inp, scale, r, c);
     let launch = launch.with_context(|| no_kernel(activation))?;
     let (grid, shared_bytes) = (transpose_grid(rows, columns), shared_bytes(tiles_and_maxima));
     Ok(Some(KernelLaunch { launch, grid, shared_bytes }))

@@ -6,7 +6,7 @@ use crate::Result;
 use crate::ops::{Classifier, Fp8Format, Fp8Logits, Fp8Scale, MostLikely, Quantize, Scaling};
 use crate::tensor::DType;
 use anyhow::{Context, ensure};
-use cuda_std::{E4m3, E5m2, Fp8, bf16};
+use cuda_std::bf16;
 use gpu::classifier::{self, Scalars, wide};
 use gpu::most_likely as kernel;
 
@@ -27,10 +27,7 @@ pub(super) fn classifier<T: Float>(cuda: &mut Cuda<T>, op: Classifier) -> Result
         softcap.unwrap_or_default()
     );
     if let Some(fp8) = fp8 {
-        return match fp8.format {
-            Fp8Format::E4m3 => classifier_fp8::<E4m3, T>(cuda, op, fp8),
-            Fp8Format::E5m2 => classifier_fp8::<E5m2, T>(cuda, op, fp8),
-        };
+        return classifier_fp8(cuda, op, fp8);
     }
     let staged = classifier::staged::<T>(vp, cuda.executor.shared_memory(RESIDENT_BLOCKS));
     let losses = cuda.output("losses", losses, rows)?;
@@ -67,7 +64,7 @@ fn wide_staged<T: Float>(cuda: &Cuda<T>, op: &Classifier) -> Option<u32> {
 }
 
 /// Computes losses, and the gradient in FP8 in both layouts.
-fn classifier_fp8<F: Fp8, T: Float>(cuda: &mut Cuda<T>, op: Classifier, fp8: Fp8Logits) -> Result<()> {
+fn classifier_fp8<T: Float>(cuda: &mut Cuda<T>, op: Classifier, fp8: Fp8Logits) -> Result<()> {
     let Classifier { v, vp, softcap, .. } = op;
     let rows = op.losses.len;
     let dloss = op.dloss.context("classifier in FP8: expected a gradient of the losses, found none")?;
@@ -79,26 +76,26 @@ fn classifier_fp8<F: Fp8, T: Float>(cuda: &mut Cuda<T>, op: Classifier, fp8: Fp8
         inp: op.logits,
         scale,
         scaling: Scaling::Given,
-        format: F::FORMAT,
+        format: Fp8Format::E5m2,
         shape: [rows, vp],
         column_sums: None,
     };
     check(cuda, &quantized)?;
-    let (out, scale) = (cuda.fp8::<F>("gradient", fp8.out, rows * vp)?, cuda.output("scale", fp8.scale, 1)?);
+    let (out, scale) = (cuda.fp8("gradient", fp8.out, rows * vp)?, cuda.output("scale", fp8.scale, 1)?);
     let (logits, losses) =
         (cuda.input::<bf16>("logits", op.logits, rows * vp)?, cuda.output("losses", op.losses, rows)?);
     let targets = cuda.input("targets", op.targets, rows)?;
     let scalars = |staged| Scalars { dloss, vocabulary: v as u32, padded: vp as u32, staged };
     if let Some(staged) = wide_staged(cuda, &op) {
-        let launch = wide::classifier_wide_fp8::<F>(out, scale, logits, losses, targets, scalars(staged), rows as u32);
+        let launch = wide::classifier_wide_fp8(out, scale, logits, losses, targets, scalars(staged), rows as u32);
         let grid = rows.min(cuda.executor.sm_count()) as u32;
         cuda.launch(launch, [grid, 1, 1], shared_bytes(|layout| wide::shared(layout, staged)))?;
     } else {
         let staged = classifier::staged::<bf16>(vp, cuda.executor.shared_memory(RESIDENT_BLOCKS));
         let (scalars, cap) = (scalars(staged as u32), softcap.unwrap_or_default());
         let launch = match softcap {
-            None => classifier::classifier_fp8::<false, F>(out, scale, logits, losses, targets, scalars, cap),
-            Some(_) => classifier::classifier_fp8::<true, F>(out, scale, logits, losses, targets, scalars, cap),
+            None => classifier::classifier_fp8::<false>(out, scale, logits, losses, targets, scalars, cap),
+            Some(_) => classifier::classifier_fp8::<true>(out, scale, logits, losses, targets, scalars, cap),
         };
         let shared = shared_bytes(|layout| classifier::shared::<bf16>(layout, staged));
         cuda.launch(launch, [rows as u32, 1, 1], shared)?;

@@ -111,7 +111,7 @@ fn forward_precision(accumulation: Fp8Accumulation, k: usize) -> GemmPrecision {
 
 /// Returns the precision of a GEMM of the backward pass, a sum over `k` columns.
 fn backward_precision(fp8: &Fp8Backward, k: usize) -> GemmPrecision {
-    GemmPrecision::Fp8 { a: fp8.format, exact: fp8.accumulation != Fp8Accumulation::Fast && k > SHORT_COLUMNS }
+    GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact: fp8.accumulation != Fp8Accumulation::Fast && k > SHORT_COLUMNS }
 }
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp8Forward) -> Result<()> {
@@ -245,7 +245,6 @@ fn input_gradient<T: Float>(
     };
     if let (Some(input), Some(next)) = (activation, fp8.dinp)
         && (fused.is_some() || input.activation == Activation::ReluSquared)
-        && next.format == fp8.format
     {
         let gemm = Gemm { epilogue: GemmEpilogue::NONE.with(input.activation, Pass::Backward), ..gemm };
         let preactivation = Some(cuda.operand("preactivation", input.preactivation, rows * c)?);

@@ -88,8 +88,6 @@ pub struct Fp8Logits {
     pub transposed: Tensor,
     /// (1) f32: receives the scale, dloss / the largest number of the format. No gradient is larger than dloss.
     pub scale: Tensor,
-    /// The FP8 format.
-    pub format: Fp8Format,
 }
 
 /// The FP8 operands of a [`MatmulForward`](super::MatmulForward): its GEMM multiplies them instead of `inp` and `weight`.
@@ -123,8 +121,6 @@ pub struct Fp8Backward {
     pub dout_scale: Fp8Scale,
     /// Determines the scale of the gradient.
     pub scaling: Scaling,
-    /// The FP8 format of the gradient.
-    pub format: Fp8Format,
     /// (C, rows) E4M3: the quantized input, transposed. Its scale is that of the forward pass.
     pub inp_transposed: Tensor,
     /// Whether `inp_transposed` holds the quantized input. Otherwise this operation quantizes `inp`, which nothing else reads.
@@ -137,7 +133,7 @@ pub struct Fp8Backward {
     pub weight_scale: Tensor,
     /// How products are accumulated.
     pub accumulation: Fp8Accumulation,
-    /// Set if `dinp` is the gradient of another linear layer's output: quantizes it to `format`. Then nothing else reads it, and
+    /// Set if `dinp` is the gradient of another linear layer's output: quantizes it. Then nothing else reads it, and
     /// an engine may leave it unwritten. If the operation recomputes an activation that is not gated, the gradient of the weight may be
     /// computed afterwards, so the quantized tensors share no memory with `dout`.
     pub dinp: Option<Quantize>,
@@ -152,7 +148,7 @@ impl Fp8Backward {
             inp: op.dout,
             scale: self.dout_scale,
             scaling: self.scaling,
-            format: self.format,
+            format: Fp8Format::E5m2,
             shape: [op.shape.rows, op.shape.oc],
             column_sums: op.dbias,
         })

@@ -9,8 +9,8 @@ use engine::trace::BitFlip;
 use engine::{BatchLayout, Engine};
 use model::verification::{Difference, Verification};
 use model::{
-    Decoder, Descriptor, Fp8Gradients, Fp8Options, Fp8Recipe, Fp8Settings, MasterWeights, PlanOptions, Recompute,
-    Shard, TrainStep, Unsharded, Zero,
+    Decoder, Descriptor, Fp8Options, Fp8Recipe, Fp8Settings, MasterWeights, PlanOptions, Recompute, Shard, TrainStep,
+    Unsharded, Zero,
 };
 use std::thread;
 use std::time::Duration;
@@ -67,7 +67,6 @@ struct Setup {
     recompute: Recompute,
     zero: Zero,
     grad_accum: usize,
-    gradients: Fp8Gradients,
     accumulation: Fp8Accumulation,
     head: bool,
     descriptor: Descriptor,
@@ -80,7 +79,6 @@ impl Setup {
             recompute: Recompute::Nothing,
             zero: Zero::NONE,
             grad_accum: 1,
-            gradients: Fp8Gradients::E5m2,
             accumulation: Fp8Accumulation::Fast,
             head: true,
             descriptor: descriptor(),
@@ -92,9 +90,9 @@ impl Setup {
     }
 
     fn on(self, mut engine: Box<dyn Engine>, mut ranks: Ranks) -> Run {
-        let Self { recipe, recompute, zero, grad_accum, gradients, accumulation, head, descriptor } = self;
+        let Self { recipe, recompute, zero, grad_accum, accumulation, head, descriptor } = self;
         let shape = [LAYOUT.b, LAYOUT.t];
-        let settings = |recipe| Fp8Settings { recipe, gradients, accumulation, head };
+        let settings = |recipe| Fp8Settings { recipe, accumulation, head };
         let fp8 = recipe.map(|recipe| Fp8Options::new(settings(recipe), &descriptor, shape, &*engine).unwrap());
         let training = PlanOptions::training(LAYOUT.b, LAYOUT.t);
         let options = PlanOptions { recompute, zero, fp8, master_weights: MasterWeights::F32, ..training };
@@ -350,15 +348,15 @@ fn kernels_compute_the_gradients_of_the_cpu_engine_with_all_settings() {
 /// Runs kernels with all checks, with the activations of each family of models. Both engines quantize almost equal numbers.
 fn assert_gradients(selects: impl Fn(usize, usize) -> bool) {
     let settings = [
-        (Fp8Recipe::Current, Fp8Gradients::E5m2, Fp8Accumulation::Fast),
-        (Fp8Recipe::Delayed, Fp8Gradients::E4m3, Fp8Accumulation::Exact),
-        (Fp8Recipe::Delayed, Fp8Gradients::E5m2, Fp8Accumulation::ExactGradients),
+        (Fp8Recipe::Current, Fp8Accumulation::Fast),
+        (Fp8Recipe::Delayed, Fp8Accumulation::Exact),
+        (Fp8Recipe::Delayed, Fp8Accumulation::ExactGradients),
     ];
     for (family, (descriptor, gpu)) in families_on_gpus().enumerate() {
         let settings = settings.into_iter().enumerate().filter(|(setting, _)| selects(family, *setting));
-        for (setting, (recipe, gradients, accumulation)) in settings {
+        for (setting, (recipe, accumulation)) in settings {
             let head = setting != 1;
-            let setup = Setup { gradients, accumulation, head, descriptor, ..Setup::new(recipe) };
+            let setup = Setup { accumulation, head, descriptor, ..Setup::new(recipe) };
             let gradients = |mut run: Run| {
                 run.step();
                 let grads = run.model.training.unwrap().grads;

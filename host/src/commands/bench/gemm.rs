@@ -6,8 +6,8 @@ use crate::values::count;
 use anyhow::ensure;
 use engine::gemm::{GemmTiming, Pass};
 use engine::ops::{
-    Activation, ActivationForward, ActivationInput, AttentionShape, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format,
-    Fp8Forward, Fp8Scale, MatmulBackward, MatmulForward, MatmulShape, Scaling,
+    Activation, ActivationForward, ActivationInput, AttentionShape, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Forward,
+    Fp8Scale, MatmulBackward, MatmulForward, MatmulShape, Scaling,
 };
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
@@ -171,7 +171,6 @@ fn fp8_operands(plan: &mut Plan, shape: MatmulShape, accumulation: Fp8Accumulati
         dout_is_quantized: true,
         dout_scale,
         scaling: Scaling::Given,
-        format: Fp8Format::E5m2,
         inp_transposed,
         inp_is_quantized: true,
         inp_scale: Fp8Scale { scale: inp_scale, ..dout_scale },

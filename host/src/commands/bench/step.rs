@@ -256,7 +256,6 @@ impl Step {
             "moments": self.moments,
             "precision": self.hardware.precision,
             "fp8-recipe": self.fp8.fp8_recipe,
-            "fp8-gradients": self.fp8.fp8_gradients,
             "fp8-accumulation": self.fp8.fp8_accumulation,
             "fp8-head": self.fp8.fp8_head,
             "zero-stage": self.zero_stage,

@@ -543,7 +543,7 @@ fn flags(options: &TrainOptions, defaults: &Defaults, fp8: Option<Fp8Settings>, 
     flags.hardware.tf32 = opened.tf32;
     flags.fp8 = Fp8Flags {
         fp8_recipe: fp8.map(|fp8| fp8.recipe),
-        fp8_gradients: fp8.map(|fp8| fp8.gradients),
+        fp8_gradients: flags.fp8.fp8_gradients,
         fp8_accumulation: fp8.map(|fp8| fp8.accumulation),
         fp8_head: fp8.map(|fp8| fp8.head),
     };

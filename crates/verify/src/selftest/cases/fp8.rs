@@ -26,8 +26,8 @@ pub fn edge_cases() -> Vec<Case> {
         cases.extend(norm(MatmulShape { rows, c, oc }));
     }
     cases.extend([
-        head(MatmulShape { rows: 16, c: 64, oc: 128 }, 100, None, Fp8Format::E5m2),
-        head(MatmulShape { rows: 48, c: 80, oc: 640 }, 640, Some(15.0), Fp8Format::E4m3),
+        head(MatmulShape { rows: 16, c: 64, oc: 128 }, 100, None),
+        head(MatmulShape { rows: 48, c: 80, oc: 640 }, 640, Some(15.0)),
     ]);
     // Not all of these are in the kernels that quantize: head sizes 64 and 128.
     for (t, head_size, scaling) in [
@@ -48,9 +48,9 @@ pub fn model_cases() -> Vec<Case> {
     let layers = layers.into_iter().flat_map(|shape| linear(shape).into_iter().chain(mlp(shape)).chain(norm(shape)));
     // Rows of these lengths are read by different kernels.
     let head = [
-        head(MatmulShape { rows: 512, c: 768, oc: 50_304 }, 50_257, None, Fp8Format::E5m2),
-        head(MatmulShape { rows: 512, c: 768, oc: 32_768 }, 32_768, Some(15.0), Fp8Format::E5m2),
-        head(MatmulShape { rows: 128, c: 512, oc: 128_256 }, 128_256, None, Fp8Format::E5m2),
+        head(MatmulShape { rows: 512, c: 768, oc: 50_304 }, 50_257, None),
+        head(MatmulShape { rows: 512, c: 768, oc: 32_768 }, 32_768, Some(15.0)),
+        head(MatmulShape { rows: 128, c: 512, oc: 128_256 }, 128_256, None),
     ];
     let decoding = decode::model_cases_in_fp8().into_iter().chain(decode_step::model_cases_in_fp8());
     layers.chain(head).chain([dequantize(1 << 24)]).chain(decoding).collect()
@@ -67,11 +67,11 @@ fn linear(shape: MatmulShape) -> Vec<Case> {
         forward(shape, true, GELU, Scaling::Delayed, fast),
         forward(shape, true, GELU, Scaling::Current, exact),
         forward(shape, false, swiglu, Scaling::Calibrate, fast),
-        backward(shape, true, None, Fp8Format::E5m2, Scaling::Current, fast),
-        backward(shape, true, Some(Activation::Gelu), Fp8Format::E4m3, Scaling::Delayed, fast),
-        backward(shape, true, Some(Activation::Gelu), Fp8Format::E5m2, Scaling::Calibrate, exact),
-        backward(shape, false, Some(Activation::SwiGlu), Fp8Format::E5m2, Scaling::Delayed, fast),
-        backward(shape, false, Some(Activation::ReluSquared), Fp8Format::E5m2, Scaling::Current, exact),
+        backward(shape, true, None, Scaling::Current, fast),
+        backward(shape, true, Some(Activation::Gelu), Scaling::Delayed, fast),
+        backward(shape, true, Some(Activation::Gelu), Scaling::Calibrate, exact),
+        backward(shape, false, Some(Activation::SwiGlu), Scaling::Delayed, fast),
+        backward(shape, false, Some(Activation::ReluSquared), Scaling::Current, exact),
     ]
 }
 
@@ -201,13 +201,12 @@ fn backward(
     shape: MatmulShape,
     bias: bool,
     activation: Option<Activation>,
-    format: Fp8Format,
     scaling: Scaling,
     accumulation: Fp8Accumulation,
 ) -> Case {
     let MatmulShape { rows, c, oc } = shape;
     let plain = matmul_backward(shape, bias, activation);
-    let what = format!("{} {format:?}", &plain.shape[linear_name(shape, bias).len()..]);
+    let what = &plain.shape[linear_name(shape, bias).len()..];
     let mut operands = plain.operands;
     widen_tolerances(&mut operands);
     if activation.is_none() {
@@ -220,10 +219,10 @@ fn backward(
         fp8("inp in FP8, transposed", rows * c),
         fp8("weight in FP8, transposed", oc * c),
     ]);
-    operands.extend(scale(["scale of dout", "amax of dout"], format));
+    operands.extend(scale(["scale of dout", "amax of dout"], Fp8Format::E5m2));
     operands.extend(scale(["scale of inp", "amax of inp"], Fp8Format::E4m3));
     operands.extend(scale(["scale of weight", "amax of weight"], Fp8Format::E4m3));
-    let name = name(shape, bias, &what, scaling, accumulation);
+    let name = name(shape, bias, what, scaling, accumulation);
     let run = move |e: &mut dyn Engine, x: &[Tensor]| {
         let input = activation.map(|activation| ActivationInput { activation, preactivation: x[6], recompute: None });
         let fp8 = Fp8Backward {
@@ -231,7 +230,6 @@ fn backward(
             dout_is_quantized: false,
             dout_scale: of(x[first + 4], x[first + 5]),
             scaling,
-            format,
             inp_transposed: x[first + 2],
             inp_is_quantized: false,
             inp_scale: of(x[first + 6], x[first + 7]),
@@ -252,7 +250,7 @@ fn backward(
 
 /// The classifier writes the gradient of the logits (rows, OC) in FP8. Columns from `v` on are padding. The backward pass of the head reads
 /// the gradient and accumulates that of the weight in f32. The transposed gradient overwrites the logits.
-fn head(shape: MatmulShape, v: usize, softcap: Option<f32>, format: Fp8Format) -> Case {
+fn head(shape: MatmulShape, v: usize, softcap: Option<f32>) -> Case {
     let MatmulShape { rows, c, oc: vp } = shape;
     let mut operands = vec![
         output("dinp", rows * c, NEIGHBORS),
@@ -269,14 +267,14 @@ fn head(shape: MatmulShape, v: usize, softcap: Option<f32>, format: Fp8Format) -
         fp8("inp in FP8, transposed", rows * c),
         fp8("weight in FP8, transposed", vp * c),
     ]);
-    operands.extend(scale(["scale of dlogits", "amax of dlogits"], format));
+    operands.extend(scale(["scale of dlogits", "amax of dlogits"], Fp8Format::E5m2));
     operands.extend(scale(["scale of inp", "amax of inp"], Fp8Format::E4m3));
     operands.extend(scale(["scale of weight", "amax of weight"], Fp8Format::E4m3));
     let scale_of = move |x: &[Tensor], i: usize| of(x[n + 3 + 2 * i], x[n + 4 + 2 * i]);
     let run = move |e: &mut dyn Engine, x: &[Tensor]| {
         let [logits, out] = [x[3], x[n]];
         let transposed = logits.reinterpret(rows * vp, out.dtype);
-        let fp8 = Fp8Logits { out, transposed, scale: scale_of(x, 0).scale, format };
+        let fp8 = Fp8Logits { out, transposed, scale: scale_of(x, 0).scale };
         let dloss = Some(0.25);
         e.run(Classifier { logits, losses: x[2], targets: x[4], v, vp, dloss, softcap, fp8: Some(fp8) })?;
         let fp8 = Fp8Backward {
@@ -284,7 +282,6 @@ fn head(shape: MatmulShape, v: usize, softcap: Option<f32>, format: Fp8Format) -
             dout_is_quantized: true,
             dout_scale: scale_of(x, 0),
             scaling: Scaling::Given,
-            format,
             inp_transposed: x[n + 1],
             inp_is_quantized: true,
             inp_scale: scale_of(x, 1),
@@ -312,7 +309,7 @@ fn head(shape: MatmulShape, v: usize, softcap: Option<f32>, format: Fp8Format) -
     };
     let work = Work { floats: rows * (vp + 2 * c), bytes: 4 * rows * vp + 8 * vp * c, flops: 4 * rows * c * vp };
     let bound = softcap.map_or(String::new(), |softcap| format!(" softcap {softcap}"));
-    let name = format!("{rows}x{v}/{vp}x{c}{bound} fp8 {format:?} head").to_lowercase();
+    let name = format!("{rows}x{v}/{vp}x{c}{bound} fp8 head").to_lowercase();
     let case = case("classifier", name, workload(1, rows, c, 1, vp, 0), operands, work, run);
     Case { before: Some(Box::new(before)), ..case }
 }
@@ -325,12 +322,12 @@ fn mlp(shape: MatmulShape) -> [Case; 9] {
         mlp_forward(shape, gelu, fast),
         mlp_forward(shape, swiglu, fast),
         mlp_forward(shape, relu_squared, fast),
-        mlp_backward(shape, gelu, Fp8Format::E5m2, fast, false),
-        mlp_backward(shape, gelu, Fp8Format::E5m2, fast, true),
-        mlp_backward(shape, gelu, Fp8Format::E4m3, exact, false),
-        mlp_backward(shape, swiglu, Fp8Format::E5m2, fast, false),
-        mlp_backward(shape, relu_squared, Fp8Format::E4m3, fast, false),
-        mlp_backward(shape, relu_squared, Fp8Format::E4m3, exact, true),
+        mlp_backward(shape, gelu, fast, false),
+        mlp_backward(shape, gelu, fast, true),
+        mlp_backward(shape, gelu, exact, false),
+        mlp_backward(shape, swiglu, fast, false),
+        mlp_backward(shape, relu_squared, fast, false),
+        mlp_backward(shape, relu_squared, exact, true),
     ]
 }
 
@@ -426,7 +423,6 @@ fn mlp_forward(shape: MatmulShape, activation: Activation, accumulation: Fp8Accu
             dout_is_quantized: false,
             dout_scale: scale_of(x, 4),
             scaling: Scaling::Current,
-            format: Fp8Format::E5m2,
             inp_transposed: x[n + 3],
             inp_is_quantized: true,
             inp_scale: scale_of(x, 2),
@@ -459,11 +455,7 @@ fn mlp_forward(shape: MatmulShape, activation: Activation, accumulation: Fp8Accu
 }
 
 /// Returns the operands of [`mlp_backward`].
-fn mlp_backward_operands(
-    MatmulShape { rows, c, oc }: MatmulShape,
-    activation: Activation,
-    format: Fp8Format,
-) -> Vec<Operand> {
+fn mlp_backward_operands(MatmulShape { rows, c, oc }: MatmulShape, activation: Activation) -> Vec<Operand> {
     let weight = Init::Uniform { mean: 0.0, spread: 0.2 };
     let width = oc * activation.inputs();
     let mut operands = vec![
@@ -489,9 +481,9 @@ fn mlp_backward_operands(
         fp8("fc in FP8, transposed", width * c),
         fp8("fcproj in FP8, transposed", oc * c),
     ]);
-    operands.extend(scale(["scale of dout", "amax of dout"], format));
-    let mut of_dfc = scale(["scale of dfc", "amax of dfc"], format);
-    of_dfc[0].init = Init::Values(vec![16.0 / format.max()]);
+    operands.extend(scale(["scale of dout", "amax of dout"], Fp8Format::E5m2));
+    let mut of_dfc = scale(["scale of dfc", "amax of dfc"], Fp8Format::E5m2);
+    of_dfc[0].init = Init::Values(vec![16.0 / Fp8Format::E5m2.max()]);
     of_dfc[1].checked = Some(Tolerance { f32: 1e-2, bf16: 1e-2 });
     operands.extend(of_dfc);
     operands.extend(scale(["scale of inp", "amax of inp"], Fp8Format::E4m3));
@@ -504,14 +496,8 @@ fn mlp_backward_operands(
 /// dfc (rows, I · OC), the gradient of the preactivation given dout (rows, C) · fcproj (C, OC), is quantized with a given scale, and
 /// its columns are summed, unless fc has no bias. I is the number of the activation's inputs. dinp (rows, C) = dfc · fc (I · OC, C) and
 /// the gradient of fc read only the quantized gradient. If `recomputes`, the activation has not been kept for the gradient of fcproj.
-fn mlp_backward(
-    shape: MatmulShape,
-    activation: Activation,
-    format: Fp8Format,
-    accumulation: Fp8Accumulation,
-    recomputes: bool,
-) -> Case {
-    let operands = mlp_backward_operands(shape, activation, format);
+fn mlp_backward(shape: MatmulShape, activation: Activation, accumulation: Fp8Accumulation, recomputes: bool) -> Case {
+    let operands = mlp_backward_operands(shape, activation);
     let MatmulShape { rows, c, oc } = shape;
     let next = MatmulShape { rows, c: oc, oc: c };
     let shape = MatmulShape { oc: oc * activation.inputs(), ..shape };
@@ -526,7 +512,7 @@ fn mlp_backward(
             inp: x[10],
             scale: scale_of(x, 1),
             scaling: Scaling::Delayed,
-            format,
+            format: Fp8Format::E5m2,
             shape: [rows, shape.oc],
             column_sums: has_bias.then_some(x[3]),
         };
@@ -537,7 +523,6 @@ fn mlp_backward(
             dout_is_quantized: false,
             dout_scale: scale_of(x, 0),
             scaling: Scaling::Delayed,
-            format,
             inp_transposed: x[n + 5],
             inp_is_quantized: false,
             inp_scale: scale_of(x, 3),
@@ -588,7 +573,7 @@ fn mlp_backward(
     };
     let work = Work { floats: rows * (3 * c + 2 * oc), bytes: 4 * rows * oc, flops: 8 * rows * c * oc };
     let again = if recomputes { " recomputed" } else { "" };
-    let what = format!("{activation:?}{again} {format:?} fp8 mlp {accumulation:?}");
+    let what = format!("{activation:?}{again} fp8 mlp {accumulation:?}");
     let name = format!("{} {what}", linear_name(shape, true)).to_lowercase();
     let case = case("matmul_backward", name, linear_workload(shape), operands, work, run);
     Case { before: Some(Box::new(before)), ..case }
@@ -675,7 +660,6 @@ fn quantized_norm(shape: MatmulShape, is_layernorm: bool, scaling: Scaling) -> C
             dout_is_quantized: false,
             dout_scale: scale_of(x, 2),
             scaling: Scaling::Current,
-            format: Fp8Format::E5m2,
             inp_transposed: x[n + 1],
             inp_is_quantized: true,
             inp_scale: scale_of(x, 0),
