@@ -215,8 +215,8 @@ fn describe(lt: &Functions, gemm: &Gemm, operands: &GemmOperands) -> Result<(Own
     desc.set(sys::DESC_TRANSB, op(layout == GemmLayout::Tn))?;
     let lacking = || Error::Operand { gemm: *gemm, what: "expected an epilogue that cuBLASLt has".to_owned() };
     desc.set(sys::DESC_EPILOGUE, library_epilogue(gemm).ok_or_else(lacking)?)?;
-    if let GemmPrecision::Fp8 { exact, .. } = precision {
-        desc.set(sys::DESC_FAST_ACCUM, i8::from(!exact))?;
+    if let GemmPrecision::Fp8 { columns, .. } = precision {
+        desc.set(sys::DESC_FAST_ACCUM, i8::from(columns.is_none()))?;
     }
     if epilogue.bias == Some(Bias::Add) {
         desc.set(sys::DESC_BIAS_DATA_TYPE, stored)?;
@@ -294,8 +294,8 @@ mod tests {
         epilogue: GemmEpilogue::NONE,
     };
 
-    fn fp8(exact: bool) -> GemmPrecision {
-        GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact }
+    fn fp8(columns: Option<u32>) -> GemmPrecision {
+        GemmPrecision::Fp8 { a: Fp8Format::E5m2, columns }
     }
 
     /// Descriptors are host memory, so that cuBLASLt can create them without a GPU. If the library is not installed, the test
@@ -314,10 +314,10 @@ mod tests {
         let plain = GemmEpilogue::NONE;
         let gelu = GemmEpilogue::BIAS.with(Activation::Gelu, Pass::Forward);
         let dgelu = plain.with(Activation::Gelu, Pass::Backward);
-        for precision in [GemmPrecision::Bf16, GemmPrecision::F32, GemmPrecision::Tf32, fp8(false)] {
+        for precision in [GemmPrecision::Bf16, GemmPrecision::F32, GemmPrecision::Tf32, fp8(None)] {
             for epilogue in [plain, GemmEpilogue::BIAS, gelu, dgelu] {
                 for layout in [GemmLayout::Nt, GemmLayout::Tn] {
-                    if layout == GemmLayout::Tn && precision == fp8(false) {
+                    if layout == GemmLayout::Tn && precision == fp8(None) {
                         continue;
                     }
                     let f32_output = layout == GemmLayout::Tn && epilogue == plain;
@@ -374,8 +374,8 @@ mod tests {
             (Gemm { layout: GemmLayout::Tn, ..NT }, at),
             (Gemm { precision: GemmPrecision::F32, ..NT }, at),
             (Gemm { precision: GemmPrecision::Tf32, ..NT }, at),
-            (Gemm { precision: fp8(true), ..NT }, at),
-            (Gemm { precision: fp8(false), ..NT }, at),
+            (Gemm { precision: fp8(Some(128)), ..NT }, at),
+            (Gemm { precision: fp8(None), ..NT }, at),
             (Gemm { epilogue: GemmEpilogue::BIAS, ..NT }, at),
             (residual, at),
             (residual, GemmOperands { residual: Some(0x410), ..at }),

@@ -94,6 +94,7 @@ impl Fp8Head {
             dout: self.gradients(logits),
             dout_is_quantized: true,
             dout_scale: self.gradient_scale,
+            dout_is_of_logits: true,
             scaling: Scaling::Given,
             inp_transposed: self.inp[1].slice(0, rows * c),
             inp_is_quantized: true,

@@ -165,6 +165,7 @@ impl Decoder {
             // By the backward pass of the linear layer that reads the activation.
             dout_is_quantized: output == Output::Activation && self.frozen.is_none(),
             dout_scale: fp8.slot(fp8.gradients, d, layer, weight),
+            dout_is_of_logits: false,
             scaling: fp8.scaling,
             inp_transposed: kept.unwrap_or_else(|| {
                 let transposed = fp8.buffers.inp_transposed;

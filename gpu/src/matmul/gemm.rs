@@ -19,16 +19,16 @@ pub enum GemmPrecision {
     Fp8 {
         /// The format of a; b is E4M3.
         a: Fp8Format,
-        /// Whether sums over [`EXACT_COLUMNS`] of K are added in f32.
-        exact: bool,
+        /// The columns of K after which the sums of tensor cores are added in f32, a multiple of 128. `None`: tensor cores add up all of K.
+        columns: Option<u32>,
     },
 }
 
-/// The columns of K that tensor cores accumulate in FP8 before the result is added in f32, in the exact mode. After every 32 columns, tensor
+/// The columns of K that tensor cores accumulate in FP8 before the sum is added in f32, in the exact mode. After every 32 columns, tensor
 /// cores truncate the accumulator to about 14 bits: the error grows with K, and small addends are lost.
-pub const EXACT_COLUMNS: usize = 512;
-/// The largest K that callers accumulate in tensor cores only, also in the exact mode. Such a K is a number of channels, not of tokens.
-pub const SHORT_COLUMNS: usize = 2048;
+pub const EXACT_COLUMNS: u32 = 2048;
+/// The same for gradients of logits. One of them, that of the target, is much larger than most others.
+pub const LOGITS_COLUMNS: u32 = 512;
 
 /// Determines which operand is transposed in memory. Every matrix is row-major without gaps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

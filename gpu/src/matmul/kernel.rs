@@ -254,6 +254,7 @@ pub fn matmul<L: Operands, E: Epilogue, T: Tile>(
     n: u32,
     k: u32,
     parts: u32,
+    columns: u32,
 ) {
     if thread::thread_idx_x() == 0 {
         if E::MAPS[0] {
@@ -326,7 +327,7 @@ pub fn matmul<L: Operands, E: Epilogue, T: Tile>(
         }
         let consumer = role - 1;
         let mut epilogue = E::Store::<L, T>::new(shared, operands, consumer);
-        consume::<L, T, _>(shared, scheduler, consumer, scale, &mut epilogue);
+        consume::<L, T, _>(shared, scheduler, consumer, (scale, columns), &mut epilogue);
         epilogue.finish();
     }
 }
@@ -368,14 +369,14 @@ fn produce<L: Operands, T: Tile>(
     }
 }
 
-/// Computes this consumer's work tiles, and multiplies the sums by `scale` if the operands have scales: half of the rows of every tile if cooperative, otherwise every other tile, from that with
-/// the consumer's own index on.
+/// Computes this consumer's work tiles: half of the rows of every tile if cooperative, otherwise every other tile, from that with the consumer's
+/// own index on. In FP8, the sums are multiplied by `scale`, and in the exact mode added in f32 after `columns` of K.
 #[inline(always)]
 fn consume<L: Operands, T: Tile, E: EpilogueStore<T>>(
     shared: SharedStorage,
     scheduler: impl Scheduler,
     consumer: u32,
-    scale: f32,
+    (scale, columns): (f32, u32),
     epilogue: &mut E,
 ) {
     let mut state = PipelineState::consumer(T::STAGES);
@@ -395,7 +396,7 @@ fn consume<L: Operands, T: Tile, E: EpilogueStore<T>>(
             shared.order_barrier.at(consumer).wait(parity);
         }
         let mut d = if L::PROMOTED {
-            multiply_promoted::<L, T>(shared, consumer, tile.steps, &mut state)
+            multiply_promoted::<L, T>(shared, consumer, [tile.steps, columns], &mut state)
         } else {
             multiply::<L, T>(shared, consumer, tile.steps, &mut state)
         };

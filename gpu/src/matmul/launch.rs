@@ -3,7 +3,7 @@
 use super::column_sums::partial_rows;
 pub use super::epilogue::ScaleFactors;
 use super::gated::COLUMNS;
-use super::gemm::{Batching, Bias, Gemm, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass};
+use super::gemm::{Batching, Bias, EXACT_COLUMNS, Gemm, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass};
 use super::kernel::{Stored, matmul_exists, matmul_select};
 use super::mainloop::A_BOX_ROWS;
 use super::shared::SharedStorage;
@@ -133,21 +133,25 @@ pub fn is_supported(gemm: &Gemm) -> bool {
         // The transpose of an FP8 output has rows of M.
         && (epilogue.output != GemmOutput::Fp8 || m.is_multiple_of(16))
         && [m, n, k, TileShape::T128x128.tiles(m, n)].into_iter().all(fits)
-        && TileShape::ALL.into_iter().any(|tile| exists(gemm, tile, 1))
+        && TileShape::ALL.into_iter().any(|tile| matmul_exists(key(gemm, TileConfig { tile, split_k: 1 })))
 }
 
-/// Returns what the kernel of a GEMM stores.
-fn stored(gemm: &Gemm, split_k: usize) -> Stored {
-    if split_k > 1 {
+/// Returns the key of the kernel instance: layout, precision, kind of batch, what it stores, and tile.
+fn key(
+    gemm: &Gemm,
+    TileConfig { tile, split_k }: TileConfig,
+) -> (GemmLayout, GemmPrecision, Batching, Stored, TileShape) {
+    let precision = match gemm.precision {
+        // An argument of the launch has the number of columns.
+        GemmPrecision::Fp8 { a, columns: Some(_) } => GemmPrecision::Fp8 { a, columns: Some(EXACT_COLUMNS) },
+        precision => precision,
+    };
+    let stored = if split_k > 1 {
         Stored::Partials { column_sums: gemm.epilogue.bias == Some(Bias::Gradient) }
     } else {
         Stored::Output(gemm.epilogue)
-    }
-}
-
-/// Returns true if there is a kernel instance.
-fn exists(gemm: &Gemm, tile: TileShape, split_k: usize) -> bool {
-    matmul_exists((gemm.layout, gemm.precision, gemm.batching, stored(gemm, split_k), tile))
+    };
+    (gemm.layout, precision, gemm.batching, stored, tile)
 }
 
 /// Returns true if the sums may be split over K, if the residual is out: weight gradients.
@@ -236,7 +240,7 @@ impl TileConfig {
             && (split_k == 1 || is_weight_gradient(gemm))
             && (split_k - 1) * steps.div_ceil(split_k) < steps
             && !no_neighbour
-            && exists(gemm, tile, split_k)
+            && matmul_exists(key(gemm, self))
     }
 
     /// Estimates the run time, in tenths of the time that an SM takes for a step of 128 x 64 of the mainloop.
@@ -315,24 +319,22 @@ pub fn launches(gemm: &Gemm, config: TileConfig, operands: KernelOperands, sm_co
 }
 
 /// Returns the launch of the GEMM kernel itself. `partials` is the memory for partial column sums.
-fn kernel(
-    gemm: &Gemm,
-    TileConfig { tile, split_k }: TileConfig,
-    operands: KernelOperands,
-    partials: GlobalMut<f32>,
-) -> Option<Launch> {
+fn kernel(gemm: &Gemm, config: TileConfig, operands: KernelOperands, partials: GlobalMut<f32>) -> Option<Launch> {
     let KernelOperands { a, b, out, aux, second, bias, scales: [scale_a, scale_b], scale_out, amax, .. } = operands;
-    let sums = if split_k > 1 { operands.scratch } else { GlobalMut::from_address(operands.out_address) };
+    let sums = if config.split_k > 1 { operands.scratch } else { GlobalMut::from_address(operands.out_address) };
     let fp8_out = GlobalMut::from_address(operands.out_address);
     let pairs = gemm.layout == GemmLayout::Nt && gemm.epilogue.writes_preactivation() && gemm.epilogue.is_gated();
     let n = if pairs { gemm.n / 2 } else { gemm.n };
-    let parts = if gemm.batching == Batching::One { split_k } else { operands.count };
+    let parts = if gemm.batching == Batching::One { config.split_k } else { operands.count };
     let ScaleFactors { alpha, beta } = operands.factors;
     let [m, n, k, parts] = [gemm.m, n, gemm.k, parts].map(|size| size as u32);
-    let key = (gemm.layout, gemm.precision, gemm.batching, stored(gemm, split_k), tile);
+    let columns = match gemm.precision {
+        GemmPrecision::Fp8 { columns, .. } => columns.unwrap_or(0),
+        _ => 0,
+    };
     let bias = bias.reader();
     matmul_select(
-        key,
+        key(gemm, config),
         a,
         b,
         out,
@@ -355,6 +357,7 @@ fn kernel(
         n,
         k,
         parts,
+        columns,
     )
 }
 
@@ -400,10 +403,12 @@ impl fmt::Display for Gemm {
             GemmPrecision::Bf16 => "bf16",
             GemmPrecision::F32 => "f32",
             GemmPrecision::Tf32 => "tf32",
-            GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: false } => "e4m3",
-            GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: true } => "e4m3 exact",
-            GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact: false } => "e5m2",
-            GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact: true } => "e5m2 exact",
+            GemmPrecision::Fp8 { a: Fp8Format::E4m3, .. } => "e4m3",
+            GemmPrecision::Fp8 { a: Fp8Format::E5m2, .. } => "e5m2",
+        };
+        let exact = match self.precision {
+            GemmPrecision::Fp8 { columns: Some(columns), .. } => format!(" exact-{columns}"),
+            _ => String::new(),
         };
         let batch = match self.batching {
             Batching::One => "",
@@ -411,7 +416,7 @@ impl fmt::Display for Gemm {
             Batching::Symmetric => " batched symmetric",
             Batching::Grouped => " grouped",
         };
-        write!(f, "{}x{}x{} {layout} {precision}{batch}", self.m, self.n, self.k)?;
+        write!(f, "{}x{}x{} {layout} {precision}{exact}{batch}", self.m, self.n, self.k)?;
         if self.epilogue == GemmEpilogue::NONE { Ok(()) } else { write!(f, " {}", self.epilogue) }
     }
 }

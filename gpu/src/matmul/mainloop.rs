@@ -34,8 +34,8 @@ pub trait Operands: 'static {
     const SYMMETRIC: bool = matches!(Self::BATCHING, Batching::Symmetric);
     /// True if the operands have scales.
     const SCALED: bool = matches!(Self::PRECISION, GemmPrecision::Fp8 { .. });
-    /// True if the sums of each stage are added to f32 registers. The consumers must have 64 rows each.
-    const PROMOTED: bool = matches!(Self::PRECISION, GemmPrecision::Fp8 { exact: true, .. });
+    /// True if sums over some columns of K are added to f32 registers. The consumers must have 64 rows each.
+    const PROMOTED: bool = matches!(Self::PRECISION, GemmPrecision::Fp8 { columns: Some(_), .. });
     /// Columns of K in a pipeline stage.
     const TILE_K: u32 = if Self::SCALED { TILE_K_FP8 } else { TILE_K };
 
@@ -104,7 +104,8 @@ impl<L: Operands> Operands for Symmetric<L> {
 
 impl<A: Fp8, const EXACT: bool> Operands for Fp8ABt<A, EXACT> {
     const LAYOUT: GemmLayout = GemmLayout::Nt;
-    const PRECISION: GemmPrecision = GemmPrecision::Fp8 { a: A::FORMAT, exact: EXACT };
+    const PRECISION: GemmPrecision =
+        GemmPrecision::Fp8 { a: A::FORMAT, columns: if EXACT { Some(EXACT_COLUMNS) } else { None } };
     type Scheduler = SplitKScheduler;
 
     #[inline(always)]
@@ -223,12 +224,12 @@ pub fn multiply<L: Operands, T: Tile>(
     d
 }
 
-/// Computes a consumer's 64 rows of a tile like [`multiply`], but adds the sums over every [`EXACT_COLUMNS`] of K to f32 registers.
+/// Computes a consumer's 64 rows of a tile like [`multiply`], but adds the sums over every `columns` of K to f32 registers.
 #[inline(always)]
 pub fn multiply_promoted<L: Operands, T: Tile>(
     shared: SharedStorage,
     consumer: u32,
-    steps: u32,
+    [steps, columns]: [u32; 2],
     state: &mut PipelineState,
 ) -> ConsumerAccumulators<T::Accumulator> {
     assert!(T::COOPERATIVE && T::CONSUMER_M == 64, "two sets of accumulators need consumers of 64 rows");
@@ -236,7 +237,7 @@ pub fn multiply_promoted<L: Operands, T: Tile>(
     let mut left = steps;
     // As in `multiply`, no path may lead around the loop.
     loop {
-        let group = left.min(EXACT_COLUMNS as u32 / L::TILE_K);
+        let group = left.min(columns / L::TILE_K);
         let d = multiply::<L, T>(shared, consumer, group, state);
         for i in 0..T::TILE_N as usize / 2 {
             sums[i] += d.upper[i];

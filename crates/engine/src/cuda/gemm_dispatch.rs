@@ -290,7 +290,7 @@ mod tests {
                 n: 48,
                 k: 16,
                 layout: GemmLayout::Nt,
-                precision: GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact: false },
+                precision: GemmPrecision::Fp8 { a: Fp8Format::E5m2, columns: None },
                 batching: Batching::One,
                 epilogue: GemmEpilogue { output: GemmOutput::Fp8, ..epilogue },
             };
@@ -509,7 +509,7 @@ mod tests {
         // SAFETY: the tensors have the sizes that the GEMM implies.
         let error = unsafe { dispatch.run(call, &mut mlp.executor) }.unwrap_err();
         assert!(error.to_string().contains("no algorithm"), "{error}");
-        let precision = GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: false };
+        let precision = GemmPrecision::Fp8 { a: Fp8Format::E4m3, columns: None };
         let text = unsupported(&Gemm { precision, ..gemm }, error).to_string();
         assert!(text.starts_with("--precision fp8: GEMM ") && text.ends_with("use --precision bf16"), "{text}");
     }

@@ -3,8 +3,8 @@
 use super::quantize::{quantize, transpose_quantized};
 use super::{Cuda, Float, Fp8Bits, activation, bias};
 use crate::gemm::{
-    Fp8Output, GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmOutput, GemmPrecision, Pass,
-    SHORT_COLUMNS,
+    EXACT_COLUMNS, Fp8Output, GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmOutput,
+    GemmPrecision, LOGITS_COLUMNS, Pass,
 };
 use crate::ops::{
     Activation, ActivationInput, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, MatmulBackward,
@@ -106,12 +106,15 @@ impl Recomputed {
 
 /// Returns the precision of a GEMM of the forward pass, a sum over `k` columns.
 fn forward_precision(accumulation: Fp8Accumulation, k: usize) -> GemmPrecision {
-    GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: accumulation == Fp8Accumulation::Exact && k > SHORT_COLUMNS }
+    let columns = (accumulation == Fp8Accumulation::Exact).then_some(EXACT_COLUMNS);
+    GemmPrecision::Fp8 { a: Fp8Format::E4m3, columns: columns.filter(|&columns| k > columns as usize) }
 }
 
 /// Returns the precision of a GEMM of the backward pass, a sum over `k` columns.
 fn backward_precision(fp8: &Fp8Backward, k: usize) -> GemmPrecision {
-    GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact: fp8.accumulation != Fp8Accumulation::Fast && k > SHORT_COLUMNS }
+    let columns = if fp8.dout_is_of_logits { LOGITS_COLUMNS } else { EXACT_COLUMNS };
+    let columns = (fp8.accumulation != Fp8Accumulation::Fast).then_some(columns);
+    GemmPrecision::Fp8 { a: Fp8Format::E5m2, columns: columns.filter(|&columns| k > columns as usize) }
 }
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp8Forward) -> Result<()> {

@@ -101,7 +101,7 @@ enum StoredElement {
     Bf16,
     F32,
     Tf32,
-    Fp8 { a_e5m2: bool, b_e5m2: bool, fast_accumulation: bool },
+    Fp8 { a_e5m2: bool, b_e5m2: bool, columns: Option<u32> },
 }
 
 /// Returns the name of bias, activation and FP8 output, such as `GeluAuxBias`, `DGeluAndGelu` or `DGeluFp8`.
@@ -137,8 +137,8 @@ impl From<&Gemm> for StoredProblem {
             GemmPrecision::Bf16 => StoredElement::Bf16,
             GemmPrecision::F32 => StoredElement::F32,
             GemmPrecision::Tf32 => StoredElement::Tf32,
-            GemmPrecision::Fp8 { a, exact } => {
-                StoredElement::Fp8 { a_e5m2: false, b_e5m2: a == Fp8Format::E5m2, fast_accumulation: !exact }
+            GemmPrecision::Fp8 { a, columns } => {
+                StoredElement::Fp8 { a_e5m2: false, b_e5m2: a == Fp8Format::E5m2, columns }
             }
         };
         let Gemm { m, n, k, layout, epilogue, batching, .. } = *gemm;
@@ -172,9 +172,9 @@ impl StoredProblem {
             StoredElement::F32 => GemmPrecision::F32,
             StoredElement::Tf32 => GemmPrecision::Tf32,
             StoredElement::Fp8 { a_e5m2: true, .. } => return None,
-            StoredElement::Fp8 { b_e5m2, fast_accumulation, .. } => {
+            StoredElement::Fp8 { b_e5m2, columns, .. } => {
                 let a = if b_e5m2 { Fp8Format::E5m2 } else { Fp8Format::E4m3 };
-                GemmPrecision::Fp8 { a, exact: !fast_accumulation }
+                GemmPrecision::Fp8 { a, columns }
             }
         };
         let batching = match (self.batched, layout) {
@@ -349,14 +349,14 @@ mod tests {
 
     #[test]
     fn every_gemm_survives() {
-        let fp8 = |a, exact| GemmPrecision::Fp8 { a, exact };
+        let fp8 = |a, columns| GemmPrecision::Fp8 { a, columns };
         let scaled = GemmEpilogue { residual: Some(Residual::Scaled), ..GemmEpilogue::NONE };
         let f32_output = GemmEpilogue { output: GemmOutput::F32, ..GemmEpilogue::RESIDUAL };
         let (one, nt) = (Batching::One, GemmLayout::Nt);
         for (layout, precision, batching, epilogue) in [
             (nt, GemmPrecision::Bf16, one, GemmEpilogue { residual: Some(Residual::Add), ..GemmEpilogue::BIAS }),
-            (nt, fp8(Fp8Format::E4m3, true), one, GemmEpilogue::BIAS.with(Activation::Gelu, Pass::Forward)),
-            (nt, fp8(Fp8Format::E5m2, false), one, GemmEpilogue::RESIDUAL),
+            (nt, fp8(Fp8Format::E4m3, Some(128)), one, GemmEpilogue::BIAS.with(Activation::Gelu, Pass::Forward)),
+            (nt, fp8(Fp8Format::E5m2, None), one, GemmEpilogue::RESIDUAL),
             (GemmLayout::Nn, GemmPrecision::F32, one, GemmEpilogue::NONE),
             (GemmLayout::Nn, GemmPrecision::Bf16, Batching::Strided, scaled),
             (nt, GemmPrecision::Bf16, Batching::Symmetric, scaled),

@@ -13,7 +13,8 @@ pub mod reference;
 pub use choice::{Algorithms, GemmChoice, GemmTiming, KernelConfig, StepKind, Tuning};
 pub use cublaslt::{Alignments, Fp8Output, GELU_COLUMNS, GemmKey, GemmOperands, ScaleFactors, StridedBatch};
 pub use gpu::matmul::gemm::{
-    Batching, Bias, Gemm, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass, Residual, SHORT_COLUMNS,
+    Batching, Bias, EXACT_COLUMNS, Gemm, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, LOGITS_COLUMNS, Pass,
+    Residual,
 };
 
 use crate::ops::Activation;
@@ -208,10 +209,10 @@ mod tests {
 
     #[test]
     fn fp8_operands_have_scales_and_one_layout() {
-        let precision = GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact: true };
+        let precision = GemmPrecision::Fp8 { a: Fp8Format::E5m2, columns: Some(128) };
         let (gemm, at) = (Gemm { precision, ..FORWARD }, GemmOperands { fp8_scales: Some([0x10, 0x14]), ..AT });
         at.validate(&gemm).unwrap();
-        assert_eq!(gemm.to_string(), "256x2304x768 NT e5m2 exact bias");
+        assert_eq!(gemm.to_string(), "256x2304x768 NT e5m2 exact-128 bias");
         assert!(refusal(gemm, AT).contains("scales of FP8 operands: expected some"));
         assert!(refusal(FORWARD, at).contains("scales of FP8 operands: expected none"));
         for wrong in [Gemm { n: 2312, ..gemm }, Gemm { k: 776, ..gemm }, Gemm { layout: GemmLayout::Nn, ..gemm }] {

@@ -119,6 +119,8 @@ pub struct Fp8Backward {
     pub dout_is_quantized: bool,
     /// The scale of the gradient.
     pub dout_scale: Fp8Scale,
+    /// Whether `dout` is the gradient of logits, of which few are much larger than the others. Exact sums then add after fewer columns.
+    pub dout_is_of_logits: bool,
     /// Determines the scale of the gradient.
     pub scaling: Scaling,
     /// (C, rows) E4M3: the quantized input, transposed. Its scale is that of the forward pass.
@@ -175,7 +177,7 @@ impl Fp8Backward {
 pub enum Fp8Accumulation {
     /// Tensor cores accumulate over all of K. Hopper's keep about 14 bits
     Fast,
-    /// Sums over more than 2,048 columns of K are added in f32, 512 columns at a time
+    /// Sums over 2,048 columns of K are added in f32, and over 512 columns with gradients of logits
     Exact,
     /// `exact` in the backward pass, which has the longest sums (over all tokens), and `fast` in the forward pass
     #[default]

@@ -170,6 +170,7 @@ fn fp8_operands(plan: &mut Plan, shape: MatmulShape, accumulation: Fp8Accumulati
         dout,
         dout_is_quantized: true,
         dout_scale,
+        dout_is_of_logits: false,
         scaling: Scaling::Given,
         inp_transposed,
         inp_is_quantized: true,
