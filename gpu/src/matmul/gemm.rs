@@ -26,9 +26,11 @@ pub enum GemmPrecision {
 
 /// The columns of K that tensor cores accumulate in FP8 before the sum is added in f32, in the exact mode. After every 32 columns, tensor
 /// cores truncate the accumulator to about 14 bits: the error grows with K, and small addends are lost.
-pub const EXACT_COLUMNS: u32 = 2048;
-/// The same for gradients of logits. One of them, that of the target, is much larger than most others.
-pub const LOGITS_COLUMNS: u32 = 512;
+pub const EXACT_COLUMNS: u32 = 8192;
+/// The same for a sum over tokens of gradients of logits.
+pub const LOGITS_TOKENS: u32 = 2048;
+/// The same for a sum over the gradients of a token's logits. That of the target is much larger than most others.
+pub const LOGITS_COLUMNS: u32 = 256;
 
 /// Determines which operand is transposed in memory. Every matrix is row-major without gaps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -4,7 +4,7 @@ use super::quantize::{quantize, transpose_quantized};
 use super::{Cuda, Float, Fp8Bits, activation, bias};
 use crate::gemm::{
     EXACT_COLUMNS, Fp8Output, GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmOutput,
-    GemmPrecision, LOGITS_COLUMNS, Pass,
+    GemmPrecision, LOGITS_COLUMNS, LOGITS_TOKENS, Pass,
 };
 use crate::ops::{
     Activation, ActivationInput, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, MatmulBackward,
@@ -104,17 +104,16 @@ impl Recomputed {
     }
 }
 
-/// Returns the precision of a GEMM of the forward pass, a sum over `k` columns.
-fn forward_precision(accumulation: Fp8Accumulation, k: usize) -> GemmPrecision {
-    let columns = (accumulation == Fp8Accumulation::Exact).then_some(EXACT_COLUMNS);
-    GemmPrecision::Fp8 { a: Fp8Format::E4m3, columns: columns.filter(|&columns| k > columns as usize) }
+/// Returns the precision of a GEMM, a sum over `k` columns that is added in f32 after `columns` if `exact`.
+fn precision(a: Fp8Format, exact: bool, columns: u32, k: usize) -> GemmPrecision {
+    GemmPrecision::Fp8 { a, columns: (exact && k > columns as usize).then_some(columns) }
 }
 
-/// Returns the precision of a GEMM of the backward pass, a sum over `k` columns.
-fn backward_precision(fp8: &Fp8Backward, k: usize) -> GemmPrecision {
-    let columns = if fp8.dout_is_of_logits { LOGITS_COLUMNS } else { EXACT_COLUMNS };
-    let columns = (fp8.accumulation != Fp8Accumulation::Fast).then_some(columns);
-    GemmPrecision::Fp8 { a: Fp8Format::E5m2, columns: columns.filter(|&columns| k > columns as usize) }
+/// Returns the precision of a GEMM of the backward pass, a sum over `k` columns, of which it adds `of_logits` if `dout` is the gradient of
+/// logits.
+fn backward_precision(fp8: &Fp8Backward, of_logits: u32, k: usize) -> GemmPrecision {
+    let columns = if fp8.dout_is_of_logits { of_logits } else { EXACT_COLUMNS };
+    precision(Fp8Format::E5m2, fp8.accumulation != Fp8Accumulation::Fast, columns, k)
 }
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp8Forward) -> Result<()> {
@@ -133,7 +132,10 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
         fp8_scales: cuda.scale_addresses([fp8.inp_scale, fp8.weight_scale])?,
         ..operands
     };
-    let gemm = Gemm { precision: forward_precision(fp8.accumulation, c), ..gemm };
+    let gemm = Gemm {
+        precision: precision(Fp8Format::E4m3, fp8.accumulation == Fp8Accumulation::Exact, EXACT_COLUMNS, c),
+        ..gemm
+    };
     if let Some(bias) = op.bias.filter(|_| gemm.epilogue.residual.is_some() && !cuda.executor.emulation().hopper) {
         // cuBLASLt lacks bias and residual together for some shapes, and no kernel computes the GEMM.
         let gemm = Gemm { epilogue: GemmEpilogue::RESIDUAL, ..gemm };
@@ -206,7 +208,10 @@ fn weight_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8B
     let (MatmulShape { rows, c, oc }, Some(dweight)) = (op.shape, op.dweight) else { return Ok(()) };
     let (output, out) = cuda.weight_gradient_output(dweight, oc * c)?;
     let epilogue = GemmEpilogue { output, ..GemmEpilogue::RESIDUAL };
-    let gemm = Gemm { precision: backward_precision(fp8, rows), ..cuda.gemm([oc, c, rows], GemmLayout::Nt, epilogue) };
+    let gemm = Gemm {
+        precision: backward_precision(fp8, LOGITS_TOKENS, rows),
+        ..cuda.gemm([oc, c, rows], GemmLayout::Nt, epilogue)
+    };
     let operands = GemmOperands {
         a: cuda.fp8_address("dout in FP8, transposed", fp8.dout[1], rows * oc)?,
         b: cuda.fp8_address("inp in FP8, transposed", fp8.inp_transposed, rows * c)?,
@@ -237,7 +242,10 @@ fn input_gradient<T: Float>(
     });
     let epilogue =
         GemmEpilogue { activation: fused.map(|input| (input.activation, Pass::Backward)), ..GemmEpilogue::NONE };
-    let gemm = Gemm { precision: backward_precision(fp8, oc), ..cuda.gemm([rows, c, oc], GemmLayout::Nt, epilogue) };
+    let gemm = Gemm {
+        precision: backward_precision(fp8, LOGITS_COLUMNS, oc),
+        ..cuda.gemm([rows, c, oc], GemmLayout::Nt, epilogue)
+    };
     let operands = GemmOperands {
         a: cuda.fp8_address("dout in FP8", fp8.dout[0], rows * oc)?,
         b: cuda.fp8_address("weight in FP8, transposed", fp8.weight_transposed, oc * c)?,

@@ -13,8 +13,8 @@ pub mod reference;
 pub use choice::{Algorithms, GemmChoice, GemmTiming, KernelConfig, StepKind, Tuning};
 pub use cublaslt::{Alignments, Fp8Output, GELU_COLUMNS, GemmKey, GemmOperands, ScaleFactors, StridedBatch};
 pub use gpu::matmul::gemm::{
-    Batching, Bias, EXACT_COLUMNS, Gemm, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, LOGITS_COLUMNS, Pass,
-    Residual,
+    Batching, Bias, EXACT_COLUMNS, Gemm, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, LOGITS_COLUMNS,
+    LOGITS_TOKENS, Pass, Residual,
 };
 
 use crate::ops::Activation;

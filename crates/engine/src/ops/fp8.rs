@@ -177,7 +177,7 @@ impl Fp8Backward {
 pub enum Fp8Accumulation {
     /// Tensor cores accumulate over all of K. Hopper's keep about 14 bits
     Fast,
-    /// Sums over 2,048 columns of K are added in f32, and over 512 columns with gradients of logits
+    /// Sums over 8,192 columns of K are added in f32. With gradients of logits, these are 2,048 tokens or 256 logits
     Exact,
     /// `exact` in the backward pass, which has the longest sums (over all tokens), and `fast` in the forward pass
     #[default]
