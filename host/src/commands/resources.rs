@@ -231,7 +231,7 @@ pub struct Fp8Flags {
     pub fp8_recipe: Option<Fp8Recipe>,
 
     /// The format of gradients. Files of earlier versions have it
-    #[arg(long, value_enum, hide = true)]
+    #[arg(long, value_enum, hide = true, help_heading = DEVICE)]
     pub fp8_gradients: Option<Fp8Gradients>,
 
     /// With --precision fp8: how tensor cores accumulate [default: exact-gradients]
