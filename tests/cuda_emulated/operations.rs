@@ -9,7 +9,7 @@ use engine::{Engine, Workload};
 use gpu::matmul::launch::MAX_CANDIDATE_CONFIGS;
 use verify::selftest::{Case, edge_cases, fp8};
 
-/// Checks the edge cases of the operations for whose names `selected` returns true.
+/// Checks the edge cases of the operations that `selected` accepts by name.
 fn assert_cases_match(selected: impl Fn(&str) -> bool, engine: Box<dyn Engine>) {
     let fp8 = if engine.fp8_dtype().is_some() { fp8::edge_cases() } else { Vec::new() };
     let cases = edge_cases().into_iter().chain(fp8);

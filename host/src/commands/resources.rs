@@ -213,7 +213,7 @@ impl StructureFlags {
     }
 }
 
-/// The FP8 format of gradients. The gradients of E4M3 were noisier, and those of small logits became 0.
+/// The FP8 format of gradients. E4M3 was removed: gradients were noisier, and those of unlikely tokens became 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fp8Gradients {
@@ -230,7 +230,7 @@ pub struct Fp8Flags {
     #[arg(long, value_enum, help_heading = DEVICE)]
     pub fp8_recipe: Option<Fp8Recipe>,
 
-    /// The format of gradients. Files of earlier versions have it
+    /// The format of gradients, which the files of earlier versions name
     #[arg(long, value_enum, hide = true, help_heading = DEVICE)]
     pub fp8_gradients: Option<Fp8Gradients>,
 

@@ -104,13 +104,13 @@ impl Recomputed {
     }
 }
 
-/// Returns the precision of a GEMM, a sum over `k` columns that is added in f32 after `columns` if `exact`.
+/// Returns the precision of a GEMM that sums over `k` columns. If `exact`, partial sums are added in f32 after `columns` of them.
 fn precision(a: Fp8Format, exact: bool, columns: u32, k: usize) -> GemmPrecision {
     GemmPrecision::Fp8 { a, columns: (exact && k > columns as usize).then_some(columns) }
 }
 
-/// Returns the precision of a GEMM of the backward pass, a sum over `k` columns, of which it adds `of_logits` if `dout` is the gradient of
-/// logits.
+/// Returns the precision of a GEMM of the backward pass that sums over `k` columns. If `dout` is the gradient of logits and sums are exact,
+/// partial sums are added in f32 after `of_logits` columns.
 fn backward_precision(fp8: &Fp8Backward, of_logits: u32, k: usize) -> GemmPrecision {
     let columns = if fp8.dout_is_of_logits { of_logits } else { EXACT_COLUMNS };
     precision(Fp8Format::E5m2, fp8.accumulation != Fp8Accumulation::Fast, columns, k)

@@ -119,7 +119,8 @@ pub struct Fp8Backward {
     pub dout_is_quantized: bool,
     /// The scale of the gradient.
     pub dout_scale: Fp8Scale,
-    /// Whether `dout` is the gradient of logits, of which few are much larger than the others. Exact sums then add after fewer columns.
+    /// Whether `dout` is the gradient of logits. A few of its elements are much larger than the others, so exact accumulation adds partial
+    /// sums in f32 after fewer columns.
     pub dout_is_of_logits: bool,
     /// Determines the scale of the gradient.
     pub scaling: Scaling,
@@ -177,7 +178,7 @@ impl Fp8Backward {
 pub enum Fp8Accumulation {
     /// Tensor cores accumulate over all of K. Hopper's keep about 14 bits
     Fast,
-    /// Sums over 8,192 columns of K are added in f32. With gradients of logits, these are 2,048 tokens or 256 logits
+    /// Partial sums are added in f32 after 8,192 columns of K, and those of gradients of logits after 2,048 tokens or 256 logits
     Exact,
     /// `exact` in the backward pass, which has the longest sums (over all tokens), and `fast` in the forward pass
     #[default]
