@@ -35,6 +35,9 @@ pub trait TensorCore: Element {
     /// of [`mma`](Self::mma). Each element of `d` is a chain of its own, so that instructions do not wait for each other.
     fn mma_packets(d: &mut [[f32; 4]; 2], a: [Packet<Self>; 2], b: Packet<Self>);
 
+    /// Returns the B fragment whose column g is element `i` of packets of lane l = 4 g + t: those of rows 2t, 2t + 1, 2t + 8 and 2t + 9.
+    fn b_from_packets(rows: [Packet<Self>; 4], i: usize) -> Self::B;
+
     #[doc(hidden)]
     unsafe fn load_a(tile: *const Self, stride: usize) -> Self::A;
     #[doc(hidden)]
@@ -88,6 +91,13 @@ impl TensorCore for bf16 {
             let a = [top[2 * i], bottom[2 * i], top[2 * i + 1], bottom[2 * i + 1]];
             backend::mma_bf16(&mut d[i], a, [b[2 * i], b[2 * i + 1]]);
         }
+    }
+
+    #[inline(always)]
+    fn b_from_packets(rows: [Packet<Self>; 4], i: usize) -> Self::B {
+        let [a, b, c, d] = rows.map(|row| row.words()[i / 2]);
+        let half = if i.is_multiple_of(2) { 0x5410 } else { 0x7632 };
+        [backend::permute_bytes(a, b, half), backend::permute_bytes(c, d, half)]
     }
 
     #[inline(always)]
@@ -174,6 +184,11 @@ impl TensorCore for f32 {
         let (x, y) = (|i| top.get(i), |i| bottom.get(i));
         let a = [x(0), x(1), y(0), y(1), x(2), x(3), y(2), y(3)];
         backend::mma_f32(&mut d[0], a, [b.get(0), b.get(1), b.get(2), b.get(3)]);
+    }
+
+    #[inline(always)]
+    fn b_from_packets(rows: [Packet<Self>; 4], i: usize) -> Self::B {
+        rows.map(|row| row.get(i))
     }
 
     #[inline(always)]

@@ -4,24 +4,31 @@
 //! cache, so each lane reads packets of a stream. HS is a multiple of 16 up to 128. The cache is a ring of the last T positions:
 //! position p is at p mod T, where the new position replaces the one that left the window.
 //!
-//! Block (s, g, b) computes GROUP query heads of one key-value head over split s of the slot's positions, so that keys and values are
+//! Block (s, g, b) computes up to eight query heads of one key-value head over split s of the slot's positions, so that keys and values are
 //! read once for these heads. First it normalizes and rotates the queries and the new key. Blocks do not read the new key and value
 //! from the cache, to which only the last split of the first group writes them. The split's length derives from the slot's position,
 //! in device memory: blocks past it do nothing.
 //!
-//! A warp holds 32 / L positions at a time, where L lanes hold a head (HS / PACKET, padded to a power of two), and keeps a running
-//! maximum and sum (online softmax). Partial results of lanes, warps and splits are combined in a fixed order, so the result is
-//! deterministic. It depends on the number of splits, and so on the batch size.
+//! A warp adds 16 positions at a time, and keeps a running maximum and sum of each head (online softmax). Scores and weighted values are
+//! products of `mma.m16n8k16`, whose rows are query heads. The order of channels in such a product is free, so that each lane loads whole
+//! packets of keys and values and no data moves between lanes. In bf16, weights are rounded before they multiply values, as in training.
+//! Partial results of warps and splits are combined in a fixed order, so the result is deterministic. It depends on the number of splits, and so on
+//! the batch size.
 
 use super::{POSITION, WORDS};
+use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, device, kernel, math, thread, warp};
 
 /// Threads of a block.
 const THREADS: usize = 128;
 const WARPS: usize = THREADS / warp::LANES as usize;
-/// Positions of a slot of lanes whose keys and values are loaded together.
-const UNROLL: usize = 4;
+/// Positions that a warp adds at a time: K of an instruction.
+const POSITIONS: u32 = 16;
+/// Positions that a block adds at a time.
+const STEP: u32 = WARPS as u32 * POSITIONS;
+/// Query heads of a block: the rows of an instruction that a lane's first two sums belong to.
+pub const GROUP: u32 = 8;
 
 /// Channels do not move in pairs.
 pub const NO_ROTATION: u32 = 0;
@@ -61,17 +68,11 @@ pub struct Sizes {
 
 #[device]
 impl Sizes {
-    /// Returns log2 of the lanes that hold a head.
-    const fn lane_shift<T: Element>(self) -> u32 {
-        self.head_size.div_ceil(T::PACKET as u32).next_power_of_two().trailing_zeros()
-    }
-
-    /// Returns the positions of a split of `len` positions: a multiple of those that a block processes at a time.
-    const fn split_len<T: Element>(self, len: u32) -> u32 {
-        let step = ((WARPS * UNROLL) as u32) << (5 - self.lane_shift::<T>());
+    /// Returns the positions of a split of `len` positions: a multiple of those that a block adds at a time.
+    const fn split_len(self, len: u32) -> u32 {
         // The number of splits is at least 1. A division by a variable would check for 0.
         let splits = if self.splits > 1 { self.splits } else { 1 };
-        len.div_ceil(splits).next_multiple_of(step)
+        len.div_ceil(splits).next_multiple_of(STEP)
     }
 
     /// Returns how many positions a query at `position` attends to.
@@ -84,9 +85,14 @@ impl Sizes {
         self.heads / if self.kv_heads > 1 { self.kv_heads } else { 1 }
     }
 
-    /// Returns the grid of [`decode_attention`] for blocks of `group` query heads.
-    pub const fn grid(self, group: usize, slots: usize) -> [u32; 3] {
-        [self.splits, self.kv_heads * self.group().div_ceil(group as u32), slots as u32]
+    /// Returns the query heads of a block: the last one of a key-value head may have fewer.
+    pub(super) const fn block_heads(self) -> u32 {
+        if self.group() < GROUP { self.group() } else { GROUP }
+    }
+
+    /// Returns the grid of [`decode_attention`].
+    pub const fn grid(self, slots: usize) -> [u32; 3] {
+        [self.splits, self.kv_heads * self.group().div_ceil(GROUP), slots as u32]
     }
 
     /// Returns the grid of [`decode_attention_combine`].
@@ -95,21 +101,22 @@ impl Sizes {
     }
 }
 
-/// Shared memory of [`decode_attention`].
-pub struct Shared {
-    /// (GROUP + 1, HS): queries and the new key, after the rotation.
-    heads: SharedArray<f32>,
-    /// (GROUP, warps, HS): sums of weighted values.
+/// Shared memory of [`decode_attention`] for G query heads.
+pub struct Shared<T> {
+    /// (G + 1, HS): queries and the new key, after the rotation.
+    heads: SharedArray<T>,
+    /// (G, warps, HS): sums of weighted values.
     sums: SharedArray<f32>,
-    /// (GROUP, warps, 2): maximum and sum of weights.
+    /// (G, warps, 2): maximum and sum of weights.
     weights: SharedArray<f32>,
 }
 
 /// Lays out the shared memory of [`decode_attention`].
-pub fn shared(layout: &mut Layout, group: usize, head_size: usize) -> Shared {
+pub fn shared<T: Element>(layout: &mut Layout, sizes: Sizes) -> Shared<T> {
+    let (group, hs) = (sizes.block_heads() as usize, sizes.head_size as usize);
     Shared {
-        heads: layout.array((group + 1) * head_size),
-        sums: layout.array(group * WARPS * head_size),
+        heads: layout.array((group + 1) * hs),
+        sums: layout.array(group * WARPS * hs),
         weights: layout.array(group * WARPS * 2),
     }
 }
@@ -165,100 +172,161 @@ pub(super) fn prepare<T: Element>(
     }
 }
 
-/// A lane's running softmax: for each query head, maximum score and sum of weights, and the lane's channels of the weighted values.
-/// Scores are multiplied by log2 e.
-pub(super) struct Softmax<const GROUP: usize> {
-    pub(super) queries: [[f32; 8]; GROUP],
-    pub(super) most: [f32; GROUP],
-    pub(super) weight: [f32; GROUP],
-    pub(super) sums: [[f32; 8]; GROUP],
-    /// log2 of the lanes of a head.
-    lane_shift: u32,
-    /// Whether the lane holds channels.
-    holds: bool,
-}
-
 /// Returns 2^(score - most), and 0 if there is no score yet.
 #[inline(always)]
 pub(super) fn relative(score: f32, most: f32) -> f32 {
     if score == f32::NEG_INFINITY { 0.0 } else { math::exp2(score - most) }
 }
 
+/// Returns the larger score. A NaN must reach the result.
+#[inline(always)]
+pub(super) fn larger(most: f32, score: f32) -> f32 {
+    if score > most || score.is_nan() { score } else { most }
+}
+
+/// Blocks of four packets of the largest head: 128 channels of f32.
+const MAX_BLOCKS: usize = 8;
+/// Blocks of eight packets of the largest head.
+const MAX_WIDE_BLOCKS: usize = 4;
+
+/// A lane's part of keys and values of [`POSITIONS`] positions. The lane is 4 g + t.
+#[derive(Clone, Copy)]
+struct Fragments<T> {
+    /// Packets 4 b + t of positions g and g + 8.
+    keys: [[Packet<T>; MAX_BLOCKS]; 2],
+    /// Packets 8 b + g of positions 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+    values: [[Packet<T>; 4]; MAX_WIDE_BLOCKS],
+}
+
 #[device]
-impl<const GROUP: usize> Softmax<GROUP> {
-    /// Starts without positions and with queries of 0. A head has 2^`lane_shift` lanes. `holds`: the lane holds channels.
-    pub(super) const fn new(lane_shift: u32, holds: bool) -> Self {
-        Self {
-            queries: [[0.0; 8]; GROUP],
-            most: [f32::NEG_INFINITY; GROUP],
-            weight: [0.0; GROUP],
-            sums: [[0.0; 8]; GROUP],
-            lane_shift,
-            holds,
-        }
+impl<T: TensorCore> Fragments<T> {
+    /// Returns zeros.
+    #[inline(always)]
+    fn zero() -> Self {
+        Self { keys: [[Packet::zero(); MAX_BLOCKS]; 2], values: [[Packet::zero(); 4]; MAX_WIDE_BLOCKS] }
     }
 
-    /// Adds N positions with the lane's channels of keys and values. All lanes of a warp call it.
-    pub(super) fn add<T: Element, const N: usize>(
-        &mut self,
-        keys: &[Packet<T>; N],
-        values: &[Packet<T>; N],
-        valid: [bool; N],
-    ) {
-        for g in 0..GROUP {
-            let mut scores = [0.0; N];
-            for u in 0..N {
-                if self.holds {
-                    for i in 0..T::PACKET {
-                        scores[u] = math::fma(self.queries[g][i], keys[u].get(i), scores[u]);
-                    }
-                }
-                let mut offset = (1 << self.lane_shift) / 2;
-                while offset > 0 {
-                    scores[u] += warp::shuffle_xor(scores[u], offset);
-                    offset /= 2;
+    /// Loads heads of up to HS channels. `key` and `value` return a packet, given the number of a position and the packet's first channel.
+    #[inline(always)]
+    fn load<const HS: usize>(
+        head_size: u32,
+        key: impl Fn(u32, usize) -> Packet<T>,
+        value: impl Fn(u32, usize) -> Packet<T>,
+    ) -> Self {
+        let (g, t, last) = (warp::lane() / 4, warp::lane() as usize % 4, head_size as usize - T::PACKET);
+        let mut loaded = Self::zero();
+        // A packet past the last one repeats it: its query is 0, and its output is not stored.
+        for u in 0..2 {
+            for b in 0..HS / (4 * T::PACKET) {
+                loaded.keys[u][b] = key(8 * u as u32 + g, ((4 * b + t) * T::PACKET).min(last));
+            }
+        }
+        for b in 0..HS / (8 * T::PACKET) {
+            for i in 0..4 {
+                let position = 2 * t + i % 2 + 8 * (i / 2);
+                loaded.values[b][i] = value(position as u32, ((8 * b + g as usize) * T::PACKET).min(last));
+            }
+        }
+        loaded
+    }
+}
+
+/// A warp's sums over positions for up to eight query heads, relative to the largest score. The lane is 4 g + t.
+struct Sums<T> {
+    /// Packets 4 b + t of query head g: 0 past the last head or packet.
+    queries: [Packet<T>; MAX_BLOCKS],
+    /// Factor of the scores, which are multiplied by log2 e.
+    scale: f32,
+    /// The largest score of head g. NEG_INFINITY without positions.
+    most: f32,
+    /// The sum of the weights of head g over the positions of this lane.
+    weight: f32,
+    /// The weighted values of head g: channels i of packets 8 b + 2 t and 8 b + 2 t + 1.
+    weighted: [[[f32; 2]; 8]; MAX_WIDE_BLOCKS],
+}
+
+#[device]
+impl<T: TensorCore> Sums<T> {
+    /// Starts without positions, for `count` queries (count, HS).
+    #[inline(always)]
+    fn new<const HS: usize>(queries: SharedArray<T>, count: u32, head_size: u32) -> Self {
+        let (g, t, packets) = (warp::lane() / 4, warp::lane() % 4, head_size / T::PACKET as u32);
+        let mut own = [Packet::zero(); MAX_BLOCKS];
+        for b in 0..HS / (4 * T::PACKET) {
+            let packet = 4 * b as u32 + t;
+            if g < count && packet < packets {
+                own[b] = queries.packet((g * head_size) as usize + packet as usize * T::PACKET);
+            }
+        }
+        let scale = math::rsqrt(head_size as f32) * core::f32::consts::LOG2_E;
+        let weighted = [[[0.0; 2]; 8]; MAX_WIDE_BLOCKS];
+        Self { queries: own, scale, most: f32::NEG_INFINITY, weight: 0.0, weighted }
+    }
+
+    /// Adds the first `count` of the loaded positions. All lanes of a warp call it.
+    #[inline(always)]
+    fn add<const HS: usize>(&mut self, loaded: Fragments<T>, count: u32) {
+        let t = warp::lane() % 4;
+        // Of head g at positions 8 u + 2 t and 8 u + 2 t + 1.
+        let mut scores = [[f32::NEG_INFINITY; 2]; 2];
+        for u in 0..2 {
+            let mut d = [[0.0; 4]; 2];
+            for b in 0..HS / (4 * T::PACKET) {
+                T::mma_packets(&mut d, [self.queries[b], Packet::zero()], loaded.keys[u][b]);
+            }
+            for i in 0..2 {
+                if 8 * u as u32 + 2 * t + (i as u32) < count {
+                    scores[u][i] = (d[0][i] + d[1][i]) * self.scale;
                 }
             }
-            let mut most = self.most[g];
-            for u in 0..N {
-                if valid[u] {
-                    // A NaN must reach the result.
-                    most = if scores[u] > most || scores[u].is_nan() { scores[u] } else { most };
-                }
+        }
+        let mut most = larger(larger(scores[0][0], scores[0][1]), larger(scores[1][0], scores[1][1]));
+        most = larger(most, warp::shuffle_xor(most, 1));
+        most = larger(self.most, larger(most, warp::shuffle_xor(most, 2)));
+        let correction = relative(self.most, most);
+        self.most = most;
+        self.weight *= correction;
+        let mut weights = [[0.0; 4]; 2];
+        for u in 0..2 {
+            for i in 0..2 {
+                weights[u][i] = relative(scores[u][i], most);
+                self.weight += weights[u][i];
             }
-            let correction = relative(self.most[g], most);
-            self.most[g] = most;
-            self.weight[g] *= correction;
+        }
+        let weights = T::a_from_accumulators(weights[0], weights[1]);
+        for b in 0..HS / (8 * T::PACKET) {
             for i in 0..T::PACKET {
-                self.sums[g][i] *= correction;
-            }
-            for u in 0..N {
-                if valid[u] {
-                    let weight = relative(scores[u], most);
-                    self.weight[g] += weight;
-                    for i in 0..T::PACKET {
-                        self.sums[g][i] = math::fma(weight, values[u].get(i), self.sums[g][i]);
-                    }
-                }
+                let sums = self.weighted[b][i];
+                let mut d = [sums[0] * correction, sums[1] * correction, 0.0, 0.0];
+                T::mma(&mut d, weights, T::b_from_packets(loaded.values[b], i));
+                self.weighted[b][i] = [d[0], d[1]];
             }
         }
     }
 
-    /// Adds the results of the warp's other positions. The result is in the first lanes, which hold one head.
-    pub(super) fn combine_positions<T: Element>(&mut self) {
-        let mut offset = 1 << self.lane_shift;
-        while offset < warp::LANES {
-            for g in 0..GROUP {
-                let other = warp::shuffle_xor(self.most[g], offset);
-                let most = if other > self.most[g] || other.is_nan() { other } else { self.most[g] };
-                let (own, others) = (relative(self.most[g], most), relative(other, most));
-                self.most[g] = most;
-                self.weight[g] = self.weight[g] * own + warp::shuffle_xor(self.weight[g], offset) * others;
-                for i in 0..T::PACKET {
-                    self.sums[g][i] = self.sums[g][i] * own + warp::shuffle_xor(self.sums[g][i], offset) * others;
+    /// Stores the sums of the warp for `count` heads in shared memory.
+    #[inline(always)]
+    fn store<const HS: usize>(&mut self, shared: &Shared<T>, count: u32, head_size: u32) {
+        let (g, t, warp) = (warp::lane() / 4, warp::lane() % 4, warp::index());
+        self.weight += warp::shuffle_xor(self.weight, 1);
+        self.weight += warp::shuffle_xor(self.weight, 2);
+        if g >= count {
+            return;
+        }
+        let at = g as usize * WARPS + warp as usize;
+        if t == 0 {
+            shared.weights.set(at * 2, self.most);
+            shared.weights.set(at * 2 + 1, self.weight);
+        }
+        for b in 0..HS / (8 * T::PACKET) {
+            for k in 0..2 {
+                let channel = (8 * b + 2 * t as usize + k) * T::PACKET;
+                if channel < head_size as usize {
+                    for i in 0..T::PACKET {
+                        shared.sums.set(at * head_size as usize + channel + i, self.weighted[b][i][k]);
+                    }
                 }
             }
-            offset *= 2;
         }
     }
 }
@@ -266,13 +334,14 @@ impl<const GROUP: usize> Softmax<GROUP> {
 /// Computes out (B, NH, HS), or with several splits `partials` (B, NH, splits, HS + 2) f32, and stores the new keys and values.
 ///
 /// A partial result holds the weighted values, the maximum score and the sum of weights. [`decode_attention_combine`] must follow.
-/// Without rotation, table is null; weights of the norm may be null. The output of an idle slot is 0. Grid: [`Sizes::grid`]. Shared memory: [`shared`].
+/// Without rotation, table is null; weights of the norm may be null. The output of an idle slot is 0. Heads have at most MAX_HS channels.
+/// Grid: [`Sizes::grid`]. Shared memory: [`shared`].
 #[kernel(
     threads = 128,
-    instances([bf16 = cuda_std::bf16, f32 = f32] * [g1 = 1, g2 = 2, g4 = 4, g8 = 8]),
-    select(GROUP: usize)
+    instances([bf16 = cuda_std::bf16, f32 = f32] * [hs_64 = 64, hs_128 = 128]),
+    select(MAX_HS: usize)
 )]
-pub fn decode_attention<T: Element, const GROUP: usize>(
+pub fn decode_attention<T: TensorCore, const MAX_HS: usize>(
     out: GlobalMut<T>,
     partials: GlobalMut<f32>,
     keys: GlobalMut<T>,
@@ -285,28 +354,27 @@ pub fn decode_attention<T: Element, const GROUP: usize>(
     sizes: Sizes,
 ) {
     let hs = sizes.head_size as usize;
-    let shared = shared(&mut Layout::new(), GROUP, hs);
+    let shared = shared::<T>(&mut Layout::new(), sizes);
     let (split, slot) = (thread::block_idx_x(), thread::block_idx_z() as usize);
     let group = sizes.group();
-    let groups = group.div_ceil(GROUP as u32).max(1);
-    let (kv, first) = (thread::block_idx_y() / groups, thread::block_idx_y() % groups * GROUP as u32);
+    let groups = group.div_ceil(GROUP).max(1);
+    let (kv, first) = (thread::block_idx_y() / groups, thread::block_idx_y() % groups * GROUP);
+    let count = (group - first).min(GROUP);
+    let head = slot * sizes.heads as usize + (kv * group + first) as usize;
     let position = slots.at(slot * WORDS + POSITION);
     let thread = thread::thread_idx_x() as usize;
     if position < 0 {
         // Later operations read the output of an idle slot.
         if split == 0 && thread < hs {
-            for g in 0..GROUP as u32 {
-                if first + g < group {
-                    let head = slot * sizes.heads as usize + (kv * group + first + g) as usize;
-                    out.set(head * hs + thread, T::from_f32(0.0));
-                }
+            for g in 0..count as usize {
+                out.set((head + g) * hs + thread, T::from_f32(0.0));
             }
         }
         return;
     }
     let position = position as u32;
     let len = sizes.visible(position);
-    let per_split = sizes.split_len::<T>(len);
+    let per_split = sizes.split_len(len);
     let start = split * per_split;
     if start >= len {
         return;
@@ -314,111 +382,83 @@ pub fn decode_attention<T: Element, const GROUP: usize>(
     let is_last = start + per_split >= len;
     // The new position is not read from the cache.
     let end = if is_last { len - 1 } else { start + per_split };
-    let row = qkv.skip(slot * (sizes.heads + 2 * sizes.kv_heads) as usize * hs);
-    let (new_key, new_value) =
-        (row.skip((sizes.heads + kv) as usize * hs), row.skip((sizes.heads + sizes.kv_heads + kv) as usize * hs));
-    let head_of = |g: usize| kv * group + (first + g as u32).min(group - 1);
-
-    let Sizes { head_size, rotation, eps, gain, .. } = sizes;
-    let preparation = Preparation { head_size, rotation, is_normed: sizes.qk_norm != 0, eps, gain };
-    let mut h = warp::index() as usize;
-    while h <= GROUP {
-        let (head, weight) =
-            if h < GROUP { (row.skip(head_of(h) as usize * hs), q_weight) } else { (new_key, k_weight) };
-        let to = shared.heads.skip(h * hs);
-        prepare::<T>(
-            |i, x| to.set(i, x.to_f32()),
-            preparation,
-            |i| head.at(i).to_f32(),
-            |i| if weight.is_null() { 1.0 } else { weight.at(i).to_f32() },
-            |i| [0, 1].map(|part| table.at(position as usize * hs + 2 * i + part)),
-        );
-        h += WARPS;
-    }
-    thread::sync_threads();
     let cache = (slot * sizes.kv_heads as usize + kv as usize) * sizes.capacity as usize * hs;
     // The places of the new and of the oldest visible position. A division takes long, and only a full ring needs it.
     let capacity = if sizes.capacity > 1 { sizes.capacity } else { 1 };
     let newest = if position < capacity { position } else { position % capacity };
     let oldest = if position < capacity || newest + 1 == capacity { 0 } else { newest + 1 };
-    let rotated_key = shared.heads.skip(GROUP * hs);
+    let load = |base: u32| {
+        if base >= end {
+            return Fragments::zero();
+        }
+        let at = |i: u32, channel: usize| {
+            // A position past the end repeats the last one: its weight is 0.
+            let place = (base + i).min(end - 1) + oldest;
+            let place = if place < capacity { place } else { place - capacity };
+            cache + place as usize * hs + channel
+        };
+        Fragments::load::<MAX_HS>(sizes.head_size, |i, c| keys.packet(at(i, c)), |i, c| values.packet(at(i, c)))
+    };
+    // Memory answers while the block prepares the queries.
+    let mut base = start + warp::index() * POSITIONS;
+    let mut loaded = load(base);
+
+    let row = qkv.skip(slot * (sizes.heads + 2 * sizes.kv_heads) as usize * hs);
+    let (new_key, new_value) =
+        (row.skip((sizes.heads + kv) as usize * hs), row.skip((sizes.heads + sizes.kv_heads + kv) as usize * hs));
+    let Sizes { head_size, rotation, eps, gain, .. } = sizes;
+    let preparation = Preparation { head_size, rotation, is_normed: sizes.qk_norm != 0, eps, gain };
+    let mut h = warp::index();
+    while h <= count {
+        let query = row.skip((kv * group + first + h) as usize * hs);
+        let (head, weight) = if h < count { (query, q_weight) } else { (new_key, k_weight) };
+        let to = shared.heads.skip(h as usize * hs);
+        prepare::<T>(
+            |i, x| to.set(i, x),
+            preparation,
+            |i| head.at(i).to_f32(),
+            |i| if weight.is_null() { 1.0 } else { weight.at(i).to_f32() },
+            |i| [0, 1].map(|part| table.at(position as usize * hs + 2 * i + part)),
+        );
+        h += WARPS as u32;
+    }
+    thread::sync_threads();
+    let rotated_key = shared.heads.skip(count as usize * hs);
     if is_last && first == 0 && thread < hs {
         let at = cache + newest as usize * hs + thread;
-        keys.set(at, T::from_f32(rotated_key.at(thread)));
+        keys.set(at, rotated_key.at(thread));
         values.set(at, new_value.at(thread));
     }
 
-    let lane_shift = sizes.lane_shift::<T>();
-    let (lane, warp) = (warp::lane(), warp::index());
-    let channel = (lane & ((1 << lane_shift) - 1)) as usize * T::PACKET;
-    let holds = channel < hs;
-    let channel = if holds { channel } else { 0 };
-    let mut softmax = Softmax::<GROUP>::new(lane_shift, holds);
-    let scale = math::rsqrt(hs as f32) * core::f32::consts::LOG2_E;
-    for g in 0..GROUP {
-        for i in 0..T::PACKET {
-            softmax.queries[g][i] = shared.heads.at(g * hs + channel + i) * scale;
-        }
+    let mut sums = Sums::new::<MAX_HS>(shared.heads, count, head_size);
+    while base < end {
+        sums.add::<MAX_HS>(loaded, end - base);
+        base += STEP;
+        loaded = load(base);
     }
-    let stride = (WARPS as u32) << (5 - lane_shift);
-    let own = (warp << (5 - lane_shift)) + (lane >> lane_shift);
-    // The positions after the end of the ring follow in a second pass, with another shift: with a condition for each load instead, the
-    // kernel would need more registers, and fewer blocks would fit.
-    let (mut base, mut stop, mut shift) = (start, end.min(capacity - oldest), oldest);
-    loop {
-        while base < stop {
-            let (mut k, mut v) = ([Packet::<T>::zero(); UNROLL], [Packet::<T>::zero(); UNROLL]);
-            let mut valid = [false; UNROLL];
-            for u in 0..UNROLL {
-                let at = base + u as u32 * stride + own;
-                valid[u] = at < stop;
-                // Loads past the end repeat the last position: with a condition per load, ptxas would interleave loads and uses.
-                let at = cache + at.min(stop - 1).wrapping_add(shift) as usize * hs + channel;
-                (k[u], v[u]) = (keys.packet(at), values.packet(at));
-            }
-            softmax.add(&k, &v, valid);
-            base += UNROLL as u32 * stride;
-        }
-        if stop == end {
-            break;
-        }
-        (base, stop, shift) = (start.max(stop), end, oldest.wrapping_sub(capacity));
+    if is_last && warp::index() == 0 {
+        let new = Fragments::load::<MAX_HS>(head_size, |_, c| rotated_key.packet(c), |_, c| new_value.packet(c));
+        sums.add::<MAX_HS>(new, 1);
     }
-    if is_last && warp == 0 {
-        let key = Packet::<T>::from_fn(|i| rotated_key.at(channel + i));
-        softmax.add(&[key], &[new_value.packet(channel)], [lane >> lane_shift == 0]);
-    }
-    softmax.combine_positions::<T>();
-    for g in 0..GROUP {
-        let at = g * WARPS + warp as usize;
-        if lane >> lane_shift == 0 && holds {
-            for i in 0..T::PACKET {
-                shared.sums.set(at * hs + channel + i, softmax.sums[g][i]);
-            }
-        }
-        if lane == 0 {
-            shared.weights.set(at * 2, softmax.most[g]);
-            shared.weights.set(at * 2 + 1, softmax.weight[g]);
-        }
-    }
+    sums.store::<MAX_HS>(&shared, count, head_size);
     thread::sync_threads();
-    for g in 0..GROUP {
-        if thread < hs && first + (g as u32) < group {
-            let part = |w: usize| {
-                let at = g * WARPS + w;
-                [shared.weights.at(at * 2), shared.weights.at(at * 2 + 1), shared.sums.at(at * hs + thread)]
-            };
-            let [most, weight, sum] = combine(WARPS, part);
-            let row = slot * sizes.heads as usize + head_of(g) as usize;
-            if sizes.splits <= 1 {
-                out.set(row * hs + thread, T::from_f32(sum * math::recip(weight)));
-            } else {
-                let to = partials.skip((row * sizes.splits as usize + split as usize) * (hs + 2));
-                to.set(thread, sum);
-                if thread == 0 {
-                    to.set(hs, most);
-                    to.set(hs + 1, weight);
-                }
+    if thread >= hs {
+        return;
+    }
+    for g in 0..count as usize {
+        let part = |w: usize| {
+            let at = g * WARPS + w;
+            [shared.weights.at(at * 2), shared.weights.at(at * 2 + 1), shared.sums.at(at * hs + thread)]
+        };
+        let [most, weight, sum] = combine(WARPS, part);
+        if sizes.splits <= 1 {
+            out.set((head + g) * hs + thread, T::from_f32(sum * math::recip(weight)));
+        } else {
+            let to = partials.skip(((head + g) * sizes.splits as usize + split as usize) * (hs + 2));
+            to.set(thread, sum);
+            if thread == 0 {
+                to.set(hs, most);
+                to.set(hs + 1, weight);
             }
         }
     }
@@ -464,7 +504,7 @@ pub fn decode_attention_combine<T: Element>(
         return;
     }
     let len = sizes.visible(position as u32);
-    let count = len.div_ceil(sizes.split_len::<T>(len).max(1)) as usize;
+    let count = len.div_ceil(sizes.split_len(len).max(1)) as usize;
     let row = slot * sizes.heads as usize + head;
     let partials = partials.skip(row * sizes.splits as usize * (hs + 2));
     let part = |i: usize| {

@@ -173,7 +173,7 @@ pub struct AttentionOperands<T> {
 }
 
 /// Returns the kernels, or `None` if none supports the head size.
-pub fn attention<T: Element>(
+pub fn attention<T: TensorCore>(
     operands: AttentionOperands<T>,
     sizes: attention::Sizes,
     slots: usize,
@@ -182,13 +182,12 @@ pub fn attention<T: Element>(
         return None;
     }
     let AttentionOperands { out, partials, keys, values, qkv, slots: state, table, q_weight, k_weight } = operands;
-    let group = (sizes.heads / sizes.kv_heads).clamp(1, 8).next_power_of_two() as usize;
-    let key = (group,);
+    let key = (if sizes.head_size <= 64 { 64 } else { 128 },);
     let launch = attention::decode_attention_select::<T>(
         key, out, partials, keys, values, qkv, state, table, q_weight, k_weight, sizes,
     )?;
-    let shared_bytes = shared_bytes(|layout| attention::shared(layout, group, sizes.head_size as usize));
-    let mut kernels = vec![KernelLaunch { launch, grid: sizes.grid(group, slots), shared_bytes }];
+    let shared_bytes = shared_bytes(|layout| attention::shared::<T>(layout, sizes));
+    let mut kernels = vec![KernelLaunch { launch, grid: sizes.grid(slots), shared_bytes }];
     if sizes.splits > 1 {
         let launch = attention::decode_attention_combine::<T>(out, partials.reader(), state, sizes);
         kernels.push(KernelLaunch { launch, grid: sizes.combine_grid(slots), shared_bytes: 0 });

@@ -415,7 +415,7 @@ impl Attention {
     }
 
     /// Returns out (B, NH, HS), and the new keys and values (B, KV, 2, HS).
-    fn run<T: Tolerance>(&self) -> (Vec<f64>, Vec<f64>) {
+    fn run<T: Tolerance + TensorCore>(&self) -> (Vec<f64>, Vec<f64>) {
         let Self { heads, kv_heads, hs, capacity, ring, splits, .. } = *self;
         let b = self.positions.len();
         let mut memory = Memory::new();
@@ -535,14 +535,15 @@ impl Attention {
         (out, new)
     }
 
-    fn check<T: Tolerance>(&self) {
+    fn check<T: Tolerance + TensorCore>(&self) {
         let ((out, new), (want, want_new)) = (self.run::<T>(), self.reference::<T>());
-        assert_close("out", &out, &want, T::ROUNDING, 1.0);
+        // In bf16, the weights are rounded as well.
+        assert_close("out", &out, &want, 1.5 * T::ROUNDING, 1.0);
         assert_close("new keys and values", &new, &want_new, T::ROUNDING, 1.0);
     }
 }
 
-fn attention_matches_f64_reference<T: Tolerance>() {
+fn attention_matches_f64_reference<T: Tolerance + TensorCore>() {
     // Groups of every instance, also such that do not fill it, and lengths around the positions that a block takes at a time.
     for (heads, kv_heads) in [(1, 1), (3, 3), (4, 2), (3, 1), (8, 2), (7, 1), (10, 1)] {
         for hs in [64, 80] {
@@ -559,7 +560,7 @@ fn attention_matches_f64_reference<T: Tolerance>() {
 }
 
 /// A ring of one position, rings that are not full, just full, and of any fill, with one and several splits.
-fn attention_in_a_ring_matches_f64_reference<T: Tolerance>() {
+fn attention_in_a_ring_matches_f64_reference<T: Tolerance + TensorCore>() {
     for (ring, splits) in [(1, 1), (1, 2), (16, 1), (33, 1), (70, 3), (100, 2)] {
         for positions in [[0, ring - 1], [ring, ring + 1], [2 * ring - 1, 2 * ring], [150, 3 * ring + 7]] {
             let case = Attention::new::<T>(&positions, [4, 2, 64, splits], 5);
@@ -568,7 +569,7 @@ fn attention_in_a_ring_matches_f64_reference<T: Tolerance>() {
     }
 }
 
-fn attention_of_random_shapes_matches_f64_reference<T: Tolerance>() {
+fn attention_of_random_shapes_matches_f64_reference<T: Tolerance + TensorCore>() {
     let shape = (1..4usize, 1..4usize, 1..6usize, select(vec![16, 64, 80, 128]), 1..6usize);
     let kind = (select(vec![NO_ROTATION, HALF_SPLIT, INTERLEAVED]), ANY, ANY, 0..200usize, 0..99u32);
     for_all(32, (shape, kind), |((b, kv, group, hs, splits), (rotation, norm, weights, longest, seed))| {
@@ -578,8 +579,8 @@ fn attention_of_random_shapes_matches_f64_reference<T: Tolerance>() {
     });
 }
 
-/// A NaN in a key makes the heads that read it NaN. An infinite score takes all the weight.
-fn nan_and_infinity_stay_in_their_head<T: Tolerance>() {
+/// A NaN in a key makes the heads that read it NaN. An infinite value makes its channel infinite, or NaN if a weight is 0.
+fn nan_and_infinity_stay_in_their_head<T: Tolerance + TensorCore>() {
     for splits in [1, 3] {
         let clean = Attention::new::<T>(&[100], [4, 2, 64, splits], 7);
         let (want, _) = clean.run::<T>();
@@ -591,10 +592,12 @@ fn nan_and_infinity_stay_in_their_head<T: Tolerance>() {
             assert!(got[128..].iter().all(|x| x.is_nan()), "{splits} splits, position {position}");
             let mut case = clean.clone();
             case.values[position * 64 + 5] = f64::INFINITY;
-            let (got, _) = case.run::<T>();
-            let expected: Vec<_> =
-                (0..256).map(|i| if i < 128 && i % 64 == 5 { f64::INFINITY } else { want[i] }).collect();
-            assert_same("an infinite value", &got, &expected);
+            let (mut got, _) = case.run::<T>();
+            for i in [5, 64 + 5] {
+                assert!(!got[i].is_finite(), "{splits} splits, position {position}: {}", got[i]);
+                got[i] = want[i];
+            }
+            assert_same("an infinite value", &got, &want);
         }
     }
 }
@@ -654,7 +657,7 @@ fn read_caches_give_back_keys_and_values<T: Tolerance>() {
 }
 
 /// The attention of an idle slot is 0, its token is 0, and neither its cache nor its state changes. Other slots do not notice it.
-fn idle_slots_do_not_change<T: Tolerance>() {
+fn idle_slots_do_not_change<T: Tolerance + TensorCore>() {
     let (heads, kv, hs, capacity, vp) = (6, 2, 64, 40, 128);
     for (splits, positions) in [(1, [-1, 5]), (3, [39, -1]), (2, [-1, -1])] {
         let mut memory = Memory::new();

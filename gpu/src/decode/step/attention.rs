@@ -15,7 +15,7 @@ use super::plan::{CONSUMERS, Heads, MAX_POSITIONS, Task, Tasks, divide};
 use super::ring::{Consumer, Ring};
 use super::table::{Entry, Field};
 use super::words::floats;
-use crate::decode::attention::{NO_ROTATION, Preparation, combine, prepare, relative};
+use crate::decode::attention::{NO_ROTATION, Preparation, combine, larger, prepare, relative};
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Packet, SharedArray, async_copy, device, math, thread, warp};
@@ -437,10 +437,4 @@ impl<T: TensorCore, const GROUP: usize> Sums<T, GROUP> {
             }
         }
     }
-}
-
-/// Returns the larger score. A NaN must reach the result.
-#[inline(always)]
-fn larger(most: f32, score: f32) -> f32 {
-    if score > most || score.is_nan() { score } else { most }
 }
