@@ -35,8 +35,13 @@ pub trait TensorCore: Element {
     /// of [`mma`](Self::mma). Each element of `d` is a chain of its own, so that instructions do not wait for each other.
     fn mma_packets(d: &mut [[f32; 4]; 2], a: [Packet<Self>; 2], b: Packet<Self>);
 
-    /// Returns the B fragment whose column g is element `i` of packets of lane l = 4 g + t: those of rows 2t, 2t + 1, 2t + 8 and 2t + 9.
-    fn b_from_packets(rows: [Packet<Self>; 4], i: usize) -> Self::B;
+    /// Returns the B fragment with rows 0..8 from the first two elements of `upper` and rows 8..16 from those of `lower`, rounded to this type.
+    /// D fragments with a row for each column of B have them in these lanes.
+    fn b_from_accumulators(upper: [f32; 2], lower: [f32; 2]) -> Self::B;
+
+    /// Returns the A fragment whose rows g and g + 8 are elements 2 `i` and 2 `i` + 1 of the packets of lane l = 4 g + t: those of columns 2t,
+    /// 2t + 1, 2t + 8 and 2t + 9.
+    fn a_from_packets(columns: [Packet<Self>; 4], i: usize) -> Self::A;
 
     #[doc(hidden)]
     unsafe fn load_a(tile: *const Self, stride: usize) -> Self::A;
@@ -94,10 +99,20 @@ impl TensorCore for bf16 {
     }
 
     #[inline(always)]
-    fn b_from_packets(rows: [Packet<Self>; 4], i: usize) -> Self::B {
-        let [a, b, c, d] = rows.map(|row| row.words()[i / 2]);
-        let half = if i.is_multiple_of(2) { 0x5410 } else { 0x7632 };
-        [backend::permute_bytes(a, b, half), backend::permute_bytes(c, d, half)]
+    fn b_from_accumulators(upper: [f32; 2], lower: [f32; 2]) -> Self::B {
+        [backend::bf16x2(upper[0], upper[1]), backend::bf16x2(lower[0], lower[1])]
+    }
+
+    #[inline(always)]
+    fn a_from_packets(columns: [Packet<Self>; 4], i: usize) -> Self::A {
+        let [a, b, c, d] = columns.map(|column| column.words()[i]);
+        let [even, odd] = [0x5410, 0x7632];
+        [
+            backend::permute_bytes(a, b, even),
+            backend::permute_bytes(a, b, odd),
+            backend::permute_bytes(c, d, even),
+            backend::permute_bytes(c, d, odd),
+        ]
     }
 
     #[inline(always)]
@@ -187,8 +202,15 @@ impl TensorCore for f32 {
     }
 
     #[inline(always)]
-    fn b_from_packets(rows: [Packet<Self>; 4], i: usize) -> Self::B {
-        rows.map(|row| row.get(i))
+    fn b_from_accumulators(upper: [f32; 2], lower: [f32; 2]) -> Self::B {
+        [upper[0], upper[1], lower[0], lower[1]]
+    }
+
+    #[inline(always)]
+    fn a_from_packets([a, b, c, d]: [Packet<Self>; 4], i: usize) -> Self::A {
+        let pair = |x: Packet<Self>, y: Packet<Self>| [0, 1].map(|k| [x.get(2 * i + k), y.get(2 * i + k)]);
+        let ([left_even, left_odd], [right_even, right_odd]) = (pair(a, b), pair(c, d));
+        [left_even[0], left_even[1], left_odd[0], left_odd[1], right_even[0], right_even[1], right_odd[0], right_odd[1]]
     }
 
     #[inline(always)]

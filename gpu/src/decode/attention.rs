@@ -10,8 +10,9 @@
 //! in device memory: blocks past it do nothing.
 //!
 //! A warp adds 16 positions at a time, and keeps a running maximum and sum of each head (online softmax). Scores and weighted values are
-//! products of `mma.m16n8k16`, whose rows are query heads. The order of channels in such a product is free, so that each lane loads whole
-//! packets of keys and values and no data moves between lanes. In bf16, weights are rounded before they multiply values, as in training.
+//! products of `mma.m16n8k16`: query heads are the rows of the scores and the columns of the weighted values. The order of channels in such a
+//! product is free, so each lane loads whole packets of keys and values, and only maxima move between lanes. In bf16, weights are rounded
+//! before they multiply values, as in training.
 //! Partial results of warps and splits are combined in a fixed order, so the result is deterministic. It depends on the number of splits, and so on
 //! the batch size.
 
@@ -27,7 +28,7 @@ const WARPS: usize = THREADS / warp::LANES as usize;
 const POSITIONS: u32 = 16;
 /// Positions that a block adds at a time.
 const STEP: u32 = WARPS as u32 * POSITIONS;
-/// Query heads of a block: the rows of an instruction that a lane's first two sums belong to.
+/// Query heads of a block: the columns of an instruction.
 pub const GROUP: u32 = 8;
 
 /// Channels do not move in pairs.
@@ -241,8 +242,8 @@ struct Sums<T> {
     most: f32,
     /// The sum of the weights of head g over the positions of this lane.
     weight: f32,
-    /// The weighted values of head g: channels i of packets 8 b + 2 t and 8 b + 2 t + 1.
-    weighted: [[[f32; 2]; 8]; MAX_WIDE_BLOCKS],
+    /// The weighted values: channels 2 i of packet 8 b + g of heads 2 t and 2 t + 1, then channels 2 i + 1.
+    weighted: [[[f32; 4]; 4]; MAX_WIDE_BLOCKS],
 }
 
 #[device]
@@ -259,7 +260,7 @@ impl<T: TensorCore> Sums<T> {
             }
         }
         let scale = math::rsqrt(head_size as f32) * core::f32::consts::LOG2_E;
-        let weighted = [[[0.0; 2]; 8]; MAX_WIDE_BLOCKS];
+        let weighted = [[[0.0; 4]; 4]; MAX_WIDE_BLOCKS];
         Self { queries: own, scale, most: f32::NEG_INFINITY, weight: 0.0, weighted }
     }
 
@@ -286,20 +287,21 @@ impl<T: TensorCore> Sums<T> {
         let correction = relative(self.most, most);
         self.most = most;
         self.weight *= correction;
-        let mut weights = [[0.0; 4]; 2];
         for u in 0..2 {
             for i in 0..2 {
-                weights[u][i] = relative(scores[u][i], most);
-                self.weight += weights[u][i];
+                scores[u][i] = relative(scores[u][i], most);
+                self.weight += scores[u][i];
             }
         }
-        let weights = T::a_from_accumulators(weights[0], weights[1]);
+        let weights = T::b_from_accumulators(scores[0], scores[1]);
+        let corrections = [0, 1].map(|head| warp::shuffle(correction, 4 * (2 * t + head)));
         for b in 0..HS / (8 * T::PACKET) {
-            for i in 0..T::PACKET {
-                let sums = self.weighted[b][i];
-                let mut d = [sums[0] * correction, sums[1] * correction, 0.0, 0.0];
-                T::mma(&mut d, weights, T::b_from_packets(loaded.values[b], i));
-                self.weighted[b][i] = [d[0], d[1]];
+            for i in 0..T::PACKET / 2 {
+                let d = &mut self.weighted[b][i];
+                for k in 0..4 {
+                    d[k] *= corrections[k % 2];
+                }
+                T::mma(d, T::a_from_packets(loaded.values[b], i), weights);
             }
         }
     }
@@ -310,20 +312,19 @@ impl<T: TensorCore> Sums<T> {
         let (g, t, warp) = (warp::lane() / 4, warp::lane() % 4, warp::index());
         self.weight += warp::shuffle_xor(self.weight, 1);
         self.weight += warp::shuffle_xor(self.weight, 2);
-        if g >= count {
-            return;
-        }
-        let at = g as usize * WARPS + warp as usize;
-        if t == 0 {
-            shared.weights.set(at * 2, self.most);
-            shared.weights.set(at * 2 + 1, self.weight);
+        if t == 0 && g < count {
+            let at = (g as usize * WARPS + warp as usize) * 2;
+            shared.weights.set(at, self.most);
+            shared.weights.set(at + 1, self.weight);
         }
         for b in 0..HS / (8 * T::PACKET) {
+            let channel = (8 * b + g as usize) * T::PACKET;
             for k in 0..2 {
-                let channel = (8 * b + 2 * t as usize + k) * T::PACKET;
-                if channel < head_size as usize {
+                let head = 2 * t + k as u32;
+                if head < count && channel < head_size as usize {
+                    let at = (head as usize * WARPS + warp as usize) * head_size as usize + channel;
                     for i in 0..T::PACKET {
-                        shared.sums.set(at * head_size as usize + channel + i, self.weighted[b][i][k]);
+                        shared.sums.set(at + i, self.weighted[b][i / 2][2 * (i % 2) + k]);
                     }
                 }
             }
@@ -388,9 +389,6 @@ pub fn decode_attention<T: TensorCore, const MAX_HS: usize>(
     let newest = if position < capacity { position } else { position % capacity };
     let oldest = if position < capacity || newest + 1 == capacity { 0 } else { newest + 1 };
     let load = |base: u32| {
-        if base >= end {
-            return Fragments::zero();
-        }
         let at = |i: u32, channel: usize| {
             // A position past the end repeats the last one: its weight is 0.
             let place = (base + i).min(end - 1) + oldest;
@@ -399,9 +397,7 @@ pub fn decode_attention<T: TensorCore, const MAX_HS: usize>(
         };
         Fragments::load::<MAX_HS>(sizes.head_size, |i, c| keys.packet(at(i, c)), |i, c| values.packet(at(i, c)))
     };
-    // Memory answers while the block prepares the queries.
     let mut base = start + warp::index() * POSITIONS;
-    let mut loaded = load(base);
 
     let row = qkv.skip(slot * (sizes.heads + 2 * sizes.kv_heads) as usize * hs);
     let (new_key, new_value) =
@@ -432,9 +428,8 @@ pub fn decode_attention<T: TensorCore, const MAX_HS: usize>(
 
     let mut sums = Sums::new::<MAX_HS>(shared.heads, count, head_size);
     while base < end {
-        sums.add::<MAX_HS>(loaded, end - base);
+        sums.add::<MAX_HS>(load(base), end - base);
         base += STEP;
-        loaded = load(base);
     }
     if is_last && warp::index() == 0 {
         let new = Fragments::load::<MAX_HS>(head_size, |_, c| rotated_key.packet(c), |_, c| new_value.packet(c));
