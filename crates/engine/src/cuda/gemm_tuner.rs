@@ -9,9 +9,14 @@ use anyhow::Context;
 use cublaslt::Finalists;
 use cublaslt::sys::MatmulAlgo;
 use gpu::launch::KernelLaunch;
+use gpu::matmul::launch::TileShape;
 use std::thread::sleep;
 use std::time::Instant;
 use system::progress::{self, Unit};
+
+/// Rows from which on a wgmma kernel competes with cuBLASLt: those of its smallest tile. GEMMs of fewer rows, as in generation, take about as long
+/// as the host needs to launch them, and a race does not tell them apart.
+const FEWEST_ROWS: usize = TileShape::T128x128.dims()[0] as usize;
 
 impl GemmDispatch {
     /// Begins a tuning pass: GEMMs are collected and no work runs until [`finish_tuning`](Self::finish_tuning).
@@ -54,7 +59,8 @@ impl GemmDispatch {
         }
         let part = call.library_part();
         let Finalists { candidates, algos } = self.library_finalists(&part, executor)?;
-        let kernels = self.kernel_finalists(call, executor)?;
+        let is_raced = algos.is_empty() || call.gemm.m >= FEWEST_ROWS;
+        let kernels = if is_raced { self.kernel_finalists(call, executor)? } else { Vec::new() };
         let unfused = self.unfused_kernels(call, executor)?;
         let others: Vec<_> = call.fallback.iter().chain(&call.after).cloned().collect();
         let others = (!algos.is_empty() && !others.is_empty()).then_some(others);
