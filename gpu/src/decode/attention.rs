@@ -207,25 +207,30 @@ impl<T: TensorCore> Fragments<T> {
         Self { keys: [[Packet::zero(); MAX_BLOCKS]; 2], values: [[Packet::zero(); 4]; MAX_WIDE_BLOCKS] }
     }
 
-    /// Loads heads of up to HS channels. `key` and `value` return a packet, given the number of a position and the packet's first channel.
+    /// Loads heads of up to HS channels. `row` returns the index of a position's first channel, given its number.
     #[inline(always)]
     fn load<const HS: usize>(
         head_size: u32,
-        key: impl Fn(u32, usize) -> Packet<T>,
-        value: impl Fn(u32, usize) -> Packet<T>,
+        row: impl Fn(u32) -> usize,
+        key: impl Fn(usize) -> Packet<T>,
+        value: impl Fn(usize) -> Packet<T>,
     ) -> Self {
-        let (g, t, last) = (warp::lane() / 4, warp::lane() as usize % 4, head_size as usize - T::PACKET);
+        let (g, t, packets) = (warp::lane() / 4, warp::lane() % 4, head_size / T::PACKET as u32);
         let mut loaded = Self::zero();
-        // A packet past the last one repeats it: its query is 0, and its output is not stored.
         for u in 0..2 {
+            let first = row(8 * u as u32 + g) + t as usize * T::PACKET;
             for b in 0..HS / (4 * T::PACKET) {
-                loaded.keys[u][b] = key(8 * u as u32 + g, ((4 * b + t) * T::PACKET).min(last));
+                if 4 * b as u32 + t < packets {
+                    loaded.keys[u][b] = key(first + 4 * b * T::PACKET);
+                }
             }
         }
-        for b in 0..HS / (8 * T::PACKET) {
-            for i in 0..4 {
-                let position = 2 * t + i % 2 + 8 * (i / 2);
-                loaded.values[b][i] = value(position as u32, ((8 * b + g as usize) * T::PACKET).min(last));
+        for i in 0..4 {
+            let first = row(2 * t + (i as u32) % 2 + 8 * (i as u32 / 2)) + g as usize * T::PACKET;
+            for b in 0..HS / (8 * T::PACKET) {
+                if 8 * b as u32 + g < packets {
+                    loaded.values[b][i] = value(first + 8 * b * T::PACKET);
+                }
             }
         }
         loaded
@@ -388,17 +393,17 @@ pub fn decode_attention<T: TensorCore, const MAX_HS: usize>(
     let capacity = if sizes.capacity > 1 { sizes.capacity } else { 1 };
     let newest = if position < capacity { position } else { position % capacity };
     let oldest = if position < capacity || newest + 1 == capacity { 0 } else { newest + 1 };
+    let [cached_keys, cached_values] = [keys.reader().skip(cache), values.reader().skip(cache)];
     let load = |base: u32| {
-        let at = |i: u32, channel: usize| {
+        let row = |i: u32| {
             // A position past the end repeats the last one: its weight is 0.
             let place = (base + i).min(end - 1) + oldest;
             let place = if place < capacity { place } else { place - capacity };
-            cache + place as usize * hs + channel
+            (place * sizes.head_size) as usize
         };
-        Fragments::load::<MAX_HS>(sizes.head_size, |i, c| keys.packet(at(i, c)), |i, c| values.packet(at(i, c)))
+        Fragments::load::<MAX_HS>(sizes.head_size, row, |i| cached_keys.packet(i), |i| cached_values.packet(i))
     };
     let mut base = start + warp::index() * POSITIONS;
-
     let row = qkv.skip(slot * (sizes.heads + 2 * sizes.kv_heads) as usize * hs);
     let (new_key, new_value) =
         (row.skip((sizes.heads + kv) as usize * hs), row.skip((sizes.heads + sizes.kv_heads + kv) as usize * hs));
@@ -431,8 +436,9 @@ pub fn decode_attention<T: TensorCore, const MAX_HS: usize>(
         sums.add::<MAX_HS>(load(base), end - base);
         base += STEP;
     }
-    if is_last && warp::index() == 0 {
-        let new = Fragments::load::<MAX_HS>(head_size, |_, c| rotated_key.packet(c), |_, c| new_value.packet(c));
+    // No warp has fewer other positions than the last one.
+    if is_last && warp::index() + 1 == WARPS as u32 {
+        let new = Fragments::load::<MAX_HS>(head_size, |_| 0, |i| rotated_key.packet(i), |i| new_value.packet(i));
         sums.add::<MAX_HS>(new, 1);
     }
     sums.store::<MAX_HS>(&shared, count, head_size);

@@ -581,19 +581,28 @@ fn attention_of_random_shapes_matches_f64_reference<T: Tolerance + TensorCore>()
 
 /// A NaN in a key makes the heads that read it NaN. An infinite value makes its channel infinite, or NaN if a weight is 0.
 fn nan_and_infinity_stay_in_their_head<T: Tolerance + TensorCore>() {
-    for splits in [1, 3] {
-        let clean = Attention::new::<T>(&[100], [4, 2, 64, splits], 7);
+    for (splits, hs) in [(1, 64), (3, 48)] {
+        let clean = Attention::new::<T>(&[100], [4, 2, hs, splits], 7);
         let (want, _) = clean.run::<T>();
+        let mut case = clean.clone();
+        case.qkv[hs] = f64::NAN;
+        let (got, _) = case.run::<T>();
+        assert_same(
+            "heads of other queries",
+            &[&got[..hs], &got[2 * hs..]].concat(),
+            &[&want[..hs], &want[2 * hs..]].concat(),
+        );
+        assert!(got[hs..2 * hs].iter().all(|x| x.is_nan()), "heads of {hs} channels");
         for position in [0, 40, 99] {
             let mut case = clean.clone();
-            case.keys[(case.capacity + position) * 64] = f64::NAN;
+            case.keys[(case.capacity + position) * hs] = f64::NAN;
             let (got, _) = case.run::<T>();
-            assert_same("heads of the other key", &got[..128], &want[..128]);
-            assert!(got[128..].iter().all(|x| x.is_nan()), "{splits} splits, position {position}");
+            assert_same("heads of the other key", &got[..2 * hs], &want[..2 * hs]);
+            assert!(got[2 * hs..].iter().all(|x| x.is_nan()), "{splits} splits, position {position}");
             let mut case = clean.clone();
-            case.values[position * 64 + 5] = f64::INFINITY;
+            case.values[position * hs + 5] = f64::INFINITY;
             let (mut got, _) = case.run::<T>();
-            for i in [5, 64 + 5] {
+            for i in [5, hs + 5] {
                 assert!(!got[i].is_finite(), "{splits} splits, position {position}: {}", got[i]);
                 got[i] = want[i];
             }

@@ -141,7 +141,7 @@ pub(super) fn attention_operands<T: Float>(
     shape.check()?;
     let (cache, splits) = (b * kv_heads * t * hs, decode_splits(b, kv_heads, t));
     // A few blocks for each SM hide the latency of memory; more only add partial results.
-    let enough = (4 * cuda.executor.sm_count()).div_ceil(b * kv_heads);
+    let enough = (3 * cuda.executor.sm_count()).div_ceil(b * kv_heads);
     let splits = splits.min(enough);
     let (table, norm) = (rotation.map(|rotation| rotation.table), rotation.and_then(|rotation| rotation.qk_norm));
     let [q_weight, k_weight] = cuda.head_weights(norm.and_then(|norm| norm.weights), hs)?;
