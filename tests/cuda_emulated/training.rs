@@ -5,7 +5,7 @@ use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::ops::AdamW;
 use engine::{BatchLayout, Engine};
-use model::{Decoder, Descriptor, MasterWeights, PlanOptions, Recompute, TrainStep};
+use model::{Decoder, Descriptor, MasterWeights, Moments, Offload, PlanOptions, Recompute, TrainStep};
 
 /// Loads a fixed batch of tokens below 50.
 fn load_batch(model: &Decoder, engine: &mut dyn Engine, layout: BatchLayout, seed: u32) -> anyhow::Result<usize> {
@@ -21,9 +21,13 @@ fn load_batch(model: &Decoder, engine: &mut dyn Engine, layout: BatchLayout, see
 
 /// Trains a small model for two steps and returns the losses and gradient norms.
 fn train(engine: &mut dyn Engine, recompute: Recompute) -> Vec<f32> {
+    train_with(engine, PlanOptions { recompute, ..PlanOptions::training(3, 24) }).1
+}
+
+/// Trains a small model for two steps. Returns the model, and the losses and gradient norms.
+fn train_with(engine: &mut dyn Engine, options: PlanOptions) -> (Decoder, Vec<f32>) {
     let descriptor = Descriptor::gpt2(2, 2, 128, 24, 50).unwrap();
     let layout = BatchLayout::new(3, 17);
-    let options = PlanOptions { recompute, ..PlanOptions::training(layout.b, 24) };
     let (model, plan) = Decoder::plan(descriptor, options, engine);
     engine.allocate(&plan).unwrap();
     model.initialize(engine, 42).unwrap();
@@ -36,7 +40,49 @@ fn train(engine: &mut dyn Engine, recompute: Recompute) -> Vec<f32> {
         train_step.run(engine, ranks, &mut load, &mut |_, _| Ok(Some(adamw.into()))).unwrap();
         stats.extend(engine.read(model.training.unwrap().stats).unwrap());
     }
-    stats
+    (model, stats)
+}
+
+/// Where the optimizer state is changes no bit, and the plan's table states it.
+#[test]
+fn offloaded_state_has_the_same_bits() {
+    for (master_weights, moments) in [(MasterWeights::F32, Moments::F32), (MasterWeights::Remainder, Moments::Bf16)] {
+        let run = |offload: &str| {
+            let engine = &mut *emulated(EmulatedGpu::new(false), Precision::Bf16, None, true);
+            let offload = offload.parse().unwrap();
+            let options = PlanOptions { master_weights, moments, offload, ..PlanOptions::training(3, 24) };
+            let (model, stats) = train_with(engine, options);
+            let state = model.training.unwrap().state().into_iter().map(|(_, tensor)| tensor);
+            let digests: Vec<_> =
+                [model.params].into_iter().chain(state).map(|tensor| engine.digest(tensor, 0).unwrap()).collect();
+            (stats.into_iter().map(f32::to_bits).collect::<Vec<_>>(), digests)
+        };
+        let expected = run("none");
+        for offload in ["moments", "master", "master,moments"] {
+            assert!(run(offload) == expected, "{master_weights:?} {moments:?} --offload {offload}");
+        }
+    }
+}
+
+#[test]
+fn offloaded_state_takes_no_memory_of_the_gpu() {
+    let engine = &mut *emulated(EmulatedGpu::new(false), Precision::Bf16, None, true);
+    let descriptor: Descriptor = "d12".parse().unwrap();
+    let elements = descriptor.parameters();
+    let mut plan = |offload: &str| {
+        let offload: Offload = offload.parse().unwrap();
+        Decoder::plan(descriptor, PlanOptions { offload, ..PlanOptions::training(1, 64) }, engine).1
+    };
+    let whole = plan("none");
+    for (offload, bytes) in [("moments", 8), ("master", 4), ("master,moments", 12)] {
+        let plan = plan(offload);
+        assert!(plan.host_bytes().abs_diff(bytes * elements) < 1 << 20, "{offload}: {}", plan.host_bytes());
+        assert!((plan.bytes() + plan.host_bytes()).abs_diff(whole.bytes()) < 1 << 20, "{offload}: {}", plan.bytes());
+        assert!(plan.summary().contains("\n  on the host "), "{}", plan.summary());
+    }
+    // On a CPU, there is no other memory.
+    let options = PlanOptions { offload: "moments".parse().unwrap(), ..PlanOptions::training(1, 64) };
+    assert_eq!(Decoder::plan(descriptor, options, &mut Cpu::new()).1.host_bytes(), 0);
 }
 
 #[test]

@@ -28,6 +28,11 @@ impl<T: bytemuck::Pod> PinnedBuffer<T> {
         };
         Ok(Self { buffer: InContext::create(gpu, allocate)?, bytes, element: PhantomData })
     }
+
+    /// Returns the address, which is the same for the host and for the GPU.
+    pub fn pointer(&self) -> *mut T {
+        self.buffer.as_ptr().cast_mut().cast()
+    }
 }
 
 impl<T: bytemuck::Pod> Deref for PinnedBuffer<T> {

@@ -24,6 +24,7 @@ macro_rules! delegate_to_engine {
             dtype(&self) -> $crate::tensor::DType;
             fp8_dtype(&self) -> Option<$crate::tensor::DType>;
             free_memory(&self) -> $crate::Result<usize>;
+            free_host_memory(&self) -> Option<usize>;
             reserved_memory(&self, communicators: usize) -> usize;
             peak(&self) -> Option<$crate::Peak>;
             gelu_fusion(&self) -> $crate::GeluFusion;

@@ -195,6 +195,11 @@ pub trait Engine {
     /// Returns the bytes that [`allocate`](Self::allocate) could take.
     fn free_memory(&self) -> Result<usize>;
 
+    /// Returns the bytes that buffers in the host's memory could take, or `None` if the engine's memory is that of the host.
+    fn free_host_memory(&self) -> Option<usize> {
+        None
+    }
+
     /// Returns an upper estimate of the bytes of device memory that a run with a number of NCCL communicators takes outside the arena
     /// after its allocation.
     fn reserved_memory(&self, _communicators: usize) -> usize {

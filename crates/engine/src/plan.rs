@@ -26,6 +26,19 @@ impl Group {
         [Self::Parameters, Self::Gradients, Self::Optimizer, Self::Activations, Self::Workspace, Self::Batch];
 }
 
+/// The memory that holds a buffer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Location {
+    /// The engine's memory: on a GPU, that of the GPU.
+    #[default]
+    Device,
+    /// Memory of the host that the GPU reads and writes over PCIe.
+    Host,
+}
+
+/// The offset of the first buffer in the host's memory.
+pub const HOST_OFFSET: usize = 1 << 63;
+
 /// One named buffer of the arena.
 #[derive(Clone, Debug)]
 pub struct Entry {
@@ -53,7 +66,7 @@ pub fn bytes(buffers: &[Wanted]) -> usize {
 pub struct Block {
     /// Purpose of the memory.
     pub group: Group,
-    /// Offset in the arena, in bytes.
+    /// Offset in the arena, in bytes: at least [`HOST_OFFSET`] in the host's memory.
     pub offset: usize,
     /// Size in bytes.
     pub bytes: usize,
@@ -64,17 +77,24 @@ pub struct Block {
 }
 
 impl Block {
+    /// Reports whether the block is in the host's memory.
+    pub fn is_on_host(&self) -> bool {
+        self.offset >= HOST_OFFSET
+    }
+
     /// Returns the names of the entries, separated by bars.
     pub fn name(&self) -> String {
         self.entries.iter().map(|entry| entry.name.as_str()).collect::<Vec<_>>().join(" | ")
     }
 }
 
-/// Every buffer of a run, laid out one after another in one arena.
+/// Every buffer of a run, laid out one after another in one arena for each [`Location`].
 #[derive(Clone, Debug, Default)]
 pub struct Plan {
+    /// In ascending order of their offsets.
     blocks: Vec<Block>,
     bytes: usize,
+    host_bytes: usize,
     constants: Vec<Constant>,
 }
 
@@ -107,9 +127,25 @@ impl Plan {
 
     /// Adds a buffer of the given shape and returns its handle.
     pub fn add(&mut self, group: Group, name: impl Into<String>, shape: &[usize], dtype: DType) -> Tensor {
-        let tensor = Tensor { offset: self.bytes, len: shape.iter().product(), dtype };
+        self.add_in(Location::Device, group, name, shape, dtype)
+    }
+
+    /// Adds a buffer in this memory and returns its handle.
+    pub fn add_in(
+        &mut self,
+        location: Location,
+        group: Group,
+        name: impl Into<String>,
+        shape: &[usize],
+        dtype: DType,
+    ) -> Tensor {
+        let offset = match location {
+            Location::Device => self.bytes,
+            Location::Host => HOST_OFFSET + self.host_bytes,
+        };
+        let tensor = Tensor { offset, len: shape.iter().product(), dtype };
         let entry = Entry { name: name.into(), shape: shape.to_vec(), tensor };
-        self.push(Block { group, offset: self.bytes, bytes: tensor.bytes(), entries: vec![entry], shared: false });
+        self.push(Block { group, offset, bytes: tensor.bytes(), entries: vec![entry], shared: false });
         tensor
     }
 
@@ -153,13 +189,20 @@ impl Plan {
     }
 
     fn push(&mut self, block: Block) {
-        self.bytes += block.bytes.next_multiple_of(ALIGNMENT);
-        self.blocks.push(block);
+        let end = if block.is_on_host() { &mut self.host_bytes } else { &mut self.bytes };
+        *end += block.bytes.next_multiple_of(ALIGNMENT);
+        let at = self.blocks.partition_point(|other| other.offset <= block.offset);
+        self.blocks.insert(at, block);
     }
 
-    /// Returns the size of the arena in bytes.
+    /// Returns the size of the buffers in the engine's memory, in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// Returns the size of the buffers in the host's memory, in bytes.
+    pub fn host_bytes(&self) -> usize {
+        self.host_bytes
     }
 
     /// Returns the blocks in ascending order of their offsets.
@@ -167,9 +210,9 @@ impl Plan {
         &self.blocks
     }
 
-    /// Returns the size of one group's buffers in bytes.
+    /// Returns the size of one group's buffers in the engine's memory, in bytes.
     pub fn group_bytes(&self, group: Group) -> usize {
-        self.blocks.iter().filter(|block| block.group == group).map(|block| block.bytes).sum()
+        self.blocks.iter().filter(|block| block.group == group && !block.is_on_host()).map(|block| block.bytes).sum()
     }
 
     /// Returns a table with one row for each group and one for the total. `Display` lists every buffer.
@@ -177,7 +220,8 @@ impl Plan {
         let row = |name: &str, bytes| format!("{name:<20} {:>9.1} MiB\n", mib(bytes));
         let groups = Group::ALL.map(|group| (format!("{group:?}").to_lowercase(), self.group_bytes(group)));
         let rows = groups.iter().filter(|(_, bytes)| *bytes > 0).map(|(name, bytes)| row(&format!("  {name}"), *bytes));
-        format!("memory\n{}{}", rows.collect::<String>(), row("  total", self.bytes))
+        let host = if self.host_bytes > 0 { row("  on the host", self.host_bytes) } else { String::new() };
+        format!("memory\n{}{}{host}", rows.collect::<String>(), row("  total", self.bytes))
     }
 }
 

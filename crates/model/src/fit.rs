@@ -2,7 +2,7 @@
 
 use crate::descriptor::Positions;
 use crate::memory_plan::workload;
-use crate::{Decoder, Descriptor, MasterWeights, Moments, PlanOptions, Recompute, Shard, Zero};
+use crate::{Decoder, Descriptor, MasterWeights, Moments, Offloadable, PlanOptions, Recompute, Shard, Zero};
 use anyhow::{Result, ensure};
 use distributed::ShardGroups;
 use engine::Engine;
@@ -62,6 +62,7 @@ pub fn plan_run(
     engine.check(&workload(&descriptor, &options))?;
     let free = engine.free_memory()?;
     let (model, plan) = Decoder::plan(descriptor, options, engine);
+    check_host(options, &plan, engine)?;
     let reserved = engine.reserved_memory(limits.communicators(options.zero));
     let needed = plan.bytes().saturating_add(reserved);
     if needed > free {
@@ -84,6 +85,20 @@ pub fn plan_run(
         );
     }
     Ok((model, plan))
+}
+
+/// Checks that the host has the memory for offloaded tensors.
+fn check_host(options: PlanOptions, plan: &Plan, engine: &dyn Engine) -> Result<()> {
+    let (needed, free) = (plan.host_bytes(), engine.free_host_memory().unwrap_or(0));
+    ensure!(
+        needed <= free,
+        "--offload {}: expected {} of free memory of the host, found {} (of the machine or of the control group); offload less, or use \
+         --moments bf16 and --master-weights 2",
+        options.offload,
+        size(needed),
+        size(free)
+    );
+    Ok(())
 }
 
 /// Checks that the model accepts batches of `b` sequences of `t` tokens. Sizes within these limits do not overflow.
@@ -164,6 +179,13 @@ impl Search<'_> {
         }
         if let (b @ 1.., level) = compact {
             return format!("--batch {b} with {} fits", self.changes(level));
+        }
+        for offload in offloads(self.options) {
+            for storage in [offload].into_iter().chain(compact_storage(offload)) {
+                if let (b @ 1.., level) = self.largest_of(&self.levels(storage)) {
+                    return format!("--batch {b} with {} fits", self.changes(level));
+                }
+            }
         }
         let mut resorts = vec!["use a smaller --model".to_owned()];
         let single = PlanOptions { b: 1, ..self.options };
@@ -284,6 +306,9 @@ impl Search<'_> {
         if options.moments != self.options.moments {
             flags.push(format!("--moments {}", options.moments.name()));
         }
+        if options.offload != self.options.offload {
+            flags.push(format!("--offload {}", options.offload));
+        }
         flags.join(" ")
     }
 }
@@ -304,6 +329,19 @@ fn compact_storage(options: PlanOptions) -> Vec<PlanOptions> {
         options.training && (storage.master_weights, storage.moments) != (options.master_weights, options.moments)
     });
     smaller.collect()
+}
+
+/// Returns the options with more tensors in the host's memory.
+fn offloads(options: PlanOptions) -> Vec<PlanOptions> {
+    if !options.training {
+        return Vec::new();
+    }
+    let sets = [vec![Offloadable::Moments], Offloadable::ALL.to_vec()];
+    let more = sets.into_iter().map(|kinds| {
+        let kept = Offloadable::ALL.into_iter().filter(|&kind| options.offload.contains(kind));
+        PlanOptions { offload: kept.chain(kinds).collect(), ..options }
+    });
+    more.filter(|more| more.offload != options.offload).collect()
 }
 
 #[cfg(test)]

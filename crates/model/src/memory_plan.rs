@@ -8,6 +8,7 @@ use super::fp8::{self, Fp8, Fp8Options};
 use super::fp8_head;
 use super::fp8_weights::{Fp8Weights, WeightFormat};
 use super::muon_buffers::{MuonBuffers, MuonSizes};
+use super::offload::{Offload, Offloadable};
 use super::params::{Param, Params};
 use super::recompute::Recompute;
 use super::sharding::{Store, Zero};
@@ -16,7 +17,7 @@ use super::stream::{StreamBuffers, StreamGradients};
 use super::sublayers;
 use super::update::Optimizer;
 use engine::ops::Master;
-use engine::plan::{Group, Plan};
+use engine::plan::{Group, Location, Plan};
 use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, Engine, Workload};
 
@@ -33,6 +34,8 @@ pub struct PlanOptions {
     pub master_weights: MasterWeights,
     /// Type of the moments where the engine stores bf16.
     pub moments: Moments,
+    /// Tensors in the host's memory, if the engine is a GPU.
+    pub offload: Offload,
     /// Activations to recompute in training.
     pub recompute: Recompute,
     /// Tensors that ranks shard.
@@ -56,6 +59,7 @@ impl PlanOptions {
             training: true,
             master_weights: MasterWeights::F32,
             moments: Moments::F32,
+            offload: Offload::NONE,
             recompute: Recompute::Nothing,
             zero: Zero::NONE,
             logit_rows: LOGIT_ROWS,
@@ -233,12 +237,17 @@ impl Decoder {
 
         let training = grads.zip(dchannels).zip(backward).map(|((grads, dchannels), backward)| {
             let shape = [Store::shard_elements(&layout)];
-            let mut state = |name, dtype| plan.add(Group::Optimizer, name, &shape, dtype);
+            let mut state = |kind, name, dtype| {
+                let is_on_host = options.offload.contains(kind) && engine.free_host_memory().is_some();
+                let location = if is_on_host { Location::Host } else { Location::Device };
+                plan.add_in(location, Group::Optimizer, name, &shape, dtype)
+            };
             let moments = options.moments.dtype(dtype);
-            let (m, v) = (state("m", moments), state("v", moments));
+            let [m, v] = ["m", "v"].map(|name| state(Offloadable::Moments, name, moments));
+            let mut master = |name, dtype| state(Offloadable::Master, name, dtype);
             let master = match options.master_weights {
-                MasterWeights::F32 if dtype != f32 => Master::F32(state("master", f32)),
-                MasterWeights::Remainder if dtype != f32 => Master::Remainder(state("master remainder", DType::U16)),
+                MasterWeights::F32 if dtype != f32 => Master::F32(master("master", f32)),
+                MasterWeights::Remainder if dtype != f32 => Master::Remainder(master("master remainder", DType::U16)),
                 _ => Master::None,
             };
             let stream = StreamGradients::plan(&mut plan, &descriptor, [b, t], dtype);

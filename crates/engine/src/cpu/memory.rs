@@ -10,7 +10,7 @@ const RESERVED_ADDRESSES: usize = 256 << 20;
 /// Returns the bytes that can be allocated without swapping: the minimum of the kernel's estimate, the control group's
 /// remaining limit and the limit of the process's address space (`ulimit -v`). Returns `usize::MAX` where none is known (not
 /// Linux).
-pub(super) fn free() -> usize {
+pub fn free() -> usize {
     let available = fs::read_to_string("/proc/meminfo").ok().and_then(|text| available(&text));
     let group = fs::read_to_string("/sys/fs/cgroup/memory.max")
         .ok()

@@ -14,7 +14,7 @@ mod encoder;
 pub(crate) mod gemm;
 mod global_norm;
 mod matmul;
-mod memory;
+pub(crate) mod memory;
 mod muon;
 mod norm;
 mod quantize;

@@ -2,6 +2,7 @@
 
 use super::StorageType;
 use crate::Result;
+use crate::plan::HOST_OFFSET;
 use crate::tensor::Tensor;
 use anyhow::{bail, ensure};
 
@@ -24,9 +25,14 @@ impl Arena {
         self.regions.push(Region { offset, bytes, base });
     }
 
-    /// Returns the total size.
+    /// Returns the size of the regions in the GPU's memory.
     pub fn bytes(&self) -> usize {
-        self.regions.iter().map(|region| region.bytes).sum()
+        self.regions.iter().filter(|region| region.offset < HOST_OFFSET).map(|region| region.bytes).sum()
+    }
+
+    /// Returns the size of the regions in the host's memory.
+    pub fn host_bytes(&self) -> usize {
+        self.regions.iter().map(|region| region.bytes).sum::<usize>() - self.bytes()
     }
 
     /// Returns the address of `tensor`, which must be of type `E`, have at least `len` elements and lie in one region.

@@ -10,7 +10,7 @@ use super::profile::Profile;
 use super::tensor_maps::{Extents, TensorMapKey, TensorMaps};
 use super::{CudaOptions, MatmulBackend, Precision, modules, peak};
 use crate::gemm::{Gemm, GemmKey, GemmOperands};
-use crate::plan::Plan;
+use crate::plan::{HOST_OFFSET, Plan};
 use crate::tensor::DType;
 use crate::{GeluFusion, GraphKey, HostBuffer, Interval, Peak, PendingRead, ReadResult, Result};
 use anyhow::{Context, ensure};
@@ -47,6 +47,7 @@ pub struct CudaDevice {
     /// Set if the module has kernels that use TMA.
     tensor_maps: Option<TensorMaps>,
     memory: Option<DeviceMemory>,
+    host_memory: Option<PinnedBuffer<u8>>,
     profile: Option<Profile>,
     /// For example `sm_90a cubin`.
     code: String,
@@ -123,6 +124,7 @@ impl CudaDevice {
             functions: Functions::new(module),
             tensor_maps,
             memory: None,
+            host_memory: None,
             profile: None,
             code: code.to_string(),
             architecture: code.module.arch,
@@ -224,6 +226,7 @@ impl Executor for CudaDevice {
             maps.clear();
         }
         self.memory = None;
+        self.host_memory = None;
         let bytes = plan.bytes();
         let memory = DeviceMemory::new(&self.gpu, bytes)?;
         // SAFETY: the allocation has that many bytes.
@@ -231,6 +234,12 @@ impl Executor for CudaDevice {
         let mut arena = Arena::default();
         arena.add(0, bytes, std::ptr::without_provenance_mut(memory.address() as usize));
         self.memory = Some(memory);
+        if plan.host_bytes() > 0 {
+            let memory = PinnedBuffer::new(&self.gpu, plan.host_bytes())?;
+            // Page-locked memory has the same address on the GPU.
+            arena.add(HOST_OFFSET, plan.host_bytes(), memory.pointer());
+            self.host_memory = Some(memory);
+        }
         Ok(arena)
     }
 

@@ -45,6 +45,7 @@ pub use executor::EmulatedGpu;
 pub use modules::{EMBEDDED, EmbeddedKernels, KernelCode, select};
 pub use profile::Profile;
 
+use crate::cpu::memory;
 use crate::gemm::{Algorithms, Tuning};
 use crate::ops::DecodeStepShape;
 use crate::plan::{Constant, Group, Plan};
@@ -432,6 +433,10 @@ impl<T: Float> Engine for Cuda<T> {
         Ok(self.executor.free_memory()? + self.arena.bytes())
     }
 
+    fn free_host_memory(&self) -> Option<usize> {
+        Some(memory::free() + self.arena.host_bytes())
+    }
+
     fn reserved_memory(&self, communicators: usize) -> usize {
         /// CUDA graphs, code that is loaded when a kernel is first launched, and local memory of kernels.
         const SINGLE: usize = 128 << 20;
@@ -478,14 +483,22 @@ impl<T: Float> Engine for Cuda<T> {
 
     fn allocate(&mut self, plan: &Plan) -> Result<()> {
         self.ensure_not_capturing("an allocation")?;
+        let gib = |bytes: usize| bytes as f64 / (1 << 30) as f64;
         let (needed, free) = (plan.bytes(), self.free_memory()?);
         if needed > free {
-            let gib = |bytes: usize| bytes as f64 / (1 << 30) as f64;
             bail!(
                 "GPU memory: expected {:.2} GiB free, found {:.2} GiB on {}; use a smaller batch or model",
                 gib(needed),
                 gib(free),
                 self.describe()
+            );
+        }
+        let (needed, free) = (plan.host_bytes(), self.free_host_memory().unwrap_or(0));
+        if needed > free {
+            bail!(
+                "--offload: expected {:.2} GiB of free memory of the host, found {:.2} GiB; offload less",
+                gib(needed),
+                gib(free)
             );
         }
         self.update_ranges.invalidate();

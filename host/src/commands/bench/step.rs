@@ -16,8 +16,8 @@ use engine::{BatchLayout, Engine, Interval, Result};
 use interchange::ModelSource;
 use model::fit::{self, RunLimits};
 use model::{
-    Decoder, Descriptor, Fp8Options, MasterWeights, Moments, Muon, Optimizer, Param, ParamKind, PlanOptions, Recompute,
-    TrainStep, Update, Zero,
+    Decoder, Descriptor, Fp8Options, MasterWeights, Moments, Muon, Offload, Optimizer, Param, ParamKind, PlanOptions,
+    Recompute, TrainStep, Update, Zero,
 };
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -56,6 +56,9 @@ pub struct Step {
     /// Type of the optimizer's moments, as in `train`
     #[arg(long, value_name = "TYPE", value_enum, default_value = "f32")]
     moments: Moments,
+    /// Tensors in the host's memory, as in `train`
+    #[arg(long, value_name = "LIST", default_value = "none")]
+    offload: Offload,
     /// ZeRO stage, as in `train`
     #[arg(short = 'z', long, value_name = "0|1|2|3", default_value = "0", value_parser = clap::value_parser!(u8).range(0..=3))]
     zero_stage: u8,
@@ -200,7 +203,7 @@ impl Step {
         };
         let descriptor = self.lora.apply(self.structure.apply(descriptor)?)?;
         let layout = BatchLayout::new(self.batch, self.seq);
-        let Self { recompute, optimizer, master_weights, moments, .. } = *self;
+        let Self { recompute, optimizer, master_weights, moments, offload, .. } = *self;
         let shard = multi_rank::shard(ranks, self.shard_size)?;
         let zero = Zero::new(self.zero_stage, shard);
         let fp8 = self.fp8.resolve(self.hardware.precision.unwrap_or(Precision::Bf16))?;
@@ -211,6 +214,7 @@ impl Step {
             optimizer,
             master_weights,
             moments,
+            offload,
             fp8: fp8.transpose()?,
             ..PlanOptions::training(layout.b, layout.t)
         };
@@ -254,6 +258,7 @@ impl Step {
             "optimizer": self.optimizer,
             "master-weights": self.master_weights,
             "moments": self.moments,
+            "offload": self.offload,
             "precision": self.hardware.precision,
             "fp8-recipe": self.fp8.fp8_recipe,
             "fp8-accumulation": self.fp8.fp8_accumulation,
@@ -317,6 +322,7 @@ impl Results {
         table.note("optimizer", options.optimizer);
         table.note("master_weights", options.master_weights);
         table.note("moments", options.moments);
+        table.note("offload", options.offload);
         table.note("memory_bytes", self.memory_bytes);
         if let Some(bytes) = self.memory_used {
             table.note("memory_used_bytes", bytes);

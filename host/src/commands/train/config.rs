@@ -58,7 +58,7 @@ const ORDER: &str = "train val tokenizer shuffle overfit-one-batch out model lay
     seq total-batch steps optimizer schedule warmdown lr embedding-lr head-lr muon-lr muon-momentum muon-momentum-warmup \
     muon-coefficients warmup final-fraction weight-decay skip-loss-z skip-norm-z max-bad-steps val-every val-batches hellaswag \
     hellaswag-examples core core-every core-max-per-task sample-every sample-length checkpoint-every checkpoint-minutes keep major-every fp8-stats gpu-info-every \
-    check-ranks verify-every hash-every zero-stage shard-size recompute master-weights moments device precision fp8-recipe \
+    check-ranks verify-every hash-every zero-stage shard-size recompute master-weights moments offload device precision fp8-recipe \
     fp8-gradients fp8-accumulation fp8-head tf32 gelu-fusion matmul kernels";
 
 impl Config {

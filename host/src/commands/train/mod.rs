@@ -541,11 +541,11 @@ fn check_frozen(digest: Option<String>, state: &mut RunState, config: &Config) -
 
 fn capacity(config: &Config, descriptor: &Descriptor, engine: &dyn Engine) -> Result<PlanOptions> {
     let Config { batch: b, seq: t, .. } = *config;
-    let TrainOptions { master_weights, moments, recompute, fp8, .. } = config.flags;
+    let TrainOptions { master_weights, moments, offload, recompute, fp8, .. } = config.flags;
     let optimizer = config.flags.optimizer();
     let fp8 = fp8.resolve(config.precision)?;
     let fp8 = fp8.map(|settings| Fp8Options::new(settings, descriptor, [b, t], engine)).transpose()?;
-    Ok(PlanOptions { master_weights, moments, recompute, optimizer, fp8, ..PlanOptions::training(b, t) })
+    Ok(PlanOptions { master_weights, moments, offload, recompute, optimizer, fp8, ..PlanOptions::training(b, t) })
 }
 
 /// Returns the settings of the training loop.

@@ -19,7 +19,7 @@ use data::mixture::Packing;
 use distributed::rendezvous::Endpoint;
 use engine::ops::MuonCoefficients;
 use model::schedule::{ScheduleKind, WeightDecaySchedule};
-use model::{MasterWeights, Moments, Optimizer, Recompute};
+use model::{MasterWeights, Moments, Offload, Optimizer, Recompute};
 use serde::{Serialize, Serializer};
 use std::env;
 use std::path::{Path, PathBuf};
@@ -300,6 +300,11 @@ pub struct TrainOptions {
     #[arg(long, value_name = "TYPE", value_enum, default_value = "f32", help_heading = MEMORY)]
     #[serde(skip_serializing_if = "Moments::is_default")]
     pub moments: Moments,
+
+    /// On a GPU: tensors in page-locked memory of the host, a list of master and moments. Slower; the bits of the run are the same
+    #[arg(long, value_name = "LIST", default_value = "none", help_heading = MEMORY)]
+    #[serde(skip_serializing_if = "Offload::is_none")]
+    pub offload: Offload,
 
     /// Compute the validation loss before the first step, every N steps and at the end; 0: never [default: 20]
     #[arg(short, long, value_name = "N", value_parser = interval, help_heading = EVALUATION)]

@@ -58,6 +58,11 @@ pub fn notes(options: &TrainOptions, config: &Config, opened: &Opened, ranks: us
         ("--hellaswag", config.val_every == 0 && flags.hellaswag.is_some(), unevaluated),
         ("--lr 0", config.lr == 0.0 && frozen, "it leaves the weights unchanged"),
         ("--master-weights", flags.master_weights == MasterWeights::None && f32, "parameters are f32"),
+        (
+            "--offload",
+            !flags.offload.is_none() && flags.hardware.device == Device::Cpu,
+            "the memory of a CPU is that of the host",
+        ),
         ("--skip-loss-z", flags.skip_loss_z > 0.0 && config.steps <= WINDOW, &short),
         ("--skip-norm-z", flags.skip_norm_z > 0.0 && config.steps <= WINDOW, &short),
         ("--tensorboard", unsaved && options.tensorboard, out_none),
