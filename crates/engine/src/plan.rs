@@ -232,6 +232,7 @@ fn mib(bytes: usize) -> f64 {
 impl Entry {
     fn row(&self, indent: usize) -> String {
         let Self { name, shape, tensor } = self;
+        let name = if tensor.offset >= HOST_OFFSET { &format!("{name} on host") } else { name };
         let shape = shape.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         let name = format!("{:indent$}{name}", "");
         let (shape, dtype) = (format!("({shape})"), tensor.dtype.name());
@@ -255,7 +256,11 @@ impl fmt::Display for Plan {
                 }
             }
         }
-        write!(f, "{:<44} {:>21.1} MiB", "Total", mib(self.bytes))
+        write!(f, "{:<44} {:>21.1} MiB", "Total", mib(self.bytes))?;
+        if self.host_bytes > 0 {
+            write!(f, "\n{:<44} {:>21.1} MiB", "Total on the host", mib(self.host_bytes))?;
+        }
+        Ok(())
     }
 }
 

@@ -30,11 +30,18 @@ pub struct RunLimits {
     pub shard: Shard,
     /// Tokens of an optimizer step if they are fixed: a multiple of those of a micro-batch of all ranks.
     pub total_batch: Option<usize>,
+    /// Bytes of device memory that the run may take, if there is a limit.
+    pub memory: Option<usize>,
 }
 
 impl RunLimits {
     /// One rank that accepts any batch.
-    pub const SINGLE: Self = Self { ranks: 1, shard: Shard::UNSHARDED, total_batch: None };
+    pub const SINGLE: Self = Self { ranks: 1, shard: Shard::UNSHARDED, total_batch: None, memory: None };
+
+    /// Returns the bytes of device memory that the run may take.
+    pub fn free_memory(&self, engine: &dyn Engine) -> Result<usize> {
+        Ok(engine.free_memory()?.min(self.memory.unwrap_or(usize::MAX)))
+    }
 
     /// Returns the number of NCCL communicators of a run with a sharding.
     pub fn communicators(&self, zero: Zero) -> usize {
@@ -60,7 +67,7 @@ pub fn plan_run(
     let PlanOptions { b, t, .. } = options;
     check_batch(&descriptor, b, t)?;
     engine.check(&workload(&descriptor, &options))?;
-    let free = engine.free_memory()?;
+    let free = limits.free_memory(engine)?;
     let (model, plan) = Decoder::plan(descriptor, options, engine);
     check_host(options, &plan, engine)?;
     let reserved = engine.reserved_memory(limits.communicators(options.zero));
@@ -77,10 +84,11 @@ pub fn plan_run(
             String::new()
         };
         anyhow::bail!(
-            "the model does not fit: batch {b} x seq {t} takes {}{with}, {} more than the {} free on {}; {advice}",
+            "the model does not fit: batch {b} x seq {t} takes {}{with}, {} more than the {} {} {}; {advice}",
             size(needed),
             size(needed - free),
             size(free),
+            if limits.memory == Some(free) { "of --memory-limit on" } else { "free on" },
             engine.describe(),
         );
     }
@@ -180,11 +188,11 @@ impl Search<'_> {
         if let (b @ 1.., level) = compact {
             return format!("--batch {b} with {} fits", self.changes(level));
         }
-        for offload in offloads(self.options) {
-            for storage in [offload].into_iter().chain(compact_storage(offload)) {
-                if let (b @ 1.., level) = self.largest_of(&self.levels(storage)) {
-                    return format!("--batch {b} with {} fits", self.changes(level));
-                }
+        let offloads = offloads(self.options);
+        let with_compact = offloads.iter().flat_map(|&offload| compact_storage(offload));
+        for storage in offloads.iter().copied().chain(with_compact) {
+            if let (b @ 1.., level) = self.largest_of(&self.levels(storage)) {
+                return format!("--batch {b} with {} fits", self.changes(level));
             }
         }
         let mut resorts = vec!["use a smaller --model".to_owned()];
@@ -390,7 +398,7 @@ mod tests {
     fn batches_divide_the_step() {
         let options = options(64, Recompute::Nothing);
         let shard = Shard { rank: 0, ranks: 2 };
-        let limits = RunLimits { ranks: 2, shard, total_batch: Some(2 * 1024 * 192) };
+        let limits = RunLimits { ranks: 2, shard, total_batch: Some(2 * 1024 * 192), memory: None };
         let search = |free| Search { options, limits, free, bytes: &mut of_d12 }.largest_batch(options);
         let bytes = |b| of_d12(PlanOptions { b, ..options });
         // 192 sequences of each rank in a step: 37 does not divide them.
@@ -401,7 +409,7 @@ mod tests {
 
     #[test]
     fn advice_of_hybrid_sharding_names_a_larger_group() {
-        let limits = RunLimits { ranks: 8, shard: Shard { rank: 1, ranks: 2 }, total_batch: None };
+        let limits = RunLimits { ranks: 8, shard: Shard { rank: 1, ranks: 2 }, total_batch: None, memory: None };
         let zero = |ranks| Zero::new(3, Shard { rank: 0, ranks });
         let options = PlanOptions { zero: zero(2), ..options(1, Recompute::Layers) };
         let free = of_d12(PlanOptions { zero: zero(8), ..options });
@@ -448,7 +456,7 @@ mod tests {
         let descriptor: Descriptor = "llama3:1b".parse().unwrap();
         let options = PlanOptions { t: 2048, ..options(8, Recompute::Nothing) };
         let shard = Shard { rank: 1, ranks: 2 };
-        let limits = RunLimits { ranks: 2, shard, total_batch: None };
+        let limits = RunLimits { ranks: 2, shard, total_batch: None, memory: None };
         let mut of = |options| bytes(descriptor, options, &mut *engine);
         let at = |stage, recompute| PlanOptions { zero: Zero::new(stage, shard), recompute, ..options };
         let [zero_1, zero_3] = [1, 3].map(|stage| of(at(stage, Recompute::Nothing)));
@@ -482,6 +490,7 @@ mod tests {
             master_weights: word("--master-weights ").map_or(options.master_weights, |name| name.parse().unwrap()),
             moments: word("--moments ")
                 .map_or(options.moments, |name| if name == "bf16" { Moments::Bf16 } else { Moments::F32 }),
+            offload: word("--offload ").map_or(options.offload, |list| list.parse().unwrap()),
             ..options
         };
         assert!(of(changed) <= free, "{text}: {changed:?} takes {} of {free}", of(changed));
@@ -496,7 +505,7 @@ mod tests {
             let options = PlanOptions { t, ..options(b, Recompute::Nothing) };
             for ranks in [1, 2] {
                 let shard = Shard { rank: 0, ranks };
-                let limits = RunLimits { ranks, shard, total_batch: Some(16 * t * ranks) };
+                let limits = RunLimits { ranks, shard, total_batch: Some(16 * t * ranks), memory: None };
                 let mut of = |options| bytes(descriptor, options, &mut *engine);
                 let whole = of(options);
                 for free in [24, 40, 80, 141].map(|gib| gib * GIB).into_iter().filter(|&free| free < whole) {
@@ -520,18 +529,19 @@ mod tests {
         let descriptor: Descriptor = "llama3:8b".parse().unwrap();
         let options = PlanOptions { t: 4096, ..options(2, Recompute::Nothing) };
         let mut of = |options| bytes(descriptor, options, &mut *engine);
-        let free = 60 * GIB;
-        let text = Search { options, limits: RunLimits::SINGLE, free, bytes: &mut of }.advice();
+        let mut advice = |free| Search { options, limits: RunLimits::SINGLE, free, bytes: &mut of }.advice();
+        assert_eq!(advice(60 * GIB), "--batch 2 with --recompute 2 --offload master,moments fits");
+        let free = 30 * GIB;
         let expected =
-            "not even --batch 1 fits: use a smaller --model, or 4 ranks with --zero-stage 3 --recompute 3 --batch 1";
-        assert_eq!(text, expected);
+            "not even --batch 1 fits: use a smaller --model, or 8 ranks with --zero-stage 3 --recompute 3 --batch 1";
+        assert_eq!(advice(free), expected);
         let sharded = |ranks| PlanOptions {
             b: 1,
             zero: Zero::new(3, Shard { rank: 0, ranks }),
             recompute: Recompute::Layers,
             ..options
         };
-        assert!(of(sharded(2)) > free && of(sharded(4)) <= free);
+        assert!(of(sharded(4)) > free && of(sharded(8)) <= free);
     }
 
     /// Sizes are computed in 64 bits. Test builds in the dev profile panic if one overflows.

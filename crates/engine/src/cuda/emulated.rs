@@ -122,8 +122,12 @@ impl Executor for Emulated {
     }
 
     fn free_memory(&self) -> Result<usize> {
-        // The emulator serves tests; if the host runs out of memory, the host reports it.
+        // The emulator serves tests and plans; if the host runs out of memory, the host reports it.
         Ok(isize::MAX as usize / 2)
+    }
+
+    fn free_host_memory(&self) -> usize {
+        isize::MAX as usize / 2
     }
 
     fn peak(&self, _: DType) -> Option<Peak> {

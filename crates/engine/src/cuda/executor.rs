@@ -4,6 +4,7 @@ use super::MatmulBackend;
 use super::arena::Arena;
 use super::cuda_graphs::GraphAction;
 use super::tensor_maps::Extents;
+use crate::cpu::memory;
 use crate::gemm::{Gemm, GemmKey, GemmOperands};
 use crate::plan::Plan;
 use crate::tensor::DType;
@@ -57,6 +58,11 @@ pub trait Executor {
 
     /// Returns the bytes that [`allocate`](Self::allocate) could take in addition to what is allocated.
     fn free_memory(&self) -> Result<usize>;
+
+    /// Returns the bytes of the host's memory that [`allocate`](Self::allocate) could take.
+    fn free_host_memory(&self) -> usize {
+        memory::free()
+    }
 
     /// Returns the peak GEMM rate for a storage type.
     fn peak(&self, dtype: DType) -> Option<Peak>;

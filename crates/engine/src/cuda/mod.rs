@@ -45,7 +45,6 @@ pub use executor::EmulatedGpu;
 pub use modules::{EMBEDDED, EmbeddedKernels, KernelCode, select};
 pub use profile::Profile;
 
-use crate::cpu::memory;
 use crate::gemm::{Algorithms, Tuning};
 use crate::ops::DecodeStepShape;
 use crate::plan::{Constant, Group, Plan};
@@ -434,7 +433,7 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn free_host_memory(&self) -> Option<usize> {
-        Some(memory::free() + self.arena.host_bytes())
+        Some(self.executor.free_host_memory() + self.arena.host_bytes())
     }
 
     fn reserved_memory(&self, communicators: usize) -> usize {

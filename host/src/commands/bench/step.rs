@@ -19,6 +19,7 @@ use model::{
     Decoder, Descriptor, Fp8Options, MasterWeights, Moments, Muon, Offload, Optimizer, Param, ParamKind, PlanOptions,
     Recompute, TrainStep, Update, Zero,
 };
+use planner::quantity::bytes;
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::io::{Write, stdout};
@@ -59,6 +60,9 @@ pub struct Step {
     /// Tensors in the host's memory, as in `train`
     #[arg(long, value_name = "LIST", default_value = "none")]
     offload: Offload,
+    /// Memory of the GPU that the model may take, as in `train`
+    #[arg(long, value_name = "SIZE", value_parser = bytes)]
+    memory_limit: Option<usize>,
     /// ZeRO stage, as in `train`
     #[arg(short = 'z', long, value_name = "0|1|2|3", default_value = "0", value_parser = clap::value_parser!(u8).range(0..=3))]
     zero_stage: u8,
@@ -218,7 +222,7 @@ impl Step {
             fp8: fp8.transpose()?,
             ..PlanOptions::training(layout.b, layout.t)
         };
-        let limits = RunLimits { ranks: ranks.world_size(), shard, total_batch: None };
+        let limits = RunLimits { ranks: ranks.world_size(), shard, total_batch: None, memory: self.memory_limit };
         let (model, plan) = fit::plan_run(descriptor, plan_options, limits, engine)?;
         engine.allocate(&plan)?;
         self.check_ranks(ranks, engine.device_tensor(model.params)?.is_some().then_some(gpu))?;

@@ -187,13 +187,15 @@ fn train(
     if let Some(checkpoint) = &checkpoint {
         notes.extend(checkpoint.check_settings(&identity, descriptor, TrainOptions::may_change, args.accepted())?);
     }
-    let limits = RunLimits { ranks: ranks.world_size(), shard, total_batch: args.total_batch };
+    let limits =
+        RunLimits { ranks: ranks.world_size(), shard, total_batch: args.total_batch, memory: args.memory_limit };
     let (model, plan, stages) = plan(&config, descriptor, limits, engine)?;
     let buffers = if args.verbose || args.dry_run { plan.to_string() } else { plan.summary() };
     console.line(&format!("\n{buffers}\n{stages}"))?;
     if args.dry_run {
         ranks.close()?;
-        let free = if opened.plans_only { None } else { Some(engine.free_memory()?) };
+        let is_known = !opened.plans_only || limits.memory.is_some();
+        let free = if is_known { Some(limits.free_memory(engine)?) } else { None };
         let reserved = engine.reserved_memory(limits.communicators(model.zero));
         return report_dry_run(&console, &notes, &planned(&plan, reserved, free), without_data.as_deref());
     }

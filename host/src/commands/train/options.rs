@@ -20,6 +20,7 @@ use distributed::rendezvous::Endpoint;
 use engine::ops::MuonCoefficients;
 use model::schedule::{ScheduleKind, WeightDecaySchedule};
 use model::{MasterWeights, Moments, Offload, Optimizer, Recompute};
+use planner::quantity::bytes;
 use serde::{Serialize, Serializer};
 use std::env;
 use std::path::{Path, PathBuf};
@@ -305,6 +306,11 @@ pub struct TrainOptions {
     #[arg(long, value_name = "LIST", default_value = "none", help_heading = MEMORY)]
     #[serde(skip_serializing_if = "Offload::is_none")]
     pub offload: Offload,
+
+    /// Memory of the device that the run may take, such as 24GiB, without about 0.5 GiB for CUDA itself [default: what is free]
+    #[arg(long, value_name = "SIZE", value_parser = bytes, help_heading = MEMORY)]
+    #[serde(skip)]
+    pub memory_limit: Option<usize>,
 
     /// Compute the validation loss before the first step, every N steps and at the end; 0: never [default: 20]
     #[arg(short, long, value_name = "N", value_parser = interval, help_heading = EVALUATION)]
