@@ -283,6 +283,17 @@ pub trait Engine {
     /// Copies a tensor to another one of the same type and length, which it does not overlap.
     fn copy(&mut self, to: Tensor, from: Tensor) -> Result<()>;
 
+    /// Begins to copy a tensor to another one, which it does not overlap, after all work so far. Later work can run at the same time: only
+    /// that after [`wait_for_copies`](Self::wait_for_copies) may use the tensors.
+    fn copy_ahead(&mut self, to: Tensor, from: Tensor) -> Result<()> {
+        self.copy(to, from)
+    }
+
+    /// Orders all later work after the copies that have begun.
+    fn wait_for_copies(&mut self) -> Result<()> {
+        Ok(())
+    }
+
     /// Copies a tensor to another one of the same length and converts between float and f32.
     fn cast(&mut self, to: Tensor, from: Tensor) -> Result<()>;
 

@@ -26,6 +26,8 @@ pub struct LayerBuffers {
     gathering: [bool; 2],
     /// The reduction of a layer's gradients is in flight: the engine does not wait for it yet.
     reducing: [bool; 2],
+    /// Whether the copy of the parameters before the layers is valid.
+    holds_embeddings: bool,
 }
 
 /// Communicates on behalf of a model's passes.
@@ -56,7 +58,9 @@ pub enum StopRequest<'a> {
 impl DataParallel<'_> {
     /// Reports whether the passes of a micro-batch communicate.
     pub fn communicates(&self) -> bool {
-        if self.last {
+        if self.model.copies_layers() {
+            true
+        } else if self.last {
             !matches!(self.ranks, Ranks::Single) || self.model.zero.is_sharded()
         } else {
             self.model.zero.shards_gradients()
@@ -67,6 +71,7 @@ impl DataParallel<'_> {
     pub fn wait_on_stream(&mut self, engine: &mut dyn Engine) -> Result<()> {
         self.buffers.gathering = [false; 2];
         self.buffers.reducing = [false; 2];
+        engine.wait_for_copies()?;
         self.ranks.wait_on_stream(engine)
     }
 
@@ -111,8 +116,12 @@ impl DataParallel<'_> {
             return Ok(());
         }
         let (store, unit) = (self.model.param_store(), Unit::Layer(layer));
-        self.ranks.set_part(|| unit.to_string());
-        self.ranks.all_gather(engine, store.sharded(unit))?;
+        if self.model.zero.shards_parameters() {
+            self.ranks.set_part(|| unit.to_string());
+            self.ranks.all_gather(engine, store.sharded(unit))?;
+        } else {
+            engine.copy_ahead(store.unit(unit), store.own(unit))?;
+        }
         self.buffers.parameters[parity] = Some(layer);
         self.buffers.gathering[parity] = true;
         Ok(())
@@ -130,8 +139,14 @@ impl LayerHooks for DataParallel<'_> {
     }
 
     fn gather_parameters(&mut self, engine: &mut dyn Engine, layer: usize, next: Option<usize>) -> Result<()> {
-        if !self.model.zero.shards_parameters() {
+        if !self.model.copies_layers() {
             return Ok(());
+        }
+        if !self.buffers.holds_embeddings
+            && let Some([to, from]) = self.model.param_store().copy_of_embeddings()
+        {
+            engine.copy(to, from)?;
+            self.buffers.holds_embeddings = true;
         }
         self.gather(engine, layer)?;
         if self.buffers.gathering[layer % 2] {
@@ -177,13 +192,13 @@ impl LayerHooks for DataParallel<'_> {
     }
 
     fn parameters_updated(&mut self, engine: &mut dyn Engine, unit: Unit) -> Result<()> {
-        let zero = self.model.zero;
-        if !zero.shards_optimizer() {
+        // The copies hold parameters from before the update.
+        if self.model.copies_layers() && matches!(unit, Unit::Layer(_)) {
+            self.buffers.parameters = [None; 2];
             return Ok(());
         }
-        if zero.shards_parameters() && matches!(unit, Unit::Layer(_)) {
-            // The buffers hold parameters from before the update.
-            self.buffers.parameters = [None; 2];
+        self.buffers.holds_embeddings = false;
+        if !self.model.zero.shards_optimizer() {
             return Ok(());
         }
         let store = self.model.param_store();

@@ -10,7 +10,7 @@ use super::fp8_weights::Fp8Weights;
 use super::muon_buffers::MuonBuffers;
 use super::params::{Param, Params};
 use super::recompute::Recompute;
-use super::sharding::{LayerHooks, Store, Zero};
+use super::sharding::{Copies, LayerHooks, Store, Zero};
 use super::stream::{StreamBuffers, StreamGradients};
 use anyhow::Context;
 use engine::ops::Master;
@@ -32,7 +32,7 @@ pub struct Decoder {
     pub(super) frozen: Option<Frozen>,
     /// float parameters; a [`Store`] locates each of them.
     pub params: Tensor,
-    pub(super) param_buffers: Option<Tensor>,
+    pub(super) param_copies: Option<Copies>,
     /// i32, see [`BatchLayout`]
     pub batch: Tensor,
     /// (B, T) f32, one loss per token, accumulated over micro-batches
@@ -70,7 +70,7 @@ pub(super) struct Frozen {
 pub struct Training {
     /// float gradients; a [`Store`] locates each of them.
     pub grads: Tensor,
-    pub(super) grad_buffers: Option<Tensor>,
+    pub(super) grad_copies: Option<Copies>,
     /// f32 or float, first moments
     pub m: Tensor,
     /// second moments, of the type of `m`
@@ -276,7 +276,7 @@ impl Decoder {
             descriptor,
             layout,
             params,
-            param_buffers: None,
+            param_copies: None,
             frozen: None,
             zero: Zero::NONE,
             training: None,
@@ -311,14 +311,19 @@ impl Decoder {
         self.training.as_ref().context("this model was planned for inference only")
     }
 
+    /// Reports whether passes use copies of layers: ranks shard the parameters, or they are in the host's memory.
+    pub fn copies_layers(&self) -> bool {
+        self.param_copies.is_some()
+    }
+
     /// Returns where the parameters are.
     pub fn param_store(&self) -> Store<'_> {
-        Store::whole_or_buffered(&self.layout, self.params, self.param_buffers)
+        Store::whole_or_buffered(&self.layout, self.params, self.param_copies)
     }
 
     /// Returns where the gradients are.
     pub fn grad_store<'a>(&'a self, training: &Training) -> Store<'a> {
-        Store::whole_or_buffered(&self.layout, training.grads, training.grad_buffers)
+        Store::whole_or_buffered(&self.layout, training.grads, training.grad_copies)
     }
 
     /// Returns where the values of `m`, `v`, the master weights or their remainders are.

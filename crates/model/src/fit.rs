@@ -69,6 +69,11 @@ pub fn plan_run(
     engine.check(&workload(&descriptor, &options))?;
     let free = limits.free_memory(engine)?;
     let (model, plan) = Decoder::plan(descriptor, options, engine);
+    ensure!(
+        !options.offload.contains(Offloadable::Params) || limits.ranks == 1,
+        "--offload params: expected one rank, found {}; use --zero-stage 3, or offload only master and moments",
+        limits.ranks
+    );
     check_host(options, &plan, engine)?;
     let reserved = engine.reserved_memory(limits.communicators(options.zero));
     let needed = plan.bytes().saturating_add(reserved);
@@ -188,7 +193,7 @@ impl Search<'_> {
         if let (b @ 1.., level) = compact {
             return format!("--batch {b} with {} fits", self.changes(level));
         }
-        let offloads = offloads(self.options);
+        let offloads = offloads(self.options, self.limits.ranks);
         let with_compact = offloads.iter().flat_map(|&offload| compact_storage(offload));
         for storage in offloads.iter().copied().chain(with_compact) {
             if let (b @ 1.., level) = self.largest_of(&self.levels(storage)) {
@@ -340,12 +345,13 @@ fn compact_storage(options: PlanOptions) -> Vec<PlanOptions> {
 }
 
 /// Returns the options with more tensors in the host's memory.
-fn offloads(options: PlanOptions) -> Vec<PlanOptions> {
+fn offloads(options: PlanOptions, ranks: usize) -> Vec<PlanOptions> {
     if !options.training {
         return Vec::new();
     }
-    let sets = [vec![Offloadable::Moments], Offloadable::ALL.to_vec()];
-    let more = sets.into_iter().map(|kinds| {
+    let [moments, master, params] = [Offloadable::Moments, Offloadable::Master, Offloadable::Params];
+    let sets = [vec![moments], vec![moments, master], vec![moments, master, params]];
+    let more = sets.into_iter().filter(|kinds| ranks == 1 || !kinds.contains(&params)).map(|kinds| {
         let kept = Offloadable::ALL.into_iter().filter(|&kind| options.offload.contains(kind));
         PlanOptions { offload: kept.chain(kinds).collect(), ..options }
     });

@@ -17,7 +17,6 @@ use super::descriptor::Descriptor;
 use super::fp8_head::{self, Fp8Head};
 use super::params::{Input, Output, Param, ParamKind};
 use super::recompute::Recompute;
-use super::sharding::Zero;
 use anyhow::{Context, ensure};
 use engine::ops::{Fp8Accumulation, Fp8Format, Fp8Scale, Fp8Scales, Scaling};
 use engine::plan::{Group, Plan};
@@ -230,7 +229,7 @@ pub struct Fp8 {
     pub(super) inputs: Slots,
     pub(super) weights: Slots,
     pub(super) gradients: Slots,
-    /// (layers, elements of a layer's linear layers) FP8: weights and transposed weights. One layer if ranks shard the parameters.
+    /// (layers, elements of a layer's linear layers) FP8: weights and transposed weights. One layer if passes use copies of the layers.
     copies: [Tensor; 2],
     /// Whether `copies` hold all layers.
     holds_all_layers: bool,
@@ -248,7 +247,7 @@ impl Fp8 {
         options: Fp8Options,
         descriptor: &Descriptor,
         [b, t]: [usize; 2],
-        (zero, recompute, float): (Zero, Recompute, DType),
+        (holds_layers, recompute, float): (bool, Recompute, DType),
         ([narrow, wide, dout_transposed, narrow_transposed, inp_transposed], head): (
             [Tensor; BUFFERS],
             Option<[Tensor; fp8_head::BUFFERS]>,
@@ -261,7 +260,7 @@ impl Fp8 {
             Fp8Recipe::Delayed => (Scaling::Calibrate, HISTORY),
         };
         let elements = Param::linear(d).map(|weight| weight.len(d)).sum();
-        let holds_all_layers = !zero.shards_parameters() || d.adapters.is_some();
+        let holds_all_layers = holds_layers || d.adapters.is_some();
         let copied = if holds_all_layers { layers } else { 1 };
         let mut add = |name: &str, shape: &[usize]| plan.add(Group::Workspace, format!("FP8 {name}"), shape, dtype);
         let copies = ["W", "W transposed"].map(|name| add(name, &[copied, elements]));

@@ -7,17 +7,17 @@ use engine::tensor::Tensor;
 use engine::{Engine, Result};
 
 impl Decoder {
-    /// Quantizes the weights of all layers and of the head, unless ranks shard them.
+    /// Quantizes the weights of all layers and of the head, unless passes use copies of them.
     pub(super) fn quantize_whole_weights(&self, engine: &mut dyn Engine) -> Result<()> {
-        let sharded = self.zero.shards_parameters() && self.frozen.is_none();
+        let sharded = self.copies_layers() && self.frozen.is_none();
         let layers = if sharded { 0 } else { self.descriptor.layers };
         (0..layers).try_for_each(|layer| self.quantize_weights(engine, layer))?;
         if sharded { Ok(()) } else { self.quantize_head(engine) }
     }
 
-    /// Quantizes the weights of a layer, if ranks shard the parameters and this rank has just gathered them.
+    /// Quantizes the weights of a layer, if it has just been copied.
     pub(super) fn quantize_gathered_weights(&self, engine: &mut dyn Engine, layer: usize) -> Result<()> {
-        let sharded = self.zero.shards_parameters() && self.frozen.is_none();
+        let sharded = self.copies_layers() && self.frozen.is_none();
         if sharded { self.quantize_weights(engine, layer) } else { Ok(()) }
     }
 

@@ -61,7 +61,7 @@ impl Decoder {
             engine.cast(sum, dhead)?;
         }
         let fp8 = self.fp8_head().filter(|_| training.is_some());
-        if fp8.is_some() && self.zero.shards_parameters() {
+        if fp8.is_some() && self.copies_layers() {
             self.quantize_head(engine)?;
         }
         let chunk = chunk_rows(rows, self.logit_rows());

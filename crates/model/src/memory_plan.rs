@@ -206,14 +206,21 @@ impl Decoder {
         let mut plan = Plan::new();
         let frozen = descriptor.adapters.map(|_| {
             let layout = Params::frozen(&descriptor);
-            let (params, _) = Store::plan(&mut plan, (Group::Parameters, "frozen params"), &layout, dtype, false);
+            let of = (Group::Parameters, "frozen params");
+            let (params, _) = Store::plan(&mut plan, of, &layout, dtype, false, Location::Device);
             (layout, params)
         });
-        let (params, param_buffers) =
-            Store::plan(&mut plan, (Group::Parameters, "params"), &layout, dtype, zero.shards_parameters());
+        let has_host = engine.free_host_memory().is_some();
+        let location =
+            |kind| if has_host && options.offload.contains(kind) { Location::Host } else { Location::Device };
+        let of = (Group::Parameters, "params");
+        let (params, param_copies) =
+            Store::plan(&mut plan, of, &layout, dtype, zero.shards_parameters(), location(Offloadable::Params));
         let fp8_weights = fp8_weights.map(|fp8| Fp8Weights::plan(&mut plan, &descriptor, dtype, fp8));
-        let grads = training
-            .then(|| Store::plan(&mut plan, (Group::Gradients, "grads"), &layout, dtype, zero.shards_gradients()));
+        let grads = training.then(|| {
+            let of = (Group::Gradients, "grads");
+            Store::plan(&mut plan, of, &layout, dtype, zero.shards_gradients(), Location::Device)
+        });
 
         let rotary_table = rotary_table(&mut plan, &descriptor, t);
         let encoded = plan.add(Group::Activations, "encoded", &[b, t, descriptor.channels], dtype);
@@ -237,11 +244,7 @@ impl Decoder {
 
         let training = grads.zip(dchannels).zip(backward).map(|((grads, dchannels), backward)| {
             let shape = [Store::shard_elements(&layout)];
-            let mut state = |kind, name, dtype| {
-                let is_on_host = options.offload.contains(kind) && engine.free_host_memory().is_some();
-                let location = if is_on_host { Location::Host } else { Location::Device };
-                plan.add_in(location, Group::Optimizer, name, &shape, dtype)
-            };
+            let mut state = |kind, name, dtype| plan.add_in(location(kind), Group::Optimizer, name, &shape, dtype);
             let moments = options.moments.dtype(dtype);
             let [m, v] = ["m", "v"].map(|name| state(Offloadable::Moments, name, moments));
             let mut master = |name, dtype| state(Offloadable::Master, name, dtype);
@@ -253,14 +256,21 @@ impl Decoder {
             let stream = StreamGradients::plan(&mut plan, &descriptor, [b, t], dtype);
             let stats = plan.add(Group::Workspace, "stats", &[2], f32);
             let squares = zero.shards_optimizer().then(|| plan.add(Group::Workspace, "squared norm", &[1], f32));
-            let ((grads, grad_buffers), [dresidual, dwide]) = (grads, backward);
+            let ((grads, grad_copies), [dresidual, dwide]) = (grads, backward);
             let fp8 = options.fp8.zip(fp8);
             let fp8 = fp8.map(|(fp8, buffers)| {
-                Fp8::plan(&mut plan, fp8, &descriptor, [b, t], (zero, recompute, dtype), (buffers, fp8_head))
+                Fp8::plan(
+                    &mut plan,
+                    fp8,
+                    &descriptor,
+                    [b, t],
+                    (param_copies.is_none(), recompute, dtype),
+                    (buffers, fp8_head),
+                )
             });
             Training {
                 grads,
-                grad_buffers,
+                grad_copies,
                 m,
                 v,
                 master,
@@ -285,7 +295,7 @@ impl Decoder {
             zero,
             frozen,
             params,
-            param_buffers,
+            param_copies,
             batch,
             losses,
             logits,

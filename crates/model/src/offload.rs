@@ -11,16 +11,19 @@ pub enum Offloadable {
     Master,
     /// The moments of AdamW and Muon.
     Moments,
+    /// Parameters. Passes read copies in the GPU's memory: of two layers at a time, and of all other parameters.
+    Params,
 }
 
 impl Offloadable {
     /// All kinds.
-    pub const ALL: [Self; 2] = [Self::Master, Self::Moments];
+    pub const ALL: [Self; 3] = [Self::Master, Self::Moments, Self::Params];
 
     const fn name(self) -> &'static str {
         match self {
             Self::Master => "master",
             Self::Moments => "moments",
+            Self::Params => "params",
         }
     }
 }
@@ -84,7 +87,9 @@ impl FromStr for Offload {
         }
         let of_name = |name: &str| {
             let kind = Offloadable::ALL.into_iter().find(|kind| kind.name() == name.trim());
-            kind.ok_or_else(|| format!("expected none, or a list of master and moments, found '{}'", name.trim()))
+            kind.ok_or_else(|| {
+                format!("expected none, or a list of master, moments and params, found '{}'", name.trim())
+            })
         };
         text.split(',').map(of_name).collect()
     }
@@ -96,11 +101,13 @@ mod tests {
 
     #[test]
     fn lists_are_read_and_written() {
-        let both: Offload = Offloadable::ALL.into_iter().collect();
+        let all: Offload = Offloadable::ALL.into_iter().collect();
+        let both: Offload = [Offloadable::Moments, Offloadable::Master].into_iter().collect();
         for (text, set, written) in [
             ("none", Offload::NONE, "none"),
             ("moments", [Offloadable::Moments].into_iter().collect(), "moments"),
             ("moments, master", both, "master,moments"),
+            ("params,moments,master", all, "master,moments,params"),
         ] {
             assert_eq!(text.parse(), Ok(set));
             assert_eq!(set.to_string(), written);
@@ -108,7 +115,7 @@ mod tests {
         }
         for wrong in ["", "grads", "moments,"] {
             let error = wrong.parse::<Offload>().unwrap_err();
-            assert!(error.starts_with("expected none, or a list of master and moments, found '"), "{error}");
+            assert!(error.starts_with("expected none, or a list of master, moments and params, found '"), "{error}");
         }
     }
 }

@@ -9,7 +9,7 @@
 use super::Descriptor;
 use super::params::{Param, Params, Shard, Unit};
 use distributed::Transfer;
-use engine::plan::{Group, Plan};
+use engine::plan::{Group, Location, Plan};
 use engine::tensor::{DType, Sharded, Tensor};
 use engine::{Engine, Result};
 use std::ops::Range;
@@ -88,8 +88,17 @@ enum Form {
     Whole,
     /// This rank's shards of all units, one after another.
     Shards,
-    /// All embeddings, then this rank's shards of the layers. Whole layers pass through the halves of this buffer.
-    Buffered(Tensor),
+    /// All embeddings, then this rank's shards of the layers. Passes use copies.
+    Buffered(Copies),
+}
+
+/// Copies of values, which passes use.
+#[derive(Clone, Copy, Debug)]
+pub struct Copies {
+    /// Whole layers pass through the halves of this buffer.
+    layers: Tensor,
+    /// Everything before the layers, if the values are in the host's memory.
+    embeddings: Option<Tensor>,
 }
 
 impl<'a> Store<'a> {
@@ -100,20 +109,25 @@ impl<'a> Store<'a> {
         layout: &Params,
         dtype: DType,
         sharded: bool,
-    ) -> (Tensor, Option<Tensor>) {
-        if !sharded {
+        location: Location,
+    ) -> (Tensor, Option<Copies>) {
+        let is_on_host = location == Location::Host;
+        if !sharded && !is_on_host {
             return (plan.add(group, name, &[layout.elements()], dtype), None);
         }
         let embeddings = layout.embeddings();
-        let layers = (layout.elements() - embeddings) / layout.shard().ranks;
-        let kept = plan.add(group, name, &[embeddings + layers], dtype);
-        let buffer = plan.add(group, format!("{name} of two layers"), &[2, layout.largest_layer()], dtype);
-        (kept, Some(buffer))
+        let layers = (layout.elements() - embeddings) / if sharded { layout.shard().ranks } else { 1 };
+        let kept = plan.add_in(location, group, name, &[embeddings + layers], dtype);
+        let copies = Copies {
+            layers: plan.add(group, format!("{name} of two layers"), &[2, layout.largest_layer()], dtype),
+            embeddings: is_on_host.then(|| plan.add(group, format!("{name} before the layers"), &[embeddings], dtype)),
+        };
+        (kept, Some(copies))
     }
 
     /// Creates a view of values that are whole, or sharded with a buffer for whole layers.
-    pub(super) fn whole_or_buffered(layout: &'a Params, kept: Tensor, buffer: Option<Tensor>) -> Self {
-        Self { layout, kept, form: buffer.map_or(Form::Whole, Form::Buffered) }
+    pub(super) fn whole_or_buffered(layout: &'a Params, kept: Tensor, copies: Option<Copies>) -> Self {
+        Self { layout, kept, form: copies.map_or(Form::Whole, Form::Buffered) }
     }
 
     /// Creates a view of this rank's shards.
@@ -134,7 +148,10 @@ impl<'a> Store<'a> {
         let range = self.layout.unit(unit);
         match (self.form, unit) {
             (Form::Shards, _) => panic!("{unit:?} is sharded: no rank has all of it"),
-            (Form::Buffered(buffer), Unit::Layer(layer)) => buffer.part(layer % 2, 2).slice(0, range.len()),
+            (Form::Buffered(copies), Unit::Layer(layer)) => copies.layers.part(layer % 2, 2).slice(0, range.len()),
+            (Form::Buffered(Copies { embeddings: Some(embeddings), .. }), _) => {
+                embeddings.slice(range.start, range.len())
+            }
             _ => self.kept.slice(range.start, range.len()),
         }
     }
@@ -146,6 +163,12 @@ impl<'a> Store<'a> {
     pub fn embeddings(&self) -> Tensor {
         assert!(!matches!(self.form, Form::Shards), "the embeddings are sharded: no rank has all of them");
         self.kept.slice(0, self.layout.embeddings())
+    }
+
+    /// Returns the copy of everything before the layers and its source, if the values are in the host's memory.
+    pub(super) fn copy_of_embeddings(&self) -> Option<[Tensor; 2]> {
+        let Form::Buffered(Copies { embeddings, .. }) = self.form else { return None };
+        Some([embeddings?, self.kept.slice(0, self.layout.embeddings())])
     }
 
     /// Returns a whole tensor in its [`unit`](Self::unit).

@@ -35,6 +35,7 @@ const UPLOADS_IN_FLIGHT: usize = 2;
 pub struct CudaDevice {
     // Fields drop in this order: launched work first, the context (held by each of them) last.
     stream: Stream,
+    copies: Option<Copies>,
     /// Graphs refer to the memory, the tensor maps, cuBLASLt's workspace and the kernels below.
     graphs: CudaGraphs<GraphExec>,
     uploads: VecDeque<(HostBuffer, Event)>,
@@ -55,6 +56,15 @@ pub struct CudaDevice {
     kernels_digest: u64,
     emulation: EmulatedGpu,
     gpu: Gpu,
+}
+
+/// Copies that run beside other work.
+struct Copies {
+    stream: Stream,
+    /// Recorded in either stream, and then awaited by the other one at once.
+    event: Event,
+    /// Whether the other stream has to wait.
+    begun: bool,
 }
 
 /// A copy to the host in progress, or a buffer for one.
@@ -114,6 +124,7 @@ impl CudaDevice {
         };
         Ok(Self {
             stream,
+            copies: None,
             graphs: CudaGraphs::default(),
             uploads: VecDeque::new(),
             downloads: HashMap::new(),
@@ -324,6 +335,27 @@ impl Executor for CudaDevice {
         // SAFETY: the caller's promise.
         let copy = || Ok(unsafe { self.stream.copy(address(to), address(from), bytes) }?);
         profiled(&mut self.profile, &self.stream, || "copy".to_owned(), copy)
+    }
+
+    unsafe fn copy_ahead(&mut self, to: *mut u8, from: *const u8, bytes: usize) -> Result<()> {
+        let copies = match &mut self.copies {
+            Some(copies) => copies,
+            none => {
+                none.insert(Copies { stream: Stream::new(&self.gpu)?, event: Event::new(&self.gpu)?, begun: false })
+            }
+        };
+        copies.event.record(&self.stream)?;
+        copies.stream.wait(&copies.event)?;
+        copies.begun = true;
+        // SAFETY: the caller's promise.
+        Ok(unsafe { copies.stream.copy(address(to), address(from), bytes) }?)
+    }
+
+    fn wait_for_copies(&mut self) -> Result<()> {
+        let Some(copies) = self.copies.as_mut().filter(|copies| copies.begun) else { return Ok(()) };
+        copies.begun = false;
+        copies.event.record(&copies.stream)?;
+        Ok(self.stream.wait(&copies.event)?)
     }
 
     fn host_buffer(&self, len: usize) -> Result<HostBuffer> {

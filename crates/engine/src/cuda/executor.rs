@@ -186,6 +186,20 @@ pub trait Executor {
     /// `to` and `from` cover the bytes in the allocated memory and do not overlap.
     unsafe fn copy(&mut self, to: *mut u8, from: *const u8, bytes: usize) -> Result<()>;
 
+    /// Begins a copy after all work so far. Only work after [`wait_for_copies`](Self::wait_for_copies) may use the memory.
+    ///
+    /// # Safety
+    /// Same as [`copy`](Self::copy).
+    unsafe fn copy_ahead(&mut self, to: *mut u8, from: *const u8, bytes: usize) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.copy(to, from, bytes) }
+    }
+
+    /// Orders all later work after the copies that have begun.
+    fn wait_for_copies(&mut self) -> Result<()> {
+        Ok(())
+    }
+
     /// Returns a host buffer of `len` words for batches.
     fn host_buffer(&self, len: usize) -> Result<HostBuffer>;
 

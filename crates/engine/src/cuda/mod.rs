@@ -240,6 +240,20 @@ impl<T: Float> Cuda<T> {
         Ok(())
     }
 
+    /// Returns the addresses of a copy, or `None` if nothing is to be launched.
+    fn copied(&self, to: Tensor, from: Tensor) -> Result<Option<[*mut u8; 2]>> {
+        ensure!(
+            (to.dtype, to.len) == (from.dtype, from.len),
+            "copy: expected {} {}, found {} {}",
+            to.len,
+            to.dtype.name(),
+            from.len,
+            from.dtype.name()
+        );
+        let addresses = [self.arena.bytes_of("to", to)?, self.arena.bytes_of("from", from)?];
+        Ok((!self.gemms.is_collecting()).then_some(addresses))
+    }
+
     /// Returns the address of a kernel's input: `tensor`, which must hold at least `len` elements of `E`.
     fn input<E: StorageType>(&self, name: &str, tensor: Tensor, len: usize) -> Result<Global<E>> {
         Ok(Global::new(self.arena.address::<E>(name, tensor, len)?))
@@ -620,20 +634,20 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn copy(&mut self, to: Tensor, from: Tensor) -> Result<()> {
-        ensure!(
-            (to.dtype, to.len) == (from.dtype, from.len),
-            "copy: expected {} {}, found {} {}",
-            to.len,
-            to.dtype.name(),
-            from.len,
-            from.dtype.name()
-        );
-        let (to, source) = (self.arena.bytes_of("to", to)?, self.arena.bytes_of("from", from)?);
-        if self.gemms.is_collecting() {
-            return Ok(());
-        }
+        let Some([to, source]) = self.copied(to, from)? else { return Ok(()) };
         // SAFETY: both cover the tensors' bytes of the arena.
         unsafe { self.executor.copy(to, source, from.bytes()) }
+    }
+
+    fn copy_ahead(&mut self, to: Tensor, from: Tensor) -> Result<()> {
+        self.ensure_not_capturing("a copy on another stream")?;
+        let Some([to, source]) = self.copied(to, from)? else { return Ok(()) };
+        // SAFETY: both cover the tensors' bytes of the arena.
+        unsafe { self.executor.copy_ahead(to, source, from.bytes()) }
+    }
+
+    fn wait_for_copies(&mut self) -> Result<()> {
+        self.executor.wait_for_copies()
     }
 
     fn cast(&mut self, to: Tensor, from: Tensor) -> Result<()> {

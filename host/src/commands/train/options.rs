@@ -302,7 +302,7 @@ pub struct TrainOptions {
     #[serde(skip_serializing_if = "Moments::is_default")]
     pub moments: Moments,
 
-    /// On a GPU: tensors in page-locked memory of the host, a list of master and moments. Slower; the bits of the run are the same
+    /// On a GPU: tensors in page-locked memory of the host, a list of master, moments and params. Slower; the bits of the run are the same
     #[arg(long, value_name = "LIST", default_value = "none", help_heading = MEMORY)]
     #[serde(skip_serializing_if = "Offload::is_none")]
     pub offload: Offload,
