@@ -21,12 +21,12 @@ fn load_batch(model: &Decoder, engine: &mut dyn Engine, layout: BatchLayout, see
 
 /// Trains a small model for two steps and returns the losses and gradient norms.
 fn train(engine: &mut dyn Engine, recompute: Recompute) -> Vec<f32> {
-    train_with(engine, PlanOptions { recompute, ..PlanOptions::training(3, 24) }).1
+    train_with(engine, 2, PlanOptions { recompute, ..PlanOptions::training(3, 24) }).1
 }
 
-/// Trains a small model for two steps. Returns the model, and the losses and gradient norms.
-fn train_with(engine: &mut dyn Engine, options: PlanOptions) -> (Decoder, Vec<f32>) {
-    let descriptor = Descriptor::gpt2(2, 2, 128, 24, 50).unwrap();
+/// Trains a small model with some layers for two steps. Returns the model, and the losses and gradient norms.
+fn train_with(engine: &mut dyn Engine, layers: usize, options: PlanOptions) -> (Decoder, Vec<f32>) {
+    let descriptor = Descriptor::gpt2(layers, 2, 128, 24, 50).unwrap();
     let layout = BatchLayout::new(3, 17);
     let (model, plan) = Decoder::plan(descriptor, options, engine);
     engine.allocate(&plan).unwrap();
@@ -43,23 +43,34 @@ fn train_with(engine: &mut dyn Engine, options: PlanOptions) -> (Decoder, Vec<f3
     (model, stats)
 }
 
-/// Where the optimizer state is changes no bit, and the plan's table states it.
+/// Trains a small model for two steps with `options` and `offload`, and returns the bits of its statistics and digests of its state.
+fn offloaded(layers: usize, options: PlanOptions, offload: &str) -> (Vec<u32>, Vec<u64>) {
+    let engine = &mut *emulated(EmulatedGpu::new(false), Precision::Bf16, None, true);
+    let options = PlanOptions { offload: offload.parse().unwrap(), ..options };
+    let (model, stats) = train_with(engine, layers, options);
+    let state = model.training.unwrap().state().into_iter().map(|(_, tensor)| tensor);
+    let digests = [model.params].into_iter().chain(state).map(|tensor| engine.digest(tensor, 0).unwrap()).collect();
+    (stats.into_iter().map(f32::to_bits).collect(), digests)
+}
+
 #[test]
 fn offloaded_state_has_the_same_bits() {
     for (master_weights, moments) in [(MasterWeights::F32, Moments::F32), (MasterWeights::Remainder, Moments::Bf16)] {
-        let run = |offload: &str| {
-            let engine = &mut *emulated(EmulatedGpu::new(false), Precision::Bf16, None, true);
-            let offload = offload.parse().unwrap();
-            let options = PlanOptions { master_weights, moments, offload, ..PlanOptions::training(3, 24) };
-            let (model, stats) = train_with(engine, options);
-            let state = model.training.unwrap().state().into_iter().map(|(_, tensor)| tensor);
-            let digests: Vec<_> =
-                [model.params].into_iter().chain(state).map(|tensor| engine.digest(tensor, 0).unwrap()).collect();
-            (stats.into_iter().map(f32::to_bits).collect::<Vec<_>>(), digests)
-        };
-        let expected = run("none");
+        let options = PlanOptions { master_weights, moments, ..PlanOptions::training(3, 24) };
+        let expected = offloaded(2, options, "none");
         for offload in ["moments", "master", "params", "master,moments,params"] {
-            assert!(run(offload) == expected, "{master_weights:?} {moments:?} --offload {offload}");
+            assert!(offloaded(2, options, offload) == expected, "{master_weights:?} {moments:?} --offload {offload}");
+        }
+    }
+}
+
+#[test]
+fn offloaded_activations_have_the_same_bits() {
+    let options = PlanOptions { recompute: Recompute::Layers, ..PlanOptions::training(3, 24) };
+    for layers in [1, 2, 3, 6] {
+        let expected = offloaded(layers, options, "none");
+        for offload in ["activations", "params,activations"] {
+            assert!(offloaded(layers, options, offload) == expected, "{layers} layers, --offload {offload}");
         }
     }
 }

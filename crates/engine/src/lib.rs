@@ -284,7 +284,7 @@ pub trait Engine {
     fn copy(&mut self, to: Tensor, from: Tensor) -> Result<()>;
 
     /// Begins to copy a tensor to another one, which it does not overlap, after all work so far. Later work can run at the same time: only
-    /// that after [`wait_for_copies`](Self::wait_for_copies) may use the tensors.
+    /// that after [`wait_for_copies`](Self::wait_for_copies) may write `from` or use `to`.
     fn copy_ahead(&mut self, to: Tensor, from: Tensor) -> Result<()> {
         self.copy(to, from)
     }

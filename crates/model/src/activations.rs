@@ -37,16 +37,17 @@ impl<'a> Activations<'a> {
         training: bool,
         recompute: Recompute,
         fp8: bool,
+        offloads_outputs: bool,
     ) -> Self {
         let [b, t] = batch;
-        let kept_outputs = if training { d.layers } else { 1 };
+        let layers = if training { d.layers } else { 1 };
         Self {
             batch,
             dtype,
             recompute,
             fp8,
-            kept: if recompute < Recompute::Layers { kept_outputs } else { 1 },
-            kept_outputs,
+            kept: if recompute < Recompute::Layers { layers } else { 1 },
+            kept_outputs: if offloads_outputs { layers.min(2) } else { layers },
             channels: d.channels,
             has_mean: d.norm == Normalization::LayerNorm,
             // In FP8, transposed copies are kept instead.

@@ -8,7 +8,7 @@
 //! for all layers and are recomputed by the operation that computed them, so that gradients keep their bits.
 
 use super::decoder::{BackwardPass, Decoder, NormBuffers, SubLayer};
-use super::descriptor::{Addition, Normalization};
+use super::descriptor::Normalization;
 use super::nvtx::Range;
 use super::params::{Param, Unit};
 use super::recompute::Recompute;
@@ -32,9 +32,7 @@ impl Decoder {
         let embedding_norm = self.embedding_norm.map(|norm| norm.rows(rows, c));
         let embedded = embedding_norm.map_or(encoded, |norm| norm.out);
         let first = self.stream.first(embedded);
-        // Between layers, the residual stream is scaled, or another gradient is added.
-        let is_plain = !d.adds(Addition::ResidualScales) && !d.adds(Addition::Backout);
-        let layer_norm = d.norm == Normalization::LayerNorm && d.has(Param::Attprojb) && is_plain;
+        let layer_norm = d.norm == Normalization::LayerNorm && d.has(Param::Attprojb) && d.has_plain_residual();
         let pass = BackwardPass {
             model: self,
             layout,
@@ -53,6 +51,7 @@ impl Decoder {
             0 => l.checked_sub(1).and_then(|below| layers[below].last()),
             _ => Some(&layers[l][i - 1]),
         };
+        let of_layer = |l: usize| layers[l].last().map(|sublayer| sublayer.output());
         let output = |sublayer: Option<&Arc<dyn SubLayer>>| sublayer.map_or(first, |sublayer| sublayer.output());
         let input = |l: usize, i: usize| {
             let residual = output(before(l, i));
@@ -67,6 +66,7 @@ impl Decoder {
         let top = layers[last].last();
         pass.norm(engine, &self.final_norm.rows(rows, c), self.stream.final_input(output(top)), top)?;
         pass.begin_stream(engine)?;
+        self.fetch_output(engine, hooks, last, last.checked_sub(2).and_then(of_layer))?;
         for (l, layer) in layers.iter().enumerate().rev() {
             let _range = Range::new(format_args!("layer {l}"));
             let below = l.checked_sub(1);
@@ -89,6 +89,7 @@ impl Decoder {
                 hooks.gradients_ready(engine, Unit::ValueEmbedding(l))?;
             }
             if let Some(below) = below {
+                self.fetch_output(engine, hooks, below, below.checked_sub(2).and_then(of_layer))?;
                 hooks.gather_parameters(engine, below, below.checked_sub(1))?;
             }
         }

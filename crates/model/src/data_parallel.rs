@@ -58,7 +58,7 @@ pub enum StopRequest<'a> {
 impl DataParallel<'_> {
     /// Reports whether the passes of a micro-batch communicate.
     pub fn communicates(&self) -> bool {
-        if self.model.copies_layers() {
+        if self.model.copies_ahead() {
             true
         } else if self.last {
             !matches!(self.ranks, Ranks::Single) || self.model.zero.is_sharded()
@@ -153,6 +153,13 @@ impl LayerHooks for DataParallel<'_> {
             self.wait_on_stream(engine)?;
         }
         next.map_or(Ok(()), |next| self.gather(engine, next))
+    }
+
+    fn wait_for_copies(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        if !self.model.zero.shards_parameters() {
+            self.buffers.gathering = [false; 2];
+        }
+        engine.wait_for_copies()
     }
 
     fn begin_gradients(&mut self, engine: &mut dyn Engine, layer: usize) -> Result<()> {

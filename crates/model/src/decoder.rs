@@ -33,6 +33,8 @@ pub struct Decoder {
     /// float parameters; a [`Store`] locates each of them.
     pub params: Tensor,
     pub(super) param_copies: Option<Copies>,
+    /// (L, B, T, C) float in the host's memory: the outputs of layers, if the backward pass finds them there.
+    pub(super) outputs: Option<Tensor>,
     /// i32, see [`BatchLayout`]
     pub batch: Tensor,
     /// (B, T) f32, one loss per token, accumulated over micro-batches
@@ -277,6 +279,7 @@ impl Decoder {
             layout,
             params,
             param_copies: None,
+            outputs: None,
             frozen: None,
             zero: Zero::NONE,
             training: None,
@@ -309,6 +312,40 @@ impl Decoder {
 
     pub(super) fn training(&self) -> Result<&Training> {
         self.training.as_ref().context("this model was planned for inference only")
+    }
+
+    /// Reports whether passes copy tensors beside other work.
+    pub fn copies_ahead(&self) -> bool {
+        self.copies_layers() || self.outputs.is_some()
+    }
+
+    /// Begins to copy the output of a layer to the host's memory, if the backward pass finds it there. The copy has ended when the next layer
+    /// ends, before the layer after that one writes to the same memory.
+    pub(super) fn keep_output(
+        &self,
+        engine: &mut dyn Engine,
+        hooks: &mut dyn LayerHooks,
+        layer: usize,
+        output: Tensor,
+    ) -> Result<()> {
+        let Some(kept) = self.outputs else { return Ok(()) };
+        hooks.wait_for_copies(engine)?;
+        engine.copy_ahead(kept.part(layer, self.descriptor.layers).slice(0, output.len), output)
+    }
+
+    /// Waits for the output of the layer before `layer`, and begins to copy the one before that to `to`. No later work of the pass reads the
+    /// output of `layer`, which was there.
+    pub(super) fn fetch_output(
+        &self,
+        engine: &mut dyn Engine,
+        hooks: &mut dyn LayerHooks,
+        layer: usize,
+        to: Option<Tensor>,
+    ) -> Result<()> {
+        let Some(kept) = self.outputs else { return Ok(()) };
+        hooks.wait_for_copies(engine)?;
+        let (Some(to), Some(from)) = (to, layer.checked_sub(2)) else { return Ok(()) };
+        engine.copy_ahead(to, kept.part(from, self.descriptor.layers).slice(0, to.len))
     }
 
     /// Reports whether passes use copies of layers: ranks shard the parameters, or they are in the host's memory.

@@ -74,11 +74,26 @@ pub fn plan_run(
         "--offload params: expected one rank, found {}; use --zero-stage 3, or offload only master and moments",
         limits.ranks
     );
+    if options.offload.contains(Offloadable::Activations) {
+        ensure!(
+            options.recompute == Recompute::Layers,
+            "--offload activations: expected --recompute 3, which keeps only the outputs of layers, found --recompute {}",
+            u8::from(options.recompute)
+        );
+        ensure!(
+            descriptor.has_plain_residual(),
+            "--offload activations: expected layers that read only the output of the layer before, found a model that scales the residual \
+             stream or reads an earlier one; offload only master, moments and params"
+        );
+    }
     check_host(options, &plan, engine)?;
     let reserved = engine.reserved_memory(limits.communicators(options.zero));
     let needed = plan.bytes().saturating_add(reserved);
     if needed > free {
         let mut bytes = |options: PlanOptions| {
+            if options.offload.contains(Offloadable::Activations) && !descriptor.has_plain_residual() {
+                return usize::MAX;
+            }
             let reserved = engine.reserved_memory(limits.communicators(options.zero));
             Decoder::plan(descriptor, options, engine).1.bytes().saturating_add(reserved)
         };
@@ -349,11 +364,17 @@ fn offloads(options: PlanOptions, ranks: usize) -> Vec<PlanOptions> {
     if !options.training {
         return Vec::new();
     }
-    let [moments, master, params] = [Offloadable::Moments, Offloadable::Master, Offloadable::Params];
-    let sets = [vec![moments], vec![moments, master], vec![moments, master, params]];
-    let more = sets.into_iter().filter(|kinds| ranks == 1 || !kinds.contains(&params)).map(|kinds| {
+    let [moments, master] = [Offloadable::Moments, Offloadable::Master];
+    let mut sets = vec![vec![moments], vec![moments, master]];
+    if ranks == 1 {
+        sets.push(vec![moments, master, Offloadable::Params]);
+    }
+    let all = sets.last().into_iter().flatten().copied().chain([Offloadable::Activations]).collect();
+    sets.push(all);
+    let more = sets.into_iter().map(|kinds| {
+        let recompute = if kinds.contains(&Offloadable::Activations) { Recompute::Layers } else { options.recompute };
         let kept = Offloadable::ALL.into_iter().filter(|&kind| options.offload.contains(kind));
-        PlanOptions { offload: kept.chain(kinds).collect(), ..options }
+        PlanOptions { offload: kept.chain(kinds).collect(), recompute, ..options }
     });
     more.filter(|more| more.offload != options.offload).collect()
 }

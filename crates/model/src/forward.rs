@@ -71,6 +71,7 @@ impl Decoder {
             }
             if let Some(next) = after(l) {
                 hooks.gather_parameters(engine, next, None)?;
+                self.keep_output(engine, hooks, l, residual)?;
             }
         }
         let residual = self.leave_layers(engine, residual, middle)?;

@@ -229,7 +229,9 @@ impl Decoder {
         let in_fp8 = options.fp8.is_some();
         let keeps_fp8 = in_fp8 && frozen.is_none();
         let is_training = training;
-        let mut activations = Activations::new(&mut plan, &descriptor, [b, t], dtype, training, recompute, keeps_fp8);
+        let offloads_outputs = training && location(Offloadable::Activations) == Location::Host;
+        let mut activations =
+            Activations::new(&mut plan, &descriptor, [b, t], dtype, training, recompute, keeps_fp8, offloads_outputs);
         let embedding_norm = descriptor.embedding_norm.then(|| activations.embedding_norm());
         let stream = StreamBuffers::plan(&mut activations, &descriptor, training);
         let layers = layers(&mut activations, &descriptor, backward.map(|[_, dwide]| dwide));
@@ -237,6 +239,10 @@ impl Decoder {
         let frozen = frozen.map(|(layout, params)| {
             let adapters = AdapterBuffers::plan(&mut activations, &descriptor, is_training);
             Frozen { layout, params, adapters }
+        });
+        let outputs = offloads_outputs.then(|| {
+            let shape = [descriptor.layers, b, t, descriptor.channels];
+            plan.add_in(Location::Host, Group::Activations, "outputs of layers", &shape, dtype)
         });
         let losses = plan.add(Group::Activations, "losses", &[b, t], f32);
         let widest = descriptor.channels.max(descriptor.attention_channels());
@@ -296,6 +302,7 @@ impl Decoder {
             frozen,
             params,
             param_copies,
+            outputs,
             batch,
             losses,
             logits,

@@ -13,17 +13,21 @@ pub enum Offloadable {
     Moments,
     /// Parameters. Passes read copies in the GPU's memory: of two layers at a time, and of all other parameters.
     Params,
+    /// The residual stream after each layer, which a backward pass with [`Recompute::Layers`](crate::Recompute::Layers) starts from. The GPU's
+    /// memory holds those of two layers.
+    Activations,
 }
 
 impl Offloadable {
     /// All kinds.
-    pub const ALL: [Self; 3] = [Self::Master, Self::Moments, Self::Params];
+    pub const ALL: [Self; 4] = [Self::Master, Self::Moments, Self::Params, Self::Activations];
 
     const fn name(self) -> &'static str {
         match self {
             Self::Master => "master",
             Self::Moments => "moments",
             Self::Params => "params",
+            Self::Activations => "activations",
         }
     }
 }
@@ -88,7 +92,7 @@ impl FromStr for Offload {
         let of_name = |name: &str| {
             let kind = Offloadable::ALL.into_iter().find(|kind| kind.name() == name.trim());
             kind.ok_or_else(|| {
-                format!("expected none, or a list of master, moments and params, found '{}'", name.trim())
+                format!("expected none, or a list of master, moments, params and activations, found '{}'", name.trim())
             })
         };
         text.split(',').map(of_name).collect()
@@ -107,7 +111,7 @@ mod tests {
             ("none", Offload::NONE, "none"),
             ("moments", [Offloadable::Moments].into_iter().collect(), "moments"),
             ("moments, master", both, "master,moments"),
-            ("params,moments,master", all, "master,moments,params"),
+            ("params,activations,moments,master", all, "master,moments,params,activations"),
         ] {
             assert_eq!(text.parse(), Ok(set));
             assert_eq!(set.to_string(), written);
@@ -115,7 +119,10 @@ mod tests {
         }
         for wrong in ["", "grads", "moments,"] {
             let error = wrong.parse::<Offload>().unwrap_err();
-            assert!(error.starts_with("expected none, or a list of master, moments and params, found '"), "{error}");
+            assert!(
+                error.starts_with("expected none, or a list of master, moments, params and activations, found '"),
+                "{error}"
+            );
         }
     }
 }

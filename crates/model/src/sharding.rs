@@ -276,6 +276,11 @@ pub trait LayerHooks {
         Ok(())
     }
 
+    /// Called before the pass uses tensors that [`Engine::copy_ahead`] copies.
+    fn wait_for_copies(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        engine.wait_for_copies()
+    }
+
     /// Called before the pass reads what it has exchanged.
     fn wait_for_exchanges(&mut self, _engine: &mut dyn Engine) -> Result<()> {
         Ok(())

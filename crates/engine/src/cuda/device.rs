@@ -35,7 +35,8 @@ const UPLOADS_IN_FLIGHT: usize = 2;
 pub struct CudaDevice {
     // Fields drop in this order: launched work first, the context (held by each of them) last.
     stream: Stream,
-    copies: Option<Copies>,
+    /// Copies to the GPU and to the host, which run at the same time.
+    copies: [Option<Copies>; 2],
     /// Graphs refer to the memory, the tensor maps, cuBLASLt's workspace and the kernels below.
     graphs: CudaGraphs<GraphExec>,
     uploads: VecDeque<(HostBuffer, Event)>,
@@ -124,7 +125,7 @@ impl CudaDevice {
         };
         Ok(Self {
             stream,
-            copies: None,
+            copies: [const { None }; 2],
             graphs: CudaGraphs::default(),
             uploads: VecDeque::new(),
             downloads: HashMap::new(),
@@ -338,7 +339,10 @@ impl Executor for CudaDevice {
     }
 
     unsafe fn copy_ahead(&mut self, to: *mut u8, from: *const u8, bytes: usize) -> Result<()> {
-        let copies = match &mut self.copies {
+        let memory =
+            self.host_memory.as_ref().map(|memory| memory.pointer().addr()..memory.pointer().addr() + memory.len());
+        let is_to_host = memory.is_some_and(|memory| memory.contains(&to.addr()));
+        let copies = match &mut self.copies[usize::from(is_to_host)] {
             Some(copies) => copies,
             none => {
                 none.insert(Copies { stream: Stream::new(&self.gpu)?, event: Event::new(&self.gpu)?, begun: false })
@@ -352,10 +356,12 @@ impl Executor for CudaDevice {
     }
 
     fn wait_for_copies(&mut self) -> Result<()> {
-        let Some(copies) = self.copies.as_mut().filter(|copies| copies.begun) else { return Ok(()) };
-        copies.begun = false;
-        copies.event.record(&copies.stream)?;
-        Ok(self.stream.wait(&copies.event)?)
+        for copies in self.copies.iter_mut().flatten().filter(|copies| copies.begun) {
+            copies.begun = false;
+            copies.event.record(&copies.stream)?;
+            self.stream.wait(&copies.event)?;
+        }
+        Ok(())
     }
 
     fn host_buffer(&self, len: usize) -> Result<HostBuffer> {

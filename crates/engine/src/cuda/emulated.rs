@@ -33,6 +33,8 @@ pub struct Emulated {
     graphs: CudaGraphs<Rc<[Command]>>,
     /// Commands of the capture in progress.
     captured: Vec<Command>,
+    /// Copies that have begun. They run when they are awaited; until then, their destinations hold NaN.
+    begun: Vec<Command>,
     /// Whether the library refuses every GEMM.
     #[cfg(test)]
     pub library_refuses: bool,
@@ -75,6 +77,7 @@ impl Emulated {
             start: Instant::now(),
             graphs: CudaGraphs::default(),
             captured: Vec::new(),
+            begun: Vec::new(),
             #[cfg(test)]
             library_refuses: false,
             #[cfg(test)]
@@ -257,6 +260,20 @@ impl Executor for Emulated {
     unsafe fn copy(&mut self, to: *mut u8, from: *const u8, bytes: usize) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.submit(Command::Copy { to, from, bytes }) }
+    }
+
+    unsafe fn copy_ahead(&mut self, to: *mut u8, from: *const u8, bytes: usize) -> Result<()> {
+        self.memory.write(GlobalMut::new(to), &vec![0xffu8; bytes])?;
+        self.begun.push(Command::Copy { to, from, bytes });
+        Ok(())
+    }
+
+    fn wait_for_copies(&mut self) -> Result<()> {
+        for copy in std::mem::take(&mut self.begun) {
+            // SAFETY: the promise of the caller of `copy_ahead`.
+            unsafe { self.run(&copy) }?;
+        }
+        Ok(())
     }
 
     fn host_buffer(&self, len: usize) -> Result<HostBuffer> {

@@ -186,19 +186,14 @@ pub trait Executor {
     /// `to` and `from` cover the bytes in the allocated memory and do not overlap.
     unsafe fn copy(&mut self, to: *mut u8, from: *const u8, bytes: usize) -> Result<()>;
 
-    /// Begins a copy after all work so far. Only work after [`wait_for_copies`](Self::wait_for_copies) may use the memory.
+    /// Begins a copy after all work so far. Only work after [`wait_for_copies`](Self::wait_for_copies) may write `from` or use `to`.
     ///
     /// # Safety
     /// Same as [`copy`](Self::copy).
-    unsafe fn copy_ahead(&mut self, to: *mut u8, from: *const u8, bytes: usize) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.copy(to, from, bytes) }
-    }
+    unsafe fn copy_ahead(&mut self, to: *mut u8, from: *const u8, bytes: usize) -> Result<()>;
 
     /// Orders all later work after the copies that have begun.
-    fn wait_for_copies(&mut self) -> Result<()> {
-        Ok(())
-    }
+    fn wait_for_copies(&mut self) -> Result<()>;
 
     /// Returns a host buffer of `len` words for batches.
     fn host_buffer(&self, len: usize) -> Result<HostBuffer>;

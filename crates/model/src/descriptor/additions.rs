@@ -128,6 +128,11 @@ impl Descriptor {
         self.adds(Addition::ValueEmbeddings) && layer % 2 == (self.layers - 1) % 2
     }
 
+    /// Reports whether the residual stream that enters a layer is the output of the layer before it, which nothing else reads.
+    pub fn has_plain_residual(&self) -> bool {
+        !self.adds(Addition::ResidualScales) && !self.adds(Addition::Backout)
+    }
+
     /// Returns the layer whose output is subtracted before the head.
     pub fn backout_layer(&self) -> Option<usize> {
         self.adds(Addition::Backout).then_some(self.layers / 2)
