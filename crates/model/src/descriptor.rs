@@ -141,7 +141,7 @@ pub enum DescriptorError {
     /// The name is unknown.
     #[error(
         "unknown model '{0}': expected gpt2, gpt2-medium, gpt2-large, gpt2-xl, dN (d6, d12, d24, d36, d48, d60, d72, d84), \
-         gpt3:cN (c384, c768, c1024, c1536, c2048, c2560, c4096, c12288), llama3:N (1b, 3b, 8b), qwen2.5:N (0.5b, 1.5b), \
+         gpt3:cN (c384, c768, c1024, c1536, c2048, c2560, c4096, c12288), llama3:N (1b, 3b, 8b), qwen2.5:N (0.5b, 1.5b, 3b, 7b, 14b), \
          qwen3:N (0.6b, 1.7b), modern:dN (d2 to d64) or nanochat:dN (d2 to d64)"
     )]
     Unknown(String),

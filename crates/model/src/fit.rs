@@ -558,9 +558,10 @@ mod tests {
         let mut of = |options| bytes(descriptor, options, &mut *engine);
         let mut advice = |free| Search { options, limits: RunLimits::SINGLE, free, bytes: &mut of }.advice();
         assert_eq!(advice(60 * GIB), "--batch 2 with --recompute 2 --offload master,moments fits");
-        let free = 30 * GIB;
+        assert_eq!(advice(30 * GIB), "--batch 2 with --recompute 3 --offload master,moments,params fits");
+        let free = 20 * GIB;
         let expected =
-            "not even --batch 1 fits: use a smaller --model, or 8 ranks with --zero-stage 3 --recompute 3 --batch 1";
+            "not even --batch 1 fits: use a smaller --model, or 16 ranks with --zero-stage 3 --recompute 3 --batch 1";
         assert_eq!(advice(free), expected);
         let sharded = |ranks| PlanOptions {
             b: 1,
@@ -568,7 +569,7 @@ mod tests {
             recompute: Recompute::Layers,
             ..options
         };
-        assert!(of(sharded(4)) > free && of(sharded(8)) <= free);
+        assert!(of(sharded(8)) > free && of(sharded(16)) <= free);
     }
 
     /// Sizes are computed in 64 bits. Test builds in the dev profile panic if one overflows.

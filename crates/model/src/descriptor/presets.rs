@@ -137,14 +137,19 @@ const QWEN_ROTARY: Rotary = Rotary { theta: 1e6, scaling: None, pairs: RotaryPai
 
 /// Qwen2.5 (`config.json` of Qwen on Hugging Face): Llama's layers with biases of queries, keys and values.
 fn qwen2_5(size: &str) -> Option<Descriptor> {
-    let (layers, channels, heads, head_size, mlp_channels, max_seq_len) = match size {
-        "0.5b" => (24, 896, 14, 64, 4864, 32_768),
-        "1.5b" => (28, 1536, 12, 128, 8960, 131_072),
+    let (layers, channels, heads, kv_heads, mlp_channels, max_seq_len) = match size {
+        "0.5b" => (24, 896, 14, 2, 4864, 32_768),
+        "1.5b" => (28, 1536, 12, 2, 8960, 131_072),
+        "3b" => (36, 2048, 16, 2, 11008, 32_768),
+        "7b" => (28, 3584, 28, 4, 18944, 131_072),
+        "14b" => (48, 5120, 40, 8, 13824, 131_072),
         _ => return None,
     };
-    let sizes = Sizes { layers, channels, heads, kv_heads: 2, head_size, mlp_channels };
-    let llama = Descriptor::llama(sizes, QWEN_ROTARY, 1e-6);
-    Some(Descriptor { vocab: QWEN_VOCAB, biases: Biases::Qkv, max_seq_len, ..llama })
+    let sizes = Sizes { layers, channels, heads, kv_heads, head_size: channels / heads, mlp_channels };
+    let llama = Descriptor::llama(sizes, QWEN_ROTARY, if size == "14b" { 1e-5 } else { 1e-6 });
+    let tied = channels <= 2048;
+    let vocab = if tied { QWEN_VOCAB } else { 152_064 };
+    Some(Descriptor { vocab, tied, biases: Biases::Qkv, max_seq_len, ..llama })
 }
 
 /// Qwen3 (`config.json` of Qwen on Hugging Face): Llama's layers with QK-norm.
@@ -196,4 +201,26 @@ fn nanochat(layers: usize) -> Option<Descriptor> {
         additions: Additions::ALL,
         ..modern
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Parameters, without the padding of the vocabulary: those of the checkpoints of Qwen on Hugging Face.
+    #[test]
+    fn sizes_of_qwen2_5_have_their_parameters() {
+        let sizes = [
+            ("0.5b", 494_032_768),
+            ("1.5b", 1_543_714_304),
+            ("3b", 3_085_938_688),
+            ("7b", 7_615_616_512),
+            ("14b", 14_770_033_664),
+        ];
+        for (size, parameters) in sizes {
+            let d = qwen2_5(size).unwrap();
+            let padding = (d.padded_vocab() - d.vocab) * d.channels * if d.tied { 1 } else { 2 };
+            assert_eq!(d.parameters() - padding, parameters, "{size}");
+        }
+    }
 }
