@@ -70,7 +70,7 @@ impl Decoder {
         for (l, layer) in layers.iter().enumerate().rev() {
             let _range = Range::new(format_args!("layer {l}"));
             let below = l.checked_sub(1);
-            self.quantize_gathered_weights(engine, l)?;
+            self.quantize_weights_of_pass(engine, l)?;
             pass.leave_layer(engine, l, output(layer.last()))?;
             let residual = output(before(l, 0));
             if training.recompute == Recompute::Layers {

@@ -68,7 +68,6 @@ pub fn plan_run(
     check_batch(&descriptor, b, t)?;
     engine.check(&workload(&descriptor, &options))?;
     let free = limits.free_memory(engine)?;
-    let (model, plan) = Decoder::plan(descriptor, options, engine);
     ensure!(
         !options.offload.contains(Offloadable::Params) || limits.ranks == 1,
         "--offload params: expected one rank, found {}; use --zero-stage 3, or offload only master and moments",
@@ -86,8 +85,13 @@ pub fn plan_run(
              stream or reads an earlier one; offload only master, moments and params"
         );
     }
-    check_host(options, &plan, engine)?;
     let reserved = engine.reserved_memory(limits.communicators(options.zero));
+    let (mut model, mut plan) = Decoder::plan(descriptor, options, engine);
+    if plan.bytes().saturating_add(reserved) > free && options.fp8.is_some() {
+        let options = PlanOptions { keeps_fp8_weights: false, ..options };
+        (model, plan) = Decoder::plan(descriptor, options, engine);
+    }
+    check_host(options, &plan, engine)?;
     let needed = plan.bytes().saturating_add(reserved);
     if needed > free {
         let mut bytes = |options: PlanOptions| {
@@ -95,6 +99,7 @@ pub fn plan_run(
                 return usize::MAX;
             }
             let reserved = engine.reserved_memory(limits.communicators(options.zero));
+            let options = PlanOptions { keeps_fp8_weights: false, ..options };
             Decoder::plan(descriptor, options, engine).1.bytes().saturating_add(reserved)
         };
         let advice = Search { options, limits, free, bytes: &mut bytes }.advice();

@@ -60,7 +60,7 @@ impl Decoder {
                 self.norm(engine, &sublayer.norm(), residual)?;
                 if i == 0 {
                     hooks.gather_parameters(engine, l, after(l))?;
-                    self.quantize_gathered_weights(engine, l)?;
+                    self.quantize_weights_of_pass(engine, l)?;
                 }
                 sublayer.forward(engine, &pass, hooks, residual)?;
                 residual = sublayer.output();

@@ -5,8 +5,8 @@
 //! A training step
 //!
 //! 1. computes the scales of delayed scaling from the statistics of earlier steps,
-//! 2. quantizes each weight, in both layouts. Ranks that shard the parameters quantize a layer
-//!    whenever they have gathered it,
+//! 2. quantizes each weight, in both layouts. If ranks shard the parameters, these are in the host's memory, or the results of all layers do
+//!    not fit, each pass quantizes the weights of a layer when it enters it,
 //! 3. quantizes the inputs of linear layers and the gradient of fc's output where they are computed, and the other gradients where
 //!    GEMMs read them. Only attention's output is also kept in the engine's type.
 //!
@@ -229,10 +229,10 @@ pub struct Fp8 {
     pub(super) inputs: Slots,
     pub(super) weights: Slots,
     pub(super) gradients: Slots,
-    /// (layers, elements of a layer's linear layers) FP8: weights and transposed weights. One layer if passes use copies of the layers.
+    /// (layers, elements of a layer's linear layers) FP8: weights and transposed weights. One layer if each pass quantizes them.
     copies: [Tensor; 2],
     /// Whether `copies` hold all layers.
-    holds_all_layers: bool,
+    pub(super) holds_all_layers: bool,
     /// Operands of one linear layer at a time.
     pub(super) buffers: Buffers,
     /// (L, C, rows) FP8: transposed inputs that the forward pass keeps for the backward pass, by parameter.

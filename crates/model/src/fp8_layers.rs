@@ -7,18 +7,20 @@ use engine::tensor::Tensor;
 use engine::{Engine, Result};
 
 impl Decoder {
-    /// Quantizes the weights of all layers and of the head, unless passes use copies of them.
+    /// Quantizes the weights of all layers and of the head, unless each pass does that.
     pub(super) fn quantize_whole_weights(&self, engine: &mut dyn Engine) -> Result<()> {
-        let sharded = self.copies_layers() && self.frozen.is_none();
-        let layers = if sharded { 0 } else { self.descriptor.layers };
+        let layers = if self.keeps_fp8_weights() { self.descriptor.layers } else { 0 };
         (0..layers).try_for_each(|layer| self.quantize_weights(engine, layer))?;
-        if sharded { Ok(()) } else { self.quantize_head(engine) }
+        if self.copies_layers() && self.frozen.is_none() { Ok(()) } else { self.quantize_head(engine) }
     }
 
-    /// Quantizes the weights of a layer, if it has just been copied.
-    pub(super) fn quantize_gathered_weights(&self, engine: &mut dyn Engine, layer: usize) -> Result<()> {
-        let sharded = self.copies_layers() && self.frozen.is_none();
-        if sharded { self.quantize_weights(engine, layer) } else { Ok(()) }
+    /// Quantizes the weights of a layer that a pass enters, unless those of all layers are kept.
+    pub(super) fn quantize_weights_of_pass(&self, engine: &mut dyn Engine, layer: usize) -> Result<()> {
+        if self.keeps_fp8_weights() { Ok(()) } else { self.quantize_weights(engine, layer) }
+    }
+
+    fn keeps_fp8_weights(&self) -> bool {
+        self.fp8.is_none_or(|fp8| fp8.holds_all_layers)
     }
 
     fn quantize_weights(&self, engine: &mut dyn Engine, layer: usize) -> Result<()> {

@@ -36,6 +36,8 @@ pub struct PlanOptions {
     pub moments: Moments,
     /// Tensors in the host's memory, if the engine is a GPU.
     pub offload: Offload,
+    /// Whether the weights of all layers in FP8 are kept between the passes of a step. Otherwise each pass quantizes them, with the same bits.
+    pub keeps_fp8_weights: bool,
     /// Activations to recompute in training.
     pub recompute: Recompute,
     /// Tensors that ranks shard.
@@ -60,6 +62,7 @@ impl PlanOptions {
             master_weights: MasterWeights::F32,
             moments: Moments::F32,
             offload: Offload::NONE,
+            keeps_fp8_weights: true,
             recompute: Recompute::Nothing,
             zero: Zero::NONE,
             logit_rows: LOGIT_ROWS,
@@ -270,7 +273,7 @@ impl Decoder {
                     fp8,
                     &descriptor,
                     [b, t],
-                    (param_copies.is_none(), recompute, dtype),
+                    (param_copies.is_none() && options.keeps_fp8_weights, recompute, dtype),
                     (buffers, fp8_head),
                 )
             });

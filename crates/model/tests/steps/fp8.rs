@@ -69,6 +69,7 @@ struct Setup {
     grad_accum: usize,
     accumulation: Fp8Accumulation,
     head: bool,
+    keeps_weights: bool,
     descriptor: Descriptor,
 }
 
@@ -81,6 +82,7 @@ impl Setup {
             grad_accum: 1,
             accumulation: Fp8Accumulation::Fast,
             head: true,
+            keeps_weights: true,
             descriptor: descriptor(),
         }
     }
@@ -90,11 +92,12 @@ impl Setup {
     }
 
     fn on(self, mut engine: Box<dyn Engine>, mut ranks: Ranks) -> Run {
-        let Self { recipe, recompute, zero, grad_accum, accumulation, head, descriptor } = self;
+        let Self { recipe, recompute, zero, grad_accum, accumulation, head, keeps_weights, descriptor } = self;
         let shape = [LAYOUT.b, LAYOUT.t];
         let settings = |recipe| Fp8Settings { recipe, accumulation, head };
         let fp8 = recipe.map(|recipe| Fp8Options::new(settings(recipe), &descriptor, shape, &*engine).unwrap());
         let training = PlanOptions::training(LAYOUT.b, LAYOUT.t);
+        let training = PlanOptions { keeps_fp8_weights: keeps_weights, ..training };
         let options = PlanOptions { recompute, zero, fp8, master_weights: MasterWeights::F32, ..training };
         let (model, plan) = Decoder::plan(descriptor, options, &mut *engine);
         engine.allocate(&plan).unwrap();
@@ -199,10 +202,14 @@ fn a_hundred_steps_are_deterministic_and_learn_as_well_as_f32() {
 #[test]
 fn recomputation_is_exact() {
     for recipe in RECIPES {
-        let train = |recompute| Setup { recompute, grad_accum: 2, ..Setup::new(recipe) }.on_cpu().steps(4).bits();
-        let stored = train(Recompute::Nothing);
+        let train = |recompute, keeps_weights| {
+            Setup { recompute, keeps_weights, grad_accum: 2, ..Setup::new(recipe) }.on_cpu().steps(4).bits()
+        };
+        let stored = train(Recompute::Nothing, true);
         for recompute in Recompute::ALL {
-            assert!(train(recompute) == stored, "{recipe:?}, {recompute:?}");
+            for keeps_weights in [false, true] {
+                assert!(train(recompute, keeps_weights) == stored, "{recipe:?}, {recompute:?}, {keeps_weights}");
+            }
         }
     }
 }
@@ -474,16 +481,18 @@ fn assert_fused_quantization(selects: impl Fn(usize, usize) -> bool) {
 /// Recomputation must not count losses again.
 #[test]
 fn losses_are_counted_once() {
-    let counts = |recompute| {
-        let mut run = Setup { recompute, ..Setup::new(Fp8Recipe::Delayed) }.on_cpu().steps(2);
+    let counts = |recompute, keeps_weights| {
+        let mut run = Setup { recompute, keeps_weights, ..Setup::new(Fp8Recipe::Delayed) }.on_cpu().steps(2);
         run.step.count_fp8();
         run.step();
         run.step.fp8_counts(&mut *run.engine).unwrap()
     };
-    let stored = counts(Recompute::Nothing);
+    let stored = counts(Recompute::Nothing, true);
     assert!(stored.iter().any(|of_tensor| of_tensor.saturated + of_tensor.zeroed > 0));
     for recompute in Recompute::ALL {
-        assert_eq!(counts(recompute), stored, "{recompute:?}");
+        for keeps_weights in [false, true] {
+            assert_eq!(counts(recompute, keeps_weights), stored, "{recompute:?}, {keeps_weights}");
+        }
     }
 }
 
