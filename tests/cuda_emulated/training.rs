@@ -1,11 +1,14 @@
 //! Training steps and gradients of a small model against the CPU engine.
 
 use distributed::Ranks;
+use distributed::tcp_group::TcpGroup;
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::ops::AdamW;
 use engine::{BatchLayout, Engine};
 use model::{Decoder, Descriptor, MasterWeights, Moments, Offload, PlanOptions, Recompute, TrainStep};
+use std::thread;
+use std::time::Duration;
 
 /// Loads a fixed batch of tokens below 50.
 fn load_batch(model: &Decoder, engine: &mut dyn Engine, layout: BatchLayout, seed: u32) -> anyhow::Result<usize> {
@@ -21,17 +24,25 @@ fn load_batch(model: &Decoder, engine: &mut dyn Engine, layout: BatchLayout, see
 
 /// Trains a small model for two steps and returns the losses and gradient norms.
 fn train(engine: &mut dyn Engine, recompute: Recompute) -> Vec<f32> {
-    train_with(engine, 2, PlanOptions { recompute, ..PlanOptions::training(3, 24) }).1
+    let options = PlanOptions { recompute, ..PlanOptions::training(3, 24) };
+    train_with(engine, &mut Ranks::Single, 2, 1, options).1
 }
 
-/// Trains a small model with some layers for two steps. Returns the model, and the losses and gradient norms.
-fn train_with(engine: &mut dyn Engine, layers: usize, options: PlanOptions) -> (Decoder, Vec<f32>) {
+/// Trains a small model for two steps of some micro-batches. Returns the model, and the losses and gradient norms.
+fn train_with(
+    engine: &mut dyn Engine,
+    ranks: &mut Ranks,
+    layers: usize,
+    grad_accum: usize,
+    options: PlanOptions,
+) -> (Decoder, Vec<f32>) {
     let descriptor = Descriptor::gpt2(layers, 2, 128, 24, 50).unwrap();
     let layout = BatchLayout::new(3, 17);
     let (model, plan) = Decoder::plan(descriptor, options, engine);
     engine.allocate(&plan).unwrap();
     model.initialize(engine, 42).unwrap();
-    let (mut train_step, ranks) = (TrainStep::new(&model, layout, 1), &mut Ranks::default());
+    ranks.init_communicator(engine, model.params, model.zero.shard().ranks).unwrap();
+    let mut train_step = TrainStep::new(&model, layout, grad_accum);
     let mut stats = Vec::new();
     for step in 1..3 {
         let (learning_rate, weight_decay, clip) = (1e-3, 0.1, 1.0);
@@ -44,10 +55,10 @@ fn train_with(engine: &mut dyn Engine, layers: usize, options: PlanOptions) -> (
 }
 
 /// Trains a small model for two steps with `options` and `offload`, and returns the bits of its statistics and digests of its state.
-fn offloaded(layers: usize, options: PlanOptions, offload: &str) -> (Vec<u32>, Vec<u64>) {
+fn offloaded(ranks: &mut Ranks, layers: usize, options: PlanOptions, offload: &str) -> (Vec<u32>, Vec<u64>) {
     let engine = &mut *emulated(EmulatedGpu::new(false), Precision::Bf16, None, true);
     let options = PlanOptions { offload: offload.parse().unwrap(), ..options };
-    let (model, stats) = train_with(engine, layers, options);
+    let (model, stats) = train_with(engine, ranks, layers, 2, options);
     let state = model.training.unwrap().state().into_iter().map(|(_, tensor)| tensor);
     let digests = [model.params].into_iter().chain(state).map(|tensor| engine.digest(tensor, 0).unwrap()).collect();
     (stats.into_iter().map(f32::to_bits).collect(), digests)
@@ -57,9 +68,10 @@ fn offloaded(layers: usize, options: PlanOptions, offload: &str) -> (Vec<u32>, V
 fn offloaded_state_has_the_same_bits() {
     for (master_weights, moments) in [(MasterWeights::F32, Moments::F32), (MasterWeights::Remainder, Moments::Bf16)] {
         let options = PlanOptions { master_weights, moments, ..PlanOptions::training(3, 24) };
-        let expected = offloaded(2, options, "none");
+        let run = |offload| offloaded(&mut Ranks::Single, 2, options, offload);
+        let expected = run("none");
         for offload in ["moments", "master", "params", "master,moments,params"] {
-            assert!(offloaded(2, options, offload) == expected, "{master_weights:?} {moments:?} --offload {offload}");
+            assert!(run(offload) == expected, "{master_weights:?} {moments:?} --offload {offload}");
         }
     }
 }
@@ -67,12 +79,28 @@ fn offloaded_state_has_the_same_bits() {
 #[test]
 fn offloaded_activations_have_the_same_bits() {
     let options = PlanOptions { recompute: Recompute::Layers, ..PlanOptions::training(3, 24) };
-    for layers in [1, 2, 3, 6] {
-        let expected = offloaded(layers, options, "none");
+    for layers in [1, 3, 4] {
+        let run = |offload| offloaded(&mut Ranks::Single, layers, options, offload);
+        let expected = run("none");
         for offload in ["activations", "params,activations"] {
-            assert!(offloaded(layers, options, offload) == expected, "{layers} layers, --offload {offload}");
+            assert!(run(offload) == expected, "{layers} layers, --offload {offload}");
         }
     }
+}
+
+#[test]
+fn ranks_with_offloaded_tensors_have_the_same_bits() {
+    let options = PlanOptions { recompute: Recompute::Layers, ..PlanOptions::training(3, 24) };
+    let run = |offload| {
+        let ranks = TcpGroup::in_process(2, Duration::from_mins(1)).unwrap();
+        thread::scope(|scope| {
+            let train = |group| offloaded(&mut Ranks::Connected(group), 3, options, offload);
+            let threads: Vec<_> = ranks.into_iter().map(|group| scope.spawn(move || train(group))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+        })
+    };
+    let expected = run("none");
+    assert!(expected[0] == expected[1] && run("master,moments,params,activations") == expected);
 }
 
 #[test]

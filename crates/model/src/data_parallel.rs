@@ -150,7 +150,11 @@ impl LayerHooks for DataParallel<'_> {
         }
         self.gather(engine, layer)?;
         if self.buffers.gathering[layer % 2] {
-            self.wait_on_stream(engine)?;
+            if self.model.zero.shards_parameters() {
+                self.wait_on_stream(engine)?;
+            } else {
+                self.wait_for_copies(engine)?;
+            }
         }
         next.map_or(Ok(()), |next| self.gather(engine, next))
     }

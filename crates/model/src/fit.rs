@@ -69,9 +69,9 @@ pub fn plan_run(
     engine.check(&workload(&descriptor, &options))?;
     let free = limits.free_memory(engine)?;
     ensure!(
-        !options.offload.contains(Offloadable::Params) || limits.ranks == 1,
-        "--offload params: expected one rank, found {}; use --zero-stage 3, or offload only master and moments",
-        limits.ranks
+        !options.offload.contains(Offloadable::Params) || !options.zero.is_sharded(),
+        "--offload params: expected --zero-stage 0, found {}; each rank keeps all parameters in the host's memory",
+        options.zero.stage()
     );
     if options.offload.contains(Offloadable::Activations) {
         ensure!(
@@ -213,7 +213,7 @@ impl Search<'_> {
         if let (b @ 1.., level) = compact {
             return format!("--batch {b} with {} fits", self.changes(level));
         }
-        let offloads = offloads(self.options, self.limits.ranks);
+        let offloads = offloads(self.options);
         let with_compact = offloads.iter().flat_map(|&offload| compact_storage(offload));
         for storage in offloads.iter().copied().chain(with_compact) {
             if let (b @ 1.., level) = self.largest_of(&self.levels(storage)) {
@@ -365,13 +365,13 @@ fn compact_storage(options: PlanOptions) -> Vec<PlanOptions> {
 }
 
 /// Returns the options with more tensors in the host's memory.
-fn offloads(options: PlanOptions, ranks: usize) -> Vec<PlanOptions> {
+fn offloads(options: PlanOptions) -> Vec<PlanOptions> {
     if !options.training {
         return Vec::new();
     }
     let [moments, master] = [Offloadable::Moments, Offloadable::Master];
     let mut sets = vec![vec![moments], vec![moments, master]];
-    if ranks == 1 {
+    if !options.zero.is_sharded() {
         sets.push(vec![moments, master, Offloadable::Params]);
     }
     let all = sets.last().into_iter().flatten().copied().chain([Offloadable::Activations]).collect();
