@@ -6,7 +6,7 @@ use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::ops::AdamW;
 use engine::{BatchLayout, Engine};
-use model::{Decoder, Descriptor, MasterWeights, Moments, Offload, PlanOptions, Recompute, TrainStep};
+use model::{Decoder, Descriptor, MasterWeights, Moments, Offload, PlanOptions, Recompute, StopRequest, TrainStep};
 use std::thread;
 use std::time::Duration;
 
@@ -28,14 +28,14 @@ fn train(engine: &mut dyn Engine, recompute: Recompute) -> Vec<f32> {
     train_with(engine, &mut Ranks::Single, 2, 1, options).1
 }
 
-/// Trains a small model for two steps of some micro-batches. Returns the model, and the losses and gradient norms.
+/// Trains a small model for two steps of some micro-batches. Returns the model, the losses and gradient norms, and logits of evaluations.
 fn train_with(
     engine: &mut dyn Engine,
     ranks: &mut Ranks,
     layers: usize,
     grad_accum: usize,
     options: PlanOptions,
-) -> (Decoder, Vec<f32>) {
+) -> (Decoder, Vec<f32>, Vec<f32>) {
     let descriptor = Descriptor::gpt2(layers, 2, 128, 24, 50).unwrap();
     let layout = BatchLayout::new(3, 17);
     let (model, plan) = Decoder::plan(descriptor, options, engine);
@@ -43,25 +43,31 @@ fn train_with(
     model.initialize(engine, 42).unwrap();
     ranks.init_communicator(engine, model.params, model.zero.shard().ranks).unwrap();
     let mut train_step = TrainStep::new(&model, layout, grad_accum);
-    let mut stats = Vec::new();
+    let (mut stats, mut logits) = (Vec::new(), Vec::new());
     for step in 1..3 {
         let (learning_rate, weight_decay, clip) = (1e-3, 0.1, 1.0);
         let adamw = AdamW { learning_rate, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay, step, clip, seed: step };
         let mut load = |engine: &mut dyn Engine| load_batch(&model, engine, layout, step);
         train_step.run(engine, ranks, &mut load, &mut |_, _| Ok(Some(adamw.into()))).unwrap();
         stats.extend(engine.read(model.training.unwrap().stats).unwrap());
+        // Passes of an evaluation, of the batch that is still loaded.
+        for _ in 0..2 {
+            model.forward(engine, layout, &mut train_step.hooks(ranks, StopRequest::Never)).unwrap();
+        }
+        let of_step = model.logits(engine, 0..4).unwrap();
+        logits.extend(engine.read(of_step).unwrap());
     }
-    (model, stats)
+    (model, stats, logits)
 }
 
-/// Trains a small model for two steps with `options` and `offload`, and returns the bits of its statistics and digests of its state.
+/// Trains a small model for two steps with `options` and `offload`, and returns the bits of its statistics and logits, and digests of its state.
 fn offloaded(ranks: &mut Ranks, layers: usize, options: PlanOptions, offload: &str) -> (Vec<u32>, Vec<u64>) {
     let engine = &mut *emulated(EmulatedGpu::new(false), Precision::Bf16, None, true);
     let options = PlanOptions { offload: offload.parse().unwrap(), ..options };
-    let (model, stats) = train_with(engine, ranks, layers, 2, options);
+    let (model, stats, logits) = train_with(engine, ranks, layers, 2, options);
     let state = model.training.unwrap().state().into_iter().map(|(_, tensor)| tensor);
     let digests = [model.params].into_iter().chain(state).map(|tensor| engine.digest(tensor, 0).unwrap()).collect();
-    (stats.into_iter().map(f32::to_bits).collect(), digests)
+    (stats.into_iter().chain(logits).map(f32::to_bits).collect(), digests)
 }
 
 #[test]

@@ -138,15 +138,18 @@ impl LayerHooks for DataParallel<'_> {
         if stop { Err(Interrupted.into()) } else { Ok(()) }
     }
 
+    fn gather_embeddings(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        let Some([to, from]) = self.model.param_store().copy_of_embeddings() else { return Ok(()) };
+        if !self.buffers.holds_embeddings {
+            engine.copy(to, from)?;
+            self.buffers.holds_embeddings = true;
+        }
+        Ok(())
+    }
+
     fn gather_parameters(&mut self, engine: &mut dyn Engine, layer: usize, next: Option<usize>) -> Result<()> {
         if !self.model.copies_layers() {
             return Ok(());
-        }
-        if !self.buffers.holds_embeddings
-            && let Some([to, from]) = self.model.param_store().copy_of_embeddings()
-        {
-            engine.copy(to, from)?;
-            self.buffers.holds_embeddings = true;
         }
         self.gather(engine, layer)?;
         if self.buffers.gathering[layer % 2] {

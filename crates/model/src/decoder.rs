@@ -320,7 +320,8 @@ impl Decoder {
     }
 
     /// Begins to copy the output of a layer to the host's memory, if the backward pass finds it there. The copy has ended when the next layer
-    /// ends, before the layer after that one writes to the same memory.
+    /// ends, before the layer after that one writes to the same memory. The last copy of a pass that no backward pass follows may read what a later
+    /// pass writes, and nothing reads that copy.
     pub(super) fn keep_output(
         &self,
         engine: &mut dyn Engine,

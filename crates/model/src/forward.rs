@@ -49,10 +49,11 @@ impl Decoder {
         let layers = self.layers(rows, past);
         let after = |layer: usize| (layer + 1 < layers.len()).then_some(layer + 1);
 
-        hooks.gather_parameters(engine, 0, after(0))?;
+        hooks.gather_embeddings(engine)?;
         let first = self.embed(engine, past, layout)?;
         let (mut residual, mut middle) = (first, first);
         let pass = ForwardPass { model: self, layout, past };
+        hooks.gather_parameters(engine, 0, after(0))?;
         for (l, layer) in layers.iter().enumerate() {
             let _range = Range::new(format_args!("layer {l}"));
             residual = self.enter_layer(engine, l, [residual, first])?;

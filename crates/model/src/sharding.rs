@@ -250,6 +250,11 @@ pub trait LayerHooks {
         Ok(())
     }
 
+    /// Called before the pass reads the parameters outside of layers.
+    fn gather_embeddings(&mut self, _engine: &mut dyn Engine) -> Result<()> {
+        Ok(())
+    }
+
     /// Called before the pass reads the parameters of `layer`, possibly several times until it is called for another layer. The
     /// pass will read those of `next` afterwards.
     fn gather_parameters(&mut self, engine: &mut dyn Engine, layer: usize, next: Option<usize>) -> Result<()>;
