@@ -401,12 +401,38 @@ fn tables_and_tests_that_compare_nothing_are_errors() {
     fail(&["bench", "gemm", "--device", "cpu", "-e", "d6", "-b", "1", "-t", "16"], &["expected a GPU, found CPU"]);
     let kernels = "bench kernels nothing --device cpu -e d6 -b 1 -t 32 --copy 1000 --gemm 16";
     fail(&kernels.split(' ').collect::<Vec<_>>(), &["expected an operation whose name contains 'nothing', found none"]);
+    fail(&["selftest", "--report", "report.json", "--small"], &["'--report <FILE>' cannot be used with '--small'"]);
+    fail(&["selftest", "--report", "report.json"], &["--report: expected a GPU, found none"]);
     fail(&["simulate", "--seeds", "0"], &["invalid value '0' for '--seeds <N>': expected a whole number from 1"]);
     // Without a GPU, the kernels run in the emulator.
     let printed = succeed(&["selftest", "global_norm"]);
     assert!(printed.contains("against CPU") && !printed.contains("\n0 cases passed"), "{printed}");
     let printed = succeed(&["selftest", "fp8 current"]);
     assert!(printed.contains("against CPU") && !printed.contains("\n0 cases passed"), "{printed}");
+}
+
+/// GPUs without a kernel set of their own run the PTX for sm_80. No such GPU was at hand, so at least its assembler accepts the kernels.
+#[test]
+#[ignore = "slow: scripts/nightly runs it"]
+fn kernels_assemble_for_every_supported_gpu() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let ptxas = cuda_builder::find_cuda_tool("ptxas", Some(&root)).expect("scripts/setup installs ptxas");
+    let dir = tempfile::tempdir().unwrap();
+    for module in engine::cuda::EMBEDDED.modules().unwrap() {
+        let ptx = dir.path().join(module.arch).with_extension("ptx");
+        fs::write(&ptx, module.ptx).unwrap();
+        let others: &[&str] =
+            if module.arch == "sm_80" { &["sm_86", "sm_89", "sm_90", "sm_100", "sm_120"] } else { &[] };
+        for arch in [module.arch].iter().chain(others) {
+            let assembled = Command::new(&ptxas)
+                .args(["-O1", "-arch", arch, "-o"])
+                .arg(dir.path().join("cubin"))
+                .arg(&ptx)
+                .output();
+            let assembled = assembled.unwrap();
+            assert!(assembled.status.success(), "{arch}: {}", String::from_utf8_lossy(&assembled.stderr));
+        }
+    }
 }
 
 /// The losses of a fixed run. Those of GPUs are compared by the same script on a machine with one.

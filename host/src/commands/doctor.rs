@@ -111,7 +111,23 @@ fn gpus() -> Vec<Finding> {
         Err(cuda_driver::Error::NoDriver { .. }) => return Vec::new(),
         Err(error) => return vec![missing("GPU", error.to_string(), "check nvidia-smi and CUDA_VISIBLE_DEVICES")],
     };
-    (0..count).map(gpu).collect()
+    (0..count).flat_map(|index| [Some(gpu(index)), experience(index)]).flatten().collect()
+}
+
+/// States whether the kernels that a GPU runs have been measured on its architecture. Without a usable GPU, [`gpu`] says why.
+fn experience(index: usize) -> Option<Finding> {
+    let info = cuda_driver::device_info(index).ok().filter(|info| info.compute_capability.0 >= 8)?;
+    let (name, (major, minor)) = (format!("kernels on GPU {index}"), info.compute_capability);
+    Some(match (major, minor) {
+        (9, 0) => found(name, "measured on H100 and H200".to_owned()),
+        _ => optional(
+            name,
+            format!(
+                "the kernels for sm_80 have run in the emulator and on an H200, but not on compute capability {major}.{minor}"
+            ),
+            "llm-rs selftest --report FILE checks them; please attach the file to an issue",
+        ),
+    })
 }
 
 fn gpu(index: usize) -> Finding {

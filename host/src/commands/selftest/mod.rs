@@ -1,6 +1,7 @@
 //! `selftest`: compares every operation of the engine with the CPU engine or the emulator, and checks determinism.
 
 mod determinism;
+mod report;
 
 use super::json;
 use super::resources::{Hardware, describe};
@@ -15,6 +16,7 @@ use engine::tensor::DType;
 use engine::{Engine, Result};
 use serde_json::{Value, json};
 use std::io::stdout;
+use std::path::PathBuf;
 use system::progress::{self, Unit};
 use verify::selftest::{Case, ErrorStats, Outcome, edge_cases, fp8, model_cases};
 
@@ -46,6 +48,10 @@ pub struct Selftest {
     #[arg(long, value_name = "N", value_parser = count, default_value = "100", requires = "determinism")]
     pub steps: usize,
 
+    /// On a GPU: write a new JSON file with the results of doctor, selftest and short benchmarks, for an issue about this GPU
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["filter", "small", "emulator", "determinism", "json"])]
+    pub report: Option<PathBuf>,
+
     /// Print JSON instead of text: the largest error of each tensor of each case
     #[arg(long, conflicts_with = "determinism")]
     pub json: bool,
@@ -57,6 +63,9 @@ pub struct Selftest {
 
 /// Fails if an operation differs from the reference by more than its tolerance.
 pub fn run(options: &Selftest) -> Result<()> {
+    if let Some(path) = &options.report {
+        return report::run(path);
+    }
     if options.determinism {
         return determinism::run(&options.hardware, options.steps);
     }
