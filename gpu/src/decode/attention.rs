@@ -271,7 +271,7 @@ impl<T: TensorCore> Sums<T> {
 
     /// Adds the first `count` of the loaded positions. All lanes of a warp call it.
     #[inline(always)]
-    fn add<const HS: usize>(&mut self, loaded: Fragments<T>, count: u32) {
+    fn add<const HS: usize>(&mut self, loaded: &Fragments<T>, count: u32) {
         let t = warp::lane() % 4;
         // Of head g at positions 8 u + 2 t and 8 u + 2 t + 1.
         let mut scores = [[f32::NEG_INFINITY; 2]; 2];
@@ -433,13 +433,13 @@ pub fn decode_attention<T: TensorCore, const MAX_HS: usize>(
 
     let mut sums = Sums::new::<MAX_HS>(shared.heads, count, head_size);
     while base < end {
-        sums.add::<MAX_HS>(load(base), end - base);
+        sums.add::<MAX_HS>(&load(base), end - base);
         base += STEP;
     }
     // No warp has fewer other positions than the last one.
     if is_last && warp::index() + 1 == WARPS as u32 {
         let new = Fragments::load::<MAX_HS>(head_size, |_| 0, |i| rotated_key.packet(i), |i| new_value.packet(i));
-        sums.add::<MAX_HS>(new, 1);
+        sums.add::<MAX_HS>(&new, 1);
     }
     sums.store::<MAX_HS>(&shared, count, head_size);
     thread::sync_threads();
