@@ -2,6 +2,7 @@
 
 use super::decoder::NormBuffers;
 use super::descriptor::{Descriptor, Normalization};
+use super::memory_plan::PlanOptions;
 use super::params::Param;
 use super::recompute::Recompute;
 use engine::plan::{Group, Plan};
@@ -32,17 +33,15 @@ impl<'a> Activations<'a> {
     pub(super) fn new(
         plan: &'a mut Plan,
         d: &Descriptor,
-        batch: [usize; 2],
+        options: &PlanOptions,
         dtype: DType,
-        training: bool,
-        recompute: Recompute,
         fp8: bool,
         offloads_outputs: bool,
     ) -> Self {
-        let [b, t] = batch;
+        let PlanOptions { b, t, training, recompute, .. } = *options;
         let layers = if training { d.layers } else { 1 };
         Self {
-            batch,
+            batch: [b, t],
             dtype,
             recompute,
             fp8,

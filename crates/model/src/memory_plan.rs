@@ -200,6 +200,27 @@ pub(super) fn workload(descriptor: &Descriptor, options: &PlanOptions) -> Worklo
     }
 }
 
+/// Plans m and v, and the master weights. `location` returns where tensors of a kind are.
+fn optimizer_state(
+    plan: &mut Plan,
+    options: &PlanOptions,
+    layout: &Params,
+    dtype: DType,
+    location: impl Fn(Offloadable) -> Location,
+) -> (Tensor, Tensor, Master) {
+    let shape = [Store::shard_elements(layout)];
+    let mut state = |kind, name, dtype| plan.add_in(location(kind), Group::Optimizer, name, &shape, dtype);
+    let moments = options.moments.dtype(dtype);
+    let [m, v] = ["m", "v"].map(|name| state(Offloadable::Moments, name, moments));
+    let mut master = |name, dtype| state(Offloadable::Master, name, dtype);
+    let master = match options.master_weights {
+        MasterWeights::F32 if dtype != DType::F32 => Master::F32(master("master", DType::F32)),
+        MasterWeights::Remainder if dtype != DType::F32 => Master::Remainder(master("master remainder", DType::U16)),
+        _ => Master::None,
+    };
+    (m, v, master)
+}
+
 impl Decoder {
     /// Plans every buffer that a run needs and returns the handles. Nothing is allocated.
     pub fn plan(descriptor: Descriptor, options: PlanOptions, engine: &mut dyn Engine) -> (Self, Plan) {
@@ -229,18 +250,15 @@ impl Decoder {
         let encoded = plan.add(Group::Activations, "encoded", &[b, t, descriptor.channels], dtype);
         let shared = SharedBuffers::plan(&mut plan, &options, &layout, dtype);
         let SharedBuffers { logits, dhead, backward, fp8, fp8_head, gathered, muon } = shared;
-        let in_fp8 = options.fp8.is_some();
-        let keeps_fp8 = in_fp8 && frozen.is_none();
-        let is_training = training;
+        let keeps_fp8 = options.fp8.is_some() && frozen.is_none();
         let offloads_outputs = training && location(Offloadable::Activations) == Location::Host;
-        let mut activations =
-            Activations::new(&mut plan, &descriptor, [b, t], dtype, training, recompute, keeps_fp8, offloads_outputs);
+        let mut activations = Activations::new(&mut plan, &descriptor, &options, dtype, keeps_fp8, offloads_outputs);
         let embedding_norm = descriptor.embedding_norm.then(|| activations.embedding_norm());
         let stream = StreamBuffers::plan(&mut activations, &descriptor, training);
         let layers = layers(&mut activations, &descriptor, backward.map(|[_, dwide]| dwide));
         let final_norm = activations.final_norm([Param::Lnfw, Param::Lnfb]);
         let frozen = frozen.map(|(layout, params)| {
-            let adapters = AdapterBuffers::plan(&mut activations, &descriptor, is_training);
+            let adapters = AdapterBuffers::plan(&mut activations, &descriptor, options.training);
             Frozen { layout, params, adapters }
         });
         let outputs = offloads_outputs.then(|| {
@@ -252,30 +270,15 @@ impl Decoder {
         let dchannels = training.then(|| plan.add(Group::Activations, "d channels", &[b, t, widest], dtype));
 
         let training = grads.zip(dchannels).zip(backward).map(|((grads, dchannels), backward)| {
-            let shape = [Store::shard_elements(&layout)];
-            let mut state = |kind, name, dtype| plan.add_in(location(kind), Group::Optimizer, name, &shape, dtype);
-            let moments = options.moments.dtype(dtype);
-            let [m, v] = ["m", "v"].map(|name| state(Offloadable::Moments, name, moments));
-            let mut master = |name, dtype| state(Offloadable::Master, name, dtype);
-            let master = match options.master_weights {
-                MasterWeights::F32 if dtype != f32 => Master::F32(master("master", f32)),
-                MasterWeights::Remainder if dtype != f32 => Master::Remainder(master("master remainder", DType::U16)),
-                _ => Master::None,
-            };
+            let (m, v, master) = optimizer_state(&mut plan, &options, &layout, dtype, location);
             let stream = StreamGradients::plan(&mut plan, &descriptor, [b, t], dtype);
             let stats = plan.add(Group::Workspace, "stats", &[2], f32);
             let squares = zero.shards_optimizer().then(|| plan.add(Group::Workspace, "squared norm", &[1], f32));
             let ((grads, grad_copies), [dresidual, dwide]) = (grads, backward);
-            let fp8 = options.fp8.zip(fp8);
-            let fp8 = fp8.map(|(fp8, buffers)| {
-                Fp8::plan(
-                    &mut plan,
-                    fp8,
-                    &descriptor,
-                    [b, t],
-                    (param_copies.is_none() && options.keeps_fp8_weights, recompute, dtype),
-                    (buffers, fp8_head),
-                )
+            let fp8 = options.fp8.zip(fp8).map(|(fp8, buffers)| {
+                let keeps_weights = param_copies.is_none() && options.keeps_fp8_weights;
+                let kinds = (keeps_weights, recompute, dtype);
+                Fp8::plan(&mut plan, fp8, &descriptor, [b, t], kinds, (buffers, fp8_head))
             });
             Training {
                 grads,
