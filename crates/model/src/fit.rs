@@ -30,13 +30,16 @@ pub struct RunLimits {
     pub shard: Shard,
     /// Tokens of an optimizer step if they are fixed: a multiple of those of a micro-batch of all ranks.
     pub total_batch: Option<usize>,
+    /// Most ranks that share the memory of a host.
+    pub local_ranks: usize,
     /// Bytes of device memory that the run may take, if there is a limit.
     pub memory: Option<usize>,
 }
 
 impl RunLimits {
     /// One rank that accepts any batch.
-    pub const SINGLE: Self = Self { ranks: 1, shard: Shard::UNSHARDED, total_batch: None, memory: None };
+    pub const SINGLE: Self =
+        Self { ranks: 1, shard: Shard::UNSHARDED, total_batch: None, local_ranks: 1, memory: None };
 
     /// Returns the bytes of device memory that the run may take.
     pub fn free_memory(&self, engine: &dyn Engine) -> Result<usize> {
@@ -91,7 +94,7 @@ pub fn plan_run(
         let options = PlanOptions { keeps_fp8_weights: false, ..options };
         (model, plan) = Decoder::plan(descriptor, options, engine);
     }
-    check_host(options, &plan, engine)?;
+    check_host(options, limits.local_ranks, plan.host_bytes(), engine.free_host_memory().unwrap_or(0))?;
     let needed = plan.bytes().saturating_add(reserved);
     if needed > free {
         let mut bytes = |options: PlanOptions| {
@@ -120,13 +123,14 @@ pub fn plan_run(
     Ok((model, plan))
 }
 
-/// Checks that the host has the memory for offloaded tensors.
-fn check_host(options: PlanOptions, plan: &Plan, engine: &dyn Engine) -> Result<()> {
-    let (needed, free) = (plan.host_bytes(), engine.free_host_memory().unwrap_or(0));
+/// Checks that the host has the memory for offloaded tensors: `bytes` for each rank, and `free` for all.
+fn check_host(options: PlanOptions, ranks: usize, bytes: usize, free: usize) -> Result<()> {
+    let needed = bytes * ranks;
+    let of_ranks = if ranks > 1 { format!(" for {ranks} ranks") } else { String::new() };
     ensure!(
         needed <= free,
-        "--offload {}: expected {} of free memory of the host, found {} (of the machine or of the control group); offload less, or use \
-         --moments bf16 and --master-weights 2",
+        "--offload {}: expected {} of free memory of the host{of_ranks}, found {} (of the machine or of the control group); offload less, \
+         or use --moments bf16 and --master-weights 2",
         options.offload,
         size(needed),
         size(free)
@@ -430,7 +434,7 @@ mod tests {
     fn batches_divide_the_step() {
         let options = options(64, Recompute::Nothing);
         let shard = Shard { rank: 0, ranks: 2 };
-        let limits = RunLimits { ranks: 2, shard, total_batch: Some(2 * 1024 * 192), memory: None };
+        let limits = RunLimits { ranks: 2, shard, total_batch: Some(2 * 1024 * 192), ..RunLimits::SINGLE };
         let search = |free| Search { options, limits, free, bytes: &mut of_d12 }.largest_batch(options);
         let bytes = |b| of_d12(PlanOptions { b, ..options });
         // 192 sequences of each rank in a step: 37 does not divide them.
@@ -441,7 +445,7 @@ mod tests {
 
     #[test]
     fn advice_of_hybrid_sharding_names_a_larger_group() {
-        let limits = RunLimits { ranks: 8, shard: Shard { rank: 1, ranks: 2 }, total_batch: None, memory: None };
+        let limits = RunLimits { ranks: 8, shard: Shard { rank: 1, ranks: 2 }, ..RunLimits::SINGLE };
         let zero = |ranks| Zero::new(3, Shard { rank: 0, ranks });
         let options = PlanOptions { zero: zero(2), ..options(1, Recompute::Layers) };
         let free = of_d12(PlanOptions { zero: zero(8), ..options });
@@ -488,7 +492,7 @@ mod tests {
         let descriptor: Descriptor = "llama3:1b".parse().unwrap();
         let options = PlanOptions { t: 2048, ..options(8, Recompute::Nothing) };
         let shard = Shard { rank: 1, ranks: 2 };
-        let limits = RunLimits { ranks: 2, shard, total_batch: None, memory: None };
+        let limits = RunLimits { ranks: 2, shard, ..RunLimits::SINGLE };
         let mut of = |options| bytes(descriptor, options, &mut *engine);
         let at = |stage, recompute| PlanOptions { zero: Zero::new(stage, shard), recompute, ..options };
         let [zero_1, zero_3] = [1, 3].map(|stage| of(at(stage, Recompute::Nothing)));
@@ -537,7 +541,7 @@ mod tests {
             let options = PlanOptions { t, ..options(b, Recompute::Nothing) };
             for ranks in [1, 2] {
                 let shard = Shard { rank: 0, ranks };
-                let limits = RunLimits { ranks, shard, total_batch: Some(16 * t * ranks), memory: None };
+                let limits = RunLimits { ranks, shard, total_batch: Some(16 * t * ranks), ..RunLimits::SINGLE };
                 let mut of = |options| bytes(descriptor, options, &mut *engine);
                 let whole = of(options);
                 for free in [24, 40, 80, 141].map(|gib| gib * GIB).into_iter().filter(|&free| free < whole) {
@@ -575,6 +579,18 @@ mod tests {
             ..options
         };
         assert!(of(sharded(8)) > free && of(sharded(16)) <= free);
+    }
+
+    #[test]
+    fn ranks_share_the_memory_of_the_host() {
+        let gib = |n: usize| n << 30;
+        let options = PlanOptions { offload: "master,moments".parse().unwrap(), ..options(1, Recompute::Nothing) };
+        check_host(options, 2, gib(5), gib(10)).unwrap();
+        check_host(options, 1, gib(6), gib(10)).unwrap();
+        let error = check_host(options, 2, gib(6), gib(10)).unwrap_err().to_string();
+        let expected =
+            "--offload master,moments: expected 12.00 GiB of free memory of the host for 2 ranks, found 10.00 GiB";
+        assert!(error.starts_with(expected), "{error}");
     }
 
     /// Sizes are computed in 64 bits. Test builds in the dev profile panic if one overflows.

@@ -218,7 +218,7 @@ impl Request {
             fp8: fp8.transpose()?,
             ..PlanOptions::training(batch, self.seq)
         };
-        let limits = RunLimits { ranks: self.cluster.gpus, shard, total_batch: None, memory: None };
+        let limits = RunLimits { ranks: self.cluster.gpus, shard, ..RunLimits::SINGLE };
         // The engine has unlimited memory: only its kernels limit the sizes.
         let (_, plan) = fit::plan_run(descriptor, options, limits, engine)?;
         let memory = Memory::of(&plan, engine.reserved_memory(limits.communicators(zero)));

@@ -247,7 +247,7 @@ impl Executor for CudaDevice {
         arena.add(0, bytes, std::ptr::without_provenance_mut(memory.address() as usize));
         self.memory = Some(memory);
         if plan.host_bytes() > 0 {
-            let memory = PinnedBuffer::new(&self.gpu, plan.host_bytes())?;
+            let memory = PinnedBuffer::new(&self.gpu, plan.host_bytes()).context("--offload")?;
             // Page-locked memory has the same address on the GPU.
             arena.add(HOST_OFFSET, plan.host_bytes(), memory.pointer());
             self.host_memory = Some(memory);

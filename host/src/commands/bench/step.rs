@@ -222,7 +222,13 @@ impl Step {
             fp8: fp8.transpose()?,
             ..PlanOptions::training(layout.b, layout.t)
         };
-        let limits = RunLimits { ranks: ranks.world_size(), shard, total_batch: None, memory: self.memory_limit };
+        let limits = RunLimits {
+            ranks: ranks.world_size(),
+            shard,
+            total_batch: None,
+            local_ranks: multi_rank::local_ranks(ranks),
+            memory: self.memory_limit,
+        };
         let (model, plan) = fit::plan_run(descriptor, plan_options, limits, engine)?;
         engine.allocate(&plan)?;
         self.check_ranks(ranks, engine.device_tensor(model.params)?.is_some().then_some(gpu))?;

@@ -187,8 +187,13 @@ fn train(
     if let Some(checkpoint) = &checkpoint {
         notes.extend(checkpoint.check_settings(&identity, descriptor, TrainOptions::may_change, args.accepted())?);
     }
-    let limits =
-        RunLimits { ranks: ranks.world_size(), shard, total_batch: args.total_batch, memory: args.memory_limit };
+    let limits = RunLimits {
+        ranks: ranks.world_size(),
+        shard,
+        total_batch: args.total_batch,
+        local_ranks: multi_rank::local_ranks(ranks),
+        memory: args.memory_limit,
+    };
     let (model, plan, stages) = plan(&config, descriptor, limits, engine)?;
     let buffers = if args.verbose || args.dry_run { plan.to_string() } else { plan.summary() };
     console.line(&format!("\n{buffers}\n{stages}"))?;

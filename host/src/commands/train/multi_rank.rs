@@ -87,6 +87,11 @@ pub fn gpu_of(local_rank: usize, alone: bool, device: Device) -> Result<usize> {
     }
 }
 
+/// Returns the most ranks of the run that can share this host: as many as it has GPUs.
+pub fn local_ranks(ranks: &Ranks) -> usize {
+    ranks.world_size().min(cuda_driver::device_count().unwrap_or(1).max(1))
+}
+
 /// Returns the place of this rank in its shard group, which has `size` ranks, or all. A single rank ignores the size.
 pub fn shard(ranks: &Ranks, size: Option<usize>) -> Result<Shard> {
     let world_size = ranks.world_size();
