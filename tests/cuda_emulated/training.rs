@@ -4,9 +4,12 @@ use distributed::Ranks;
 use distributed::tcp_group::TcpGroup;
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
-use engine::ops::AdamW;
+use engine::ops::{AdamW, MuonAdditions, MuonCoefficients};
 use engine::{BatchLayout, Engine};
-use model::{Decoder, Descriptor, MasterWeights, Moments, Offload, PlanOptions, Recompute, StopRequest, TrainStep};
+use model::{
+    Decoder, Descriptor, MasterWeights, Moments, Muon, Offload, Optimizer, PlanOptions, Recompute, StopRequest,
+    TrainStep, Update,
+};
 use std::thread;
 use std::time::Duration;
 
@@ -21,6 +24,14 @@ fn load_batch(model: &Decoder, engine: &mut dyn Engine, layout: BatchLayout, see
     engine.load_batch(model.batch, layout, words)?;
     Ok(layout.targets().len())
 }
+
+const MUON: Muon = Muon {
+    learning_rate: 0.02,
+    momentum: 0.9,
+    weight_decay: 0.1,
+    coefficients: MuonCoefficients::PolarExpress,
+    additions: MuonAdditions { equilibrate: false, renormalize: false, variance: false, cautious_decay: false },
+};
 
 /// Trains a small model for two steps and returns the losses and gradient norms.
 fn train(engine: &mut dyn Engine, recompute: Recompute) -> Vec<f32> {
@@ -48,7 +59,9 @@ fn train_with(
         let (learning_rate, weight_decay, clip) = (1e-3, 0.1, 1.0);
         let adamw = AdamW { learning_rate, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay, step, clip, seed: step };
         let mut load = |engine: &mut dyn Engine| load_batch(&model, engine, layout, step);
-        train_step.run(engine, ranks, &mut load, &mut |_, _| Ok(Some(adamw.into()))).unwrap();
+        let muon = (options.optimizer == Optimizer::Muon).then_some(MUON);
+        let mut decide = |_: &mut dyn Engine, _| Ok(Some(Update { muon, ..adamw.into() }));
+        train_step.run(engine, ranks, &mut load, &mut decide).unwrap();
         stats.extend(engine.read(model.training.unwrap().stats).unwrap());
         // Passes of an evaluation, of the batch that is still loaded.
         for _ in 0..2 {
@@ -72,12 +85,16 @@ fn offloaded(ranks: &mut Ranks, layers: usize, options: PlanOptions, offload: &s
 
 #[test]
 fn offloaded_state_has_the_same_bits() {
-    for (master_weights, moments) in [(MasterWeights::F32, Moments::F32), (MasterWeights::Remainder, Moments::Bf16)] {
-        let options = PlanOptions { master_weights, moments, ..PlanOptions::training(3, 24) };
+    for (optimizer, master_weights, moments) in [
+        (Optimizer::AdamW, MasterWeights::F32, Moments::F32),
+        (Optimizer::AdamW, MasterWeights::Remainder, Moments::Bf16),
+        (Optimizer::Muon, MasterWeights::Remainder, Moments::F32),
+    ] {
+        let options = PlanOptions { optimizer, master_weights, moments, ..PlanOptions::training(3, 24) };
         let run = |offload| offloaded(&mut Ranks::Single, 2, options, offload);
         let expected = run("none");
-        for offload in ["moments", "master", "params", "master,moments,params"] {
-            assert!(run(offload) == expected, "{master_weights:?} {moments:?} --offload {offload}");
+        for offload in ["moments", "master,params", "master,moments,params"] {
+            assert!(run(offload) == expected, "{optimizer:?} {master_weights:?} {moments:?} --offload {offload}");
         }
     }
 }
