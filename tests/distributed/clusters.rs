@@ -2,14 +2,12 @@
 
 use crate::elastic::{ELASTIC, assert_same_files, resume, resumed_after};
 use crate::threads::TIMEOUT;
-use crate::world::{LONG, World, output_text, program, script};
+use crate::world::{LONG, World, output_text, program, script, two_free_ports};
 use std::fs;
-use std::net::TcpListener;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -112,15 +110,6 @@ fn ranks_end_soon_after_the_link_between_hosts_is_cut() {
         errors.contains("error: rank 1 (node1, process ") && errors.contains(") timed out: no message for "),
         "{errors}"
     );
-}
-
-/// Returns a free port that is followed by another one. Both are outside of the range from which Linux takes the ports of other tests.
-fn two_free_ports() -> u16 {
-    static NEXT: AtomicU16 = AtomicU16::new(0);
-    let first = 20_000 + (std::process::id() % 5_000) as u16;
-    let is_free = |port| TcpListener::bind(("0.0.0.0", port)).is_ok();
-    let mut ports = std::iter::repeat_with(|| first + 2 * NEXT.fetch_add(1, Ordering::Relaxed)).take(100);
-    ports.find(|&port| is_free(port) && is_free(port + 1)).expect("two free ports")
 }
 
 /// SLURM with one node, until dropped.

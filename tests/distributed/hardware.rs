@@ -9,7 +9,7 @@ fn run(world: &World, out: &str, flip: Option<&str>, more: &[&str]) -> Vec<std::
         let mut command = world.command(program(), out, more);
         command.env("RANK", rank.to_string()).env("WORLD_SIZE", "2");
         command.env("LOCAL_RANK", rank.to_string()).env("LOCAL_WORLD_SIZE", "2");
-        command.env("TORCHELASTIC_RUN_ID", format!("hardware {out} {}", std::process::id()));
+        command.env("TORCHELASTIC_RUN_ID", format!("hardware {}", world.path(out).display()));
         if let Some(flip) = flip {
             command.env("LLM_RS_FLIP_BIT", flip);
         }

@@ -7,6 +7,7 @@ use std::fs;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
@@ -92,7 +93,8 @@ impl World {
         let mut command = self.command(program(), out, more);
         command.env("RANK", rank.to_string()).env("WORLD_SIZE", ranks.to_string());
         command.env("LOCAL_RANK", rank.to_string()).env("LOCAL_WORLD_SIZE", ranks.to_string());
-        command.env("TORCHELASTIC_RUN_ID", format!("{job} {}", std::process::id()));
+        // Other tests may have jobs of the same name at the same time.
+        command.env("TORCHELASTIC_RUN_ID", format!("{job} {}", self.dir.path().display()));
         command.spawn().unwrap()
     }
 
@@ -143,9 +145,18 @@ pub fn error_of_rank_0(outputs: &[Output], code: i32) -> String {
     message
 }
 
-/// Returns a TCP endpoint with a port that is free now.
+/// Returns a TCP endpoint with a port that no other test gets.
 pub fn free_endpoint() -> String {
-    format!("tcp://{}", TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap())
+    format!("tcp://127.0.0.1:{}", two_free_ports())
+}
+
+/// Returns a free port that is followed by another one. No other test gets them: they are outside of the range from which Linux takes ports.
+pub fn two_free_ports() -> u16 {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let first = 20_000 + (std::process::id() % 5_000) as u16;
+    let is_free = |port| TcpListener::bind(("0.0.0.0", port)).is_ok();
+    let mut ports = std::iter::repeat_with(|| first + 2 * NEXT.fetch_add(1, Ordering::Relaxed)).take(100);
+    ports.find(|&port| is_free(port) && is_free(port + 1)).expect("two free ports")
 }
 
 pub fn script(name: &str) -> PathBuf {
