@@ -39,8 +39,8 @@ pub trait TensorCore: Element {
     /// D fragments with a row for each column of B have them in these lanes.
     fn b_from_accumulators(upper: [f32; 2], lower: [f32; 2]) -> Self::B;
 
-    /// Returns the A fragment whose rows g and g + 8 are elements 2 `i` and 2 `i` + 1 of the packets of lane l = 4 g + t: those of columns 2t,
-    /// 2t + 1, 2t + 8 and 2t + 9.
+    /// Returns an A fragment from packets that hold parts of columns 2t, 2t + 1, 2t + 8 and 2t + 9, in lane 4 g + t. Elements 2 `i` of the packets
+    /// become row g, and elements 2 `i` + 1 row g + 8.
     fn a_from_packets(columns: [Packet<Self>; 4], i: usize) -> Self::A;
 
     #[doc(hidden)]

@@ -9,12 +9,12 @@
 //! from the cache, to which only the last split of the first group writes them. The split's length derives from the slot's position,
 //! in device memory: blocks past it do nothing.
 //!
-//! A warp adds 16 positions at a time, and keeps a running maximum and sum of each head (online softmax). Scores and weighted values are
-//! products of `mma.m16n8k16`: query heads are the rows of the scores and the columns of the weighted values. The order of channels in such a
-//! product is free, so each lane loads whole packets of keys and values, and only maxima move between lanes. In bf16, weights are rounded
+//! A warp adds 16 positions at a time, and keeps a running maximum and sum of each head (online softmax). It computes scores and weighted
+//! values with `mma.m16n8k16`: query heads are the rows of the scores and the columns of the weighted values. The instruction may take the
+//! channels in any order, so each lane loads whole packets of keys and values, and only maxima move between lanes. In bf16, weights are rounded
 //! before they multiply values, as in training.
-//! Partial results of warps and splits are combined in a fixed order, so the result is deterministic. It depends on the number of splits, and so on
-//! the batch size.
+//! Partial results of warps and splits are combined in a fixed order, so the result is deterministic. It depends on the number of splits, and so
+//! on the batch size.
 
 use super::{POSITION, WORDS};
 use cuda_std::mma::TensorCore;
