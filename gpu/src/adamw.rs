@@ -43,6 +43,7 @@
 //! Every operation is correctly rounded, so every device computes the same bits.
 
 pub mod compact;
+pub mod eight_bit;
 
 use crate::float4::Float4Tile;
 pub use crate::float4::grid;

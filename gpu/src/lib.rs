@@ -27,6 +27,7 @@ pub mod attention;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_feature = "wgmma"))]
 pub mod attention_wgmma;
 pub mod bias;
+pub mod block_float;
 pub mod cast;
 pub mod classifier;
 pub mod column_sum;

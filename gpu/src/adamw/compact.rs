@@ -15,6 +15,7 @@
 //! tile.
 
 use super::{Arrays, Range, Scalars, Update, grad_scale, lerp, range_of};
+use crate::block_float::power_of_two;
 use crate::noise;
 use crate::remainder;
 use cuda_std::{Element, Global, GlobalMut, Packet, bf16, kernel, math, thread};
@@ -23,11 +24,6 @@ use cuda_std::{Element, Global, GlobalMut, Packet, bf16, kernel, math, thread};
 const EIGHT: usize = bf16::PACKET;
 /// Elements of a block, as in [`super::assign_blocks`].
 const TILE: usize = 256 * EIGHT;
-
-/// Returns 2^`exponent`.
-const fn power_of_two(exponent: i32) -> f32 {
-    f32::from_bits(((127 + exponent) as u32) << 23)
-}
 
 /// Arguments multiplied by powers of two, which move the operands of square root and division into the ranges of
 /// [`math::sqrt_rn_bounded`] and [`math::div_rn_bounded`]. Passed to the kernel by value.

@@ -4,7 +4,9 @@ use crate::common::{Tolerance, assert_close, assert_same, for_all, noise, rounde
 use cuda_std::emulate::Memory;
 use cuda_std::{Element, Global, GlobalMut, bf16};
 use gpu::adamw::compact::{Scaled, adamw_compact};
-use gpu::noise::{Stream, round, seed_from};
+use gpu::adamw::eight_bit::adamw_8bit;
+use gpu::block_float::{self, BLOCK};
+use gpu::noise::{Stream, moment_bits, round, seed_from};
 use gpu::{adamw, remainder};
 use std::ops::Range;
 
@@ -17,7 +19,8 @@ tests! {
     once: rounding_is_unbiased, rounding_depends_on_the_whole_index_and_the_seed, bf16_moments_are_rounded_f32_moments,
         bf16_moments_follow_the_average_of_small_gradients, streams_are_independent,
         streams_of_a_slice_are_those_of_the_tensor, remainders_are_exact_master_weights, every_master_weight_can_be_updated,
-        compact_state_keeps_nan_in_its_element_and_skips_steps, compact_state_gets_the_bits_of_f32_masters;
+        compact_state_keeps_nan_in_its_element_and_skips_steps, compact_state_gets_the_bits_of_f32_masters,
+        eight_bit_moments_are_rounded_f32_moments;
 }
 
 /// All lengths up to two packets, all remainders around one block's tile, and several blocks.
@@ -705,4 +708,95 @@ fn compact_state_gets_the_bits_of_f32_masters() {
         let want = exact.updated(&grads, settings);
         compact(&exact).updated(&grads, settings).assert_same(&format!("{scalars:?}"), &compact(&want));
     });
+}
+
+/// Moments in blocks of eight, with zeros past the end of each part.
+#[derive(Clone, Debug, PartialEq)]
+struct Blocks {
+    m: Vec<u64>,
+    v: Vec<u64>,
+}
+
+impl Blocks {
+    /// Returns the moments rounded with the noise of an update with `seed`.
+    fn new(state: &State<bf16>, parts: &[Part], seed: u32) -> Self {
+        let blocks = vec![0; state.m.len().div_ceil(BLOCK)];
+        let mut new = Self { m: blocks.clone(), v: blocks };
+        for part in parts {
+            for i in (0..part.len).step_by(BLOCK) {
+                let values = |moments: &[f32]| {
+                    std::array::from_fn(|k| if i + k < part.len { moments[part.start + i + k] } else { 0.0 })
+                };
+                let noise = |k| moment_bits(i + k, seed.wrapping_add(part.seed));
+                let block = (part.start + i) / BLOCK;
+                new.m[block] = block_float::encode::<true>(values(&state.m), std::array::from_fn(noise));
+                new.v[block] =
+                    block_float::encode::<false>(values(&state.v), std::array::from_fn(|k| noise(k).rotate_left(16)));
+            }
+        }
+        new
+    }
+
+    /// Writes the moments of the parts to `state`.
+    fn decode(&self, state: &mut State<bf16>, parts: &[Part]) {
+        for i in parts.iter().flat_map(|part| part.start..part.end()) {
+            state.m[i] = block_float::decode::<true>(self.m[i / BLOCK])[i % BLOCK];
+            state.v[i] = block_float::decode::<false>(self.v[i / BLOCK])[i % BLOCK];
+        }
+    }
+
+    /// Updates the blocks, and the parameters and master weights of `state`.
+    fn update(&mut self, state: &mut State<bf16>, parts: &[Part], grads: &[bf16], settings: Settings) {
+        let part = |part: &Part| adamw::Range::new(part.start, part.len, part.decayed, part.seed);
+        let mut ranges: Vec<_> = parts.iter().map(part).collect();
+        let grid = adamw::assign_blocks::<bf16>(&mut ranges);
+        let table: Vec<u32> = ranges.iter().flat_map(adamw::Range::words).collect();
+        let mut memory = Memory::new();
+        let params = memory.buffer("params", &state.params);
+        let (m, v) = (memory.buffer("m", &self.m), memory.buffer("v", &self.v));
+        let (grads, stats) = (memory.input("grads", grads), memory.input("stats", &[settings.loss, settings.norm]));
+        let table = Global::new(memory.input("ranges", &table).pointer().cast());
+        let scalars = settings.scalars(ranges.len());
+        match &mut state.masters {
+            Masters::None => {
+                let none = GlobalMut::<f32>::new(std::ptr::null_mut());
+                run(&mut memory, &adamw_8bit(params, none, m, v, grads, stats, table, scalars), grid, 0);
+            }
+            Masters::F32(values) => {
+                let masters = memory.buffer("masters", values);
+                run(&mut memory, &adamw_8bit(params, masters, m, v, grads, stats, table, scalars), grid, 0);
+                *values = memory.read(masters);
+            }
+            Masters::Remainder(values) => {
+                let masters = memory.buffer("remainders", values);
+                run(&mut memory, &adamw_8bit(params, masters, m, v, grads, stats, table, scalars), grid, 0);
+                *values = memory.read(masters);
+            }
+        }
+        (state.params, self.m, self.v) = (memory.read(params), memory.read(m), memory.read(v));
+    }
+}
+
+/// Weights get the bits of an update with f32 moments, and the stored moments are those, rounded. Non-finite losses and norms change
+/// nothing.
+fn eight_bit_moments_are_rounded_f32_moments() {
+    let (parts, n) = compact_parts();
+    let masters = State::<bf16>::new(n, true);
+    for mut state in [State::new(n, false), compact(&masters), masters] {
+        let mut blocks = Blocks::new(&state, &parts, 0);
+        for step in 1..=4 {
+            blocks.decode(&mut state, &parts);
+            let grads = rounded::<bf16>(&noise(n, 40 + step as u32));
+            let settings = Settings { step, seed: 77 * step as u32, norm: 2.0, ..SETTINGS };
+            let want = state.updated_in(&parts, &grads, settings);
+            let (mut skipped, mut same) = (state.clone(), blocks.clone());
+            same.update(&mut skipped, &parts, &grads, Settings { loss: f32::NAN, ..settings });
+            skipped.assert_same("skipped", &state);
+            assert_eq!(same, blocks, "skipped");
+            blocks.update(&mut state, &parts, &grads, settings);
+            assert_same(&format!("params, step {step}"), &wide(&state.params), &wide(&want.params));
+            assert_same(&format!("masters, step {step}"), &state.exact(), &want.exact());
+            assert_eq!(blocks, Blocks::new(&want, &parts, settings.seed), "step {step}");
+        }
+    }
 }
