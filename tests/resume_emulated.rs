@@ -184,6 +184,11 @@ fn resumed_run_with_bf16_moments_and_no_master_weights_is_identical() {
 }
 
 #[test]
+fn resumed_run_with_8_bit_moments_is_identical() {
+    assert_resumed_run_matches(Storage { moments: Moments::EightBit, ..COMPACT });
+}
+
+#[test]
 fn resumed_muon_run_with_master_weights_is_identical() {
     assert_resumed_run_matches(Storage { optimizer: Optimizer::Muon, ..BF16 });
 }

@@ -88,6 +88,7 @@ fn offloaded_state_has_the_same_bits() {
     for (optimizer, master_weights, moments) in [
         (Optimizer::AdamW, MasterWeights::F32, Moments::F32),
         (Optimizer::AdamW, MasterWeights::Remainder, Moments::Bf16),
+        (Optimizer::AdamW, MasterWeights::Remainder, Moments::EightBit),
         (Optimizer::Muon, MasterWeights::Remainder, Moments::F32),
     ] {
         let options = PlanOptions { optimizer, master_weights, moments, ..PlanOptions::training(3, 24) };

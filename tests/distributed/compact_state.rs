@@ -30,6 +30,7 @@ struct Layout {
 
 const EXACT: Layout =
     Layout { ranks: 1, stage: 0, shard_size: 0, master_weights: MasterWeights::F32, moments: Moments::F32 };
+const EIGHT_BIT: Layout = Layout { moments: Moments::EightBit, ..COMPACT };
 const COMPACT: Layout = Layout { master_weights: MasterWeights::Remainder, moments: Moments::Bf16, ..EXACT };
 
 /// The tensors that a rank keeps: the name, the first element, and the bytes.
@@ -163,4 +164,19 @@ fn compact_checkpoints_restore_every_layout() {
     run(EXACT, None, Some(dir.path()));
     let sharded = Layout { ranks: 2, stage: 3, ..COMPACT };
     assert!(run(sharded, Some(dir.path()), None) == run(sharded, None, None));
+}
+
+/// The same for moments in blocks. Shares of a tensor in a file do not begin at the start of a block.
+#[test]
+fn checkpoints_of_8_bit_moments_restore_every_layout() {
+    for writer in [EIGHT_BIT, Layout { ranks: 2, stage: 1, ..EIGHT_BIT }, Layout { ranks: 3, stage: 3, ..EIGHT_BIT }] {
+        let dir = tempfile::tempdir().unwrap();
+        let written = run(writer, None, Some(dir.path()));
+        assert!(run(writer, Some(dir.path()), None) == written, "{writer:?}");
+        for reader in
+            [EIGHT_BIT, Layout { ranks: 2, stage: 2, ..EIGHT_BIT }, Layout { ranks: 5, stage: 1, ..EIGHT_BIT }]
+        {
+            assert!(run(reader, Some(dir.path()), None) == run(reader, None, None), "{writer:?} to {reader:?}");
+        }
+    }
 }

@@ -19,7 +19,7 @@ impl NonFinite {
                 self.count(values, |&value| u32::from(u16::from_le_bytes(value)) << 16);
             }
             DType::F32 => self.count(bytes.as_chunks().0, |&value| u32::from_le_bytes(value)),
-            DType::I32 | DType::U16 | DType::Fp8 => {}
+            DType::I32 | DType::U16 | DType::Fp8 | DType::Block8 { .. } => {}
         }
     }
 
@@ -59,7 +59,7 @@ mod tests {
     fn count(values: &[f32], dtype: DType) -> NonFinite {
         let bytes: Vec<u8> = match dtype {
             DType::Bf16 => values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect(),
-            DType::F32 | DType::I32 | DType::U16 | DType::Fp8 => {
+            DType::F32 | DType::I32 | DType::U16 | DType::Fp8 | DType::Block8 { .. } => {
                 values.iter().flat_map(|value| value.to_le_bytes()).collect()
             }
         };

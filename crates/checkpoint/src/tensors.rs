@@ -194,7 +194,7 @@ fn convert_and_write(
     }
     let values: Vec<f32> = match dtype {
         DType::Bf16 => bytes.as_chunks().0.iter().map(|&b| bf16::from_le_bytes(b).to_f32()).collect(),
-        DType::F32 | DType::I32 | DType::U16 | DType::Fp8 => {
+        DType::F32 | DType::I32 | DType::U16 | DType::Fp8 | DType::Block8 { .. } => {
             bytes.as_chunks().0.iter().map(|&b| f32::from_le_bytes(b)).collect()
         }
     };

@@ -15,6 +15,7 @@ use distributed::Ranks;
 use engine::ops::Master;
 use engine::tensor::{DType, Sharded, Tensor};
 use engine::{Algorithms, Engine, HostBuffer};
+use half::bf16;
 use model::{Decoder, Descriptor, Params, Shard, Unit};
 use std::io::{BufWriter, Write};
 use std::ops::Range;
@@ -483,14 +484,14 @@ impl HostLayout {
         let params = with_params.then(|| 0..all * model.params.dtype.bytes());
         bytes += params.as_ref().map_or(0, Range::len);
         let mut append = |tensor: Tensor| {
-            let range = bytes..bytes + own * tensor.dtype.bytes();
+            let range = bytes..bytes + own * copied_bytes(tensor.dtype);
             bytes = range.end;
             state.push((range.clone(), tensor));
             range
         };
         let mut moments = |tensor: Tensor| {
             let range = append(tensor);
-            if tensor.dtype == DType::Bf16 { HostValues::Bf16(range) } else { HostValues::F32(range) }
+            if tensor.dtype == DType::F32 { HostValues::F32(range) } else { HostValues::Bf16(range) }
         };
         let (m, v) = (moments(training.m), moments(training.v));
         // If nothing is sharded, the master weights refer to the parameters of the model file.
@@ -551,9 +552,27 @@ impl HostLayout {
 /// Reads tensors to the host copy, if there is one.
 struct Reader<'a>(Option<&'a mut [u8]>);
 
+/// Elements in blocks that are converted at a time.
+const BLOCK_CHUNK: usize = 1 << 20;
+
+/// Returns the bytes of an element in the host copy. Blocks are copied as bf16, which represents their values exactly.
+fn copied_bytes(dtype: DType) -> usize {
+    if matches!(dtype, DType::Block8 { .. }) { DType::Bf16.bytes() } else { dtype.bytes() }
+}
+
 impl Reader<'_> {
     fn read(&mut self, engine: &mut dyn Engine, tensor: Tensor, to: Range<usize>) -> Result<()> {
-        self.0.as_mut().map_or(Ok(()), |copy| engine.read_bytes(tensor, &mut copy[to]))
+        let Some(copy) = &mut self.0 else { return Ok(()) };
+        if !matches!(tensor.dtype, DType::Block8 { .. }) {
+            return engine.read_bytes(tensor, &mut copy[to]);
+        }
+        for (i, to) in copy[to].chunks_mut(BLOCK_CHUNK * DType::Bf16.bytes()).enumerate() {
+            let values = engine.read(tensor.slice(i * BLOCK_CHUNK, to.len() / DType::Bf16.bytes()))?;
+            for (to, value) in to.as_chunks_mut().0.iter_mut().zip(values) {
+                *to = bf16::from_f32(value).to_le_bytes();
+            }
+        }
+        Ok(())
     }
 
     /// Copies this rank's share of each tensor of a whole unit to its position in the block that begins at `at`.
@@ -571,9 +590,9 @@ impl Reader<'_> {
             let own = share.of(range.len());
             if layout.unit_of(param, layer) == unit && !own.is_empty() {
                 let from = whole.slice(range.start - layout.unit(unit).start + own.start, own.len());
-                self.read(engine, from, at..at + from.bytes())?;
+                self.read(engine, from, at..at + own.len() * copied_bytes(whole.dtype))?;
             }
-            at += own.len() * whole.dtype.bytes();
+            at += own.len() * copied_bytes(whole.dtype);
         }
         Ok(())
     }

@@ -228,7 +228,7 @@ impl Communicator for Nccl {
         self.launch((Operation::AllReduce, scope), tensor.bytes(), |nccl| match tensor.dtype {
             DType::F32 => nccl.queue_all_reduce::<f32>(scope, at, reduction),
             DType::Bf16 => nccl.queue_all_reduce::<bf16>(scope, at, reduction),
-            DType::I32 | DType::U16 | DType::Fp8 => {
+            DType::I32 | DType::U16 | DType::Fp8 | DType::Block8 { .. } => {
                 bail!("reduction over ranks: expected a tensor of f32 or bf16, found {}", tensor.dtype.name())
             }
         })
@@ -239,6 +239,7 @@ impl Communicator for Nccl {
         self.launch((Operation::Broadcast, Scope::World), tensor.bytes(), |nccl| match tensor.dtype {
             DType::F32 | DType::I32 => nccl.queue_broadcast::<f32>(at),
             DType::Bf16 | DType::U16 => nccl.queue_broadcast::<bf16>(at),
+            DType::Block8 { .. } => nccl.queue_broadcast::<f32>((at.0, at.1 / 4)),
             DType::Fp8 => bail!("broadcast: expected a tensor of a type other than fp8"),
         })
     }
@@ -262,6 +263,7 @@ impl Communicator for Nccl {
                 own.into_iter().try_for_each(|(address, tensor, peer)| match tensor.dtype {
                     DType::F32 | DType::I32 => nccl.queue_transfer::<f32>((address, tensor.len), peer),
                     DType::Bf16 | DType::U16 => nccl.queue_transfer::<bf16>((address, tensor.len), peer),
+                    DType::Block8 { .. } => nccl.queue_transfer::<f32>((address, tensor.len / 4), peer),
                     DType::Fp8 => bail!("exchange: expected a tensor of a type other than fp8"),
                 })
             })
@@ -274,7 +276,7 @@ impl Communicator for Nccl {
         self.launch((Operation::ReduceScatter, Scope::ShardGroup), of.whole.bytes(), |nccl| match of.shard.dtype {
             DType::F32 => nccl.queue_reduce_scatter::<f32>(from, to, of.shard.len, reduction),
             DType::Bf16 => nccl.queue_reduce_scatter::<bf16>(from, to, of.shard.len, reduction),
-            DType::I32 | DType::U16 | DType::Fp8 => {
+            DType::I32 | DType::U16 | DType::Fp8 | DType::Block8 { .. } => {
                 bail!("reduction over ranks: expected a tensor of f32 or bf16, found {}", of.shard.dtype.name())
             }
         })
@@ -286,6 +288,7 @@ impl Communicator for Nccl {
         self.launch((Operation::AllGather, Scope::ShardGroup), of.shard.bytes(), |nccl| match of.shard.dtype {
             DType::F32 | DType::I32 => nccl.queue_all_gather::<f32>(to, from, of.shard.len),
             DType::Bf16 | DType::U16 => nccl.queue_all_gather::<bf16>(to, from, of.shard.len),
+            DType::Block8 { .. } => nccl.queue_all_gather::<f32>(to, from, of.shard.len / 4),
             DType::Fp8 => bail!("all-gather: expected a tensor of a type other than fp8"),
         })
     }

@@ -713,7 +713,7 @@ fn decode_f32(bytes: &[u8], dtype: DType) -> Result<Vec<f32>> {
     match dtype {
         DType::F32 => Ok(read_pods(bytes)),
         DType::Bf16 => Ok(read_pods::<bf16>(bytes).into_iter().map(bf16::to_f32).collect()),
-        DType::I32 | DType::U16 | DType::Fp8 => {
+        DType::I32 | DType::U16 | DType::Fp8 | DType::Block8 { .. } => {
             bail!("reduction over ranks: expected a tensor of f32 or bf16, found {}", dtype.name())
         }
     }

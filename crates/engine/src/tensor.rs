@@ -15,6 +15,11 @@ pub enum DType {
     U16,
     /// 8-bit float: E4M3 or E5M2, as the operation says
     Fp8,
+    /// 8 bits in blocks of eight values ([`gpu::block_float`]), aligned to 8 bytes: first moments if `signed`, otherwise second moments
+    Block8 {
+        /// Whether values can be negative.
+        signed: bool,
+    },
 }
 
 impl DType {
@@ -23,11 +28,11 @@ impl DType {
         match self {
             Self::F32 | Self::I32 => 4,
             Self::Bf16 | Self::U16 => 2,
-            Self::Fp8 => 1,
+            Self::Fp8 | Self::Block8 { .. } => 1,
         }
     }
 
-    /// Returns the name: `f32`, `bf16`, `i32`, `u16` or `fp8`.
+    /// Returns the name: `f32`, `bf16`, `i32`, `u16`, `fp8` or `8bit`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
@@ -35,6 +40,7 @@ impl DType {
             Self::I32 => "i32",
             Self::U16 => "u16",
             Self::Fp8 => "fp8",
+            Self::Block8 { .. } => "8bit",
         }
     }
 }

@@ -81,7 +81,7 @@ impl ModelConfig {
         let mut keys = self.keys.clone();
         let name = match dtype {
             DType::Bf16 => "bfloat16",
-            DType::F32 | DType::I32 | DType::U16 | DType::Fp8 => "float32",
+            DType::F32 | DType::I32 | DType::U16 | DType::Fp8 | DType::Block8 { .. } => "float32",
         };
         let changed = [
             ("architectures", json!([self.architecture.class])),

@@ -83,7 +83,7 @@ impl Element {
             (_, DType::Bf16) => {
                 self.widen(&bytes).into_iter().flat_map(|value| bf16::from_f32(value).to_le_bytes()).collect()
             }
-            (_, DType::F32 | DType::I32 | DType::U16 | DType::Fp8) => {
+            (_, DType::F32 | DType::I32 | DType::U16 | DType::Fp8 | DType::Block8 { .. }) => {
                 self.widen(&bytes).into_iter().flat_map(f32::to_le_bytes).collect()
             }
         }
@@ -94,7 +94,7 @@ impl From<DType> for Element {
     fn from(dtype: DType) -> Self {
         match dtype {
             DType::Bf16 => Self::Bf16,
-            DType::F32 | DType::I32 | DType::U16 | DType::Fp8 => Self::F32,
+            DType::F32 | DType::I32 | DType::U16 | DType::Fp8 | DType::Block8 { .. } => Self::F32,
         }
     }
 }

@@ -2,8 +2,9 @@
 
 use crate::descriptor::Positions;
 use crate::memory_plan::workload;
-use crate::{Decoder, Descriptor, MasterWeights, Moments, Offloadable, PlanOptions, Recompute, Shard, Zero};
+use crate::{Decoder, Descriptor, MasterWeights, Moments, Offloadable, Optimizer, PlanOptions, Recompute, Shard, Zero};
 use anyhow::{Result, ensure};
+use clap::ValueEnum;
 use distributed::ShardGroups;
 use engine::Engine;
 use engine::plan::Plan;
@@ -75,6 +76,10 @@ pub fn plan_run(
         !options.offload.contains(Offloadable::Params) || !options.zero.is_sharded(),
         "--offload params: expected --zero-stage 0, found {}; each rank keeps all parameters in the host's memory",
         options.zero.stage()
+    );
+    ensure!(
+        options.moments != Moments::EightBit || options.optimizer == Optimizer::AdamW,
+        "--moments 8bit: expected --optimizer adamw, found muon; use --moments bf16"
     );
     if options.offload.contains(Offloadable::Activations) {
         ensure!(
@@ -356,9 +361,8 @@ fn compact_storage(options: PlanOptions) -> Vec<PlanOptions> {
         MasterWeights::None => vec![MasterWeights::None],
         MasterWeights::F32 | MasterWeights::Remainder => vec![MasterWeights::Remainder, MasterWeights::None],
     };
-    let moments = [Moments::F32, Moments::Bf16]
-        .into_iter()
-        .filter(|&moments| options.moments == Moments::F32 || moments == Moments::Bf16);
+    let moments = Moments::value_variants().iter().copied().skip_while(|&moments| moments != options.moments);
+    let moments = moments.filter(|&moments| options.optimizer == Optimizer::AdamW || moments != Moments::EightBit);
     let all = masters.into_iter().flat_map(|master_weights| {
         moments.clone().map(move |moments| PlanOptions { master_weights, moments, ..options })
     });
@@ -524,8 +528,7 @@ mod tests {
             recompute: number("--recompute ").map_or(options.recompute, |level| (level as u8).try_into().unwrap()),
             zero: number("--zero-stage ").map_or(options.zero, |stage| Zero::new(stage as u8, shard)),
             master_weights: word("--master-weights ").map_or(options.master_weights, |name| name.parse().unwrap()),
-            moments: word("--moments ")
-                .map_or(options.moments, |name| if name == "bf16" { Moments::Bf16 } else { Moments::F32 }),
+            moments: word("--moments ").map_or(options.moments, |name| Moments::from_str(name, false).unwrap()),
             offload: word("--offload ").map_or(options.offload, |list| list.parse().unwrap()),
             ..options
         };
@@ -656,7 +659,9 @@ mod tests {
     #[test]
     fn optimizer_state_takes_the_bytes_of_its_types() {
         let masters = [MasterWeights::None, MasterWeights::F32, MasterWeights::Remainder];
-        for (moments, expected) in [(Moments::F32, [8, 12, 10]), (Moments::Bf16, [4, 8, 6])] {
+        for (moments, expected) in
+            [(Moments::F32, [8, 12, 10]), (Moments::Bf16, [4, 8, 6]), (Moments::EightBit, [2, 6, 4])]
+        {
             assert_eq!(masters.map(|masters| state_bytes(&mut *h200(), masters, moments)), expected, "{moments:?}");
             // An engine that stores f32 ignores both settings.
             assert_eq!(masters.map(|masters| state_bytes(&mut Cpu::new(), masters, moments)), [8; 3]);

@@ -152,7 +152,7 @@ impl SharedBuffers {
         // Muon updates as many layers at a time as fit in the memory that the other phases need anyway.
         let free = [&head[..], &backward, unit].map(engine::plan::bytes).into_iter().max().unwrap_or(0);
         let sizes = (training && optimizer == Optimizer::Muon)
-            .then(|| MuonSizes::new(layout, [dtype, moments.dtype(dtype)], free));
+            .then(|| MuonSizes::new(layout, [dtype, moments.dtypes(dtype)[1]], free));
         let muon: Vec<_> = sizes.iter().flat_map(|sizes| sizes.wanted(dtype)).collect();
         let [head, backward, unit, muon] = plan.share(Group::Activations, [&head, &backward, unit, &muon]);
         Self {
@@ -210,8 +210,8 @@ fn optimizer_state(
 ) -> (Tensor, Tensor, Master) {
     let shape = [Store::shard_elements(layout)];
     let mut state = |kind, name, dtype| plan.add_in(location(kind), Group::Optimizer, name, &shape, dtype);
-    let moments = options.moments.dtype(dtype);
-    let [m, v] = ["m", "v"].map(|name| state(Offloadable::Moments, name, moments));
+    let [m, v] = options.moments.dtypes(dtype);
+    let [m, v] = [("m", m), ("v", v)].map(|(name, dtype)| state(Offloadable::Moments, name, dtype));
     let mut master = |name, dtype| state(Offloadable::Master, name, dtype);
     let master = match options.master_weights {
         MasterWeights::F32 if dtype != DType::F32 => Master::F32(master("master", DType::F32)),

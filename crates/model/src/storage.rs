@@ -97,22 +97,28 @@ pub enum Moments {
     F32,
     /// bf16, rounded stochastically
     Bf16,
+    /// 8 bits, rounded stochastically, with an exponent for each eight values; only with AdamW
+    #[value(name = "8bit")]
+    #[serde(rename = "8bit")]
+    EightBit,
 }
 
 impl Moments {
-    /// Returns the type of the moments in an engine that stores `float`.
-    pub(super) const fn dtype(self, float: DType) -> DType {
-        match self {
-            Self::F32 => DType::F32,
-            Self::Bf16 => float,
+    /// Returns the types of m and v in an engine that stores `float`.
+    pub(super) const fn dtypes(self, float: DType) -> [DType; 2] {
+        match (self, float) {
+            (Self::EightBit, DType::Bf16) => [DType::Block8 { signed: true }, DType::Block8 { signed: false }],
+            (Self::Bf16, _) => [float; 2],
+            (Self::F32 | Self::EightBit, _) => [DType::F32; 2],
         }
     }
 
-    /// Returns the name: `f32` or `bf16`.
+    /// Returns the name: `f32`, `bf16` or `8bit`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
             Self::Bf16 => "bf16",
+            Self::EightBit => "8bit",
         }
     }
 
@@ -206,6 +212,7 @@ impl Decoder {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use clap::ValueEnum;
     use serde_json::{from_str, to_string};
 
     #[test]
@@ -225,6 +232,9 @@ mod tests {
         assert_eq!(parsed("\"remainder\""), Ok(remainder));
         assert_eq!(parsed("3").unwrap_err(), "expected 0 (none), 1 (f32) or 2 (remainder)");
         assert_eq!([none, f32, remainder].map(|it| to_string(&it).unwrap()), ["false", "true", "\"remainder\""]);
-        assert_eq!([Moments::F32, Moments::Bf16].map(|it| to_string(&it).unwrap()), ["\"f32\"", "\"bf16\""]);
+        for moments in [Moments::F32, Moments::Bf16, Moments::EightBit] {
+            assert_eq!(to_string(&moments).unwrap(), format!("\"{}\"", moments.name()));
+            assert_eq!(moments.to_possible_value().unwrap().get_name(), moments.name());
+        }
     }
 }

@@ -101,7 +101,11 @@ impl Storage {
             // Parameters and moments are read and written, gradients are read.
             return 28.0;
         }
-        let moments = if self.moments == Moments::F32 { 16.0 } else { 8.0 };
+        let moments = match self.moments {
+            Moments::F32 => 16.0,
+            Moments::Bf16 => 8.0,
+            Moments::EightBit => 4.0,
+        };
         let masters = match self.master_weights {
             MasterWeights::F32 => 8.0,
             MasterWeights::Remainder => 6.0,

@@ -313,6 +313,7 @@ fn parameter_storage(config: &Config) -> String {
     let moments = match config.flags.moments {
         Moments::F32 => "",
         Moments::Bf16 => ", moments in bf16",
+        Moments::EightBit => ", moments in 8 bits",
     };
     format!("{weights}{moments}")
 }

@@ -22,7 +22,7 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 const fn dtype_name(dtype: DType) -> &'static str {
     match dtype {
         DType::Bf16 => "BF16",
-        DType::F32 | DType::I32 | DType::U16 | DType::Fp8 => "F32",
+        DType::F32 | DType::I32 | DType::U16 | DType::Fp8 | DType::Block8 { .. } => "F32",
     }
 }
 

@@ -165,7 +165,7 @@ pub fn file_bytes(descriptor: Descriptor, dtype: DType) -> Result<u64> {
 const fn version_of(dtype: DType) -> i32 {
     match dtype {
         DType::Bf16 => 5,
-        DType::F32 | DType::I32 | DType::U16 | DType::Fp8 => 3,
+        DType::F32 | DType::I32 | DType::U16 | DType::Fp8 | DType::Block8 { .. } => 3,
     }
 }
 
@@ -190,7 +190,9 @@ mod tests {
         let values = engine.read(model.params)?;
         let bytes: Vec<u8> = match dtype {
             DType::Bf16 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
-            DType::F32 | DType::I32 | DType::U16 | DType::Fp8 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            DType::F32 | DType::I32 | DType::U16 | DType::Fp8 | DType::Block8 { .. } => {
+                values.iter().flat_map(|v| v.to_le_bytes()).collect()
+            }
         };
         let mut out = File::create(path)?;
         write(&mut out, model.descriptor, &model.layout, &bytes, dtype)
@@ -309,7 +311,7 @@ mod tests {
                     let at = 1024 + element * dtype.bytes();
                     match dtype {
                         DType::Bf16 => bytes[at..at + 2].copy_from_slice(&bf16::from_f32(value).to_le_bytes()),
-                        DType::F32 | DType::I32 | DType::U16 | DType::Fp8 => {
+                        DType::F32 | DType::I32 | DType::U16 | DType::Fp8 | DType::Block8 { .. } => {
                             bytes[at..at + 4].copy_from_slice(&value.to_le_bytes());
                         }
                     }

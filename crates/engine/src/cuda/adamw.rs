@@ -1,13 +1,13 @@
 //! The optimizer.
 
-use super::{Cuda, Float, StorageType};
+use super::{Block8, Cuda, Float, StorageType};
 use crate::ops::{AdamWUpdate, Master, UpdateRange};
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
 use crate::{Result, Workload};
 use anyhow::{Context, bail, ensure};
 use cuda_std::{Global, GlobalMut, bf16};
-use gpu::adamw::{self, Range, compact};
+use gpu::adamw::{self, Range, compact, eight_bit};
 
 /// The range tables of the updates on the device. They are the same in every step, so each is copied once.
 #[derive(Default)]
@@ -59,14 +59,21 @@ pub(super) fn adamw<T: Float>(cuda: &mut Cuda<T>, op: AdamWUpdate) -> Result<()>
     op.check_ranges()?;
     let AdamWUpdate { m, v, master, settings, .. } = op;
     ensure!(settings.step > 0, "adamw: expected a step of at least 1, found 0");
-    ensure!(m.dtype == v.dtype, "adamw: expected m and v of one type, found {} and {}", m.dtype.name(), v.dtype.name());
+    ensure!(
+        m.dtype.bytes() == v.dtype.bytes(),
+        "adamw: expected m and v of one type, found {} and {}",
+        m.dtype.name(),
+        v.dtype.name()
+    );
     match (T::DTYPE, m.dtype, master) {
         (_, DType::F32, Master::None | Master::F32(_)) => launch::<T, f32, f32>(cuda, op),
         (DType::Bf16, DType::Bf16, Master::None | Master::F32(_)) => launch::<T, bf16, f32>(cuda, op),
         (DType::Bf16, DType::F32, Master::Remainder(_)) => launch::<T, f32, u16>(cuda, op),
         (DType::Bf16, DType::Bf16, Master::Remainder(_)) => launch_compact(cuda, op),
+        (DType::Bf16, DType::Block8 { .. }, Master::None | Master::F32(_)) => launch_8bit::<T, f32>(cuda, op),
+        (DType::Bf16, DType::Block8 { .. }, Master::Remainder(_)) => launch_8bit::<T, u16>(cuda, op),
         (params, moments, _) => bail!(
-            "adamw: expected moments in f32, or bf16 parameters with moments in f32 or bf16; found {} parameters, {} moments, \
+            "adamw: expected moments in f32, or bf16 parameters with moments in f32, bf16 or 8bit; found {} parameters, {} moments, \
              {master:?}",
             params.name(),
             moments.name()
@@ -74,12 +81,12 @@ pub(super) fn adamw<T: Float>(cuda: &mut Cuda<T>, op: AdamWUpdate) -> Result<()>
     }
 }
 
-/// The operands of the kernels for parameters `T`, moments `M` and master weights `W`.
-struct AdamWOperands<T, M, W> {
+/// The operands of the kernels for parameters `T`, first moments `M`, second moments `V` and master weights `W`.
+struct AdamWOperands<T, M, V, W> {
     params: GlobalMut<T>,
     masters: GlobalMut<W>,
     m: GlobalMut<M>,
-    v: GlobalMut<M>,
+    v: GlobalMut<V>,
     grads: Global<T>,
     stats: Global<f32>,
     ranges: Global<Range>,
@@ -89,10 +96,10 @@ struct AdamWOperands<T, M, W> {
 }
 
 /// Returns the operands, or `None` if there are no elements to update.
-fn operands<T: Float, P: Float, M: Float, W: StorageType>(
+fn operands<T: Float, P: Float, M: StorageType, V: StorageType, W: StorageType>(
     cuda: &mut Cuda<T>,
     op: &AdamWUpdate,
-) -> Result<Option<AdamWOperands<P, M, W>>> {
+) -> Result<Option<AdamWOperands<P, M, V, W>>> {
     let AdamWUpdate { params, grads, m, v, master, ranges, stats, grad_factor, settings } = *op;
     let range = |range: &UpdateRange| Range::new(range.elements.start, range.elements.len(), range.decayed, range.seed);
     let mut ranges: Vec<_> = ranges.iter().map(range).collect();
@@ -133,7 +140,7 @@ fn launch<T: Float, M: Float, W: StorageType + gpu::weights::Master>(
     cuda: &mut Cuda<T>,
     op: AdamWUpdate,
 ) -> Result<()> {
-    let Some(operands) = operands::<T, T, M, W>(cuda, &op)? else { return Ok(()) };
+    let Some(operands) = operands::<T, T, M, M, W>(cuda, &op)? else { return Ok(()) };
     let AdamWOperands { params, masters, m, v, grads, stats, ranges, scalars, grid } = operands;
     let launch = adamw::adamw::<T, M, W>(params, masters, m, v, grads, stats, ranges, scalars);
     cuda.launch(launch, [grid, 1, 1], 0)
@@ -141,9 +148,18 @@ fn launch<T: Float, M: Float, W: StorageType + gpu::weights::Master>(
 
 /// Launches the kernel for bf16 parameters and moments, and remainders.
 fn launch_compact<T: Float>(cuda: &mut Cuda<T>, op: AdamWUpdate) -> Result<()> {
-    let Some(operands) = operands::<T, bf16, bf16, u16>(cuda, &op)? else { return Ok(()) };
+    let Some(operands) = operands::<T, bf16, bf16, bf16, u16>(cuda, &op)? else { return Ok(()) };
     let AdamWOperands { params, masters, m, v, grads, stats, ranges, scalars, grid } = operands;
     let scaled = compact::Scaled::new(&scalars);
     let launch = compact::adamw_compact(params, masters, m, v, grads, stats, ranges, scalars, scaled);
+    cuda.launch(launch, [grid, 1, 1], 0)
+}
+
+/// Launches the kernel for bf16 parameters, moments in blocks, and master weights `W`.
+fn launch_8bit<T: Float, W: StorageType + gpu::weights::Master>(cuda: &mut Cuda<T>, op: AdamWUpdate) -> Result<()> {
+    let Some(operands) = operands::<T, bf16, Block8<true>, Block8<false>, W>(cuda, &op)? else { return Ok(()) };
+    let AdamWOperands { params, masters, m, v, grads, stats, ranges, scalars, grid } = operands;
+    let (m, v) = (GlobalMut::new(m.pointer().cast()), GlobalMut::new(v.pointer().cast()));
+    let launch = eight_bit::adamw_8bit::<W>(params, masters, m, v, grads, stats, ranges, scalars);
     cuda.launch(launch, [grid, 1, 1], 0)
 }

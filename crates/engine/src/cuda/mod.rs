@@ -8,6 +8,7 @@ mod adamw;
 mod arena;
 mod attention;
 mod bias;
+mod block_float;
 mod cast;
 mod classifier;
 mod cuda_graphs;
@@ -156,6 +157,16 @@ impl StorageType for i32 {
 }
 impl StorageType for u16 {
     const DTYPE: DType = DType::U16;
+}
+
+/// A block of eight values ([`gpu::block_float`]), signed or not.
+#[repr(transparent)]
+#[derive(Clone, Copy, bytemuck::Zeroable)]
+struct Block8<const SIGNED: bool>(u64);
+// SAFETY: a transparent wrapper of an integer.
+unsafe impl<const SIGNED: bool> bytemuck::Pod for Block8<SIGNED> {}
+impl<const SIGNED: bool> StorageType for Block8<SIGNED> {
+    const DTYPE: DType = DType::Block8 { signed: SIGNED };
 }
 
 /// An FP8 number of any format.
@@ -553,6 +564,8 @@ impl<T: Float> Engine for Cuda<T> {
         match to.dtype {
             DType::F32 => send::<f32>(executor, arena, to, values, |value| value),
             DType::Bf16 => send::<bf16>(executor, arena, to, values, bf16::from_f32),
+            DType::Block8 { signed: true } => block_float::write::<T, true>(self, to, values),
+            DType::Block8 { signed: false } => block_float::write::<T, false>(self, to, values),
             DType::I32 | DType::U16 | DType::Fp8 => bail!("write: expected a float tensor, found {}", to.dtype.name()),
         }
     }
@@ -575,6 +588,8 @@ impl<T: Float> Engine for Cuda<T> {
         match from.dtype {
             DType::F32 => fetch::<f32>(executor, arena, from, |value| value),
             DType::Bf16 => fetch::<bf16>(executor, arena, from, bf16::to_f32),
+            DType::Block8 { signed: true } => block_float::read::<T, true>(self, from),
+            DType::Block8 { signed: false } => block_float::read::<T, false>(self, from),
             DType::I32 | DType::U16 | DType::Fp8 => bail!("read: expected a float tensor, found {}", from.dtype.name()),
         }
     }

@@ -250,7 +250,12 @@ impl Case {
     fn plan(&self, plan: &mut Plan, engine: &mut dyn Engine) -> Vec<Tensor> {
         let own = engine.dtype();
         let fp8 = engine.fp8_dtype().unwrap_or(DType::Fp8);
-        let dtype = |o: &Operand| if o.dtype == Some(DType::Fp8) { fp8 } else { o.dtype.unwrap_or(own) };
+        let dtype = |o: &Operand| match o.dtype {
+            Some(DType::Fp8) => fp8,
+            // The CPU has moments in f32 only.
+            Some(DType::Block8 { .. }) if own == DType::F32 => own,
+            dtype => dtype.unwrap_or(own),
+        };
         let mut add = |o: &Operand| plan.add(Group::Activations, o.name, &[o.len], dtype(o));
         let tensors = self.operands.iter().map(&mut add).collect();
         engine.plan(plan, &self.workload);
@@ -264,6 +269,9 @@ impl Case {
         for (operand, &tensor) in self.operands.iter().zip(tensors) {
             let rounded = |x: f32| match operand.dtype.unwrap_or(float) {
                 DType::Bf16 => half::bf16::from_f32(x).to_f32(),
+                // Three bits of mantissa. A block represents values down to 2^-9 of its largest one.
+                DType::Block8 { .. } if x.abs() < 1.0 / 32.0 => 0.0,
+                DType::Block8 { .. } => f32::from_bits(x.to_bits() >> 20 << 20),
                 _ => x,
             };
             let n = operand.len.min(max_elements);

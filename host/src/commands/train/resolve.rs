@@ -322,8 +322,8 @@ fn check_optimizer(options: &TrainOptions, descriptor: Descriptor, opened: &Open
         ensure!(muon || !given, "{flag}: expected --optimizer muon, found adamw; add it or omit this flag");
     }
     for (flag, given) in [
-        ("--moments bf16", options.moments == Moments::Bf16),
-        ("--master-weights 2", options.master_weights == MasterWeights::Remainder),
+        (format!("--moments {}", options.moments.name()), options.moments != Moments::F32),
+        ("--master-weights 2".to_owned(), options.master_weights == MasterWeights::Remainder),
     ] {
         let bf16 = opened.engine.dtype() == DType::Bf16;
         ensure!(bf16 || !given, "{flag}: expected bf16 parameters, found f32; omit this flag");

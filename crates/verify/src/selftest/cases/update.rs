@@ -76,11 +76,14 @@ fn update_ranges(n: usize) -> Vec<UpdateRange> {
 }
 
 /// The storage of the optimizer state beside bf16 parameters, except the default.
-const COMPACT: [(MasterWeights, Moments); 4] = [
+const COMPACT: [(MasterWeights, Moments); 7] = [
     (MasterWeights::None, Moments::F32),
     (MasterWeights::None, Moments::Bf16),
     (MasterWeights::Remainder, Moments::F32),
     (MasterWeights::Remainder, Moments::Bf16),
+    (MasterWeights::None, Moments::EightBit),
+    (MasterWeights::F32, Moments::EightBit),
+    (MasterWeights::Remainder, Moments::EightBit),
 ];
 
 const ADAMW: AdamW =
@@ -93,32 +96,57 @@ const GRAD_FACTOR: f32 = 1.25;
 /// affect the parameters from the second update on.
 pub(super) fn compact_adamw(ranges: Vec<UpdateRange>, master_weights: MasterWeights, moments: Moments) -> Case {
     let n = ranges.iter().map(|range| range.elements.len()).sum();
-    let (remainder, bf16_moments) = (master_weights == MasterWeights::Remainder, moments == Moments::Bf16);
-    let moment = |name, init, tolerance| Operand { init, ..accumulated(name, n, tolerance) };
-    let positive = Init::Uniform { mean: 1.0, spread: 0.9 };
-    let [m, v] = if bf16_moments {
-        [moment("m", UNIT, Tolerance::STOCHASTIC), moment("v", positive, Tolerance::STOCHASTIC)]
-    } else {
-        [f32(moment("m", UNIT, Tolerance::REDUCTION)), f32(moment("v", positive, Tolerance::REDUCTION))]
+    let remainder = master_weights == MasterWeights::Remainder;
+    let tolerance = match moments {
+        Moments::F32 => Tolerance::REDUCTION,
+        Moments::Bf16 => Tolerance::STOCHASTIC,
+        // One step of three bits of mantissa.
+        Moments::EightBit => Tolerance { f32: 2e-5, bf16: 0.126 },
     };
+    let moment = |name, init, signed| {
+        let dtype = match moments {
+            Moments::F32 => Some(DType::F32),
+            Moments::Bf16 => None,
+            Moments::EightBit => Some(DType::Block8 { signed }),
+        };
+        Operand { init, dtype, ..accumulated(name, n, tolerance) }
+    };
+    let [m, v] = [moment("m", UNIT, true), moment("v", Init::Uniform { mean: 1.0, spread: 0.9 }, false)];
     let operands = vec![
         Operand { checked: Some(Tolerance::STOCHASTIC), ..input("params", n, UNIT) },
         input("grads", n, UNIT),
         m,
         v,
-        input("remainder", if remainder { n } else { 8 }, Init::Zero),
+        match master_weights {
+            MasterWeights::None => input("master", 8, Init::Zero),
+            MasterWeights::F32 => f32(input("master", n, UNIT)),
+            MasterWeights::Remainder => input("remainder", n, Init::Zero),
+        },
         f32(input("stats", 2, Init::Values(vec![7.0, 2.5]))),
     ];
-    let updates = if remainder && !bf16_moments { 4 } else { 1 };
-    let bf16s = 3 + 2 * usize::from(remainder) + 4 * usize::from(bf16_moments);
-    let f32_bytes = if bf16_moments { 0 } else { 16 };
-    let work = Work { floats: bf16s * n * updates, bytes: f32_bytes * n * updates, flops: 0 };
+    let updates = if remainder && moments == Moments::F32 { 4 } else { 1 };
+    let (bf16_moments, moment_bytes) = match moments {
+        Moments::F32 => (0, 16),
+        Moments::Bf16 => (4, 0),
+        Moments::EightBit => (0, 4),
+    };
+    let (bf16_masters, master_bytes) = match master_weights {
+        MasterWeights::None => (1, 0),
+        MasterWeights::F32 => (0, 8),
+        MasterWeights::Remainder => (3, 0),
+    };
+    let (bf16s, bytes) = (2 + bf16_masters + bf16_moments, moment_bytes + master_bytes);
+    let work = Work { floats: bf16s * n * updates, bytes: bytes * n * updates, flops: 0 };
     let workload = Workload { update_ranges: ranges.len(), ..workload(1, 1, 8, 1, 128, n) };
     let name = format!("{n}, masters {master_weights}, moments {}", moments.name());
     exact(case("adamw", name, workload, operands, work, move |e, x| {
         let [params, grads, m, v, stats] = [x[0], x[1], x[2], x[3], x[5]];
         let master = match e.dtype() {
             DType::Bf16 if remainder => Master::Remainder(Tensor { dtype: DType::U16, ..x[4] }),
+            DType::Bf16 if master_weights == MasterWeights::F32 => {
+                e.cast(x[4], params)?;
+                Master::F32(x[4])
+            }
             _ => Master::None,
         };
         for update in 0..updates as u32 {
@@ -170,9 +198,11 @@ pub(super) fn adamw(ranges: Vec<UpdateRange>) -> Case {
 
 /// Returns a momentum update of `n` elements.
 fn muon_momentum(n: usize, moments: Moments) -> Case {
-    let m = match moments {
-        Moments::F32 => f32(accumulated("m", n, Tolerance::ELEMENTWISE)),
-        Moments::Bf16 => accumulated("m", n, Tolerance::STOCHASTIC),
+    let in_f32 = moments == Moments::F32;
+    let m = if in_f32 {
+        f32(accumulated("m", n, Tolerance::ELEMENTWISE))
+    } else {
+        accumulated("m", n, Tolerance::STOCHASTIC)
     };
     let operands = vec![
         output("update", n, Tolerance::ELEMENTWISE),
@@ -180,10 +210,8 @@ fn muon_momentum(n: usize, moments: Moments) -> Case {
         input("grads", n, UNIT),
         f32(input("stats", 2, Init::Values(vec![7.0, 2.5]))),
     ];
-    let work = match moments {
-        Moments::F32 => Work { floats: 2 * n, bytes: 8 * n, flops: 0 },
-        Moments::Bf16 => Work { floats: 4 * n, bytes: 0, flops: 0 },
-    };
+    let (floats, bytes) = if in_f32 { (2 * n, 8 * n) } else { (4 * n, 0) };
+    let work = Work { floats, bytes, flops: 0 };
     let name = format!("{n}, m {}", moments.name());
     exact(case("muon_momentum", name, workload(1, 1, 8, 1, 128, n), operands, work, |e, x| {
         let [update, m, grads, stats] = [x[0], x[1], x[2], x[3]];
@@ -195,9 +223,10 @@ fn muon_momentum(n: usize, moments: Moments) -> Case {
 fn muon_variance(rows: usize, cols: usize, moments: Moments) -> Case {
     let (elements, n) = (rows * cols, rows.max(cols));
     let means = Operand { init: Init::Uniform { mean: 1.0, spread: 0.9 }, ..input("second", n, UNIT) };
-    let means = match moments {
-        Moments::F32 => f32(Operand { checked: Some(Tolerance::REDUCTION), ..means }),
-        Moments::Bf16 => Operand { checked: Some(Tolerance::STOCHASTIC), ..means },
+    let means = if moments == Moments::F32 {
+        f32(Operand { checked: Some(Tolerance::REDUCTION), ..means })
+    } else {
+        Operand { checked: Some(Tolerance::STOCHASTIC), ..means }
     };
     let operands = vec![
         accumulated("update", elements, Tolerance::CHAIN),
