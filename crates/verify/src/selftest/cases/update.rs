@@ -101,7 +101,7 @@ pub(super) fn compact_adamw(ranges: Vec<UpdateRange>, master_weights: MasterWeig
         Moments::F32 => Tolerance::REDUCTION,
         Moments::Bf16 => Tolerance::STOCHASTIC,
         // One step of three bits of mantissa.
-        Moments::EightBit => Tolerance { f32: 2e-5, bf16: 0.126 },
+        Moments::EightBit => Tolerance { f32: 0.126, bf16: 0.126 },
     };
     let moment = |name, init, signed| {
         let dtype = match moments {
