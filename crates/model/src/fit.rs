@@ -8,6 +8,8 @@ use clap::ValueEnum;
 use distributed::ShardGroups;
 use engine::Engine;
 use engine::plan::Plan;
+use engine::tensor::DType;
+use std::cmp::Ordering;
 
 /// Maximum number of tokens in a batch: positions are stored as i32.
 const MAX_TOKENS: usize = i32::MAX as usize;
@@ -110,7 +112,7 @@ pub fn plan_run(
             let options = PlanOptions { keeps_fp8_weights: false, ..options };
             Decoder::plan(descriptor, options, engine).1.bytes().saturating_add(reserved)
         };
-        let advice = Search { options, limits, free, bytes: &mut bytes }.advice();
+        let advice = Search { descriptor, options, limits, free, bytes: &mut bytes }.advice();
         let with = if reserved > 0 {
             format!(" (with {} for CUDA graphs, code and NCCL)", size(reserved))
         } else {
@@ -175,8 +177,12 @@ fn size(bytes: usize) -> String {
     if mib < 100.0 { format!("{mib:.2} MiB") } else { format!("{:.2} GiB", mib / 1024.0) }
 }
 
+/// Rough estimate of the FLOPs that a GPU computes while PCIe moves a byte: 400 TFLOP/s and 40 GB/s.
+const FLOPS_PER_BYTE: f64 = 10_000.0;
+
 /// A search for settings that fit. Every setting that it names has been planned.
 struct Search<'a> {
+    descriptor: Descriptor,
     /// The settings that do not fit.
     options: PlanOptions,
     limits: RunLimits,
@@ -212,22 +218,17 @@ impl Search<'_> {
 
     /// Returns changes for a run that does not fit with one sequence at a time.
     fn last_resorts(&mut self) -> String {
-        let mut compact = (0, self.options);
-        for storage in compact_storage(self.options) {
-            let found = self.largest_of(&self.levels(storage));
-            if found.0 > compact.0 {
-                compact = found;
-            }
-        }
-        if let (b @ 1.., level) = compact {
-            return format!("--batch {b} with {} fits", self.changes(level));
-        }
-        let offloads = offloads(self.options);
-        let with_compact = offloads.iter().flat_map(|&offload| compact_storage(offload));
-        for storage in offloads.iter().copied().chain(with_compact) {
-            if let (b @ 1.., level) = self.largest_of(&self.levels(storage)) {
-                return format!("--batch {b} with {} fits", self.changes(level));
-            }
+        let offloads = [self.options].into_iter().chain(offloads(self.options));
+        let storages = offloads.flat_map(|offload| [offload].into_iter().chain(compact_storage(offload)));
+        let levels: Vec<_> = storages.flat_map(|storage| self.levels(storage)).collect();
+        let fitting = levels.into_iter().map(|level| PlanOptions { b: self.largest_batch(level), ..level });
+        let fitting: Vec<_> = fitting.filter(|level| level.b > 0).collect();
+        // Without master weights, updates are less exact than with any other setting.
+        let key =
+            |level: &PlanOptions| (level.master_weights == MasterWeights::None, self.cost(level), usize::MAX - level.b);
+        let order = |a: &&PlanOptions, b: &&PlanOptions| key(a).partial_cmp(&key(b)).unwrap_or(Ordering::Equal);
+        if let Some(&fastest) = fitting.iter().min_by(order) {
+            return format!("--batch {} with {} fits", fastest.b, self.changes(fastest));
         }
         let mut resorts = vec!["use a smaller --model".to_owned()];
         let single = PlanOptions { b: 1, ..self.options };
@@ -257,9 +258,6 @@ impl Search<'_> {
 
     /// Returns `options` and those with more recomputation or sharding, in the order of the time that they cost.
     fn levels(&self, options: PlanOptions) -> Vec<PlanOptions> {
-        // Rough percentages of a step. ZeRO-1 communicates as much as plain data parallelism.
-        const RECOMPUTE: [u32; 4] = [0, 1, 3, 30];
-        const ZERO: [u32; 4] = [0, 0, 2, 10];
         if !options.training {
             return vec![options];
         }
@@ -274,10 +272,32 @@ impl Search<'_> {
             more.map(move |recompute| PlanOptions { recompute, ..options })
         };
         let mut levels: Vec<_> = stages.flat_map(with_recompute).collect();
-        levels.sort_by_key(|level| {
-            RECOMPUTE[usize::from(u8::from(level.recompute))] + ZERO[usize::from(level.zero.stage())]
-        });
+        levels.sort_by_key(percent);
         levels
+    }
+
+    /// Returns the predicted time of a token in a training step on one rank, in FLOPs.
+    ///
+    /// Offloaded parameters move to the GPU in both passes of a micro-batch, and the outputs of layers move out and back, while the GPU
+    /// computes. Offloaded state moves in both directions once per step.
+    fn cost(&self, options: &PlanOptions) -> f64 {
+        let (d, batch) = (self.descriptor, (options.b * options.t) as f64);
+        let step = self.limits.total_batch.map_or(batch, |total| total as f64 / self.limits.ranks as f64);
+        let offloaded = |kind, bytes: usize| if options.offload.contains(kind) { bytes as f64 } else { 0.0 };
+        let of_parameters = |kind, bytes: usize| offloaded(kind, bytes * d.parameters());
+        let moments = options.moments.dtypes(DType::Bf16).map(DType::bytes).into_iter().sum();
+        let master = match options.master_weights {
+            MasterWeights::None => 0,
+            MasterWeights::F32 => 4,
+            MasterWeights::Remainder => 2,
+        };
+        let computing = d.flops_per_token(options.t) as f64 * (1.0 + f64::from(percent(options)) / 100.0);
+        let passes = 2.0 * of_parameters(Offloadable::Params, 2) / batch
+            + 2.0 * offloaded(Offloadable::Activations, 2 * d.channels * d.layers);
+        let update = of_parameters(Offloadable::Moments, moments)
+            + of_parameters(Offloadable::Master, master)
+            + of_parameters(Offloadable::Params, 2);
+        computing.max(FLOPS_PER_BYTE * passes) + FLOPS_PER_BYTE * 2.0 * update / step
     }
 
     /// Reports whether the shard groups have fewer ranks than the run.
@@ -355,6 +375,13 @@ impl Search<'_> {
     }
 }
 
+/// Returns the rough cost of recomputation and sharding, in percent of a step. ZeRO-1 communicates as much as plain data parallelism.
+fn percent(options: &PlanOptions) -> u32 {
+    const RECOMPUTE: [u32; 4] = [0, 1, 3, 30];
+    const ZERO: [u32; 4] = [0, 0, 2, 10];
+    RECOMPUTE[usize::from(u8::from(options.recompute))] + ZERO[usize::from(options.zero.stage())]
+}
+
 /// Returns the options with smaller types of the optimizer state, in the order of their effect on the results: remainders are exact.
 fn compact_storage(options: PlanOptions) -> Vec<PlanOptions> {
     let masters = match options.master_weights {
@@ -416,15 +443,17 @@ mod tests {
     }
 
     fn advice(options: PlanOptions, free: usize) -> String {
-        Search { options, limits: RunLimits::SINGLE, free, bytes: &mut of_d12 }.advice()
+        Search { descriptor: d12(), options, limits: RunLimits::SINGLE, free, bytes: &mut of_d12 }.advice()
     }
 
     #[test]
     fn the_largest_batch_fits_and_one_more_does_not() {
         let options = options(1000, Recompute::Nothing);
         let bytes = |b| of_d12(PlanOptions { b, ..options });
-        let largest =
-            |free| Search { options, limits: RunLimits::SINGLE, free, bytes: &mut of_d12 }.largest_batch(options);
+        let largest = |free| {
+            Search { descriptor: d12(), options, limits: RunLimits::SINGLE, free, bytes: &mut of_d12 }
+                .largest_batch(options)
+        };
         for expected in [1, 2, 37, 999] {
             let (free, more) = (bytes(expected), bytes(expected + 1));
             for free in [free, more - 1] {
@@ -439,11 +468,12 @@ mod tests {
         let options = options(64, Recompute::Nothing);
         let shard = Shard { rank: 0, ranks: 2 };
         let limits = RunLimits { ranks: 2, shard, total_batch: Some(2 * 1024 * 192), ..RunLimits::SINGLE };
-        let search = |free| Search { options, limits, free, bytes: &mut of_d12 }.largest_batch(options);
+        let search =
+            |free| Search { descriptor: d12(), options, limits, free, bytes: &mut of_d12 }.largest_batch(options);
         let bytes = |b| of_d12(PlanOptions { b, ..options });
         // 192 sequences of each rank in a step: 37 does not divide them.
         assert_eq!([search(bytes(37)), search(bytes(32) - 1), search(bytes(1) - 1)], [32, 24, 0]);
-        let allowed = Search { options, limits, free: 0, bytes: &mut of_d12 }.allowed_batches();
+        let allowed = Search { descriptor: d12(), options, limits, free: 0, bytes: &mut of_d12 }.allowed_batches();
         assert_eq!(allowed.unwrap(), [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]);
     }
 
@@ -454,7 +484,7 @@ mod tests {
         let options = PlanOptions { zero: zero(2), ..options(1, Recompute::Layers) };
         let free = of_d12(PlanOptions { zero: zero(8), ..options });
         assert!(free < of_d12(options));
-        let advice = |free| Search { options, limits, free, bytes: &mut of_d12 }.advice();
+        let advice = |free| Search { descriptor: d12(), options, limits, free, bytes: &mut of_d12 }.advice();
         assert_eq!(advice(free), "use --shard-size 8");
         assert!(
             advice(free - 1).contains("16 ranks with --zero-stage 3 --shard-size 16 --recompute 3"),
@@ -502,7 +532,7 @@ mod tests {
         let [zero_1, zero_3] = [1, 3].map(|stage| of(at(stage, Recompute::Nothing)));
         let all = of(at(3, Recompute::Layers));
         assert!(of(options) > zero_1 && zero_1 > zero_3 && zero_3 > all);
-        let mut advice = |free| Search { options, limits, free, bytes: &mut of }.advice();
+        let mut advice = |free| Search { descriptor, options, limits, free, bytes: &mut of }.advice();
         assert!(advice(zero_1).starts_with("use --zero-stage 1; otherwise, "), "{}", advice(zero_1));
         assert!(advice(all).starts_with("use --zero-stage 3 --recompute 3"), "{}", advice(all));
         assert!(advice(all - 1).contains("--zero-stage 3 --recompute 3"), "{}", advice(all - 1));
@@ -548,7 +578,7 @@ mod tests {
                 let mut of = |options| bytes(descriptor, options, &mut *engine);
                 let whole = of(options);
                 for free in [24, 40, 80, 141].map(|gib| gib * GIB).into_iter().filter(|&free| free < whole) {
-                    let text = Search { options, limits, free, bytes: &mut of }.advice();
+                    let text = Search { descriptor, options, limits, free, bytes: &mut of }.advice();
                     for text in text.split("; ").flat_map(|text| text.split(", or ")) {
                         // A model of another size, or more ranks, are not settings of this run.
                         if text.contains("smaller --") || text.contains("ranks with") {
@@ -568,9 +598,17 @@ mod tests {
         let descriptor: Descriptor = "llama3:8b".parse().unwrap();
         let options = PlanOptions { t: 4096, ..options(2, Recompute::Nothing) };
         let mut of = |options| bytes(descriptor, options, &mut *engine);
-        let mut advice = |free| Search { options, limits: RunLimits::SINGLE, free, bytes: &mut of }.advice();
-        assert_eq!(advice(60 * GIB), "--batch 2 with --recompute 2 --offload master,moments fits");
-        assert_eq!(advice(30 * GIB), "--batch 2 with --recompute 3 --offload master,moments,params fits");
+        let mut advice_for = |limits, free| Search { descriptor, options, limits, free, bytes: &mut of }.advice();
+        // In a large step, the state moves rarely.
+        let large = RunLimits { total_batch: Some(1 << 20), ..RunLimits::SINGLE };
+        let storage = "--master-weights remainder --moments 8bit";
+        assert_eq!(advice_for(large, 60 * GIB), format!("--batch 1 with {storage} --offload master,moments fits"));
+        let mut advice = |free| advice_for(RunLimits::SINGLE, free);
+        assert_eq!(advice(60 * GIB), format!("--batch 2 with --recompute 3 {storage} --offload moments fits"));
+        assert_eq!(
+            advice(30 * GIB),
+            format!("--batch 2 with --recompute 3 {storage} --offload master,moments,params fits")
+        );
         let free = 20 * GIB;
         let expected =
             "not even --batch 1 fits: use a smaller --model, or 16 ranks with --zero-stage 3 --recompute 3 --batch 1";
@@ -681,7 +719,7 @@ mod tests {
         let mut of = |options| bytes(descriptor, options, &mut *h200());
         assert!(of(default) > 120 * GIB);
         let mut advice = |options, free| {
-            let text = Search { options, limits: RunLimits::SINGLE, free, bytes: &mut of }.advice();
+            let text = Search { descriptor, options, limits: RunLimits::SINGLE, free, bytes: &mut of }.advice();
             assert_fits(&text, options, 1, free, &mut of);
             text
         };
