@@ -109,7 +109,7 @@ pub(super) fn compact_adamw(ranges: Vec<UpdateRange>, master_weights: MasterWeig
             Moments::Bf16 => None,
             Moments::EightBit => Some(DType::Block8 { signed }),
         };
-        Operand { init, dtype, ..accumulated(name, n, tolerance) }
+        Operand { dtype, init, ..accumulated(name, n, tolerance) }
     };
     let [m, v] = [moment("m", UNIT, true), moment("v", Init::Uniform { mean: 1.0, spread: 0.9 }, false)];
     let operands = vec![
