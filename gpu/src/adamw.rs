@@ -149,6 +149,13 @@ struct Update {
 }
 
 impl Update {
+    /// Returns the scalars of a range, with or without weight decay.
+    #[inline(always)]
+    fn new(grad_scale: f32, scalars: Scalars, decayed: u32) -> Self {
+        let weight_decay = if decayed == 0 { 0.0 } else { scalars.weight_decay };
+        Self { grad_scale, scalars: Scalars { weight_decay, ..scalars } }
+    }
+
     /// Returns the new m, v and parameter of one element.
     #[inline(always)]
     fn apply(&self, grad: f32, m: f32, v: f32, old: f32) -> [f32; 3] {
@@ -241,8 +248,7 @@ pub fn adamw<T: Element, M: Element, W: Master>(
     let range = range_of(thread::block_idx_x(), ranges, scalars.range_count);
     let Some(grad_scale) = grad_scale(loss, norm, scalars.grad_factor, scalars.clip) else { return };
     let (tile, n) = (Float4Tile::<T>::of_block(thread::block_idx_x() - range.first_block), range.len as usize);
-    let weight_decay = if range.decayed == 0 { 0.0 } else { scalars.weight_decay };
-    let update = Update { grad_scale, scalars: Scalars { weight_decay, ..scalars } };
+    let update = Update::new(grad_scale, scalars, range.decayed);
     let seed = scalars.seed.wrapping_add(range.seed);
     let has_masters = weights::exist(masters);
     let arrays = Arrays { params, masters, m, v, grads }.skip(range.start as usize);

@@ -64,7 +64,7 @@ impl Scaled {
 
 /// The scalars of an update with [`Scaled`] arguments, the same for all elements of a range.
 #[derive(Clone, Copy)]
-struct ScaledUpdate {
+pub(super) struct ScaledUpdate {
     grad_scale: f32,
     beta1: f32,
     beta2: f32,
@@ -73,9 +73,23 @@ struct ScaledUpdate {
 }
 
 impl ScaledUpdate {
+    /// Returns the scalars of a range, with or without weight decay.
+    #[inline(always)]
+    pub(super) fn new(grad_scale: f32, scalars: Scalars, scaled: Scaled, decayed: u32) -> Self {
+        let Scalars { beta1, beta2, epsilon, .. } = scalars;
+        let weight_decay = if decayed == 0 { 0.0 } else { scaled.weight_decay };
+        Self { grad_scale, beta1, beta2, epsilon, scaled: Scaled { weight_decay, ..scaled } }
+    }
+
+    /// Reports whether [`apply`](Self::apply) gives the bits of [`Update::apply`].
+    #[inline(always)]
+    pub(super) fn is_exact(&self) -> bool {
+        self.scaled.exact != 0
+    }
+
     /// Returns what [`Update::apply`] returns, if the new weight is finite.
     #[inline(always)]
-    fn apply(&self, grad: f32, m: f32, v: f32, old: f32) -> [f32; 3] {
+    pub(super) fn apply(&self, grad: f32, m: f32, v: f32, old: f32) -> [f32; 3] {
         let Scaled { correction1, correction2, weight_decay, learning_rate, .. } = self.scaled;
         let grad = grad * self.grad_scale;
         let m = lerp(grad, m, self.beta1);
@@ -187,15 +201,12 @@ pub fn adamw_compact(
     let block = (thread::block_idx_x() - range.first_block) as usize;
     let first = block * TILE + thread::thread_idx_x() as usize * EIGHT;
     let seed = scalars.seed.wrapping_add(range.seed);
-    let decay = |weight_decay: f32| if range.decayed == 0 { 0.0 } else { weight_decay };
-    let Scalars { beta1, beta2, epsilon, weight_decay, .. } = scalars;
 
-    let fast = Scaled { weight_decay: decay(scaled.weight_decay), ..scaled };
-    let fast = ScaledUpdate { grad_scale, beta1, beta2, epsilon, scaled: fast };
-    if scaled.exact != 0 && first + EIGHT <= n && arrays.update_eight(first, seed, &fast) {
+    let fast = ScaledUpdate::new(grad_scale, scalars, scaled, range.decayed);
+    if fast.is_exact() && first + EIGHT <= n && arrays.update_eight(first, seed, &fast) {
         return;
     }
-    let update = Update { grad_scale, scalars: Scalars { weight_decay: decay(weight_decay), ..scalars } };
+    let update = Update::new(grad_scale, scalars, range.decayed);
     for i in first..n.min(first + EIGHT) {
         arrays.update_one(i, seed, &update, true);
     }

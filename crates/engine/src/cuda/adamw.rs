@@ -160,6 +160,7 @@ fn launch_8bit<T: Float, W: StorageType + gpu::weights::Master>(cuda: &mut Cuda<
     let Some(operands) = operands::<T, bf16, Block8<true>, Block8<false>, W>(cuda, &op)? else { return Ok(()) };
     let AdamWOperands { params, masters, m, v, grads, stats, ranges, scalars, grid } = operands;
     let (m, v) = (GlobalMut::new(m.pointer().cast()), GlobalMut::new(v.pointer().cast()));
-    let launch = eight_bit::adamw_8bit::<W>(params, masters, m, v, grads, stats, ranges, scalars);
+    let scaled = compact::Scaled::new(&scalars);
+    let launch = eight_bit::adamw_8bit::<W>(params, masters, m, v, grads, stats, ranges, scalars, scaled);
     cuda.launch(launch, [grid, 1, 1], 0)
 }
