@@ -14,7 +14,7 @@ COPY scripts/setup scripts/
 COPY crates/cargo-kernels/setup.sh crates/cargo-kernels/
 RUN scripts/setup
 COPY . .
-RUN LLM_RS_CUBINS=1 CUDA_HOME=/src/.tools/cuda/nvidia/cu13 cargo build --release --locked -p host \
+RUN LLM_RS_CUBINS=all CUDA_HOME=/src/.tools/cuda/nvidia/cu13 cargo build --release --locked -p host \
     && strip target/release/llm-rs
 
 FROM debian:bookworm-slim

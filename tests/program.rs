@@ -300,7 +300,7 @@ fn errors_name_invalid_flags() {
             "'xml' for '--format <text|jsonl|parquet|csv>': expected text, jsonl, parquet or csv",
         ),
         (&["train", "--final-fraction", "5"], "'5' for '--final-fraction <X>': expected a number from 0 to 1"),
-        (&["train", "--kernels", "sm_1"], "[possible values: sm_80, sm_90a]"),
+        (&["train", "--kernels", "sm_1"], "[possible values: sm_80, sm_89, sm_90a]"),
         (&["train", "-h", "1"], "--hellaswag FILE"),
         (&["train", "-h", "0"], "--hellaswag FILE"),
         (&["train", "--val", "x.bin"], "--train"),
@@ -411,18 +411,24 @@ fn tables_and_tests_that_compare_nothing_are_errors() {
     assert!(printed.contains("against CPU") && !printed.contains("\n0 cases passed"), "{printed}");
 }
 
-/// GPUs without a kernel set of their own run the PTX for sm_80. No such GPU was at hand, so at least its assembler accepts the kernels.
+/// GPUs without cubins of their own run the PTX for sm_80 or sm_89. No such GPU was at hand, so at least its assembler accepts the kernels.
 #[test]
 #[ignore = "slow: scripts/nightly runs it"]
 fn kernels_assemble_for_every_supported_gpu() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let ptxas = cuda_builder::find_cuda_tool("ptxas", Some(&root)).expect("scripts/setup installs ptxas");
     let dir = tempfile::tempdir().unwrap();
-    for module in engine::cuda::EMBEDDED.modules().unwrap() {
+    let modules = engine::cuda::EMBEDDED.modules().unwrap();
+    let archs: Vec<_> = modules.iter().map(|module| module.arch).collect();
+    assert_eq!(archs, ["sm_80", "sm_89", "sm_90a"], "expected a program built with LLM_RS_CUBINS=all");
+    for module in modules {
         let ptx = dir.path().join(module.arch).with_extension("ptx");
         fs::write(&ptx, module.ptx).unwrap();
-        let others: &[&str] =
-            if module.arch == "sm_80" { &["sm_86", "sm_89", "sm_90", "sm_100", "sm_120"] } else { &[] };
+        let others: &[&str] = match module.arch {
+            "sm_80" => &["sm_86", "sm_89", "sm_90", "sm_100", "sm_120"],
+            "sm_89" => &["sm_90", "sm_100", "sm_120"],
+            _ => &[],
+        };
         for arch in [module.arch].iter().chain(others) {
             let assembled = Command::new(&ptxas)
                 .args(["-O1", "-arch", arch, "-o"])

@@ -6,7 +6,8 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    let kernels = cuda_builder::CudaBuilder::new("gpu").arch("sm_80").arch("sm_90a").approximate_division();
+    let kernels = cuda_builder::CudaBuilder::new("gpu").arch("sm_80").optional_arch("sm_89").arch("sm_90a");
+    let kernels = kernels.approximate_division();
     let kernels = if cfg!(feature = "kernels") { kernels } else { kernels.only_for_local_gpus() };
     match kernels.build() {
         Ok(_) => ExitCode::SUCCESS,

@@ -61,6 +61,17 @@ const APPROXIMATE: [&str; 2] = ["-nvptx-prec-divf32=0", "-nvptx-prec-sqrtf32=0"]
 /// Flags of `llc` for the division and square root of IEEE 754, as nvcc's default.
 const EXACT: [&str; 2] = ["-nvptx-prec-divf32=2", "-nvptx-prec-sqrtf32=1"];
 
+/// Returns the flag of `llc` for the version of PTX, or `None` for LLVM's choice.
+///
+/// PTX 8.0 has all instructions of architectures up to sm_90a, except for those of sm_89: 8.1 has its conversions to FP8, and 8.4 its
+/// `mma` in FP8. Drivers accept them since CUDA 12.0 and 12.4.
+fn ptx_version(arch: &str) -> Option<&'static str> {
+    match arch_number(arch)? {
+        89 => Some("-mattr=+ptx84"),
+        number => (number <= 90).then_some("-mattr=+ptx80"),
+    }
+}
+
 /// The ways out of the error about `unsafe`.
 const UNSAFE_ADVICE: &str = "the emulator cannot check `unsafe`: access memory with the methods of the views (Global, GlobalSlice, \
      SharedArray, …); or move the unsafe code to a function that is not a kernel, with #[allow(unsafe_code)], and test it on a GPU; or \
@@ -299,10 +310,7 @@ impl Job<'_> {
         llc.args(LLC_FLAGS)
             .args(if self.options.approximate { APPROXIMATE } else { EXACT })
             .arg(format!("-mcpu={}", self.arch));
-        // PTX 8.0 for architectures up to sm_90a: it has all instructions of Hopper, and drivers since CUDA 12.0 accept it.
-        if arch_number(self.arch).is_some_and(|number| number <= 90) {
-            llc.arg("-mattr=+ptx80");
-        }
+        llc.args(ptx_version(self.arch));
         let advice =
             "the device code needs an operation that the GPU or this LLVM does not support; see the message below";
         let lowered = self.run_tool(llc.arg(&files.optimized).arg("-o").arg(&files.ptx), "lowering to PTX", advice);
@@ -410,10 +418,7 @@ impl Job<'_> {
             opt.arg("-passes=internalize,globaldce").arg(format!("-internalize-public-api-list={kernel}"));
             self.run_tool(opt.arg("-S").arg(&files.optimized).arg("-o").arg(&alone), "optimizing", "")?;
             let mut llc = Command::new(self.toolchain.llvm_tool("llc"));
-            llc.args(LLC_FLAGS).arg(format!("-mcpu={}", self.arch));
-            if arch_number(self.arch).is_some_and(|number| number <= 90) {
-                llc.arg("-mattr=+ptx80");
-            }
+            llc.args(LLC_FLAGS).arg(format!("-mcpu={}", self.arch)).args(ptx_version(self.arch));
             self.run_tool(llc.arg(&alone).arg("-o").arg(alone.with_extension("ptx")), "lowering to PTX", "").map(|_| ())
         };
         let failing: Vec<String> =

@@ -54,14 +54,18 @@ mod tests {
 
     #[test]
     fn each_gpu_selects_its_newest_architecture() {
-        let select = |gpus: Option<&[u32]>| archs_for(&["sm_80", "sm_90a"], gpus);
+        let archs = ["sm_80", "sm_89", "sm_90a"];
+        let select = |gpus: Option<&[u32]>| archs_for(&archs, gpus);
         assert!(select(Some(&[])).is_empty());
         assert_eq!(select(Some(&[90, 90])), ["sm_90a"]);
         assert_eq!(select(Some(&[86])), ["sm_80"]);
+        assert_eq!(select(Some(&[80, 90])), ["sm_80", "sm_90a"]);
         // Code for sm_90a runs on compute capability 9.0 only.
-        assert_eq!(select(Some(&[120])), ["sm_80"]);
-        for all in [Some(&[80, 90][..]), Some(&[75]), None] {
-            assert_eq!(select(all), ["sm_80", "sm_90a"], "{all:?}");
+        for gpu in [89, 100, 120] {
+            assert_eq!(select(Some(&[gpu])), ["sm_89"], "{gpu}");
+        }
+        for all in [Some(&[80, 89, 90][..]), Some(&[75]), None] {
+            assert_eq!(select(all), archs, "{all:?}");
         }
     }
 

@@ -20,9 +20,10 @@
 //!
 //! A machine without an NVIDIA GPU cannot run kernels, so the default there is to build PTX only: `ptxas` takes about half of
 //! the time of a device build. Set `LLM_RS_CUBINS=1` to build cubins anyway, for programs that run on other machines and to
-//! check kernels for register spills. [`CudaBuilder::only_for_local_gpus`] builds nothing there. Without cubins, the driver compiles the PTX of `sm_80` when the program starts, and
-//! the kernels for `sm_90a` are not available (the driver's compiler miscompiles them, see
-//! docs/internals/performance/toolchain.md). `LLM_RS_CUBINS=0` turns cubins off.
+//! check kernels for register spills. `LLM_RS_CUBINS=all` also builds optional architectures ([`CudaBuilder::optional_arch`]).
+//! [`CudaBuilder::only_for_local_gpus`] builds nothing there. Without cubins, the driver compiles PTX when the program starts, and the
+//! kernels for `sm_90a` are not available (the driver's compiler miscompiles them, see docs/internals/performance/toolchain.md).
+//! `LLM_RS_CUBINS=0` turns cubins off.
 //!
 //! # Files
 //!
@@ -66,6 +67,8 @@ use toolchain::Search;
 pub struct CudaBuilder {
     krate: PathBuf,
     archs: Vec<String>,
+    /// Those of `archs` that are built for a local GPU or on request only.
+    optional: Vec<String>,
     out_dir: Option<PathBuf>,
     cubins: Option<bool>,
     line_info: Option<bool>,
@@ -74,7 +77,7 @@ pub struct CudaBuilder {
     search: Search,
 }
 
-/// The environment variable that turns cubins on (`1`) or off (`0`).
+/// The environment variable that turns cubins on (`1`, or `all` with those of optional architectures) or off (`0`).
 const CUBINS_VARIABLE: &str = "LLM_RS_CUBINS";
 
 /// The environment variable that adds line information to PTX and cubins (`1`) or leaves it out (`0`).
@@ -119,6 +122,7 @@ impl CudaBuilder {
         Self {
             krate: krate.into(),
             archs: Vec::new(),
+            optional: Vec::new(),
             out_dir: None,
             cubins: None,
             line_info: None,
@@ -134,6 +138,15 @@ impl CudaBuilder {
     pub fn arch(mut self, arch: &str) -> Self {
         self.archs.push(arch.to_owned());
         self
+    }
+
+    /// Adds an architecture that is built only if it is the newest one for a GPU of this machine, or if `LLM_RS_CUBINS` is `all`.
+    ///
+    /// It is for kernels that are faster on some GPUs, which could also run those of another architecture.
+    #[must_use]
+    pub fn optional_arch(mut self, arch: &str) -> Self {
+        self.optional.push(arch.to_owned());
+        self.arch(arch)
     }
 
     /// Sets the directory for `kernels.rs` and the modules. The default is `OUT_DIR`.
@@ -194,7 +207,8 @@ impl CudaBuilder {
     }
 
     /// Builds only what the GPUs of this machine can run: for each of them the newest architecture, and nothing without a GPU. A device
-    /// build takes minutes, and most programs run where they are built. `LLM_RS_CUBINS=1` builds all architectures anyway.
+    /// build takes minutes, and most programs run where they are built. `LLM_RS_CUBINS=1` builds all architectures anyway, except for
+    /// [optional](Self::optional_arch) ones.
     #[must_use]
     pub fn only_for_local_gpus(mut self) -> Self {
         self.local = true;
@@ -261,11 +275,20 @@ impl CudaBuilder {
 
     /// Returns the architectures to build.
     fn wanted_archs(&self) -> Vec<&str> {
-        let all: Vec<&str> = self.archs.iter().map(String::as_str).collect();
-        match std::env::var(CUBINS_VARIABLE).as_deref() {
-            Ok("" | "0") | Err(_) if self.local => gpus::archs_for(&all, gpus::local().as_deref()),
-            _ => all,
+        let cubins = std::env::var(CUBINS_VARIABLE).unwrap_or_default();
+        self.archs_for(&cubins, gpus::local().as_deref())
+    }
+
+    /// Returns the architectures to build for a value of `LLM_RS_CUBINS` and the GPUs of this machine.
+    fn archs_for(&self, cubins: &str, gpus: Option<&[u32]>) -> Vec<&str> {
+        let mut archs: Vec<&str> = self.archs.iter().map(String::as_str).collect();
+        if cubins != "all" {
+            let local = gpus::archs_for(&archs, gpus);
+            let only_local = self.local && ["", "0"].contains(&cubins);
+            let always = |arch: &str| !only_local && self.optional.iter().all(|optional| optional != arch);
+            archs.retain(|arch| local.contains(arch) || always(arch));
         }
+        archs
     }
 
     fn build_with(
@@ -514,6 +537,28 @@ mod tests {
     fn an_error_is_readable_in_its_debug_form() {
         // `fn main() -> Result<(), Error>` prints this form.
         assert_eq!(format!("{:?}", Error::NoOutDir), Error::NoOutDir.to_string());
+    }
+
+    #[test]
+    fn an_optional_architecture_is_built_for_a_local_gpu_or_on_request() {
+        let builder = CudaBuilder::new("gpu").arch("sm_80").optional_arch("sm_89").arch("sm_90a");
+        let local = CudaBuilder::new("gpu").arch("sm_80").optional_arch("sm_89").arch("sm_90a").only_for_local_gpus();
+        let every = ["sm_80", "sm_89", "sm_90a"];
+        for builder in [&builder, &local] {
+            for gpus in [Some(&[][..]), Some(&[90]), Some(&[120]), None] {
+                assert_eq!(builder.archs_for("all", gpus), every, "{gpus:?}");
+            }
+            assert_eq!(builder.archs_for("1", Some(&[])), ["sm_80", "sm_90a"]);
+            assert_eq!(builder.archs_for("1", Some(&[90])), ["sm_80", "sm_90a"]);
+            assert_eq!(builder.archs_for("1", Some(&[120])), every);
+        }
+        for cubins in ["", "0"] {
+            assert_eq!(builder.archs_for(cubins, Some(&[])), ["sm_80", "sm_90a"]);
+            assert!(local.archs_for(cubins, Some(&[])).is_empty());
+            for (gpu, arch) in [(86, "sm_80"), (89, "sm_89"), (90, "sm_90a"), (100, "sm_89"), (120, "sm_89")] {
+                assert_eq!(local.archs_for(cubins, Some(&[gpu])), [arch]);
+            }
+        }
     }
 
     #[test]

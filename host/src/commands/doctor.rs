@@ -6,7 +6,7 @@ use crate::style::{Tone, is_colored, paint};
 use anyhow::Result;
 use cuda_builder::{Toolchain, find_cuda_tool};
 use cuda_driver::library::SearchPath;
-use engine::cuda::EMBEDDED;
+use engine::cuda::{EMBEDDED, select};
 use serde_json::{Value, json};
 use std::io::{self, Write};
 use std::path::Path;
@@ -116,15 +116,14 @@ fn gpus() -> Vec<Finding> {
 
 /// States whether the kernels that a GPU runs have been measured on its architecture. Without a usable GPU, [`gpu`] says why.
 fn experience(index: usize) -> Option<Finding> {
-    let info = cuda_driver::device_info(index).ok().filter(|info| info.compute_capability.0 >= 8)?;
+    let info = cuda_driver::device_info(index).ok()?;
     let (name, (major, minor)) = (format!("kernels on GPU {index}"), info.compute_capability);
+    let arch = select(EMBEDDED.modules, &info, None).ok()?.module.arch;
     Some(match (major, minor) {
         (9, 0) => found(name, "measured on H100 and H200".to_owned()),
         _ => optional(
             name,
-            format!(
-                "the kernels for sm_80 have run in the emulator and on an H200, but not on compute capability {major}.{minor}"
-            ),
+            format!("the kernels for {arch} have not been measured on compute capability {major}.{minor}"),
             "llm-rs selftest --report FILE checks them; please attach the file to an issue",
         ),
     })

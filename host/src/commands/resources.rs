@@ -49,7 +49,7 @@ pub struct Hardware {
     pub matmul: MatmulBackend,
 
     /// Architecture of the GPU kernels, such as sm_80 [default: the newest that the GPU supports]
-    #[arg(long, value_name = "ARCH", value_parser = ["sm_80", "sm_90a"], help_heading = DEVICE)]
+    #[arg(long, value_name = "ARCH", value_parser = ["sm_80", "sm_89", "sm_90a"], help_heading = DEVICE)]
     pub kernels: Option<String>,
 
     /// Index of the tile configuration that each GEMM uses instead of the fastest one. `selftest` sets it.

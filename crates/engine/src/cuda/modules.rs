@@ -85,6 +85,8 @@ pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo, wanted: Option<&str>
             have.join(", "),
             if modules.iter().any(|module| module.cubin.is_none()) {
                 ", some without the cubins that sm_90a needs: run scripts/setup and build with LLM_RS_CUBINS=1"
+            } else if wanted.is_some_and(|arch| !have.contains(&arch)) {
+                ": build with LLM_RS_CUBINS=all"
             } else {
                 ""
             }
@@ -129,16 +131,25 @@ mod tests {
     #[test]
     fn each_gpu_gets_the_newest_code_that_it_can_run() {
         let both = [module("sm_80", Some(b"80")), module("sm_90a", Some(b"90"))];
-        for (capability, expected) in [
-            ((8, 0), "sm_80 cubin"),
-            ((8, 9), "sm_80 cubin"),
-            ((9, 0), "sm_90a cubin"),
+        let all = [both[0], module("sm_89", Some(b"89")), both[1]];
+        for (capability, without_sm_89, expected) in [
+            ((8, 0), "sm_80 cubin", "sm_80 cubin"),
+            ((8, 6), "sm_80 cubin", "sm_80 cubin"),
+            ((8, 7), "sm_80 cubin", "sm_80 cubin"),
+            ((8, 9), "sm_80 cubin", "sm_89 cubin"),
+            ((9, 0), "sm_90a cubin", "sm_90a cubin"),
             // Code for sm_90a runs on nothing else, and a cubin does not cross a major version.
-            ((10, 0), "sm_80 PTX"),
-            ((12, 0), "sm_80 PTX"),
+            ((10, 0), "sm_80 PTX", "sm_89 PTX"),
+            ((12, 0), "sm_80 PTX", "sm_89 PTX"),
         ] {
-            assert_eq!(select(&both, &gpu(capability), None).unwrap().to_string(), expected, "{capability:?}");
+            let selected = |modules| select(modules, &gpu(capability), None).unwrap().to_string();
+            assert_eq!([selected(&both), selected(&all)], [without_sm_89, expected], "{capability:?}");
         }
+        assert_eq!(select(&all, &gpu((9, 0)), Some("sm_89")).unwrap().to_string(), "sm_89 PTX");
+        let text = select(&both, &gpu((8, 9)), Some("sm_89")).unwrap_err().to_string();
+        assert!(text.ends_with("kernels for sm_80, sm_90a: build with LLM_RS_CUBINS=all"), "{text}");
+        let text = select(&all, &gpu((8, 6)), Some("sm_89")).unwrap_err().to_string();
+        assert!(text.ends_with("kernels for sm_80, sm_89, sm_90a"), "{text}");
         let without_cubins = [module("sm_80", None), module("sm_90a", None)];
         assert_eq!(select(&without_cubins, &gpu((8, 0)), None).unwrap().to_string(), "sm_80 PTX");
         let text = select(&without_cubins, &gpu((9, 0)), None).unwrap().to_string();
