@@ -592,6 +592,18 @@ mod tests {
     }
 
     #[test]
+    fn moments_in_8_bits_need_adamw() {
+        let muon =
+            PlanOptions { moments: Moments::EightBit, optimizer: Optimizer::Muon, ..options(1, Recompute::Nothing) };
+        let error = plan(d12(), muon, &mut *h200()).unwrap_err().to_string();
+        assert_eq!(error, "--moments 8bit: expected --optimizer adamw, found muon; use --moments bf16");
+        assert!(plan(d12(), PlanOptions { optimizer: Optimizer::AdamW, ..muon }, &mut *h200()).is_ok());
+        // The advice for Muon does not name them.
+        let storages = compact_storage(PlanOptions { moments: Moments::F32, ..muon });
+        assert!(storages.iter().all(|storage| storage.moments != Moments::EightBit), "{storages:?}");
+    }
+
+    #[test]
     fn runs_that_need_more_ranks_say_how_many() {
         const GIB: usize = 1 << 30;
         let mut engine = gpu();
