@@ -481,9 +481,14 @@ fn rounding_depends_on_the_whole_index_and_the_seed() {
 /// Returns `(start, len, decayed, seed)` of ranges with gaps that together have every kind of tile, and the elements of all.
 fn compact_parts() -> (Vec<Part>, usize) {
     let part = |start, len, decayed, seed| Part { start, len, decayed, seed };
-    let parts =
-        vec![part(8, 17, true, 3), part(32, 2048, false, 0), part(2088, 4101, true, 900), part(6200, 1, true, 7)];
-    (parts, 6210)
+    let parts = vec![
+        part(8, 17, true, 3),
+        part(32, 2048, false, 0),
+        part(2088, 4101, true, 900),
+        part(6200, 1, true, 7),
+        part(6208, 7, false, 40),
+    ];
+    (parts, 6215)
 }
 
 /// The weights do not depend on the type of the moments. bf16 moments are those in f32, rounded with the bits of their streams.
