@@ -62,6 +62,14 @@ impl Part {
     }
 }
 
+/// Returns the grid of a launch over `parts`, and the words of its table of ranges.
+fn table<T: Element>(parts: &[Part]) -> (u32, Vec<u32>) {
+    let part = |part: &Part| adamw::Range::new(part.start, part.len, part.decayed, part.seed);
+    let mut ranges: Vec<_> = parts.iter().map(part).collect();
+    let grid = adamw::assign_blocks::<T>(&mut ranges);
+    (grid, ranges.iter().flat_map(adamw::Range::words).collect())
+}
+
 const EPSILON: f64 = 1e-8;
 const SETTINGS: Settings = Settings {
     loss: 7.0,
@@ -153,14 +161,11 @@ impl<T: Tolerance, M: Tolerance> State<T, M> {
     }
 
     fn updated_in(&self, parts: &[Part], grads: &[T], settings: Settings) -> Self {
-        let part = |part: &Part| adamw::Range::new(part.start, part.len, part.decayed, part.seed);
-        let mut ranges: Vec<_> = parts.iter().map(part).collect();
-        let grid = adamw::assign_blocks::<T>(&mut ranges);
-        let table: Vec<u32> = ranges.iter().flat_map(adamw::Range::words).collect();
+        let (grid, table) = table::<T>(parts);
         let mut memory = Memory::new();
         let params = memory.buffer("params", &self.params);
         let (m, v) = (memory.buffer("m", &self.m), memory.buffer("v", &self.v));
-        let scalars = settings.scalars(ranges.len());
+        let scalars = settings.scalars(parts.len());
         let grads = memory.input("grads", grads);
         let stats = memory.input("stats", &[settings.loss, settings.norm]);
         let table = Global::new(memory.input("ranges", &table).pointer().cast());
@@ -752,16 +757,13 @@ impl Blocks {
 
     /// Updates the blocks, and the parameters and master weights of `state`.
     fn update(&mut self, state: &mut State<bf16>, parts: &[Part], grads: &[bf16], settings: Settings) {
-        let part = |part: &Part| adamw::Range::new(part.start, part.len, part.decayed, part.seed);
-        let mut ranges: Vec<_> = parts.iter().map(part).collect();
-        let grid = adamw::assign_blocks::<bf16>(&mut ranges);
-        let table: Vec<u32> = ranges.iter().flat_map(adamw::Range::words).collect();
+        let (grid, table) = table::<bf16>(parts);
         let mut memory = Memory::new();
         let params = memory.buffer("params", &state.params);
         let (m, v) = (memory.buffer("m", &self.m), memory.buffer("v", &self.v));
         let (grads, stats) = (memory.input("grads", grads), memory.input("stats", &[settings.loss, settings.norm]));
         let table = Global::new(memory.input("ranges", &table).pointer().cast());
-        let scalars = settings.scalars(ranges.len());
+        let scalars = settings.scalars(parts.len());
         let scaled = Scaled::new(&scalars);
         match &mut state.masters {
             Masters::None => {
