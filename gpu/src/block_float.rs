@@ -6,15 +6,15 @@
 //! at a multiple of eight is complete.
 //!
 //! ```text
-//! code           bits                              from the largest value of the block down
-//! first moment   sign, 3 of exponent, 3 of mantissa    2^-6 normal, to 2^-9 with fewer bits
-//! second moment  4 of exponent, 3 of mantissa          2^-14 normal, to 2^-17 with fewer bits
+//! moment   bits of a code                      smallest normal and smallest code, relative to the block's power of two
+//! first    1 sign, 3 exponent, 3 mantissa      2^-6, 2^-9
+//! second   4 exponent, 3 mantissa              2^-14, 2^-17
 //! ```
 //!
 //! Values are rounded stochastically, twice. First each is rounded to three bits of mantissa, from which the shared exponent follows. Then
-//! values below the normal range are rounded to the smallest step. The expectation is the value itself. Without that, a running mean
-//! with a decay of 0.95 or more would never move, because its steps are smaller than the distance between codes. A positive second
-//! moment never becomes zero, since it divides: below the smallest code it is stored as that code.
+//! values below the normal range are rounded to multiples of the smallest code. The expectation of a stored value is the value itself.
+//! Rounding to nearest would stop a running mean with a decay of 0.95 or more, because an update changes it by less than the distance
+//! between codes. A second moment is a divisor, so a positive one never becomes zero: it is at least the smallest code.
 //!
 //! Encoding a decoded block gives the same bits with any noise, so a checkpoint in f32 restores a run exactly.
 //!
@@ -23,17 +23,17 @@
 /// Values of a block.
 pub const BLOCK: usize = 8;
 
-/// Bits of an f32 below a mantissa of three bits.
+/// Number of bits of an f32 after the first three of its mantissa.
 const DROPPED: u32 = 20;
 /// Bits of a code.
 const CODE_BITS: u32 = 7;
-/// The largest magnitude that is stored, in bits of f32. The factor that scales a block to 1 is then a normal number.
+/// Bits of the largest stored magnitude, as f32. The factor that scales a block with it to [1, 2) is a normal number.
 const LARGEST: u32 = 253 << 23 | 7 << DROPPED;
 
-/// The smallest shared exponent. All codes of a block are normal numbers of f32 and bf16 then; smaller blocks are zero.
+/// The smallest shared exponent. With it, even the smallest code is a normal number in f32 and bf16. A block of smaller values becomes zero.
 const SMALLEST_EXPONENT: u32 = 18;
 
-/// Noise with which values are rounded to nearest.
+/// The noise that rounds values to nearest.
 pub const NEAREST: [u32; BLOCK] = [0x8000_8000; BLOCK];
 
 /// Returns 2^`exponent`, a normal number.
@@ -64,7 +64,8 @@ pub fn decode<const SIGNED: bool>(block: u64) -> [f32; BLOCK] {
 
 /// Returns the block of finite values: first moments if `SIGNED`, otherwise second moments, which are not negative.
 ///
-/// `noise` has 32 random bits for each value. The upper half rounds to the bits of a mantissa, the lower half values below the normal range.
+/// `noise` has 32 random bits for each value. The upper half decides the first rounding, to three bits of mantissa, and the lower half that
+/// of values below the normal range.
 #[inline(always)]
 pub fn encode<const SIGNED: bool>(values: [f32; BLOCK], noise: [u32; BLOCK]) -> u64 {
     let mut rounded = [0; BLOCK];
@@ -164,7 +165,7 @@ mod tests {
             let values = values(seed, true);
             let largest = values.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
             for (value, stored) in values.into_iter().zip(round_trip::<true>(values, NEAREST)) {
-                // Half a step of a value's mantissa, and half of the smallest step of a block whose exponent may have been rounded up.
+                // The two roundings err by at most 2^-4 of the value and, if the exponent of the block has grown, 2^-9 of the largest value.
                 let bound = value.abs() * power_of_two(-4) + largest * power_of_two(-9);
                 assert!((value - stored).abs() <= bound, "{seed}: {value:e}, {stored:e}");
             }

@@ -15,9 +15,9 @@ pub enum DType {
     U16,
     /// 8-bit float: E4M3 or E5M2, as the operation says
     Fp8,
-    /// 8 bits in blocks of eight values ([`gpu::block_float`]), aligned to 8 bytes: first moments if `signed`, otherwise second moments
+    /// 8 bits per value, in blocks of eight that are aligned to 8 bytes ([`gpu::block_float`])
     Block8 {
-        /// Whether values can be negative.
+        /// True for first moments, false for second moments, which are not negative.
         signed: bool,
     },
 }

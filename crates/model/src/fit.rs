@@ -177,7 +177,7 @@ fn size(bytes: usize) -> String {
     if mib < 100.0 { format!("{mib:.2} MiB") } else { format!("{:.2} GiB", mib / 1024.0) }
 }
 
-/// Rough estimate of the FLOPs that a GPU computes while PCIe moves a byte: 400 TFLOP/s and 40 GB/s.
+/// FLOPs that a GPU computes in the time in which PCIe moves a byte. The estimate assumes 400 TFLOP/s and 40 GB/s.
 const FLOPS_PER_BYTE: f64 = 10_000.0;
 
 /// A search for settings that fit. Every setting that it names has been planned.
@@ -276,7 +276,7 @@ impl Search<'_> {
         levels
     }
 
-    /// Returns the predicted time of a token in a training step on one rank, in FLOPs.
+    /// Returns the predicted time that one rank takes to train on a token, in the FLOPs that it could compute in that time.
     ///
     /// Offloaded parameters move to the GPU in both passes of a micro-batch, and the outputs of layers move out and back, while the GPU
     /// computes. Offloaded state moves in both directions once per step.
@@ -598,7 +598,7 @@ mod tests {
         let error = plan(d12(), muon, &mut *h200()).unwrap_err().to_string();
         assert_eq!(error, "--moments 8bit: expected --optimizer adamw, found muon; use --moments bf16");
         assert!(plan(d12(), PlanOptions { optimizer: Optimizer::AdamW, ..muon }, &mut *h200()).is_ok());
-        // The advice for Muon does not name them.
+        // The advice for a run with Muon does not name 8-bit moments.
         let storages = compact_storage(PlanOptions { moments: Moments::F32, ..muon });
         assert!(storages.iter().all(|storage| storage.moments != Moments::EightBit), "{storages:?}");
     }

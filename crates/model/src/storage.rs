@@ -97,7 +97,7 @@ pub enum Moments {
     F32,
     /// bf16, rounded stochastically
     Bf16,
-    /// 8 bits, rounded stochastically, with an exponent for each eight values; only with AdamW
+    /// 8 bits, rounded stochastically; eight neighbors share an exponent (AdamW only)
     #[value(name = "8bit")]
     #[serde(rename = "8bit")]
     EightBit,

@@ -15,8 +15,8 @@ const TILE: usize = 256 * BLOCK;
 
 /// Applies one AdamW step to the elements of `ranges`, like [`adamw`](super::adamw).
 ///
-/// `scaled` is [`Scaled::new`] of `scalars`. `m` and `v` have one element for eight parameters. The blocks of a range begin at its start. Values past its end are zero. Grid: the
-/// return value of [`assign_blocks`](super::assign_blocks) for bf16.
+/// `scaled` is [`Scaled::new`] of `scalars`. `m` and `v` have one element for eight parameters. The blocks of a range begin at its start, and
+/// values past its end are zero. Grid: the return value of [`assign_blocks`](super::assign_blocks) for bf16.
 #[kernel(threads = 256, instances(f32 = <f32>, remainder = <u16>))]
 pub fn adamw_8bit<W: Master>(
     params: GlobalMut<bf16>,

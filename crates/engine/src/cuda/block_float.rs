@@ -28,8 +28,8 @@ pub(super) fn read<T: Float, const SIGNED: bool>(cuda: &mut Cuda<T>, from: Tenso
     Ok(values.split_off(first))
 }
 
-/// Writes values to a tensor, rounded to nearest. Values beside it in its first and last block keep their values, if the block can still
-/// represent them.
+/// Writes values to a tensor, rounded to nearest. The other values of its first and last block are rounded again, which changes them only if
+/// the exponent of the block grows.
 pub(super) fn write<T: Float, const SIGNED: bool>(cuda: &mut Cuda<T>, to: Tensor, values: &[f32]) -> Result<()> {
     ensure!(values.len() == to.len, "write: expected {} values, found {}", to.len, values.len());
     let (blocks, first) = whole_blocks(to);

@@ -297,7 +297,7 @@ pub struct TrainOptions {
     #[arg(short = 'w', long, value_name = "0|1|2", default_value = "1", help_heading = MEMORY)]
     pub master_weights: MasterWeights,
 
-    /// With bf16: type of the optimizer's moments. bf16 saves 4 bytes per weight, 8bit 6. Both are rounded stochastically
+    /// With bf16: type of the optimizer's moments. bf16 saves 4 bytes per weight and 8bit saves 6; both round stochastically
     #[arg(long, value_name = "TYPE", value_enum, default_value = "f32", help_heading = MEMORY)]
     #[serde(skip_serializing_if = "Moments::is_default")]
     pub moments: Moments,
