@@ -27,8 +27,10 @@ struct Model {
 }
 
 const LAYERS: usize = 2;
-/// Repetitions that must give the same bits on a GPU.
+/// Repetitions of the steps of real models that must give the same bits on a GPU.
 const REPETITIONS: usize = 1000;
+/// Those of small models, which must end under compute-sanitizer.
+const FEW_REPETITIONS: usize = 10;
 /// i32 values of an operation in the table.
 const ENTRY_WORDS: usize = 64;
 /// Maximum number of splits of a slot's positions.
@@ -42,7 +44,7 @@ pub fn edge_cases() -> Vec<Case> {
         for (heads, kv_heads, head_size) in [(2, 2, 64), (4, 1, 16), (3, 1, 80), (2, 2, 128)] {
             for is_llama in [false, true] {
                 let shape = AttentionShape { b: rows, t, heads, kv_heads, head_size };
-                cases.push(step(Model { shape, hidden: 320, vocab: 514, is_llama, in_fp8: false }));
+                cases.push(step(Model { shape, hidden: 320, vocab: 514, is_llama, in_fp8: false }, FEW_REPETITIONS));
             }
         }
     }
@@ -55,7 +57,7 @@ pub fn edge_cases_in_fp8() -> Vec<Case> {
     for (rows, t) in [(1, 1), (3, 300), (16, 40)] {
         for is_llama in [false, true] {
             let shape = AttentionShape { b: rows, t, heads: 3, kv_heads: 1, head_size: 80 };
-            cases.push(step(Model { shape, hidden: 336, vocab: 528, is_llama, in_fp8: true }));
+            cases.push(step(Model { shape, hidden: 336, vocab: 528, is_llama, in_fp8: true }, FEW_REPETITIONS));
         }
     }
     cases
@@ -75,9 +77,9 @@ fn steps_of_models(in_fp8: bool) -> Vec<Case> {
     let mut cases = Vec::new();
     for rows in [1, 2, 8, 16] {
         let shape = AttentionShape { b: rows, t: 1024, heads: 12, kv_heads: 12, head_size: 64 };
-        cases.push(step(Model { shape, hidden: 3072, vocab: 50304, is_llama: false, in_fp8 }));
+        cases.push(step(Model { shape, hidden: 3072, vocab: 50304, is_llama: false, in_fp8 }, REPETITIONS));
         let shape = AttentionShape { b: rows, t: 2048, heads: 32, kv_heads: 8, head_size: 64 };
-        cases.push(step(Model { shape, hidden: 8192, vocab: 128_256, is_llama: true, in_fp8 }));
+        cases.push(step(Model { shape, hidden: 8192, vocab: 128_256, is_llama: true, in_fp8 }, REPETITIONS));
     }
     cases
 }
@@ -320,7 +322,7 @@ impl Step {
     }
 }
 
-fn step(model: Model) -> Case {
+fn step(model: Model, repetitions: usize) -> Case {
     let Model { shape: AttentionShape { b: rows, t, heads, kv_heads, .. }, hidden, vocab, is_llama, .. } = model;
     let (c, mut operands) = (model.channels(), Operands::default());
     let step = Step::new(model, &mut operands);
@@ -333,5 +335,5 @@ fn step(model: Model) -> Case {
     let case = case("decode_step", name, workload, operands.0, model.work(), move |e, x| {
         e.run(DecodeStep { operations: &step.operations(x), memory: step.memory.map(|i| x[i]) })
     });
-    Case { repetitions: REPETITIONS, before: Some(Box::new(move |e, x| quantized.quantize(e, x))), ..case }
+    Case { repetitions, before: Some(Box::new(move |e, x| quantized.quantize(e, x))), ..case }
 }
