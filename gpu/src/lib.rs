@@ -34,6 +34,7 @@ pub mod column_sum;
 pub mod decode;
 pub mod digest;
 pub mod encoder;
+pub mod experts;
 mod float4;
 pub mod gate;
 pub mod global_norm;

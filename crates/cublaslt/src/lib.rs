@@ -17,7 +17,7 @@ mod tuning;
 
 pub use gpu::matmul::launch::{ScaleFactors, StridedBatch};
 pub use handle::{Handle, find};
-pub use matmul::{Alignments, BATCH_ALIGNMENT, Fp8Output, GELU_COLUMNS, GemmKey, GemmOperands};
+pub use matmul::{Alignments, BATCH_ALIGNMENT, Fp8Output, GELU_COLUMNS, GemmKey, GemmOperands, GroupOperands};
 pub use plans::Matmuls;
 pub use result::{Error, Result};
 pub use tuning::{FINALISTS, Finalists, MARGIN, SCREENING_RUNS, fastest, race};

@@ -34,10 +34,21 @@ pub struct GemmOperands {
     /// The matrices of a batched GEMM. Algorithms must not depend on their number, so that the bits of a matrix do not depend
     /// on the others. So the batch is not part of the [`Gemm`].
     pub batch: Option<StridedBatch>,
+    /// The groups of a grouped GEMM.
+    pub groups: Option<GroupOperands>,
     /// Addresses of the f32 factors that restore a and b from their FP8 values.
     pub fp8_scales: Option<[u64; 2]>,
     /// The operands of an FP8 output.
     pub fp8_output: Option<Fp8Output>,
+}
+
+/// The groups of a grouped GEMM.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct GroupOperands {
+    /// Address of their description ([`Groups`](gpu::experts::Groups)).
+    pub description: u64,
+    /// Their number.
+    pub count: usize,
 }
 
 /// The addresses that belong to an FP8 output (M, N).
@@ -76,14 +87,15 @@ impl GemmOperands {
     pub fn validate(&self, gemm: &Gemm) -> Result<()> {
         let fail = |what: String| Err(Error::Operand { gemm: *gemm, what });
         let GemmOperands { a, b, out, residual, bias, preactivation, activation, sums, scale, batch, .. } = *self;
-        let GemmOperands { fp8_scales, fp8_output, .. } = *self;
+        let GemmOperands { fp8_scales, fp8_output, groups, .. } = *self;
         let (fp8, epilogue) = (gemm.is_fp8(), gemm.epilogue);
         let quantizes = epilogue.output == GemmOutput::Fp8;
         let recomputes = matches!(epilogue.activation, Some((_, Pass::BackwardAndValue)));
         let activation_scale = fp8_output.and_then(|output| output.activation_scale);
         for (name, given, used) in [
             ("factors", scale.is_some(), epilogue.residual == Some(Residual::Scaled)),
-            ("batch", batch.is_some(), gemm.batching != Batching::One),
+            ("batch", batch.is_some(), matches!(gemm.batching, Batching::Strided | Batching::Symmetric)),
+            ("groups", groups.is_some(), gemm.batching == Batching::Grouped),
             ("scales of FP8 operands", fp8_scales.is_some(), fp8),
             ("scale of an FP8 output", fp8_output.is_some(), quantizes),
             ("scale of an activation in FP8", activation_scale.is_some(), quantizes && recomputes),

@@ -201,7 +201,7 @@ pub struct Buffers<L, E>(PhantomData<(L, E)>);
 impl<L: Operands, E: Elementwise> Buffering for Buffers<L, E> {
     const AUX: bool = E::AUX;
     const TWO_BUFFERS: bool = E::SECOND || L::SYMMETRIC;
-    const BATCHED: bool = L::BATCHED;
+    const BATCHED: bool = L::OUT_BATCHED;
 }
 
 /// Applies the epilogue `E` and stores through shared memory by TMA.
@@ -304,7 +304,7 @@ impl<L: Operands, E: Elementwise, T: Tile> TmaEpilogue<L, E, T> {
         self.buffers.sync();
         if is_warpgroup_leader() {
             let (x, y) = (column(), row());
-            if L::BATCHED {
+            if L::OUT_BATCHED {
                 out.store_3d(self.operands.out, x, y, tile.matrix);
             } else {
                 out.store(self.operands.out, x, y);

@@ -53,8 +53,9 @@ pub enum Batching {
     /// A batch of GEMMs of one shape in which b is a, multiplied by its transpose. So every output is symmetric; kernels
     /// compute only its tiles on and above the diagonal.
     Symmetric,
-    /// A grouped GEMM whose sizes are in device memory: group g multiplies the next `rows[g]` rows of a by matrix g of b,
-    /// into the same rows of out. M is the sum of all `rows`. No backend supports it yet.
+    /// A grouped GEMM: groups of rows of different sizes, which are in device memory ([`Groups`](crate::experts::Groups)). The rows of group g of a (M, K) are
+    /// multiplied by matrix g of b, into the same rows of out (M, N). With the layout `Tn`, matrix g of out is the sum over the rows of group
+    /// g of a (K, M) and b (K, N). M, or K with that layout, is an upper limit of the rows of all groups.
     Grouped,
 }
 

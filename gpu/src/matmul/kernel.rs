@@ -18,7 +18,8 @@ use super::epilogue::{
 use super::gated::GatedEpilogue;
 use super::gemm::{Batching, Bias, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass};
 use super::mainloop::{
-    AB, ABt, AtB, Fp8ABt, Operands, Paired, Strided, Symmetric, load_stage, multiply, multiply_promoted,
+    AB, ABt, AtB, Fp8ABt, Grouped, GroupedAtB, Operands, Paired, Strided, Symmetric, load_stage, multiply,
+    multiply_promoted,
 };
 use super::quantized::QuantizedEpilogue;
 use super::shared::SharedStorage;
@@ -144,7 +145,8 @@ impl<const COLUMN_SUMS: bool> Epilogue for Partials<COLUMN_SUMS> {
 ///   `parts` · tiles · `TILE_M` · `TILE_N` elements.
 /// * `column_sums` (slices · `partial_rows`, M) receives partial column sums of a.
 /// * `alpha` and `beta` are the factors of [`Residual::Scaled`](super::gemm::Residual::Scaled).
-/// * `parts` is the number of slices of K, or of matrices of a batch.
+/// * `parts` is the number of slices of K, or of matrices of a batch, or of groups.
+/// * `groups` describes the groups of a grouped GEMM ([`Groups`](crate::experts::Groups)).
 ///
 /// Grid: (number of SMs).
 #[kernel(
@@ -168,7 +170,9 @@ impl<const COLUMN_SUMS: bool> Epilogue for Partials<COLUMN_SUMS> {
         backward = [
             gelu_backward = Tma<Backward<Gelu, false>>, gelu_backward_and_value = Tma<Backward<Gelu, true>>,
             relu_squared_backward = Tma<Backward<ReluSquared, false>>,
-            relu_squared_backward_and_value = Tma<Backward<ReluSquared, true>>,
+            relu_squared_backward_and_value = Tma<Backward<ReluSquared, true>>
+        ],
+        gated_backward = [
             swiglu_backward = Gated<SwiGlu, true, false>, swiglu_backward_and_value = Gated<SwiGlu, true, true>,
             geglu_backward = Gated<GeGlu, true, false>, geglu_backward_and_value = Gated<GeGlu, true, true>
         ],
@@ -197,6 +201,7 @@ impl<const COLUMN_SUMS: bool> Epilogue for Partials<COLUMN_SUMS> {
         ab = AB * [_ = Tma<Linear<false, false>>] * pingpong,
         ab = AB * [_ = Tma<Linear<false, false>>] * cooperative,
         ab = AB * backward * pingpong,
+        ab = AB * gated_backward * pingpong,
         ab = AB * [relu_squared_backward = Tma<Backward<ReluSquared, false>>] * cooperative,
         atb = AtB * [residual = Tma<Linear<false, true>>, column_sums = ResidualAndColumnSums] * pingpong,
         atb = AtB * [residual = Tma<Linear<false, true>>, column_sums = ResidualAndColumnSums] * cooperative,
@@ -208,6 +213,14 @@ impl<const COLUMN_SUMS: bool> Epilogue for Partials<COLUMN_SUMS> {
         batched_ab = Strided<AB> * [scaled = Tma<Scaled>] * cooperative,
         symmetric_abt = Symmetric<ABt> * [_ = Tma<Linear<false, false>>, scaled = Tma<Scaled>] * pingpong,
         symmetric_atb = Symmetric<AtB> * [_ = Tma<Linear<false, false>>] * pingpong,
+        grouped_abt = Grouped<ABt> * [_ = Tma<Linear<false, false>>] * pingpong,
+        grouped_abt = Grouped<ABt> * [_ = Tma<Linear<false, false>>] * [t128x256 = Cooperative128x256],
+        grouped_abt = Grouped<Paired<ABt>> * gated * pingpong,
+        grouped_ab = Grouped<AB> * [_ = Tma<Linear<false, false>>] * pingpong,
+        grouped_ab = Grouped<AB> * [_ = Tma<Linear<false, false>>] * [t128x256 = Cooperative128x256],
+        grouped_ab = Grouped<AB> * gated_backward * pingpong,
+        grouped_atb = GroupedAtB * [residual = Tma<Linear<false, true>>] * pingpong,
+        grouped_atb = GroupedAtB * [residual = Tma<Linear<false, true>>] * cooperative,
         e4m3 * linear * pingpong,
         e4m3 * linear * cooperative,
         e4m3 * fp8_forward * pingpong,
@@ -255,6 +268,7 @@ pub fn matmul<L: Operands, E: Epilogue, T: Tile>(
     k: u32,
     parts: u32,
     columns: u32,
+    groups: Global<u32>,
 ) {
     if thread::thread_idx_x() == 0 {
         if E::MAPS[0] {
@@ -268,8 +282,8 @@ pub fn matmul<L: Operands, E: Epilogue, T: Tile>(
         }
     }
     let tile_n = if L::B_PAIR { T::TILE_N / 2 } else { T::TILE_N };
-    let parts = if E::SPLIT || L::BATCHED { parts } else { 1 };
-    let scheduler = L::Scheduler::new([T::TILE_M, tile_n, L::TILE_K], [m, n, k], parts);
+    let parts = if E::SPLIT || !matches!(L::BATCHING, Batching::One) { parts } else { 1 };
+    let scheduler = L::Scheduler::new([T::TILE_M, tile_n, L::TILE_K], [m, n, k], parts, groups);
     let factors = ScaleFactors { alpha, beta };
     let scale = if L::SCALED { scale_a.at(0) * scale_b.at(0) } else { 1.0 };
     let operands = EpilogueOperands {

@@ -12,6 +12,7 @@ pub use super::tile::TileShape;
 use super::tile::{EPILOGUE_TILE, TILE_K, TILE_K_FP8};
 use crate::bias::bias_backward_reduce;
 use crate::column_sum;
+use crate::experts::GROUP_BLOCK;
 use crate::launch::{KernelLaunch, shared_bytes};
 use core::fmt;
 use cuda_std::fp8::Fp8Format;
@@ -33,7 +34,7 @@ impl TileShape {
 }
 
 /// The matrices of a batched GEMM: their number, and the elements from the start of a matrix to that of the next. out and aux
-/// have the same stride. Strides are multiples of 8.
+/// have the same stride. Strides are multiples of 8. In a grouped GEMM, `count` is the number of groups, and there are no strides.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct StridedBatch {
     /// Number of matrices.
@@ -76,24 +77,29 @@ pub struct Maps {
 pub fn maps(gemm: &Gemm, batch: StridedBatch, tile: TileShape) -> Maps {
     let Gemm { m, n, k, layout, epilogue, .. } = *gemm;
     let (fp8, tile_k) = (gemm.is_fp8(), tile_k(gemm));
-    let matrix = |rows, columns, stride, tile, fp8| {
+    let sums_rows = layout == GemmLayout::Tn;
+    // Whether the matrix is one for all groups of a grouped GEMM.
+    let matrix = |rows, columns, stride, tile, fp8, shared| {
         let extents = match gemm.batching {
             Batching::One => Extents::Matrix([rows, columns]),
+            Batching::Grouped if shared => Extents::Matrix([rows, columns]),
+            Batching::Grouped => Extents::Matrices([batch.count, rows, columns]),
             _ => Extents::Batch([batch.count, rows, columns], stride),
         };
         Map { extents, tile, fp8 }
     };
     let a = match layout {
-        GemmLayout::Tn => matrix(k, m, batch.a, (TILE_K, TILE_K), fp8),
-        _ => matrix(m, k, batch.a, (A_BOX_ROWS, tile_k), fp8),
+        GemmLayout::Tn => matrix(k, m, batch.a, (TILE_K, TILE_K), fp8, true),
+        _ => matrix(m, k, batch.a, (A_BOX_ROWS, tile_k), fp8, true),
     };
     let forward = matches!(epilogue.activation, Some((_, Pass::Forward)));
     let b = match layout {
         GemmLayout::Nt if forward && epilogue.is_gated() => {
-            Map { extents: Extents::Matrices([2, n / 2, k]), tile: (tile.dims()[1] / 2, tile_k), fp8 }
+            let pairs = if gemm.batching == Batching::Grouped { batch.count } else { 1 };
+            Map { extents: Extents::Matrices([2 * pairs, n / 2, k]), tile: (tile.dims()[1] / 2, tile_k), fp8 }
         }
-        GemmLayout::Nt => matrix(n, k, batch.b, (tile.b_box_rows(), tile_k), fp8),
-        _ => matrix(k, n, batch.b, (TILE_K, TILE_K), fp8),
+        GemmLayout::Nt => matrix(n, k, batch.b, (tile.b_box_rows(), tile_k), fp8, sums_rows),
+        _ => matrix(k, n, batch.b, (TILE_K, TILE_K), fp8, sums_rows),
     };
     if epilogue.is_gated() {
         let f = if forward { n / 2 } else { n };
@@ -102,7 +108,7 @@ pub fn maps(gemm: &Gemm, batch: StridedBatch, tile: TileShape) -> Maps {
         let (out, second) = if forward { (activation, pairs) } else { (pairs, activation) };
         return Maps { a, b, out, aux: pairs, second };
     }
-    let output = |fp8| matrix(m, n, batch.out, (EPILOGUE_TILE, EPILOGUE_TILE), fp8);
+    let output = |fp8| matrix(m, n, batch.out, (EPILOGUE_TILE, EPILOGUE_TILE), fp8, !sums_rows);
     Maps { a, b, out: output(epilogue.output == GemmOutput::Fp8), aux: output(false), second: output(false) }
 }
 
@@ -125,7 +131,9 @@ pub fn is_supported(gemm: &Gemm) -> bool {
     let operand_multiple = if gemm.is_fp8() { 16 } else { 8 };
     let output_multiple = if epilogue.output == GemmOutput::Fp8 { 16 } else { 8 };
     let fits = |extent: usize| (1..1 << 31).contains(&extent);
-    row_of_a.is_multiple_of(operand_multiple)
+    let grouped_rows = if layout == GemmLayout::Tn { k } else { m };
+    (gemm.batching != Batching::Grouped || grouped_rows.is_multiple_of(GROUP_BLOCK))
+        && row_of_a.is_multiple_of(operand_multiple)
         && row_of_b.is_multiple_of(operand_multiple)
         && n.is_multiple_of(8)
         && row_of_out.is_multiple_of(output_multiple)
@@ -195,8 +203,10 @@ pub struct KernelOperands {
     pub scratch: GlobalMut<f32>,
     /// The factors of a scaled residual.
     pub factors: ScaleFactors,
-    /// The number of matrices of a batch.
+    /// The number of matrices of a batch, or of groups.
     pub count: usize,
+    /// The groups of a grouped GEMM, as described by [`Groups`](crate::experts::Groups).
+    pub groups: Global<u32>,
 }
 
 /// A tile configuration: how a GEMM is divided among thread blocks.
@@ -358,6 +368,7 @@ fn kernel(gemm: &Gemm, config: TileConfig, operands: KernelOperands, partials: G
         k,
         parts,
         columns,
+        operands.groups,
     )
 }
 

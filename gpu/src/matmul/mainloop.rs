@@ -2,7 +2,10 @@
 
 use super::gemm::{Batching, EXACT_COLUMNS, GemmLayout, GemmPrecision};
 use super::shared::SharedStorage;
-use super::tile::{BatchScheduler, Scheduler, SplitKScheduler, SymmetricScheduler, TILE_K, TILE_K_FP8, Tile, WorkTile};
+use super::tile::{
+    BatchScheduler, GroupScheduler, GroupSumScheduler, Scheduler, SplitKScheduler, SymmetricScheduler, TILE_K,
+    TILE_K_FP8, Tile, WorkTile,
+};
 use core::marker::PhantomData;
 use cuda_std::hopper::wgmma::{Accumulators, KMajorOperand};
 use cuda_std::hopper::{MBarrier, PipelineState, SwizzledTile, TensorMap, is_warpgroup_leader, wgmma};
@@ -28,8 +31,16 @@ pub trait Operands: 'static {
     const A_M_MAJOR: bool = matches!(Self::LAYOUT, GemmLayout::Tn);
     /// True if b is stored as (K, N), false if as (N, K).
     const B_N_MAJOR: bool = !matches!(Self::LAYOUT, GemmLayout::Nt);
-    /// True if tensor maps have a third dimension for the matrices of a batch.
-    const BATCHED: bool = !matches!(Self::BATCHING, Batching::One);
+    /// True if the operands and outputs are batches of matrices with a constant stride.
+    const STRIDED: bool = matches!(Self::BATCHING, Batching::Strided | Batching::Symmetric);
+    /// True if the groups of a grouped GEMM share an output: each has rows of it.
+    const SHARED_OUT: bool = matches!(Self::BATCHING, Batching::Grouped) && !Self::A_M_MAJOR;
+    /// True if the groups of a grouped GEMM share b: each has columns of K.
+    const SHARED_B: bool = matches!(Self::BATCHING, Batching::Grouped) && Self::A_M_MAJOR;
+    /// True if the tensor maps of b have a third dimension for the matrices of a batch.
+    const B_BATCHED: bool = Self::STRIDED || Self::SHARED_OUT;
+    /// True if the tensor maps of outputs have a third dimension for the matrices of a batch.
+    const OUT_BATCHED: bool = Self::STRIDED || Self::SHARED_B;
     /// True if the outputs are symmetric, and subtiles below the diagonal are copies of those above it.
     const SYMMETRIC: bool = matches!(Self::BATCHING, Batching::Symmetric);
     /// True if the operands have scales.
@@ -59,6 +70,10 @@ pub struct AtB;
 pub struct Strided<L>(PhantomData<L>);
 /// The operands `L` of each matrix of a batch in which b is a, so the outputs are symmetric.
 pub struct Symmetric<L>(PhantomData<L>);
+/// The operands `L` of a grouped GEMM. b consists of a matrix, or a pair of them, for each group of rows.
+pub struct Grouped<L>(PhantomData<L>);
+/// The operands a (K, M)ᵀ and b (K, N) of a grouped GEMM, whose groups have rows of both.
+pub struct GroupedAtB;
 /// a (M, K) · b (N, K)ᵀ with FP8 operands, a of type `A` and b in E4M3.
 pub struct Fp8ABt<A, const EXACT: bool>(PhantomData<A>);
 
@@ -102,6 +117,19 @@ impl<L: Operands> Operands for Symmetric<L> {
     type Scheduler = SymmetricScheduler;
 }
 
+impl<L: Operands> Operands for Grouped<L> {
+    const LAYOUT: GemmLayout = L::LAYOUT;
+    const BATCHING: Batching = Batching::Grouped;
+    const B_PAIR: bool = L::B_PAIR;
+    type Scheduler = GroupScheduler;
+}
+
+impl Operands for GroupedAtB {
+    const LAYOUT: GemmLayout = GemmLayout::Tn;
+    const BATCHING: Batching = Batching::Grouped;
+    type Scheduler = GroupSumScheduler;
+}
+
 impl<A: Fp8, const EXACT: bool> Operands for Fp8ABt<A, EXACT> {
     const LAYOUT: GemmLayout = GemmLayout::Nt;
     const PRECISION: GemmPrecision =
@@ -115,15 +143,16 @@ impl<A: Fp8, const EXACT: bool> Operands for Fp8ABt<A, EXACT> {
     }
 }
 
-/// Starts the load of a box at column `x` and row `y`, of matrix `matrix` if `L` is batched.
+/// Starts the load of a box at column `x` and row `y`, of matrix `matrix` if `batched`.
 #[inline(always)]
-fn load_box<L: Operands, const R: usize>(
+fn load_box<const R: usize>(
     to: SwizzledTile<R>,
     map: Global<TensorMap>,
+    batched: bool,
     [x, y, matrix]: [u32; 3],
     full: MBarrier,
 ) {
-    if L::BATCHED {
+    if batched {
         to.load_3d(map, x, y, matrix, full);
     } else {
         to.load(map, x, y, full);
@@ -146,28 +175,28 @@ pub fn load_stage<L: Operands, T: Tile>(
     full.arrive_expect_tx(T::STAGE_ROWS * 128);
     if L::A_M_MAJOR {
         for i in 0..T::TILE_M / 64 {
-            load_box::<L, 64>(shared.pool.rows(first_row + i * 64), a, [row + i * 64, k, matrix], full);
+            load_box::<64>(shared.pool.rows(first_row + i * 64), a, L::STRIDED, [row + i * 64, k, matrix], full);
         }
     } else {
         for i in 0..T::TILE_M / A_BOX_ROWS {
             let a_rows = shared.pool.rows(first_row + i * A_BOX_ROWS);
-            load_box::<L, 128>(a_rows, a, [k, row + i * A_BOX_ROWS, matrix], full);
+            load_box::<128>(a_rows, a, L::STRIDED, [k, row + i * A_BOX_ROWS, matrix], full);
         }
     }
     let b_tile = shared.pool.rows::<64>(first_row + T::TILE_M);
     if L::B_N_MAJOR {
         for i in 0..T::TILE_N / 64 {
-            load_box::<L, 64>(b_tile.offset_tiles(i), b, [column + i * 64, k, matrix], full);
+            load_box::<64>(b_tile.offset_tiles(i), b, L::B_BATCHED, [column + i * 64, k, matrix], full);
         }
     } else if L::B_PAIR {
-        for matrix in 0..2 {
-            let b_rows = shared.pool.rows::<64>(first_row + T::TILE_M + matrix * (T::TILE_N / 2));
-            b_rows.load_3d(b, k, column, matrix, full);
+        for i in 0..2 {
+            let b_rows = shared.pool.rows::<64>(first_row + T::TILE_M + i * (T::TILE_N / 2));
+            b_rows.load_3d(b, k, column, 2 * matrix + i, full);
         }
     } else {
         for i in 0..T::TILE_N / T::SHAPE.b_box_rows() {
             let b_rows = shared.pool.rows::<64>(first_row + T::TILE_M + i * T::SHAPE.b_box_rows());
-            load_box::<L, 64>(b_rows, b, [k, column + i * T::SHAPE.b_box_rows(), matrix], full);
+            load_box::<64>(b_rows, b, L::B_BATCHED, [k, column + i * T::SHAPE.b_box_rows(), matrix], full);
         }
     }
 }

@@ -75,7 +75,7 @@ pub fn matmul_split_k_reduce<O: AccumulateInto>(
     n: u32,
     split_k: u32,
 ) {
-    let scheduler = SplitKScheduler::new([tile_m, tile_n, TILE_K], [m, n, TILE_K], 1);
+    let scheduler = SplitKScheduler::new([tile_m, tile_n, TILE_K], [m, n, TILE_K], 1, Global::null());
     let row_blocks = tile_m / 64;
     let (count, index) = (scheduler.tiles() * row_blocks, thread::block_idx_y());
     let (row, column) = scheduler.tile(index / row_blocks);

@@ -1,7 +1,8 @@
 //! Tile shapes, and the scheduler that assigns output tiles and slices of K to thread blocks.
 
+use crate::experts::{GROUP_BLOCK, Groups};
 use cuda_std::hopper::wgmma::Accumulators;
-use cuda_std::{device, thread};
+use cuda_std::{Global, device, thread};
 
 /// Consumer warpgroups of a thread block.
 pub const CONSUMERS: u32 = 2;
@@ -166,8 +167,8 @@ fn index(i: u32) -> u32 {
 /// Assigns work tiles to persistent thread blocks.
 pub trait Scheduler: Copy {
     /// Creates the scheduler of outputs (m, n) in tiles of `tile_m` x `tile_n`, for pipeline stages of `tile_k` columns of K.
-    /// `parts` is the number of slices of K, none of which may be empty, or the number of matrices of a batch.
-    fn new(tile: [u32; 3], shape: [u32; 3], parts: u32) -> Self;
+    /// `parts` is the number of slices of K, none of which may be empty, or the number of matrices of a batch, or of `groups`.
+    fn new(tile: [u32; 3], shape: [u32; 3], parts: u32, groups: Global<u32>) -> Self;
     /// Returns true if this block has an `i`-th work tile.
     fn has(self, i: u32) -> bool;
     /// Returns the steps of this block's `i`-th work tile, or an arbitrary number if there is no such tile.
@@ -201,7 +202,7 @@ impl SplitKScheduler {
 
 #[device]
 impl Scheduler for SplitKScheduler {
-    fn new([tile_m, tile_n, tile_k]: [u32; 3], [m, n, k]: [u32; 3], split_k: u32) -> Self {
+    fn new([tile_m, tile_n, tile_k]: [u32; 3], [m, n, k]: [u32; 3], split_k: u32, _: Global<u32>) -> Self {
         let (tiles_m, tiles_n) = (m.div_ceil(tile_m), n.div_ceil(tile_n));
         let k_steps = k.div_ceil(tile_k);
         Self { tile_m, tile_n, tiles_m, tiles_n, split_k, k_steps, slice_steps: k_steps.div_ceil(split_k) }
@@ -237,8 +238,8 @@ pub struct BatchScheduler {
 
 #[device]
 impl Scheduler for BatchScheduler {
-    fn new(tile: [u32; 3], shape: [u32; 3], count: u32) -> Self {
-        Self { tiles: SplitKScheduler::new(tile, shape, 1), count }
+    fn new(tile: [u32; 3], shape: [u32; 3], count: u32, groups: Global<u32>) -> Self {
+        Self { tiles: SplitKScheduler::new(tile, shape, 1, groups), count }
     }
 
     fn has(self, i: u32) -> bool {
@@ -254,6 +255,84 @@ impl Scheduler for BatchScheduler {
         let matrix = index / self.tiles.tiles();
         let (row, column) = self.tiles.tile(index - matrix * self.tiles.tiles());
         WorkTile { matrix, index, row, column, first_step: 0, steps: self.tiles.k_steps }
+    }
+}
+
+/// Assigns the tiles of the rows of all groups of a grouped GEMM. A tile has rows of one group.
+#[derive(Clone, Copy)]
+pub struct GroupScheduler {
+    tiles: SplitKScheduler,
+    /// The group of each block of rows.
+    blocks: Global<u32>,
+}
+
+#[device]
+impl Scheduler for GroupScheduler {
+    fn new([tile_m, tile_n, tile_k]: [u32; 3], [_, n, k]: [u32; 3], count: u32, groups: Global<u32>) -> Self {
+        const BLOCK: u32 = GROUP_BLOCK as u32;
+        assert!(tile_m == BLOCK, "a tile has the rows of a block");
+        let rows = groups.at(count as usize);
+        let tiles = SplitKScheduler::new([tile_m, tile_n, tile_k], [rows, n, k], 1, groups);
+        Self { tiles, blocks: groups.skip(Groups { count: count as usize, rows: 0 }.blocks()) }
+    }
+
+    fn has(self, i: u32) -> bool {
+        self.tiles.has(i)
+    }
+
+    fn steps(self, _: u32) -> u32 {
+        self.tiles.k_steps
+    }
+
+    fn work_tile(self, i: u32) -> WorkTile {
+        let tile = self.tiles.work_tile(i);
+        WorkTile { matrix: self.blocks.at((tile.row / self.tiles.tile_m) as usize), ..tile }
+    }
+}
+
+/// Assigns the tiles of the outputs of all groups of a grouped GEMM, each a sum over the rows of a group, group by group.
+#[derive(Clone, Copy)]
+pub struct GroupSumScheduler {
+    tiles: SplitKScheduler,
+    count: u32,
+    tile_k: u32,
+    /// The first row of each group, and the end of the last.
+    starts: Global<u32>,
+}
+
+#[device]
+impl GroupSumScheduler {
+    /// Returns the group of this block's `i`-th work tile, or the last group if there is no such tile.
+    fn group(self, i: u32) -> u32 {
+        (index(i) / self.tiles.tiles()).min(self.count - 1)
+    }
+
+    /// Returns the number of steps before the first row of a group.
+    fn first_step(self, group: u32) -> u32 {
+        self.starts.at(group as usize) / self.tile_k
+    }
+}
+
+#[device]
+impl Scheduler for GroupSumScheduler {
+    fn new(tile: [u32; 3], shape: [u32; 3], count: u32, groups: Global<u32>) -> Self {
+        let tiles = SplitKScheduler::new(tile, shape, 1, groups);
+        Self { tiles, count, tile_k: tile[2], starts: groups }
+    }
+
+    fn has(self, i: u32) -> bool {
+        index(i) < self.tiles.tiles() * self.count
+    }
+
+    fn steps(self, i: u32) -> u32 {
+        let group = self.group(i);
+        self.first_step(group + 1) - self.first_step(group)
+    }
+
+    fn work_tile(self, i: u32) -> WorkTile {
+        let (index, matrix) = (index(i), self.group(i));
+        let (row, column) = self.tiles.tile(index - matrix * self.tiles.tiles());
+        WorkTile { matrix, index, row, column, first_step: self.first_step(matrix), steps: self.steps(i) }
     }
 }
 
@@ -281,7 +360,7 @@ impl SymmetricScheduler {
 
 #[device]
 impl Scheduler for SymmetricScheduler {
-    fn new([tile_m, tile_n, tile_k]: [u32; 3], [_, n, k]: [u32; 3], count: u32) -> Self {
+    fn new([tile_m, tile_n, tile_k]: [u32; 3], [_, n, k]: [u32; 3], count: u32, _: Global<u32>) -> Self {
         let (tiles_n, k_steps) = (n.div_ceil(tile_n), k.div_ceil(tile_k));
         let mut scheduler = Self { tile_m, tile_n, tiles_n, tiles: 0, count, k_steps };
         let mut row = 0;

@@ -8,7 +8,7 @@ use anyhow::{Context, ensure};
 use cuda_std::{Global, GlobalMut};
 use gpu::launch::KernelLaunch;
 use gpu::matmul::gemm::Batching;
-use gpu::matmul::launch::{self, KernelOperands, Map, TileConfig, TileShape};
+use gpu::matmul::launch::{self, KernelOperands, Map, StridedBatch, TileConfig, TileShape};
 
 /// Device memory for the partial sums of weight gradients.
 #[derive(Clone, Copy)]
@@ -100,8 +100,10 @@ impl WgmmaGemm {
             needed <= scratch_len,
             "{self:?} with {config:?}: expected {needed} f32 of scratch memory, found {scratch_len}"
         );
-        let GemmOperands { a, b, out, residual, bias, preactivation, activation, scale, batch, .. } = self.operands;
-        let (factors, batch) = (scale.unwrap_or_default(), batch.unwrap_or_default());
+        let GemmOperands { a, b, out, residual, bias, preactivation, activation, scale, batch, groups, .. } =
+            self.operands;
+        let (factors, groups) = (scale.unwrap_or_default(), groups.unwrap_or_default());
+        let batch = batch.unwrap_or(StridedBatch { count: groups.count, ..StridedBatch::default() });
         let quantizes = self.gemm.epilogue.output == GemmOutput::Fp8;
         let (aux, second) = if self.gemm.epilogue.writes_preactivation() {
             (None, preactivation)
@@ -141,6 +143,7 @@ impl WgmmaGemm {
             scratch,
             factors,
             count: batch.count,
+            groups: Global::from_address(groups.description),
         };
         Ok(launch::launches(&self.gemm, config, operands, executor.sm_count()))
     }

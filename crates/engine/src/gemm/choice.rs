@@ -94,6 +94,8 @@ struct StoredProblem {
     output: Option<StoredElement>,
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     batched: bool,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    grouped: bool,
 }
 
 #[derive(Clone, Copy, Serialize, Deserialize)]
@@ -153,7 +155,8 @@ impl From<&Gemm> for StoredProblem {
             accumulate: epilogue.residual.is_some(),
             batch: 1,
             output: (epilogue.output == GemmOutput::F32).then_some(StoredElement::F32),
-            batched: batching != Batching::One,
+            batched: matches!(batching, Batching::Strided | Batching::Symmetric),
+            grouped: batching == Batching::Grouped,
         }
     }
 }
@@ -178,6 +181,7 @@ impl StoredProblem {
             }
         };
         let batching = match (self.batched, layout) {
+            (false, _) if self.grouped => Batching::Grouped,
             (false, _) => Batching::One,
             (true, GemmLayout::Nn) => Batching::Strided,
             (true, _) => Batching::Symmetric,
@@ -361,6 +365,8 @@ mod tests {
             (GemmLayout::Nn, GemmPrecision::Bf16, Batching::Strided, scaled),
             (nt, GemmPrecision::Bf16, Batching::Symmetric, scaled),
             (GemmLayout::Tn, GemmPrecision::Bf16, Batching::Symmetric, GemmEpilogue::NONE),
+            (nt, GemmPrecision::Bf16, Batching::Grouped, GemmEpilogue::NONE.with(Activation::SwiGlu, Pass::Forward)),
+            (GemmLayout::Tn, GemmPrecision::Bf16, Batching::Grouped, GemmEpilogue::RESIDUAL),
             (GemmLayout::Tn, GemmPrecision::Tf32, one, GemmEpilogue::BIAS_GRADIENT),
             (GemmLayout::Tn, GemmPrecision::Bf16, one, f32_output),
         ] {

@@ -11,7 +11,9 @@ mod choice;
 pub mod reference;
 
 pub use choice::{Algorithms, GemmChoice, GemmTiming, KernelConfig, StepKind, Tuning};
-pub use cublaslt::{Alignments, Fp8Output, GELU_COLUMNS, GemmKey, GemmOperands, ScaleFactors, StridedBatch};
+pub use cublaslt::{
+    Alignments, Fp8Output, GELU_COLUMNS, GemmKey, GemmOperands, GroupOperands, ScaleFactors, StridedBatch,
+};
 pub use gpu::matmul::gemm::{
     Batching, Bias, EXACT_COLUMNS, Gemm, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, LOGITS_COLUMNS,
     LOGITS_TOKENS, Pass, Residual,
@@ -132,6 +134,7 @@ mod tests {
         sums: None,
         scale: None,
         batch: None,
+        groups: None,
         fp8_scales: None,
         fp8_output: None,
     };

@@ -56,7 +56,9 @@ pub fn all(precision: GemmPrecision, batching: Batching) -> Vec<Gemm> {
             }
         }
     }
-    gemms.retain(|gemm| launch::is_supported(&sized(*gemm, [16; 3])));
+    // Groups consist of blocks of 128 rows.
+    let size = if batching == Batching::Grouped { 128 } else { 16 };
+    gemms.retain(|gemm| launch::is_supported(&sized(*gemm, [size; 3])));
     gemms
 }
 
@@ -383,6 +385,7 @@ pub fn run(case: Case, inputs: &Inputs) -> Outputs {
         scratch,
         factors: case.factors,
         count,
+        groups: Global::null(),
     };
     for kernel in launch::launches(&gemm, config, operands, case.blocks) {
         entries::launched(&kernel.launch);
@@ -422,7 +425,8 @@ pub fn transpose(matrix: &[f64], [rows, columns]: [usize; 2]) -> Vec<f64> {
     (0..columns).flat_map(|j| (0..rows).map(move |i| matrix[i * columns + j])).collect()
 }
 
-fn tensor_map(address: u64, Map { extents, tile, fp8 }: Map) -> TensorMap {
+/// Returns the tensor map of the matrix at an address.
+pub fn tensor_map(address: u64, Map { extents, tile, fp8 }: Map) -> TensorMap {
     if fp8 {
         TensorMap::emulated_tensor(Global::<E4m3>::from_address(address), extents, tile)
     } else {

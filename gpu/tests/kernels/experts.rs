@@ -1,0 +1,322 @@
+//! The choice of experts and the order of experts against a sequential reference, and gradients of the router against differences.
+
+use crate::common::{Tolerance, assert_close, noise, read, rounded, run, shared_bytes, wide};
+use cuda_std::emulate::Memory;
+use cuda_std::launch::Launch;
+use cuda_std::{Global, GlobalMut};
+use gpu::experts::{self, BackwardSizes, ENTRIES, GROUP_BLOCK, Groups, Router};
+
+tests! {
+    kernels of "experts";
+    for both types: experts_match_reference, not_a_number_is_the_smallest_logit, rows_are_copied_and_summed,
+        gradients_of_logits_match_differences;
+    once: chunks_have_a_common_order;
+}
+
+/// Tokens, experts, and experts of a token.
+const SHAPES: [[usize; 3]; 7] =
+    [[1, 1, 1], [5, 4, 2], [130, 8, 2], [70, 33, 3], [40, 128, 8], [9, 200, 32], [33, 512, 10]];
+
+fn router([experts, active]: [usize; 2], sigmoid: bool, normalized: bool) -> Router {
+    let [experts, active, sigmoid, normalized] =
+        [experts, active, usize::from(sigmoid), usize::from(normalized)].map(|x| x as u32);
+    Router { experts, active, sigmoid, normalized }
+}
+
+/// Returns an instance of a kernel that has room for this number of experts.
+macro_rules! instance {
+    ($kernel:ident::<$t:ty>($experts:expr, $($argument:expr),* $(,)?)) => {
+        match $experts {
+            ..=32 => experts::$kernel::<$t, 1>($($argument),*),
+            ..=64 => experts::$kernel::<$t, 2>($($argument),*),
+            ..=128 => experts::$kernel::<$t, 4>($($argument),*),
+            ..=256 => experts::$kernel::<$t, 8>($($argument),*),
+            _ => experts::$kernel::<$t, 16>($($argument),*),
+        }
+    };
+}
+
+/// Returns logits of which many are equal.
+fn logits(rows: usize, count: usize, seed: u32) -> Vec<f64> {
+    noise(rows * count, seed).iter().map(|x| (x * 12.0).round() / 4.0).collect()
+}
+
+/// The results of routing.
+#[derive(Debug, PartialEq)]
+struct Routed {
+    experts: Vec<i32>,
+    weights: Vec<f64>,
+    positions: Vec<i32>,
+    sources: Vec<i32>,
+    groups: Vec<u32>,
+}
+
+/// Routes in the emulator.
+fn route<T: Tolerance>(logits: &[f64], rows: usize, router: Router) -> Routed {
+    let (count, entries) = (router.experts as usize, rows * router.active as usize);
+    let layout = Groups::new(count, entries);
+    let mut memory = Memory::new();
+    let logits = memory.input("logits", &rounded::<T>(logits));
+    let (ids, weights) = (memory.output::<i32>("experts", entries), memory.output("weights", entries));
+    let launch = instance!(route_choose::<T>(count, ids, weights, logits, rows as u32, router));
+    run(&mut memory, &launch, experts::route_choose_grid(rows), 0);
+    let (positions, sources) = (memory.output("positions", entries), memory.output("sources", layout.rows));
+    let groups = memory.output("groups", layout.len());
+    order(&mut memory, [ids, positions, sources], groups, layout, entries);
+    Routed {
+        experts: memory.read(ids),
+        weights: read(&memory, weights),
+        positions: memory.read(positions),
+        sources: memory.read(sources),
+        groups: memory.read(groups),
+    }
+}
+
+/// Computes the order of experts in the emulator.
+fn order(
+    memory: &mut Memory,
+    [ids, positions, sources]: [GlobalMut<i32>; 3],
+    groups: GlobalMut<u32>,
+    layout: Groups,
+    entries: usize,
+) {
+    let (chunks, shared) = (experts::chunks(entries) as u32, shared_bytes(experts::shared));
+    let (count, entries) = (layout.count as u32, entries as u32);
+    let counts = memory.output("counts", (chunks * count) as usize);
+    let mut step = |launch: &Launch, grid| run(memory, launch, grid, shared);
+    step(&experts::route_count(counts, ids.reader(), entries, count), chunks);
+    step(&experts::route_groups(groups, counts, sources, chunks, count, layout.rows as u32), 1);
+    let place =
+        experts::route_place(positions, sources, ids.reader(), counts.reader(), groups.reader(), entries, count);
+    step(&place, chunks);
+}
+
+/// Returns the weights of all experts: their scores.
+fn scores(logits: &[f64], sigmoid: bool) -> Vec<f64> {
+    if sigmoid {
+        return logits.iter().map(|x| 1.0 / (1.0 + (-x).exp())).collect();
+    }
+    let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let sum: f64 = logits.iter().map(|x| (x - max).exp()).sum();
+    logits.iter().map(|x| (x - max).exp() / sum).collect()
+}
+
+/// Returns the weights of the chosen experts.
+fn weights(logits: &[f64], chosen: &[i32], router: Router) -> Vec<f64> {
+    let scores = scores(logits, router.sigmoid == 1);
+    let scores: Vec<_> = chosen.iter().map(|&expert| scores[expert as usize]).collect();
+    let sum = if router.normalized == 1 { scores.iter().sum() } else { 1.0 };
+    scores.iter().map(|score| score / sum).collect()
+}
+
+/// Routes sequentially.
+fn reference(logits: &[f64], router: Router) -> Routed {
+    let (count, active) = (router.experts as usize, router.active as usize);
+    let rows = logits.len() / count;
+    let layout = Groups::new(count, rows * active);
+    let (mut chosen, mut all_weights, mut of_expert) = (Vec::new(), Vec::new(), vec![Vec::new(); count]);
+    for (row, logits) in logits.chunks(count).enumerate() {
+        let mut sorted: Vec<_> = (0..count).collect();
+        sorted.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]));
+        for (choice, &expert) in sorted[..active].iter().enumerate() {
+            of_expert[expert].push(row * active + choice);
+        }
+        let of_row: Vec<_> = sorted[..active].iter().map(|&expert| expert as i32).collect();
+        all_weights.extend(weights(logits, &of_row, router));
+        chosen.extend(of_row);
+    }
+    let (mut positions, mut sources) = (vec![0; rows * active], Vec::new());
+    let (mut starts, mut blocks) = (vec![0], Vec::new());
+    for (expert, entries) in of_expert.iter().enumerate() {
+        for &entry in entries {
+            positions[entry] = sources.len() as i32;
+            sources.push(entry as i32);
+        }
+        let end = (starts[expert] as usize + entries.len().max(1)).next_multiple_of(GROUP_BLOCK);
+        sources.resize(end, -1);
+        blocks.resize(end / GROUP_BLOCK, expert as u32);
+        starts.push(end as u32);
+    }
+    sources.resize(layout.rows, -1);
+    blocks.resize(layout.rows / GROUP_BLOCK, 0);
+    let sizes = of_expert.iter().map(|entries| entries.len() as u32);
+    let groups = starts.iter().copied().chain(sizes).chain(blocks).collect();
+    Routed { experts: chosen, weights: all_weights, positions, sources, groups }
+}
+
+fn experts_match_reference<T: Tolerance>() {
+    for (i, [rows, count, active]) in SHAPES.into_iter().enumerate() {
+        for (sigmoid, normalized) in [(false, false), (false, true), (true, false), (true, true)] {
+            let router = router([count, active], sigmoid, normalized);
+            let logits = logits(rows, count, i as u32);
+            let (got, want) = (route::<T>(&logits, rows, router), reference(&logits, router));
+            assert_close(&format!("{router:?}"), &got.weights, &want.weights, 1e-5, 1e-3);
+            assert_eq!(Routed { weights: want.weights.clone(), ..got }, want, "{router:?}, {rows} tokens");
+        }
+    }
+    // All tokens choose the same expert, and with one expert there is no other.
+    for count in [1, 7] {
+        let logits: Vec<_> = (0..300 * count).map(|i| if i % count == count / 2 { 2.0 } else { 1.0 }).collect();
+        let router = router([count, 1], false, true);
+        assert_eq!(route::<T>(&logits, 300, router), reference(&logits, router));
+    }
+}
+
+fn not_a_number_is_the_smallest_logit<T: Tolerance>() {
+    let router = router([5, 4], true, false);
+    let logits = [f64::NAN, 0.5, f64::NEG_INFINITY, f64::INFINITY, f64::NAN];
+    assert_eq!(route::<T>(&logits, 1, router).experts, [3, 1, 2, 0]);
+    let all = route::<T>(&[f64::NAN; 5], 1, router);
+    assert_eq!((all.experts, all.positions), (vec![0, 1, 2, 3], vec![0, 128, 256, 384]));
+}
+
+/// The entries of more than one batch of chunks.
+fn chunks_have_a_common_order() {
+    let (count, entries) = (3, 18 * ENTRIES + 5);
+    let ids: Vec<_> = (0..entries).map(|i| (gpu::noise::squirrel5(i as u32, 1) % 3) as i32).collect();
+    let (mut memory, layout) = (Memory::new(), Groups::new(count, entries));
+    let (positions, sources) = (memory.output("positions", entries), memory.output("sources", layout.rows));
+    let (groups, experts) = (memory.output("groups", layout.len()), memory.buffer("experts", &ids));
+    order(&mut memory, [experts, positions, sources], groups, layout, entries);
+    let starts = memory.read(groups);
+    let mut next = starts[..count].to_vec();
+    let sources = memory.read(sources);
+    for (entry, (&expert, position)) in ids.iter().zip(memory.read(positions)).enumerate() {
+        assert_eq!(position as u32, next[expert as usize], "entry {entry}");
+        assert_eq!(sources[position as usize], entry as i32);
+        next[expert as usize] += 1;
+    }
+}
+
+/// Copies rows to the order of experts and back, with and without weights.
+fn rows_are_copied_and_summed<T: Tolerance>() {
+    for (i, [rows, count, active]) in SHAPES.into_iter().enumerate() {
+        let channels = [8, 24, 264, 520][i % 4];
+        let routed = reference(&logits(rows, count, 3), router([count, active], false, true));
+        let (p, end) = (routed.sources.len(), routed.groups[count] as usize);
+        for weighted in [false, true] {
+            let mut memory = Memory::new();
+            let inp = wide(&rounded::<T>(&noise(rows * channels, 1)));
+            let residual = wide(&rounded::<T>(&noise(rows * channels, 2)));
+            let factors: Vec<f32> = routed.weights.iter().map(|&x| x as f32).collect();
+            let weights = if weighted { memory.input("weights", &factors) } else { Global::null() };
+            let weight = |entry: usize| if weighted { f64::from(factors[entry]) } else { 1.0 };
+            let sources = memory.input("sources", &routed.sources);
+            let positions = memory.input("positions", &routed.positions);
+            let groups = memory.input("groups", &routed.groups);
+            let (from, sorted) = (memory.input("inp", &rounded::<T>(&inp)), memory.output("sorted", p * channels));
+            let launch =
+                experts::dispatch(sorted, from, sources, weights, groups.skip(count), channels as u32, active as u32);
+            run(&mut memory, &launch, experts::grid(p), 0);
+            let what = format!("{rows} x {channels}, {count} experts, weighted: {weighted}");
+            let got = wide(memory.slice(sorted.reader(), end * channels).expect("all rows are written"));
+            assert!(memory.slice(sorted.reader().skip(end * channels), 1).is_err() || end == p);
+            let mut want = vec![0.0; end * channels];
+            for (row, &source) in routed.sources[..end].iter().enumerate().filter(|(_, source)| **source >= 0) {
+                for j in 0..channels {
+                    let value = weight(source as usize) * inp[source as usize / active * channels + j];
+                    want[row * channels + j] = value;
+                }
+            }
+            assert_close(&what, &got, &want, if weighted { T::ROUNDING } else { 0.0 }, 1e-30);
+
+            for in_place in [None, Some(false), Some(true)] {
+                let out = match in_place {
+                    Some(true) => memory.buffer("out", &rounded::<T>(&residual)),
+                    _ => memory.output("out", rows * channels),
+                };
+                let before = match in_place {
+                    None => GlobalMut::null(),
+                    Some(false) => memory.buffer("residual", &rounded::<T>(&residual)),
+                    Some(true) => out,
+                };
+                let launch = experts::combine(
+                    out,
+                    before,
+                    sorted.reader(),
+                    weights,
+                    positions,
+                    rows as u32,
+                    channels as u32,
+                    active as u32,
+                );
+                run(&mut memory, &launch, experts::grid(rows), 0);
+                let mut want = if in_place.is_some() { residual.clone() } else { vec![0.0; rows * channels] };
+                for (entry, &position) in routed.positions.iter().enumerate() {
+                    for j in 0..channels {
+                        want[entry / active * channels + j] += weight(entry) * got[position as usize * channels + j];
+                    }
+                }
+                assert_close(&what, &read(&memory, out), &want, T::ROUNDING + 1e-6, 1.0);
+            }
+        }
+    }
+}
+
+/// The loss of a token: its weights times their gradients, and the auxiliary losses.
+fn loss(logits: &[f64], chosen: &[i32], dweights: &[f64], router: Router, [aux, z]: [f64; 2], shares: &[f64]) -> f64 {
+    let weighted: f64 = weights(logits, chosen, router).iter().zip(dweights).map(|(w, dw)| w * dw).sum();
+    let balance: f64 = scores(logits, router.sigmoid == 1).iter().zip(shares).map(|(p, f)| p * f).sum();
+    let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let log_sum = max + logits.iter().map(|x| (x - max).exp()).sum::<f64>().ln();
+    weighted + aux * f64::from(router.experts) * balance + z * log_sum * log_sum
+}
+
+fn gradients_of_logits_match_differences<T: Tolerance>() {
+    for (i, [rows, count, active]) in SHAPES.into_iter().enumerate() {
+        let channels = [8, 40, 264][i % 3];
+        for (sigmoid, normalized, losses) in [
+            (false, false, [0.0, 0.0]),
+            (false, true, [0.5, 0.25]),
+            (true, false, [0.0, 0.125]),
+            (true, true, [0.25, 0.0]),
+        ] {
+            let router = router([count, active], sigmoid, normalized);
+            let logits = logits(rows, count, i as u32);
+            let routed = reference(&logits, router);
+            let p = routed.sources.len();
+            let mut memory = Memory::new();
+            let values = |seed| wide(&rounded::<T>(&noise(p * 2 * channels, seed)));
+            let (up, dup) = (values(4), values(5));
+            let factors: Vec<f32> = routed.weights.iter().map(|&x| x as f32).collect();
+            let inputs = [&logits, &up, &dup].map(|values| memory.input("input", &rounded::<T>(values)));
+            let experts = memory.input("experts", &routed.experts);
+            let weights = memory.input("weights", &factors);
+            let positions = memory.input("positions", &routed.positions);
+            let groups = memory.input("groups", &routed.groups);
+            let dlogits = memory.output::<T>("dlogits", rows * count);
+            let sizes = BackwardSizes {
+                rows: rows as u32,
+                channels: channels as u32,
+                aux_loss: losses[0] as f32,
+                z_loss: losses[1] as f32,
+            };
+            let [values, up_view, dup_view] = inputs;
+            let launch = instance!(route_backward::<T>(
+                count, dlogits, values, experts, weights, positions, groups, up_view, dup_view, router, sizes
+            ));
+            run(&mut memory, &launch, experts::route_choose_grid(rows), 0);
+            let got = read(&memory, dlogits);
+            let shares: Vec<_> =
+                routed.groups[count + 1..2 * count + 1].iter().map(|&n| f64::from(n) / rows as f64).collect();
+            for row in 0..rows {
+                let chosen = &routed.experts[row * active..(row + 1) * active];
+                let dweights: Vec<_> = (row * active..(row + 1) * active)
+                    .map(|entry| {
+                        let at = routed.positions[entry] as usize * 2 * channels;
+                        let g: f64 = (at..at + channels).map(|j| up[j] * dup[j]).sum();
+                        g / routed.weights[entry]
+                    })
+                    .collect();
+                let at = |expert: usize, step: f64| {
+                    let mut moved = logits[row * count..(row + 1) * count].to_vec();
+                    moved[expert] += step;
+                    loss(&moved, chosen, &dweights, router, losses, &shares)
+                };
+                let want: Vec<_> = (0..count).map(|expert| (at(expert, 1e-5) - at(expert, -1e-5)) / 2e-5).collect();
+                let what = format!("{router:?}, token {row}");
+                assert_close(&what, &got[row * count..(row + 1) * count], &want, T::ROUNDING + 1e-5, 1.0);
+            }
+        }
+    }
+}
