@@ -186,7 +186,7 @@ fn gradients_of_micro_batches_accumulate() {
     let dloss = 1.0 / run.tokens();
     run.model.forward(&mut run.engine, run.layout, &mut Unsharded).unwrap();
     run.model.loss(&mut run.engine, run.layout, Some(dloss)).unwrap();
-    run.model.backward(&mut run.engine, run.layout, &mut Unsharded).unwrap();
+    run.model.backward(&mut run.engine, run.layout, dloss, &mut Unsharded).unwrap();
     for ((param, layer), expected) in &reference.gradients {
         let twice: Vec<f32> = expected.iter().map(|x| 2.0 * x).collect();
         assert_close(&format!("d{} of layer {layer}, twice", param.name()), &run.gradient(*param, *layer), &twice);

@@ -2,7 +2,7 @@
 
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
-use engine::ops::{Activation, RotaryPairs, SlotSampling};
+use engine::ops::{Activation, QkNormScope, RotaryPairs, SlotSampling};
 use engine::{Engine, Result};
 use host::generate::{Finish, Request, Scheduler, generate};
 use host::sample::{self, Sampling};
@@ -27,7 +27,7 @@ fn models() -> Vec<(&'static str, Descriptor)> {
         tied: false,
         ..gpt2
     };
-    let norm = |weights, gain| Some(QkNorm { eps: 1e-6, weights, gain });
+    let norm = |weights, gain| Some(QkNorm { eps: 1e-6, weights, gain, scope: QkNormScope::Head });
     let qwen2 = Descriptor { biases: Biases::Qkv, heads: 6, tied: true, ..llama };
     let qwen3 = Descriptor { qk_norm: norm(true, 1.0), head_size: 80, ..llama };
     let modern = Descriptor {

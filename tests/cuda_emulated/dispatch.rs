@@ -57,7 +57,8 @@ fn memory_errors_name_the_tensor() {
                 bias: None,
                 epilogue: Epilogue::None,
                 shape,
-                fp8: None
+                fp8: None,
+                groups: None
             })
             .unwrap_err()
     );
@@ -78,7 +79,16 @@ fn matmuls_use_the_selected_backend() {
         let text = format!(
             "{:#}",
             engine
-                .run(MatmulForward { out, inp, weight, bias: None, epilogue: Epilogue::None, shape, fp8: None })
+                .run(MatmulForward {
+                    out,
+                    inp,
+                    weight,
+                    bias: None,
+                    epilogue: Epilogue::None,
+                    shape,
+                    fp8: None,
+                    groups: None
+                })
                 .unwrap_err()
         );
         let found = ["kernel matmul_", "GEMM", "no kernel computes"].map(|part| text.contains(part));
@@ -136,7 +146,8 @@ fn gelu_is_recomputed_by_the_kernel_that_computed_it() {
                     weight,
                     activation,
                     shape,
-                    fp8: None
+                    fp8: None,
+                    groups: None
                 })
                 .unwrap_err()
         )
@@ -185,6 +196,7 @@ fn activations_are_fused_where_a_kernel_computes_the_gemm() {
             epilogue,
             shape: before,
             fp8: None,
+            groups: None,
         };
         let first = format!("{:#}", engine.run(first).unwrap_err());
         let second = [None, Some(forward)].map(|recompute| {
@@ -200,6 +212,7 @@ fn activations_are_fused_where_a_kernel_computes_the_gemm() {
                 activation,
                 shape,
                 fp8: None,
+                groups: None,
             };
             format!("{:#}", engine.run(backward).unwrap_err())
         });

@@ -29,6 +29,8 @@ fn digests_are_those_of_the_bytes() {
         channels: 64,
         linear_layers: vec![(128, 32)],
         mlp_channels: 128,
+        router: None,
+        qk_norm: None,
         padded_vocab: 128,
         parameters: 5003,
         norm_tensors: 1,
@@ -86,6 +88,7 @@ fn operations_reject_tensors_of_the_wrong_shape_or_type() {
         epilogue: Epilogue::None,
         shape,
         fp8: None,
+        groups: None,
     });
     assert_eq!(short.unwrap_err().to_string(), "inp: expected at least 64 elements, found 32");
     let text = engine.read_async(tensor).unwrap_err().to_string();

@@ -105,6 +105,8 @@ fn attention_gradients_are_the_same_in_every_order_of_blocks() {
             channels: shape.heads * shape.head_size,
             linear_layers: vec![(128, 32)],
             mlp_channels: 128,
+            router: None,
+            qk_norm: None,
             padded_vocab: 128,
             parameters: 0,
             norm_tensors: 1,

@@ -99,6 +99,10 @@ pub struct Workload {
     pub linear_layers: Vec<(usize, usize)>,
     /// Input channels of the MLP's second layer (F).
     pub mlp_channels: usize,
+    /// Set if the MLP has experts.
+    pub router: Option<ops::Router>,
+    /// The norm of queries and keys, if there is one.
+    pub qk_norm: Option<ops::QkNormScope>,
     /// Padded vocabulary (Vp).
     pub padded_vocab: usize,
     /// Elements of the parameter block.

@@ -8,6 +8,7 @@
 //! method of each engine; the compiler reports every engine that lacks it.
 
 mod decode;
+mod experts;
 mod fp8;
 mod norm;
 mod outputs;
@@ -19,6 +20,7 @@ pub use decode::{
     CacheFill, CacheRead, DecodeAttention, DecodeEmbed, DecodeMatmul, DecodeOperation, DecodeStep, DecodeStepShape,
     SampleTokens, Slot, SlotSampling, decode_splits,
 };
+pub use experts::{Combine, Dispatch, GROUP_ROWS, Groups, Route, RouteBackward, Router, RouterScores};
 pub(crate) use fp8::largest_rounded;
 pub use fp8::{
     Bf16Scale, Dequantize, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, Fp8Scales,
@@ -83,6 +85,10 @@ operations!(
     ValueEmbed,
     ValueEmbedBackward,
     GateInputBackward,
+    Route,
+    RouteBackward,
+    Dispatch,
+    Combine,
     AttentionForward,
     AttentionBackward,
     Classifier,
@@ -167,15 +173,43 @@ pub struct Rotation {
     pub qk_norm: Option<HeadNorm>,
 }
 
-/// RMSNorm of each head's query and key before the rotation (QK-norm).
+/// RMSNorm of queries and keys before the rotation (QK-norm).
 #[derive(Clone, Copy, Debug)]
 pub struct HeadNorm {
-    /// (HS) float weights of queries and keys; all ones if absent.
+    /// Float weights of queries and keys, of the lengths of [`QkNormScope::widths`]; all ones if absent.
     pub weights: Option<[Tensor; 2]>,
     /// Added to the mean square.
     pub eps: f32,
     /// Factor of the normalized queries and keys.
     pub gain: f32,
+    /// The values that are normalized together.
+    pub scope: QkNormScope,
+}
+
+/// The values that a norm of queries and keys normalizes together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum QkNormScope {
+    /// Each head by itself, as in Qwen3.
+    #[default]
+    Head,
+    /// All query heads of a token, and all of its key heads, as in OLMoE.
+    AllHeads,
+}
+
+impl QkNormScope {
+    /// Reports whether this is the default, which files leave out.
+    pub fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Returns the number of query channels and of key channels that are normalized together.
+    pub const fn widths(self, heads: usize, kv_heads: usize, head_size: usize) -> [usize; 2] {
+        match self {
+            Self::Head => [head_size; 2],
+            Self::AllHeads => [heads * head_size, kv_heads * head_size],
+        }
+    }
 }
 
 impl Rotation {
@@ -188,6 +222,14 @@ impl Rotation {
             self.table.len / head_size.max(1)
         );
         Ok(())
+    }
+
+    /// Returns the lengths of the weights of the norm of queries and keys.
+    pub(crate) fn weight_lengths(
+        &self,
+        AttentionShape { heads, kv_heads, head_size, .. }: AttentionShape,
+    ) -> [usize; 2] {
+        self.qk_norm.map_or(QkNormScope::Head, |norm| norm.scope).widths(heads, kv_heads, head_size)
     }
 
     /// Returns the weights of the norm of queries and keys.
@@ -216,7 +258,7 @@ pub struct RotaryBackward {
     pub dqkv: Tensor,
     /// (B, T, NH + KV, HS) float, of the forward pass
     pub saved: Option<Tensor>,
-    /// (HS) float gradients of the norm's weights, accumulated; present if the weights are.
+    /// Float gradients of the norm's weights, accumulated; present if the weights are.
     pub dweights: Option<[Tensor; 2]>,
     /// The rotation of the forward pass.
     pub rotation: Rotation,
@@ -250,6 +292,9 @@ pub enum Epilogue {
 }
 
 /// Computes a linear layer: the epilogue of `inp (rows, C) · weight (OC, C)ᵀ + bias (OC)`.
+///
+/// With `groups`, the weight is (E, OC, C), and the rows are in expert order: each expert's rows are multiplied by its matrix. Rows of padding
+/// become 0. The rows after the last expert's are undefined. There are neither a bias nor a residual nor FP8 then.
 #[derive(Clone, Copy, Debug)]
 pub struct MatmulForward {
     /// (rows, OC) float
@@ -266,12 +311,17 @@ pub struct MatmulForward {
     pub shape: MatmulShape,
     /// Set if the GEMM multiplies in FP8.
     pub fp8: Option<Fp8Forward>,
+    /// Set if each expert has its own matrix.
+    pub groups: Option<Groups>,
 }
 
 /// Computes the gradients of a linear layer.
 ///
 /// `dinp = dout · weight`, multiplied by the derivative of the activation if `activation` is given; `dweight += doutᵀ · inp`, unless the
 /// weight is frozen; `dbias += Σ_rows dout`.
+///
+/// With `groups`, weight and dweight are (E, OC, C), as in [`MatmulForward`]. Each expert's dweight is a sum over its rows. `adds_to_dinp` is
+/// false then, and there is no bias.
 #[derive(Clone, Copy, Debug)]
 pub struct MatmulBackward {
     /// (rows, C) float; with an activation its gradient (rows, C · [`Activation::inputs`])
@@ -294,6 +344,8 @@ pub struct MatmulBackward {
     pub shape: MatmulShape,
     /// Set if the GEMMs multiply in FP8.
     pub fp8: Option<Fp8Backward>,
+    /// Set if each expert has its own matrix.
+    pub groups: Option<Groups>,
 }
 
 /// States that a linear layer's input (rows, C) is activation(preactivation).

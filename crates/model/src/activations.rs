@@ -67,6 +67,11 @@ impl<'a> Activations<'a> {
         self.plan.add(Group::Activations, name, &[parts, b, t, width], dtype)
     }
 
+    /// Plans a tensor (parts, rows, width).
+    pub(super) fn add_rows(&mut self, name: &str, parts: usize, rows: usize, width: usize, dtype: DType) -> Tensor {
+        self.plan.add(Group::Activations, name, &[parts, rows, width], dtype)
+    }
+
     /// Plans a tensor (parts, B, width, T).
     pub(super) fn add_transposed(&mut self, name: &str, parts: usize, width: usize, dtype: DType) -> Tensor {
         let [b, t] = self.batch;

@@ -53,7 +53,7 @@ impl AdapterBuffers {
             discarded: activations.plan.add(
                 Group::Activations,
                 "d frozen vectors",
-                &[2, d.channels.max(d.head_size)],
+                &[2, d.channels.max(d.qk_norm_widths()[0])],
                 dtype,
             ),
         });
@@ -90,7 +90,8 @@ impl Adapter {
     /// Computes the scaled output of A from the layer's input (rows, C).
     fn reduce(&self, engine: &mut dyn Engine, inp: Tensor) -> Result<()> {
         let (out, weight, shape) = (self.reduced, self.a, self.shape_a());
-        engine.run(MatmulForward { out, inp, weight, bias: None, epilogue: Epilogue::None, shape, fp8: None })?;
+        let epilogue = Epilogue::None;
+        engine.run(MatmulForward { out, inp, weight, bias: None, epilogue, shape, fp8: None, groups: None })?;
         engine.run(ScaleBlocks::whole(out, self.width, self.scale))
     }
 }
@@ -135,7 +136,7 @@ impl Decoder {
         adapter.reduce(engine, op.inp)?;
         let (shape, epilogue) = (adapter.shape_b(), Epilogue::Residual(frozen.out));
         let (inp, weight) = (adapter.reduced, adapter.b);
-        engine.run(MatmulForward { out: frozen.out, inp, weight, bias: None, epilogue, shape, fp8: None })?;
+        engine.run(MatmulForward { inp, weight, bias: None, epilogue, shape, fp8: None, ..frozen })?;
         let Epilogue::Activation(activation, preactivation) = op.epilogue else { return Ok(()) };
         let columns = op.shape.oc / activation.inputs();
         engine.run(Activate { activation, out: op.out, preactivation, columns })

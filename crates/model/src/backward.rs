@@ -19,11 +19,17 @@ use engine::{BatchLayout, Engine, Result};
 use std::sync::Arc;
 
 impl Decoder {
-    /// Adds the gradients of all parameters, from what [`loss`](Self::loss) computed.
+    /// Adds the gradients of all parameters, from what [`loss`](Self::loss) computed with the same `dloss`.
     ///
     /// `hooks` provides the parameters of each layer and receives the gradients: those of the layers and their value embeddings from the
     /// last to the first, then those of the embeddings.
-    pub fn backward(&self, engine: &mut dyn Engine, layout: BatchLayout, hooks: &mut dyn LayerHooks) -> Result<()> {
+    pub fn backward(
+        &self,
+        engine: &mut dyn Engine,
+        layout: BatchLayout,
+        dloss: f32,
+        hooks: &mut dyn LayerHooks,
+    ) -> Result<()> {
         let training = self.training()?;
         let d = &self.descriptor;
         let (rows, c) = (layout.b * layout.t, d.channels);
@@ -36,6 +42,7 @@ impl Decoder {
         let pass = BackwardPass {
             model: self,
             layout,
+            dloss,
             grads: self.grad_store(training),
             norms_sum_columns: layer_norm && engine.fuses_column_sums(c),
             recompute: training.recompute,
@@ -121,7 +128,7 @@ impl BackwardPass<'_> {
         let shape = model.linear_shape(weight, inp);
         let (fp8, dweight) = (model.fp8_backward(l, weight, shape), model.gradient(self.grads, weight, l));
         let (weight, activation, adds_to_dinp) = (model.param(weight, l), None, false);
-        MatmulBackward { dinp, adds_to_dinp, dweight, dbias, dout, inp, weight, activation, shape, fp8 }
+        MatmulBackward { dinp, adds_to_dinp, dweight, dbias, dout, inp, weight, activation, shape, fp8, groups: None }
     }
 
     /// Adds the gradient through a norm, from `dchannels`, to `dresidual`, which is then that of the output of the sub-layer `before`.

@@ -91,7 +91,7 @@ pub struct Training {
     pub(super) dresidual: Tensor,
     /// (B, T, max(C, NH·HS))
     pub(super) dchannels: Tensor,
-    /// (B, T, the larger of qkv and fc)
+    /// (B, T, width): the gradient of qkv or fc
     pub(super) dwide: Tensor,
     pub(super) stream: StreamGradients,
     pub(super) recompute: Recompute,
@@ -167,6 +167,8 @@ pub(super) struct ForwardPass<'a> {
 pub(super) struct BackwardPass<'a> {
     pub(super) model: &'a Decoder,
     pub(super) layout: BatchLayout,
+    /// Gradient of each token's loss.
+    pub(super) dloss: f32,
     pub(super) grads: Store<'a>,
     /// Whether LayerNorm's backward pass computes the gradients of the output biases.
     pub(super) norms_sum_columns: bool,

@@ -2,6 +2,7 @@
 
 mod adapters;
 mod additions;
+mod experts;
 mod overrides;
 mod presets;
 mod rotary;
@@ -9,12 +10,13 @@ mod windows;
 
 pub use adapters::{AdapterBase, AdapterTarget, AdapterTargets, Adapters};
 pub use additions::{Addition, Additions};
+pub use experts::Experts;
 pub use overrides::Overrides;
 pub use rotary::{Llama3Scaling, Rotary, RotaryScaling, YarnScaling};
 pub use windows::{WindowPattern, Windows};
 
 use crate::Param;
-use engine::ops::{Activation, AttentionShape};
+use engine::ops::{Activation, AttentionShape, QkNormScope};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use thiserror::Error;
@@ -32,7 +34,7 @@ pub struct Descriptor {
     pub head_size: usize,
     /// Number of channels (C).
     pub channels: usize,
-    /// Channels between the two linear layers of the MLP (F).
+    /// Channels between the two linear layers of the MLP, or of one expert (F).
     pub mlp_channels: usize,
     /// Maximum sequence length.
     pub max_seq_len: usize,
@@ -62,6 +64,9 @@ pub struct Descriptor {
     /// Additions of nanochat.
     #[serde(default, skip_serializing_if = "Additions::is_empty")]
     pub additions: Additions,
+    /// The experts of each layer, if they replace the MLP.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub experts: Option<Experts>,
     /// Low-rank adapters. The parameters of the descriptor are those of the adapters then, and the model is [`base`](Self::base).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adapters: Option<Adapters>,
@@ -92,7 +97,7 @@ pub enum Positions {
     Rotary(Rotary),
 }
 
-/// A normalization of each head's query and key (RMSNorm), before they are rotated.
+/// A normalization of queries and keys (RMSNorm), before they are rotated.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct QkNorm {
     /// Added to the mean square.
@@ -101,6 +106,9 @@ pub struct QkNorm {
     pub weights: bool,
     /// Factor of the normalized values.
     pub gain: f32,
+    /// The values that are normalized together.
+    #[serde(default, skip_serializing_if = "QkNormScope::is_default")]
+    pub scope: QkNormScope,
 }
 
 /// Linear layers with a bias.
@@ -142,7 +150,7 @@ pub enum DescriptorError {
     #[error(
         "unknown model '{0}': expected gpt2, gpt2-medium, gpt2-large, gpt2-xl, dN (d6, d12, d24, d36, d48, d60, d72, d84), \
          gpt3:cN (c384, c768, c1024, c1536, c2048, c2560, c4096, c12288), llama3:N (1b, 3b, 8b), qwen2.5:N (0.5b, 1.5b, 3b, 7b, 14b), \
-         qwen3:N (0.6b, 1.7b), modern:dN (d2 to d64) or nanochat:dN (d2 to d64)"
+         qwen3:N (0.6b, 1.7b, 30b-a3b), olmoe:1b-7b, modern:dN (d2 to d64), modern-moe:dN (d2 to d64) or nanochat:dN (d2 to d64)"
     )]
     Unknown(String),
     /// The number of channels is not a multiple of the number of heads.
@@ -194,6 +202,16 @@ pub enum DescriptorError {
         "value embeddings: expected a model with RMSNorm, found LayerNorm; leave them out, or choose another model"
     )]
     ValueEmbeddingsWithLayerNorm,
+    /// An expert is an MLP with a gated activation and without biases.
+    #[error(
+        "experts: expected a gated activation and no biases in the MLP, found {0}; choose a model with SwiGLU, such as llama3:1b"
+    )]
+    NotForExperts(String),
+    /// Experts have no adapters.
+    #[error(
+        "LoRA targets: expected matrices of attention in a model with experts, found {0}; use --lora-targets qkv,attproj"
+    )]
+    AdaptersOfExperts(String),
     /// A window has no layer.
     #[error("window pattern: expected a layer with a window (S), found none; leave the window out")]
     NoWindow,
@@ -257,6 +275,7 @@ impl Descriptor {
             init: Init::Gpt2,
             windows: None,
             additions: Additions::NONE,
+            experts: None,
             adapters: None,
         }
         .checked()
@@ -302,6 +321,16 @@ impl Descriptor {
         if self.adds(Addition::ValueEmbeddings) && self.norm == Normalization::LayerNorm {
             return Err(DescriptorError::ValueEmbeddingsWithLayerNorm);
         }
+        if let Some(experts) = self.experts {
+            experts.check()?;
+            if !self.activation.is_gated() || self.biases == Biases::All {
+                let biases = if self.biases == Biases::All { " with biases" } else { "" };
+                return Err(DescriptorError::NotForExperts(format!("{}{biases}", self.activation.name())));
+            }
+            if let Some(adapters) = self.adapters.filter(|adapters| adapters.targets.has_mlp()) {
+                return Err(DescriptorError::AdaptersOfExperts(adapters.targets.to_string()));
+            }
+        }
         if let Some(adapters) = self.adapters {
             adapters.check(self.smallest_target().unwrap_or(0))?;
         }
@@ -324,7 +353,9 @@ impl Descriptor {
         let wide = |n: usize| n as u128;
         let attention = wide(self.heads).checked_mul(wide(self.head_size))?;
         let packed = attention.checked_add(wide(self.kv_heads).checked_mul(2 * wide(self.head_size))?)?;
-        let inputs = wide(self.activation.inputs() + 1).checked_mul(wide(self.mlp_channels))?;
+        let (count, router, shared) = self.experts.map_or((1, 0, 0), |e| (e.count, e.count, e.shared_channels));
+        let mlp = wide(count).checked_mul(wide(self.mlp_channels))?.checked_add(wide(shared))?;
+        let inputs = wide(self.activation.inputs() + 1).checked_mul(mlp)?.checked_add(wide(router))?;
         let layer = packed.checked_add(attention)?.checked_add(inputs)?.checked_mul(wide(self.channels))?;
         let positions = if self.positions == Positions::Learned { wide(self.max_seq_len) } else { 0 };
         let (heads, rows) = (if self.tied { 1 } else { 2 }, wide(self.vocab.next_multiple_of(128)));
@@ -360,9 +391,24 @@ impl Descriptor {
         (self.heads + 2 * self.kv_heads) * self.head_size
     }
 
-    /// Returns the output channels of the MLP's first layer: F, or 2 F for a gated activation.
+    /// Returns the output channels of the first layer of the MLP, or of one expert: F, or 2 F for a gated activation.
     pub const fn fc_channels(&self) -> usize {
         self.activation.inputs() * self.mlp_channels
+    }
+
+    /// Returns the number of experts of a layer, or 1 if it has an MLP.
+    pub(crate) fn expert_count(&self) -> usize {
+        self.experts.map_or(1, |experts| experts.count)
+    }
+
+    /// Returns the channels of the MLP beside the experts, or 0 if there is none.
+    pub(crate) fn shared_channels(&self) -> usize {
+        self.experts.map_or(0, |experts| experts.shared_channels)
+    }
+
+    /// Returns the number of query channels and of key channels that QK-norm normalizes together.
+    pub(crate) fn qk_norm_widths(&self) -> [usize; 2] {
+        self.qk_norm.map_or(QkNormScope::Head, |norm| norm.scope).widths(self.heads, self.kv_heads, self.head_size)
     }
 
     /// Returns the model without adapters.
@@ -394,6 +440,7 @@ impl Descriptor {
             Param::Qkvw if self.base().is_gpt2() => vec![Q],
             Param::Qkvw => vec![Q, K, V],
             Param::Attprojw => vec![Attproj],
+            Param::Fcw | Param::Fcprojw if self.experts.is_some() => Vec::new(),
             Param::Fcw if self.activation.is_gated() => vec![Up, Gate],
             Param::Fcw => vec![Up],
             Param::Fcprojw => vec![Fcproj],
@@ -422,6 +469,11 @@ impl Descriptor {
         self.params().map(|param| param.len(self) * param.layers(self).count()).sum()
     }
 
+    /// Returns the number of parameters that compute a token: those of [`parameters`](Self::parameters) without the experts that are not active.
+    pub fn active_parameters(&self) -> usize {
+        self.params().map(|param| param.active_len(self) * param.layers(self).count()).sum()
+    }
+
     /// Returns the window of a layer, if it hides a token of sequences of `t` tokens.
     pub fn window(&self, layer: usize, t: usize) -> Option<usize> {
         self.windows.and_then(|windows| windows.of(layer)).filter(|&window| window < t)
@@ -429,7 +481,7 @@ impl Descriptor {
 
     /// Returns llm.c's estimate of the training FLOPs per token, 6N + 12 NH HS times the mean number of keys that a query attends to, in
     /// all layers. Of T tokens that is T / 2, or W - W² / 2T with a window W. Embeddings that are not the head are not counted, because
-    /// they take no FLOPs. Frozen parameters take 4 instead of 6.
+    /// they take no FLOPs, nor are experts that are not active. Frozen parameters take 4 instead of 6.
     pub fn flops_per_token(&self, t: usize) -> usize {
         let lookup = if self.tied { 0 } else { Param::Wte.len(self) };
         let values = Param::ValueTable;
@@ -437,8 +489,8 @@ impl Descriptor {
         let attention = 6 * self.attention_channels() * self.doubled_keys(t);
         match self.adapters {
             // Frozen weights have no gradient.
-            Some(_) => 4 * (self.base().parameters() - lookup) + 6 * self.parameters() + attention,
-            None => 6 * (self.parameters() - lookup) + attention,
+            Some(_) => 4 * (self.base().active_parameters() - lookup) + 6 * self.parameters() + attention,
+            None => 6 * (self.active_parameters() - lookup) + attention,
         }
     }
 
@@ -490,7 +542,12 @@ impl fmt::Display for Descriptor {
             write!(f, " of {}", self.head_size)?;
         }
         write!(f, ", {channels} channels")?;
-        if self.mlp_channels != 4 * channels {
+        if let Some(Experts { count, active, shared_channels, .. }) = self.experts {
+            write!(f, ", {active} of {count} experts of {} channels", self.mlp_channels)?;
+            if shared_channels > 0 {
+                write!(f, " beside one of {shared_channels}")?;
+            }
+        } else if self.mlp_channels != 4 * channels {
             write!(f, " ({} in the MLP)", self.mlp_channels)?;
         }
         if let Some(Adapters { rank, alpha, targets, .. }) = self.adapters {

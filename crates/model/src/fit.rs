@@ -161,9 +161,12 @@ pub fn check_batch(descriptor: &Descriptor, b: usize, t: usize) -> Result<()> {
                 "for longer ones, raise max_position_embeddings in the config.json of a Hugging Face directory",
         }
     );
-    let widths = [descriptor.qkv_channels(), descriptor.fc_channels(), descriptor.mlp_channels, descriptor.channels];
-    let width: u128 = widths.iter().map(|&width| width as u128).sum();
-    let values = (b * t) as u128 * (descriptor.layers as u128 * width + descriptor.padded_vocab() as u128);
+    let mlp_rows = descriptor.experts.map_or(b * t, |experts| experts.router().rows(b * t));
+    let product =
+        |rows: usize, widths: [usize; 2]| rows as u128 * widths.map(|width| width as u128).iter().sum::<u128>();
+    let layer = product(b * t, [descriptor.qkv_channels(), descriptor.channels])
+        + product(mlp_rows, [descriptor.fc_channels(), descriptor.mlp_channels]);
+    let values = descriptor.layers as u128 * layer + product(b * t, [descriptor.padded_vocab(), 0]);
     ensure!(
         values < MAX_VALUES,
         "--batch {b} x --seq {t}: expected activations that fit into an address space, found {values} values; use a smaller batch \

@@ -117,12 +117,12 @@ impl Decoder {
         let shape = self.linear_shape(weight, inp);
         let fp8 = self.fp8_forward(l, weight, shape);
         let (weight, bias) = (self.param(weight, l), self.optional(bias, l));
-        MatmulForward { out, inp, weight, bias, epilogue, shape, fp8 }
+        MatmulForward { out, inp, weight, bias, epilogue, shape, fp8, groups: None }
     }
 
     /// Returns the sizes of a linear layer with the input `inp` (rows, C).
     pub(super) fn linear_shape(&self, weight: Param, inp: Tensor) -> MatmulShape {
-        let (oc, c) = weight.shape(&self.descriptor);
+        let (oc, c) = weight.linear_shape(&self.descriptor);
         MatmulShape { rows: inp.len / c, c, oc }
     }
 

@@ -73,6 +73,7 @@ impl Fp8Options {
             let device = engine.describe();
             format!("--precision fp8: expected a GPU of compute capability 8.9 or later and bf16, found {device}; use --precision bf16")
         })?;
+        refuse_experts(descriptor)?;
         let instead = if dtype == DType::Fp8 { "use --precision bf16" } else { "use --precision fp32" };
         for (what, extent, fix) in [
             ("batch x seq", b * t, "change --batch or --seq"),
@@ -96,6 +97,15 @@ impl Fp8Options {
     pub(super) fn dtype(self) -> DType {
         self.dtype
     }
+}
+
+/// Checks that the linear layers of a model are not those of experts.
+pub(super) fn refuse_experts(descriptor: &Descriptor) -> Result<()> {
+    ensure!(
+        descriptor.experts.is_none(),
+        "--precision fp8: expected a model without experts, found {descriptor}; use --precision bf16 or fp32"
+    );
+    Ok(())
 }
 
 /// Rows and columns of all matrices are multiples of this, as FP8 GEMMs require.

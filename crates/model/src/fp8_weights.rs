@@ -9,6 +9,7 @@
 
 use super::decoder::Decoder;
 use super::descriptor::Descriptor;
+use super::fp8::refuse_experts;
 use super::params::Param;
 use anyhow::{Context, ensure};
 use engine::ops::{
@@ -39,6 +40,7 @@ impl WeightFormat {
             let device = engine.describe();
             format!("--precision fp8: expected a GPU of compute capability 8.9 or later and bf16, found {device}; use --precision bf16")
         })?;
+        refuse_experts(d)?;
         for param in Param::linear(d) {
             let (oc, c) = param.shape(d);
             ensure!(

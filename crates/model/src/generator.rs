@@ -163,7 +163,8 @@ impl Generator {
         let (decoder, mut plan) = fit::plan(descriptor, rows, engine)?;
         let mut cache = Cache::plan(&mut plan, &descriptor, slots, capacity, engine.dtype());
         let lengths = engine.decode_step_memory(&step_shape(&descriptor, slots));
-        if !lengths.contains(&0) {
+        // A step of a model with experts has other operations too.
+        if !lengths.contains(&0) && descriptor.experts.is_none() {
             let names = ["table of a step", "values of a step"];
             let mut add = |i: usize| plan.add(Group::Workspace, names[i], &[lengths[i]], DType::I32);
             cache.step = Some([add(0), add(1)]);
@@ -471,6 +472,7 @@ impl Generator {
             epilogue: Epilogue::None,
             shape: MatmulShape { rows, c: d.channels, oc: vp },
             fp8: None,
+            groups: None,
         };
         engine.run(DecodeMatmul { norm: Some(model.norm_of(&norm, residual, None)), matmul, weight_scale })?;
         let Cache { slots, seen, sampled, scratch, exchange, .. } = self.cache;

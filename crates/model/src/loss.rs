@@ -37,7 +37,7 @@ impl Decoder {
         let out = self.logits.slice(0, shape.rows * vp);
         let fp8 = fp8.map(|fp8| fp8.forward(shape));
         let (weight, weight_scale) = self.decoded_weight(self.head_param(), 0);
-        let matmul = MatmulForward { out, inp, weight, bias: None, epilogue: Epilogue::None, shape, fp8 };
+        let matmul = MatmulForward { out, inp, weight, bias: None, epilogue: Epilogue::None, shape, fp8, groups: None };
         match weight_scale {
             Some(_) => engine.run(DecodeMatmul { norm: None, matmul, weight_scale })?,
             None => engine.run(matmul)?,
@@ -87,6 +87,7 @@ impl Decoder {
                     activation: None,
                     shape,
                     fp8: fp8.map(|fp8| fp8.backward(logits, shape)),
+                    groups: None,
                 })?;
             }
         }

@@ -2,7 +2,7 @@
 
 use super::activations::Activations;
 use super::adapters::AdapterBuffers;
-use super::decoder::{Decoder, Frozen, Layer, Training};
+use super::decoder::{Decoder, Frozen, Layer, SubLayer, Training};
 use super::descriptor::{Descriptor, Positions};
 use super::fp8::{self, Fp8, Fp8Options};
 use super::fp8_head;
@@ -20,6 +20,7 @@ use engine::ops::Master;
 use engine::plan::{Group, Location, Plan};
 use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, Engine, Workload};
+use std::sync::Arc;
 
 /// Sizes and options of a memory plan.
 #[derive(Clone, Copy, Debug)]
@@ -119,7 +120,10 @@ impl SharedBuffers {
         let descriptor = layout.descriptor();
         let (vp, c) = Param::Wte.shape(descriptor);
         let f32 = DType::F32;
-        let widest = descriptor.fc_channels().max(descriptor.qkv_channels());
+        let mlp = descriptor.experts.map_or(descriptor.fc_channels(), |experts| {
+            sublayers::experts::widest_gradient(descriptor, &experts, b * t).div_ceil(b * t)
+        });
+        let widest = mlp.max(descriptor.qkv_channels());
         let (stream, wide, dhead) = ([b, t, c], [b, t, widest], [vp, c]);
         let backward = [("d residual", &stream[..], dtype), ("d wide", &wide[..], dtype)];
         let backward = if training { &backward[..] } else { &[] };
@@ -170,7 +174,10 @@ impl SharedBuffers {
 /// Plans the sub-layers of each layer.
 fn layers(activations: &mut Activations, d: &Descriptor, dwide: Option<Tensor>) -> Vec<Layer> {
     let attention = sublayers::attention::plan(activations, d);
-    let mlp = sublayers::mlp::plan(activations, d, dwide);
+    let mlp: Box<dyn Fn(usize) -> Arc<dyn SubLayer>> = match d.experts {
+        Some(experts) => Box::new(sublayers::experts::plan(activations, d, experts, dwide.is_some())),
+        None => Box::new(sublayers::mlp::plan(activations, d, dwide)),
+    };
     (0..d.layers).map(|layer| vec![attention(layer), mlp(layer)]).collect()
 }
 
@@ -189,9 +196,11 @@ pub(super) fn workload(descriptor: &Descriptor, options: &PlanOptions) -> Worklo
         linear_layers: descriptor
             .params()
             .filter(|param| param.kind().is_gemm())
-            .map(|p| p.shape(descriptor))
+            .map(|p| p.linear_shape(descriptor))
             .collect(),
         mlp_channels: descriptor.mlp_channels,
+        router: descriptor.experts.map(|experts| experts.router()),
+        qk_norm: descriptor.qk_norm.map(|norm| norm.scope),
         padded_vocab: descriptor.padded_vocab(),
         parameters: layout.elements(),
         norm_tensors: if options.zero.shards_optimizer() { descriptor.layers + 1 } else { 1 },

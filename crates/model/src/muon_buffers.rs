@@ -32,14 +32,14 @@ impl Matrix {
     }
 }
 
-/// Returns the matrices of a layer. Queries, keys and values are matrices of their own, as are up and gate of a gated activation. Layers have
+/// Returns the matrices of a layer. Queries, keys and values are matrices of their own, as are up and gate of a gated activation, of each expert. Layers have
 /// the same matrices at the same positions, but some layers may have more of them.
 pub(super) fn matrices(layout: &Params, layer: usize) -> Vec<Matrix> {
     let d = layout.descriptor();
     let mut matrices = Vec::new();
-    let gate = Param::ValueGate;
-    let gate = Some(gate).filter(|gate| gate.is_in(d) && gate.is_in_layer(d, layer) && d.has(*gate));
-    for param in Param::linear(d).chain(gate) {
+    let others = [Param::Router, Param::ValueGate].into_iter();
+    let others = others.filter(|other| other.is_in(d) && other.is_in_layer(d, layer) && d.has(*other));
+    for param in Param::linear(d).chain(others) {
         let (_, cols) = param.shape(d);
         let mut start = layout.range(param, layer).start;
         for rows in param.matrices(d) {

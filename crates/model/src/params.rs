@@ -34,6 +34,8 @@ pub enum ParamKind {
     ValueEmbedding,
     /// The weight of a gate.
     Gate,
+    /// The weight of a router.
+    Router,
     /// A factor.
     Factor,
 }
@@ -125,7 +127,7 @@ macro_rules! params {
             /// Returns what the parameter is.
             pub const fn kind(self) -> ParamKind {
                 use ParamKind::{
-                    AdapterA, AdapterB, Bias, Factor, Gate, Head, Linear, NormWeight, PositionEmbedding,
+                    AdapterA, AdapterB, Bias, Factor, Gate, Head, Linear, NormWeight, PositionEmbedding, Router,
                     TokenEmbedding, ValueEmbedding,
                 };
                 match self {
@@ -161,18 +163,27 @@ params! { d;
     Qkvw = "qkvw", Linear(Input::Norm, Output::Heads), true, (d.qkv_channels(), d.channels);
     Qkvb = "qkvb", Bias, d.biases != Biases::None, (1, d.qkv_channels());
     /// Weight of the norm of queries.
-    QNormw = "qnormw", NormWeight, d.qk_norm.is_some_and(|norm| norm.weights), (1, d.head_size);
+    QNormw = "qnormw", NormWeight, d.qk_norm.is_some_and(|norm| norm.weights), (1, d.qk_norm_widths()[0]);
     /// Weight of the norm of keys.
-    KNormw = "knormw", NormWeight, d.qk_norm.is_some_and(|norm| norm.weights), (1, d.head_size);
+    KNormw = "knormw", NormWeight, d.qk_norm.is_some_and(|norm| norm.weights), (1, d.qk_norm_widths()[1]);
     Attprojw = "attprojw", Linear(Input::Attention, Output::Residual), true, (d.channels, d.attention_channels());
     Attprojb = "attprojb", Bias, d.biases == Biases::All, (1, d.channels);
     Ln2w = "ln2w", NormWeight, d.norm.has_weights(), (1, d.channels);
     Ln2b = "ln2b", Bias, d.norm == Normalization::LayerNorm, (1, d.channels);
-    /// With a gated activation: rows of up, then of gate.
-    Fcw = "fcw", Linear(Input::Norm, Output::Activation), true, (d.fc_channels(), d.channels);
+    /// The router: one row for each expert.
+    Router = "router", Router, d.experts.is_some(), (d.expert_count(), d.channels);
+    /// With a gated activation: rows of up, then of gate. With experts, those of each expert.
+    Fcw = "fcw", Linear(Input::Norm, Output::Activation), true, (d.expert_count() * d.fc_channels(), d.channels);
     Fcb = "fcb", Bias, d.biases == Biases::All, (1, d.fc_channels());
-    Fcprojw = "fcprojw", Linear(Input::Activation, Output::Residual), true, (d.channels, d.mlp_channels);
+    /// With experts, the rows of each expert.
+    Fcprojw = "fcprojw", Linear(Input::Activation, Output::Residual), true,
+        (d.expert_count() * d.channels, d.mlp_channels);
     Fcprojb = "fcprojb", Bias, d.biases == Biases::All, (1, d.channels);
+    /// The MLP beside the experts: rows of up, then of gate.
+    SharedFcw = "sharedfcw", Linear(Input::Norm, Output::Activation), d.shared_channels() > 0,
+        (d.activation.inputs() * d.shared_channels(), d.channels);
+    SharedFcprojw = "sharedfcprojw", Linear(Input::Activation, Output::Residual), d.shared_channels() > 0,
+        (d.channels, d.shared_channels());
     Lnfw = "lnfw", NormWeight, d.norm.has_weights(), (1, d.channels);
     Lnfb = "lnfb", Bias, d.norm == Normalization::LayerNorm, (1, d.channels);
     /// Rows of the adapters of queries, keys and values.
@@ -239,7 +250,7 @@ impl ParamKind {
 
     /// Reports whether a GEMM computes the gradient of each layer's tensor.
     pub const fn is_gemm(self) -> bool {
-        matches!(self, Self::Linear(..) | Self::AdapterA | Self::AdapterB)
+        matches!(self, Self::Linear(..) | Self::Router | Self::AdapterA | Self::AdapterB)
     }
 
     /// Reports whether the tensor has two dimensions.
@@ -257,9 +268,10 @@ impl Param {
             (_, ParamKind::Factor) => Part::EmbeddingScales,
             (_, ParamKind::ValueEmbedding) => Part::ValueTable,
             (_, ParamKind::TokenEmbedding | ParamKind::PositionEmbedding | ParamKind::Head) => Part::Embeddings,
-            (_, ParamKind::Linear(..) | ParamKind::Gate | ParamKind::AdapterA | ParamKind::AdapterB) => {
-                Part::LayerMatrices
-            }
+            (
+                _,
+                ParamKind::Linear(..) | ParamKind::Gate | ParamKind::Router | ParamKind::AdapterA | ParamKind::AdapterB,
+            ) => Part::LayerMatrices,
             (_, ParamKind::Bias | ParamKind::NormWeight) => Part::LayerVectors,
         }
     }
@@ -341,14 +353,34 @@ impl Param {
         rows * cols
     }
 
-    /// Returns the number of rows of each matrix in a linear layer's weight: queries, keys and values, or up and gate.
+    /// Returns the number of matrices of one shape, one for each expert, that the tensor has.
+    pub fn experts(self, d: &Descriptor) -> usize {
+        if matches!(self, Self::Fcw | Self::Fcprojw) { d.expert_count() } else { 1 }
+    }
+
+    /// Returns the sizes (OC, C) of the linear layer that has this weight, or of that of one expert.
+    pub fn linear_shape(self, d: &Descriptor) -> (usize, usize) {
+        let (rows, cols) = self.shape(d);
+        (rows / self.experts(d), cols)
+    }
+
+    /// Returns the number of elements that compute a token, for one layer: without the experts that are not active.
+    pub fn active_len(self, d: &Descriptor) -> usize {
+        let experts = d.experts.filter(|_| self.experts(d) > 1);
+        experts.map_or(self.len(d), |experts| self.len(d) / experts.count * experts.active)
+    }
+
+    /// Returns the number of rows of each matrix in a linear layer's weight: queries, keys and values, or up and gate, of each expert.
     pub fn matrices(self, d: &Descriptor) -> Vec<usize> {
         match self.kind() {
             ParamKind::Linear(_, Output::Heads) => {
                 [d.heads, d.kv_heads, d.kv_heads].map(|heads| heads * d.head_size).to_vec()
             }
-            ParamKind::Linear(_, Output::Activation) => vec![d.mlp_channels; d.activation.inputs()],
-            _ => vec![self.shape(d).0],
+            ParamKind::Linear(_, Output::Activation) => {
+                let (inputs, experts) = (d.activation.inputs(), self.experts(d));
+                vec![self.linear_shape(d).0 / inputs; inputs * experts]
+            }
+            _ => vec![self.linear_shape(d).0; self.experts(d)],
         }
     }
 }

@@ -207,7 +207,7 @@ impl TrainStep {
                 model.loss(engine, layout, Some(dloss))?;
             }
             let _range = Range::new(format_args!("backward"));
-            model.backward(engine, layout, &mut data_parallel)
+            model.backward(engine, layout, dloss, &mut data_parallel)
         };
         match graph {
             Some(key) => engine.capture_or_replay(key, &mut passes),

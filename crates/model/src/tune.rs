@@ -17,7 +17,7 @@ impl Decoder {
             let model = self.for_training_steps();
             model.forward(engine, layout, &mut Unsharded)?;
             model.loss(engine, layout, Some(1.0))?;
-            model.backward(engine, layout, &mut Unsharded)?;
+            model.backward(engine, layout, 1.0, &mut Unsharded)?;
             self.tune_muon(engine)
         })?;
         if tuning.timings.is_empty() {

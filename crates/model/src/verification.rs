@@ -126,7 +126,7 @@ impl TrainStep {
         model.forward(&mut tracer, layout, &mut hooks)?;
         place.replace("the head".to_owned());
         model.loss(&mut tracer, layout, Some(dloss))?;
-        model.backward(&mut tracer, layout, &mut hooks)?;
+        model.backward(&mut tracer, layout, dloss, &mut hooks)?;
         let entries = tracer.finish();
         inner.wait_on_stream(engine)?;
         Ok(entries)

@@ -74,6 +74,7 @@ pub(super) fn read_header(file: &File, name: &str) -> Result<Header> {
         init: Init::Normal,
         windows: None,
         additions: Additions::NONE,
+        experts: None,
         adapters: None,
     };
     let descriptor = descriptor.checked().with_context(|| format!("{name}: invalid header"))?;

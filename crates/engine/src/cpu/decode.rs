@@ -5,7 +5,7 @@ use super::{activation, encoder, matmul as linear, norm, quantize, rotary};
 use crate::Result;
 use crate::ops::{
     AttentionShape, CacheFill, CacheRead, DecodeAttention, DecodeEmbed, DecodeMatmul, Epilogue, MatmulForward,
-    MatmulShape, Rotation, SampleTokens, Slot, SlotSampling,
+    MatmulShape, SampleTokens, Slot, SlotSampling,
 };
 use anyhow::ensure;
 use rayon::prelude::*;
@@ -71,7 +71,7 @@ pub(super) fn matmul(arena: &mut Arena, op: &DecodeMatmul) -> Result<()> {
 
 /// Computes a linear layer of few rows, with the weight times `scale`. It reads each weight once, which is all that takes time.
 fn few_rows(arena: &mut Arena, op: &MatmulForward, scale: f32) -> Result<()> {
-    let MatmulForward { out, inp, weight, bias, epilogue, shape: MatmulShape { rows, c, oc }, fp8: _ } = *op;
+    let MatmulForward { out, inp, weight, bias, epilogue, shape: MatmulShape { rows, c, oc }, .. } = *op;
     let (residual, activation) = match epilogue {
         Epilogue::None => (None, None),
         Epilogue::Residual(residual) => (Some(residual), None),
@@ -185,6 +185,7 @@ pub(super) fn attention(arena: &mut Arena, op: &DecodeAttention) -> Result<()> {
     let table = rotation.map(|rotation| rotation.table);
     let most = table.map_or(usize::MAX, |table| table.len / hs);
     let [q_weight, k_weight] = rotary::split(rotation.and_then(|rotation| rotation.weights()));
+    let [q_len, k_len] = rotation.map_or([0; 2], |rotation| rotation.weight_lengths(shape));
     let operands = [
         ("out", out, b * heads * hs),
         ("qkv", qkv, b * shape.packed_heads() * hs),
@@ -192,18 +193,15 @@ pub(super) fn attention(arena: &mut Arena, op: &DecodeAttention) -> Result<()> {
         ("values", values, cache),
         ("slots", words, b * Slot::WORDS),
         optional("table", table, table.map_or(0, |table| table.len)),
-        optional("q weight", q_weight, hs),
-        optional("k weight", k_weight, hs),
+        optional("q weight", q_weight, q_len),
+        optional("k weight", k_weight, k_len),
     ];
     let [out, qkv, keys, values, words, table, q_weight, k_weight] = arena.split("decode_attention", operands)?;
     let positions = slots(words).map(|slot| position(&slot, most)).collect::<Result<Vec<_>>>()?;
     for (row, &position) in qkv.chunks_mut(shape.packed_heads() * hs).zip(&positions) {
-        let Some(Rotation { pairs, qk_norm, .. }) = rotation else { break };
+        let Some(rotation) = rotation else { break };
         let Some(position) = position else { continue };
-        for (h, head) in row[..(heads + kv_heads) * hs].chunks_mut(hs).enumerate() {
-            rotary::normalize(head, if h < heads { q_weight } else { k_weight }, qk_norm);
-            rotary::rotate(head, &table[position * hs..][..hs], pairs, 1.0);
-        }
+        rotary::forward_row(row, &table[position * hs..][..hs], [q_weight, k_weight], &rotation, shape);
     }
     let (qkv, group) = (&*qkv, heads / kv_heads);
     let caches = keys.par_chunks_mut(t * hs).zip(values.par_chunks_mut(t * hs));

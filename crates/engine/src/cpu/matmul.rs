@@ -1,7 +1,7 @@
 use super::activation;
 use super::arena::{Arena, optional};
 use super::gemm::{Into, Matrix, Parallelism, multiply};
-use super::quantize;
+use super::{experts, quantize};
 use crate::Result;
 use crate::ops::{ActivationInput, Epilogue, MatmulBackward, MatmulForward, MatmulShape};
 use crate::tensor::Tensor;
@@ -14,7 +14,10 @@ const COLUMNS: usize = 32;
 const ALL: Parallelism = Parallelism::Rayon(0);
 
 pub(super) fn forward(arena: &mut Arena, op: &MatmulForward) -> Result<()> {
-    let MatmulForward { out, inp, weight, bias, epilogue, shape, fp8 } = *op;
+    if let Some(groups) = op.groups {
+        return experts::matmul_forward(arena, op, groups);
+    }
+    let MatmulForward { out, inp, weight, bias, epilogue, shape, fp8, .. } = *op;
     let MatmulShape { rows, c, oc } = shape;
     let (inp, weight, scale) = match fp8 {
         Some(fp8) => (fp8.inp, fp8.weight, scales_product(arena, fp8.inp_scale, fp8.weight_scale)?),
@@ -78,7 +81,10 @@ fn scales_product(arena: &Arena, a: Tensor, b: Tensor) -> Result<f32> {
 }
 
 pub(super) fn backward(arena: &mut Arena, op: &MatmulBackward) -> Result<()> {
-    let MatmulBackward { dinp, adds_to_dinp, dweight, dbias, dout, inp, weight, activation, shape, fp8 } = *op;
+    if let Some(groups) = op.groups {
+        return experts::matmul_backward(arena, op, groups);
+    }
+    let MatmulBackward { dinp, adds_to_dinp, dweight, dbias, dout, inp, weight, activation, shape, fp8, .. } = *op;
     let MatmulShape { rows, c, oc } = shape;
     let (preactivation, inputs) = match activation {
         Some(ActivationInput { activation, preactivation, .. }) => (Some(preactivation), activation.inputs()),

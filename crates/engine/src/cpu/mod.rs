@@ -11,6 +11,7 @@ mod cast;
 mod classifier;
 mod decode;
 mod encoder;
+mod experts;
 pub(crate) mod gemm;
 mod global_norm;
 mod matmul;
@@ -105,6 +106,10 @@ impl Cpu {
             Operation::ValueEmbed(op) => value_embedding::forward(arena, op),
             Operation::ValueEmbedBackward(op) => value_embedding::backward(arena, &op),
             Operation::GateInputBackward(op) => value_embedding::input_backward(arena, op),
+            Operation::Route(op) => experts::route(arena, op),
+            Operation::RouteBackward(op) => experts::route_backward(arena, &op),
+            Operation::Dispatch(op) => experts::dispatch(arena, op),
+            Operation::Combine(op) => experts::combine(arena, op),
             Operation::AttentionForward(op) => {
                 let scratch = self.scratch(op.out.len)?;
                 attention::forward(&mut self.arena, scratch, &op)

@@ -1,6 +1,6 @@
 //! Text generation with a KV cache.
 
-use super::{Cuda, Float, matmul as linear, norm, shared_bytes};
+use super::{Cuda, Float, experts, matmul as linear, norm, shared_bytes};
 use crate::ops::{
     Activation, AttentionShape, CacheFill, CacheRead, DecodeAttention, DecodeEmbed, DecodeMatmul, Epilogue,
     MatmulForward, MatmulShape, RotaryPairs, SampleTokens, Slot, decode_splits,
@@ -139,6 +139,7 @@ pub(super) fn attention_operands<T: Float>(
     let DecodeAttention { out, qkv, keys, values, slots, partials, rotation, shape } = *op;
     let AttentionShape { b, t, heads, kv_heads, head_size: hs } = shape;
     shape.check()?;
+    experts::check(false, rotation.and_then(|rotation| rotation.qk_norm).map(|norm| norm.scope))?;
     let (cache, splits) = (b * kv_heads * t * hs, decode_splits(b, kv_heads, t));
     // A few blocks for each SM hide the latency of memory; more only add partial results.
     let enough = (3 * cuda.executor.sm_count()).div_ceil(b * kv_heads);

@@ -2,7 +2,7 @@
 
 use super::executor::EmulatedGpu;
 use super::wgmma::Scratch;
-use super::{Cuda, Float, MatmulBackend, activation, bias, matmul_fp8};
+use super::{Cuda, Float, MatmulBackend, activation, bias, experts, matmul_fp8};
 use crate::gemm::{
     Batching, Bias, GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmOutput, GemmPrecision,
     Pass, Residual,
@@ -172,7 +172,8 @@ impl<T: Float> Cuda<T> {
             return Ok(None);
         }
         let epilogue = Epilogue::Activation(input.activation, input.preactivation);
-        let call = self.forward_gemm(&MatmulForward { out, inp, weight, bias, epilogue, shape, fp8: None })?;
+        let call =
+            self.forward_gemm(&MatmulForward { out, inp, weight, bias, epilogue, shape, fp8: None, groups: None })?;
         Ok(if self.runs_on_wgmma(&call)? { None } else { Some(call) })
     }
 
@@ -206,6 +207,7 @@ impl<T: Float> Cuda<T> {
 }
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward) -> Result<()> {
+    experts::check(op.groups.is_some(), None)?;
     if let Some(fp8) = op.fp8 {
         return matmul_fp8::forward(cuda, op, &fp8);
     }
@@ -224,6 +226,7 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward) -> Resul
 }
 
 pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Result<()> {
+    experts::check(op.groups.is_some(), None)?;
     if let Some(fp8) = op.fp8 {
         return matmul_fp8::backward(cuda, op, &fp8);
     }

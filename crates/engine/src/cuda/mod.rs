@@ -19,6 +19,7 @@ mod digest;
 mod emulated;
 mod encoder;
 mod executor;
+mod experts;
 mod functions;
 mod gate;
 mod gemm_cache;
@@ -355,6 +356,9 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::ValueEmbed(op) => value_embedding::forward(self, op),
             Operation::ValueEmbedBackward(op) => value_embedding::backward(self, &op),
             Operation::GateInputBackward(op) => value_embedding::input_backward(self, op),
+            Operation::Route(_) | Operation::RouteBackward(_) | Operation::Dispatch(_) | Operation::Combine(_) => {
+                experts::check(true, None)
+            }
             Operation::AttentionForward(op) => attention::forward(self, &op),
             Operation::AttentionBackward(op) => attention::backward(self, &op),
             Operation::Classifier(op) => classifier::classifier(self, op),
@@ -478,6 +482,7 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn check(&self, workload: &Workload) -> Result<()> {
+        experts::check(workload.router.is_some(), workload.qk_norm)?;
         attention::check::<T>(workload)?;
         norm::check::<T>(workload)?;
         activation::check::<T>(workload)

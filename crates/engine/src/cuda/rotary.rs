@@ -1,6 +1,6 @@
 //! Rotary position embedding, and the norm of queries and keys before it.
 
-use super::{Cuda, Float, shared_bytes};
+use super::{Cuda, Float, experts, shared_bytes};
 use crate::ops::{AttentionShape, HeadNorm, RotaryBackward, RotaryForward, RotaryPairs, Rotation};
 use crate::tensor::Tensor;
 use crate::{Result, Workload};
@@ -41,6 +41,7 @@ fn operands<T: Float>(
 ) -> Result<RotaryOperands<T>> {
     let AttentionShape { b, t, head_size, .. } = shape;
     shape.check()?;
+    experts::check(false, rotation.qk_norm.map(|norm| norm.scope))?;
     ensure!(
         rotary::supports(head_size),
         "rotary: expected a head size that is a multiple of 16 up to 256, found {head_size}"

@@ -55,6 +55,16 @@ impl Operation<'_> {
                 vec![some("drows", op.drows), some("dgates", op.dgates), named("dweight", op.dweight)]
             }
             Self::GateInputBackward(op) => vec![some("dinp", op.dinp)],
+            Self::Route(op) => vec![
+                some("experts", op.experts),
+                some("weights", op.weights),
+                some("positions", op.positions),
+                some("sources", op.sources),
+                some("groups", op.groups),
+            ],
+            Self::RouteBackward(op) => vec![some("dlogits", op.dlogits)],
+            Self::Dispatch(op) => vec![some("out", op.out)],
+            Self::Combine(op) => vec![some("out", op.out)],
             Self::AttentionForward(op) => {
                 let outputs = [some("out", op.out), some("lse", op.lse)];
                 outputs.into_iter().chain(op.quantized.iter().flat_map(quantize)).collect()

@@ -3,7 +3,7 @@
 use super::{Architecture, Part, Setting, TensorNames, part, tensor};
 use crate::keys::Keys;
 use anyhow::{Context, Result, bail, ensure};
-use engine::ops::{Activation, RotaryPairs};
+use engine::ops::{Activation, QkNormScope, RotaryPairs};
 use model::descriptor::{
     Additions, Biases, Init, Llama3Scaling, Normalization, Positions, QkNorm, Rotary, RotaryScaling, WindowPattern,
     Windows, YarnScaling,
@@ -133,7 +133,7 @@ pub static QWEN3: Architecture = Architecture {
     gguf_pairs: Some(RotaryPairs::HalfSplit),
     descriptor: |keys| {
         let eps = keys.float("rms_norm_eps", EPS)?;
-        let qk_norm = Some(QkNorm { eps, weights: true, gain: 1.0 });
+        let qk_norm = Some(QkNorm { eps, weights: true, gain: 1.0, scope: QkNormScope::Head });
         qwen_windows(keys, descriptor(keys, Biases::None, qk_norm, Some(QWEN3_HEAD_SIZE))?)
     },
     keys: |descriptor| {
@@ -202,6 +202,7 @@ pub fn descriptor(keys: Keys, biases: Biases, qk_norm: Option<QkNorm>, head_size
         init: Init::Normal,
         windows: None,
         additions: Additions::NONE,
+        experts: None,
         adapters: None,
     };
     descriptor.checked().context("not a supported shape")

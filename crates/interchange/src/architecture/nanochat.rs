@@ -8,7 +8,7 @@ use super::llama::{self, IGNORED};
 use super::{Architecture, Code, LLAMA, Part, Setting, part, tensor};
 use crate::keys::Keys;
 use anyhow::{Context, Result, anyhow, ensure};
-use engine::ops::Activation;
+use engine::ops::{Activation, QkNormScope};
 use model::descriptor::{Biases, Init, Normalization, Positions, QkNorm, Rotary, RotaryScaling, Windows};
 use model::{Descriptor, Param};
 use serde_json::{Map, Value, json};
@@ -135,7 +135,7 @@ fn descriptor(keys: Keys) -> Result<Descriptor> {
     };
     let descriptor = Descriptor {
         norm: Normalization::RmsNorm { eps, weights: false },
-        qk_norm: Some(QkNorm { eps, weights: false, gain: 1.0 }),
+        qk_norm: Some(QkNorm { eps, weights: false, gain: 1.0, scope: QkNormScope::Head }),
         activation: Activation::ReluSquared,
         embedding_norm: true,
         softcap,
@@ -172,7 +172,7 @@ mod tests {
         };
         let found = parse(json!({})).unwrap();
         assert_eq!((found.kv_heads, found.head_size, found.tied, found.softcap), (6, 128, false, Some(15.0)));
-        assert_eq!(found.qk_norm, Some(QkNorm { eps: 1e-6, weights: false, gain: 1.0 }));
+        assert_eq!(found.qk_norm, Some(QkNorm { eps: 1e-6, weights: false, gain: 1.0, scope: QkNormScope::Head }));
         assert_eq!(parse(json!({ SOFTCAP: null })).unwrap().softcap, None);
         assert_eq!(parse(json!({ SOFTCAP: 30.0 })).unwrap().softcap, Some(30.0));
         let message = format!("{:#}", parse(json!({ SOFTCAP: -1.0 })).unwrap_err());

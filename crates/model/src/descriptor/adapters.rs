@@ -117,6 +117,11 @@ impl AdapterTargets {
     pub const fn contains(self, target: AdapterTarget) -> bool {
         self.0 & 1 << target as u8 != 0
     }
+
+    /// Reports whether a matrix of the MLP has an adapter.
+    pub(super) fn has_mlp(self) -> bool {
+        [AdapterTarget::Up, AdapterTarget::Gate, AdapterTarget::Fcproj].into_iter().any(|target| self.contains(target))
+    }
 }
 
 impl FromIterator<AdapterTarget> for AdapterTargets {

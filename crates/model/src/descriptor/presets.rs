@@ -1,17 +1,19 @@
 //! The names of known shapes: `FAMILY:SIZE`, where GPT-2 is the default family.
 
 use super::{
-    Activation, Additions, Biases, Descriptor, DescriptorError, GPT2_VOCAB, Init, Normalization, Positions, QkNorm,
-    Rotary,
+    Activation, Additions, Biases, Descriptor, DescriptorError, Experts, GPT2_VOCAB, Init, Normalization, Positions,
+    QkNorm, Rotary,
 };
 use super::{Llama3Scaling, RotaryScaling, WindowPattern, Windows};
-use engine::ops::RotaryPairs;
+use engine::ops::{QkNormScope, RotaryPairs, RouterScores};
 use std::str::FromStr;
 
 /// Size of the vocabulary of Llama 3.
 const LLAMA3_VOCAB: usize = 128_256;
 /// Rows of the embedding of Qwen 2.5 and 3.
 const QWEN_VOCAB: usize = 151_936;
+/// Size of the vocabulary of OLMoE.
+const OLMOE_VOCAB: usize = 50_304;
 /// nanochat's vocabulary.
 const MODERN_VOCAB: usize = 32_768;
 const MODERN_HEAD_SIZE: usize = 128;
@@ -52,6 +54,8 @@ impl FromStr for Descriptor {
             "llama3" => llama3(size).ok_or_else(unknown)?.checked(),
             "qwen2.5" => qwen2_5(size).ok_or_else(unknown)?.checked(),
             "qwen3" => qwen3(size).ok_or_else(unknown)?.checked(),
+            "olmoe" => olmoe(size).ok_or_else(unknown)?.checked(),
+            "modern-moe" => number('d').and_then(modern_moe).ok_or_else(unknown)?.checked(),
             "modern" => number('d').and_then(modern).ok_or_else(unknown)?.checked(),
             "nanochat" => number('d').and_then(nanochat).ok_or_else(unknown)?.checked(),
             _ => Err(unknown()),
@@ -113,6 +117,7 @@ impl Descriptor {
             init: Init::Normal,
             windows: None,
             additions: Additions::NONE,
+            experts: None,
             adapters: None,
         }
     }
@@ -154,15 +159,74 @@ fn qwen2_5(size: &str) -> Option<Descriptor> {
 
 /// Qwen3 (`config.json` of Qwen on Hugging Face): Llama's layers with QK-norm.
 fn qwen3(size: &str) -> Option<Descriptor> {
+    if size == "30b-a3b" {
+        return qwen3_moe();
+    }
     let (channels, mlp_channels) = match size {
         "0.6b" => (1024, 3072),
         "1.7b" => (2048, 6144),
         _ => return None,
     };
     let sizes = Sizes { layers: 28, channels, heads: 16, kv_heads: 8, head_size: 128, mlp_channels };
-    let qk_norm = Some(QkNorm { eps: 1e-6, weights: true, gain: 1.0 });
+    let qk_norm = Some(QkNorm { eps: 1e-6, weights: true, gain: 1.0, scope: QkNormScope::Head });
     let llama = Descriptor::llama(sizes, QWEN_ROTARY, 1e-6);
     Some(Descriptor { vocab: QWEN_VOCAB, qk_norm, max_seq_len: 40_960, ..llama })
+}
+
+/// Qwen3-30B-A3B (`config.json` on Hugging Face): Qwen3 with 8 of 128 experts.
+fn qwen3_moe() -> Option<Descriptor> {
+    let experts = Experts {
+        count: 128,
+        active: 8,
+        scores: RouterScores::Softmax,
+        normalized: true,
+        shared_channels: 0,
+        aux_loss: 0.001,
+        z_loss: 0.0,
+    };
+    let (layers, heads, kv_heads) = (48, 32, 4);
+    Some(Descriptor {
+        layers,
+        heads,
+        kv_heads,
+        mlp_channels: 768,
+        tied: false,
+        experts: Some(experts),
+        ..qwen3("1.7b")?
+    })
+}
+
+/// OLMoE-1B-7B (Muennighoff et al., 2024, arXiv:2409.02060, and `config.json` on Hugging Face): 8 of 64 experts, and a norm of all heads'
+/// queries and keys.
+fn olmoe(size: &str) -> Option<Descriptor> {
+    if size != "1b-7b" {
+        return None;
+    }
+    let sizes = Sizes { layers: 16, channels: 2048, heads: 16, kv_heads: 16, head_size: 128, mlp_channels: 1024 };
+    let experts = Experts { normalized: false, ..OLMOE_EXPERTS };
+    let rotary = Rotary { theta: 1e4, ..QWEN_ROTARY };
+    let qk_norm = Some(QkNorm { eps: 1e-5, weights: true, gain: 1.0, scope: QkNormScope::AllHeads });
+    let llama = Descriptor::llama(sizes, rotary, 1e-5);
+    Some(Descriptor { vocab: OLMOE_VOCAB, max_seq_len: 4096, tied: false, qk_norm, experts: Some(experts), ..llama })
+}
+
+/// The experts of OLMoE, with normalized weights as in Qwen3.
+const OLMOE_EXPERTS: Experts = Experts {
+    count: 64,
+    active: 8,
+    scores: RouterScores::Softmax,
+    normalized: true,
+    shared_channels: 0,
+    aux_loss: 0.01,
+    z_loss: 0.001,
+};
+
+/// nanochat's shape of a depth with 8 of 64 experts and SwiGLU. The active experts have about the FLOPs of nanochat's MLP: 3 · 8 F C for
+/// 8 C², with F rounded up to a multiple of 64.
+fn modern_moe(layers: usize) -> Option<Descriptor> {
+    let dense = modern(layers)?;
+    let mlp_channels = dense.channels.div_ceil(3).next_multiple_of(64);
+    Some(Descriptor { mlp_channels, activation: Activation::SwiGlu, experts: Some(OLMOE_EXPERTS), ..dense })
 }
 
 /// nanochat's shape of a depth: 64 channels for each layer, heads of 128 channels, ReLU², QK-norm, logits within ±15, and norms
@@ -180,7 +244,7 @@ fn modern(layers: usize) -> Option<Descriptor> {
         max_seq_len: 2048,
         vocab: MODERN_VOCAB,
         norm: Normalization::RmsNorm { eps: MODERN_EPS, weights: false },
-        qk_norm: Some(QkNorm { eps: MODERN_EPS, weights: false, gain: 1.2 }),
+        qk_norm: Some(QkNorm { eps: MODERN_EPS, weights: false, gain: 1.2, scope: QkNormScope::Head }),
         activation: Activation::ReluSquared,
         tied: false,
         embedding_norm: true,

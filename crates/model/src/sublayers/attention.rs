@@ -66,9 +66,9 @@ impl Attention {
     fn rotation(&self, model: &Decoder) -> Option<Rotation> {
         let d = &model.descriptor;
         let (Positions::Rotary(rotary), Some(table)) = (d.positions, model.rotary_table) else { return None };
-        let qk_norm = d.qk_norm.map(|QkNorm { eps, weights, gain }| {
+        let qk_norm = d.qk_norm.map(|QkNorm { eps, weights, gain, scope }| {
             let weights = weights.then(|| [Param::QNormw, Param::KNormw].map(|param| model.param(param, self.layer)));
-            HeadNorm { weights, eps, gain }
+            HeadNorm { weights, eps, gain, scope }
         });
         Some(Rotation { table, pairs: rotary.pairs, qk_norm })
     }

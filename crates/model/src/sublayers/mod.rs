@@ -6,4 +6,5 @@
 //! the passes know only its norm and its output.
 
 pub(super) mod attention;
+pub(super) mod experts;
 pub(super) mod mlp;

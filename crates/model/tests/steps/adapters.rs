@@ -61,7 +61,7 @@ fn passes(engine: &mut dyn Engine, model: &Decoder) -> Vec<f32> {
     engine.zero(model.training.unwrap().grads).unwrap();
     model.forward(engine, LAYOUT, &mut Unsharded).unwrap();
     model.loss(engine, LAYOUT, Some(1.0)).unwrap();
-    model.backward(engine, LAYOUT, &mut Unsharded).unwrap();
+    model.backward(engine, LAYOUT, 1.0, &mut Unsharded).unwrap();
     engine.read(model.losses).unwrap()
 }
 

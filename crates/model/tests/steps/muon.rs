@@ -146,6 +146,8 @@ fn orthogonalized_together(
         channels: 8,
         linear_layers: vec![(8, 8)],
         mlp_channels: 8,
+        router: None,
+        qk_norm: None,
         padded_vocab: 128,
         parameters: rows * cols,
         norm_tensors: 1,

@@ -15,7 +15,7 @@ use attention::{attention_backward, attention_forward};
 use engine::ops::{
     Activation, ActivationForward, ActivationInput, AttentionShape, Classifier, EncoderBackward, EncoderForward,
     Epilogue, GlobalNorm, HeadNorm, MatmulBackward, MatmulForward, MatmulShape, MostLikely, NormBackward, NormForward,
-    RotaryBackward, RotaryForward, RotaryPairs, Rotation, Sum,
+    QkNormScope, RotaryBackward, RotaryForward, RotaryPairs, Rotation, Sum,
 };
 use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, Engine, MASKED_TARGET, Result, Workload};
@@ -265,6 +265,8 @@ fn workload(b: usize, t: usize, channels: usize, heads: usize, padded_vocab: usi
         channels,
         linear_layers: [(3, 1), (1, 1), (4, 1), (1, 4)].map(|(oc, c)| (oc * channels, c * channels)).to_vec(),
         mlp_channels: 4 * channels,
+        router: None,
+        qk_norm: None,
         padded_vocab,
         parameters,
         norm_tensors: 1,
@@ -510,6 +512,7 @@ fn matmul_forward(shape: MatmulShape, bias: bool, kind: EpilogueKind) -> Case {
             epilogue: kind,
             shape,
             fp8: None,
+            groups: None,
         })
     });
     let mut parts = vec![(Part::Gemm, Work { floats: 0, ..work })];
@@ -569,6 +572,7 @@ fn matmul_backward_operation(
         activation,
         shape,
         fp8: None,
+        groups: None,
     }
 }
 
@@ -609,6 +613,7 @@ fn matmul_backward_recompute(shape: MatmulShape, bias: bool, activation: Activat
             epilogue: Epilogue::Activation(activation, x[6]),
             shape: before,
             fp8: None,
+            groups: None,
         })
     };
     let run = move |e: &mut dyn Engine, x: &[Tensor]| {
@@ -678,7 +683,10 @@ fn rotary_workload(shape: RotaryShape) -> Workload {
 
 /// Returns the rotation of a case with the operands of [`rotary_operands`], and the queries and keys before its norm.
 fn rotation(x: &[Tensor], pairs: RotaryPairs, norm: Option<bool>) -> (Rotation, Option<Tensor>) {
-    let norm_of = |weighted: bool| HeadNorm { weights: weighted.then_some([x[3], x[4]]), eps: 1e-5, gain: 1.25 };
+    let norm_of = |weighted: bool| {
+        let weights = weighted.then_some([x[3], x[4]]);
+        HeadNorm { weights, eps: 1e-5, gain: 1.25, scope: QkNormScope::Head }
+    };
     (Rotation { table: x[1], pairs, qk_norm: norm.map(norm_of) }, norm.map(|_| x[2]))
 }
 

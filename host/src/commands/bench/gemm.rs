@@ -203,6 +203,8 @@ fn tune(
         channels: c.min(oc),
         linear_layers: vec![(oc, c), (c, oc)],
         mlp_channels: 4 * c.min(oc),
+        router: None,
+        qk_norm: None,
         padded_vocab: c.max(oc),
         parameters: 0,
         norm_tensors: 1,
@@ -228,6 +230,7 @@ fn tune(
             epilogue,
             shape,
             fp8: operands.map(|(forward, _)| forward),
+            groups: None,
         })?;
         // The previous layer recomputes the input from as many channels as this layer's output has.
         let previous = MatmulShape { rows, c: oc, oc: c };
@@ -246,6 +249,7 @@ fn tune(
             activation,
             shape,
             fp8: operands.map(|(_, backward)| backward),
+            groups: None,
         })
     })?;
     Ok(tuning.timings)

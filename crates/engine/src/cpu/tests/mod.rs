@@ -155,7 +155,7 @@ proptest! {
         let preactivation = activation.map(|_| bench.normal(rows * c * inputs));
         bench.ready();
         let shape = MatmulShape { rows, c, oc };
-        bench.dyn_engine().run(MatmulForward { out, inp, weight, bias, epilogue, shape, fp8: None }).unwrap();
+        bench.dyn_engine().run(MatmulForward { out, inp, weight, bias, epilogue, shape, fp8: None, groups: None }).unwrap();
         let (x, w) = (bench.before(inp), bench.before(weight));
         let b = bias.map(|bias| bench.before(bias));
         let mut expected = matmul_reference(rows, oc, c, |i, l| x[i * c + l], |l, j| w[j * c + l]);
@@ -182,7 +182,7 @@ proptest! {
             preactivation,
             recompute: recompute.then_some(forward),
         });
-        let backward = MatmulBackward { dinp, adds_to_dinp: false, dweight: Some(dweight), dbias, dout, inp, weight, activation: input, shape, fp8: None };
+        let backward = MatmulBackward { dinp, adds_to_dinp: false, dweight: Some(dweight), dbias, dout, inp, weight, activation: input, shape, fp8: None, groups: None };
         bench.dyn_engine().run(backward).unwrap();
         let d = bench.before(dout);
         let x = match activation.zip(preactivation) {
@@ -298,6 +298,8 @@ proptest! {
             channels: c,
             linear_layers: vec![(packed, c), (c, c), (4 * c, c), (c, 4 * c)],
             mlp_channels: 4 * c,
+            router: None,
+            qk_norm: None,
             padded_vocab: 128,
             parameters: 0,
             norm_tensors: 1,
@@ -472,7 +474,16 @@ fn products_and_norms_do_not_depend_on_the_number_of_threads() {
         pool.install(|| {
             bench
                 .dyn_engine()
-                .run(MatmulForward { out, inp, weight, bias: None, epilogue: Epilogue::None, shape, fp8: None })
+                .run(MatmulForward {
+                    out,
+                    inp,
+                    weight,
+                    bias: None,
+                    epilogue: Epilogue::None,
+                    shape,
+                    fp8: None,
+                    groups: None,
+                })
                 .unwrap();
             bench
                 .dyn_engine()
@@ -487,6 +498,7 @@ fn products_and_norms_do_not_depend_on_the_number_of_threads() {
                     activation: None,
                     shape,
                     fp8: None,
+                    groups: None,
                 })
                 .unwrap();
             bench.dyn_engine().run(GlobalNorm { norm, grads: dweight }).unwrap();
@@ -613,6 +625,7 @@ fn invalid_operands_are_errors_that_name_the_tensor() {
             epilogue: Epilogue::None,
             shape,
             fp8: None,
+            groups: None,
         })
     });
     assert!(overlap.contains("overlap"), "{overlap}");
@@ -625,6 +638,7 @@ fn invalid_operands_are_errors_that_name_the_tensor() {
             epilogue: Epilogue::None,
             shape,
             fp8: None,
+            groups: None,
         })
     });
     assert!(short.contains("tensor inp: expected 64 elements, found 63"), "{short}");

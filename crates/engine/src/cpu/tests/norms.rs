@@ -1,7 +1,9 @@
 //! RMSNorm and rotary embeddings.
 
 use super::*;
-use crate::ops::{HeadNorm, NormBackward, NormForward, RotaryBackward, RotaryForward, RotaryPairs, Rotation};
+use crate::ops::{
+    HeadNorm, NormBackward, NormForward, QkNormScope, RotaryBackward, RotaryForward, RotaryPairs, Rotation,
+};
 
 /// Returns the gradient of Σ dout · f(x) with respect to each x, by central differences.
 fn gradient(x: &[f64], dout: &[f64], f: impl Fn(&[f64]) -> Vec<f64>) -> Vec<f64> {
@@ -67,6 +69,7 @@ proptest! {
         half in 1usize..9,
         interleaved: bool,
         norm in 0usize..3,
+        all_heads: bool,
     ) {
         let (heads, hs) = (group * kv_heads, 2 * half);
         let shape = AttentionShape { b, t, heads, kv_heads, head_size: hs };
@@ -75,40 +78,48 @@ proptest! {
         let mut bench = Bench::new();
         let (qkv, dqkv) = (bench.normal(b * t * packed * hs), bench.normal(b * t * packed * hs));
         let saved = bench.normal(b * t * rotated * hs);
-        let (weights, dweights) = ([0; 2].map(|_| bench.normal(hs)), [0; 2].map(|_| bench.normal(hs)));
+        let scope = if all_heads { QkNormScope::AllHeads } else { QkNormScope::Head };
+        let widths = scope.widths(heads, kv_heads, hs);
+        let (weights, dweights) = (widths.map(|n| bench.normal(n)), widths.map(|n| bench.normal(n)));
         // One position more than a sequence has.
         let angle = |t: usize, i: usize| 0.7 * t as f64 / (i + 1) as f64;
         let angles = (0..=t).flat_map(|t| (0..half).map(move |i| angle(t, i)));
         let table = bench.with(angles.flat_map(|a| [a.cos() as f32, a.sin() as f32]).collect());
         bench.ready();
         let (eps, gain) = (1e-3, 1.25);
-        let qk_norm = (norm > 0).then_some(HeadNorm { weights: (norm > 1).then_some(weights), eps, gain });
+        let qk_norm = (norm > 0).then_some(HeadNorm { weights: (norm > 1).then_some(weights), eps, gain, scope });
         let (rotation, saved) = (Rotation { table, pairs, qk_norm }, (norm > 0).then_some(saved));
         bench.dyn_engine().run(RotaryForward { qkv, saved, rotation, shape }).unwrap();
         let given = (norm > 1).then_some(dweights);
         bench.dyn_engine().run(RotaryBackward { dqkv, saved, dweights: given, rotation, shape }).unwrap();
 
-        let [q_weight, k_weight] = weights.map(|w| if norm > 1 { bench.before(w) } else { vec![1.0; hs] });
+        let [q_weight, k_weight] = weights.map(|w| if norm > 1 { bench.before(w) } else { vec![1.0; w.len] });
         let rotate = |position: usize, x: &[f64], w: &[f64]| {
             let x = match norm {
                 0 => x.to_vec(),
                 _ => rms_norm(x, w, f64::from(eps)).iter().map(|x| x * f64::from(gain)).collect(),
             };
             let mut y = x.clone();
-            for i in 0..half {
-                let (a, b) = if interleaved { (2 * i, 2 * i + 1) } else { (i, i + half) };
-                let (sin, cos) = angle(position, i).sin_cos();
-                (y[a], y[b]) = (x[a] * cos - x[b] * sin, x[a] * sin + x[b] * cos);
+            for (x, y) in x.chunks(hs).zip(y.chunks_mut(hs)) {
+                for i in 0..half {
+                    let (a, b) = if interleaved { (2 * i, 2 * i + 1) } else { (i, i + half) };
+                    let (sin, cos) = angle(position, i).sin_cos();
+                    (y[a], y[b]) = (x[a] * cos - x[b] * sin, x[a] * sin + x[b] * cos);
+                }
             }
             y
         };
         let (x, d) = (bench.before(qkv), bench.before(dqkv));
         let (mut y, mut dx) = (x.clone(), d.clone());
         let mut dw = dweights.map(|dw| bench.before(dw));
-        for (row, h) in (0..b * t).flat_map(|row| (0..rotated).map(move |h| (row, h))) {
-            let part = (row * packed + h) * hs..(row * packed + h + 1) * hs;
+        // The values that are normalized together, of each row: their first channel, and whether they are keys.
+        let ends = [heads * hs, rotated * hs];
+        let parts = (0..2).flat_map(|of_key| (of_key * ends[0]..ends[of_key]).step_by(widths[of_key]).map(move |at| (at, of_key)));
+        let parts: Vec<_> = parts.collect();
+        for (row, (at, of_key)) in (0..b * t).flat_map(|row| parts.iter().map(move |&part| (row, part))) {
+            let at = row * packed * hs + at;
+            let part = at..at + widths[of_key];
             let (x, d) = (&x[part.clone()], &d[part.clone()]);
-            let of_key = usize::from(h >= heads);
             let w = [&q_weight, &k_weight][of_key];
             y[part.clone()].copy_from_slice(&rotate(row % t, x, w));
             dx[part].copy_from_slice(&gradient(x, d, |x| rotate(row % t, x, w)));

@@ -53,7 +53,7 @@ fn added_matmuls((rows, c, oc): (usize, usize, usize)) -> [Case; 3] {
     let forward =
         case("matmul_forward", format!("{name} added"), linear_workload(shape), forward, work, move |e, x| {
             let (epilogue, bias, fp8) = (Epilogue::Residual(x[0]), None, None);
-            e.run(MatmulForward { out: x[0], inp: x[1], weight: x[2], bias, epilogue, shape, fp8 })
+            e.run(MatmulForward { out: x[0], inp: x[1], weight: x[2], bias, epilogue, shape, fp8, groups: None })
         });
     let backward = |adds: bool| {
         let dinp = if adds { accumulated } else { output }("dinp", rows * c, Tolerance::CHAIN);
@@ -77,6 +77,7 @@ fn added_matmuls((rows, c, oc): (usize, usize, usize)) -> [Case; 3] {
                 activation: None,
                 shape,
                 fp8: None,
+                groups: None,
             })
         })
     };

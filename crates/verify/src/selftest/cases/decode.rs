@@ -5,7 +5,8 @@ use crate::selftest::case::{Case, Init, Operand, Work};
 use crate::selftest::compare::Tolerance;
 use engine::ops::{
     Activation, AttentionShape, CacheFill, CacheRead, DecodeAttention, DecodeEmbed, DecodeMatmul, Epilogue, HeadNorm,
-    MatmulForward, MatmulShape, NormForward, RotaryPairs, Rotation, SampleTokens, Slot, SlotSampling, decode_splits,
+    MatmulForward, MatmulShape, NormForward, QkNormScope, RotaryPairs, Rotation, SampleTokens, Slot, SlotSampling,
+    decode_splits,
 };
 use engine::tensor::Tensor;
 
@@ -214,8 +215,16 @@ fn decode_matmul(
             After::Activation(activation) => Epilogue::Activation(activation, x[5]),
         };
         let inp = if normed.is_some() { x[6] } else { inp };
-        let matmul =
-            MatmulForward { out: x[0], inp, weight: x[2], bias: biased.then_some(x[3]), epilogue, shape, fp8: None };
+        let matmul = MatmulForward {
+            out: x[0],
+            inp,
+            weight: x[2],
+            bias: biased.then_some(x[3]),
+            epilogue,
+            shape,
+            fp8: None,
+            groups: None,
+        };
         DecodeMatmul { norm: normed, matmul, weight_scale: None }
     }
 }
@@ -290,7 +299,8 @@ fn attention_in_ring(shape: AttentionShape, positions: usize, pairs: Option<Rota
     let ring = if positions == t { String::new() } else { format!("/{positions}") };
     let name = format!("B{b} T{t}{ring} NH{heads} KV{kv_heads} HS{hs}{kind}");
     case("decode_attention", name, workload(b, 1, heads * hs, heads, 128, 0), operands, work, move |e, x| {
-        let qk_norm = norm.then_some(HeadNorm { weights: Some([x[7], x[8]]), eps: 1e-5, gain: 1.2 });
+        let qk_norm =
+            norm.then_some(HeadNorm { weights: Some([x[7], x[8]]), eps: 1e-5, gain: 1.2, scope: QkNormScope::Head });
         let rotation = pairs.map(|pairs| Rotation { table: x[6], pairs, qk_norm });
         let [out, qkv, keys, values, slots, partials] = [0, 1, 2, 3, 4, 5].map(|i| x[i]);
         e.run(DecodeAttention { out, qkv, keys, values, slots, partials, rotation, shape })

@@ -188,7 +188,7 @@ fn forward(
             accumulation,
         };
         let (bias, fp8) = (bias.then_some(x[3]), Some(fp8));
-        e.run(MatmulForward { out: x[0], inp: x[1], weight: x[2], bias, epilogue, shape, fp8 })
+        e.run(MatmulForward { out: x[0], inp: x[1], weight: x[2], bias, epilogue, shape, fp8, groups: None })
     };
     let before = move |e: &mut dyn Engine, x: &[Tensor]| {
         quantize_weight(e, x[2], [Some(x[first + 1]), None], weight_scale(x), shape)
@@ -303,6 +303,7 @@ fn head(shape: MatmulShape, v: usize, softcap: Option<f32>) -> Case {
             activation: None,
             shape,
             fp8: Some(fp8),
+            groups: None,
         })
     };
     let before = move |e: &mut dyn Engine, x: &[Tensor]| {
@@ -409,7 +410,7 @@ fn mlp_forward(shape: MatmulShape, activation: Activation, accumulation: Fp8Accu
         };
         let epilogue = Epilogue::Activation(activation, x[6]);
         let [out, inp, weight, bias] = [x[7], x[2], x[3], x[4]];
-        e.run(MatmulForward { out, inp, weight, bias: Some(bias), epilogue, shape, fp8: Some(fp8) })?;
+        e.run(MatmulForward { out, inp, weight, bias: Some(bias), epilogue, shape, fp8: Some(fp8), groups: None })?;
         let fp8 = Fp8Forward {
             inp: x[n + 2],
             inp_scale: scale_of(x, 2).scale,
@@ -419,7 +420,16 @@ fn mlp_forward(shape: MatmulShape, activation: Activation, accumulation: Fp8Accu
             ..fp8
         };
         let [out, inp, weight] = [x[0], x[7], x[5]];
-        e.run(MatmulForward { out, inp, weight, bias: None, epilogue: Epilogue::None, shape: next, fp8: Some(fp8) })?;
+        e.run(MatmulForward {
+            out,
+            inp,
+            weight,
+            bias: None,
+            epilogue: Epilogue::None,
+            shape: next,
+            fp8: Some(fp8),
+            groups: None,
+        })?;
         let fp8 = Fp8Backward {
             dout: [x[n + 6], x[n + 7]],
             dout_is_quantized: false,
@@ -445,6 +455,7 @@ fn mlp_forward(shape: MatmulShape, activation: Activation, accumulation: Fp8Accu
             activation: None,
             shape: next,
             fp8: Some(fp8),
+            groups: None,
         })
     };
     let before = move |e: &mut dyn Engine, x: &[Tensor]| {
@@ -546,6 +557,7 @@ fn mlp_backward(shape: MatmulShape, activation: Activation, accumulation: Fp8Acc
             activation: Some(ActivationInput { activation, preactivation: x[7], recompute }),
             shape: next,
             fp8: Some(fp8),
+            groups: None,
         })?;
         let fp8 = Fp8Backward {
             dout: [x[n + 2], x[n + 3]],
@@ -569,6 +581,7 @@ fn mlp_backward(shape: MatmulShape, activation: Activation, accumulation: Fp8Acc
             activation: None,
             shape,
             fp8: Some(fp8),
+            groups: None,
         })
     };
     let before = move |e: &mut dyn Engine, x: &[Tensor]| {
@@ -658,7 +671,16 @@ fn quantized_norm(shape: MatmulShape, is_layernorm: bool, scaling: Scaling) -> C
             accumulation,
         };
         let (out, weight, epilogue) = (x[0], x[8], Epilogue::None);
-        e.run(MatmulForward { out, inp: normed, weight, bias: None, epilogue, shape, fp8: Some(forward) })?;
+        e.run(MatmulForward {
+            out,
+            inp: normed,
+            weight,
+            bias: None,
+            epilogue,
+            shape,
+            fp8: Some(forward),
+            groups: None,
+        })?;
         let backward = Fp8Backward {
             dout: [x[n + 4], x[n + 5]],
             dout_is_quantized: false,
@@ -686,6 +708,7 @@ fn quantized_norm(shape: MatmulShape, is_layernorm: bool, scaling: Scaling) -> C
             activation,
             shape,
             fp8,
+            groups: None,
         })
     };
     let before = move |e: &mut dyn Engine, x: &[Tensor]| {
@@ -747,7 +770,16 @@ fn quantized_attention(attention: AttentionShape, scaling: Scaling) -> Case {
             accumulation: Fp8Accumulation::Fast,
         };
         let [out, inp, weight] = [x[0], x[1], x[4]];
-        e.run(MatmulForward { out, inp, weight, bias: None, epilogue: Epilogue::None, shape, fp8: Some(fp8) })
+        e.run(MatmulForward {
+            out,
+            inp,
+            weight,
+            bias: None,
+            epilogue: Epilogue::None,
+            shape,
+            fp8: Some(fp8),
+            groups: None,
+        })
     };
     let before =
         move |e: &mut dyn Engine, x: &[Tensor]| quantize_weight(e, x[4], [Some(x[6]), None], of(x[9], x[10]), shape);

@@ -1,0 +1,156 @@
+//! Mixtures of experts (Shazeer et al., 2017, arXiv:1701.06538): a router chooses k of E experts for each token, and the token's output is
+//! the sum of theirs, weighted.
+//!
+//! Between [`Dispatch`] and [`Combine`], rows are in *expert order*: the rows of an expert are consecutive, in the order of their tokens.
+//! Padding extends each expert's rows to a multiple of [`GROUP_ROWS`], at least to one multiple, so that each tile of a GEMM has one
+//! expert. P is the number of these rows for which tensors have room, [`Router::rows`].
+
+use crate::tensor::Tensor;
+use serde::{Deserialize, Serialize};
+
+/// Rows of which each expert has a multiple in expert order.
+pub const GROUP_ROWS: usize = 128;
+
+/// How a router scores experts by its logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RouterScores {
+    /// The softmax over all experts.
+    Softmax,
+    /// The sigmoid of each logit.
+    Sigmoid,
+}
+
+/// How a router chooses experts.
+///
+/// The chosen experts are those with the k largest logits, the largest first. Of equal logits, that of the expert with the lower index
+/// precedes. A NaN is smaller than any number. The weights of the chosen experts are their scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Router {
+    /// Number of experts (E).
+    pub count: usize,
+    /// Number of experts of a token (k).
+    pub active: usize,
+    /// The scores of experts.
+    pub scores: RouterScores,
+    /// Whether the weights of a token are divided by their sum.
+    pub normalized: bool,
+}
+
+impl Router {
+    /// Returns the largest number of rows in expert order, padding included, that `tokens` tokens can have (P).
+    pub const fn rows(self, tokens: usize) -> usize {
+        (tokens * self.active / GROUP_ROWS + self.count) * GROUP_ROWS
+    }
+
+    /// Returns the length of [`Groups::layout`] for `tokens` tokens.
+    pub const fn layout_len(self, tokens: usize) -> usize {
+        2 * self.count + 1 + self.rows(tokens) / GROUP_ROWS
+    }
+
+    /// Returns the groups of a layout.
+    pub const fn groups(self, layout: Tensor) -> Groups {
+        Groups { layout, count: self.count }
+    }
+}
+
+/// The rows of each expert, for linear layers with one matrix for each expert.
+#[derive(Clone, Copy, Debug)]
+pub struct Groups {
+    /// (2 E + 1 + P / [`GROUP_ROWS`]) i32, see [`Route::groups`]
+    pub layout: Tensor,
+    /// Number of experts (E).
+    pub count: usize,
+}
+
+/// Chooses the experts of each token, and sorts the choices by expert.
+#[derive(Clone, Copy, Debug)]
+pub struct Route {
+    /// (rows, E) float
+    pub logits: Tensor,
+    /// (rows, k) i32: the chosen experts
+    pub experts: Tensor,
+    /// (rows, k) f32: their weights
+    pub weights: Tensor,
+    /// (rows, k) i32: the row of each choice in expert order
+    pub positions: Tensor,
+    /// (P) i32: token · k + choice of each row in expert order, or -1 in padding and after the last row
+    pub sources: Tensor,
+    /// (2 E + 1 + P / [`GROUP_ROWS`]) i32: the first row of each expert and the end of the last one's rows, padding included; the number
+    /// of rows of each expert, without padding; the expert of each block of [`GROUP_ROWS`] rows, 0 after the last one
+    pub groups: Tensor,
+    /// How experts are chosen.
+    pub router: Router,
+}
+
+/// Copies the rows of tokens to expert order: `out[row] = weight · inp[token]` for the choice of each row. Rows of padding become 0. Rows after
+/// the last expert's are undefined.
+#[derive(Clone, Copy, Debug)]
+pub struct Dispatch {
+    /// (P, C) float
+    pub out: Tensor,
+    /// (rows, C) float
+    pub inp: Tensor,
+    /// (P) i32, see [`Route`]
+    pub sources: Tensor,
+    /// (rows, k) f32; all ones if absent
+    pub weights: Option<Tensor>,
+    /// Channels.
+    pub c: usize,
+    /// Number of experts of a token (k).
+    pub active: usize,
+}
+
+/// Sums the rows of each token in expert order: `out[token] = residual[token] + Σ weight · inp[position]` over its choices, in their order.
+#[derive(Clone, Copy, Debug)]
+pub struct Combine {
+    /// (rows, C) float
+    pub out: Tensor,
+    /// (rows, C) float. May be `out`.
+    pub residual: Option<Tensor>,
+    /// (P, C) float
+    pub inp: Tensor,
+    /// (rows, k) f32; all ones if absent
+    pub weights: Option<Tensor>,
+    /// (rows, k) i32, see [`Route`]
+    pub positions: Tensor,
+    /// Channels.
+    pub c: usize,
+    /// Number of experts of a token (k).
+    pub active: usize,
+}
+
+/// Computes the gradient of the logits of a [`Route`], through the weights of the chosen experts and from the auxiliary losses.
+///
+/// An expert's activation is up · f(gate). It is linear in up, so the gradient of a choice's weight, times that weight, is Σ dup · up over
+/// the channels of the choice's row.
+///
+/// The load-balancing loss is E Σ f P over the experts (Fedus et al., 2021, arXiv:2101.03961), where f is the number of an expert's rows
+/// per token, without a gradient, and P its mean score. The z-loss is the mean of logsumexp(logits)² (Zoph et al., 2022, arXiv:2202.08906).
+#[derive(Clone, Copy, Debug)]
+pub struct RouteBackward {
+    /// (rows, E) float
+    pub dlogits: Tensor,
+    /// (rows, E) float
+    pub logits: Tensor,
+    /// (rows, k) i32, see [`Route`]
+    pub experts: Tensor,
+    /// (rows, k) f32
+    pub weights: Tensor,
+    /// (rows, k) i32
+    pub positions: Tensor,
+    /// (2 E + 1 + P / [`GROUP_ROWS`]) i32
+    pub groups: Tensor,
+    /// (P, 2 F) float: up, then gate, of each row in expert order
+    pub preactivation: Tensor,
+    /// (P, 2 F) float: the gradient of `preactivation`, which includes the weights
+    pub dpreactivation: Tensor,
+    /// Channels of an expert (F).
+    pub channels: usize,
+    /// How experts are chosen.
+    pub router: Router,
+    /// Coefficient of the load-balancing loss, times the gradient of a token's loss.
+    pub aux_loss: f32,
+    /// Coefficient of the z-loss, times the gradient of a token's loss.
+    pub z_loss: f32,
+}
