@@ -109,7 +109,7 @@ pub(super) fn route(arena: &mut Arena, op: Route) -> Result<()> {
 }
 
 pub(super) fn dispatch(arena: &mut Arena, op: Dispatch) -> Result<()> {
-    let Dispatch { out, inp, sources, weights, c, active: k } = op;
+    let Dispatch { out, inp, sources, weights, c, active: k, .. } = op;
     let rows = inp.len / c;
     let operands = [
         ("out", out, sources.len * c),

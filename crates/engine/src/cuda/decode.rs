@@ -139,7 +139,7 @@ pub(super) fn attention_operands<T: Float>(
     let DecodeAttention { out, qkv, keys, values, slots, partials, rotation, shape } = *op;
     let AttentionShape { b, t, heads, kv_heads, head_size: hs } = shape;
     shape.check()?;
-    experts::check(false, rotation.and_then(|rotation| rotation.qk_norm).map(|norm| norm.scope))?;
+    experts::check_norm(rotation.and_then(|rotation| rotation.qk_norm).map(|norm| norm.scope))?;
     let (cache, splits) = (b * kv_heads * t * hs, decode_splits(b, kv_heads, t));
     // A few blocks for each SM hide the latency of memory; more only add partial results.
     let enough = (3 * cuda.executor.sm_count()).div_ceil(b * kv_heads);

@@ -1,18 +1,171 @@
-//! Mixtures of experts, and norms of all heads together, for which there are no kernels yet.
+//! Mixtures of experts: the router, and the copies between the order of tokens and that of experts.
 
-use crate::Result;
-use crate::ops::QkNormScope;
+use super::executor::EmulatedGpu;
+use super::{Cuda, Float, MatmulBackend, shared_bytes};
+use crate::gemm::GroupOperands;
+use crate::ops::{Combine, Dispatch, Groups, QkNormScope, Route, RouteBackward, Router, RouterScores};
+use crate::tensor::{DType, Tensor};
+use crate::{Result, Workload};
 use anyhow::ensure;
+use cuda_std::{Global, GlobalMut};
+use gpu::experts::{self as kernels, BackwardSizes, MAX_EXPERTS};
 
-/// Checks that there are kernels for a model or an operation.
-pub(super) fn check(has_experts: bool, qk_norm: Option<QkNormScope>) -> Result<()> {
-    for (what, is_missing) in
-        [("experts", has_experts), ("QK-norm of all heads", qk_norm == Some(QkNormScope::AllHeads))]
-    {
-        ensure!(
-            !is_missing,
-            "{what}: expected the CPU engine, found a GPU, which has no kernels for this yet; use --device cpu"
-        );
-    }
+/// Maximum number of experts of a token: the lanes of a warp.
+const MAX_ACTIVE: usize = 32;
+
+/// Returns the 32-bit words of scratch memory.
+pub(super) fn scratch(workload: &Workload) -> usize {
+    workload.router.map_or(0, |router| kernels::chunks(workload.rows() * router.active) * router.count)
+}
+
+/// Checks that there are kernels for the experts and the norm of queries and keys of a model.
+pub(super) fn check<T: Float>(workload: &Workload, gpu: EmulatedGpu) -> Result<()> {
+    check_norm(workload.qk_norm)?;
+    let Some(router) = workload.router else { return Ok(()) };
+    check_router(router)?;
+    ensure!(
+        T::DTYPE == DType::Bf16 && gpu.hopper && gpu.matmul != MatmulBackend::Cublaslt,
+        "experts: expected the bf16 kernels of a Hopper GPU, found {} {}; use --precision bf16 and --matmul auto, or --device cpu",
+        T::DTYPE.name(),
+        if gpu.hopper { "with --matmul cublaslt" } else { "on another GPU" }
+    );
     Ok(())
+}
+
+/// Checks that there are kernels for a norm of queries and keys.
+pub(super) fn check_norm(scope: Option<QkNormScope>) -> Result<()> {
+    ensure!(
+        scope != Some(QkNormScope::AllHeads),
+        "QK-norm of all heads: expected the CPU engine, found a GPU, which has no kernels for this yet; use --device cpu"
+    );
+    Ok(())
+}
+
+fn check_router(Router { count, active, .. }: Router) -> Result<()> {
+    ensure!(
+        count <= MAX_EXPERTS && (1..=count.min(MAX_ACTIVE)).contains(&active),
+        "experts: expected at most {MAX_EXPERTS}, and at most {MAX_ACTIVE} for each token, found {count} and {active}; use --device cpu"
+    );
+    Ok(())
+}
+
+/// Returns the router as kernels take it.
+fn router_of(Router { count, active, scores, normalized }: Router) -> kernels::Router {
+    kernels::Router {
+        experts: count as u32,
+        active: active as u32,
+        sigmoid: u32::from(scores == RouterScores::Sigmoid),
+        normalized: u32::from(normalized),
+    }
+}
+
+/// Calls the instance of a kernel that has room for this number of experts.
+macro_rules! instance {
+    ($kernel:ident::<$t:ty>($experts:expr; $($argument:expr),* $(,)?)) => {
+        match $experts {
+            ..=32 => kernels::$kernel::<$t, 1>($($argument),*),
+            ..=64 => kernels::$kernel::<$t, 2>($($argument),*),
+            ..=128 => kernels::$kernel::<$t, 4>($($argument),*),
+            ..=256 => kernels::$kernel::<$t, 8>($($argument),*),
+            _ => kernels::$kernel::<$t, 16>($($argument),*),
+        }
+    };
+}
+
+impl<T: Float> Cuda<T> {
+    /// Returns the address of words that kernels take as unsigned.
+    fn words(&self, name: &str, tensor: Tensor, len: usize) -> Result<GlobalMut<u32>> {
+        Ok(GlobalMut::from_address(self.arena.address::<i32>(name, tensor, len)?.addr() as u64))
+    }
+
+    /// Returns the groups of a linear layer with `rows` rows in the order of experts.
+    pub(super) fn groups(&self, Groups { layout, count }: Groups, rows: usize) -> Result<GroupOperands> {
+        let len = kernels::Groups { count, rows }.len();
+        Ok(GroupOperands { description: self.words("groups", layout, len)?.pointer().addr() as u64, count })
+    }
+}
+
+pub(super) fn route<T: Float>(cuda: &mut Cuda<T>, op: Route) -> Result<()> {
+    let Route { logits, experts, weights, positions, sources, groups, router } = op;
+    check_router(router)?;
+    let Router { count, active, .. } = router;
+    let rows = logits.len / count;
+    let entries = rows * active;
+    let layout = kernels::Groups::new(count, entries);
+    let chunks = kernels::chunks(entries) as u32;
+    let scratch = cuda.scratch(chunks as usize * count)?;
+    let counts = cuda.output::<f32>("counts", scratch, chunks as usize * count)?;
+    let counts = GlobalMut::<u32>::from_address(counts.pointer().addr() as u64);
+    let experts = cuda.output::<i32>("experts", experts, entries)?;
+    let weights = cuda.output("weights", weights, entries)?;
+    let (positions, sources) =
+        (cuda.output("positions", positions, entries)?, cuda.output("sources", sources, layout.rows)?);
+    let groups = cuda.words("groups", groups, layout.len())?;
+    let logits = cuda.input::<T>("logits", logits, rows * count)?;
+    let (rows_32, entries, count_32, of) = (rows as u32, entries as u32, count as u32, router_of(router));
+    let launch = instance!(route_choose::<T>(count; experts, weights, logits, rows_32, of));
+    cuda.launch(launch, [kernels::route_choose_grid(rows), 1, 1], 0)?;
+    let (ids, shared) = (experts.reader(), shared_bytes(kernels::shared));
+    cuda.launch(kernels::route_count(counts, ids, entries, count_32), [chunks, 1, 1], shared)?;
+    let launch = kernels::route_groups(groups, counts, sources, chunks, count_32, layout.rows as u32);
+    cuda.launch(launch, [1; 3], shared)?;
+    let (sums, described) = (counts.reader(), groups.reader());
+    let launch = kernels::route_place(positions, sources, ids, sums, described, entries, count_32);
+    cuda.launch(launch, [chunks, 1, 1], shared)
+}
+
+pub(super) fn dispatch<T: Float>(cuda: &mut Cuda<T>, op: Dispatch) -> Result<()> {
+    let Dispatch { out, inp, sources, groups, weights, c, active } = op;
+    let (rows, p) = (inp.len / c, sources.len);
+    let Groups { layout, count } = groups;
+    let end = cuda.words("groups", layout, kernels::Groups { count, rows: p }.len())?.reader().skip(count);
+    let launch = kernels::dispatch::<T>(
+        cuda.output("out", out, p * c)?,
+        cuda.input("inp", inp, rows * c)?,
+        cuda.input("sources", sources, p)?,
+        cuda.optional_input("weights", weights, rows * active)?,
+        end,
+        c as u32,
+        active as u32,
+    );
+    cuda.launch(launch, [kernels::grid(p), 1, 1], 0)
+}
+
+pub(super) fn combine<T: Float>(cuda: &mut Cuda<T>, op: Combine) -> Result<()> {
+    let Combine { out, residual, inp, weights, positions, c, active } = op;
+    let rows = out.len / c;
+    let launch = kernels::combine::<T>(
+        cuda.output("out", out, rows * c)?,
+        cuda.optional_output("residual", residual, rows * c)?,
+        cuda.input("inp", inp, inp.len)?,
+        cuda.optional_input("weights", weights, rows * active)?,
+        cuda.input("positions", positions, rows * active)?,
+        rows as u32,
+        c as u32,
+        active as u32,
+    );
+    cuda.launch(launch, [kernels::grid(rows), 1, 1], 0)
+}
+
+pub(super) fn route_backward<T: Float>(cuda: &mut Cuda<T>, op: &RouteBackward) -> Result<()> {
+    let RouteBackward { dlogits, logits, experts, weights, positions, groups, preactivation, dpreactivation, .. } = *op;
+    let RouteBackward { channels, router, aux_loss, z_loss, .. } = *op;
+    check_router(router)?;
+    let Router { count, active, .. } = router;
+    let (rows, entries) = (logits.len / count, logits.len / count * active);
+    let layout = kernels::Groups::new(count, entries);
+    let wide = layout.rows * 2 * channels;
+    let dlogits = cuda.output("dlogits", dlogits, rows * count)?;
+    let logits = cuda.input("logits", logits, rows * count)?;
+    let (experts, weights) = (cuda.input("experts", experts, entries)?, cuda.input("weights", weights, entries)?);
+    let positions = cuda.input("positions", positions, entries)?;
+    let groups = cuda.words("groups", groups, layout.len())?.reader();
+    let up: Global<T> = cuda.input("preactivation", preactivation, wide)?;
+    let dup: Global<T> = cuda.input("dpreactivation", dpreactivation, wide)?;
+    let sizes = BackwardSizes { rows: rows as u32, channels: channels as u32, aux_loss, z_loss };
+    let of = router_of(router);
+    let launch = instance!(route_backward::<T>(
+        count; dlogits, logits, experts, weights, positions, groups, up, dup, of, sizes
+    ));
+    cuda.launch(launch, [kernels::route_choose_grid(rows), 1, 1], 0)
 }

@@ -3,11 +3,13 @@
 use super::executor::{Executor, GemmTimer};
 use super::gemm_dispatch::{GemmDispatch, unsupported};
 use super::wgmma::WgmmaGemm;
-use crate::gemm::{GemmCall, GemmChoice, GemmTiming, KernelConfig, Tuning};
+use crate::gemm::{Gemm, GemmCall, GemmChoice, GemmLayout, GemmTiming, GroupOperands, KernelConfig, Tuning};
 use crate::{COOLDOWN, Result};
 use anyhow::Context;
 use cublaslt::Finalists;
 use cublaslt::sys::MatmulAlgo;
+use cuda_std::GlobalMut;
+use gpu::experts::{GROUP_BLOCK, Groups};
 use gpu::launch::KernelLaunch;
 use gpu::matmul::launch::TileShape;
 use std::thread::sleep;
@@ -56,6 +58,9 @@ impl GemmDispatch {
         // Times that are reported must begin with the same clock. Where only the choice matters, startup time matters more.
         if retune {
             sleep(COOLDOWN);
+        }
+        if let Some(groups) = call.operands.groups {
+            describe_groups(&call.gemm, groups, executor)?;
         }
         let part = call.library_part();
         let Finalists { candidates, algos } = self.library_finalists(&part, executor)?;
@@ -162,6 +167,26 @@ impl GemmDispatch {
         let after: &[KernelLaunch] = if part.after.is_empty() { &call.after } else { &[] };
         Ok(Some([&call.fallback, &of_part[..], after].concat()))
     }
+}
+
+/// Writes groups whose sizes grow linearly, the largest to three times the smallest.
+fn describe_groups(
+    gemm: &Gemm,
+    GroupOperands { description, count }: GroupOperands,
+    executor: &mut dyn Executor,
+) -> Result<()> {
+    let layout = Groups { count, rows: if gemm.layout == GemmLayout::Tn { gemm.k } else { gemm.m } };
+    let blocks = layout.rows / GROUP_BLOCK;
+    // Each group has a block, and a part of the others.
+    let end = |group: usize| group + (blocks - count) * group * (count + group) / (2 * count * count);
+    let starts: Vec<_> = (0..=count).map(end).collect();
+    let sizes = starts.windows(2).map(|ends| (ends[1] - ends[0]) * GROUP_BLOCK);
+    let of_blocks = (0..blocks).map(|block| starts.partition_point(|&start| start <= block) - 1);
+    let words =
+        starts.iter().map(|start| start * GROUP_BLOCK).chain(sizes).chain(of_blocks.map(|group| group.min(count - 1)));
+    let words: Vec<_> = words.map(|word| word as u32).collect();
+    // SAFETY: the operation has checked that the tensor has these words.
+    unsafe { executor.upload(GlobalMut::<u8>::from_address(description).pointer(), bytemuck::cast_slice(&words)) }
 }
 
 fn timer_of(executor: &mut dyn Executor) -> Result<&mut dyn GemmTimer> {

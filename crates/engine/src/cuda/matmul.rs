@@ -2,17 +2,17 @@
 
 use super::executor::EmulatedGpu;
 use super::wgmma::Scratch;
-use super::{Cuda, Float, MatmulBackend, activation, bias, experts, matmul_fp8};
+use super::{Cuda, Float, MatmulBackend, activation, bias, matmul_fp8};
 use crate::gemm::{
     Batching, Bias, GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmOutput, GemmPrecision,
-    Pass, Residual,
+    GroupOperands, Pass, Residual,
 };
 use crate::ops::{
-    Activation, ActivationForward, ActivationInput, Epilogue, MatmulBackward, MatmulForward, MatmulShape,
+    Activation, ActivationForward, ActivationInput, Epilogue, Groups, MatmulBackward, MatmulForward, MatmulShape,
 };
 use crate::tensor::{DType, Tensor};
 use crate::{GeluFusion, Result, Workload};
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use gpu::launch::KernelLaunch;
 
 /// Returns the f32 elements of scratch memory for partial sums of weight gradients, where wgmma kernels compute them.
@@ -46,6 +46,18 @@ impl<T: Float> Cuda<T> {
     /// Returns a GEMM of M, N and K in the engine's precision.
     pub(super) fn gemm(&self, [m, n, k]: [usize; 3], layout: GemmLayout, epilogue: GemmEpilogue) -> Gemm {
         Gemm { m, n, k, layout, precision: self.gemm_precision(), batching: Batching::One, epilogue }
+    }
+
+    /// Returns the GEMM, a grouped one if there are groups of `rows` rows, with their operands and the number of matrices of the weight.
+    fn grouped(&self, gemm: Gemm, groups: Option<Groups>, rows: usize) -> Result<(Gemm, Option<GroupOperands>, usize)> {
+        let Some(groups) = groups else { return Ok((gemm, None, 1)) };
+        ensure!(
+            T::DTYPE == DType::Bf16 && self.gemms.uses_kernels(),
+            "{gemm}: expected one matrix, found {}, for which only the bf16 kernels of a Hopper GPU exist",
+            groups.count
+        );
+        let gemm = Gemm { batching: Batching::Grouped, ..gemm };
+        Ok((gemm, Some(self.groups(groups, rows)?), groups.count))
     }
 
     pub(super) fn run_gemm(&mut self, call: GemmCall) -> Result<()> {
@@ -84,11 +96,13 @@ impl<T: Float> Cuda<T> {
                 (None, Some(preactivation))
             }
         };
-        let gemm = self.gemm([rows, oc, c], GemmLayout::Nt, fused);
+        let (gemm, groups, matrices) =
+            self.grouped(self.gemm([rows, oc, c], GemmLayout::Nt, fused), op.groups, rows)?;
         let operands = GemmOperands {
             a: self.operand("inp", inp, rows * c)?,
-            b: self.operand("weight", weight, oc * c)?,
+            b: self.operand("weight", weight, matrices * oc * c)?,
             out: self.operand("out", out, rows * oc)?,
+            groups,
             bias: bias.map(|bias| self.operand("bias", bias, oc)).transpose()?,
             residual: residual.map(|residual| self.operand("residual", residual, rows * oc)).transpose()?,
             preactivation: preactivation.map(|tensor| self.operand("preactivation", tensor, rows * oc)).transpose()?,
@@ -134,11 +148,13 @@ impl<T: Float> Cuda<T> {
         }
         let sums = activation.is_gated().then_some(inp);
         let gemm = self.gemm([rows, c, oc], GemmLayout::Nn, GemmEpilogue::NONE.with(activation, Pass::Backward));
+        let (gemm, groups, matrices) = self.grouped(gemm, op.groups, rows)?;
         let inputs = rows * c * activation.inputs();
         let operands = GemmOperands {
             a: self.operand("dout", dout, rows * oc)?,
-            b: self.operand("weight", weight, oc * c)?,
+            b: self.operand("weight", weight, matrices * oc * c)?,
             out: self.operand("dinp", dinp, inputs)?,
+            groups,
             preactivation: Some(self.operand("preactivation", preactivation, inputs)?),
             sums: sums.map(|sums| self.operand("inp", sums, rows * c)).transpose()?,
             ..GemmOperands::default()
@@ -207,7 +223,6 @@ impl<T: Float> Cuda<T> {
 }
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward) -> Result<()> {
-    experts::check(op.groups.is_some(), None)?;
     if let Some(fp8) = op.fp8 {
         return matmul_fp8::forward(cuda, op, &fp8);
     }
@@ -226,7 +241,6 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward) -> Resul
 }
 
 pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Result<()> {
-    experts::check(op.groups.is_some(), None)?;
     if let Some(fp8) = op.fp8 {
         return matmul_fp8::backward(cuda, op, &fp8);
     }
@@ -316,9 +330,11 @@ fn backward_input<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Result<(
         ..GemmEpilogue::NONE
     };
     let gemm = cuda.gemm([rows, c, oc], GemmLayout::Nn, epilogue);
+    let (gemm, groups, matrices) = cuda.grouped(gemm, op.groups, rows)?;
     let operands = GemmOperands {
         a: cuda.operand("dout", dout, rows * oc)?,
-        b: cuda.operand("weight", weight, oc * c)?,
+        b: cuda.operand("weight", weight, matrices * oc * c)?,
+        groups,
         out: cuda.operand("dinp", dinp, rows * c)?,
         preactivation: fused.map(|input| cuda.operand("preactivation", input.preactivation, rows * c)).transpose()?,
         ..GemmOperands::default()
@@ -345,10 +361,12 @@ fn backward_input<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Result<(
 fn backward_weight<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, bias_kernels: Vec<KernelLaunch>) -> Result<()> {
     let MatmulBackward { dweight, dbias, dout, inp, shape: MatmulShape { rows, c, oc }, .. } = *op;
     let Some(dweight) = dweight else { return bias_kernels.iter().try_for_each(|kernel| cuda.launch_kernel(kernel)) };
-    let (output, out) = cuda.weight_gradient_output(dweight, oc * c)?;
+    let matrices = op.groups.map_or(1, |groups| groups.count);
+    let (output, out) = cuda.weight_gradient_output(dweight, matrices * oc * c)?;
     let epilogue = GemmEpilogue { bias: dbias.map(|_| Bias::Gradient), output, ..GemmEpilogue::RESIDUAL };
-    let gemm = cuda.gemm([oc, c, rows], GemmLayout::Tn, epilogue);
+    let (gemm, groups, _) = cuda.grouped(cuda.gemm([oc, c, rows], GemmLayout::Tn, epilogue), op.groups, rows)?;
     let operands = GemmOperands {
+        groups,
         a: cuda.operand("dout", dout, rows * oc)?,
         b: cuda.operand("inp", inp, rows * c)?,
         out,

@@ -356,9 +356,10 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::ValueEmbed(op) => value_embedding::forward(self, op),
             Operation::ValueEmbedBackward(op) => value_embedding::backward(self, &op),
             Operation::GateInputBackward(op) => value_embedding::input_backward(self, op),
-            Operation::Route(_) | Operation::RouteBackward(_) | Operation::Dispatch(_) | Operation::Combine(_) => {
-                experts::check(true, None)
-            }
+            Operation::Route(op) => experts::route(self, op),
+            Operation::RouteBackward(op) => experts::route_backward(self, &op),
+            Operation::Dispatch(op) => experts::dispatch(self, op),
+            Operation::Combine(op) => experts::combine(self, op),
             Operation::AttentionForward(op) => attention::forward(self, &op),
             Operation::AttentionBackward(op) => attention::backward(self, &op),
             Operation::Classifier(op) => classifier::classifier(self, op),
@@ -482,7 +483,7 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn check(&self, workload: &Workload) -> Result<()> {
-        experts::check(workload.router.is_some(), workload.qk_norm)?;
+        experts::check::<T>(workload, self.executor.emulation())?;
         attention::check::<T>(workload)?;
         norm::check::<T>(workload)?;
         activation::check::<T>(workload)
@@ -502,7 +503,8 @@ impl<T: Float> Engine for Cuda<T> {
             global_norm::scratch::<T>(workload, sm_count),
             matmul::scratch::<T>(workload, self.executor.emulation()),
         ];
-        let len = if workload.training { needs.into_iter().max().unwrap_or(0) } else { 0 };
+        let of_training = if workload.training { needs.into_iter().max().unwrap_or(0) } else { 0 };
+        let len = of_training.max(experts::scratch(workload));
         self.scratch = (len > 0).then(|| plan.add(Group::Workspace, "scratch", &[len], DType::F32));
         let counters = attention::counters::<T>(workload, &*self.executor);
         let add = |plan: &mut Plan| plan.add(Group::Workspace, "attention counters", &[counters], DType::I32);

@@ -41,7 +41,7 @@ fn operands<T: Float>(
 ) -> Result<RotaryOperands<T>> {
     let AttentionShape { b, t, head_size, .. } = shape;
     shape.check()?;
-    experts::check(false, rotation.qk_norm.map(|norm| norm.scope))?;
+    experts::check_norm(rotation.qk_norm.map(|norm| norm.scope))?;
     ensure!(
         rotary::supports(head_size),
         "rotary: expected a head size that is a multiple of 16 up to 256, found {head_size}"

@@ -9,7 +9,7 @@ use crate::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
 /// Rows of which each expert has a multiple in expert order.
-pub const GROUP_ROWS: usize = 128;
+pub use gpu::experts::GROUP_BLOCK as GROUP_ROWS;
 
 /// How a router scores experts by its logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -40,12 +40,12 @@ pub struct Router {
 impl Router {
     /// Returns the largest number of rows in expert order, padding included, that `tokens` tokens can have (P).
     pub const fn rows(self, tokens: usize) -> usize {
-        (tokens * self.active / GROUP_ROWS + self.count) * GROUP_ROWS
+        gpu::experts::Groups::new(self.count, tokens * self.active).rows
     }
 
     /// Returns the length of [`Groups::layout`] for `tokens` tokens.
     pub const fn layout_len(self, tokens: usize) -> usize {
-        2 * self.count + 1 + self.rows(tokens) / GROUP_ROWS
+        gpu::experts::Groups::new(self.count, tokens * self.active).len()
     }
 
     /// Returns the groups of a layout.
@@ -93,6 +93,8 @@ pub struct Dispatch {
     pub inp: Tensor,
     /// (P) i32, see [`Route`]
     pub sources: Tensor,
+    /// The groups.
+    pub groups: Groups,
     /// (rows, k) f32; all ones if absent
     pub weights: Option<Tensor>,
     /// Channels.

@@ -8,7 +8,8 @@ use crate::recompute::Recompute;
 use crate::sharding::LayerHooks;
 use anyhow::Context;
 use engine::ops::{
-    Activate, ActivationInput, Combine, Dispatch, Epilogue, MatmulBackward, MatmulForward, Route, RouteBackward,
+    ActivationForward, ActivationInput, Combine, Dispatch, Epilogue, MatmulBackward, MatmulForward, Route,
+    RouteBackward,
 };
 use engine::tensor::{DType, Tensor};
 use engine::{Engine, Result};
@@ -149,7 +150,8 @@ impl Mixture {
     /// Returns the copy of `inp` (B, T, C) to expert order.
     fn dispatch(&self, model: &Decoder, out: Tensor, inp: Tensor, weights: Option<Tensor>) -> Dispatch {
         let (c, active) = (model.descriptor.channels, self.experts.active);
-        Dispatch { out, inp, sources: self.sources, weights, c, active }
+        let groups = self.experts.router().groups(self.groups);
+        Dispatch { out, inp, sources: self.sources, groups, weights, c, active }
     }
 
     /// Returns the sums of rows in expert order for each token.
@@ -288,15 +290,17 @@ impl SubLayer for Mixture {
         let recomputes = matches!(pass.recompute, Recompute::Activation | Recompute::ActivationAndNorms);
         if recomputes {
             engine.run(self.dispatch(model, dispatched, ln2.out, None))?;
-            let columns = model.descriptor.mlp_channels;
-            engine.run(Activate { activation, out: activated, preactivation: fc, columns })?;
         }
+        let activation_of = |preactivation: Tensor, weight: Param, inp: Tensor| {
+            let shape = model.linear_shape(weight, inp);
+            let forward = ActivationForward { inp, weight: model.param(weight, layer), bias: None, shape };
+            Some(ActivationInput { activation, preactivation, recompute: recomputes.then_some(forward) })
+        };
 
         engine.run(self.dispatch(model, outputs, pass.dresidual, Some(self.weights)))?;
         let dfc = pass.dwide.slice(0, fc.len);
         let fcproj = self.experts_backward(pass, Param::Fcprojw, [dfc, outputs], activated);
-        let input = ActivationInput { activation, preactivation: fc, recompute: None };
-        engine.run(MatmulBackward { activation: Some(input), ..fcproj })?;
+        engine.run(MatmulBackward { activation: activation_of(fc, Param::Fcw, dispatched), ..fcproj })?;
         engine.run(self.route_backward(pass, dlogits, dfc))?;
         engine.run(self.experts_backward(pass, Param::Fcw, [outputs, dfc], dispatched))?;
         engine.run(self.combine(model, pass.dchannels, None, None))?;
@@ -304,14 +308,9 @@ impl SubLayer for Mixture {
         engine.run(MatmulBackward { adds_to_dinp: true, ..router })?;
 
         let Some(SharedExpert { fc, activated }) = self.shared else { return Ok(()) };
-        if recomputes {
-            let columns = self.experts.shared_channels;
-            engine.run(Activate { activation, out: activated, preactivation: fc, columns })?;
-        }
         let dfc = pass.dwide.slice(0, fc.len);
         let fcproj = pass.linear(layer, Param::SharedFcprojw, [dfc, pass.dresidual], activated, None);
-        let input = ActivationInput { activation, preactivation: fc, recompute: None };
-        engine.run(MatmulBackward { activation: Some(input), ..fcproj })?;
+        engine.run(MatmulBackward { activation: activation_of(fc, Param::SharedFcw, ln2.out), ..fcproj })?;
         let fc = pass.linear(layer, Param::SharedFcw, [pass.dchannels, dfc], ln2.out, None);
         engine.run(MatmulBackward { adds_to_dinp: true, ..fc })
     }

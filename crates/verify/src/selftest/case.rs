@@ -152,6 +152,11 @@ impl Case {
         Ok(Outcome { errors: errors.collect() })
     }
 
+    /// Reports whether the engine has kernels for the case: only some GPUs have those for experts.
+    pub fn is_supported(&self, engine: &dyn Engine) -> bool {
+        self.workload.router.is_none() || engine.check(&self.workload).is_ok()
+    }
+
     /// Compares the case with the same kernels in the emulator.
     ///
     /// An exact case must agree in every bit. Both results are rounded to bf16, so values near a rounding boundary may

@@ -4,6 +4,7 @@ mod adapters;
 mod attention;
 mod decode;
 mod decode_step;
+mod experts;
 pub mod fp8;
 mod stream;
 mod update;
@@ -98,6 +99,7 @@ pub fn edge_cases() -> Vec<Case> {
     }
     cases.extend(adapters::edge_cases());
     cases.extend(stream::edge_cases());
+    cases.extend(experts::edge_cases());
     cases.extend(update::edge_cases());
     cases.extend(decode::edge_cases());
     cases.extend(decode_step::edge_cases());
@@ -163,6 +165,7 @@ pub fn model_cases() -> Vec<Case> {
     cases.push(sum(65_536));
     cases.extend(adapters::model_cases());
     cases.extend(stream::model_cases());
+    cases.extend(experts::model_cases());
     cases.extend(update::model_cases());
     cases.extend(decode::model_cases());
     cases.extend(decode_step::model_cases());

@@ -12,6 +12,7 @@ use engine::ops::{
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
 use engine::{Engine, Result, Workload};
+use gpu::experts::Groups;
 use model::Descriptor;
 use system::progress::{self, Unit};
 
@@ -35,6 +36,10 @@ pub struct Gemm {
     /// Time a linear layer with this number of rows, output channels and input channels instead of a model's; may be repeated
     #[arg(long, value_name = "ROWS,OUT,IN", value_parser = shape)]
     shape: Vec<MatmulShape>,
+
+    /// Divide the rows of each --shape unevenly among this number of experts, each with a matrix of its own
+    #[arg(long, value_name = "N", value_parser = count, requires = "shape", conflicts_with = "fp8")]
+    experts: Option<usize>,
 
     /// Multiply in FP8, with fast and with exact accumulation
     #[arg(long)]
@@ -71,6 +76,8 @@ const COLUMNS: &[Column] = &[
 #[derive(Clone, Copy)]
 struct Layer {
     shape: MatmulShape,
+    /// The number of matrices among which the rows are divided, if there are several.
+    experts: Option<usize>,
     bias: bool,
     /// A GELU follows the layer if it widens, and precedes it if it narrows.
     gelu: bool,
@@ -106,14 +113,16 @@ fn time_layers(
                 // The same GEMM as the previous one, with recomputation.
                 continue;
             }
-            first += us(timing.library_first);
-            best += us(timing.library);
+            if timing.candidates > 0 {
+                first += us(timing.library_first);
+                best += us(timing.library);
+            }
             let kernel = timing.kernel.filter(|_| timing.kernel_wins()).map(|(_, milliseconds)| milliseconds);
             fastest += us(kernel.unwrap_or(timing.library));
         }
     }
     ensure!(
-        best > 0.0,
+        fastest > 0.0,
         "expected a GPU, found {}, which has one implementation of each GEMM; use --device cuda",
         engine.describe()
     );
@@ -128,26 +137,33 @@ fn time_layers(
 fn layers(options: &Gemm, descriptor: &Descriptor) -> Vec<Layer> {
     let (c, vp, rows) = (descriptor.channels, descriptor.padded_vocab(), options.batch * options.seq);
     if !options.shape.is_empty() {
-        return options.shape.iter().map(|&shape| Layer { shape, bias: false, gelu: false }).collect();
+        let of = |&shape: &MatmulShape| {
+            // The rows in the order of experts.
+            let rows = options.experts.map_or(shape.rows, |experts| Groups::new(experts, shape.rows).rows);
+            Layer { shape: MatmulShape { rows, ..shape }, experts: options.experts, bias: false, gelu: false }
+        };
+        return options.shape.iter().map(of).collect();
     }
     if let Some(n) = options.square {
-        return vec![Layer { shape: MatmulShape { rows: n, c: n, oc: n }, bias: false, gelu: false }];
+        return vec![Layer { shape: MatmulShape { rows: n, c: n, oc: n }, experts: None, bias: false, gelu: false }];
     }
     [(c, 3 * c, false), (c, c, false), (c, 4 * c, true), (4 * c, c, true), (c, vp, false)]
-        .map(|(c, oc, gelu)| Layer { shape: MatmulShape { rows, c, oc }, bias: oc != vp, gelu })
+        .map(|(c, oc, gelu)| Layer { shape: MatmulShape { rows, c, oc }, experts: None, bias: oc != vp, gelu })
         .to_vec()
 }
 
 fn row(timing: &GemmTiming) -> [Cell; 8] {
     let gemm = timing.gemm;
     let us = |milliseconds: f32| 1e3 * f64::from(milliseconds);
+    // cuBLASLt computes no GEMMs of experts.
+    let library = Some(timing.library).filter(|milliseconds| milliseconds.is_finite());
     let rate = |milliseconds: f32| 2.0 * (gemm.m * gemm.n * gemm.k) as f64 / us(milliseconds) / 1e6;
     [
         gemm.to_string().into(),
         timing.candidates.into(),
-        us(timing.library_first).into(),
-        us(timing.library).into(),
-        rate(timing.library).into(),
+        library.map(|_| us(timing.library_first)).into(),
+        library.map(us).into(),
+        library.map(rate).into(),
         timing.kernel.map(|(_, time)| us(time)).into(),
         timing.kernel.map(|(_, time)| rate(time)).into(),
         timing.kernel.map(|(config, _)| config.to_string()).into(),
@@ -186,7 +202,7 @@ fn fp8_operands(plan: &mut Plan, shape: MatmulShape, accumulation: Fp8Accumulati
 /// Times the GEMMs of one linear layer, forward and backward.
 fn tune(
     engine: &mut dyn Engine,
-    Layer { shape, bias, gelu }: Layer,
+    Layer { shape, experts, bias, gelu }: Layer,
     fp8: Option<Fp8Accumulation>,
 ) -> Result<Vec<GemmTiming>> {
     let MatmulShape { rows, c, oc } = shape;
@@ -195,8 +211,13 @@ fn tune(
     let mut add = |name: &str, len: usize| plan.add(Group::Activations, name, &[len], dtype);
     let (inp, dinp, pre_inp) = (add("inp", rows * c), add("dinp", rows * c), add("pre_inp", rows * c));
     let (out, dout, pre_gelu) = (add("out", rows * oc), add("dout", rows * oc), add("pre_gelu", rows * oc));
-    let (weight, dweight) = (add("weight", oc * c), add("dweight", oc * c));
+    let matrices = experts.unwrap_or(1);
+    let (weight, dweight) = (add("weight", matrices * oc * c), add("dweight", matrices * oc * c));
     let (biases, dbias) = (add("bias", c.max(oc)), add("dbias", oc));
+    let groups = experts.map(|count| {
+        let len = Groups { count, rows }.len();
+        engine::ops::Groups { layout: plan.add(Group::Activations, "groups", &[len], DType::I32), count }
+    });
     let operands = fp8.map(|accumulation| fp8_operands(&mut plan, shape, accumulation));
     let workload = Workload {
         attention: AttentionShape { b: 1, t: rows, heads: 1, kv_heads: 1, head_size: c.min(oc) },
@@ -230,7 +251,7 @@ fn tune(
             epilogue,
             shape,
             fp8: operands.map(|(forward, _)| forward),
-            groups: None,
+            groups,
         })?;
         // The previous layer recomputes the input from as many channels as this layer's output has.
         let previous = MatmulShape { rows, c: oc, oc: c };
@@ -249,7 +270,7 @@ fn tune(
             activation,
             shape,
             fp8: operands.map(|(_, backward)| backward),
-            groups: None,
+            groups,
         })
     })?;
     Ok(tuning.timings)
