@@ -8,7 +8,8 @@ inputs and targets (B, T), logits (B, T, V), the gradient of every parameter und
 ten AdamW steps on that batch. Some models also have documents.safetensors: the same with attention within documents, which begin at
 the token SEPARATOR, and positions that restart in each document. conversations.safetensors has rows of several conversations (C, T),
 which begin where the tensor starts is 1. Targets of -1 have no loss, as the tokens of users and padding; the loss is the mean over the
-others. All targets of two rows are masked. Values are computed in double precision on the CPU and stored in
+others. All targets of two rows are masked. The gradients of models with experts include the load-balancing loss of each layer,
+divided by the number of layers; the losses do not. Values are computed in double precision on the CPU and stored in
 single precision.
 The weights of models named *-bf16 are in bf16. Their reference contains inputs, logits, and bf16_logits: the logits that
 transformers computes in bf16.
@@ -21,8 +22,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
-from transformers import NanoChatConfig, NanoChatForCausalLM
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import NanoChatConfig, NanoChatForCausalLM, OlmoeConfig, OlmoeForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 B, T, V, STEPS = 2, 24, 97, 10
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -81,6 +83,17 @@ MODELS = {
         hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=56, rms_norm_eps=1e-6,
         tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}, use_sliding_window=True,
         sliding_window=3, layer_types=["sliding_attention", "full_attention"], **COMMON)),
+    # Normalized weights of two of five experts.
+    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}, moe_intermediate_size=24, num_experts=5,
+        num_experts_per_tok=2, norm_topk_prob=True, router_aux_loss_coef=0.1, experts_implementation="eager", **COMMON)),
+    # Weights of three of seven experts that are not normalized, and a norm of all heads.
+    "olmoe": (OlmoeForCausalLM, OlmoeConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=16, rms_norm_eps=1e-5,
+        tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, num_experts=7,
+        num_experts_per_tok=3, norm_topk_prob=False, router_aux_loss_coef=0.1, pad_token_id=None, bos_token_id=None,
+        eos_token_id=None, experts_implementation="eager", **COMMON)),
     # Head sizes that the GPU kernels support.
     "llama-bf16": (LlamaForCausalLM, LlamaConfig(
         hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=128, rms_norm_eps=1e-5,
@@ -102,7 +115,7 @@ def make_model(name):
     model = kind(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() >= 2:
                 parameter.normal_(0, 0.08)
             else:
                 parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.1)
@@ -160,8 +173,32 @@ def documents_of(starts, config):
 
 
 def loss_of(model, inputs, targets, starts):
-    logits = model(inputs, **({} if starts is None else documents_of(starts, model.config))).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1), logits
+    """Returns the loss, the logits and the load-balancing loss."""
+    config, balance = model.config, 0.0
+    options = {} if starts is None else documents_of(starts, config)
+    has_experts = hasattr(config, "num_experts")
+    output = model(inputs, **options, **({"output_router_logits": True} if has_experts else {}))
+    if has_experts:
+        layers = [load_balancing_loss_func((logits,), config.num_experts, config.num_experts_per_tok) for logits in output.router_logits]
+        balance = config.router_aux_loss_coef * sum(layers) / len(layers)
+    logits = output.logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1), logits, balance
+
+
+def gradients(model):
+    """Returns the gradients by the names in files: those of each expert by itself."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad.float()
+        if gradient.dim() < 3:
+            found[name] = gradient
+            continue
+        prefix, kinds = name.rsplit(".", 1)
+        kinds = ["gate_proj", "up_proj"] if kinds == "gate_up_proj" else [kinds]
+        for expert, matrices in enumerate(gradient):
+            for kind, matrix in zip(kinds, matrices.chunk(len(kinds))):
+                found[f"{prefix}.{expert}.{kind}.weight"] = matrix
+    return found
 
 
 def write_reference(name, path, kind):
@@ -178,7 +215,7 @@ def write_reference(name, path, kind):
                 batch[row, column] = SEPARATOR
         inputs, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
         starts = inputs == SEPARATOR if kind == "documents" else None
-    decayed = [p for p in model.parameters() if p.dim() == 2]
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, **ADAMW)
@@ -186,12 +223,12 @@ def write_reference(name, path, kind):
     if kind == "conversations":
         tensors["starts"] = starts.int()
     for step in range(STEPS):
-        loss, logits = loss_of(model, inputs, targets, starts)
+        loss, logits, balance = loss_of(model, inputs, targets, starts)
         optimizer.zero_grad()
-        loss.backward()
+        (loss + balance).backward()
         if step == 0:
             tensors["logits"] = logits.detach().float()
-            tensors |= {name: p.grad.float() for name, p in model.named_parameters()}
+            tensors |= gradients(model)
         losses.append(loss.item())
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         optimizer.step()

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// A small model of each family.
-const MODELS: [&[&str]; 5] = [
+const MODELS: [&[&str]; 7] = [
     &["--model", "llama3:1b", "--layers", "2", "--channels", "32", "--heads", "4", "--kv-heads", "2", "--ffn", "56"],
     &["--model", "qwen2.5:0.5b", "--layers", "2", "--channels", "32", "--heads", "4", "--kv-heads", "2", "--ffn", "56"],
     &[
@@ -21,6 +21,42 @@ const MODELS: [&[&str]; 5] = [
         "2",
         "--head-size",
         "16",
+    ],
+    &[
+        "--model",
+        "qwen3:30b-a3b",
+        "--layers",
+        "2",
+        "--channels",
+        "32",
+        "--heads",
+        "4",
+        "--kv-heads",
+        "2",
+        "--head-size",
+        "16",
+        "--ffn",
+        "24",
+        "--experts",
+        "5",
+        "--active-experts",
+        "2",
+    ],
+    &[
+        "--model",
+        "olmoe:1b-7b",
+        "--layers",
+        "2",
+        "--channels",
+        "32",
+        "--heads",
+        "4",
+        "--ffn",
+        "16",
+        "--experts",
+        "6",
+        "--active-experts",
+        "3",
     ],
     &["--model", "modern:d2", "--channels", "32", "--heads", "2"],
     &["--model", "nanochat:d2", "--channels", "32", "--heads", "2", "--window", "9"],
@@ -117,6 +153,59 @@ fn hugging_face_directories_keep_every_bit() {
         &["found LlamaForCausalLM with the additions smear, for which no class exists"],
     );
     assert!(!out.exists());
+}
+
+/// Each expert of a model that starts from a dense one is a copy of its MLP.
+#[test]
+fn experts_from_a_dense_model_compute_what_it_computes() {
+    let dir = tempfile::tempdir().unwrap();
+    let [dense, run, tuned, hf, tokens] =
+        ["dense", "run", "tuned", "hf", "tokens.bin"].map(|name| dir.path().join(name));
+    write_tokens(&tokens);
+    train(MODELS[2], &dense, "4", &[]);
+    let experts = ["--model", text(&dense), "--experts", "4", "--active-experts", "2"];
+    // Without a learning rate, the weights do not change.
+    let printed = train(&experts, &run, "2", &["--lr", "0"]);
+    assert!(printed.contains("2 of 4 experts of 256 channels"), "{printed}");
+    let [of_dense, of_experts] = [&dense, &run].map(|model| loss(model, &tokens));
+    assert!((of_dense - of_experts).abs() < 2e-6, "{of_dense} {of_experts}");
+    train(&experts, &tuned, "4", &[]);
+    train(&experts, &tuned, "4", &["--resume"]);
+    assert!(loss(&tuned, &tokens) < of_dense);
+    succeed(&["export", "--format", "hf", text(&tuned), text(&hf)]);
+    let config: serde_json::Value = serde_json::from_slice(&fs::read(hf.join("config.json")).unwrap()).unwrap();
+    assert_eq!(config["architectures"][0], "Qwen3MoeForCausalLM");
+    assert_eq!(loss(&hf, &tokens).to_bits(), loss(&tuned, &tokens).to_bits());
+    let with = |model: &Path| {
+        let args = ["train", "--model", text(model), "--experts", "4", "--active-experts", "2", "--seq", "16"];
+        args.map(str::to_owned)
+    };
+    let twice = with(&run);
+    fail(&twice.each_ref().map(String::as_str), &["--experts: expected a model without experts, found one with"]);
+    let muon = ["--optimizer", "muon", "--steps", "30", "--muon-variance"];
+    let trained = train(MODELS[3], &dir.path().join("muon"), "30", &muon[..2]);
+    assert!(trained.contains("Muon for the layers' matrices"), "{trained}");
+}
+
+/// Settings without kernels or formats for experts.
+#[test]
+fn settings_that_experts_lack_are_errors() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("run");
+    train(MODELS[3], &run, "2", &[]);
+    let start = [&["train"], MODELS[3], &["--batch", "2", "--seq", "16", "--steps", "1", "--device", "cpu"]].concat();
+    fail(&[&start[..], &["--precision", "fp8"]].concat(), &["--precision fp8: expected a model without experts"]);
+    let out = dir.path().join("out");
+    fail(&["export", "--format", "gguf", text(&run), text(&out)], &["expected a model without experts for GGUF"]);
+    fail(&["export", "--format", "llmc", text(&run), text(&out)], &["expected a model with Llama's operations"]);
+    let lora = ["train", "--model", text(&run), "--lora-rank", "4", "--seq", "16", "--batch", "2", "--steps", "1"];
+    let lora = [&lora[..], &["--device", "cpu"]].concat();
+    fail(&[&lora[..], &["--lora-targets", "all"]].concat(), &["use --lora-targets qkv,attproj"]);
+    succeed(&[&lora[..], &["--lora-targets", "qkv,attproj", "--out", text(&out)]].concat());
+    fail(
+        &["sample", text(&run), "--precision", "fp8", "--device", "cpu", "--prompt", "a"],
+        &["--precision fp8: expected a model without experts"],
+    );
 }
 
 /// The reference of transformers is trained further, and exported with the tensors of its class.

@@ -2,11 +2,11 @@
 
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
-use engine::ops::{Activation, QkNormScope, RotaryPairs, SlotSampling};
+use engine::ops::{Activation, QkNormScope, RotaryPairs, RouterScores, SlotSampling};
 use engine::{Engine, Result};
 use host::generate::{Finish, Request, Scheduler, generate};
 use host::sample::{self, Sampling};
-use model::descriptor::{Additions, Biases, Normalization, Positions, QkNorm, Rotary, Windows};
+use model::descriptor::{Additions, Biases, Experts, Normalization, Positions, QkNorm, Rotary, Windows};
 use model::{Decoder, Descriptor, Generator, Param, PlanOptions, Unsharded, WeightFormat, init};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -58,6 +58,29 @@ fn models() -> Vec<(&'static str, Descriptor)> {
     ]
     .map(|(name, descriptor)| (name, descriptor.checked().unwrap()))
     .to_vec()
+}
+
+/// Returns [`models`], and those that only the CPU engine computes.
+fn models_on_the_cpu() -> Vec<(&'static str, Descriptor)> {
+    let mut models = models();
+    let (_, qwen3) = models[3];
+    let experts = Experts {
+        count: 5,
+        active: 2,
+        scores: RouterScores::Softmax,
+        normalized: true,
+        shared_channels: 0,
+        aux_loss: 0.0,
+        z_loss: 0.0,
+    };
+    let sigmoid = Experts { scores: RouterScores::Sigmoid, normalized: false, shared_channels: 40, ..experts };
+    let all_heads = qwen3.qk_norm.map(|norm| QkNorm { scope: QkNormScope::AllHeads, ..norm });
+    models.push(("experts", Descriptor { experts: Some(experts), ..qwen3 }));
+    models.push((
+        "experts beside an MLP",
+        Descriptor { experts: Some(sigmoid), qk_norm: all_heads, ..qwen3 }.checked().unwrap(),
+    ));
+    models
 }
 
 /// Passes weights to `write` that make logits far from uniform: random ones times 5, for norms and biases as well.
@@ -123,7 +146,7 @@ const PROMPT: [u32; 5] = [3, 69, 14, 15, 9];
 
 #[test]
 fn greedy_text_on_the_cpu_is_that_of_recomputing_every_token() {
-    for (name, descriptor) in models() {
+    for (name, descriptor) in models_on_the_cpu() {
         let expected = recomputed(descriptor, &mut Cpu::new(), &PROMPT, 40);
         assert!(expected.iter().any(|token| *token != expected[0]), "{name}: {expected:?}");
         let mut engine = Cpu::new();
@@ -159,7 +182,7 @@ fn requests(sampling: SlotSampling) -> Vec<Request> {
 #[test]
 fn texts_do_not_depend_on_the_batch_or_on_running_ahead() {
     let sampled = SlotSampling { temperature: 0.9, top_k: 40, top_p: 0.95, min_p: 0.01, repetition_penalty: 1.1 };
-    for (name, descriptor) in models() {
+    for (name, descriptor) in models_on_the_cpu() {
         for sampling in [GREEDY, sampled] {
             let requests = requests(sampling);
             let mut alone = Vec::new();

@@ -204,7 +204,7 @@ fn invalid_models_are_one_error_line() {
     fail(&["train", "--model", text(&at("config.json")), "--train", text(&tokens)], &advice);
     fail(
         &["sample", "--model", text(dir.path())],
-        "config.json: model_type: expected gpt2 or llama or mistral or ministral or qwen2 or qwen3 or nanochat or nanochat_full, found opt",
+        "config.json: model_type: expected gpt2 or llama or mistral or ministral or qwen2 or qwen3 or qwen3_moe or olmoe or nanochat or nanochat_full, found opt",
     );
     assert!(!out.exists());
 }

@@ -1,5 +1,6 @@
-//! Llama, Mistral, Qwen2, Qwen3 and nanochat on the CPU engine against transformers in double precision: logits, loss, every gradient, and ten AdamW
-//! steps. The bf16 kernels, on the emulator, against transformers in bf16. `scripts/transformers_reference.py` computes the references.
+//! Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, OLMoE and nanochat on the CPU engine against transformers in double precision: logits, loss,
+//! every gradient, and ten AdamW steps. The bf16 kernels, on the emulator, against transformers in bf16.
+//! `scripts/transformers_reference.py` computes the references.
 
 use crate::reference::{Reference, assert_close};
 use distributed::Ranks;
@@ -9,8 +10,8 @@ use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::ops::AdamW;
 use engine::{BatchLayout, Engine};
 use interchange::ModelSource;
-use interchange::architecture::{Architecture, exchange_halves, of_layer};
-use model::{Decoder, Param, PlanOptions, Recompute, StepStats, TrainStep, Unsharded};
+use interchange::architecture::{Architecture, exchange_halves};
+use model::{Decoder, PlanOptions, Recompute, StepStats, TrainStep, Unsharded};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
@@ -72,11 +73,10 @@ impl Bench {
     fn gradients(&mut self) {
         let (model, d) = (self.model.clone(), self.model.descriptor);
         let grads = model.training.unwrap().grads;
-        for (_, names, layer) in self.architecture.all_tensors(&d) {
-            let all = self.engine.read(model.layout.of(grads, names.param, layer)).unwrap();
-            let prefix = if names.param == Param::LmHead { "" } else { self.architecture.prefix };
-            let name = format!("{prefix}{}", of_layer(names.hugging_face, layer));
-            let mut found = all[names.elements(&d)].to_vec();
+        for (_, names, instance) in self.architecture.all_tensors(&d) {
+            let all = self.engine.read(model.layout.of(grads, names.param, instance.layer)).unwrap();
+            let name = self.architecture.full_name(names, instance);
+            let mut found = all[names.elements_of(&d, instance.expert)].to_vec();
             if self.architecture.reverses_rotation && names.is_rotated() {
                 exchange_halves(&mut found, d.head_size * d.channels);
             }
@@ -142,6 +142,16 @@ fn qwen2_with_yarn() {
 #[test]
 fn qwen3() {
     assert_agreement("qwen3", false);
+}
+
+#[test]
+fn qwen3_moe_with_normalized_weights() {
+    assert_agreement("qwen3-moe", false);
+}
+
+#[test]
+fn olmoe_with_a_norm_of_all_heads() {
+    assert_agreement("olmoe", false);
 }
 
 #[test]
@@ -227,12 +237,12 @@ fn train_on_conversations(name: &str, split: Split, group: TcpGroup) {
         if i == 0 {
             // The first moments are 1 - beta1 times the gradients that the update applies, which are clipped.
             let scale = (1.0 / expected_norm).min(1.0) * 0.1;
-            for (_, names, layer) in architecture.all_tensors(&model.descriptor) {
-                let moments = model.layout.of(model.training.unwrap().m, names.param, layer);
+            for (_, names, instance) in architecture.all_tensors(&model.descriptor) {
+                let moments = model.layout.of(model.training.unwrap().m, names.param, instance.layer);
                 let all = engine.read(moments).unwrap();
-                let prefix = if names.param == Param::LmHead { "" } else { architecture.prefix };
-                let full_name = format!("{prefix}{}", of_layer(names.hugging_face, layer));
-                let mut found: Vec<f32> = all[names.elements(&model.descriptor)].iter().map(|x| x / scale).collect();
+                let full_name = architecture.full_name(names, instance);
+                let elements = names.elements_of(&model.descriptor, instance.expert);
+                let mut found: Vec<f32> = all[elements].iter().map(|x| x / scale).collect();
                 if architecture.reverses_rotation && names.is_rotated() {
                     exchange_halves(&mut found, model.descriptor.head_size * model.descriptor.channels);
                 }

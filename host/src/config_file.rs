@@ -29,7 +29,18 @@ struct Entry {
 }
 
 /// Keys that replace sizes of the model.
-const SIZES: [&str; 8] = ["layers", "heads", "kv-heads", "head-size", "channels", "ffn", "window", "window-pattern"];
+const SIZES: [&str; 10] = [
+    "layers",
+    "heads",
+    "kv-heads",
+    "head-size",
+    "channels",
+    "ffn",
+    "window",
+    "window-pattern",
+    "experts",
+    "active-experts",
+];
 
 impl ConfigFile {
     /// Reads and parses a file.

@@ -200,12 +200,12 @@ mod tests {
             (
                 "model_type",
                 Some(r#""opt""#),
-                "model_type: expected gpt2 or llama or mistral or ministral or qwen2 or qwen3 or nanochat or nanochat_full, found opt; llm-rs supports no other architecture",
+                "model_type: expected gpt2 or llama or mistral or ministral or qwen2 or qwen3 or qwen3_moe or olmoe or nanochat or nanochat_full, found opt; llm-rs supports no other architecture",
             ),
             (
                 "model_type",
                 None,
-                "model_type: expected gpt2 or llama or mistral or ministral or qwen2 or qwen3 or nanochat or nanochat_full, found none",
+                "model_type: expected gpt2 or llama or mistral or ministral or qwen2 or qwen3 or qwen3_moe or olmoe or nanochat or nanochat_full, found none",
             ),
             (
                 "activation_function",
@@ -259,7 +259,7 @@ mod tests {
         let message = format!("{:#}", ModelConfig::read(directory.path()).unwrap_err());
         assert!(
             message
-                .contains("config.json: model_type: expected gpt2 or llama or mistral or ministral or qwen2 or qwen3 or nanochat or nanochat_full, found none"),
+                .contains("config.json: model_type: expected gpt2 or llama or mistral or ministral or qwen2 or qwen3 or qwen3_moe or olmoe or nanochat or nanochat_full, found none"),
             "{message}"
         );
     }

@@ -3,7 +3,7 @@
 //! Tensors are converted one at a time, so a model of any size needs memory for its largest tensor only.
 
 use crate::ModelSource;
-use crate::architecture::{ARCHITECTURES, Architecture, LLAMA, TensorNames, of_layer};
+use crate::architecture::{ARCHITECTURES, Architecture, Instance, LLAMA, TensorNames};
 use crate::companions::{self, GENERATION};
 use crate::config::{self, ModelConfig};
 use crate::element::{Element, NewTensor, transpose};
@@ -166,7 +166,12 @@ fn llmc_llama(source: &ModelSource, out: &Path, dtype: DType) -> Result<()> {
                 Some(Param::LmHead) if descriptor.tied => file.write_all(&source.read(Param::Wte, 0, dtype)?)?,
                 Some(param) => {
                     for (_, names) in LLAMA.parts_of(param) {
-                        file.write_all(&source.read_part(names, layer, dtype, RotaryPairs::Interleaved)?)?;
+                        file.write_all(&source.read_part(
+                            names,
+                            Instance { layer, expert: 0 },
+                            dtype,
+                            RotaryPairs::Interleaved,
+                        )?)?;
                     }
                 }
             }
@@ -190,6 +195,11 @@ pub fn gguf(
     let descriptor = source.descriptor();
     // A Mistral without a window is a Llama.
     let architecture = Architecture::of(&descriptor)?;
+    ensure!(
+        descriptor.experts.is_none(),
+        "{}: expected a model without experts for GGUF, found {descriptor}; export with --format hf",
+        source.path().display()
+    );
     let pairs = architecture.gguf_pairs.with_context(|| {
         format!(
             "{}: expected an architecture that llama.cpp supports, found {}; export with --format hf",
@@ -213,8 +223,8 @@ pub fn gguf(
     let (vocabulary, written) = gguf_vocabulary(source, named)?;
     let name = out.file_stem().map(|stem| stem.to_string_lossy()).unwrap_or_default();
     let all: Vec<_> = architecture.all_tensors(&descriptor).collect();
-    let tensor = |&(_, names, layer): &(usize, &TensorNames, usize)| NewTensor {
-        name: of_layer(names.gguf, layer),
+    let tensor = |&(_, names, instance): &(usize, &TensorNames, Instance)| NewTensor {
+        name: instance.name(names.gguf),
         shape: names.shape(&descriptor),
         element: Element::from(gguf_dtype(names, dtype)),
     };
@@ -231,9 +241,9 @@ pub fn gguf(
     atomic_file::write(out, |file| {
         gguf::write_header(file, &metadata, &tensors)?;
         let progress = exporting(tensors.iter().map(NewTensor::bytes).sum());
-        for ((_, names, layer), tensor) in all.iter().zip(&tensors) {
+        for ((_, names, instance), tensor) in all.iter().zip(&tensors) {
             progress.add(tensor.bytes());
-            file.write_all(&source.read_part(names, *layer, gguf_dtype(names, dtype), pairs)?)?;
+            file.write_all(&source.read_part(names, *instance, gguf_dtype(names, dtype), pairs)?)?;
             file.write_all(&gguf::padding(tensor))?;
         }
         if let (Some(factors), Some(tensor)) = (factors, tensors.last()) {
@@ -318,18 +328,18 @@ fn check_file(out: &Path, overwrite: bool) -> Result<()> {
 
 fn write_safetensors(out: &mut impl Write, source: &ModelSource, dtype: DType) -> Result<()> {
     let (architecture, descriptor) = (source.architecture()?, source.descriptor());
-    let described = |(_, names, layer): (usize, &'static TensorNames, usize)| {
-        let name = architecture.full_name(names, layer);
-        (NewTensor { name, shape: names.hugging_face_shape(&descriptor), element: dtype.into() }, names, layer)
+    let described = |(_, names, instance): (usize, &'static TensorNames, Instance)| {
+        let name = architecture.full_name(names, instance);
+        (NewTensor { name, shape: names.hugging_face_shape(&descriptor), element: dtype.into() }, names, instance)
     };
     let mut all: Vec<_> = architecture.all_tensors(&descriptor).map(described).collect();
     all.sort_by(|(a, ..), (b, ..)| a.name.cmp(&b.name));
     let header: Vec<NewTensor> = all.iter().map(|(tensor, ..)| tensor.clone()).collect();
     safetensors_file::write_header(out, &header)?;
     let progress = exporting(header.iter().map(NewTensor::bytes).sum());
-    for (tensor, names, layer) in all {
+    for (tensor, names, instance) in all {
         progress.add(tensor.bytes());
-        let mut bytes = source.read_part(names, layer, dtype, RotaryPairs::HalfSplit)?;
+        let mut bytes = source.read_part(names, instance, dtype, RotaryPairs::HalfSplit)?;
         architecture.convert_rotation(names, &descriptor, dtype.bytes(), &mut bytes);
         if names.transposed {
             out.write_all(&transpose(&bytes, names.shape(&descriptor)[0], dtype.bytes()))?;

@@ -1,6 +1,6 @@
 //! Hugging Face directories: `config.json` and one or several safetensors files. Also models of nanochat, which have other files.
 
-use crate::architecture::{Architecture, NANOCHAT_FULL, TensorNames, of_layer};
+use crate::architecture::{Architecture, Instance, NANOCHAT_FULL, TensorNames};
 use crate::config::{self, ModelConfig};
 use crate::element::{Element, transpose};
 use crate::entries::Entries;
@@ -12,6 +12,7 @@ use engine::tensor::DType;
 use model::{Descriptor, Param};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use system::progress::{self, Unit};
 
@@ -33,8 +34,8 @@ pub struct HuggingFaceModel {
     /// Name of the file with the shape of the model.
     description: String,
     files: Vec<TensorFile>,
-    /// The tensors, keyed by row of the architecture's table and layer.
-    tensors: HashMap<(usize, usize), Located>,
+    /// The tensors, keyed by row of the architecture's table.
+    tensors: HashMap<(usize, Instance), Located>,
 }
 
 /// A tensor in one of the files.
@@ -70,20 +71,20 @@ impl HuggingFaceModel {
         let directory = directory.to_owned();
         let mut model = Self { directory, config, names: architecture, description, files, tensors: HashMap::new() };
         let mut found = model.all_tensors(architecture)?;
-        for (row, names, layer) in architecture.all_tensors(&model.config.descriptor) {
-            let name = of_layer(names.hugging_face, layer);
+        for (row, names, instance) in architecture.all_tensors(&model.config.descriptor) {
+            let name = instance.name(names.hugging_face);
             let shape = names.hugging_face_shape(&model.config.descriptor);
             let located = found.remove(&name).with_context(|| {
                 format!(
                     "{}: tensor {}: expected {shape:?}, found none; {}{}",
                     model.weights(),
-                    architecture.full_name(names, layer),
+                    architecture.full_name(names, instance),
                     model.check_description(),
                     if names.param == Param::LmHead { ", and whether tie_word_embeddings should be true" } else { "" }
                 )
             })?;
             model.check(&located, &shape)?;
-            model.tensors.insert((row, layer), located);
+            model.tensors.insert((row, instance), located);
         }
         match found.remove(architecture.head) {
             Some(head) => model.check_head(&head)?,
@@ -231,13 +232,22 @@ impl HuggingFaceModel {
     fn tensor(&self, param: Param, layer: usize) -> &Located {
         let mut parts = self.names.parts_of(param);
         let (row, _) = parts.next().expect("the architecture has a row for each tensor of its models");
-        &self.tensors[&(row, layer)]
+        &self.tensors[&(row, Instance { layer, expert: 0 })]
     }
 
     /// Reads a tensor, one row per output, without padding of the vocabulary. Returns the type and the bytes of its elements. NaN and
     /// infinite values are an error that names the tensor in the file.
     pub fn read(&self, param: Param, layer: usize) -> Result<(Element, Vec<u8>)> {
-        let parts = self.names.parts_of(param).map(|(row, names)| self.read_part(row, names, layer));
+        self.read_experts(param, layer, 0..param.experts(&self.config.descriptor))
+    }
+
+    /// Reads the part of a tensor that belongs to some experts, like [`read`](Self::read). Other tensors belong to expert 0.
+    pub fn read_experts(&self, param: Param, layer: usize, experts: Range<usize>) -> Result<(Element, Vec<u8>)> {
+        let of_expert = |expert| {
+            let parts = self.names.parts_of(param);
+            parts.map(move |(row, names)| self.read_part(row, names, Instance { layer, expert }))
+        };
+        let parts = experts.flat_map(of_expert);
         let mut parts: Vec<(Element, Vec<u8>)> = parts.collect::<Result<_>>()?;
         if parts.windows(2).any(|pair| pair[0].0 != pair[1].0) {
             let widen = |(element, bytes): (Element, Vec<u8>)| (Element::F32, element.convert(bytes, DType::F32));
@@ -249,8 +259,8 @@ impl HuggingFaceModel {
         Ok((element, bytes))
     }
 
-    fn read_part(&self, row: usize, names: &TensorNames, layer: usize) -> Result<(Element, Vec<u8>)> {
-        let located = &self.tensors[&(row, layer)];
+    fn read_part(&self, row: usize, names: &TensorNames, instance: Instance) -> Result<(Element, Vec<u8>)> {
+        let located = &self.tensors[&(row, instance)];
         let element = element(located);
         let mut bytes = vec![0; names.elements(&self.config.descriptor).len() * element.bytes()];
         self.files[located.file].read(&located.info, 0, &mut bytes)?;

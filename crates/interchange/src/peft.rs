@@ -5,7 +5,7 @@
 //! transformers. In memory, the adapters of a linear layer are one pair of matrices ([`model::descriptor::Adapters`]).
 
 use crate::ModelSource;
-use crate::architecture::{Architecture, Part, TensorNames, exchange_halves};
+use crate::architecture::{Architecture, Instance, Part, TensorNames, exchange_halves};
 use crate::element::{Element, NewTensor};
 use crate::safetensors_file;
 use crate::source::convert_pairs;
@@ -267,7 +267,7 @@ fn modules(d: &Descriptor, architecture: &Architecture, weight: Param) -> Vec<Mo
 
 /// Returns the names of the two tensors of a module in a PEFT file.
 fn tensor_names(architecture: &Architecture, names: &TensorNames, layer: usize) -> [String; 2] {
-    let module = architecture.full_name(names, layer);
+    let module = architecture.full_name(names, Instance { layer, expert: 0 });
     let module = module.strip_suffix(".weight").unwrap_or(&module);
     ["A", "B"].map(|matrix| format!("base_model.model.{module}.lora_{matrix}.weight"))
 }

@@ -1,6 +1,6 @@
 //! Models that a user names by their path.
 
-use crate::architecture::{self, Architecture, TensorNames};
+use crate::architecture::{self, Architecture, Instance, TensorNames};
 use crate::companions;
 use crate::config::{self, ModelConfig};
 use crate::element::{CHUNK, Element};
@@ -15,9 +15,11 @@ use checkpoint::tensors;
 use engine::Engine;
 use engine::ops::RotaryPairs;
 use engine::tensor::{DType, Tensor};
-use model::descriptor::Positions;
+use model::descriptor::{Experts, Overrides, Positions};
 use model::{Decoder, Descriptor, Param, WeightStore};
+use rng::Mt19937;
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use system::progress::{self, Unit};
 use tokenizer::stored::{Found, Search};
@@ -33,6 +35,8 @@ pub struct ModelSource {
     adapter: Option<Adapted>,
     /// Number of ids to which the vocabulary grows when the model is loaded.
     vocab: Option<usize>,
+    /// Set if the model becomes one with experts when it is loaded.
+    experts: Option<Experts>,
 }
 
 /// Adapters that have been added to the weights of a source.
@@ -52,12 +56,15 @@ enum Kind {
 
 impl From<Kind> for ModelSource {
     fn from(kind: Kind) -> Self {
-        Self { kind, adapter: None, vocab: None }
+        Self { kind, adapter: None, vocab: None, experts: None }
     }
 }
 
 /// Extensions of the files beside the weights of a model.
 const OTHER_FILES: [&str; 5] = ["jinja", "json", "model", "toml", "txt"];
+
+/// Standard deviation of a router that the files do not have, as in transformers.
+const ROUTER_STD: f32 = 0.02;
 
 /// Maximum number of models that an error names.
 const MAX_NAMED: usize = 5;
@@ -277,7 +284,7 @@ impl ModelSource {
     /// Returns the shape of the model.
     pub fn descriptor(&self) -> Descriptor {
         let stored = self.stored_descriptor();
-        Descriptor { vocab: self.vocab.unwrap_or(stored.vocab), ..stored }
+        Descriptor { vocab: self.vocab.unwrap_or(stored.vocab), experts: self.experts.or(stored.experts), ..stored }
     }
 
     fn stored_descriptor(&self) -> Descriptor {
@@ -293,6 +300,17 @@ impl ModelSource {
     pub fn with_vocab(self, vocab: usize) -> Self {
         let grows = vocab > self.stored_descriptor().vocab;
         Self { vocab: grows.then_some(vocab), ..self }
+    }
+
+    /// Returns the model with experts, each of which is a copy of the MLP (sparse upcycling; Komatsuzaki et al., 2022,
+    /// arXiv:2212.05055). The routers are random.
+    pub fn with_experts(self, experts: Overrides) -> Result<Self> {
+        let stored = self.stored_descriptor();
+        ensure!(
+            stored.experts.is_none(),
+            "expected a model without experts, found one with {stored}; omit --experts and --active-experts"
+        );
+        Ok(Self { experts: stored.with(experts)?.experts, ..self })
     }
 
     /// Returns the number of rows of wte in llm.c's files of this model.
@@ -317,13 +335,13 @@ impl ModelSource {
         let adapted = self.adapter.as_ref().zip(param.adapters());
         if let Some((Adapted { file, descriptor }, [a, b])) = adapted.filter(|(it, [a, _])| a.is_in(&it.descriptor)) {
             let architecture = self.architecture()?;
-            let mut weight = Element::F32.widen(&self.read_base(param, layer, DType::F32)?);
+            let mut weight = Element::F32.widen(&self.read_base(param, layer, 0..1, DType::F32)?);
             let [a, b] = [a, b].map(|param| file.read(descriptor, architecture, param, layer));
             peft::add_products(descriptor, param, &a?, &b?, &mut weight);
             let bytes = weight.into_iter().flat_map(f32::to_le_bytes).collect();
             return Ok(Element::F32.convert(bytes, dtype));
         }
-        self.read_base(param, layer, dtype)
+        self.read_base(param, layer, 0..param.experts(&self.descriptor()), dtype)
     }
 
     /// Reads a tensor as f32, like [`read`](Self::read).
@@ -331,17 +349,31 @@ impl ModelSource {
         Ok(Element::F32.widen(&self.read(param, layer, DType::F32)?))
     }
 
-    /// Reads a tensor without adapters.
-    fn read_base(&self, param: Param, layer: usize, dtype: DType) -> Result<Vec<u8>> {
+    /// Reads the part of a tensor that belongs to some experts, or a whole tensor of expert 0, without adapters.
+    fn read_base(&self, param: Param, layer: usize, experts: Range<usize>, dtype: DType) -> Result<Vec<u8>> {
+        match self.experts {
+            Some(_) if param == Param::Router => {
+                let mut values = vec![0.0; param.len(&self.descriptor())];
+                Mt19937::new(model::init::SEED + layer as u32).normal(&mut values, ROUTER_STD);
+                let bytes = values.into_iter().flat_map(f32::to_le_bytes).collect();
+                Ok(Element::F32.convert(bytes, dtype))
+            }
+            Some(_) => Ok(self.read_stored(param, layer, 0..1, dtype)?.repeat(experts.len())),
+            None => self.read_stored(param, layer, experts, dtype),
+        }
+    }
+
+    /// Reads the part of a tensor in the files that belongs to some experts.
+    fn read_stored(&self, param: Param, layer: usize, experts: Range<usize>, dtype: DType) -> Result<Vec<u8>> {
         let (element, bytes) = match &self.kind {
             Kind::LlmC(file) => {
-                let (element, bytes) = (Element::from(file.dtype()), file.read_tensor(param, layer)?);
+                let (element, bytes) = (Element::from(file.dtype()), file.read_experts(param, layer, experts)?);
                 let checked = element.check_finite(&bytes, &tensors::name(param, layer));
                 checked.with_context(|| self.path().display().to_string())?;
                 (element, bytes)
             }
             Kind::HuggingFace(model) | Kind::Nanochat(model) => {
-                model.read(param, layer).with_context(|| self.path().display().to_string())?
+                model.read_experts(param, layer, experts).with_context(|| self.path().display().to_string())?
             }
         };
         let converted = element.convert(bytes, dtype);
@@ -354,9 +386,19 @@ impl ModelSource {
     }
 
     /// Reads part of a tensor like [`read`](Self::read), for a program with these rotary pairs.
-    pub fn read_part(&self, names: &TensorNames, layer: usize, dtype: DType, pairs: RotaryPairs) -> Result<Vec<u8>> {
-        let descriptor = self.descriptor();
-        let (mut bytes, size) = (self.read(names.param, layer, dtype)?, dtype.bytes());
+    pub fn read_part(
+        &self,
+        names: &TensorNames,
+        Instance { layer, expert }: Instance,
+        dtype: DType,
+        pairs: RotaryPairs,
+    ) -> Result<Vec<u8>> {
+        let (descriptor, size) = (self.descriptor(), dtype.bytes());
+        let mut bytes = if names.param.experts(&descriptor) > 1 {
+            self.read_base(names.param, layer, expert..expert + 1, dtype)?
+        } else {
+            self.read(names.param, layer, dtype)?
+        };
         let elements = names.elements(&descriptor);
         bytes.truncate(elements.end * size);
         bytes.drain(..elements.start * size);
@@ -373,7 +415,11 @@ impl ModelSource {
     /// been planned for [`descriptor`](Self::descriptor). Values are widened or rounded to nearest if the types differ. NaN and
     /// infinite values are an error that names the tensor.
     pub fn load(self, model: &Decoder, engine: &mut dyn Engine) -> Result<()> {
-        if self.adapter.is_some() || self.vocab.is_some() || !model.weights_in_fp8().is_empty() {
+        if self.adapter.is_some()
+            || self.vocab.is_some()
+            || self.experts.is_some()
+            || !model.weights_in_fp8().is_empty()
+        {
             return self.load_by_tensor(model, engine);
         }
         match self.kind {
@@ -400,7 +446,7 @@ impl ModelSource {
             }
             Ok((Element::from(dtype), bytes))
         };
-        let bytes = (stored.parameters() * dtype.bytes()) as u64;
+        let bytes = (model.descriptor.base().parameters() * dtype.bytes()) as u64;
         load(read, bytes, model, engine).with_context(|| format!("cannot load {}", self.path().display()))
     }
 }

@@ -207,6 +207,11 @@ pub enum DescriptorError {
         "experts: expected a gated activation and no biases in the MLP, found {0}; choose a model with SwiGLU, such as llama3:1b"
     )]
     NotForExperts(String),
+    /// Experts of a shape without experts have no default number.
+    #[error(
+        "experts: expected both --experts and --active-experts for a shape without experts, found one of them; add the other"
+    )]
+    IncompleteExperts,
     /// Experts have no adapters.
     #[error(
         "LoRA targets: expected matrices of attention in a model with experts, found {0}; use --lora-targets qkv,attproj"

@@ -6,7 +6,8 @@
 //!           └────────────────────────────────────────────┴─ residual2 ─┬─ ln2 ─ fc ─ activation ─ fcproj ─┐
 //!                                                                      └──────────────────────────────────┴─ residual3
 //! ```
-//! attproj and fcproj add the residual stream in their epilogue. The [`Descriptor`] selects the operations:
+//! attproj and fcproj add the residual stream in their epilogue. A model with experts has them in place of the MLP. The [`Descriptor`]
+//! selects the operations:
 //!
 //! | | GPT-2 | Llama 3 | Qwen3 |
 //! |---|---|---|---|

@@ -53,7 +53,7 @@ impl MicroBatch {
     pub fn shares(&self) -> Shares {
         let d = &self.descriptor;
         let matrices = d.params().filter(|param| param.layered() && param.is_matrix());
-        let linear: usize = matrices.map(|param| param.len(d)).sum();
+        let linear: usize = matrices.map(|param| param.active_len(d)).sum();
         // The forward pass has a third of the FLOPs of attention. Layers with a window have fewer, the others more than this mean.
         let attention = 2 * d.attention_channels() * d.doubled_keys(self.seq);
         let forward = (2 * linear) as f64 + attention as f64 / d.layers as f64;

@@ -117,6 +117,7 @@ fn representable(d: &Descriptor) -> Result<(Rotary, f32)> {
         anyhow::bail!("llm.c: expected a Llama or GPT-2 model, found one with {d}; export it with --format hf");
     };
     let plain = d.qk_norm.is_none() && d.biases == Biases::None && d.softcap.is_none() && !d.embedding_norm;
+    let plain = plain && d.experts.is_none();
     ensure!(
         plain && d.windows.is_none() && d.activation == Activation::SwiGlu && d.attention_channels() == d.channels,
         "llm.c: expected a model with Llama's operations, found other operations; export it with --format hf"

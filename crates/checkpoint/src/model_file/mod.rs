@@ -17,6 +17,7 @@ use engine::Engine;
 use engine::tensor::DType;
 use model::{Decoder, Descriptor, Param, Params};
 use std::io::{BufReader, Seek, SeekFrom, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use system::fs::File;
 
@@ -113,12 +114,19 @@ impl ModelFile {
 
     /// Reads the little-endian elements of a tensor of one layer, without padding of the vocabulary.
     pub fn read_tensor(&self, param: Param, layer: usize) -> Result<Vec<u8>> {
+        self.read_experts(param, layer, 0..param.experts(&self.header.shape.descriptor))
+    }
+
+    /// Reads the part of a tensor that belongs to some experts, like [`read_tensor`](Self::read_tensor). Other tensors belong to expert 0.
+    pub fn read_experts(&self, param: Param, layer: usize, experts: Range<usize>) -> Result<Vec<u8>> {
         let (before, len) = self.header.shape.place(param, layer);
+        let of_expert = len / param.experts(&self.header.shape.descriptor);
         let size = self.header.dtype.bytes();
-        let mut bytes = vec![0; len * size];
+        let mut bytes = vec![0; experts.len() * of_expert * size];
+        let start = before + (experts.start * of_expert) as u64;
         self.file
             .get_ref()
-            .read_exact_at(&mut bytes, self.header.tensors_at + before * size as u64)
+            .read_exact_at(&mut bytes, self.header.tensors_at + start * size as u64)
             .with_context(|| format!("cannot read {} of {}", param.name(), self.path.display()))?;
         Ok(bytes)
     }

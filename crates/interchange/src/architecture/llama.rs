@@ -41,7 +41,7 @@ pub const IGNORED: &[&str] = &[
 ];
 
 /// The values of `hidden_act`. All of these models have a gated MLP.
-const HIDDEN_ACT: [&str; 4] = ["silu", "swish", "gelu_pytorch_tanh", "gelu_new"];
+pub const HIDDEN_ACT: [&str; 4] = ["silu", "swish", "gelu_pytorch_tanh", "gelu_new"];
 
 /// Llama.
 pub static LLAMA: Architecture = Architecture {

@@ -2,16 +2,18 @@
 
 mod gpt2;
 mod llama;
+mod mixture;
 mod nanochat;
 
 pub use gpt2::GPT2;
 pub use llama::{LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3};
+pub use mixture::{OLMOE, QWEN3_MOE};
 pub use nanochat::{NANOCHAT, NANOCHAT_FULL};
 
 use crate::keys::Keys;
 use anyhow::{Context, Result};
 use engine::ops::RotaryPairs;
-use model::descriptor::{Additions, Init, Positions, Rotary};
+use model::descriptor::{Additions, Experts, Init, Positions, Rotary};
 use model::{Descriptor, Param};
 use serde_json::{Map, Value};
 use std::ops::Range;
@@ -61,7 +63,7 @@ impl Code {
     }
 }
 
-/// A parameter tensor, or a part of its rows, in other programs. `{}` in a name is the layer.
+/// A parameter tensor, or a part of its rows, in other programs. The first `{}` in a name is the layer, the second one the expert.
 #[derive(Debug)]
 pub struct TensorNames {
     /// The tensor.
@@ -87,7 +89,7 @@ pub enum Part {
     Key,
     /// Values.
     Value,
-    /// Up of [`Param::Fcw`] with a gated activation.
+    /// Up of [`Param::Fcw`] with a gated activation, of each expert.
     Up,
     /// Gate.
     Gate,
@@ -104,7 +106,7 @@ pub struct Setting {
 
 /// All known architectures.
 pub static ARCHITECTURES: &[&Architecture] =
-    &[&GPT2, &LLAMA, &MISTRAL, &MINISTRAL, &QWEN2, &QWEN3, &NANOCHAT, &NANOCHAT_FULL];
+    &[&GPT2, &LLAMA, &MISTRAL, &MINISTRAL, &QWEN2, &QWEN3, &QWEN3_MOE, &OLMOE, &NANOCHAT, &NANOCHAT_FULL];
 
 const fn tensor(param: Param, hugging_face: &'static str, gguf: &'static str) -> TensorNames {
     TensorNames { param, part: Part::All, hugging_face, gguf, transposed: false }
@@ -124,14 +126,30 @@ pub fn of_layer(name: &str, layer: usize) -> String {
     name.replacen("{}", &layer.to_string(), 1)
 }
 
+/// The layer and the expert of a tensor. Each is 0 if the tensor belongs to none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Instance {
+    /// Layer.
+    pub layer: usize,
+    /// Expert.
+    pub expert: usize,
+}
+
+impl Instance {
+    /// Returns a name with the layer and the expert in place of the first and the second `{}`.
+    pub fn name(self, name: &str) -> String {
+        of_layer(&of_layer(name, self.layer), self.expert)
+    }
+}
+
 impl Part {
-    /// Returns the rows of `param` without padding of the vocabulary; the elements of a vector.
+    /// Returns the rows of `param`, or of one expert, without padding of the vocabulary; the elements of a vector.
     pub fn rows(self, param: Param, d: &Descriptor) -> Range<usize> {
         let (queries, keys) = (d.attention_channels(), d.kv_heads * d.head_size);
         let of = |start: usize, len: usize| start..start + len;
         match self {
             Self::All if param.has_vocab_rows() => 0..d.vocab,
-            Self::All if param.is_matrix() => 0..param.shape(d).0,
+            Self::All if param.is_matrix() => 0..param.linear_shape(d).0,
             Self::All => 0..param.len(d),
             Self::Query => of(0, queries),
             Self::Key => of(queries, keys),
@@ -158,11 +176,18 @@ impl TensorNames {
         if self.param.is_matrix() { vec![rows, self.param.shape(descriptor).1] } else { vec![rows] }
     }
 
-    /// Returns the elements of the part in the whole tensor.
+    /// Returns the elements of the part in the whole tensor, or in that of one expert.
     pub fn elements(&self, descriptor: &Descriptor) -> Range<usize> {
         let columns = if self.param.is_matrix() { self.param.shape(descriptor).1 } else { 1 };
         let rows = self.part.rows(self.param, descriptor);
         rows.start * columns..rows.end * columns
+    }
+
+    /// Returns the elements of the part of an expert in the whole tensor.
+    pub fn elements_of(&self, descriptor: &Descriptor, expert: usize) -> Range<usize> {
+        let elements = self.elements(descriptor);
+        let start = expert * (self.param.len(descriptor) / self.param.experts(descriptor));
+        start + elements.start..start + elements.end
     }
 
     /// Reports whether the rotary embedding changes the meaning of the order of rows.
@@ -176,7 +201,8 @@ impl Architecture {
     pub fn of(descriptor: &Descriptor) -> Result<&'static Self> {
         Self::find(descriptor).with_context(|| {
             format!(
-                "the model: expected the operations of GPT-2, Llama, Mistral, Ministral, Qwen2, Qwen3 or nanochat, found {}",
+                "the model: expected the operations of GPT-2, Llama, Mistral, Ministral, Qwen2, Qwen3, Qwen3-MoE, OLMoE or nanochat, \
+                 found {}",
                 unknown(descriptor)
             )
         })
@@ -192,10 +218,10 @@ impl Architecture {
     }
 
     /// Returns the name of a tensor in a safetensors file of the class.
-    pub fn full_name(&self, names: &TensorNames, layer: usize) -> String {
+    pub fn full_name(&self, names: &TensorNames, instance: Instance) -> String {
         // The head is not part of the model that the prefix names.
         let prefix = if names.param == Param::LmHead { "" } else { self.prefix };
-        format!("{prefix}{}", of_layer(names.hugging_face, layer))
+        format!("{prefix}{}", instance.name(names.hugging_face))
     }
 
     /// Returns the parts of a tensor.
@@ -203,14 +229,20 @@ impl Architecture {
         self.tensors.iter().enumerate().filter(move |(_, names)| names.param == param)
     }
 
-    /// Returns the row of the table, with its index, and the layer of every tensor that the model has.
+    /// Returns the row of the table, with its index, and the layer and the expert of every tensor that the model has.
     pub fn all_tensors(
         &self,
         descriptor: &Descriptor,
-    ) -> impl Iterator<Item = (usize, &'static TensorNames, usize)> + use<> {
+    ) -> impl Iterator<Item = (usize, &'static TensorNames, Instance)> + use<> {
         let (tensors, descriptor) = (self.tensors, *descriptor);
         let present = tensors.iter().enumerate().filter(move |(_, names)| names.param.is_in(&descriptor));
-        present.flat_map(move |(row, names)| names.param.layers(&descriptor).map(move |layer| (row, names, layer)))
+        present.flat_map(move |(row, names)| {
+            let experts = 0..names.param.experts(&descriptor);
+            let instances = names.param.layers(&descriptor);
+            let instances =
+                instances.flat_map(move |layer| experts.clone().map(move |expert| Instance { layer, expert }));
+            instances.map(move |instance| (row, names, instance))
+        })
     }
 
     /// Converts elements of `size` bytes of a tensor between the class of Hugging Face and this program, if they rotate in different
@@ -248,14 +280,15 @@ pub(crate) fn same_model(one: &Descriptor, other: &Descriptor) -> bool {
     comparable(one) == comparable(other)
 }
 
-/// Returns the model without what another program does not store: the initialization, and the pairs, to which weights are
-/// converted.
+/// Returns the model without what another program does not store: the initialization, the coefficient of the z-loss, and the pairs,
+/// to which weights are converted.
 fn comparable(descriptor: &Descriptor) -> Descriptor {
     let positions = match descriptor.positions {
         Positions::Rotary(rotary) => Positions::Rotary(Rotary { pairs: RotaryPairs::HalfSplit, ..rotary }),
         Positions::Learned => Positions::Learned,
     };
-    Descriptor { init: Init::Normal, positions, ..*descriptor }
+    let experts = descriptor.experts.map(|experts| Experts { z_loss: 0.0, ..experts });
+    Descriptor { init: Init::Normal, positions, experts, ..*descriptor }
 }
 
 #[cfg(test)]
@@ -282,6 +315,8 @@ mod tests {
             (&QWEN3, with("qwen3:0.6b", "LSS")),
             (&QWEN2, small("qwen2.5:0.5b")),
             (&QWEN3, small("qwen3:0.6b")),
+            (&QWEN3_MOE, small("qwen3:30b-a3b")),
+            (&OLMOE, small("olmoe:1b-7b")),
             (&NANOCHAT_FULL, small("nanochat:d3")),
             (&NANOCHAT, {
                 let modern = small("modern:d4");
@@ -299,7 +334,7 @@ mod tests {
             let names = [|names: &TensorNames| names.hugging_face, |names: &TensorNames| names.gguf];
             for name in &names[..if architecture.gguf_pairs.is_some() { 2 } else { 1 }] {
                 let distinct: BTreeSet<String> =
-                    all.iter().map(|(_, names, layer)| of_layer(name(names), *layer)).collect();
+                    all.iter().map(|(_, names, instance)| instance.name(name(names))).collect();
                 assert_eq!(distinct.len(), all.len());
             }
             let elements: usize = all.iter().map(|(_, names, _)| names.elements(&descriptor).len()).sum();

@@ -313,7 +313,7 @@ const UNREADABLE: [(DecoderChange, &str); 25] = [
     ),
     (
         |c, _| c["model_type"] = "qwen2_moe".into(),
-        "model_type: expected gpt2 or llama or mistral or ministral or qwen2 or qwen3 or nanochat or nanochat_full, found qwen2_moe",
+        "model_type: expected gpt2 or llama or mistral or ministral or qwen2 or qwen3 or qwen3_moe or olmoe or nanochat or nanochat_full, found qwen2_moe",
     ),
     (|c, _| c["model_type"] = "mixtral".into(), "found mixtral; llm-rs supports no other architecture"),
     (

@@ -31,6 +31,18 @@ pub struct Experts {
 const MAX_EXPERTS: usize = 1024;
 
 impl Experts {
+    /// The experts of a shape that has an MLP, without their numbers. The weights of a token's experts have the sum 1, so that copies
+    /// of one MLP compute what it computes. The coefficients are OLMoE's.
+    pub(super) const OF_DENSE_SHAPE: Self = Self {
+        count: 1,
+        active: 1,
+        scores: RouterScores::Softmax,
+        normalized: true,
+        shared_channels: 0,
+        aux_loss: 0.01,
+        z_loss: 0.001,
+    };
+
     /// Returns how experts are chosen.
     pub const fn router(&self) -> Router {
         Router { count: self.count, active: self.active, scores: self.scores, normalized: self.normalized }

@@ -1,6 +1,6 @@
 //! Free shapes: a known shape with other sizes.
 
-use super::{Additions, Descriptor, DescriptorError, WindowPattern, Windows};
+use super::{Additions, Descriptor, DescriptorError, Experts, WindowPattern, Windows};
 
 /// Sizes that replace those of a known shape.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -15,7 +15,8 @@ pub struct Overrides {
     pub head_size: Option<usize>,
     /// Number of channels.
     pub channels: Option<usize>,
-    /// Channels of the MLP. By default 4 C, or 8 C / 3 rounded up to a multiple of 256 if gated, if the channels are replaced.
+    /// Channels of the MLP, or of one expert. By default 4 C, or 8 C / 3 rounded up to a multiple of 256 if gated, if the channels are
+    /// replaced. Those of an expert then grow like the channels, rounded up to a multiple of 64.
     pub mlp_channels: Option<usize>,
     /// Tokens of a window of attention.
     pub window: Option<usize>,
@@ -23,6 +24,10 @@ pub struct Overrides {
     pub window_pattern: Option<WindowPattern>,
     /// Additions of nanochat.
     pub additions: Option<Additions>,
+    /// Number of experts. In a shape without experts, each is as large as its MLP.
+    pub experts: Option<usize>,
+    /// Number of experts of a token.
+    pub active_experts: Option<usize>,
 }
 
 impl Overrides {
@@ -40,8 +45,9 @@ impl Overrides {
 impl Descriptor {
     /// Returns the shape with other sizes.
     pub fn with(self, overrides: Overrides) -> Result<Self, DescriptorError> {
-        let Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels, window, window_pattern, additions } =
+        let Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels, window, window_pattern, .. } =
             overrides;
+        let Overrides { additions, experts, active_experts, .. } = overrides;
         let (new_heads, new_channels) = (heads.unwrap_or(self.heads), channels.unwrap_or(self.channels));
         let new_head_size = match head_size {
             Some(head_size) => head_size,
@@ -54,6 +60,9 @@ impl Descriptor {
         let default_kv_heads = if self.kv_heads == self.heads { new_heads } else { self.kv_heads };
         let default_mlp_channels = match channels {
             None => self.mlp_channels,
+            Some(c) if self.experts.is_some() => {
+                c.saturating_mul(self.mlp_channels).div_ceil(self.channels).next_multiple_of(64)
+            }
             Some(c) if self.activation.is_gated() => c.saturating_mul(8).div_ceil(3).next_multiple_of(256),
             Some(c) => c.saturating_mul(4),
         };
@@ -64,6 +73,14 @@ impl Descriptor {
             return Err(DescriptorError::PatternWithoutWindow);
         }
         let windows = size.map(|size| Windows { size, pattern: pattern.repeated(new_layers) });
+        let new_experts = match (self.experts, experts, active_experts) {
+            (own, None, None) => own,
+            (Some(own), count, active) => {
+                Some(Experts { count: count.unwrap_or(own.count), active: active.unwrap_or(own.active), ..own })
+            }
+            (None, Some(count), Some(active)) => Some(Experts { count, active, ..Experts::OF_DENSE_SHAPE }),
+            (None, ..) => return Err(DescriptorError::IncompleteExperts),
+        };
         Self {
             layers: new_layers,
             heads: new_heads,
@@ -73,6 +90,7 @@ impl Descriptor {
             mlp_channels: mlp_channels.unwrap_or(default_mlp_channels),
             windows,
             additions: additions.unwrap_or(self.additions),
+            experts: new_experts,
             ..self
         }
         .checked()
@@ -102,6 +120,37 @@ mod tests {
         let llama = with("llama3:1b", free).unwrap();
         assert_eq!((llama.kv_heads, llama.head_size, llama.mlp_channels), (2, 128, 960));
         assert_eq!((llama.attention_channels(), llama.qkv_channels()), (1024, 1536));
+    }
+
+    #[test]
+    fn experts_replace_those_of_the_shape_or_its_mlp() {
+        let none = Overrides::default();
+        let overrides = Overrides { experts: Some(16), active_experts: Some(2), ..none };
+        let dense = with("llama3:1b", overrides).unwrap();
+        let experts = dense.experts.unwrap();
+        assert_eq!((experts.count, experts.active, experts.normalized, dense.mlp_channels), (16, 2, true, 8192));
+        let router = 16 * 16 * 2048;
+        let mlps = |n: usize| n * 3 * 16 * 2048 * 8192;
+        let [whole, one] = [dense.parameters(), with("llama3:1b", none).unwrap().parameters()];
+        assert_eq!((whole - one, dense.active_parameters() - one), (router + mlps(15), router + mlps(1)));
+        let olmoe = with("olmoe:1b-7b", Overrides { channels: Some(1024), experts: Some(32), ..none }).unwrap();
+        let experts = olmoe.experts.unwrap();
+        assert_eq!((experts.count, experts.active, experts.normalized, olmoe.mlp_channels), (32, 8, false, 512));
+        let error = |name, overrides| with(name, overrides).unwrap_err().to_string();
+        assert_eq!(
+            error("olmoe:1b-7b", Overrides { experts: Some(4), ..none }),
+            "active experts: expected at most 4, found 8"
+        );
+        assert_eq!(
+            error("olmoe:1b-7b", Overrides { experts: Some(1025), ..none }),
+            "experts: expected at most 1024, found 1025"
+        );
+        let text = error("llama3:1b", Overrides { experts: Some(4), ..none });
+        assert!(text.starts_with("experts: expected both --experts and --active-experts"), "{text}");
+        for (name, found) in [("d12", "GELU with biases"), ("modern:d12", "ReLU²")] {
+            let text = error(name, overrides);
+            assert!(text.starts_with("experts: expected a gated activation") && text.contains(found), "{text}");
+        }
     }
 
     #[test]

@@ -5,7 +5,7 @@ use super::{
     QkNorm, Rotary,
 };
 use super::{Llama3Scaling, RotaryScaling, WindowPattern, Windows};
-use engine::ops::{QkNormScope, RotaryPairs, RouterScores};
+use engine::ops::{QkNormScope, RotaryPairs};
 use std::str::FromStr;
 
 /// Size of the vocabulary of Llama 3.
@@ -175,15 +175,7 @@ fn qwen3(size: &str) -> Option<Descriptor> {
 
 /// Qwen3-30B-A3B (`config.json` on Hugging Face): Qwen3 with 8 of 128 experts.
 fn qwen3_moe() -> Option<Descriptor> {
-    let experts = Experts {
-        count: 128,
-        active: 8,
-        scores: RouterScores::Softmax,
-        normalized: true,
-        shared_channels: 0,
-        aux_loss: 0.001,
-        z_loss: 0.0,
-    };
+    let experts = Experts { count: 128, active: 8, aux_loss: 0.001, z_loss: 0.0, ..Experts::OF_DENSE_SHAPE };
     let (layers, heads, kv_heads) = (48, 32, 4);
     Some(Descriptor {
         layers,
@@ -203,30 +195,20 @@ fn olmoe(size: &str) -> Option<Descriptor> {
         return None;
     }
     let sizes = Sizes { layers: 16, channels: 2048, heads: 16, kv_heads: 16, head_size: 128, mlp_channels: 1024 };
-    let experts = Experts { normalized: false, ..OLMOE_EXPERTS };
+    let experts = Experts { count: 64, active: 8, normalized: false, ..Experts::OF_DENSE_SHAPE };
     let rotary = Rotary { theta: 1e4, ..QWEN_ROTARY };
     let qk_norm = Some(QkNorm { eps: 1e-5, weights: true, gain: 1.0, scope: QkNormScope::AllHeads });
     let llama = Descriptor::llama(sizes, rotary, 1e-5);
     Some(Descriptor { vocab: OLMOE_VOCAB, max_seq_len: 4096, tied: false, qk_norm, experts: Some(experts), ..llama })
 }
 
-/// The experts of OLMoE, with normalized weights as in Qwen3.
-const OLMOE_EXPERTS: Experts = Experts {
-    count: 64,
-    active: 8,
-    scores: RouterScores::Softmax,
-    normalized: true,
-    shared_channels: 0,
-    aux_loss: 0.01,
-    z_loss: 0.001,
-};
-
 /// nanochat's shape of a depth with 8 of 64 experts and SwiGLU. The active experts have about the FLOPs of nanochat's MLP: 3 · 8 F C for
 /// 8 C², with F rounded up to a multiple of 64.
 fn modern_moe(layers: usize) -> Option<Descriptor> {
     let dense = modern(layers)?;
     let mlp_channels = dense.channels.div_ceil(3).next_multiple_of(64);
-    Some(Descriptor { mlp_channels, activation: Activation::SwiGlu, experts: Some(OLMOE_EXPERTS), ..dense })
+    let experts = Some(Experts { count: 64, active: 8, ..Experts::OF_DENSE_SHAPE });
+    Some(Descriptor { mlp_channels, activation: Activation::SwiGlu, experts, ..dense })
 }
 
 /// nanochat's shape of a depth: 64 channels for each layer, heads of 128 channels, ReLU², QK-norm, logits within ±15, and norms
@@ -270,6 +252,25 @@ fn nanochat(layers: usize) -> Option<Descriptor> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Parameters of the checkpoints on Hugging Face, and those that compute a token.
+    #[test]
+    fn sizes_of_mixtures_have_their_parameters() {
+        let of = |name: &str| {
+            let d: Descriptor = name.parse().unwrap();
+            let padding = 2 * (d.padded_vocab() - d.vocab) * d.channels;
+            [d.parameters(), d.active_parameters()].map(|n| n - padding)
+        };
+        assert_eq!(of("qwen3:30b-a3b"), [30_532_122_624, 3_353_032_704]);
+        assert_eq!(of("olmoe:1b-7b"), [6_919_161_856, 1_282_017_280]);
+        // The active experts have about the FLOPs of the dense shape.
+        for layers in [12, 20, 26] {
+            let [moe, dense] = ["modern-moe", "modern"].map(|family| {
+                format!("{family}:d{layers}").parse::<Descriptor>().unwrap().flops_per_token(2048) as f64
+            });
+            assert!((moe / dense - 1.0).abs() < 0.05, "d{layers}: {}", moe / dense);
+        }
+    }
 
     /// Parameters, without the padding of the vocabulary: those of the checkpoints of Qwen on Hugging Face.
     #[test]

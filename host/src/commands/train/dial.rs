@@ -39,7 +39,7 @@ fn scaling_parameters(d: &Descriptor) -> f64 {
     // nanochat pads the vocabulary to a multiple of 64.
     let len = |param: Param| match param {
         Param::LmHead => d.vocab.next_multiple_of(64) * d.channels,
-        _ => param.len(d) * param.layers(d).count(),
+        _ => param.active_len(d) * param.layers(d).count(),
     };
     d.params().filter(counted).map(len).sum::<usize>() as f64
 }

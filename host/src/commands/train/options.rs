@@ -109,9 +109,10 @@ pub struct TrainOptions {
     pub overfit_one_batch: bool,
 
     /// Shape: gpt2 (d12), gpt2-medium (d24), gpt2-large (d36), gpt2-xl (d48), d6, d60, d72, d84; gpt3:cN with N channels (384,
-    /// 768, 1024, 1536, 2048, 2560, 4096, 12288); llama3:1b, 3b or 8b; qwen2.5:0.5b, 1.5b, 3b, 7b or 14b; qwen3:0.6b or 1.7b; modern:dN with N
-    /// layers, nanochat's shape. Or a model to start from: a model file (.bin), the directory of a run or a Hugging Face directory,
-    /// such as ./gpt2 [default: d12; a small model for the built-in text]
+    /// 768, 1024, 1536, 2048, 2560, 4096, 12288); llama3:1b, 3b or 8b; qwen2.5:0.5b, 1.5b, 3b, 7b or 14b; qwen3:0.6b, 1.7b or
+    /// 30b-a3b; olmoe:1b-7b; modern:dN with N layers, nanochat's shape, or modern-moe:dN with experts. Or a model to start from: a
+    /// model file (.bin), the directory of a run or a Hugging Face directory, such as ./gpt2 [default: d12; a small model for the
+    /// built-in text]
     #[arg(short = 'e', long, value_name = "NAME|FILE|DIR", help_heading = MODEL)]
     pub model: Option<String>,
 
@@ -139,6 +140,17 @@ pub struct TrainOptions {
     /// multiple of 256 if the activation is gated]
     #[arg(long, value_name = "N", value_parser = count, help_heading = MODEL)]
     pub ffn: Option<usize>,
+
+    /// Number of experts of each layer, which replace the MLP. With a dense model to start from, each expert starts as a copy of its MLP
+    /// [default: from --model]
+    #[arg(long, value_name = "N", value_parser = count, help_heading = MODEL)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub experts: Option<usize>,
+
+    /// Number of experts that compute each token [default: from --model]
+    #[arg(long, value_name = "N", value_parser = count, help_heading = MODEL)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub active_experts: Option<usize>,
 
     /// Windows of attention.
     #[command(flatten)]

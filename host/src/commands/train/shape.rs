@@ -23,11 +23,13 @@ pub struct ModelFlags {
 impl ModelFlags {
     /// Writes the settings to the flags of the run.
     pub fn save(self, flags: &mut TrainOptions) {
-        let Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels, window, window_pattern, additions } =
+        let Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels, window, window_pattern, .. } =
             self.overrides;
+        let Overrides { additions, experts, active_experts, .. } = self.overrides;
         flags.model = self.model;
         (flags.layers, flags.heads, flags.channels) = (layers, heads, channels);
         (flags.kv_heads, flags.head_size, flags.ffn) = (kv_heads, head_size, mlp_channels);
+        (flags.experts, flags.active_experts) = (experts, active_experts);
         flags.structure = StructureFlags { window, window_pattern, additions };
     }
 }
@@ -44,10 +46,13 @@ pub fn resolve(
     from_files: bool,
     resumed: Option<Descriptor>,
 ) -> Result<(ModelFlags, Descriptor, Option<ModelSource>)> {
-    let TrainOptions { layers, heads, kv_heads, head_size, channels, ffn: mlp_channels, structure, .. } = *options;
-    let StructureFlags { window, window_pattern, additions } = structure;
-    let overrides =
-        Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels, window, window_pattern, additions };
+    let TrainOptions { layers, heads, kv_heads, head_size, channels, ffn: mlp_channels, .. } = *options;
+    let TrainOptions {
+        experts, active_experts, structure: StructureFlags { window, window_pattern, additions }, ..
+    } = *options;
+    let experts = Overrides { experts, active_experts, ..Overrides::default() };
+    let windows = Overrides { window, window_pattern, additions, ..experts };
+    let overrides = Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels, ..windows };
     // Earlier versions of the program trained models of 50,257 ids on the data of any tokenizer.
     let vocab = resumed.map(|descriptor| descriptor.vocab).or(vocab);
     let default = (from_files && !overrides.has_sizes()).then(|| "d12".to_owned());
@@ -65,14 +70,17 @@ pub fn resolve(
         (Err(error), None) if !is_path(&name) => Err(error).context("--model"),
         (Err(_), resumed) => {
             ensure!(
-                overrides.is_empty(),
+                overrides == experts,
                 "--model {name}: expected no other sizes for a model with weights, found --layers, --heads, --kv-heads, \
                  --head-size, --channels, --ffn or --window; name a shape such as llama3:1b instead"
             );
             if let Some(descriptor) = resumed {
                 return Ok((shape, descriptor, None));
             }
-            let source = ModelSource::open(Path::new(&name)).context("--model")?;
+            let mut source = ModelSource::open(Path::new(&name)).context("--model")?;
+            if !experts.is_empty() {
+                source = source.with_experts(experts).context("--experts")?;
+            }
             Ok((shape, source.descriptor(), Some(source)))
         }
     }

@@ -1,5 +1,6 @@
 //! Compares each operation with a plain double-precision implementation of its definition, at shapes that are not multiples of a tile.
 
+mod experts;
 mod norms;
 
 use super::*;
