@@ -182,9 +182,18 @@ fn experts_from_a_dense_model_compute_what_it_computes() {
     };
     let twice = with(&run);
     fail(&twice.each_ref().map(String::as_str), &["--experts: expected a model without experts, found one with"]);
-    let muon = ["--optimizer", "muon", "--steps", "30", "--muon-variance"];
-    let trained = train(MODELS[3], &dir.path().join("muon"), "30", &muon[..2]);
-    assert!(trained.contains("Muon for the layers' matrices"), "{trained}");
+}
+
+#[test]
+fn muon_trains_experts() {
+    let dir = tempfile::tempdir().unwrap();
+    let printed = train(MODELS[3], dir.path(), "40", &["--optimizer", "muon", "--muon-variance", "--lr", "0.003"]);
+    assert!(printed.contains("Muon for the layers' matrices"), "{printed}");
+    let log = fs::read_to_string(dir.path().join("main.jsonl")).unwrap();
+    let value = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap()["loss"].as_f64();
+    let losses: Vec<f64> = log.lines().filter_map(value).collect();
+    let mean = |losses: &[f64]| losses.iter().sum::<f64>() / losses.len() as f64;
+    assert!(losses.len() == 40 && mean(&losses[30..]) < 0.85 * losses[0], "{losses:?}");
 }
 
 /// Settings without kernels or formats for experts.
