@@ -7,52 +7,38 @@
 use super::Head;
 use super::mask::{mask_after, mask_scores_transposed};
 use super::softmax::{exponent_scale, exponent_shift, scale};
-use super::tiles::{Accumulators, Columns, LeftOperand, Rows, THREADS, load_async, stage, warp_row};
+use super::tiles::{Accumulators, Columns, LeftOperand, Ring, THREADS, load_async, warp_row};
 use super::visibility::Visibility;
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, SharedArray, SharedTile, async_copy, bf16, device, kernel, math, thread};
 
-/// A tile of queries with the gradients of their outputs, their exponent shifts, and D.
-#[derive(Clone, Copy)]
-struct QueryTile<T, const QUERIES: usize, const HS: usize> {
-    q: SharedTile<T, QUERIES, HS>,
-    dout: SharedTile<T, QUERIES, HS>,
-    shift: SharedArray<f32>,
-    d: SharedArray<f32>,
-}
-
-/// Shared memory: the keys and values of the block, and a double buffer of query tiles.
-struct Shared<T, const HS: usize, const ROWS: usize, const QUERIES: usize> {
+/// Shared memory: the keys and values of the block, and rings of two tiles of queries, the gradients of their outputs, their exponent
+/// shifts, and D.
+struct Shared<T, const HS: usize, const ROWS: usize, const QUERIES: usize, const RING: usize> {
     /// The number of the query head within its group, one copy per thread. In f32 no register is left for it.
     member: SharedArray<u32>,
     k: SharedTile<T, ROWS, HS>,
     v: SharedTile<T, ROWS, HS>,
-    stages: [QueryTile<T, QUERIES, HS>; 2],
+    q: Ring<T, QUERIES, RING, HS>,
+    dout: Ring<T, QUERIES, RING, HS>,
+    shift: SharedArray<f32>,
+    d: SharedArray<f32>,
 }
 
 #[device]
-impl<T: TensorCore, const HS: usize, const ROWS: usize, const QUERIES: usize> Shared<T, HS, ROWS, QUERIES> {
+impl<T: TensorCore, const HS: usize, const ROWS: usize, const QUERIES: usize, const RING: usize>
+    Shared<T, HS, ROWS, QUERIES, RING>
+{
     fn new(layout: &mut Layout) -> Self {
-        let member = layout.array(THREADS);
-        let (k, v) = (layout.tile(), layout.tile());
-        let mut tile = || QueryTile {
-            q: layout.tile(),
-            dout: layout.tile(),
-            shift: layout.array(QUERIES),
-            d: layout.array(QUERIES),
-        };
-        Self { member, k, v, stages: [tile(), tile()] }
-    }
-
-    /// Returns the buffer of query tile `tile`.
-    fn stage(&self, tile: usize) -> QueryTile<T, QUERIES, HS> {
-        let [even, odd] = self.stages;
-        QueryTile {
-            q: stage(even.q, odd.q, tile),
-            dout: stage(even.dout, odd.dout, tile),
-            shift: stage(even.shift, odd.shift, tile),
-            d: stage(even.d, odd.d, tile),
+        Self {
+            member: layout.array(THREADS),
+            k: layout.tile(),
+            v: layout.tile(),
+            q: Ring::new(layout),
+            dout: Ring::new(layout),
+            shift: layout.array(RING),
+            d: layout.array(RING),
         }
     }
 }
@@ -64,18 +50,24 @@ impl<T: TensorCore, const HS: usize, const ROWS: usize, const QUERIES: usize> Sh
 #[kernel(
     threads = 128,
     instances(
-    bf16_64 = <bf16, 64, 64, 32>(blocks_per_sm = 3),
-    bf16_80 = <bf16, 80, 64, 64>(blocks_per_sm = 2),
-    bf16_96 = <bf16, 96, 64, 64>(blocks_per_sm = 2),
-    bf16_128 = <bf16, 128, 64, 32>(blocks_per_sm = 2),
-    f32_64 = <f32, 64, 64, 32>(blocks_per_sm = 2),
-    f32_80 = <f32, 80, 64, 32>(blocks_per_sm = 2),
-    f32_96 = <f32, 96, 64, 16>(blocks_per_sm = 2),
-    f32_128 = <f32, 128, 64, 16>(blocks_per_sm = 2),
+    bf16_64 = <bf16, 64, 128, 32, 64>(blocks_per_sm = 2),
+    bf16_80 = <bf16, 80, 64, 64, 128>(blocks_per_sm = 2),
+    bf16_96 = <bf16, 96, 64, 64, 128>(blocks_per_sm = 2),
+    bf16_128 = <bf16, 128, 64, 48, 96>(blocks_per_sm = 2),
+    f32_64 = <f32, 64, 64, 32, 64>(blocks_per_sm = 2),
+    f32_80 = <f32, 80, 64, 32, 64>(blocks_per_sm = 2),
+    f32_96 = <f32, 96, 64, 16, 32>(blocks_per_sm = 2),
+    f32_128 = <f32, 128, 64, 16, 32>(blocks_per_sm = 2),
 ),
-    select(HS: usize => ROWS: usize, || crate::launch::shared_bytes(Shared::<T, HS, ROWS, QUERIES>::new): fn() -> usize)
+    select(HS: usize => ROWS: usize, || crate::launch::shared_bytes(Shared::<T, HS, ROWS, QUERIES, RING>::new): fn() -> usize)
 )]
-pub fn attention_backward_dkdv<T: TensorCore, const HS: usize, const ROWS: usize, const QUERIES: usize>(
+pub fn attention_backward_dkdv<
+    T: TensorCore,
+    const HS: usize,
+    const ROWS: usize,
+    const QUERIES: usize,
+    const RING: usize,
+>(
     dqkv: GlobalMut<T>,
     dout: Global<T>,
     qkv: Global<T>,
@@ -94,23 +86,21 @@ pub fn attention_backward_dkdv<T: TensorCore, const HS: usize, const ROWS: usize
     let tiles = last_query_of((first_key + ROWS - 1) as u32) / QUERIES as u32 + 1;
     let head_of_group = |member: u32| Head::of_group(member, t, kv, group, HS);
 
-    let shared = Shared::<T, HS, ROWS, QUERIES>::new(&mut Layout::new());
-    // The compiler keeps the addresses of all passes of a copy in registers. In f32, and with seven passes for 96
-    // channels, there are not enough. With an opaque stride it adds them up in each copy.
-    let opaque_stride = size_of::<T>() == 4 || HS == 96;
-    let rows = |rows: Rows| {
-        if opaque_stride { Rows { stride: thread::opaque(rows.stride as u32) as usize, ..rows } } else { rows }
-    };
+    let shared = Shared::<T, HS, ROWS, QUERIES, RING>::new(&mut Layout::new());
     let load = |head: Head, tile: u32| {
-        let (to, first) = (shared.stage(tile as usize), tile as usize * QUERIES);
-        load_async(to.q, qkv, rows(head.query()), first);
-        load_async(to.dout, dout, rows(head.plain()), first);
+        shared.q.load_async(tile as usize, qkv, head.query().with_opaque_stride());
+        shared.dout.load_async(tile as usize, dout, head.plain().with_opaque_stride());
         async_copy::commit();
     };
     // Threads 0..QUERIES load the exponent shifts and the next QUERIES threads load D. They use registers and not
     // asynchronous 16-byte copies, because rows of (B,NH,T) are only 4-byte aligned.
-    let thread = thread::thread_idx_x() as usize;
+    // With 128 rows, no register is left for the index of the thread.
+    let thread = || {
+        let thread = thread::thread_idx_x();
+        if ROWS == 128 { thread::opaque(thread) as usize } else { thread as usize }
+    };
     let statistic = |head: Head, tile: u32| {
+        let thread = thread();
         let query = tile * QUERIES as u32 + (thread % QUERIES) as u32;
         let at = head.statistics() + query as usize;
         let inside = query < t;
@@ -123,11 +113,12 @@ pub fn attention_backward_dkdv<T: TensorCore, const HS: usize, const ROWS: usize
         }
     };
     let set_statistic = |tile: u32, value: f32| {
-        let to = shared.stage(tile as usize);
+        let thread = thread();
+        let first = Ring::<T, QUERIES, RING, HS>::first_row(tile as usize);
         if thread < QUERIES {
-            to.shift.set(thread, value);
+            shared.shift.set(first + thread, value);
         } else if thread < 2 * QUERIES {
-            to.d.set(thread - QUERIES, value);
+            shared.d.set(first + thread - QUERIES, value);
         }
     };
 
@@ -142,16 +133,21 @@ pub fn attention_backward_dkdv<T: TensorCore, const HS: usize, const ROWS: usize
     let mut member = 0;
     loop {
         if size_of::<T>() == 4 {
-            shared.member.set(thread, member);
+            shared.member.set(thread(), member);
         }
         // All threads have finished reading the previous head's tiles. The first wait is also that for K and V.
         let head = head_of_group(member);
-        let first_tile = thread::opaque(thread::block_idx_x()) * (ROWS / QUERIES) as u32;
+        let block = thread::opaque(thread::block_idx_x());
+        let first_tile = if ROWS.is_multiple_of(QUERIES) {
+            block * (ROWS / QUERIES) as u32
+        } else {
+            block * ROWS as u32 / QUERIES as u32
+        };
         load(head, first_tile);
         set_statistic(first_tile, statistic(head, first_tile));
         async_copy::wait::<0>();
         thread::sync_threads();
-        let keep = size_of::<T>() * HS <= 128;
+        let keep = size_of::<T>() * HS <= 128 && ROWS == 64;
         let (k, v) = (LeftOperand::new(shared.k, keep), LeftOperand::new(shared.v, keep));
 
         for tile in first_tile..tiles {
@@ -160,26 +156,27 @@ pub fn attention_backward_dkdv<T: TensorCore, const HS: usize, const ROWS: usize
                 load(head, tile + 1);
                 next = statistic(head, tile + 1);
             }
-            let queries = shared.stage(tile as usize);
+            let first_row = Ring::<T, QUERIES, RING, HS>::first_row(tile as usize);
+            let (q, dout) = (shared.q.rows(tile as usize), shared.dout.rows(tile as usize));
             let first_query = tile as usize * QUERIES;
 
             let mut p = Accumulators::<ROWS, QUERIES>::zero();
-            p.add_matmul_transposed::<T, HS>(|strip, i| k.fragment(strip, i), queries.q);
+            p.add_matmul_transposed::<T, RING, HS>(|strip, i| k.fragment(strip, i), q);
             if last_key > first_query {
                 mask_scores_transposed(&mut p, first_key, first_query);
             }
             if first_query + QUERIES > cut + 1 {
                 mask_after(&mut p, first_key, first_query, last_query_of);
             }
-            let shift = Columns::load::<QUERIES>(queries.shift);
+            let shift = Columns::load::<QUERIES>(shared.shift.skip(first_row));
             p.map(|_, _, col, s| math::exp2(math::fma(s, exponent_scale, shift.at(col))));
-            dv.add_matmul::<T, QUERIES>(|strip, i| p.fragment::<T>(strip, i), queries.dout);
+            dv.add_matmul::<T, QUERIES, RING>(|strip, i| p.fragment::<T>(strip, i), dout);
 
             let mut ds = Accumulators::<ROWS, QUERIES>::zero();
-            ds.add_matmul_transposed::<T, HS>(|strip, i| v.fragment(strip, i), queries.dout);
-            let d = Columns::load::<QUERIES>(queries.d);
+            ds.add_matmul_transposed::<T, RING, HS>(|strip, i| v.fragment(strip, i), dout);
+            let d = Columns::load::<QUERIES>(shared.d.skip(first_row));
             ds.zip(&p, |_, _, col, dp, p| p * (dp - d.at(col)));
-            dk.add_matmul::<T, QUERIES>(|strip, i| ds.fragment::<T>(strip, i), queries.q);
+            dk.add_matmul::<T, QUERIES, RING>(|strip, i| ds.fragment::<T>(strip, i), q);
 
             if tile + 1 < tiles {
                 set_statistic(tile + 1, next);
@@ -189,7 +186,7 @@ pub fn attention_backward_dkdv<T: TensorCore, const HS: usize, const ROWS: usize
             thread::sync_threads();
         }
         if size_of::<T>() == 4 {
-            member = shared.member.at(thread);
+            member = shared.member.at(thread());
         }
         member += 1;
         if member == group {

@@ -5,39 +5,61 @@
 use super::Head;
 use super::mask::{crosses_diagonal, mask_before, mask_scores};
 use super::softmax::{exponent_scale, exponent_shift, scale};
-use super::tiles::{Accumulators, KeyTile, KeyTiles, LeftOperand, lane_row, load_async, warp_row};
+use super::tiles::{Accumulators, LeftOperand, Ring, Rows, lane_row, load_async, warp_row};
 use super::visibility::Visibility;
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, SharedTile, async_copy, bf16, kernel, math, thread};
 
-/// Lays out the shared memory: the queries of the block, the gradients of their outputs, and a double buffer of key tiles.
+/// The views of the shared memory: the queries of the block, the gradients of their outputs, and rings of tiles of keys and of values.
+type Shared<T, const HS: usize, const ROWS: usize, const KEYS: usize, const K_RING: usize, const V_RING: usize> =
+    ([SharedTile<T, ROWS, HS>; 2], Ring<T, KEYS, K_RING, HS>, Ring<T, KEYS, V_RING, HS>);
+
+/// Lays out the shared memory.
 #[inline(always)]
-fn shared<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>(
+fn shared<
+    T: TensorCore,
+    const HS: usize,
+    const ROWS: usize,
+    const KEYS: usize,
+    const K_RING: usize,
+    const V_RING: usize,
+>(
     layout: &mut Layout,
-) -> ([SharedTile<T, ROWS, HS>; 2], KeyTiles<T, KEYS, HS>) {
-    ([layout.tile(), layout.tile()], KeyTiles::new(layout))
+) -> Shared<T, HS, ROWS, KEYS, K_RING, V_RING> {
+    ([layout.tile(), layout.tile()], Ring::new(layout), Ring::new(layout))
 }
 
 /// Computes the Q part of dqkv (B,T,NH+2KV,HS) from dout (B,T,NH,HS), qkv (B,T,NH+2KV,HS), lse and d (B,NH,T).
 /// `first_keys` (B,T) and `window` are the bounds of [`Visibility`].
 ///
 /// Grid: (tiles of ROWS queries, NH, B).
+///
+/// The ring of keys has K_RING rows, two tiles. That of values has V_RING rows. If it holds one tile, it is loaded during the matmul of
+/// the scores, with a second barrier. If KEEP, the fragments of queries and of the gradients of outputs stay in registers.
 #[kernel(
     threads = 128,
     instances(
-    bf16_64 = <bf16, 64, 64, 64>(blocks_per_sm = 3),
-    bf16_80 = <bf16, 80, 64, 64>(blocks_per_sm = 2),
-    bf16_96 = <bf16, 96, 64, 64>(blocks_per_sm = 2),
-    bf16_128 = <bf16, 128, 64, 32>(blocks_per_sm = 2),
-    f32_64 = <f32, 64, 64, 32>(blocks_per_sm = 2),
-    f32_80 = <f32, 80, 64, 32>(blocks_per_sm = 2),
-    f32_96 = <f32, 96, 64, 16>(blocks_per_sm = 2),
-    f32_128 = <f32, 128, 64, 16>(blocks_per_sm = 2),
+    bf16_64 = <bf16, 64, 128, 32, 64, 64, true>(blocks_per_sm = 2),
+    bf16_80 = <bf16, 80, 64, 64, 128, 128, true>(blocks_per_sm = 2),
+    bf16_96 = <bf16, 96, 64, 64, 128, 128, true>(blocks_per_sm = 2),
+    bf16_128 = <bf16, 128, 128, 32, 64, 32, false>(blocks_per_sm = 2),
+    f32_64 = <f32, 64, 64, 32, 64, 64, false>(blocks_per_sm = 2),
+    f32_80 = <f32, 80, 64, 32, 64, 64, false>(blocks_per_sm = 2),
+    f32_96 = <f32, 96, 64, 16, 32, 32, false>(blocks_per_sm = 2),
+    f32_128 = <f32, 128, 64, 16, 32, 32, false>(blocks_per_sm = 2),
 ),
-    select(HS: usize => ROWS: usize, || crate::launch::shared_bytes(shared::<T, HS, ROWS, KEYS>): fn() -> usize)
+    select(HS: usize => ROWS: usize, || crate::launch::shared_bytes(shared::<T, HS, ROWS, KEYS, K_RING, V_RING>): fn() -> usize)
 )]
-pub fn attention_backward_dq<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>(
+pub fn attention_backward_dq<
+    T: TensorCore,
+    const HS: usize,
+    const ROWS: usize,
+    const KEYS: usize,
+    const K_RING: usize,
+    const V_RING: usize,
+    const KEEP: bool,
+>(
     dqkv: GlobalMut<T>,
     dout: Global<T>,
     qkv: Global<T>,
@@ -51,23 +73,29 @@ pub fn attention_backward_dq<T: TensorCore, const HS: usize, const ROWS: usize, 
 ) {
     let head = Head::of_block(t, kv, group, HS);
     // The queries with the most keys first, as in the forward kernel.
-    let tiles = head.t.div_ceil(ROWS);
-    let first_query = (tiles - 1 - thread::block_idx_x() as usize) * ROWS;
-    let key_tiles = head.t.min(first_query + ROWS).div_ceil(KEYS);
+    let tiles = t.div_ceil(ROWS as u32);
+    let first_query = (tiles - 1 - thread::block_idx_x()) * ROWS as u32;
+    let key_tiles = t.min(first_query + ROWS as u32).div_ceil(KEYS as u32);
     let visible = Visibility::new(first_keys, Global::null(), window, t);
     let first_key_of = |query| visible.first_key(thread::block_idx_z(), query);
-    let first_tile = first_key_of(first_query as u32) as usize / KEYS;
+    let first_tile = first_key_of(first_query) / KEYS as u32;
+    let first_query = first_query as usize;
 
-    let ([query_tile, dout_tile], keys) = shared::<T, HS, ROWS, KEYS>(&mut Layout::new());
-    let load = |tile: usize| {
-        let KeyTile { k, v } = keys.stage(tile);
-        load_async(k, qkv, head.key(), tile * KEYS);
-        load_async(v, qkv, head.value(), tile * KEYS);
-        async_copy::commit();
-    };
+    let ([query_tile, dout_tile], keys, values) = shared::<T, HS, ROWS, KEYS, K_RING, V_RING>(&mut Layout::new());
+    let one_tile = V_RING == KEYS;
+    // See the forward kernel.
+    let is_opaque = ROWS == 128;
+    let load_head = || if is_opaque { Head::of_block(thread::opaque(t), kv, group, HS) } else { head };
+    let rows = |rows: Rows| if is_opaque { rows.with_opaque_stride() } else { rows };
+    let load_keys = |tile: u32| keys.load_async(tile as usize, qkv, rows(load_head().key()));
+    let load_values = |tile: u32| values.load_async(tile as usize, qkv, rows(load_head().value()));
     load_async(query_tile, qkv, head.query(), first_query);
     load_async(dout_tile, dout, head.plain(), first_query);
-    load(first_tile);
+    load_keys(first_tile);
+    if !one_tile {
+        load_values(first_tile);
+    }
+    async_copy::commit();
 
     let warp_query = first_query + warp_row::<ROWS>();
     // Keys before this one are hidden from one of the warp's queries.
@@ -84,20 +112,27 @@ pub fn attention_backward_dq<T: TensorCore, const HS: usize, const ROWS: usize, 
     }
     async_copy::wait::<0>();
     thread::sync_threads();
-    let keep = size_of::<T>() * HS <= 192;
-    let (q, dout) = (LeftOperand::new(query_tile, keep), LeftOperand::new(dout_tile, keep));
+    let (q, dout) = (LeftOperand::new(query_tile, KEEP), LeftOperand::new(dout_tile, KEEP));
 
     let exponent_scale = exponent_scale::<HS>();
     let mut dq = Accumulators::<ROWS, HS>::zero();
     for tile in first_tile..key_tiles {
-        if tile + 1 < key_tiles {
-            load(tile + 1);
+        if one_tile {
+            load_values(tile);
+            async_copy::commit();
         }
-        let first_key = tile * KEYS;
-        if first_key < warp_query + ROWS / 4 {
-            let KeyTile { k, v } = keys.stage(tile);
+        if tile + 1 < key_tiles {
+            load_keys(tile + 1);
+            if !one_tile {
+                load_values(tile + 1);
+            }
+        }
+        async_copy::commit();
+        let first_key = (tile * KEYS as u32) as usize;
+        // All threads must reach the second barrier of a ring with one tile.
+        if one_tile || first_key < warp_query + ROWS / 4 {
             let mut p = Accumulators::<ROWS, KEYS>::zero();
-            p.add_matmul_transposed::<T, HS>(|strip, i| q.fragment(strip, i), k);
+            p.add_matmul_transposed::<T, K_RING, HS>(|strip, i| q.fragment(strip, i), keys.rows(tile as usize));
             if crosses_diagonal(warp_query, first_key, KEYS) {
                 mask_scores(&mut p, first_query, first_key);
             }
@@ -106,10 +141,14 @@ pub fn attention_backward_dq<T: TensorCore, const HS: usize, const ROWS: usize, 
             }
             p.map(|strip, row, _, s| math::exp2(math::fma(s, exponent_scale, shift[strip][row])));
 
+            if one_tile {
+                async_copy::wait::<1>();
+                thread::sync_threads();
+            }
             let mut ds = Accumulators::<ROWS, KEYS>::zero();
-            ds.add_matmul_transposed::<T, HS>(|strip, i| dout.fragment(strip, i), v);
+            ds.add_matmul_transposed::<T, V_RING, HS>(|strip, i| dout.fragment(strip, i), values.rows(tile as usize));
             ds.zip(&p, |strip, row, _, dp, p| p * (dp - dot[strip][row]));
-            dq.add_matmul::<T, KEYS>(|strip, i| ds.fragment::<T>(strip, i), k);
+            dq.add_matmul::<T, KEYS, K_RING>(|strip, i| ds.fragment::<T>(strip, i), keys.rows(tile as usize));
         }
         async_copy::wait::<0>();
         thread::sync_threads();

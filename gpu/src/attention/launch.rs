@@ -136,9 +136,9 @@ pub fn backward<T: TensorCore>(
     let Documents { first_keys, last_queries, .. } = mask.documents();
     let dot = backward_dot(d, dout, out, shape);
     let d = d.reader();
-    let dkdv =
-        attention_backward_dkdv_select::<T>((shape.hs,), dqkv, dout, qkv, lse, d, t, kv, group, last_queries, window);
-    let dkdv = shape.launch(dkdv, attention_backward_dkdv_values::<T>((shape.hs,)), shape.kv)?;
+    let key = (shape.hs,);
+    let dkdv = attention_backward_dkdv_select::<T>(key, dqkv, dout, qkv, lse, d, t, kv, group, last_queries, window);
+    let dkdv = shape.launch(dkdv, attention_backward_dkdv_values::<T>(key), shape.kv)?;
     let dq = attention_backward_dq_select::<T>((shape.hs,), dqkv, dout, qkv, lse, d, t, kv, group, first_keys, window);
     Some([dot, dkdv, shape.launch(dq, attention_backward_dq_values::<T>((shape.hs,)), shape.nh)?])
 }

@@ -33,10 +33,11 @@
 //! * Backward: 14 HS P FLOP (four matmuls for dK and dV, three for dQ) and 2 P exponentials. 10 HS P FLOP count as
 //!   useful; the others recompute the scores in the second kernel, which replaces non-deterministic atomics.
 //! * Shared memory: a warp reads each right operand once for its R / 4 rows, 2 HS bytes (bf16) per key and matmul. With
-//!   16 rows that is 1 byte per 8 multiply-adds, so 128 bytes per clock feed 1024 of them; with 32 rows, 2048.
+//!   16 rows that is 1 byte per 8 multiply-adds, so 128 bytes per clock feed 1024 of them; with 32 rows, 2048. A left operand that is not
+//!   kept in registers is read for each tile, too.
 //!
-//! `tiles` copies and multiplies tiles. `visibility` has the bounds of documents and windows. `mask` and `softmax` process scores. `forward`, `dot`, `dkdv` and `dq` hold the
-//! kernels. `launch` (host only) selects the instance for a shape.
+//! `tiles` copies and multiplies tiles. `visibility` has the bounds of documents and windows. `mask` and `softmax` process scores. `forward`, `dot`, `dkdv` and `dq`
+//! hold the kernels. `launch` (host only) selects the instance for a shape.
 
 mod dkdv;
 mod dot;

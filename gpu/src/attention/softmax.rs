@@ -49,30 +49,35 @@ impl OnlineSoftmax {
 
     /// Replaces the scores of a strip with weights relative to the new maximum.
     ///
-    /// Returns the factor that rescales all earlier weights. The first tile must have an unmasked score in each row.
+    /// Returns the factor that rescales all earlier weights, or `None` if no row of the warp has a new maximum. The first
+    /// tile must have an unmasked score in each row.
     #[track_caller]
     pub fn update<const R: usize, const C: usize>(
         &mut self,
         scores: &mut Accumulators<R, C>,
         strip: usize,
         exponent_scale: f32,
-    ) -> [f32; 2] {
+    ) -> Option<[f32; 2]> {
         let mut max = self.max;
         scores.for_each_in(strip, |row, score| max[row] = math::max(max[row], *score));
         let max = max.map(|max| warp::reduce_row(max, math::max));
         let shift = max.map(|max| -max * exponent_scale);
-        let mut factor = [0.0; 2];
-        for row in 0..2 {
-            factor[row] = math::exp2(math::fma(self.max[row], exponent_scale, shift[row]));
-            self.sum[row] *= factor[row];
+        // The maxima of most rows are among their first keys, so this branch is rarely taken later.
+        let rescale = warp::any(max[0] > self.max[0] || max[1] > self.max[1]);
+        let mut factor = [1.0; 2];
+        if rescale {
+            for row in 0..2 {
+                factor[row] = math::exp2(math::fma(self.max[row], exponent_scale, shift[row]));
+                self.sum[row] *= factor[row];
+            }
+            self.max = max;
         }
-        self.max = max;
         let sum = &mut self.sum;
         scores.for_each_in(strip, |row, score| {
             *score = math::exp2(math::fma(*score, exponent_scale, shift[row]));
             sum[row] += *score;
         });
-        factor
+        rescale.then_some(factor)
     }
 
     /// Returns 1 / sum and the natural log-sum-exp of the scaled scores, for each of the two rows.

@@ -35,6 +35,14 @@ impl Rows {
     pub fn element(self, row: usize) -> usize {
         self.offset + row * self.stride
     }
+
+    /// Hides from the compiler that the stride is loop-invariant.
+    ///
+    /// Otherwise the compiler keeps the offsets of all passes of a copy in registers. With an opaque stride it adds them up in each copy.
+    #[inline(always)]
+    pub fn with_opaque_stride(self) -> Self {
+        Self { stride: thread::opaque(self.stride as u32) as usize, ..self }
+    }
 }
 
 /// Starts an asynchronous copy of rows `first .. first + R` of `from` to `tile`, with zeros past the last row.
@@ -48,20 +56,37 @@ pub fn load_async<T: Element, const R: usize, const HS: usize>(
     rows: Rows,
     first: usize,
 ) {
+    load_rows_async::<T, R, R, HS>(tile, 0, from, rows, first);
+}
+
+/// Does the same as [`load_async`] for COUNT rows of `tile`, from row `to` on.
+#[inline(always)]
+#[track_caller]
+fn load_rows_async<T: Element, const COUNT: usize, const R: usize, const HS: usize>(
+    tile: SharedTile<T, R, HS>,
+    to: usize,
+    from: Global<T>,
+    rows: Rows,
+    first: usize,
+) {
     let packets = HS / T::PACKET;
     let rows_per_pass = THREADS / packets;
-    let thread = thread::thread_idx_x() as usize;
+    let thread = thread::thread_idx_x();
+    // If the index is opaque, the values that depend on it are computed again for each tile, and occupy no registers in between. Without
+    // divisions that is short.
+    let is_opaque = size_of::<T>() == 2 && THREADS.is_multiple_of(packets);
+    let thread = if is_opaque { thread::opaque(thread) } else { thread } as usize % THREADS;
     let (row, col) = (thread / packets, thread % packets * T::PACKET);
     if !THREADS.is_multiple_of(packets) && row >= rows_per_pass {
         return;
     }
     // A running index and a 32-bit count keep the address arithmetic between the matmuls short.
-    let left = rows.count.saturating_sub(first + row) as u32;
+    let left = (rows.count as u32).saturating_sub((first + row) as u32);
     let mut at = rows.element(first + row) + col;
-    for pass in 0..R.div_ceil(rows_per_pass) {
+    for pass in 0..COUNT.div_ceil(rows_per_pass) {
         let further = pass * rows_per_pass;
-        if R.is_multiple_of(rows_per_pass) || row + further < R {
-            tile.copy_packet_async(row + further, col, from, at, (further as u32) < left);
+        if COUNT.is_multiple_of(rows_per_pass) || row + further < COUNT {
+            tile.copy_packet_async(to + row + further, col, from, at, (further as u32) < left);
         }
         at += rows_per_pass * rows.stride;
     }
@@ -96,7 +121,8 @@ fn store<T: Element, const R: usize, const HS: usize>(
 #[inline(always)]
 #[track_caller]
 pub fn warp_row<const R: usize>() -> usize {
-    warp::index() as usize * (R / WARPS)
+    // The modulus tells the compiler the bound. Without it, ptxas spills a register in `dkdv`.
+    warp::index() as usize % WARPS * (R / WARPS)
 }
 
 /// The left operand of a matmul, R x K. If `keep`, its fragments stay in registers; otherwise each use reads the tile.
@@ -150,27 +176,27 @@ impl<const R: usize, const C: usize> Accumulators<R, C> {
         Self([[[0.0; 4]; COLUMNS / 8]; STRIPS])
     }
 
-    /// Adds left · tileᵀ.
+    /// Adds left · rightᵀ. The right operand has C rows.
     #[track_caller]
-    pub fn add_matmul_transposed<T: TensorCore, const K: usize>(
+    pub fn add_matmul_transposed<T: TensorCore, const R2: usize, const K: usize>(
         &mut self,
         left: impl Fn(usize, usize) -> T::A,
-        tile: SharedTile<T, C, K>,
+        right: TileRows<T, R2, K>,
     ) {
         for k in 0..K / 16 {
-            self.add_k_slice::<T>(|strip| left(strip, k), |n| tile.b_transposed(16 * n, 16 * k));
+            self.add_k_slice::<T>(|strip| left(strip, k), |n| right.tile.b_transposed(right.first + 16 * n, 16 * k));
         }
     }
 
-    /// Adds left · tile.
+    /// Adds left · right. The right operand has K rows.
     #[track_caller]
-    pub fn add_matmul<T: TensorCore, const K: usize>(
+    pub fn add_matmul<T: TensorCore, const K: usize, const R2: usize>(
         &mut self,
         left: impl Fn(usize, usize) -> T::A,
-        tile: SharedTile<T, K, C>,
+        right: TileRows<T, R2, C>,
     ) {
         for k in 0..K / 16 {
-            self.add_k_slice::<T>(|strip| left(strip, k), |n| tile.b(16 * k, 16 * n));
+            self.add_k_slice::<T>(|strip| left(strip, k), |n| right.tile.b(right.first + 16 * k, 16 * n));
         }
     }
 
@@ -282,36 +308,38 @@ impl Columns {
     }
 }
 
-/// A tile of keys and values.
+/// The rows of `tile` from `first` on, the right operand of a matmul.
 #[derive(Clone, Copy)]
-pub struct KeyTile<T, const KEYS: usize, const HS: usize> {
-    pub k: SharedTile<T, KEYS, HS>,
-    pub v: SharedTile<T, KEYS, HS>,
+pub struct TileRows<T, const R: usize, const HS: usize> {
+    tile: SharedTile<T, R, HS>,
+    first: usize,
 }
 
-/// A double buffer of key tiles.
-pub struct KeyTiles<T, const KEYS: usize, const HS: usize>([KeyTile<T, KEYS, HS>; 2]);
+/// A ring of tiles of TILE rows in shared memory, RING rows in all. Tile i replaces tile i - RING / TILE.
+#[derive(Clone, Copy)]
+pub struct Ring<T, const TILE: usize, const RING: usize, const HS: usize>(SharedTile<T, RING, HS>);
 
 #[device]
-impl<T: TensorCore, const KEYS: usize, const HS: usize> KeyTiles<T, KEYS, HS> {
-    /// Takes the buffer from `layout`.
+impl<T: TensorCore, const TILE: usize, const RING: usize, const HS: usize> Ring<T, TILE, RING, HS> {
+    /// Takes the ring from `layout`.
     pub fn new(layout: &mut Layout) -> Self {
-        let mut tile = || KeyTile { k: layout.tile(), v: layout.tile() };
-        Self([tile(), tile()])
+        const { assert!(RING.is_multiple_of(TILE)) };
+        Self(layout.tile())
     }
 
-    /// Returns the buffer of key tile `tile`.
-    pub fn stage(&self, tile: usize) -> KeyTile<T, KEYS, HS> {
-        let [even, odd] = self.0;
-        KeyTile { k: stage(even.k, odd.k, tile), v: stage(even.v, odd.v, tile) }
+    /// Returns the first row of tile `tile` in the ring.
+    pub fn first_row(tile: usize) -> usize {
+        tile % (RING / TILE) * TILE
     }
-}
 
-/// Returns the view of a double buffer that holds tile number `tile`: `even` or `odd`.
-///
-/// Takes each view as a separate value. For a struct of views, the compiler would select its address, which would place
-/// the struct in local memory.
-#[inline(always)]
-pub fn stage<S>(even: S, odd: S, tile: usize) -> S {
-    core::hint::select_unpredictable(tile.is_multiple_of(2), even, odd)
+    /// Returns the rows of tile `tile`.
+    pub fn rows(self, tile: usize) -> TileRows<T, RING, HS> {
+        TileRows { tile: self.0, first: Self::first_row(tile) }
+    }
+
+    /// Starts an asynchronous copy of rows `TILE * tile ..` of `from` to the place of tile `tile`, with zeros past the last row.
+    #[track_caller]
+    pub fn load_async(self, tile: usize, from: Global<T>, rows: Rows) {
+        load_rows_async::<T, TILE, RING, HS>(self.0, Self::first_row(tile), from, rows, TILE * tile);
+    }
 }
