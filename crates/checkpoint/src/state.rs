@@ -202,7 +202,7 @@ pub struct StateFiles {
 impl StateFiles {
     /// Opens and checks the state files of a step. `shape` is that of its model file.
     pub fn open(directory: &Path, step: usize, shape: FileShape) -> Result<Self> {
-        let open = |rank| StateFile::open(&directory.join(state_name(step, rank)), step, rank, shape);
+        let open = |rank| StateFile::open(&directory.join(state_name(step, rank)), step, rank, &shape);
         let StateFile { file, has_master_weights, share, sharded, rounding, rounding_before_update, data } = open(0)?;
         let mut files = vec![file];
         let world_size = share.ranks;
@@ -257,7 +257,7 @@ struct StateFile {
 }
 
 impl StateFile {
-    fn open(path: &Path, step: usize, rank: usize, shape: FileShape) -> Result<Self> {
+    fn open(path: &Path, step: usize, rank: usize, shape: &FileShape) -> Result<Self> {
         let file =
             bounded_file::open_of_run(path).with_context(|| format!("cannot open state file {}", path.display()))?;
         Self::parse(BufReader::new(file), step, rank, shape)
@@ -265,7 +265,7 @@ impl StateFile {
     }
 
     /// Reads everything except the tensors, then seeks to their beginning.
-    fn parse(mut file: BufReader<File>, step: usize, rank: usize, shape: FileShape) -> Result<Self> {
+    fn parse(mut file: BufReader<File>, step: usize, rank: usize, shape: &FileShape) -> Result<Self> {
         let size = file.get_ref().size()?;
         ensure!(size >= HEADER_BYTES as u64, "expected a header of {HEADER_BYTES} bytes, found {size} bytes");
         let mut header = [0; HEADER_BYTES];

@@ -359,8 +359,9 @@ impl Descriptor {
         let attention = wide(self.heads).checked_mul(wide(self.head_size))?;
         let packed = attention.checked_add(wide(self.kv_heads).checked_mul(2 * wide(self.head_size))?)?;
         let (count, router, shared) = self.experts.map_or((1, 0, 0), |e| (e.count, e.count, e.shared_channels));
-        let mlp = wide(count).checked_mul(wide(self.mlp_channels))?.checked_add(wide(shared))?;
-        let inputs = wide(self.activation.inputs() + 1).checked_mul(mlp)?.checked_add(wide(router))?;
+        let [count, router, shared] = [count, router, shared].map(u128::from);
+        let mlp = count.checked_mul(wide(self.mlp_channels))?.checked_add(shared)?;
+        let inputs = wide(self.activation.inputs() + 1).checked_mul(mlp)?.checked_add(router)?;
         let layer = packed.checked_add(attention)?.checked_add(inputs)?.checked_mul(wide(self.channels))?;
         let positions = if self.positions == Positions::Learned { wide(self.max_seq_len) } else { 0 };
         let (heads, rows) = (if self.tied { 1 } else { 2 }, wide(self.vocab.next_multiple_of(128)));
@@ -403,12 +404,12 @@ impl Descriptor {
 
     /// Returns the number of experts of a layer, or 1 if it has an MLP.
     pub(crate) fn expert_count(&self) -> usize {
-        self.experts.map_or(1, |experts| experts.count)
+        self.experts.map_or(1, |experts| experts.count as usize)
     }
 
     /// Returns the channels of the MLP beside the experts, or 0 if there is none.
     pub(crate) fn shared_channels(&self) -> usize {
-        self.experts.map_or(0, |experts| experts.shared_channels)
+        self.experts.map_or(0, |experts| experts.shared_channels as usize)
     }
 
     /// Returns the number of query channels and of key channels that QK-norm normalizes together.

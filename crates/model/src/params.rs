@@ -367,7 +367,7 @@ impl Param {
     /// Returns the number of elements that compute a token, for one layer: without the experts that are not active.
     pub fn active_len(self, d: &Descriptor) -> usize {
         let experts = d.experts.filter(|_| self.experts(d) > 1);
-        experts.map_or(self.len(d), |experts| self.len(d) / experts.count * experts.active)
+        experts.map_or(self.len(d), |experts| self.len(d) / experts.count as usize * experts.active as usize)
     }
 
     /// Returns the number of rows of each matrix in a linear layer's weight: queries, keys and values, or up and gate, of each expert.

@@ -85,13 +85,14 @@ pub(super) fn route(arena: &mut Arena, op: Route) -> Result<()> {
     let tokens = logits.par_chunks(count).zip(chosen).with_min_len(ROWS);
     tokens.for_each(|(logits, (experts, weights))| choose(router, logits, experts, weights));
 
-    let [positions, sources, groups] =
-        [positions, sources, groups].map(|words| bytemuck::cast_slice_mut::<f32, i32>(words));
+    let [positions, sources, groups] = [positions, sources, groups].map(bytemuck::cast_slice_mut::<f32, i32>);
     groups.fill(0);
     sources.fill(-1);
     let (starts, rest) = groups.split_at_mut(count + 1);
     let (counts, blocks) = rest.split_at_mut(count);
-    experts.iter().for_each(|&expert| counts[expert as usize] += 1);
+    for &expert in &*experts {
+        counts[expert as usize] += 1;
+    }
     for (expert, &rows) in counts.iter().enumerate() {
         let padded = (rows as usize).max(1).next_multiple_of(GROUP_ROWS);
         let start = starts[expert] as usize;

@@ -54,7 +54,7 @@ pub static QWEN3_MOE: Architecture = Architecture {
         with_experts(keys, Descriptor { mlp_channels, ..dense }, count, 0.001)
     },
     keys: |descriptor| {
-        let active = descriptor.experts.map_or(1, |experts| experts.active);
+        let active = descriptor.experts.map_or(1, |experts| experts.router().active);
         let mut all = keys_of(descriptor);
         all.extend([
             ("moe_intermediate_size".to_owned(), descriptor.mlp_channels.into()),
@@ -116,9 +116,11 @@ const AUX_LOSS: &str = "router_aux_loss_coef";
 
 /// Returns the model with the experts of a configuration. `aux_loss` is the default of transformers.
 fn with_experts(keys: Keys, dense: Descriptor, count: usize, aux_loss: f32) -> Result<Descriptor> {
+    // Numbers beyond 32 bits exceed the limits, too.
+    let narrow = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
     let experts = Experts {
-        count,
-        active: keys.size(ACTIVE)?,
+        count: narrow(count),
+        active: narrow(keys.size(ACTIVE)?),
         scores: RouterScores::Softmax,
         normalized: keys.flag(NORMALIZED, false)?,
         shared_channels: 0,

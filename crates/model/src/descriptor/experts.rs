@@ -5,20 +5,20 @@ use engine::ops::{Router, RouterScores};
 use serde::{Deserialize, Serialize};
 
 /// The experts of each layer, in place of an MLP (Shazeer et al., 2017, arXiv:1701.06538). Each expert is an MLP without biases. A router, a
-/// linear layer of the MLP's input, chooses the experts of each token.
+/// linear layer of the MLP's input, chooses the experts of each token. Numbers are 32 bits wide, so that descriptors remain small values.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Experts {
     /// Number of experts (E).
-    pub count: usize,
+    pub count: u32,
     /// Number of experts of a token (k).
-    pub active: usize,
+    pub active: u32,
     /// The scores of experts, by which they are chosen and weighted.
     pub scores: RouterScores,
     /// Whether the weights of a token's experts are divided by their sum.
     pub normalized: bool,
     /// Channels of an MLP that computes all tokens beside the experts; 0 if there is none.
     #[serde(default)]
-    pub shared_channels: usize,
+    pub shared_channels: u32,
     /// Coefficient of the load-balancing loss. It is added to the loss of training, and not to the loss that is reported.
     #[serde(default)]
     pub aux_loss: f32,
@@ -28,7 +28,7 @@ pub struct Experts {
 }
 
 /// Maximum number of experts.
-const MAX_EXPERTS: usize = 1024;
+const MAX_EXPERTS: u32 = 1024;
 
 impl Experts {
     /// The experts of a shape that has an MLP, without their numbers. The weights of a token's experts have the sum 1, so that copies
@@ -45,7 +45,8 @@ impl Experts {
 
     /// Returns how experts are chosen.
     pub const fn router(&self) -> Router {
-        Router { count: self.count, active: self.active, scores: self.scores, normalized: self.normalized }
+        let Self { count, active, scores, normalized, .. } = *self;
+        Router { count: count as usize, active: active as usize, scores, normalized }
     }
 
     /// Checks the numbers.
@@ -56,7 +57,7 @@ impl Experts {
                 return Err(DescriptorError::Zero(name));
             }
             if found > most {
-                return Err(DescriptorError::TooMany { name, most, found });
+                return Err(DescriptorError::TooMany { name, most: most as usize, found: found as usize });
             }
         }
         let losses = [("coefficient of the load-balancing loss", aux_loss), ("coefficient of the z-loss", z_loss)];

@@ -73,7 +73,9 @@ impl Descriptor {
             return Err(DescriptorError::PatternWithoutWindow);
         }
         let windows = size.map(|size| Windows { size, pattern: pattern.repeated(new_layers) });
-        let new_experts = match (self.experts, experts, active_experts) {
+        // Numbers beyond 32 bits exceed the limits, too.
+        let narrow = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        let new_experts = match (self.experts, experts.map(narrow), active_experts.map(narrow)) {
             (own, None, None) => own,
             (Some(own), count, active) => {
                 Some(Experts { count: count.unwrap_or(own.count), active: active.unwrap_or(own.active), ..own })

@@ -9,7 +9,7 @@ use crate::sharding::LayerHooks;
 use anyhow::Context;
 use engine::ops::{
     ActivationForward, ActivationInput, Combine, Dispatch, Epilogue, MatmulBackward, MatmulForward, Route,
-    RouteBackward,
+    RouteBackward, Router,
 };
 use engine::tensor::{DType, Tensor};
 use engine::{Engine, Result};
@@ -59,7 +59,7 @@ struct SharedExpert {
 
 /// Returns the elements of the widest gradient of a batch of `tokens` tokens.
 pub fn widest_gradient(d: &Descriptor, experts: &Experts, tokens: usize) -> usize {
-    (experts.router().rows(tokens) * d.fc_channels()).max(tokens * 2 * experts.shared_channels)
+    (experts.router().rows(tokens) * d.fc_channels()).max(tokens * 2 * d.shared_channels())
 }
 
 /// Plans the activations of experts in all layers. Returns the sub-layer of each layer.
@@ -70,7 +70,8 @@ pub fn plan(
     training: bool,
 ) -> impl Fn(usize) -> Arc<dyn SubLayer> + use<> {
     let (kept, dtype, tokens) = (activations.kept, activations.dtype, activations.tokens());
-    let (router, Experts { count, active, shared_channels, .. }) = (experts.router(), experts);
+    let router @ Router { count, active, .. } = experts.router();
+    let shared_channels = d.shared_channels();
     let rows = router.rows(tokens);
     let recomputed = if activations.recompute < Recompute::Activation { kept } else { 1 };
     let ln2 = activations.norm("ln2", [Param::Ln2w, Param::Ln2b], Param::Router);
@@ -149,14 +150,14 @@ impl Mixture {
 
     /// Returns the copy of `inp` (B, T, C) to expert order.
     fn dispatch(&self, model: &Decoder, out: Tensor, inp: Tensor, weights: Option<Tensor>) -> Dispatch {
-        let (c, active) = (model.descriptor.channels, self.experts.active);
-        let groups = self.experts.router().groups(self.groups);
+        let (c, router) = (model.descriptor.channels, self.experts.router());
+        let (groups, active) = (router.groups(self.groups), router.active);
         Dispatch { out, inp, sources: self.sources, groups, weights, c, active }
     }
 
     /// Returns the sums of rows in expert order for each token.
     fn combine(&self, model: &Decoder, out: Tensor, residual: Option<Tensor>, weights: Option<Tensor>) -> Combine {
-        let (c, active) = (model.descriptor.channels, self.experts.active);
+        let (c, active) = (model.descriptor.channels, self.experts.router().active);
         Combine { out, residual, inp: self.outputs, weights, positions: self.positions, c, active }
     }
 
@@ -226,8 +227,8 @@ impl Mixture {
 
 impl SubLayer for Mixture {
     fn rows(&self, rows: usize, _past: usize, d: &Descriptor) -> Arc<dyn SubLayer> {
-        let Experts { count, active, shared_channels, .. } = self.experts;
-        let router = self.experts.router();
+        let router @ Router { count, active, .. } = self.experts.router();
+        let shared_channels = d.shared_channels();
         let of = |tensor: Tensor, width: usize| tensor.slice(0, rows * width);
         let sorted = |tensor: Tensor, width: usize| tensor.slice(0, router.rows(rows) * width);
         Arc::new(Self {

@@ -17,7 +17,7 @@ use std::time::Duration;
 const T: usize = 12;
 const VOCAB: usize = 50;
 
-fn small(scores: RouterScores, normalized: bool, shared_channels: usize) -> Descriptor {
+fn small(scores: RouterScores, normalized: bool, shared_channels: u32) -> Descriptor {
     let overrides = Overrides {
         layers: Some(2),
         heads: Some(4),

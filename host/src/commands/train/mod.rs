@@ -159,7 +159,7 @@ fn train(
         growth,
         dial,
         note: without_data,
-    } = Resolved::new(args, &opened, resumed, ranks.rank(), ranks.world_size())?;
+    } = Resolved::new(args, &opened, resumed.as_ref(), ranks.rank(), ranks.world_size())?;
     notes.extend(growth);
     notes.extend(dial);
     let out = claim(out, ranks, args, &mut config)?;

@@ -145,12 +145,12 @@ impl Resolved {
     pub fn new(
         options: &TrainOptions,
         opened: &Opened,
-        resumed: Option<(Descriptor, Option<f32>)>,
+        resumed: Option<&(Descriptor, Option<f32>)>,
         rank: usize,
         ranks: usize,
     ) -> Result<Self> {
         let (resumed, final_fraction) =
-            resumed.map_or((None, None), |(descriptor, fraction)| (Some(descriptor), fraction));
+            resumed.map_or((None, None), |&(descriptor, fraction)| (Some(descriptor), fraction));
         let mut tables = sources::tables(options)?;
         let note = without_data(options, &tables);
         let from_files = !tables.is_empty() || note.is_some();
