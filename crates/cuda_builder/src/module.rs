@@ -110,7 +110,7 @@ pub const ARCHITECTURES: [&str; 22] = [
 /// The names of instruction sets that `#[kernel(requires = "…")]` and `cfg(cuda_feature = "…")` accept.
 pub(crate) const FEATURES: [&str; 4] = ["fp8", "tma", "setmaxnreg", "wgmma"];
 
-/// Returns whether an architecture has a set of instructions: `fp8` (conversions to and from FP8), `tma` (TMA and transactions of
+/// Returns whether an architecture has a set of instructions: `fp8` (conversions to FP8, and `mma.sync` of it), `tma` (TMA and transactions of
 /// mbarriers), `setmaxnreg`, or `wgmma`.
 pub fn has_feature(arch: &str, feature: &str) -> bool {
     let Some(number) = arch_number(arch) else { return false };

@@ -11,9 +11,14 @@
 //! For bf16 the operation is one `mma.m16n8k16`. For f32 it has the same layout and consists of `mma.m16n8k8.tf32`. The
 //! k index is permuted equally in A and B: slot t holds k = 2t, and slot t+4 holds k = 2t+1. Each operand is split into
 //! two tf32 parts, and the three largest partial products are summed, which leaves a relative error of about 2^-21.
+//!
+//! With FP8 operands ([`mma_fp8`], `sm_89`), k has 32 values. A and B have the layout above, with pairs of adjacent numbers of a row of A, or
+//! of a column of B, in place of bf16 numbers. Tensor cores of Ada and Blackwell may keep fewer bits of these sums than an f32, as those of
+//! Hopper do ([`crate::hopper::wgmma`]). The emulator adds in f32, in ascending k.
 
 use crate::backend;
 use crate::element::{Element, Packet, bf16};
+use crate::fp8::{Fp8, Fp8Format};
 use crate::warp;
 
 /// A storage type that tensor cores can multiply.
@@ -52,6 +57,27 @@ pub trait TensorCore: Element {
     /// Stores two adjacent elements, rounded, in one access if possible.
     #[doc(hidden)]
     unsafe fn store_pair(at: *mut Self, first: f32, second: f32);
+}
+
+/// Computes D (16 x 8) += A (16 x 32) · B (32 x 8) with A in the format of `T` and B in E4M3.
+#[inline(always)]
+#[track_caller]
+pub fn mma_fp8<T: Fp8>(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
+    match T::FORMAT {
+        Fp8Format::E4m3 => backend::mma_e4m3(d, a, b),
+        Fp8Format::E5m2 => backend::mma_e5m2(d, a, b),
+    }
+}
+
+/// Loads the 16 x 32 bytes at `tile` as an A fragment of FP8, or if not `ROWS_FIRST`, as two B fragments that are adjacent in n.
+///
+/// # Safety
+/// The bytes must be valid shared memory. `tile` and `stride`, in bytes, are multiples of 16.
+#[inline(always)]
+#[track_caller]
+pub(crate) unsafe fn load_fp8<T: Fp8, const ROWS_FIRST: bool>(tile: *const T, stride: usize) -> [u32; 4] {
+    // SAFETY: the caller's promise. Two FP8 numbers are loaded like a bf16 number.
+    unsafe { backend::ldmatrix_x4(ldmatrix_row::<ROWS_FIRST>(tile.cast(), stride / 2).cast()) }
 }
 
 /// Returns the address that lane `l` passes to `ldmatrix.x4`: row l % 8 of matrix l / 8.

@@ -10,8 +10,9 @@
 //! [`Layout::bytes`].
 
 use crate::backend;
-use crate::element::{Element, Packet};
-use crate::mma::TensorCore;
+use crate::element::{Element, Packet, bf16};
+use crate::fp8::Fp8;
+use crate::mma::{TensorCore, load_fp8};
 use crate::slice::CopySource;
 use crate::warp;
 
@@ -305,5 +306,47 @@ impl<T: TensorCore, const R: usize, const C: usize> SharedTile<T, R, C> {
             T::store_pair(self.pointer(row + g, col + 2 * t, 1, 2), c[0], c[1]);
             T::store_pair(self.pointer(row + g + 8, col + 2 * t, 1, 2), c[2], c[3]);
         }
+    }
+}
+
+impl<const R: usize, const C: usize> SharedTile<bf16, R, C> {
+    /// Stores the 16 x 16 fragment `A[m][k] = tile[row + m][col + k]`.
+    #[inline(always)]
+    #[track_caller]
+    pub fn set_a(self, row: usize, col: usize, a: [u32; 4]) {
+        let (g, t) = ((warp::lane() / 4) as usize, (warp::lane() % 4) as usize);
+        for i in 0..4 {
+            let at = self.pointer(row + g + i % 2 * 8, col + 2 * t + i / 2 * 8, 1, 2);
+            // SAFETY: see `at`; the column is even, so the pair is 4-byte aligned.
+            unsafe { backend::store(at.cast::<u32>(), a[i]) }
+        }
+    }
+}
+
+/// Fragments for [`mma_fp8`](crate::mma::mma_fp8). Every lane of the warp must call the loads. `col` is a multiple of 16.
+impl<T: Fp8, const R: usize, const C: usize> SharedTile<T, R, C> {
+    /// Loads the 16 x 32 fragment `A[m][k] = tile[row + m][col + k]`.
+    #[inline(always)]
+    #[track_caller]
+    pub fn fp8_a(self, row: usize, col: usize) -> [u32; 4] {
+        // SAFETY: see `at`, for the 16 x 32 numbers at (row, col).
+        unsafe { load_fp8::<T, true>(self.pointer(row, col, 16, 32), Self::STRIDE) }
+    }
+
+    /// Loads two fragments that are adjacent in n: `B[k][n] = tile[row + n][col + k]` for k in 0..32 and n in 0..16.
+    #[inline(always)]
+    #[track_caller]
+    pub fn fp8_b_transposed(self, row: usize, col: usize) -> [[u32; 2]; 2] {
+        // SAFETY: see `fp8_a`.
+        let [a, b, c, d] = unsafe { load_fp8::<T, false>(self.pointer(row, col, 16, 32), Self::STRIDE) };
+        [[a, b], [c, d]]
+    }
+
+    /// Writes two adjacent numbers, the first in the lower byte. `col` is even.
+    #[inline(always)]
+    #[track_caller]
+    pub fn set_fp8_pair(self, row: usize, col: usize, pair: u16) {
+        // SAFETY: see `at`; the pair is 2-byte aligned.
+        unsafe { backend::store(self.pointer(row, col, 1, 2).cast::<u16>(), pair) }
     }
 }

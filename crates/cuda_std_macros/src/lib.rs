@@ -47,8 +47,8 @@ use proc_macro::TokenStream;
 ///   arguments, the device build compares it with the limit of each architecture.
 /// * `checked`: a launch that needs no `unsafe`. Parameters are scalars, `GlobalSlice`s and `GlobalSliceMut`s, which are named by these
 ///   names. The function returns a `cuda_std::launch::CheckedLaunch`. The device crate needs the feature `checked` of `cuda_std`.
-/// * `requires = "wgmma"`: compiles the entry point only for targets with these instructions: `tma` (`sm_90` and later),
-///   `setmaxnreg` or `wgmma` (`sm_90a`).
+/// * `requires = "wgmma"`: compiles the entry point only for targets with these instructions: `fp8` (`sm_89` and later), `tma`
+///   (`sm_90` and later), `setmaxnreg` or `wgmma` (`sm_90a`).
 /// * `arch = "sm_90a"`: compiles the entry point only for this target.
 ///
 /// `unsafe` is an error in the body on the device, unless the device crate is built with `CudaBuilder::allow_unchecked`.

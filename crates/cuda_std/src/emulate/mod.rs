@@ -88,7 +88,7 @@ pub use report::{Fault, Report};
 pub use schedule::Schedule;
 pub use scheduler::{run, run_checked, run_each, run_seeds};
 pub use shared_view::{SharedView, reserve};
-pub use tensor::{ldmatrix_x4, ldmatrix_x4_trans, mma_bf16, mma_f32};
+pub use tensor::{ldmatrix_x4, ldmatrix_x4_trans, mma_bf16, mma_e4m3, mma_e5m2, mma_f32};
 
 /// Number of lanes in a warp.
 const LANES: usize = 32;

@@ -8,6 +8,7 @@ use super::checker::Kind;
 use super::collective::collective;
 use super::wait::{Operation, Wait};
 use super::warp::{Slot, Slots};
+use crate::fp8::Fp8Format;
 use std::array;
 use std::panic::Location;
 
@@ -83,12 +84,12 @@ fn d_position(lane: usize, i: usize) -> (usize, usize) {
     (lane / 4 + i / 2 * 8, lane % 4 * 2 + i % 2)
 }
 
-type A = [[f32; 16]; 16];
-type B = [[f32; 8]; 16];
+type A<const K: usize> = [[f32; K]; 16];
+type B<const K: usize> = [[f32; 8]; K];
 type D = [[f32; 8]; 16];
 
 #[inline(always)]
-fn multiply(d: &mut D, a: &A, b: &B) {
+fn multiply<const K: usize>(d: &mut D, a: &A<K>, b: &B<K>) {
     for (d, a) in d.iter_mut().zip(a) {
         for (a, b) in a.iter().zip(b) {
             for (d, b) in d.iter_mut().zip(b) {
@@ -98,23 +99,27 @@ fn multiply(d: &mut D, a: &A, b: &B) {
     }
 }
 
-/// Assembles the lanes' fragments into matrices, calls `f`, and writes D to words 0..4 of the slots.
+/// Assembles the lanes' fragments into matrices, calls `f`, and writes D to words 0..4 of the slots. K is 16, or 32 for FP8, where two
+/// adjacent numbers have the position of one.
 #[inline(always)]
-fn with_matrices(
+fn with_matrices<const K: usize>(
     slots: &mut Slots,
     a_of: impl Fn(&[u32; 16], usize) -> f32,
     b_of: impl Fn(&[u32; 16], usize) -> f32,
-    f: impl FnOnce(&mut D, A, B),
+    f: impl FnOnce(&mut D, A<K>, B<K>),
 ) {
-    let (mut a, mut b, mut d) = ([[0.0; 16]; 16], [[0.0; 8]; 16], [[0.0; 8]; 16]);
+    let (mut a, mut b, mut d) = ([[0.0; K]; 16], [[0.0; 8]; K], [[0.0; 8]; 16]);
+    let width = K / 16;
     for (lane, slot) in slots.iter().enumerate() {
-        for i in 0..8 {
-            let (row, col) = a_position(lane, i);
-            a[row][col] = a_of(&slot.0, i);
+        for i in 0..8 * width {
+            let (row, col) = a_position(lane, i / width);
+            a[row][col * width + i % width] = a_of(&slot.0, i);
+        }
+        for i in 0..4 * width {
+            let (row, col) = b_position(lane, i / width);
+            b[row * width + i % width][col] = b_of(&slot.0, i);
         }
         for i in 0..4 {
-            let (row, col) = b_position(lane, i);
-            b[row][col] = b_of(&slot.0, i);
             let (row, col) = d_position(lane, i);
             d[row][col] = f32::from_bits(slot.0[i]);
         }
@@ -135,14 +140,29 @@ fn take_d(slots: &Slots, lane: usize) -> [f32; 4] {
 
 fn mma_bf16_warp(slots: &mut Slots) {
     let half = |word: u32, i: usize| f32::from_bits(if i.is_multiple_of(2) { word << 16 } else { word & 0xffff_0000 });
-    with_matrices(slots, |w, i| half(w[4 + i / 2], i), |w, i| half(w[8 + i / 2], i), |d, a, b| multiply(d, &a, &b));
+    with_matrices::<16>(
+        slots,
+        |w, i| half(w[4 + i / 2], i),
+        |w, i| half(w[8 + i / 2], i),
+        |d, a, b| multiply(d, &a, &b),
+    );
+}
+
+fn mma_fp8_warp(slots: &mut Slots, a_format: Fp8Format) {
+    let number = |word: u32, i: usize, format: Fp8Format| format.decode(word.to_le_bytes()[i % 4]);
+    with_matrices::<32>(
+        slots,
+        |w, i| number(w[4 + i / 4], i, a_format),
+        |w, i| number(w[8 + i / 4], i, Fp8Format::E4m3),
+        |d, a, b| multiply(d, &a, &b),
+    );
 }
 
 /// Splits each operand into two tf32 parts and sums the three largest partial products, small ones first, as the
 /// device.
 fn mma_f32_warp(slots: &mut Slots) {
     let word = |w: &[u32; 16], i: usize| f32::from_bits(w[i]);
-    with_matrices(
+    with_matrices::<16>(
         slots,
         |w, i| word(w, 4 + i),
         |w, i| word(w, 12 + i),
@@ -158,15 +178,31 @@ fn mma_f32_warp(slots: &mut Slots) {
     );
 }
 
+/// Multiplies matrices of 16-bit or 8-bit numbers. `compute` does it for the whole warp.
 #[track_caller]
-pub fn mma_bf16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
+fn mma_packed(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2], compute: impl FnOnce(&mut Slots)) {
     let wait = Wait { operation: Operation::Mma, at: Location::caller() };
     let deposit = |slot: &mut Slot| {
         slot.0[..4].copy_from_slice(&d.map(f32::to_bits));
         slot.0[4..8].copy_from_slice(&a);
         slot.0[8..10].copy_from_slice(&b);
     };
-    *d = collective(wait, deposit, mma_bf16_warp, take_d);
+    *d = collective(wait, deposit, compute, take_d);
+}
+
+#[track_caller]
+pub fn mma_bf16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
+    mma_packed(d, a, b, mma_bf16_warp);
+}
+
+#[track_caller]
+pub fn mma_e4m3(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
+    mma_packed(d, a, b, |slots| mma_fp8_warp(slots, Fp8Format::E4m3));
+}
+
+#[track_caller]
+pub fn mma_e5m2(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
+    mma_packed(d, a, b, |slots| mma_fp8_warp(slots, Fp8Format::E5m2));
 }
 
 #[track_caller]

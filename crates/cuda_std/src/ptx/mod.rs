@@ -889,6 +889,29 @@ pub fn mma_bf16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
     }
 }
 
+/// Defines `mma.sync` of FP8 matrices with b in E4M3.
+macro_rules! mma_fp8 {
+    ($($name:ident = $a:literal;)*) => {$(
+        #[doc = concat!("`mma.sync.aligned.m16n8k32.row.col.f32.", $a, ".e4m3.f32`")]
+        #[inline(always)]
+        pub fn $name(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
+            // SAFETY: the instruction only operates on the warp's registers.
+            unsafe {
+                asm!(
+                    concat!("mma.sync.aligned.m16n8k32.row.col.f32.", $a, ".e4m3.f32 {{{0}, {1}, {2}, {3}}}, {{{4}, {5}, {6}, {7}}}, {{{8}, {9}}}, {{{0}, {1}, {2}, {3}}};"),
+                    inout(reg32) d[0], inout(reg32) d[1], inout(reg32) d[2], inout(reg32) d[3],
+                    in(reg32) a[0], in(reg32) a[1], in(reg32) a[2], in(reg32) a[3], in(reg32) b[0], in(reg32) b[1],
+                    options(nomem, nostack, preserves_flags));
+            }
+        }
+    )*};
+}
+
+mma_fp8! {
+    mma_e4m3 = "e4m3";
+    mma_e5m2 = "e5m2";
+}
+
 /// `mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32`
 #[inline(always)]
 fn mma_tf32(d: &mut [f32; 4], a: [f32; 4], b: [f32; 2]) {

@@ -1,8 +1,9 @@
 //! Fragment loads and `mma` compared with a scalar matmul, for all operand layouts.
 
-use cuda_std::mma::TensorCore;
+use cuda_std::emulate::Memory;
+use cuda_std::mma::{TensorCore, mma_fp8};
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Global, GlobalMut, SharedTile, bf16, kernel, thread, warp};
+use cuda_std::{E4m3, E5m2, Element, Fp8, Global, GlobalMut, SharedTile, bf16, kernel, thread, warp};
 
 const M: usize = 32;
 const N: usize = 48;
@@ -95,7 +96,7 @@ fn matmul_of_packets<T: TensorCore>(out: GlobalMut<f32>, a: Global<T>, b: Global
 fn check_packets<T: TensorCore + bytemuck::Pod>(tolerance: f64) {
     let k = 12 * T::PACKET;
     let (a, b) = (values::<T>(16 * k, 7), values::<T>(8 * k, 99));
-    let mut memory = cuda_std::emulate::Memory::new();
+    let mut memory = Memory::new();
     let out = memory.output("out", 16 * 8);
     let views = (memory.input("a", &a), memory.input("b", &b));
     matmul_of_packets::<T>(out, views.0, views.1, k as u32).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap();
@@ -110,4 +111,68 @@ fn check_packets<T: TensorCore + bytemuck::Pod>(tolerance: f64) {
 fn mma_of_packets_matches_scalar_matmul() {
     check_packets::<bf16>(1e-5);
     check_packets::<f32>(4e-6);
+}
+
+/// Computes out (16, 16) = a (16, 64) · b (16, 64)ᵀ in one warp. The fragments come from tiles in shared memory if `TILES`, or else from
+/// global memory in the layout of PTX. Accumulators pass through an A fragment in bf16.
+#[kernel(threads = 32, instances(e4m3 = <E4m3, false>, e4m3_tiles = <E4m3, true>, e5m2 = <E5m2, false>, e5m2_tiles = <E5m2, true>))]
+fn matmul_fp8<T: Fp8, const TILES: bool>(out: GlobalMut<bf16>, a: Global<T>, b: Global<E4m3>) {
+    let mut layout = Layout::new();
+    let tile_a: SharedTile<T, 16, 64> = layout.tile();
+    let tile_b: SharedTile<E4m3, 16, 64> = layout.tile();
+    let staging: SharedTile<bf16, 16, 16> = layout.tile();
+    let lane = thread::thread_idx_x() as usize;
+    for i in (lane..512).step_by(32) {
+        let (row, column) = (i / 32, i % 32 * 2);
+        let pair = |low: u8, high: u8| u16::from_le_bytes([low, high]);
+        let at = row * 64 + column;
+        tile_a.set_fp8_pair(row, column, pair(a.at(at).to_bits(), a.at(at + 1).to_bits()));
+        tile_b.set_fp8_pair(row, column, pair(b.at(at).to_bits(), b.at(at + 1).to_bits()));
+    }
+    warp::sync();
+    let (g, t) = (lane / 4, lane % 4);
+    let mut d = [[0.0; 4]; 2];
+    for k in [0, 32] {
+        let word_a = |row: usize, column: usize| {
+            u32::from_le_bytes([0, 1, 2, 3].map(|i| a.at((g + row) * 64 + k + 4 * t + column + i).to_bits()))
+        };
+        let word_b = |row: usize, column: usize| {
+            u32::from_le_bytes([0, 1, 2, 3].map(|i| b.at((g + row) * 64 + k + 4 * t + column + i).to_bits()))
+        };
+        let (left, right) = if TILES {
+            (tile_a.fp8_a(0, k), tile_b.fp8_b_transposed(0, k))
+        } else {
+            let left = [word_a(0, 0), word_a(8, 0), word_a(0, 16), word_a(8, 16)];
+            (left, [[word_b(0, 0), word_b(0, 16)], [word_b(8, 0), word_b(8, 16)]])
+        };
+        mma_fp8::<T>(&mut d[0], left, right[0]);
+        mma_fp8::<T>(&mut d[1], left, right[1]);
+    }
+    staging.set_a(0, 0, bf16::a_from_accumulators(d[0], d[1]));
+    warp::sync();
+    for i in (lane..256).step_by(32) {
+        out.set(i, staging.at(i / 16, i % 16));
+    }
+}
+
+fn check_fp8<T: Fp8 + bytemuck::Pod, const TILES: bool>() {
+    let (a, b) = (values::<T>(16 * 64, 7), values::<E4m3>(16 * 64, 99));
+    let mut memory = Memory::new();
+    let out = memory.output("out", 256);
+    let views = (memory.input("a", &a), memory.input("b", &b));
+    matmul_fp8::<T, TILES>(out, views.0, views.1).emulate_checked(&mut memory, [1, 1, 1], 16 << 10).unwrap();
+    for (i, got) in memory.read(out).into_iter().enumerate() {
+        let rows = a[i / 16 * 64..][..64].iter().zip(&b[i % 16 * 64..][..64]);
+        let want: f64 = rows.map(|(a, b)| f64::from(a.to_f32()) * f64::from(b.to_f32())).sum();
+        let got = f64::from(got.to_f32());
+        assert!((got - want).abs() <= (1.0 + want.abs()) / 256.0, "{i}: {got}, expected {want}");
+    }
+}
+
+#[test]
+fn fp8_mma_matches_scalar_matmul() {
+    check_fp8::<E4m3, false>();
+    check_fp8::<E4m3, true>();
+    check_fp8::<E5m2, false>();
+    check_fp8::<E5m2, true>();
 }
