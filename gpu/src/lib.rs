@@ -40,8 +40,10 @@ pub mod gate;
 pub mod global_norm;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod launch;
-#[cfg(any(not(target_arch = "nvptx64"), cuda_feature = "wgmma"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_feature = "fp8"))]
 pub mod matmul;
+#[cfg(any(not(target_arch = "nvptx64"), all(cuda_feature = "fp8", not(cuda_feature = "wgmma"))))]
+pub mod matmul_mma;
 pub mod most_likely;
 pub mod muon;
 pub mod noise;

@@ -27,7 +27,8 @@ pub struct GemmOperands {
     pub preactivation: Option<u64>,
     /// Output for a recomputed activation. With an FP8 output, it receives the transpose (N, M) in E4M3.
     pub activation: Option<u64>,
-    /// Output for the sums (M, N) if cuBLASLt computes the GEMM of the backward pass of a gated activation.
+    /// Output for the sums (M, N) if cuBLASLt computes the GEMM of the backward pass of a gated activation, or of one to FP8, where it is
+    /// optional.
     pub sums: Option<u64>,
     /// Factors of [`Residual::Scaled`]. Algorithms do not depend on them, so they are not part of the [`Gemm`].
     pub scale: Option<ScaleFactors>,
@@ -121,7 +122,7 @@ impl GemmOperands {
             ("bias", bias, epilogue.bias.is_some()),
             ("preactivation", preactivation, epilogue.activation.is_some()),
             ("activation", activation, recomputes),
-            ("sums", sums, epilogue.is_gated() && !epilogue.writes_preactivation()),
+            ("sums", sums.filter(|_| !quantizes), epilogue.is_gated() && !epilogue.writes_preactivation()),
         ];
         for (name, address, used) in optional {
             if address.is_some() != used {

@@ -45,6 +45,7 @@ const PLANNED_FOR: EmulatedGpu = EmulatedGpu {
     sm_count: 132,
     hopper: true,
     fp8: false,
+    mma_fp8: false,
     tf32: false,
     matmul: MatmulBackend::Auto,
     kernel_config: None,

@@ -16,7 +16,6 @@ use super::tile::{EPILOGUE_TILE, Tile, WorkTile};
 use crate::activation::ActivationFunction;
 use core::marker::PhantomData;
 use cuda_std::element::{pack_pair, unpack_pair};
-use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::hopper::{self, SwizzledTile, TensorMap, WARPGROUP, is_warpgroup_leader, tma};
 use cuda_std::{E4m3, Global, GlobalMut, bf16, device, math, thread, warp};
 
@@ -277,7 +276,8 @@ impl<L: Operands, E: Elementwise, T: Tile> TmaEpilogue<L, E, T> {
             if Buffers::<L, E>::TWO_BUFFERS && quarter == 2 {
                 self.buffers.load_next_aux::<0>(subtile, tile);
             }
-            let x = sums::<E, _>(d, BLOCK * 8 + quarter as u32 * 2, L::SCALED, self.operands.scale, &self.bias);
+            let block = BLOCK * 8 + quarter as u32 * 2;
+            let x = sums::<E>(|i| d[block as usize * 4 + i], block, L::SCALED, self.operands.scale, &self.bias);
             let aux = if E::AUX { out.load_a_fragment(first_row, quarter as u32) } else { [0; 4] };
             let (mut words, mut second_words) = ([0; 4], [0; 4]);
             for i in 0..4 {
@@ -336,12 +336,18 @@ impl<L: Operands, E: Elementwise, T: Tile> TmaEpilogue<L, E, T> {
     }
 }
 
-/// Returns this lane's sums in blocks `block` and `block` + 1 of 8 columns of a tile, times `scale` if `scaled`, plus the bias of `E`.
+/// Returns the sums `d` of this lane in blocks `block` and `block` + 1 of 8 columns of a tile, times `scale` if `scaled`, plus the bias of `E`.
 #[inline(always)]
-pub fn sums<E: Elementwise, A: Accumulators>(d: &A, block: u32, scaled: bool, scale: f32, bias: &TileBias) -> [f32; 8] {
+pub fn sums<E: Elementwise>(
+    d: impl Fn(usize) -> f32,
+    block: u32,
+    scaled: bool,
+    scale: f32,
+    bias: &TileBias,
+) -> [f32; 8] {
     let bias = if E::BIAS { [bias.of(block), bias.of(block + 1)] } else { [[0.0; 2]; 2] };
     core::array::from_fn(|i| {
-        let (sum, bias) = (d[block as usize * 4 + i], bias[i / 4][i % 2]);
+        let (sum, bias) = (d(i), bias[i / 4][i % 2]);
         match (scaled, E::BIAS) {
             (true, true) => math::fma(sum, scale, bias),
             (true, false) => sum * scale,

@@ -27,7 +27,7 @@ impl TileShape {
     }
 
     /// Returns the number of tiles of an output (m, n).
-    fn tiles(self, m: usize, n: usize) -> usize {
+    pub(crate) fn tiles(self, m: usize, n: usize) -> usize {
         let [tile_m, tile_n] = self.dims();
         m.div_ceil(tile_m as usize) * n.div_ceil(tile_n as usize)
     }
@@ -118,9 +118,15 @@ fn tile_k(gemm: &Gemm) -> u32 {
 }
 
 /// Returns true if the kernels compute a GEMM, in some tile shape.
-///
-/// TMA requires rows of multiples of 16 bytes. Dimensions and tile indices are 32-bit integers.
 pub fn is_supported(gemm: &Gemm) -> bool {
+    has_valid_shape(gemm)
+        && TileShape::ALL.into_iter().any(|tile| matmul_exists(key(gemm, TileConfig { tile, split_k: 1 })))
+}
+
+/// Returns true if kernels support the sizes of a GEMM.
+///
+/// Copies to shared memory require rows of multiples of 16 bytes. Dimensions and tile indices are 32-bit integers.
+pub(crate) fn has_valid_shape(gemm: &Gemm) -> bool {
     let Gemm { m, n, k, layout, epilogue, .. } = *gemm;
     let (row_of_a, row_of_b) = match layout {
         GemmLayout::Nt => (k, k),
@@ -141,7 +147,6 @@ pub fn is_supported(gemm: &Gemm) -> bool {
         // The transpose of an FP8 output has rows of M.
         && (epilogue.output != GemmOutput::Fp8 || m.is_multiple_of(16))
         && [m, n, k, TileShape::T128x128.tiles(m, n)].into_iter().all(fits)
-        && TileShape::ALL.into_iter().any(|tile| matmul_exists(key(gemm, TileConfig { tile, split_k: 1 })))
 }
 
 /// Returns the key of the kernel instance: layout, precision, kind of batch, what it stores, and tile.

@@ -37,20 +37,27 @@
 //! FP8 wgmma takes K-major operands only, so a GEMM whose operands are stored otherwise needs transposed copies. The scales are
 //! f32 in device memory, so that a CUDA graph need not change when they do.
 
+#![cfg_attr(
+    all(target_arch = "nvptx64", not(cuda_feature = "wgmma")),
+    allow(dead_code, unused_imports, reason = "the GEMM with mma.sync uses a part of this module")
+)]
+
 mod accumulate;
 mod buffers;
 mod column_sums;
-mod epilogue;
+pub(crate) mod epilogue;
 mod gated;
 pub mod gemm;
 mod kernel;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod launch;
 mod mainloop;
-mod quantized;
+pub(crate) mod quantized;
 mod shared;
 mod split_k;
-mod tile;
+pub(crate) mod tile;
 
+#[cfg(any(not(target_arch = "nvptx64"), cuda_feature = "wgmma"))]
 pub use kernel::matmul;
+#[cfg(any(not(target_arch = "nvptx64"), cuda_feature = "wgmma"))]
 pub use split_k::matmul_split_k_reduce;

@@ -52,7 +52,7 @@ impl<O: Fp8> Quantizer<O> {
     }
 
     /// Creates the quantizer of a recomputed activation, of which only the transpose is stored.
-    fn of_activation(operands: EpilogueOperands) -> Self {
+    pub fn of_activation(operands: EpilogueOperands) -> Self {
         let EpilogueOperands { activation, scale_activation, .. } = operands;
         Self::new(EpilogueOperands { transposed: activation, scale_out: scale_activation, ..operands })
     }
@@ -70,9 +70,7 @@ impl<O: Fp8> Quantizer<O> {
         let lane = thread::opaque(warp::lane());
         // This lane's elements of a word are in row lane / 4 and columns lane % 4 * 2 and + 1 of an 8 x 8 matrix.
         let (row, column) = (Self::first_row() + lane / 4, quarter * 16 + lane % 4 * 2);
-        let magnitudes = Magnitudes::of_pairs(rounded);
-        self.magnitudes = self.magnitudes.and(magnitudes);
-        let pairs = self.quantize(rounded, magnitudes);
+        let pairs = self.pairs(rounded);
         for i in 0..4 {
             out.rows.set_fp8_pair(row + i as u32 % 2 * 8, column + i as u32 / 2 * 8, pairs[i]);
         }
@@ -86,8 +84,15 @@ impl<O: Fp8> Quantizer<O> {
         Self::set_columns(columns, quarter, self.quantize(rounded, Magnitudes::of_pairs(rounded)), matrices);
     }
 
+    /// Returns the FP8 pairs of packed pairs, and takes these into account in the largest magnitude.
+    pub fn pairs(&mut self, rounded: [u32; 4]) -> [u16; 4] {
+        let magnitudes = Magnitudes::of_pairs(rounded);
+        self.magnitudes = self.magnitudes.and(magnitudes);
+        self.quantize(rounded, magnitudes)
+    }
+
     /// Returns the FP8 pairs of packed pairs with these magnitudes.
-    fn quantize(&self, rounded: [u32; 4], magnitudes: Magnitudes) -> [u16; 4] {
+    pub fn quantize(&self, rounded: [u32; 4], magnitudes: Magnitudes) -> [u16; 4] {
         let addend = magnitudes.zero_or_nan();
         rounded.map(|pair| {
             let [even, odd] = unpack_pair(pair).map(|x| math::fma(x, self.factor, addend));
@@ -252,7 +257,8 @@ impl<E: Elementwise, O: Fp8, T: Tile> QuantizedEpilogue<E, O, T> {
             if Buffers::<E>::TWO_BUFFERS && quarter == 2 {
                 self.buffers.load_next_aux::<0>(subtile, tile);
             }
-            let x = sums::<E, _>(d, BLOCK * 8 + quarter * 2, true, self.operands.scale, &self.bias);
+            let block = BLOCK * 8 + quarter * 2;
+            let x = sums::<E>(|i| d[block as usize * 4 + i], block, true, self.operands.scale, &self.bias);
             let aux = if E::AUX { first.load_a_fragment(first_row, quarter) } else { [0; 4] };
             let (mut rounded, mut second_words) = ([0; 4], [0; 4]);
             for i in 0..4 {

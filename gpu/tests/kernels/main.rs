@@ -24,6 +24,7 @@ mod matmul_batched;
 mod matmul_fp8;
 mod matmul_gated;
 mod matmul_grouped;
+mod matmul_mma;
 mod most_likely;
 mod muon;
 mod mutations;

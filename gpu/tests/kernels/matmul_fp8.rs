@@ -134,12 +134,15 @@ fn recomputes(gemm: &Gemm) -> bool {
     matches!(gemm.epilogue.activation, Some((_, Pass::BackwardAndValue)))
 }
 
-fn check_bits_of_quantization(case: Case) {
+pub fn check_bits_of_quantization(case: Case) {
     let (gemm, inputs) = (case.gemm, Inputs::fractions(case, 5));
     let with = |epilogue| Case { gemm: Gemm { epilogue, ..gemm }, ..case };
     let got = run(case, &inputs);
     let plain = match gemm.epilogue.activation {
-        Some((ReluSquared, pass)) => relu_squared(run(with(GemmEpilogue::NONE), &inputs), pass, &inputs),
+        Some((activation, pass)) if case.mma || activation == ReluSquared => {
+            let epilogue = GemmEpilogue { bias: gemm.epilogue.bias, ..GemmEpilogue::NONE };
+            separate(run(with(epilogue), &inputs), activation, pass, &inputs)
+        }
         Some((activation, _)) if activation.is_gated() => {
             gated(run(with(GemmEpilogue::NONE), &inputs), activation, case)
         }
@@ -182,15 +185,23 @@ fn quantized_activation(activation: Activation, preactivation: &[f64], [rows, co
     numbers::<E4m3>(quantized::transposed(&quantized::bits(&memory.read(transposed)), rows))
 }
 
-/// Returns what a separate kernel computes from the output of a GEMM: ReLU² or its gradient.
-fn relu_squared(sums: Outputs, pass: Pass, inputs: &Inputs) -> Outputs {
-    use gpu::activation::ReluSquared;
-    let rounded = |x: f32| f64::from(bf16::from_f32(x).to_f32());
-    let aux = inputs.aux.iter().map(|x| rounded(*x as f32) as f32);
-    let gradient = |(sum, aux): (&f64, f32)| rounded(ReluSquared::gradients(*sum as f32, [aux, 0.0])[0]);
+/// Returns what a separate kernel computes from the output of a GEMM: an activation function with one input, or its gradient.
+fn separate(sums: Outputs, activation: Activation, pass: Pass, inputs: &Inputs) -> Outputs {
+    /// An input and the gradient of the output.
+    struct ValueAndGradient(f32, f32);
+    impl Visitor for ValueAndGradient {
+        type Output = [f64; 2];
+        fn visit<A: ActivationFunction>(self) -> [f64; 2] {
+            let Self(x, gradient) = self;
+            [A::value([x, 0.0]), A::gradients(gradient, [x, 0.0])[0]].map(|x| f64::from(bf16::from_f32(x).to_f32()))
+        }
+    }
+    let value = |sum: &f64| activation.visit(ValueAndGradient(*sum as f32, 0.0))[0];
+    let aux = inputs.aux.iter().map(|x| bf16::from_f32(*x as f32).to_f32());
+    let gradient = |(sum, aux): (&f64, f32)| activation.visit(ValueAndGradient(aux, *sum as f32))[1];
     match pass {
         Pass::Forward => {
-            let out = sums.out.iter().map(|sum| rounded(ReluSquared::value([*sum as f32, 0.0]))).collect();
+            let out = sums.out.iter().map(value).collect();
             Outputs { out, second: sums.out, ..sums }
         }
         _ => Outputs { out: sums.out.iter().zip(aux).map(gradient).collect(), ..sums },

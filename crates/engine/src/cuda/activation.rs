@@ -156,7 +156,7 @@ pub(super) fn quantize_backward<T: Float>(
 
 /// Returns the kernel of [`quantize_backward`] that also computes the partial sums of the columns, or `None` if the scale is not
 /// given or a layout is missing.
-fn gradient_kernel<T: Float>(
+pub(super) fn gradient_kernel<T: Float>(
     cuda: &Cuda<T>,
     activation: Activation,
     [dout, preactivation]: [Tensor; 2],

@@ -42,9 +42,15 @@ pub(super) fn backward_kernels<T: Float>(
     ])
 }
 
-/// Adds `bias` (OC) to each row of `out` (rows, OC), in bf16. OC is a multiple of 8.
-pub(super) fn add<T: Float>(cuda: &mut Cuda<T>, out: Tensor, bias: Tensor, [rows, oc]: [usize; 2]) -> Result<()> {
+/// Returns the kernel that adds `bias` (OC) to each row of `out` (rows, OC), in bf16. OC is a multiple of 8.
+pub(super) fn add_kernel<T: Float>(
+    cuda: &Cuda<T>,
+    out: Tensor,
+    bias: Tensor,
+    [rows, oc]: [usize; 2],
+) -> Result<KernelLaunch> {
     let n = rows * oc;
     let (out, bias) = (cuda.output::<bf16>("out", out, n)?, cuda.input::<bf16>("bias", bias, oc)?);
-    cuda.launch(bias::bias_add(out, bias, n as u64, oc as u32), [bias::bias_add_grid(n), 1, 1], 0)
+    let launch = bias::bias_add(out, bias, n as u64, oc as u32);
+    Ok(KernelLaunch { launch, grid: [bias::bias_add_grid(n), 1, 1], shared_bytes: 0 })
 }

@@ -102,8 +102,9 @@ impl CudaDevice {
         let code = modules::select(modules::EMBEDDED.modules()?, gpu.info(), options.kernels.as_deref())?;
         let module = Module::load(&gpu, &code.to_string(), code.image())?;
         ensure!(
-            options.matmul != MatmulBackend::Rust || (code.is_hopper() && options.precision != Precision::Fp32),
-            "--matmul rust: expected bf16 on compute capability 9.0, found {} with {code} kernels; use --matmul auto",
+            options.matmul != MatmulBackend::Rust
+                || ((code.is_hopper() || code.has_mma_fp8()) && options.precision != Precision::Fp32),
+            "--matmul rust: expected bf16 or fp8 with kernels for sm_90a or sm_89, found {} with {code} kernels; use --matmul auto",
             if options.precision == Precision::Fp32 { "fp32" } else { "bf16" }
         );
         ensure!(
@@ -119,6 +120,7 @@ impl CudaDevice {
             sm_count: gpu.info().sm_count as usize,
             hopper: code.is_hopper(),
             fp8: has_fp8(gpu.info()),
+            mma_fp8: code.has_mma_fp8() && has_fp8(gpu.info()),
             tf32: options.tf32 && options.precision == Precision::Fp32,
             matmul: options.matmul,
             kernel_config: options.kernel_config,

@@ -17,13 +17,16 @@ use gpu::launch::KernelLaunch;
 
 /// The GPU that an emulator imitates.
 #[derive(Clone, Copy, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a property of the GPU or of its kernels")]
 pub struct EmulatedGpu {
     /// Number of SMs.
     pub sm_count: usize,
     /// Runs the kernels for sm_90a where they exist.
     pub hopper: bool,
-    /// Has tensor cores for FP8 where kernels for sm_90a do not run. The library computes FP8 GEMMs.
+    /// Has tensor cores for FP8 where kernels for sm_90a do not run. The library computes FP8 GEMMs that no kernel does.
     pub fp8: bool,
+    /// Runs the kernels for FP8 GEMMs with mma.sync, as sm_89 does.
+    pub mma_fp8: bool,
     /// Rounds the inputs of f32 GEMMs to TF32.
     pub tf32: bool,
     /// Which kernels compute GEMMs.
@@ -47,7 +50,15 @@ impl EmulatedGpu {
 impl Default for EmulatedGpu {
     /// Returns a GPU with so few SMs that small tests fill more than one wave.
     fn default() -> Self {
-        Self { sm_count: 4, hopper: false, fp8: false, tf32: false, matmul: MatmulBackend::Auto, kernel_config: None }
+        Self {
+            sm_count: 4,
+            hopper: false,
+            fp8: false,
+            mma_fp8: false,
+            tf32: false,
+            matmul: MatmulBackend::Auto,
+            kernel_config: None,
+        }
     }
 }
 

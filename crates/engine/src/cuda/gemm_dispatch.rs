@@ -1,9 +1,9 @@
-//! Selects the backend of each GEMM: a wgmma kernel or the library.
+//! Selects the backend of each GEMM: a kernel of this project or the library.
 
 use super::MatmulBackend;
 use super::executor::{EmulatedGpu, Executor};
 use super::gemm_cache::GemmCache;
-use super::wgmma::{Scratch, WgmmaGemm};
+use super::kernel_gemm::{KernelGemm, Scratch};
 use crate::Result;
 use crate::gemm::{Algorithms, Gemm, GemmCall, GemmChoice, GemmKey, KernelConfig, is_in_library, library_part};
 use anyhow::Context;
@@ -82,14 +82,19 @@ impl GemmDispatch {
         valid
     }
 
-    /// Reports whether kernels compute GEMMs, where they are the fastest.
-    pub fn uses_kernels(&self) -> bool {
+    /// Reports whether wgmma kernels compute GEMMs, where they are the fastest.
+    pub fn uses_wgmma(&self) -> bool {
         self.gpu.hopper && self.gpu.matmul != MatmulBackend::Cublaslt
+    }
+
+    /// Returns the kernel that can compute a GEMM, whether or not it is the fastest.
+    pub(super) fn kernel(&self, call: &GemmCall) -> Option<KernelGemm> {
+        KernelGemm::new(self.gpu, &call.gemm, &call.operands)
     }
 
     /// Reports whether a kernel could compute a GEMM, whether or not it is the fastest.
     pub fn may_use_kernel(&self, call: &GemmCall) -> bool {
-        self.uses_kernels() && WgmmaGemm::new(&call.gemm, &call.operands).is_some()
+        self.gpu.matmul != MatmulBackend::Cublaslt && self.kernel(call).is_some()
     }
 
     /// Reports whether cuBLASLt may compute the library part of a GEMM.
@@ -101,7 +106,7 @@ impl GemmDispatch {
     /// cuBLASLt's support of FP8 depends on shapes, and shows only when the matmul runs.
     pub(super) fn falls_back(&mut self, call: &GemmCall, error: &anyhow::Error) -> bool {
         let refused = error.downcast_ref::<cublaslt::Error>().is_some_and(cublaslt::Error::is_unsupported);
-        let falls_back = refused && self.gpu.hopper && WgmmaGemm::new(&call.gemm, &call.operands).is_some();
+        let falls_back = refused && self.kernel(call).is_some();
         if falls_back {
             self.refused.insert(call.key());
         }
@@ -109,16 +114,17 @@ impl GemmDispatch {
     }
 
     /// Returns the kernel that computes a GEMM, or `None` if the library does.
-    pub fn kernel_for(&self, call: &GemmCall, sm_count: usize) -> Result<Option<(WgmmaGemm, KernelConfig)>> {
+    pub fn kernel_for(&self, call: &GemmCall, sm_count: usize) -> Result<Option<(KernelGemm, KernelConfig)>> {
         let has_alternative = self.may_use_library(call) || call.has_part();
         let backend = if has_alternative { self.gpu.matmul } else { MatmulBackend::Rust };
-        if !self.gpu.hopper || backend == MatmulBackend::Cublaslt {
+        let gemm = self.kernel(call);
+        // Without wgmma, there are kernels for few GEMMs.
+        if backend == MatmulBackend::Cublaslt || (!self.gpu.hopper && gemm.is_none()) {
             return Ok(None);
         }
-        let gemm = WgmmaGemm::new(&call.gemm, &call.operands);
         let required =
             || gemm.with_context(|| format!("--matmul rust: no kernel computes {}; use --matmul auto", call.gemm));
-        let nth = |gemm: &WgmmaGemm, n: usize| {
+        let nth = |gemm: &KernelGemm, n: usize| {
             let configs = gemm.configs(sm_count, self.scratch);
             configs[n % configs.len()]
         };
@@ -153,7 +159,9 @@ impl GemmDispatch {
         if let Some((gemm, config)) = self.kernel_for(&call, executor.sm_count())? {
             let kernels = gemm.launches(config, self.scratch, executor)?;
             // SAFETY: the caller's promise.
-            return unsafe { executor.launch_group(&|| format!("{} wgmma {config}", call.gemm), &kernels) };
+            return unsafe {
+                executor.launch_group(&|| format!("{} {} {config}", call.gemm, gemm.instruction()), &kernels)
+            };
         }
         let part = call.part();
         if part.gemm == call.gemm {
@@ -397,7 +405,8 @@ mod tests {
             .iter()
             .map(|&(call, kernel_wins)| {
                 let (gemm, alignments) = call.key();
-                let kernel = WgmmaGemm::new(&gemm, &call.operands).map(|gemm| gemm.configs(4, Scratch::NONE)[0]);
+                let kernel = KernelGemm::new(gpu(MatmulBackend::Auto), &gemm, &call.operands)
+                    .map(|gemm| gemm.configs(4, Scratch::NONE)[0]);
                 GemmChoice { gemm, alignments, algo: MatmulAlgo([0; 8]), kernel, kernel_wins }
             })
             .collect();
@@ -580,6 +589,56 @@ mod tests {
         dispatch.finish_tuning(false, &mut mlp.executor).unwrap();
         // Two kernels take longer than one.
         assert!(dispatch.choices[&call.key()].kernel_wins);
+    }
+
+    /// Without wgmma, kernels compute FP8 GEMMs only, and compete with cuBLASLt and kernels after it also where they quantize.
+    #[test]
+    fn kernels_without_wgmma_compute_fp8_gemms() {
+        let gpu = EmulatedGpu { fp8: true, mma_fp8: true, ..EmulatedGpu::default() };
+        let mut mlp = Mlp::new(gpu);
+        let dispatch = |mlp: &mut Mlp, matmul| {
+            let gpu = EmulatedGpu { matmul, ..gpu };
+            let dispatch = GemmDispatch::new(gpu, None, &mut mlp.executor);
+            GemmDispatch { untimed: false, ..dispatch }
+        };
+        let mut call = mlp.backward_in_fp8();
+        // GEMMs of fewer rows than a tile are not timed.
+        call.gemm.m = 128;
+        call.operands.sums = Some(mlp.address("sums"));
+        call.after = vec![mlp.forward_kernel()];
+        let part = call.part();
+        assert_eq!((part.gemm.epilogue, part.operands.out), (GemmEpilogue::NONE, mlp.address("sums")));
+        call.operands.validate(&call.gemm).unwrap();
+        part.operands.validate(&part.gemm).unwrap();
+        let rust = dispatch(&mut mlp, MatmulBackend::Rust);
+        let name = |call: &GemmCall, mlp: &mut Mlp| {
+            let (gemm, config) = rust.kernel_for(call, 4).unwrap()?;
+            Some(gemm.launches(config, Scratch::NONE, &mut mlp.executor).unwrap()[0].launch.name())
+        };
+        assert_eq!(name(&call, &mut mlp), Some("matmul_mma_e5m2_gelu_backward_and_value_to_fp8"));
+        assert_eq!(name(&part, &mut mlp), Some("matmul_mma_e5m2"));
+        let bf16 = mlp.forward();
+        assert_eq!(name(&bf16, &mut mlp), None);
+        for (kernel, part_wins) in [(0.4, true), (2.0, false)] {
+            mlp.executor.times = Some(Times { library: vec![1.0], kernel, ..Times::default() });
+            let mut auto = dispatch(&mut mlp, MatmulBackend::Auto);
+            auto.begin_tuning();
+            mlp.run(&mut auto, call.clone());
+            assert_eq!(
+                auto.collected.iter().flatten().map(|call| call.gemm).collect::<Vec<_>>(),
+                [part.gemm, call.gemm]
+            );
+            auto.finish_tuning(false, &mut mlp.executor).unwrap();
+            // The part of the library takes 1 ms, and the kernel after it as long as one that computes both.
+            assert!(auto.kernel_for(&call, 4).unwrap().is_some());
+            assert_eq!(auto.kernel_for(&part, 4).unwrap().is_some(), part_wins);
+            auto.choices.entry(call.key()).and_modify(|choice| choice.kernel_wins = false);
+            assert!(auto.kernel_for(&call, 4).unwrap().is_none());
+            let unfused = auto.unfused_kernels(&call, &mut mlp.executor).unwrap();
+            assert_eq!(unfused.map(|kernels| kernels.len()), part_wins.then_some(3));
+        }
+        let cublaslt = dispatch(&mut mlp, MatmulBackend::Cublaslt);
+        assert!(cublaslt.kernel_for(&call, 4).unwrap().is_none());
     }
 
     #[test]

@@ -2,7 +2,6 @@
 
 use super::executor::{Executor, GemmTimer};
 use super::gemm_dispatch::{GemmDispatch, unsupported};
-use super::wgmma::WgmmaGemm;
 use crate::gemm::{Gemm, GemmCall, GemmChoice, GemmLayout, GemmTiming, GroupOperands, KernelConfig, Tuning};
 use crate::{COOLDOWN, Result};
 use anyhow::Context;
@@ -16,8 +15,8 @@ use std::thread::sleep;
 use std::time::Instant;
 use system::progress::{self, Unit};
 
-/// Rows from which on a wgmma kernel competes with cuBLASLt: those of its smallest tile. GEMMs of fewer rows, as in generation, take about as long
-/// as the host needs to launch them, and a race does not tell them apart.
+/// Rows from which on a kernel competes with cuBLASLt: those of its smallest tile. GEMMs of fewer rows, as in generation, take about as
+/// long as the host needs to launch them, and a race does not tell them apart.
 const FEWEST_ROWS: usize = TileShape::T128x128.dims()[0] as usize;
 
 impl GemmDispatch {
@@ -125,13 +124,13 @@ impl GemmDispatch {
         }
     }
 
-    /// Returns the configurations of the wgmma kernels that are worth a race, and their launches.
+    /// Returns the configurations of the kernels that are worth a race, and their launches.
     fn kernel_finalists(
         &self,
         call: &GemmCall,
         executor: &mut dyn Executor,
     ) -> Result<Vec<(KernelConfig, Vec<KernelLaunch>)>> {
-        let Some(gemm) = WgmmaGemm::new(&call.gemm, &call.operands) else { return Ok(Vec::new()) };
+        let Some(gemm) = self.kernel(call) else { return Ok(Vec::new()) };
         let mut timed = Vec::new();
         for config in gemm.configs(executor.sm_count(), self.scratch) {
             let launches = gemm.launches(config, self.scratch, executor)?;

@@ -1,7 +1,7 @@
 //! Linear layers as GEMMs.
 
 use super::executor::EmulatedGpu;
-use super::wgmma::Scratch;
+use super::kernel_gemm::Scratch;
 use super::{Cuda, Float, MatmulBackend, activation, bias, matmul_fp8};
 use crate::gemm::{
     Batching, Bias, GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmOutput, GemmPrecision,
@@ -51,8 +51,9 @@ impl<T: Float> Cuda<T> {
     /// Returns the GEMM, a grouped one if there are groups of `rows` rows, with their operands and the number of matrices of the weight.
     fn grouped(&self, gemm: Gemm, groups: Option<Groups>, rows: usize) -> Result<(Gemm, Option<GroupOperands>, usize)> {
         let Some(groups) = groups else { return Ok((gemm, None, 1)) };
+        let gpu = self.executor.emulation();
         ensure!(
-            T::DTYPE == DType::Bf16 && self.gemms.uses_kernels(),
+            T::DTYPE == DType::Bf16 && gpu.hopper && gpu.matmul != MatmulBackend::Cublaslt,
             "{gemm}: expected one matrix, found {}, for which only the bf16 kernels of a Hopper GPU exist",
             groups.count
         );

@@ -26,14 +26,15 @@ impl<T: Float> Cuda<T> {
     }
 
     /// Runs a GEMM that quantizes its output in the epilogue, and what remains of `next`. The epilogue, or a kernel before the GEMM,
-    /// recomputes the activation. Returns false and does nothing if there is no such kernel, or if the scale or the counts of losses need
-    /// the output in bf16. The bits do not depend on whether there is.
+    /// recomputes the activation. Returns false and does nothing if there is no such kernel, if the scale or the counts of losses need
+    /// the output in bf16, or if the kernel is slower than a GEMM and the kernel `unfused`. The bits do not depend on whether there is.
     fn run_quantizing(
         &mut self,
         gemm: Gemm,
         operands: GemmOperands,
         next: &Quantize,
         recomputed: Option<&Recomputed>,
+        unfused: Option<KernelLaunch>,
     ) -> Result<bool> {
         let Quantize { out: Some(out), scaling, scale, shape: [rows, columns], .. } = *next else { return Ok(false) };
         let [scale_address, amax] = [scale.scale, scale.amax].map(|x| self.arena.address::<f32>("scale", x, 1));
@@ -57,7 +58,7 @@ impl<T: Float> Cuda<T> {
         };
         let gemm = Gemm { epilogue: GemmEpilogue { output: GemmOutput::Fp8, ..epilogue }, ..gemm };
         let fallback = recomputed.map(|recomputed| recomputed.kernel.clone()).into_iter().collect();
-        let call = GemmCall { gemm, operands, fallback, after: Vec::new() };
+        let call = GemmCall { gemm, operands, fallback, after: unfused.into_iter().collect() };
         if !self.gemms.may_use_kernel(&call) {
             return Ok(false);
         }
@@ -69,11 +70,34 @@ impl<T: Float> Cuda<T> {
         if scaling != Scaling::Delayed || scale.counts.is_some() {
             return Ok(false);
         }
+        let has_alternative = !call.after.is_empty() && !self.gemms.is_collecting();
+        if has_alternative && self.gemms.kernel_for(&call, self.executor.sm_count())?.is_none() {
+            return Ok(false);
+        }
         self.run_gemm(call)?;
         if next.column_sums.is_some() {
             transpose_quantized(self, next)?;
         }
         Ok(true)
+    }
+}
+
+/// Returns the kernel that quantizes an activation, or its gradient if `dout` is given, from the output of a GEMM. Returns `None` if no
+/// kernel with mma.sync may do it in its epilogue. The autotuner compares both, without the transposition that may follow.
+fn unfused_kernel<T: Float>(
+    cuda: &Cuda<T>,
+    activation: Activation,
+    preactivation: Tensor,
+    dout: Option<Tensor>,
+    next: &Quantize,
+) -> Result<Option<KernelLaunch>> {
+    if !cuda.executor.emulation().mma_fp8 {
+        return Ok(None);
+    }
+    let next = Quantize { scaling: Scaling::Delayed, column_sums: None, ..*next };
+    match dout {
+        None => activation::quantizing_kernel(cuda, activation, preactivation, &next),
+        Some(dout) => activation::gradient_kernel(cuda, activation, [dout, preactivation], &next),
     }
 }
 
@@ -122,7 +146,7 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
         Epilogue::Activation(activation, preactivation) => Some((activation, preactivation)),
         _ => None,
     };
-    let fuses = |activation| cuda.gemms.uses_kernels() && cuda.fuses_forward(activation, op.bias, oc);
+    let fuses = |activation| cuda.gemms.uses_wgmma() && cuda.fuses_forward(activation, op.bias, oc);
     let unfused = activation.filter(|(activation, _)| !fuses(*activation));
     let plain = unfused.map(|(_, sums)| MatmulForward { out: sums, epilogue: Epilogue::None, ..*op });
     let GemmCall { gemm, operands, .. } = cuda.forward_gemm(plain.as_ref().unwrap_or(op))?;
@@ -136,27 +160,26 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
         precision: precision(Fp8Format::E4m3, fp8.accumulation == Fp8Accumulation::Exact, EXACT_COLUMNS, c),
         ..gemm
     };
-    if let Some(bias) = op.bias.filter(|_| gemm.epilogue.residual.is_some() && !cuda.executor.emulation().hopper) {
-        // cuBLASLt lacks bias and residual together for some shapes, and no kernel computes the GEMM.
-        let gemm = Gemm { epilogue: GemmEpilogue::RESIDUAL, ..gemm };
-        let operands = GemmOperands { bias: None, ..operands };
-        cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })?;
-        return bias::add(cuda, out, bias, [rows, oc]);
+    let gpu = cuda.executor.emulation();
+    if let Some(bias) = op.bias.filter(|_| gemm.epilogue.residual.is_some() && !gpu.hopper) {
+        // cuBLASLt lacks bias and residual together for some shapes.
+        let after = vec![bias::add_kernel(cuda, out, bias, [rows, oc])?];
+        return cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after });
     }
     if gemm.epilogue.activation.is_some()
         && let Some(next) = fp8.out
-        && cuda.run_quantizing(gemm, operands, &next, None)?
+        && cuda.run_quantizing(gemm, operands, &next, None, None)?
     {
         return Ok(());
     }
     if let Some((activation, preactivation)) = unfused {
         if let Some(next) = fp8.out
-            && activation != Activation::Gelu
-            && op.bias.is_none()
+            && (gpu.mma_fp8 || activation != Activation::Gelu && op.bias.is_none())
         {
             let gemm = Gemm { epilogue: gemm.epilogue.with(activation, Pass::Forward), ..gemm };
             let operands = GemmOperands { preactivation: Some(operands.out), ..operands };
-            if cuda.run_quantizing(gemm, operands, &next, None)? {
+            let kernel = unfused_kernel(cuda, activation, preactivation, None, &next)?;
+            if cuda.run_quantizing(gemm, operands, &next, None, kernel)? {
                 return Ok(());
             }
         }
@@ -237,7 +260,7 @@ fn input_gradient<T: Float>(
         _ => dinp,
     };
     let fused = activation.filter(|input| {
-        let fuses = cuda.gemms.uses_kernels() && cuda.gelu_fusion == GeluFusion::Both && c.is_multiple_of(GELU_COLUMNS);
+        let fuses = cuda.gemms.uses_wgmma() && cuda.gelu_fusion == GeluFusion::Both && c.is_multiple_of(GELU_COLUMNS);
         fuses && input.activation == Activation::Gelu
     });
     let epilogue =
@@ -255,11 +278,15 @@ fn input_gradient<T: Float>(
         ..GemmOperands::default()
     };
     if let (Some(input), Some(next)) = (activation, fp8.dinp)
-        && (fused.is_some() || input.activation == Activation::ReluSquared)
+        && (fused.is_some()
+            || input.activation == Activation::ReluSquared
+            || input.activation == Activation::Gelu && cuda.executor.emulation().mma_fp8)
     {
         let gemm = Gemm { epilogue: GemmEpilogue::NONE.with(input.activation, Pass::Backward), ..gemm };
         let preactivation = Some(cuda.operand("preactivation", input.preactivation, rows * c)?);
-        if cuda.run_quantizing(gemm, GemmOperands { preactivation, ..operands }, &next, recomputed.as_ref())? {
+        let operands = GemmOperands { preactivation, sums: Some(operands.out), ..operands };
+        let kernel = unfused_kernel(cuda, input.activation, input.preactivation, Some(dact), &next)?;
+        if cuda.run_quantizing(gemm, operands, &next, recomputed.as_ref(), kernel)? {
             return Ok(());
         }
     }

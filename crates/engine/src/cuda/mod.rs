@@ -26,6 +26,7 @@ mod gemm_cache;
 mod gemm_dispatch;
 mod gemm_tuner;
 mod global_norm;
+mod kernel_gemm;
 mod matmul;
 mod matmul_fp8;
 mod modules;
@@ -40,7 +41,6 @@ mod scale_blocks;
 mod stream;
 mod tensor_maps;
 mod value_embedding;
-mod wgmma;
 
 pub use cuda_std::launch::HAS_EMULATOR;
 pub use executor::EmulatedGpu;
@@ -64,10 +64,10 @@ use cuda_std::{Element, Global, GlobalMut, bf16};
 use executor::Executor;
 use gemm_dispatch::GemmDispatch;
 use gpu::launch::{KernelLaunch, shared_bytes};
+use kernel_gemm::Scratch;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::marker::PhantomData;
-use wgmma::Scratch;
 
 /// Storage type of parameters, gradients and activations. Optimizer state is f32 by default.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
@@ -110,7 +110,7 @@ pub enum MatmulBackend {
     Auto,
     /// cuBLASLt
     Cublaslt,
-    /// This program's wgmma kernels: bf16 and FP8 on Hopper, with rows that are multiples of 8 elements
+    /// This program's kernels: bf16 and FP8 on Hopper, FP8 with the kernels for sm_89, with rows that are multiples of 8 elements
     Rust,
 }
 

@@ -23,6 +23,11 @@ impl KernelCode<'_> {
         cuda_builder::has_feature(self.module.arch, "wgmma")
     }
 
+    /// Returns true if the module has the kernels for FP8 GEMMs with mma.sync.
+    pub fn has_mma_fp8(&self) -> bool {
+        cuda_builder::has_feature(self.module.arch, "fp8") && !self.is_hopper()
+    }
+
     /// Returns the code.
     pub fn image(&self) -> &[u8] {
         self.cubin.unwrap_or(self.module.ptx.as_bytes())

@@ -9,7 +9,7 @@ use cuda_std::fp8::Fp8Format;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Shape of a wgmma kernel's output tile, and the number of parts that K is split into.
+/// Shape of a kernel's output tile, and the number of parts that K is split into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelConfig {
     /// Rows of a tile.
@@ -51,7 +51,7 @@ pub struct GemmChoice {
     pub alignments: Alignments,
     /// cuBLASLt's algorithm for the library part.
     pub algo: MatmulAlgo,
-    /// The fastest wgmma kernel, if one computes this GEMM.
+    /// The fastest kernel, if one computes this GEMM.
     pub kernel: Option<KernelConfig>,
     /// Whether the kernel is faster than cuBLASLt.
     pub kernel_wins: bool,
@@ -232,14 +232,14 @@ pub struct GemmTiming {
     pub library_first: f32,
     /// cuBLASLt's fastest algorithm, with the kernels for what it lacks.
     pub library: f32,
-    /// The fastest wgmma kernel, if one computes this GEMM.
+    /// The fastest kernel, if one computes this GEMM.
     pub kernel: Option<(KernelConfig, f32)>,
-    /// A wgmma kernel for a part of the GEMM with the kernels for the rest, if that kernel beats cuBLASLt.
+    /// A kernel for a part of the GEMM with the kernels for the rest, if that kernel beats cuBLASLt.
     pub unfused: Option<f32>,
 }
 
 impl GemmTiming {
-    /// Reports whether the wgmma kernel is the fastest, by more than the measurement noise.
+    /// Reports whether the kernel is the fastest, by more than the measurement noise.
     pub fn kernel_wins(&self) -> bool {
         self.kernel.is_some_and(|(_, milliseconds)| {
             let beats_unfused = self.unfused.is_none_or(|unfused| milliseconds < unfused);

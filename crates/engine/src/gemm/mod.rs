@@ -1,7 +1,7 @@
 //! General matrix multiplications (GEMMs): a row-major description that every backend understands.
 //!
 //! A model operation such as [`MatmulBackward`](crate::ops::MatmulBackward) becomes one or more [`Gemm`]s. Three backends
-//! compute them: cuBLASLt (the crate [`cublaslt`]), this project's wgmma kernels (`cuda/wgmma.rs`), and a CPU reference for the
+//! compute them: cuBLASLt (the crate [`cublaslt`]), this project's kernels (`cuda/kernel_gemm.rs`), and a CPU reference for the
 //! emulator ([`mod@reference`]). `cuda/gemm_dispatch.rs` selects the backend, and `cuda/gemm_tuner.rs` times the alternatives.
 //!
 //! The description is that of the kernels ([`gpu::matmul::gemm`]). cuBLASLt lacks some epilogues: [`library_part`] states what is
@@ -29,9 +29,10 @@ pub struct GemmCall {
     pub gemm: Gemm,
     /// The addresses.
     pub operands: GemmOperands,
-    /// Kernels that run before the [part](Self::part), if no wgmma kernel computes the whole GEMM.
+    /// Kernels that run before the [part](Self::part), if no kernel computes the whole GEMM.
     pub fallback: Vec<KernelLaunch>,
-    /// Kernels that compute the output from the sums, after the part that has no such epilogue.
+    /// Kernels that compute the output from the sums, after the part that has no such epilogue. Of GEMMs that cuBLASLt lacks in FP8, these are
+    /// the kernel that applies an activation or its gradient and quantizes, or the one that adds the bias after the residual.
     pub after: Vec<KernelLaunch>,
 }
 
@@ -44,33 +45,35 @@ impl GemmCall {
     /// Returns the GEMM without one step of its epilogue, which [`fallback`](Self::fallback) or, if the part has none,
     /// [`after`](Self::after) computes. Returns the same GEMM if cuBLASLt can compute it.
     pub fn part(&self) -> Self {
-        let gemm = part(&self.gemm);
+        let has_kernels = !is_in_library(&self.gemm) && !self.after.is_empty();
+        let gemm = if has_kernels { library_sums(&self.gemm) } else { part(&self.gemm) };
         let GemmOperands { out, preactivation, sums, .. } = self.operands;
         let plain_out = match self.gemm.epilogue.activation {
             Some((_, Pass::Forward)) if gemm != self.gemm => preactivation,
             Some((activation, Pass::Backward)) if activation.is_gated() => sums,
+            Some(_) if gemm.epilogue.activation.is_none() => sums,
             _ => None,
         };
         let recomputes = matches!(gemm.epilogue.activation, Some((_, Pass::BackwardAndValue)));
-        let operands = GemmOperands {
-            out: plain_out.unwrap_or(out),
-            bias: self.operands.bias.filter(|_| gemm.epilogue.bias.is_some()),
-            preactivation: preactivation.filter(|_| gemm.epilogue.activation.is_some()),
-            activation: self.operands.activation.filter(|_| recomputes),
-            sums: sums.filter(|_| gemm.epilogue.is_gated() && !gemm.epilogue.writes_preactivation()),
-            fp8_output: self
-                .operands
-                .fp8_output
-                .map(|output| Fp8Output { activation_scale: output.activation_scale.filter(|_| recomputes), ..output }),
-            ..self.operands
-        };
+        let operands =
+            GemmOperands {
+                out: plain_out.unwrap_or(out),
+                bias: self.operands.bias.filter(|_| gemm.epilogue.bias.is_some()),
+                preactivation: preactivation.filter(|_| gemm.epilogue.activation.is_some()),
+                activation: self.operands.activation.filter(|_| recomputes),
+                sums: sums.filter(|_| gemm.epilogue.is_gated() && !gemm.epilogue.writes_preactivation()),
+                fp8_output: self.operands.fp8_output.filter(|_| gemm.epilogue.output == GemmOutput::Fp8).map(
+                    |output| Fp8Output { activation_scale: output.activation_scale.filter(|_| recomputes), ..output },
+                ),
+                ..self.operands
+            };
         let after = if gemm == part(&gemm) { Vec::new() } else { self.after.clone() };
         Self { gemm, operands, fallback: Vec::new(), after }
     }
 
     /// Reports whether a [part](Self::part) and other kernels may compute the GEMM.
     pub fn has_part(&self) -> bool {
-        part(&self.gemm) != self.gemm
+        self.part().gemm != self.gemm
     }
 
     /// Returns the part that cuBLASLt can compute.
@@ -78,6 +81,13 @@ impl GemmCall {
         let part = self.part();
         if part.gemm == self.gemm { part } else { part.library_part() }
     }
+}
+
+/// Returns the GEMM without the steps of its epilogue that cuBLASLt lacks in FP8: an activation to FP8, or a bias beside a residual.
+fn library_sums(gemm: &Gemm) -> Gemm {
+    let GemmEpilogue { bias, residual, .. } = gemm.epilogue;
+    let bias = bias.filter(|_| residual.is_none());
+    Gemm { epilogue: GemmEpilogue { bias, residual, ..GemmEpilogue::NONE }, ..*gemm }
 }
 
 /// Returns the GEMM without one step of its epilogue. See [`GemmCall::part`].

@@ -37,14 +37,16 @@ fn families() -> [Descriptor; 4] {
     [gpt2, llama, with(engine::ops::Activation::ReluSquared), with(engine::ops::Activation::GeGlu)]
 }
 
-/// Returns an emulated GPU with FP8 and without kernels for its tensor cores: the library computes all GEMMs.
-fn ada() -> EmulatedGpu {
-    EmulatedGpu { fp8: true, ..EmulatedGpu::new(false) }
+/// Returns an emulated GPU with FP8 and without wgmma. Unless it has kernels with mma.sync, the library computes all GEMMs.
+fn ada(mma_fp8: bool) -> EmulatedGpu {
+    EmulatedGpu { fp8: true, mma_fp8, ..EmulatedGpu::new(false) }
 }
 
-/// Returns the families on an emulated Hopper GPU, and GPT-2 without kernels for tensor cores.
+/// Returns the families on an emulated Hopper GPU, GPT-2 without kernels for tensor cores, and GPT-2 and nanochat with mma.sync.
 fn families_on_gpus() -> impl Iterator<Item = (Descriptor, EmulatedGpu)> {
-    families().map(|descriptor| (descriptor, EmulatedGpu::new(true))).into_iter().chain([(descriptor(), ada())])
+    let [gpt2, _, relu_squared, _] = families();
+    let others = [(gpt2, ada(false)), (gpt2, ada(true)), (relu_squared, ada(true))];
+    families().map(|descriptor| (descriptor, EmulatedGpu::new(true))).into_iter().chain(others)
 }
 
 /// A model in an engine, and its training.

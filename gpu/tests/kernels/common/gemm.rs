@@ -11,6 +11,7 @@ use cuda_std::{E4m3, E5m2, Element, Global, GlobalMut, bf16};
 use gpu::activation::Activation;
 use gpu::matmul::gemm::{Batching, Bias, Gemm, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass, Residual};
 use gpu::matmul::launch::{self, KernelOperands, Map, ScaleFactors, StridedBatch, TileConfig, TileShape};
+use gpu::matmul_mma::launch::{self as mma, Addresses};
 use proptest::arbitrary::any;
 use proptest::sample::{Index, select};
 use proptest::strategy::Strategy;
@@ -38,8 +39,13 @@ pub const fn in_bf16(layout: GemmLayout, epilogue: GemmEpilogue) -> Gemm {
     Gemm { m: 0, n: 0, k: 0, layout, precision: GemmPrecision::Bf16, batching: Batching::One, epilogue }
 }
 
-/// Returns the GEMMs of this type that have kernels.
+/// Returns the GEMMs of this type that have wgmma kernels.
 pub fn all(precision: GemmPrecision, batching: Batching) -> Vec<Gemm> {
+    all_of(precision, batching, launch::is_supported)
+}
+
+/// Returns the GEMMs of this type that are supported.
+pub fn all_of(precision: GemmPrecision, batching: Batching, is_supported: impl Fn(&Gemm) -> bool) -> Vec<Gemm> {
     let activations = Activation::ALL.iter().flat_map(|&activation| {
         [Pass::Forward, Pass::Backward, Pass::BackwardAndValue].map(|pass| Some((activation, pass)))
     });
@@ -58,7 +64,7 @@ pub fn all(precision: GemmPrecision, batching: Batching) -> Vec<Gemm> {
     }
     // Groups consist of blocks of 128 rows.
     let size = if batching == Batching::Grouped { 128 } else { 16 };
-    gemms.retain(|gemm| launch::is_supported(&sized(*gemm, [size; 3])));
+    gemms.retain(|gemm| is_supported(&sized(*gemm, [size; 3])));
     gemms
 }
 
@@ -118,12 +124,15 @@ pub struct Case {
     pub count: usize,
     /// The factors of a scaled residual.
     pub factors: ScaleFactors,
+    /// Whether the kernel with mma.sync computes the GEMM.
+    pub mma: bool,
 }
 
 impl fmt::Debug for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { gemm, config: TileConfig { tile, split_k }, blocks, count, factors } = self;
-        write!(f, "{gemm}, {tile:?}, split-K {split_k}, {blocks} blocks, {count} matrices, {factors:?}")
+        let Self { gemm, config: TileConfig { tile, split_k }, blocks, count, factors, mma } = self;
+        let kernel = if *mma { "mma.sync" } else { "wgmma" };
+        write!(f, "{gemm}, {kernel}, {tile:?}, split-K {split_k}, {blocks} blocks, {count} matrices, {factors:?}")
     }
 }
 
@@ -134,7 +143,7 @@ impl Case {
     /// Returns a case with two matrices in a batch, and factors that are powers of two.
     pub fn new(gemm: Gemm, config: TileConfig, blocks: usize) -> Self {
         let count = if gemm.batching == Batching::One { 1 } else { 2 };
-        Self { gemm, config, blocks, count, factors: ScaleFactors { alpha: 0.5, beta: -2.0 } }
+        Self { gemm, config, blocks, count, factors: ScaleFactors { alpha: 0.5, beta: -2.0 }, mma: false }
     }
 
     /// Returns the case with a tile shape, without split-K.
@@ -155,7 +164,8 @@ impl Case {
     /// Returns true if the residual is out.
     fn accumulates(self) -> bool {
         let Gemm { layout, batching, epilogue, .. } = self.gemm;
-        let weight_gradient = layout == GemmLayout::Tn && batching == Batching::One;
+        let mma_gradient = self.mma && self.types()[0] == Type::E5m2 && epilogue.residual.is_some();
+        let weight_gradient = layout == GemmLayout::Tn && batching == Batching::One || mma_gradient;
         weight_gradient || epilogue.output == GemmOutput::F32 || self.config.split_k > 1
     }
 
@@ -223,6 +233,18 @@ pub fn cases(gemms: &[Gemm], sizes: &[[usize; 3]], blocks: usize) -> Vec<Case> {
         configs.into_iter().map(move |config| Case::new(gemm, config, blocks))
     };
     sized.flat_map(of_gemm).collect()
+}
+
+/// Returns the cases of the kernel with mma.sync.
+pub fn mma_cases(gemms: &[Gemm], sizes: &[[usize; 3]]) -> Vec<Case> {
+    let sized = sizes.iter().flat_map(|&size| gemms.iter().map(move |&gemm| sized(gemm, size)));
+    sized.map(mma_case).collect()
+}
+
+/// Returns the case of the kernel with mma.sync.
+pub fn mma_case(gemm: Gemm) -> Case {
+    assert!(mma::is_supported(&gemm), "{gemm}: no kernel");
+    Case { mma: true, ..Case::new(gemm, mma::CONFIG, 1) }
 }
 
 /// Returns the cases of all tile shapes with this number of slices of K.
@@ -387,7 +409,14 @@ pub fn run(case: Case, inputs: &Inputs) -> Outputs {
         count,
         groups: Global::null(),
     };
-    for kernel in launch::launches(&gemm, config, operands, case.blocks) {
+    let kernels = if case.mma {
+        let aux = if case.accumulates() { out } else { aux };
+        let addresses = Addresses { a, b, aux, second: second.pointer().addr() as u64 };
+        vec![mma::launch(&gemm, addresses, operands)]
+    } else {
+        launch::launches(&gemm, config, operands, case.blocks)
+    };
+    for kernel in kernels {
         entries::launched(&kernel.launch);
         if let Err(report) = kernel.launch.emulate_checked(&mut memory, kernel.grid, kernel.shared_bytes) {
             panic!("{case:?}: {report}");
@@ -480,9 +509,9 @@ pub fn reference(case: Case, inputs: &Inputs, second: &[f64]) -> Outputs {
 /// Checks an FP8 output against the unrounded one: the number is that of a value within `tolerance` of it.
 fn assert_quantized(case: Case, got: &Outputs, want: &Outputs, tolerance: f64) {
     let [.., out_type] = case.types();
-    // This epilogue also rounds the sum.
-    let rounds_twice =
-        matches!(case.gemm.epilogue.activation, Some((Activation::ReluSquared, pass)) if pass != Pass::Forward);
+    // These epilogues also round the sum.
+    let rounds_twice = matches!(case.gemm.epilogue.activation, Some((activation, pass))
+        if pass != Pass::Forward && (case.mma || activation == Activation::ReluSquared));
     let tolerance = tolerance + if rounds_twice { bf16::ROUNDING } else { 0.0 };
     assert_numbers(case, (&got.out, out_type, OUT_SCALE), &want.out, tolerance);
     assert_close(&format!("{case:?}, amax"), &[got.amax], &[want.amax], tolerance, 0.0);

@@ -16,7 +16,7 @@ use gpu::experts::Groups;
 use model::Descriptor;
 use system::progress::{self, Unit};
 
-/// Time the GEMMs of a model: cuBLASLt's first choice, its fastest algorithm, and the fastest wgmma kernel
+/// Time the GEMMs of a model: cuBLASLt's first choice, its fastest algorithm, and the fastest kernel of this program
 #[derive(Clone, Debug, clap::Args)]
 pub struct Gemm {
     /// Model, for example d12, d24 or gpt3:c768
@@ -67,7 +67,7 @@ const COLUMNS: &[Column] = &[
     Column::number("first_us", "first us", 9, 1),
     Column::number("best_us", "best us", 9, 1),
     Column::number("best_tflops", "TFLOP/s", 9, 0),
-    Column::number("wgmma_us", "wgmma us", 9, 1),
+    Column::number("wgmma_us", "kernel us", 9, 1),
     Column::number("wgmma_tflops", "TFLOP/s", 9, 0),
     Column::text("wgmma_config", "tile", 22),
 ];

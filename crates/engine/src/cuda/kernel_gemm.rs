@@ -1,6 +1,6 @@
-//! The wgmma backend: GEMMs by this project's kernels, in bf16 and FP8 on sm_90a.
+//! GEMMs by this project's kernels: in bf16 and FP8 with wgmma on sm_90a, and in FP8 with mma.sync on sm_89 and later.
 
-use super::executor::Executor;
+use super::executor::{EmulatedGpu, Executor};
 use crate::gemm::{Gemm, GemmEpilogue, GemmLayout, GemmOperands, GemmOutput, GemmPrecision, KernelConfig};
 use crate::tensor::DType;
 use crate::{Result, Workload};
@@ -9,6 +9,7 @@ use cuda_std::{Global, GlobalMut};
 use gpu::launch::KernelLaunch;
 use gpu::matmul::gemm::Batching;
 use gpu::matmul::launch::{self, KernelOperands, Map, StridedBatch, TileConfig, TileShape};
+use gpu::matmul_mma::launch::{self as mma, Addresses};
 
 /// Device memory for the partial sums of weight gradients.
 #[derive(Clone, Copy)]
@@ -46,19 +47,40 @@ impl Scratch {
     }
 }
 
-/// A GEMM that a wgmma kernel computes.
+/// The instruction with which kernels multiply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Instruction {
+    Wgmma,
+    MmaSync,
+}
+
+/// A GEMM that a kernel computes.
 #[derive(Clone, Copy, Debug)]
-pub struct WgmmaGemm {
+pub struct KernelGemm {
+    instruction: Instruction,
     gemm: Gemm,
     operands: GemmOperands,
 }
 
-impl WgmmaGemm {
-    /// Returns the kernel's view of a GEMM, or `None` if no kernel computes it.
-    pub fn new(gemm: &Gemm, operands: &GemmOperands) -> Option<Self> {
-        let kernels = Self { gemm: *gemm, operands: *operands };
-        let supported = gemm.epilogue.output != GemmOutput::F32 || kernels.adds_to_output();
-        (supported && launch::is_supported(gemm)).then_some(kernels)
+impl KernelGemm {
+    /// Returns the kernel's view of a GEMM, or `None` if no kernel of the GPU computes it.
+    pub fn new(gpu: EmulatedGpu, gemm: &Gemm, operands: &GemmOperands) -> Option<Self> {
+        let (instruction, is_supported) = match gpu {
+            EmulatedGpu { hopper: true, .. } => (Instruction::Wgmma, launch::is_supported(gemm)),
+            EmulatedGpu { mma_fp8: true, .. } => (Instruction::MmaSync, mma::is_supported(gemm)),
+            _ => return None,
+        };
+        let kernels = Self { instruction, gemm: *gemm, operands: *operands };
+        let is_possible = gemm.epilogue.output != GemmOutput::F32 || kernels.adds_to_output();
+        (is_supported && is_possible).then_some(kernels)
+    }
+
+    /// Names the instruction.
+    pub fn instruction(&self) -> &'static str {
+        match self.instruction {
+            Instruction::Wgmma => "wgmma",
+            Instruction::MmaSync => "mma.sync",
+        }
     }
 
     /// Returns true if the residual is the output. Only then sums can be split over K, or added to f32.
@@ -73,7 +95,11 @@ impl WgmmaGemm {
             let [tile_m, tile_n] = tile.dims();
             KernelConfig { tile_m, tile_n, split_k: split_k as u32 }
         };
-        launch::candidate_configs(&self.gemm, sm_count, scratch_len).into_iter().map(stored).collect()
+        let configs = match self.instruction {
+            Instruction::Wgmma => launch::candidate_configs(&self.gemm, sm_count, scratch_len),
+            Instruction::MmaSync => vec![mma::CONFIG],
+        };
+        configs.into_iter().map(stored).collect()
     }
 
     /// Reports whether a configuration, which may come from a run with more memory, is possible in this one.
@@ -83,7 +109,11 @@ impl WgmmaGemm {
 
     fn config(&self, KernelConfig { tile_m, tile_n, split_k }: KernelConfig) -> Option<TileConfig> {
         let config = TileConfig { tile: TileShape::from_dims(tile_m, tile_n)?, split_k: split_k as usize };
-        ((split_k == 1 || self.adds_to_output()) && config.is_supported(&self.gemm)).then_some(config)
+        let is_supported = match self.instruction {
+            Instruction::Wgmma => (split_k == 1 || self.adds_to_output()) && config.is_supported(&self.gemm),
+            Instruction::MmaSync => config == mma::CONFIG,
+        };
+        is_supported.then_some(config)
     }
 
     /// Returns the launches in order; none where kernels for sm_90a do not run.
@@ -110,6 +140,27 @@ impl WgmmaGemm {
         } else {
             (preactivation.or(residual), activation.filter(|_| !quantizes))
         };
+        let quantized = self.operands.fp8_output.unwrap_or_default();
+        let operands = KernelOperands {
+            bias: GlobalMut::from_address(bias.unwrap_or_default()),
+            scales: self.operands.fp8_scales.unwrap_or_default().map(Global::from_address),
+            scale_out: Global::from_address(quantized.scale),
+            amax: GlobalMut::from_address(quantized.amax),
+            transposed: GlobalMut::from_address(quantized.transposed.unwrap_or_default()),
+            activation: GlobalMut::from_address(activation.unwrap_or_default()),
+            scale_activation: Global::from_address(quantized.activation_scale.unwrap_or_default()),
+            out_address: out,
+            scratch,
+            factors,
+            count: batch.count,
+            groups: Global::from_address(groups.description),
+            ..KernelOperands::default()
+        };
+        if self.instruction == Instruction::MmaSync {
+            // A residual that is not given is the output.
+            let [aux, second] = [aux, second].map(|address| address.unwrap_or(out));
+            return Ok(vec![mma::launch(&self.gemm, Addresses { a, b, aux, second }, operands)]);
+        }
         let mut map = |address: u64, Map { extents, tile, fp8 }: Map| {
             let dtype = if fp8 { DType::Fp8 } else { DType::Bf16 };
             executor.tensor_map(address, dtype, extents, tile)
@@ -125,26 +176,7 @@ impl WgmmaGemm {
         let (Some(a), Some(b), Some(out_tensor), Some(aux), Some(second)) = (a, b, out_tensor, aux, second) else {
             return Ok(Vec::new());
         };
-        let quantized = self.operands.fp8_output.unwrap_or_default();
-        let operands = KernelOperands {
-            a,
-            b,
-            out: out_tensor,
-            aux,
-            second,
-            bias: GlobalMut::from_address(bias.unwrap_or_default()),
-            scales: self.operands.fp8_scales.unwrap_or_default().map(Global::from_address),
-            scale_out: Global::from_address(quantized.scale),
-            amax: GlobalMut::from_address(quantized.amax),
-            transposed: GlobalMut::from_address(quantized.transposed.unwrap_or_default()),
-            activation: GlobalMut::from_address(activation.unwrap_or_default()),
-            scale_activation: Global::from_address(quantized.activation_scale.unwrap_or_default()),
-            out_address: out,
-            scratch,
-            factors,
-            count: batch.count,
-            groups: Global::from_address(groups.description),
-        };
+        let operands = KernelOperands { a, b, out: out_tensor, aux, second, ..operands };
         Ok(launch::launches(&self.gemm, config, operands, executor.sm_count()))
     }
 }
