@@ -103,7 +103,7 @@ fn of(scale: Tensor, amax: Tensor) -> Fp8Scale {
     Fp8Scale { scale, amax, counts: None }
 }
 
-/// Allows the errors of Hopper's FP8 accumulators, which keep about 14 bits: up to 0.7 % of the result's root mean square at K = 3072.
+/// Allows the errors of FP8 accumulators, which keep about 14 bits on Hopper: up to 0.7 % of the result's root mean square at K = 3072.
 fn widen_tolerances(operands: &mut [Operand]) {
     for tolerance in operands.iter_mut().filter_map(|operand| operand.checked.as_mut()) {
         tolerance.bf16 = tolerance.bf16.max(Tolerance::CHAIN.bf16);
@@ -410,7 +410,9 @@ fn mlp_forward(shape: MatmulShape, activation: Activation, accumulation: Fp8Accu
         };
         let epilogue = Epilogue::Activation(activation, x[6]);
         let [out, inp, weight, bias] = [x[7], x[2], x[3], x[4]];
-        e.run(MatmulForward { out, inp, weight, bias: Some(bias), epilogue, shape, fp8: Some(fp8), groups: None })?;
+        // Kernels that apply ReLU² to FP8 have no bias, as in nanochat.
+        let bias = (activation != Activation::ReluSquared).then_some(bias);
+        e.run(MatmulForward { out, inp, weight, bias, epilogue, shape, fp8: Some(fp8), groups: None })?;
         let fp8 = Fp8Forward {
             inp: x[n + 2],
             inp_scale: scale_of(x, 2).scale,
