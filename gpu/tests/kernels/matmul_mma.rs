@@ -3,7 +3,7 @@
 use crate::common::for_all;
 use crate::common::gemm::{
     AROUND_A_TILE, BIAS_RESIDUAL, Inputs, all_of, check, check_exact, check_fractions, check_non_finite_elements,
-    in_bf16, mma_case, mma_cases, sized,
+    in_bf16, mma_case, mma_cases, run, sized,
 };
 use crate::matmul_fp8::check_bits_of_quantization;
 use cuda_std::fp8::Fp8Format;
@@ -17,7 +17,7 @@ use proptest::sample::select;
 tests! {
     kernels of "matmul_mma/kernel.rs";
     once: smallest_shape_matches_reference, shapes_around_a_tile_match_reference, several_tiles_match_reference,
-        long_k_matches_reference, random_shapes_match_reference, fp8_outputs_have_the_bits_of_separate_quantization,
+        long_k_matches_reference, groups_of_columns_are_added_in_f32, random_shapes_match_reference, fp8_outputs_have_the_bits_of_separate_quantization,
         non_finite_elements_do_not_spread, rows_outside_of_out_do_not_count, unsupported_gemms_are_rejected, shared_memory_fits;
 }
 
@@ -68,6 +68,17 @@ fn long_k_matches_reference() {
             mma_cases(&gemms, &[[65, 136, k]]).into_iter().for_each(check);
         }
     }
+}
+
+/// The first product is so large that an accumulator loses all others of its group, but not the sum of the second group.
+fn groups_of_columns_are_added_in_f32() {
+    let to_f32 = GemmEpilogue { output: GemmOutput::F32, ..GemmEpilogue::RESIDUAL };
+    let case = mma_case(sized(in_fp8(Fp8Format::E5m2, Some(128), to_f32), [1, 16, 128]));
+    let (mut a, mut b) = (vec![1.0; 256], vec![0.5; 16 * 256]);
+    a[0] = 57344.0;
+    b.iter_mut().step_by(256).for_each(|b| *b = 448.0);
+    let inputs = Inputs { a, b, bias: vec![0.0; 16], aux: vec![0.0; 16], scales: [1.0; 2] };
+    assert_eq!(run(case, &inputs).out, [57344.0 * 448.0 + 64.0; 16]);
 }
 
 fn random_shapes_match_reference() {
