@@ -6,7 +6,7 @@ use crate::commands::resources::{Fp8Flags, Hardware, LoraFlags, MuonAdditionFlag
 use crate::commands::train::{Launch, load_source, multi_rank};
 use crate::gpu_info::GpuInfo;
 use crate::values::{count, level};
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use checkpoint::preflight::{self, RankInfo};
 use distributed::Ranks;
 use engine::open::Precision;
@@ -14,6 +14,7 @@ use engine::ops::{AdamW, MuonAdditions};
 use engine::plan::Plan;
 use engine::{BatchLayout, Engine, Interval, Result};
 use interchange::ModelSource;
+use model::descriptor::Overrides;
 use model::fit::{self, RunLimits};
 use model::{
     Decoder, Descriptor, Fp8Options, MasterWeights, Moments, Muon, Offload, Optimizer, Param, ParamKind, PlanOptions,
@@ -34,6 +35,9 @@ pub struct Step {
     /// Model size, for example d12, d24 or gpt3:c768; or a model file (.bin) or directory, as in `train`
     #[arg(short = 'e', long, value_name = "NAME|FILE|DIR", default_value = "d12")]
     model: String,
+    /// Number of layers, instead of that of a --model name
+    #[arg(long, value_name = "N", value_parser = count)]
+    layers: Option<usize>,
     /// Sequences in a micro-batch
     #[arg(short, long, default_value = "64", value_parser = count)]
     batch: usize,
@@ -201,11 +205,17 @@ impl Step {
             Ok(descriptor) => (descriptor, None),
             Err(unknown) if !Path::new(&self.model).exists() => return Err(unknown).context("--model"),
             Err(_) => {
+                ensure!(
+                    self.layers.is_none(),
+                    "--layers: expected a name such as d12 as --model, found {}",
+                    self.model
+                );
                 let source = ModelSource::open(Path::new(&self.model)).context("--model")?;
                 (source.descriptor(), Some(source))
             }
         };
-        let descriptor = self.lora.apply(self.structure.apply(descriptor)?)?;
+        let layers = Overrides { layers: self.layers, ..Overrides::default() };
+        let descriptor = self.lora.apply(self.structure.apply(descriptor.with(layers).context("--layers")?)?)?;
         let layout = BatchLayout::new(self.batch, self.seq);
         let Self { recompute, optimizer, master_weights, moments, offload, .. } = *self;
         let shard = multi_rank::shard(ranks, self.shard_size)?;
