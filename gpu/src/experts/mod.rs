@@ -16,7 +16,8 @@ pub use route::{
 pub use route_backward::{BackwardSizes, route_backward};
 pub use rows::{combine, dispatch, grid};
 
-/// The rows of a block: a group of a grouped GEMM has at least one block, and no others. Rows that fill up a block are zeros.
+/// The rows of a block: a group of a grouped GEMM consists of blocks. A group that is summed over has at least one. Rows that fill up a block are
+/// zeros.
 pub const GROUP_BLOCK: usize = 128;
 
 /// The layout of the device memory that describes the groups of a grouped GEMM, in words of 32 bits:

@@ -190,7 +190,7 @@ pub fn route_count(counts: GlobalMut<u32>, experts: Global<i32>, entries: u32, c
 }
 
 /// Computes the groups ([`Groups`]), replaces counts (chunks, E) by their sums over the chunks before, and sets the sources of rows without an
-/// entry to -1. `rows` is that of the groups. Grid: 1. Shared memory: [`shared`].
+/// entry to -1. `rows` is that of the groups, and `fewest_blocks` the minimum of a group. Grid: 1. Shared memory: [`shared`].
 #[kernel(threads = 512)]
 pub fn route_groups(
     groups: GlobalMut<u32>,
@@ -199,6 +199,7 @@ pub fn route_groups(
     chunks: u32,
     count: u32,
     rows: u32,
+    fewest_blocks: u32,
 ) {
     let (_, scratch) = shared(&mut Layout::new());
     let expert = thread::thread_idx_x();
@@ -224,7 +225,7 @@ pub fn route_groups(
         }
     }
     const BLOCK: u32 = GROUP_BLOCK as u32;
-    let padded = if exists { size.div_ceil(BLOCK).max(1) * BLOCK } else { 0 };
+    let padded = if exists { size.div_ceil(BLOCK).max(fewest_blocks) * BLOCK } else { 0 };
     let start = block::exclusive_sum(padded, scratch);
     let layout = Groups { count, rows: rows as usize };
     let blocks = groups.skip(layout.blocks());

@@ -52,7 +52,7 @@ struct Routed {
 }
 
 /// Routes in the emulator.
-fn route<T: Tolerance>(logits: &[f64], rows: usize, router: Router) -> Routed {
+fn route<T: Tolerance>(logits: &[f64], rows: usize, router: Router, fewest: u32) -> Routed {
     let (count, entries) = (router.experts as usize, rows * router.active as usize);
     let layout = Groups::new(count, entries);
     let mut memory = Memory::new();
@@ -62,7 +62,7 @@ fn route<T: Tolerance>(logits: &[f64], rows: usize, router: Router) -> Routed {
     run(&mut memory, &launch, experts::route_choose_grid(rows), 0);
     let (positions, sources) = (memory.output("positions", entries), memory.output("sources", layout.rows));
     let groups = memory.output("groups", layout.len());
-    order(&mut memory, [ids, positions, sources], groups, layout, entries);
+    order(&mut memory, [ids, positions, sources], groups, layout, entries, fewest);
     Routed {
         experts: memory.read(ids),
         weights: read(&memory, weights),
@@ -79,13 +79,14 @@ fn order(
     groups: GlobalMut<u32>,
     layout: Groups,
     entries: usize,
+    fewest: u32,
 ) {
     let (chunks, shared) = (experts::chunks(entries) as u32, shared_bytes(experts::shared));
     let (count, entries) = (layout.count as u32, entries as u32);
     let counts = memory.output("counts", (chunks * count) as usize);
     let mut step = |launch: &Launch, grid| run(memory, launch, grid, shared);
     step(&experts::route_count(counts, ids.reader(), entries, count), chunks);
-    step(&experts::route_groups(groups, counts, sources, chunks, count, layout.rows as u32), 1);
+    step(&experts::route_groups(groups, counts, sources, chunks, count, layout.rows as u32, fewest), 1);
     let place =
         experts::route_place(positions, sources, ids.reader(), counts.reader(), groups.reader(), entries, count);
     step(&place, chunks);
@@ -110,7 +111,7 @@ fn weights(logits: &[f64], chosen: &[i32], router: Router) -> Vec<f64> {
 }
 
 /// Routes sequentially.
-fn reference(logits: &[f64], router: Router) -> Routed {
+fn reference(logits: &[f64], router: Router, fewest: u32) -> Routed {
     let (count, active) = (router.experts as usize, router.active as usize);
     let rows = logits.len() / count;
     let layout = Groups::new(count, rows * active);
@@ -132,7 +133,7 @@ fn reference(logits: &[f64], router: Router) -> Routed {
             positions[entry] = sources.len() as i32;
             sources.push(entry as i32);
         }
-        let end = (starts[expert] as usize + entries.len().max(1)).next_multiple_of(GROUP_BLOCK);
+        let end = (starts[expert] as usize + entries.len().max(fewest as usize)).next_multiple_of(GROUP_BLOCK);
         sources.resize(end, -1);
         blocks.resize(end / GROUP_BLOCK, expert as u32);
         starts.push(end as u32);
@@ -147,9 +148,9 @@ fn reference(logits: &[f64], router: Router) -> Routed {
 fn experts_match_reference<T: Tolerance>() {
     for (i, [rows, count, active]) in SHAPES.into_iter().enumerate() {
         for (sigmoid, normalized) in [(false, false), (false, true), (true, false), (true, true)] {
-            let router = router([count, active], sigmoid, normalized);
+            let (router, fewest) = (router([count, active], sigmoid, normalized), u32::from(sigmoid));
             let logits = logits(rows, count, i as u32);
-            let (got, want) = (route::<T>(&logits, rows, router), reference(&logits, router));
+            let (got, want) = (route::<T>(&logits, rows, router, fewest), reference(&logits, router, fewest));
             assert_close(&format!("{router:?}"), &got.weights, &want.weights, 1e-5, 1e-3);
             assert_eq!(Routed { weights: want.weights.clone(), ..got }, want, "{router:?}, {rows} tokens");
         }
@@ -158,15 +159,15 @@ fn experts_match_reference<T: Tolerance>() {
     for count in [1, 7] {
         let logits: Vec<_> = (0..300 * count).map(|i| if i % count == count / 2 { 2.0 } else { 1.0 }).collect();
         let router = router([count, 1], false, true);
-        assert_eq!(route::<T>(&logits, 300, router), reference(&logits, router));
+        assert_eq!(route::<T>(&logits, 300, router, 1), reference(&logits, router, 1));
     }
 }
 
 fn not_a_number_is_the_smallest_logit<T: Tolerance>() {
     let router = router([5, 4], true, false);
     let logits = [f64::NAN, 0.5, f64::NEG_INFINITY, f64::INFINITY, f64::NAN];
-    assert_eq!(route::<T>(&logits, 1, router).experts, [3, 1, 2, 0]);
-    let all = route::<T>(&[f64::NAN; 5], 1, router);
+    assert_eq!(route::<T>(&logits, 1, router, 1).experts, [3, 1, 2, 0]);
+    let all = route::<T>(&[f64::NAN; 5], 1, router, 1);
     assert_eq!((all.experts, all.positions), (vec![0, 1, 2, 3], vec![0, 128, 256, 384]));
 }
 
@@ -177,7 +178,7 @@ fn chunks_have_a_common_order() {
     let (mut memory, layout) = (Memory::new(), Groups::new(count, entries));
     let (positions, sources) = (memory.output("positions", entries), memory.output("sources", layout.rows));
     let (groups, experts) = (memory.output("groups", layout.len()), memory.buffer("experts", &ids));
-    order(&mut memory, [experts, positions, sources], groups, layout, entries);
+    order(&mut memory, [experts, positions, sources], groups, layout, entries, 1);
     let starts = memory.read(groups);
     let mut next = starts[..count].to_vec();
     let sources = memory.read(sources);
@@ -192,7 +193,7 @@ fn chunks_have_a_common_order() {
 fn rows_are_copied_and_summed<T: Tolerance>() {
     for (i, [rows, count, active]) in SHAPES.into_iter().enumerate() {
         let channels = [8, 24, 264, 520][i % 4];
-        let routed = reference(&logits(rows, count, 3), router([count, active], false, true));
+        let routed = reference(&logits(rows, count, 3), router([count, active], false, true), 1);
         let (p, end) = (routed.sources.len(), routed.groups[count] as usize);
         for weighted in [false, true] {
             let mut memory = Memory::new();
@@ -273,7 +274,7 @@ fn gradients_of_logits_match_differences<T: Tolerance>() {
         ] {
             let router = router([count, active], sigmoid, normalized);
             let logits = logits(rows, count, i as u32);
-            let routed = reference(&logits, router);
+            let routed = reference(&logits, router, 1);
             let p = routed.sources.len();
             let mut memory = Memory::new();
             let values = |seed| wide(&rounded::<T>(&noise(p * 2 * channels, seed)));

@@ -67,7 +67,7 @@ fn choose(router: Router, logits: &[f32], experts: &mut [i32], weights: &mut [f3
 }
 
 pub(super) fn route(arena: &mut Arena, op: Route) -> Result<()> {
-    let Route { logits, experts, weights, positions, sources, groups, router } = op;
+    let Route { logits, experts, weights, positions, sources, groups, router, trains } = op;
     check(router)?;
     let Router { count, active: k, .. } = router;
     let rows = logits.len / count;
@@ -94,7 +94,7 @@ pub(super) fn route(arena: &mut Arena, op: Route) -> Result<()> {
         counts[expert as usize] += 1;
     }
     for (expert, &rows) in counts.iter().enumerate() {
-        let padded = (rows as usize).max(1).next_multiple_of(GROUP_ROWS);
+        let padded = (rows as usize).max(usize::from(trains)).next_multiple_of(GROUP_ROWS);
         let start = starts[expert] as usize;
         starts[expert + 1] = (start + padded) as i32;
         blocks[start / GROUP_ROWS..][..padded / GROUP_ROWS].fill(expert as i32);

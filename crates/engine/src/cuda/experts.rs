@@ -86,7 +86,7 @@ impl<T: Float> Cuda<T> {
 }
 
 pub(super) fn route<T: Float>(cuda: &mut Cuda<T>, op: Route) -> Result<()> {
-    let Route { logits, experts, weights, positions, sources, groups, router } = op;
+    let Route { logits, experts, weights, positions, sources, groups, router, trains } = op;
     check_router(router)?;
     let Router { count, active, .. } = router;
     let rows = logits.len / count;
@@ -107,7 +107,8 @@ pub(super) fn route<T: Float>(cuda: &mut Cuda<T>, op: Route) -> Result<()> {
     cuda.launch(launch, [kernels::route_choose_grid(rows), 1, 1], 0)?;
     let (ids, shared) = (experts.reader(), shared_bytes(kernels::shared));
     cuda.launch(kernels::route_count(counts, ids, entries, count_32), [chunks, 1, 1], shared)?;
-    let launch = kernels::route_groups(groups, counts, sources, chunks, count_32, layout.rows as u32);
+    let launch =
+        kernels::route_groups(groups, counts, sources, chunks, count_32, layout.rows as u32, u32::from(trains));
     cuda.launch(launch, [1; 3], shared)?;
     let (sums, described) = (counts.reader(), groups.reader());
     let launch = kernels::route_place(positions, sources, ids, sums, described, entries, count_32);

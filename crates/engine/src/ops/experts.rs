@@ -2,8 +2,8 @@
 //! the sum of theirs, weighted.
 //!
 //! Between [`Dispatch`] and [`Combine`], rows are in *expert order*: the rows of an expert are consecutive, in the order of their tokens.
-//! Padding extends each expert's rows to a multiple of [`GROUP_ROWS`], at least to one multiple, so that each tile of a GEMM has one
-//! expert. P is the number of these rows for which tensors have room, [`Router::rows`].
+//! Padding extends each expert's rows to a multiple of [`GROUP_ROWS`], so that each tile of a GEMM has one expert. In training, that is at least
+//! one multiple, because a GEMM sums over the rows of each expert. P is the number of these rows for which tensors have room, [`Router::rows`].
 
 use crate::tensor::Tensor;
 use serde::{Deserialize, Serialize};
@@ -81,6 +81,8 @@ pub struct Route {
     pub groups: Tensor,
     /// How experts are chosen.
     pub router: Router,
+    /// Whether gradients of weights follow: experts without a token have rows of padding.
+    pub trains: bool,
 }
 
 /// Copies the rows of tokens to expert order: `out[row] = weight · inp[token]` for the choice of each row. Rows of padding become 0. Rows after

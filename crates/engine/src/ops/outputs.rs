@@ -63,7 +63,8 @@ impl Operation<'_> {
                 some("groups", op.groups),
             ],
             Self::RouteBackward(op) => vec![some("dlogits", op.dlogits)],
-            Self::Dispatch(op) => vec![some("out", op.out)],
+            // Rows after the last expert's are undefined, so a trace shows the operations that read the others.
+            Self::Dispatch(_) => Vec::new(),
             Self::Combine(op) => vec![some("out", op.out)],
             Self::AttentionForward(op) => {
                 let outputs = [some("out", op.out), some("lse", op.lse)];
@@ -122,6 +123,9 @@ fn written(out: Tensor, quantized: Option<&Quantize>) -> Option<(&'static str, T
 }
 
 fn matmul_forward(op: &MatmulForward) -> Outputs {
+    if op.groups.is_some() {
+        return Vec::new();
+    }
     let preactivation = match op.epilogue {
         Epilogue::Activation(_, preactivation) => Some(("preactivation", preactivation)),
         Epilogue::None | Epilogue::Residual(_) => None,
@@ -133,7 +137,8 @@ fn matmul_forward(op: &MatmulForward) -> Outputs {
 
 fn matmul_backward(op: &MatmulBackward) -> Outputs {
     let gradients = [named("dweight", op.dweight), named("dbias", op.dbias)];
-    let Some(fp8) = &op.fp8 else { return [Some(("dinp", op.dinp))].into_iter().chain(gradients).collect() };
+    let dinp = op.groups.is_none().then_some(("dinp", op.dinp));
+    let Some(fp8) = &op.fp8 else { return [dinp].into_iter().chain(gradients).collect() };
     let mut outputs = Vec::new();
     if !fp8.dout_is_quantized {
         outputs.extend([Some(("quantized dout", fp8.dout[0])), op.dweight.map(|_| ("transposed dout", fp8.dout[1]))]);

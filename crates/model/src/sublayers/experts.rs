@@ -145,7 +145,8 @@ impl Mixture {
 
     fn route(&self) -> Route {
         let Self { logits, chosen: experts, weights, positions, sources, groups, .. } = *self;
-        Route { logits, experts, weights, positions, sources, groups, router: self.experts.router() }
+        let (router, trains) = (self.experts.router(), self.dlogits.is_some());
+        Route { logits, experts, weights, positions, sources, groups, router, trains }
     }
 
     /// Returns the copy of `inp` (B, T, C) to expert order.

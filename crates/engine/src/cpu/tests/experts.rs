@@ -34,7 +34,7 @@ impl Bench {
 impl Routing {
     fn route(&self, logits: Tensor, router: Router) -> Route {
         let Self { experts, weights, positions, sources, groups } = *self;
-        Route { logits, experts, weights, positions, sources, groups, router }
+        Route { logits, experts, weights, positions, sources, groups, router, trains: true }
     }
 }
 
@@ -216,10 +216,11 @@ proptest! {
         bench.ready();
         let Routing { experts, weights: weight, positions, sources, groups } = routing;
         let weights = weighted.then_some(weight);
-        let groups = Some(Groups { layout: groups, count });
+        let of = Groups { layout: groups, count };
+        let groups = Some(of);
         let engine = bench.dyn_engine();
         engine.run(routing.route(logits, router)).unwrap();
-        engine.run(Dispatch { out: dispatched, inp: tokens, sources, weights: None, c, active: k }).unwrap();
+        engine.run(Dispatch { out: dispatched, inp: tokens, sources, groups: of, weights: None, c, active: k }).unwrap();
         let shape = MatmulShape { rows: p, c, oc: 2 * channels };
         let epilogue = Epilogue::Activation(Activation::SwiGlu, fc);
         engine.run(MatmulForward { out: activated, inp: dispatched, weight: fcw, bias: None, epilogue, shape, fp8: None, groups }).unwrap();
@@ -231,7 +232,7 @@ proptest! {
         let engine = bench.dyn_engine();
         // Also the sums of all rows, which are added to the output.
         engine.run(Combine { out: dinp, residual: Some(dinp), inp: outputs, weights: None, positions, c, active: k }).unwrap();
-        engine.run(Dispatch { out: outputs, inp: dout, sources, weights, c, active: k }).unwrap();
+        engine.run(Dispatch { out: outputs, inp: dout, sources, groups: of, weights, c, active: k }).unwrap();
         let activation = Some(ActivationInput { activation: Activation::SwiGlu, preactivation: fc, recompute: None });
         let (dbias, fp8, adds_to_dinp) = (None, None, false);
         engine.run(MatmulBackward { dinp: dfc, adds_to_dinp, dweight: Some(dprojw), dbias, dout: outputs, inp, weight: projw, activation, shape: proj, fp8, groups }).unwrap();

@@ -68,6 +68,7 @@ impl Shape {
 /// The tensors of a mixture.
 struct Mixture {
     shape: Shape,
+    trains: bool,
     logits: usize,
     inp: usize,
     fcw: usize,
@@ -85,7 +86,7 @@ struct Mixture {
 
 impl Mixture {
     /// Adds the tensors of the forward pass.
-    fn new(shape: Shape, operands: &mut Vec<Operand>) -> Self {
+    fn new(shape: Shape, trains: bool, operands: &mut Vec<Operand>) -> Self {
         let Shape { rows, router, c, f, .. } = shape;
         let (count, active, p) = (router.count, router.active, router.rows(rows));
         let mut add = |operand| {
@@ -97,6 +98,7 @@ impl Mixture {
         let scaled = |channels: usize| Init::Uniform { mean: 0.0, spread: (3.0 / channels as f32).sqrt() };
         Self {
             shape,
+            trains,
             logits: add(input("logits", rows * count, Init::Uniform { mean: 0.0, spread: 3.0 })),
             inp: add(input("inp", rows * c, UNIT)),
             fcw: add(input("fcw", count * 2 * f * c, scaled(c))),
@@ -138,6 +140,7 @@ impl Mixture {
             sources: x[self.sources],
             groups: x[self.groups],
             router,
+            trains: self.trains,
         })?;
         e.run(self.dispatch(x, self.dispatched, self.inp, None))?;
         let fc = MatmulForward {
@@ -168,7 +171,7 @@ fn mixture(shape: Shape) -> Vec<Case> {
 fn forward(shape: Shape) -> Case {
     let Shape { rows, router: Router { active, count, .. }, c, f, .. } = shape;
     let mut operands = vec![output("out", rows * c, Tolerance::CHAIN), input("residual", rows * c, UNIT)];
-    let mixture = Mixture::new(shape, &mut operands);
+    let mixture = Mixture::new(shape, false, &mut operands);
     let floats = count * 3 * c * f + rows * (2 * c + count) + 2 * rows * active * (2 * c + 3 * f);
     let work = Work { floats, bytes: 0, flops: 3 * shape.flops() };
     case("experts", shape.name(), shape.workload(), operands, work, move |e, x| {
@@ -190,7 +193,7 @@ fn backward(shape: Shape) -> Case {
         input("dout", rows * c, UNIT),
         Operand { checked: None, ..output("dfc", p * 2 * f, Tolerance::CHAIN) },
     ];
-    let mixture = Arc::new(Mixture::new(shape, &mut operands));
+    let mixture = Arc::new(Mixture::new(shape, true, &mut operands));
     let before = mixture.clone();
     let floats = 2 * count * 3 * c * f + rows * (2 * c + count) + 2 * rows * active * (3 * c + 5 * f);
     let work = Work { floats, bytes: 0, flops: 6 * shape.flops() };
