@@ -40,6 +40,7 @@ fn models() -> Vec<(&'static str, Descriptor)> {
         kv_heads: 2,
         ..llama
     };
+    let all_heads = qwen3.qk_norm.map(|norm| QkNorm { scope: QkNormScope::AllHeads, ..norm });
     let windows = |size, pattern: &str| Some(Windows { size, pattern: pattern.parse().unwrap() });
     let interleaved = Descriptor { positions: rotary(RotaryPairs::Interleaved), kv_heads: 1, ..llama };
     [
@@ -47,6 +48,7 @@ fn models() -> Vec<(&'static str, Descriptor)> {
         ("llama", llama),
         ("qwen2", qwen2),
         ("qwen3", qwen3),
+        ("qwen3 with a norm of all heads", Descriptor { qk_norm: all_heads, ..qwen3 }),
         ("modern", modern),
         ("interleaved", interleaved),
         ("geglu", Descriptor { activation: Activation::GeGlu, ..llama }),

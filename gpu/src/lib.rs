@@ -23,6 +23,7 @@
 
 pub mod activation;
 pub mod adamw;
+pub mod all_heads_norm;
 pub mod attention;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_feature = "wgmma"))]
 pub mod attention_wgmma;

@@ -6,6 +6,7 @@
 mod common;
 
 mod adamw;
+mod all_heads_norm;
 mod attention;
 mod attention_wgmma;
 mod bias;

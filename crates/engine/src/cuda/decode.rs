@@ -1,9 +1,9 @@
 //! Text generation with a KV cache.
 
-use super::{Cuda, Float, experts, matmul as linear, norm, shared_bytes};
+use super::{Cuda, Float, matmul as linear, norm, rotary, shared_bytes};
 use crate::ops::{
-    Activation, AttentionShape, CacheFill, CacheRead, DecodeAttention, DecodeEmbed, DecodeMatmul, Epilogue,
-    MatmulForward, MatmulShape, RotaryPairs, SampleTokens, Slot, decode_splits,
+    Activation, AttentionShape, CacheFill, CacheRead, DecodeAttention, DecodeEmbed, DecodeMatmul, Epilogue, HeadNorm,
+    MatmulForward, MatmulShape, QkNormScope, RotaryPairs, SampleTokens, Slot, decode_splits,
 };
 use crate::tensor::Tensor;
 use crate::{Result, StepKind};
@@ -131,7 +131,12 @@ fn rows_of(op: &MatmulForward, first: usize, rows: usize) -> MatmulForward {
     MatmulForward { out: part(op.out, oc / inputs), inp: part(op.inp, c), epilogue, shape, ..*op }
 }
 
-/// Returns the operands of attention.
+/// Returns the norm of the queries and keys of all heads, which the attention kernels do not compute.
+pub(super) fn all_heads_norm(op: &DecodeAttention) -> Option<HeadNorm> {
+    op.rotation?.qk_norm.filter(|norm| norm.scope == QkNormScope::AllHeads)
+}
+
+/// Returns the operands of attention, after [`all_heads_norm`].
 pub(super) fn attention_operands<T: Float>(
     cuda: &Cuda<T>,
     op: &DecodeAttention,
@@ -139,13 +144,13 @@ pub(super) fn attention_operands<T: Float>(
     let DecodeAttention { out, qkv, keys, values, slots, partials, rotation, shape } = *op;
     let AttentionShape { b, t, heads, kv_heads, head_size: hs } = shape;
     shape.check()?;
-    experts::check_norm(rotation.and_then(|rotation| rotation.qk_norm).map(|norm| norm.scope))?;
     let (cache, splits) = (b * kv_heads * t * hs, decode_splits(b, kv_heads, t));
     // A few blocks for each SM hide the latency of memory; more only add partial results.
     let enough = (3 * cuda.executor.sm_count()).div_ceil(b * kv_heads);
     let splits = splits.min(enough);
     let (table, norm) = (rotation.map(|rotation| rotation.table), rotation.and_then(|rotation| rotation.qk_norm));
-    let [q_weight, k_weight] = cuda.head_weights(norm.and_then(|norm| norm.weights), hs)?;
+    let norm = norm.filter(|norm| norm.scope == QkNormScope::Head);
+    let [q_weight, k_weight] = cuda.head_weights(norm.and_then(|norm| norm.weights), [hs; 2])?;
     let sizes = kernels::Sizes {
         heads: heads as u32,
         kv_heads: kv_heads as u32,
@@ -180,6 +185,10 @@ pub(super) fn attention_operands<T: Float>(
 }
 
 pub(super) fn attention<T: Float>(cuda: &mut Cuda<T>, op: &DecodeAttention) -> Result<()> {
+    if let Some(norm) = all_heads_norm(op) {
+        // A slot has one new token.
+        rotary::normalize_all_heads(cuda, op.qkv, GlobalMut::null(), norm, AttentionShape { t: 1, ..op.shape })?;
+    }
     let (operands, sizes) = attention_operands(cuda, op)?;
     let kernels = launch::attention(operands, sizes, op.shape.b).with_context(|| {
         let found = op.shape.head_size;

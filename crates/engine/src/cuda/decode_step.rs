@@ -1,6 +1,6 @@
 //! Generation steps: a kernel for each operation or one launch, whichever is faster.
 
-use super::decode::{attention_operands, embed_operands, may_be_gemm, normed_operands};
+use super::decode::{all_heads_norm, attention_operands, embed_operands, may_be_gemm, normed_operands};
 use super::gemm_cache::digest;
 use super::{Cuda, Float};
 use crate::ops::{DecodeOperation, DecodeStep, DecodeStepShape, Slot};
@@ -98,6 +98,13 @@ fn program<T: Float>(cuda: &Cuda<T>, op: &DecodeStep) -> Result<Option<Program<T
     let Some(slots) = op.operations.iter().find_map(slots_of).filter(|_| op.operations.len() >= MIN_OPERATIONS) else {
         return Ok(None);
     };
+    let has_unsupported_norm = |operation: &DecodeOperation| match operation {
+        DecodeOperation::Attention(op) => all_heads_norm(op).is_some(),
+        DecodeOperation::Embed(_) | DecodeOperation::Matmul(_) => false,
+    };
+    if op.operations.iter().any(has_unsupported_norm) {
+        return Ok(None);
+    }
     let operation = |operation: &DecodeOperation| {
         Ok(match operation {
             DecodeOperation::Embed(op) => Operation::Embed(embed_operands(cuda, op)?),

@@ -3,7 +3,7 @@
 use super::executor::EmulatedGpu;
 use super::{Cuda, Float, MatmulBackend, shared_bytes};
 use crate::gemm::GroupOperands;
-use crate::ops::{Combine, Dispatch, Groups, QkNormScope, Route, RouteBackward, Router, RouterScores};
+use crate::ops::{Combine, Dispatch, Groups, Route, RouteBackward, Router, RouterScores};
 use crate::tensor::{DType, Tensor};
 use crate::{Result, Workload};
 use anyhow::ensure;
@@ -18,9 +18,8 @@ pub(super) fn scratch(workload: &Workload) -> usize {
     workload.router.map_or(0, |router| kernels::chunks(workload.rows() * router.active) * router.count)
 }
 
-/// Checks that there are kernels for the experts and the norm of queries and keys of a model.
+/// Checks that there are kernels for the experts of a model.
 pub(super) fn check<T: Float>(workload: &Workload, gpu: EmulatedGpu) -> Result<()> {
-    check_norm(workload.qk_norm)?;
     let Some(router) = workload.router else { return Ok(()) };
     check_router(router)?;
     ensure!(
@@ -28,15 +27,6 @@ pub(super) fn check<T: Float>(workload: &Workload, gpu: EmulatedGpu) -> Result<(
         "experts: expected the bf16 kernels of a Hopper GPU, found {} {}; use --precision bf16 and --matmul auto, or --device cpu",
         T::DTYPE.name(),
         if gpu.hopper { "with --matmul cublaslt" } else { "on another GPU" }
-    );
-    Ok(())
-}
-
-/// Checks that there are kernels for a norm of queries and keys.
-pub(super) fn check_norm(scope: Option<QkNormScope>) -> Result<()> {
-    ensure!(
-        scope != Some(QkNormScope::AllHeads),
-        "QK-norm of all heads: expected the CPU engine, found a GPU, which has no kernels for this yet; use --device cpu"
     );
     Ok(())
 }

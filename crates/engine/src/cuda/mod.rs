@@ -485,6 +485,7 @@ impl<T: Float> Engine for Cuda<T> {
     fn check(&self, workload: &Workload) -> Result<()> {
         experts::check::<T>(workload, self.executor.emulation())?;
         attention::check::<T>(workload)?;
+        rotary::check::<T>(workload)?;
         norm::check::<T>(workload)?;
         activation::check::<T>(workload)
     }

@@ -647,76 +647,98 @@ struct RotaryShape {
     pairs: RotaryPairs,
 }
 
-/// Returns the forward and the backward pass without a norm, with a norm, and with a weighted norm.
-fn rotary(shape: RotaryShape) -> Vec<Case> {
-    let norms = [None, Some(false), Some(true)];
-    norms.into_iter().flat_map(|norm| [rotary_forward(shape, norm), rotary_backward(shape, norm)]).collect()
+/// The norm before a rotation.
+#[derive(Clone, Copy)]
+struct RotaryNorm {
+    weighted: bool,
+    scope: QkNormScope,
 }
 
-/// Returns the name of a case, and the number of rotated elements. `norm` is whether a norm has weights.
-fn rotary_name(shape: RotaryShape, norm: Option<bool>) -> (String, usize) {
+/// Returns the forward and the backward pass without a norm, and with norms with and without weights.
+fn rotary(shape: RotaryShape) -> Vec<Case> {
+    let scopes = [QkNormScope::Head, QkNormScope::AllHeads];
+    let norms = scopes.into_iter().flat_map(|scope| [false, true].map(|weighted| Some(RotaryNorm { weighted, scope })));
+    let norms = [None].into_iter().chain(norms);
+    norms.flat_map(|norm| [rotary_forward(shape, norm), rotary_backward(shape, norm)]).collect()
+}
+
+/// Returns the name of a case, and the number of rotated elements.
+fn rotary_name(shape: RotaryShape, norm: Option<RotaryNorm>) -> (String, usize) {
     let AttentionShape { b, t, heads, kv_heads, head_size } = shape.attention;
-    let norm = match norm {
-        None => "",
-        Some(false) => " norm",
-        Some(true) => " weighted norm",
-    };
+    let norm = norm.map_or(String::new(), |RotaryNorm { weighted, scope }| {
+        let of = if scope == QkNormScope::AllHeads { " of all heads" } else { "" };
+        format!("{} norm{of}", if weighted { " weighted" } else { "" })
+    });
     let pairs = if shape.pairs == RotaryPairs::Interleaved { " interleaved" } else { "" };
     (format!("B{b} T{t} NH{heads} KV{kv_heads} HS{head_size}{pairs}{norm}"), b * t * (heads + kv_heads) * head_size)
 }
 
+/// Returns the lengths of the weights of queries and keys.
+fn rotary_weights(shape: RotaryShape, norm: Option<RotaryNorm>) -> [usize; 2] {
+    let AttentionShape { heads, kv_heads, head_size, .. } = shape.attention;
+    norm.map_or(QkNormScope::Head, |norm| norm.scope).widths(heads, kv_heads, head_size)
+}
+
+/// Returns the tolerance of the results. A GPU rounds values between the norm of all heads and the rotation.
+fn rotary_tolerance(norm: Option<RotaryNorm>) -> Tolerance {
+    let is_of_all_heads = norm.is_some_and(|norm| norm.scope == QkNormScope::AllHeads);
+    if is_of_all_heads { Tolerance::CHAIN } else { Tolerance::REDUCTION }
+}
+
 /// Returns the operands qkv (or its gradient), table, saved, and the weights of queries and keys.
-fn rotary_operands(shape: RotaryShape, rotated: usize, name: &'static str) -> Vec<Operand> {
+fn rotary_operands(shape: RotaryShape, norm: Option<RotaryNorm>, rotated: usize, name: &'static str) -> Vec<Operand> {
     let AttentionShape { b, t, head_size, .. } = shape.attention;
-    let weight = |name| input(name, head_size, Init::Uniform { mean: 1.0, spread: 0.5 });
+    let weight = |name, len| input(name, len, Init::Uniform { mean: 1.0, spread: 0.5 });
+    let [queries, keys] = rotary_weights(shape, norm);
     vec![
-        accumulated(name, b * t * shape.attention.packed_heads() * head_size, Tolerance::REDUCTION),
+        accumulated(name, b * t * shape.attention.packed_heads() * head_size, rotary_tolerance(norm)),
         f32(input("table", t * head_size, UNIT)),
         input("saved", rotated, UNIT),
-        weight("q weight"),
-        weight("k weight"),
+        weight("q weight", queries),
+        weight("k weight", keys),
     ]
 }
 
-fn rotary_workload(shape: RotaryShape) -> Workload {
+fn rotary_workload(shape: RotaryShape, norm: Option<RotaryNorm>) -> Workload {
     let attention = shape.attention;
     let channels = attention.heads * attention.head_size;
-    Workload { attention, ..workload(attention.b, attention.t, channels, attention.heads, 128, 0) }
+    let qk_norm = norm.map(|norm| norm.scope);
+    Workload { attention, qk_norm, ..workload(attention.b, attention.t, channels, attention.heads, 128, 0) }
 }
 
 /// Returns the rotation of a case with the operands of [`rotary_operands`], and the queries and keys before its norm.
-fn rotation(x: &[Tensor], pairs: RotaryPairs, norm: Option<bool>) -> (Rotation, Option<Tensor>) {
-    let norm_of = |weighted: bool| {
+fn rotation(x: &[Tensor], pairs: RotaryPairs, norm: Option<RotaryNorm>) -> (Rotation, Option<Tensor>) {
+    let norm_of = |RotaryNorm { weighted, scope }| {
         let weights = weighted.then_some([x[3], x[4]]);
-        HeadNorm { weights, eps: 1e-5, gain: 1.25, scope: QkNormScope::Head }
+        HeadNorm { weights, eps: 1e-5, gain: 1.25, scope }
     };
     (Rotation { table: x[1], pairs, qk_norm: norm.map(norm_of) }, norm.map(|_| x[2]))
 }
 
-fn rotary_forward(shape: RotaryShape, norm: Option<bool>) -> Case {
+fn rotary_forward(shape: RotaryShape, norm: Option<RotaryNorm>) -> Case {
     let (name, rotated) = rotary_name(shape, norm);
-    let mut operands = rotary_operands(shape, rotated, "qkv");
+    let mut operands = rotary_operands(shape, norm, rotated, "qkv");
     if norm.is_some() {
         operands[2] = output("saved", rotated, Tolerance::ELEMENTWISE);
     }
     let work = Work { floats: rotated * if norm.is_some() { 3 } else { 2 }, bytes: 0, flops: 0 };
-    let case = case("rotary_forward", name, rotary_workload(shape), operands, work, move |e, x| {
+    let case = case("rotary_forward", name, rotary_workload(shape, norm), operands, work, move |e, x| {
         let (rotation, saved) = rotation(x, shape.pairs, norm);
         e.run(RotaryForward { qkv: x[0], saved, rotation, shape: shape.attention })
     });
     Case { exact: norm.is_none(), ..case }
 }
 
-fn rotary_backward(shape: RotaryShape, norm: Option<bool>) -> Case {
+fn rotary_backward(shape: RotaryShape, norm: Option<RotaryNorm>) -> Case {
     let (name, rotated) = rotary_name(shape, norm);
-    let mut operands = rotary_operands(shape, rotated, "dqkv");
-    for name in ["dq weight", "dk weight"] {
-        operands.push(accumulated(name, shape.attention.head_size, Tolerance::REDUCTION));
+    let mut operands = rotary_operands(shape, norm, rotated, "dqkv");
+    for (name, len) in ["dq weight", "dk weight"].into_iter().zip(rotary_weights(shape, norm)) {
+        operands.push(accumulated(name, len, rotary_tolerance(norm)));
     }
     let work = Work { floats: rotated * if norm.is_some() { 3 } else { 2 }, bytes: 0, flops: 0 };
-    let case = case("rotary_backward", name, rotary_workload(shape), operands, work, move |e, x| {
+    let case = case("rotary_backward", name, rotary_workload(shape, norm), operands, work, move |e, x| {
         let (rotation, saved) = rotation(x, shape.pairs, norm);
-        let dweights = (norm == Some(true)).then_some([x[5], x[6]]);
+        let dweights = norm.is_some_and(|norm| norm.weighted).then(|| [x[5], x[6]]);
         e.run(RotaryBackward { dqkv: x[0], saved, dweights, rotation, shape: shape.attention })
     });
     Case { exact: norm.is_none(), ..case }

@@ -48,16 +48,22 @@ pub fn edge_cases() -> Vec<Case> {
         for head_size in [16, 64, 80, 96, 128] {
             for (b, t) in [(1, 1), (3, 70), (2, 300)] {
                 let shape = AttentionShape { b, t, heads, kv_heads, head_size };
-                cases.extend([attention(shape, None, false), attention(shape, Some(RotaryPairs::HalfSplit), true)]);
+                let norm = Some(QkNormScope::Head);
+                cases.extend([attention(shape, None, None), attention(shape, Some(RotaryPairs::HalfSplit), norm)]);
             }
         }
     }
     let shape = AttentionShape { b: 2, t: 40, heads: 4, kv_heads: 2, head_size: 64 };
-    cases.push(attention(shape, Some(RotaryPairs::Interleaved), false));
+    cases.push(attention(shape, Some(RotaryPairs::Interleaved), None));
+    for (heads, kv_heads, head_size) in [(1, 1, 64), (3, 3, 80), (7, 1, 16), (12, 3, 128)] {
+        let shape = AttentionShape { b: 3, t: 70, heads, kv_heads, head_size };
+        cases.push(attention(shape, Some(RotaryPairs::HalfSplit), Some(QkNormScope::AllHeads)));
+    }
     // Rings that are not full, full, and past several rounds.
     for (t, positions) in [(1, 5), (33, 40), (64, 500), (300, 301)] {
-        cases.push(attention_in_ring(AttentionShape { t, ..shape }, positions, Some(RotaryPairs::HalfSplit), true));
-        cases.push(attention_in_ring(AttentionShape { b: 3, t, ..shape }, positions, None, false));
+        let norm = Some(QkNormScope::Head);
+        cases.push(attention_in_ring(AttentionShape { t, ..shape }, positions, Some(RotaryPairs::HalfSplit), norm));
+        cases.push(attention_in_ring(AttentionShape { b: 3, t, ..shape }, positions, None, None));
     }
     cases.extend([fill(shape, 1), fill(shape, 17), fill(shape, 39)]);
     let few = AttentionShape { t: 7, heads: 3, kv_heads: 1, ..shape };
@@ -133,7 +139,7 @@ pub fn model_cases() -> Vec<Case> {
     ] {
         let shape = AttentionShape { b, t, heads, kv_heads, head_size };
         let pairs = (kv_heads < heads).then_some(RotaryPairs::HalfSplit);
-        cases.push(attention(shape, pairs, false));
+        cases.push(attention(shape, pairs, None));
     }
     let shape = AttentionShape { b: 1, t: 1024, heads: 32, kv_heads: 8, head_size: 64 };
     cases.extend([fill(shape, 1024), read(shape, 1024)]);
@@ -268,16 +274,22 @@ fn matmul(shape: MatmulShape, norm: DecodeNorm, biased: bool, epilogue: After) -
     case("decode_matmul", name, workload(1, rows, c, 1, 128, 0), operands, work, move |e, x| e.run(run(x)))
 }
 
-fn attention(shape: AttentionShape, pairs: Option<RotaryPairs>, norm: bool) -> Case {
+fn attention(shape: AttentionShape, pairs: Option<RotaryPairs>, norm: Option<QkNormScope>) -> Case {
     attention_in_ring(shape, shape.t, pairs, norm)
 }
 
 /// Returns the attention of slots at the last of `positions` positions over a ring of `shape.t`.
-fn attention_in_ring(shape: AttentionShape, positions: usize, pairs: Option<RotaryPairs>, norm: bool) -> Case {
+fn attention_in_ring(
+    shape: AttentionShape,
+    positions: usize,
+    pairs: Option<RotaryPairs>,
+    norm: Option<QkNormScope>,
+) -> Case {
     let AttentionShape { b, t, heads, kv_heads, head_size: hs } = shape;
     let cache = b * kv_heads * t * hs;
     let cached = |name| Operand { checked: Some(Tolerance::CHAIN), ..input(name, cache, UNIT) };
     let splits = decode_splits(b, kv_heads, t);
+    let [q_len, k_len] = norm.unwrap_or_default().widths(heads, kv_heads, hs);
     let operands = vec![
         output("out", b * heads * hs, Tolerance::ATTENTION),
         input("qkv", b * shape.packed_heads() * hs, UNIT),
@@ -286,21 +298,22 @@ fn attention_in_ring(shape: AttentionShape, positions: usize, pairs: Option<Rota
         slots(b, positions, 100, greedy),
         Operand { checked: None, ..f32(output("partials", b * heads * splits * (hs + 2), Tolerance::CHAIN)) },
         f32(input("table", positions * hs, UNIT)),
-        input("q weight", hs, Init::Uniform { mean: 1.0, spread: 0.5 }),
-        input("k weight", hs, Init::Uniform { mean: 1.0, spread: 0.5 }),
+        input("q weight", q_len, Init::Uniform { mean: 1.0, spread: 0.5 }),
+        input("k weight", k_len, Init::Uniform { mean: 1.0, spread: 0.5 }),
     ];
     let read: usize = (0..b).filter(|&i| !is_idle(i, b)).map(|i| t.min(positions - (i * 13) % positions)).sum();
     let work = Work { floats: 2 * read * kv_heads * hs, bytes: 0, flops: 4 * read * heads * hs };
     let kind = match (pairs, norm) {
         (None, _) => "",
-        (Some(_), false) => " rotary",
-        (Some(_), true) => " rotary QK-norm",
+        (Some(_), None) => " rotary",
+        (Some(_), Some(QkNormScope::Head)) => " rotary QK-norm",
+        (Some(_), Some(QkNormScope::AllHeads)) => " rotary QK-norm of all heads",
     };
     let ring = if positions == t { String::new() } else { format!("/{positions}") };
     let name = format!("B{b} T{t}{ring} NH{heads} KV{kv_heads} HS{hs}{kind}");
     case("decode_attention", name, workload(b, 1, heads * hs, heads, 128, 0), operands, work, move |e, x| {
-        let qk_norm =
-            norm.then_some(HeadNorm { weights: Some([x[7], x[8]]), eps: 1e-5, gain: 1.2, scope: QkNormScope::Head });
+        let weights = Some([x[7], x[8]]);
+        let qk_norm = norm.map(|scope| HeadNorm { weights, eps: 1e-5, gain: 1.2, scope });
         let rotation = pairs.map(|pairs| Rotation { table: x[6], pairs, qk_norm });
         let [out, qkv, keys, values, slots, partials] = [0, 1, 2, 3, 4, 5].map(|i| x[i]);
         e.run(DecodeAttention { out, qkv, keys, values, slots, partials, rotation, shape })
