@@ -293,8 +293,7 @@ impl Scheduler for GroupScheduler {
 /// Assigns the tiles of the outputs of all groups of a grouped GEMM, each a sum over the rows of a group, group by group.
 #[derive(Clone, Copy)]
 pub struct GroupSumScheduler {
-    tiles: SplitKScheduler,
-    count: u32,
+    outputs: BatchScheduler,
     tile_k: u32,
     /// The first row of each group, and the end of the last.
     starts: Global<u32>,
@@ -302,11 +301,6 @@ pub struct GroupSumScheduler {
 
 #[device]
 impl GroupSumScheduler {
-    /// Returns the group of this block's `i`-th work tile, or the last group if there is no such tile.
-    fn group(self, i: u32) -> u32 {
-        (index(i) / self.tiles.tiles()).min(self.count - 1)
-    }
-
     /// Returns the number of steps before the first row of a group.
     fn first_step(self, group: u32) -> u32 {
         self.starts.at(group as usize) / self.tile_k
@@ -316,23 +310,22 @@ impl GroupSumScheduler {
 #[device]
 impl Scheduler for GroupSumScheduler {
     fn new(tile: [u32; 3], shape: [u32; 3], count: u32, groups: Global<u32>) -> Self {
-        let tiles = SplitKScheduler::new(tile, shape, 1, groups);
-        Self { tiles, count, tile_k: tile[2], starts: groups }
+        Self { outputs: BatchScheduler::new(tile, shape, count, groups), tile_k: tile[2], starts: groups }
     }
 
     fn has(self, i: u32) -> bool {
-        index(i) < self.tiles.tiles() * self.count
+        self.outputs.has(i)
     }
 
     fn steps(self, i: u32) -> u32 {
-        let group = self.group(i);
+        // There may be no such tile.
+        let group = (index(i) / self.outputs.tiles.tiles()).min(self.outputs.count - 1);
         self.first_step(group + 1) - self.first_step(group)
     }
 
     fn work_tile(self, i: u32) -> WorkTile {
-        let (index, matrix) = (index(i), self.group(i));
-        let (row, column) = self.tiles.tile(index - matrix * self.tiles.tiles());
-        WorkTile { matrix, index, row, column, first_step: self.first_step(matrix), steps: self.steps(i) }
+        let tile = self.outputs.work_tile(i);
+        WorkTile { first_step: self.first_step(tile.matrix), steps: self.steps(i), ..tile }
     }
 }
 
