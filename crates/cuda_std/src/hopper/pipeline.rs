@@ -151,6 +151,14 @@ impl PipelineBarriers {
             self.empty.at(stage).arrive();
         }
     }
+
+    /// Releases a stage for the calling lane, which has read it with ordinary loads. There is one release for each lane. Unlike
+    /// [`release_by_warp`](Self::release_by_warp), racecheck follows it.
+    #[inline(always)]
+    #[track_caller]
+    pub fn release_by_lane(self, stage: u32) {
+        self.empty.at(stage).arrive();
+    }
 }
 
 #[cfg(test)]

@@ -202,7 +202,7 @@ impl<T: TensorCore, const GROUP: usize> Operation<'_, T, GROUP> {
             cursor.wait_full(storage.barriers);
             let stage = storage.ring.stage(cursor.stage());
             sums.add(stage, stage.skip(Ring::<T>::VALUES), (task.end - start).min(positions));
-            storage.barriers.release_by_warp(cursor.advance());
+            storage.barriers.release_by_lane(cursor.advance());
             start += CONSUMERS * positions;
         }
         if task.is_last() && number == stages % CONSUMERS {

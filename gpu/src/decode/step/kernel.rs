@@ -190,7 +190,7 @@ pub fn decode_step<T: TensorCore, const FP8: bool, const GROUP: usize>(
         blocks,
     };
     if thread::thread_idx_x() == 0 {
-        step.storage.barriers.init(sizes.stages, 1, 1);
+        step.storage.barriers.init(sizes.stages, 1, warp::LANES);
         MBarrier::fence_init();
         hopper::fence_async_proxy();
     }

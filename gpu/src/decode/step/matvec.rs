@@ -217,7 +217,7 @@ fn multiply<T: TensorCore, const FP8: bool>(
                 rounds::<T, FP8, true, 1>(&mut d, weights, inputs, [start, packet], scale);
                 packet += 4;
             }
-            storage.barriers.release_by_warp(cursor.advance());
+            storage.barriers.release_by_lane(cursor.advance());
             piece += CONSUMERS;
         }
         let sums = storage.sums.skip((((first + i) * CONSUMERS + piece % CONSUMERS) * rows * TILE) as usize);
