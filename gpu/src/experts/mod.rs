@@ -49,7 +49,7 @@ impl Groups {
     }
 
     /// Returns the number of words.
-    pub const fn len(self) -> usize {
+    pub const fn words(self) -> usize {
         self.blocks() + self.rows / GROUP_BLOCK
     }
 }

@@ -23,6 +23,8 @@ const THREADS: usize = 512;
 const LANES: usize = warp::LANES as usize;
 /// Warps of a block of [`route_choose`], one for each token.
 const WARPS: usize = 8;
+/// Rows of a block of a group.
+const BLOCK: u32 = GROUP_BLOCK as u32;
 /// Numbers that a thread loads before it uses them.
 const BATCH: usize = 16;
 
@@ -224,7 +226,6 @@ pub fn route_groups(
             first += BATCH;
         }
     }
-    const BLOCK: u32 = GROUP_BLOCK as u32;
     let padded = if exists { size.div_ceil(BLOCK).max(fewest_blocks) * BLOCK } else { 0 };
     let start = block::exclusive_sum(padded, scratch);
     let layout = Groups { count, rows: rows as usize };

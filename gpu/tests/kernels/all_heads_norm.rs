@@ -64,7 +64,9 @@ impl Shape {
     }
 
     fn random_weights<T: Tolerance>(self, seed: u32) -> [Vec<T>; 2] {
-        self.widths().map(|width| rounded(&noise(width, seed).iter().map(|w| 1.0 + w / 2.0).collect::<Vec<_>>()))
+        let [queries, keys] = self.widths();
+        [(queries, seed), (keys, seed + 50)]
+            .map(|(width, seed)| rounded(&noise(width, seed).iter().map(|w| 1.0 + w / 2.0).collect::<Vec<_>>()))
     }
 }
 

@@ -61,7 +61,7 @@ fn route<T: Tolerance>(logits: &[f64], rows: usize, router: Router, fewest: u32)
     let launch = instance!(route_choose::<T>(count, ids, weights, logits, rows as u32, router));
     run(&mut memory, &launch, experts::route_choose_grid(rows), 0);
     let (positions, sources) = (memory.output("positions", entries), memory.output("sources", layout.rows));
-    let groups = memory.output("groups", layout.len());
+    let groups = memory.output("groups", layout.words());
     order(&mut memory, [ids, positions, sources], groups, layout, entries, fewest);
     Routed {
         experts: memory.read(ids),
@@ -177,7 +177,7 @@ fn chunks_have_a_common_order() {
     let ids: Vec<_> = (0..entries).map(|i| (gpu::noise::squirrel5(i as u32, 1) % 3) as i32).collect();
     let (mut memory, layout) = (Memory::new(), Groups::new(count, entries));
     let (positions, sources) = (memory.output("positions", entries), memory.output("sources", layout.rows));
-    let (groups, experts) = (memory.output("groups", layout.len()), memory.buffer("experts", &ids));
+    let (groups, experts) = (memory.output("groups", layout.words()), memory.buffer("experts", &ids));
     order(&mut memory, [experts, positions, sources], groups, layout, entries, 1);
     let starts = memory.read(groups);
     let mut next = starts[..count].to_vec();
@@ -299,7 +299,7 @@ fn gradients_of_logits_match_differences<T: Tolerance>() {
             run(&mut memory, &launch, experts::route_choose_grid(rows), 0);
             let got = read(&memory, dlogits);
             let shares: Vec<_> =
-                routed.groups[count + 1..2 * count + 1].iter().map(|&n| f64::from(n) / rows as f64).collect();
+                routed.groups[count + 1..=2 * count].iter().map(|&n| f64::from(n) / rows as f64).collect();
             for row in 0..rows {
                 let chosen = &routed.experts[row * active..(row + 1) * active];
                 let dweights: Vec<_> = (row * active..(row + 1) * active)

@@ -70,7 +70,7 @@ impl<T: Float> Cuda<T> {
 
     /// Returns the groups of a linear layer with `rows` rows in the order of experts.
     pub(super) fn groups(&self, Groups { layout, count }: Groups, rows: usize) -> Result<GroupOperands> {
-        let len = kernels::Groups { count, rows }.len();
+        let len = kernels::Groups { count, rows }.words();
         Ok(GroupOperands { description: self.words("groups", layout, len)?.pointer().addr() as u64, count })
     }
 }
@@ -90,7 +90,7 @@ pub(super) fn route<T: Float>(cuda: &mut Cuda<T>, op: Route) -> Result<()> {
     let weights = cuda.output("weights", weights, entries)?;
     let (positions, sources) =
         (cuda.output("positions", positions, entries)?, cuda.output("sources", sources, layout.rows)?);
-    let groups = cuda.words("groups", groups, layout.len())?;
+    let groups = cuda.words("groups", groups, layout.words())?;
     let logits = cuda.input::<T>("logits", logits, rows * count)?;
     let (rows_32, entries, count_32, of) = (rows as u32, entries as u32, count as u32, router_of(router));
     let launch = instance!(route_choose::<T>(count; experts, weights, logits, rows_32, of));
@@ -109,7 +109,7 @@ pub(super) fn dispatch<T: Float>(cuda: &mut Cuda<T>, op: Dispatch) -> Result<()>
     let Dispatch { out, inp, sources, groups, weights, c, active } = op;
     let (rows, p) = (inp.len / c, sources.len);
     let Groups { layout, count } = groups;
-    let end = cuda.words("groups", layout, kernels::Groups { count, rows: p }.len())?.reader().skip(count);
+    let end = cuda.words("groups", layout, kernels::Groups { count, rows: p }.words())?.reader().skip(count);
     let launch = kernels::dispatch::<T>(
         cuda.output("out", out, p * c)?,
         cuda.input("inp", inp, rows * c)?,
@@ -150,7 +150,7 @@ pub(super) fn route_backward<T: Float>(cuda: &mut Cuda<T>, op: &RouteBackward) -
     let logits = cuda.input("logits", logits, rows * count)?;
     let (experts, weights) = (cuda.input("experts", experts, entries)?, cuda.input("weights", weights, entries)?);
     let positions = cuda.input("positions", positions, entries)?;
-    let groups = cuda.words("groups", groups, layout.len())?.reader();
+    let groups = cuda.words("groups", groups, layout.words())?.reader();
     let up: Global<T> = cuda.input("preactivation", preactivation, wide)?;
     let dup: Global<T> = cuda.input("dpreactivation", dpreactivation, wide)?;
     let sizes = BackwardSizes { rows: rows as u32, channels: channels as u32, aux_loss, z_loss };

@@ -45,7 +45,7 @@ impl Router {
 
     /// Returns the length of [`Groups::layout`] for `tokens` tokens.
     pub const fn layout_len(self, tokens: usize) -> usize {
-        gpu::experts::Groups::new(self.count, tokens * self.active).len()
+        gpu::experts::Groups::new(self.count, tokens * self.active).words()
     }
 
     /// Returns the groups of a layout.

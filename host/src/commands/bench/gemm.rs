@@ -215,7 +215,7 @@ fn tune(
     let (weight, dweight) = (add("weight", matrices * oc * c), add("dweight", matrices * oc * c));
     let (biases, dbias) = (add("bias", c.max(oc)), add("dbias", oc));
     let groups = experts.map(|count| {
-        let len = Groups { count, rows }.len();
+        let len = Groups { count, rows }.words();
         engine::ops::Groups { layout: plan.add(Group::Activations, "groups", &[len], DType::I32), count }
     });
     let operands = fp8.map(|accumulation| fp8_operands(&mut plan, shape, accumulation));
