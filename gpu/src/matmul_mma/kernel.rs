@@ -13,7 +13,7 @@ use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, bf16, kernel, thread};
 /// out (M, N) = epilogue(a (M, K) · b (N, K)ᵀ), where a has the format of `T` and b is E4M3.
 ///
 /// Operands that the instance does not use may be arbitrary. K is a multiple of 16, N of 8. If out is FP8, M and N are multiples of 16.
-/// * `out`, `aux` and `second` are (M, N). The residual may be out itself. See [`Elementwise`].
+/// * `out`, `aux` and `second` are (M, N). The residual may be out itself.
 /// * `bias` (N) is added to the sums. `scale_a`, `scale_b` and `scale_out` are the factors that restore FP8 tensors.
 /// * `amax` = max(`amax`, largest magnitude of an FP8 out before it is divided by its scale) as f32 bits.
 /// * `fp8_out` (M, N): an FP8 out. `transposed` (N, M): its transpose, or null.

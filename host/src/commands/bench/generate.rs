@@ -156,7 +156,7 @@ impl Generate {
         let spread = Spread::of(samples);
         let lookup = if d.tied { 0 } else { d.padded_vocab() * d.channels };
         let in_fp8: usize = generator.decoder.weights_in_fp8().iter().map(|(weight, _)| weight.len(&d)).sum();
-        let weights = (d.parameters() - lookup - in_fp8) * engine.dtype().bytes() + in_fp8;
+        let weights = (d.parameters() - lookup - in_fp8 - idle_experts(&d, slots)) * engine.dtype().bytes() + in_fp8;
         let length = self.prompt + self.tokens / 2;
         let cache = 2 * d.layers * d.kv_heads * d.head_size * length * engine.dtype().bytes();
         let bytes = (weights + slots * cache) as f64;
@@ -175,6 +175,13 @@ impl Generate {
             memory_used.map(|bytes| bytes as f64 / f64::from(1 << 20)).into(),
         ])
     }
+}
+
+/// Returns the parameters of the experts that a step of `slots` tokens does not read, if all tokens choose different experts.
+fn idle_experts(d: &Descriptor, slots: usize) -> usize {
+    let Some(router) = d.experts.map(|experts| experts.router()) else { return 0 };
+    let idle = router.count.saturating_sub(slots * router.active);
+    d.params().filter(|param| param.experts(d) > 1).map(|p| p.len(d) / router.count * idle * p.layers(d).count()).sum()
 }
 
 /// Returns the tokens per second of a prompt that is computed as a whole, or `None` if the first step computes all of it.

@@ -187,7 +187,7 @@ fn backward(shape: Shape) -> Case {
     let p = router.rows(rows);
     let mut operands = vec![
         output("dinp", rows * c, Tolerance::SQUARED_CHAIN),
-        output("dlogits", rows * count, Tolerance::SQUARED_CHAIN),
+        output("dlogits", rows * count, Tolerance::ROUTER),
         accumulated("dfcw", count * 2 * f * c, Tolerance::CHAIN),
         accumulated("dfcprojw", count * c * f, Tolerance::CHAIN),
         input("dout", rows * c, UNIT),
