@@ -15,7 +15,7 @@ use gpu::matmul::launch::{TileConfig, TileShape, candidate_configs, is_supported
 
 tests! {
     kernels of "matmul/kernel.rs", "matmul/split_k.rs" where |entry| {
-        !["e4m3", "e5m2", "batched", "symmetric", "glu"].iter().any(|other| entry.contains(other))
+        !["e4m3", "e5m2", "batched", "symmetric", "glu", "grouped"].iter().any(|other| entry.contains(other))
     };
     once: smallest_shape_matches_reference, shapes_around_a_tile_match_reference, any_grid_size_matches_reference,
         several_tile_groups_match_reference, long_k_matches_reference, random_shapes_match_reference,

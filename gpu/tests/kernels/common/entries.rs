@@ -40,7 +40,7 @@ pub fn assert_launched(sources: &[&str], covered: impl Fn(&str) -> bool) {
         collect(&root.join(source), &mut entries);
         assert!(entries.len() > before, "no kernel in {source}");
     }
-    let launched = LAUNCHED.lock().unwrap();
+    let launched = LAUNCHED.lock().unwrap().clone();
     let missing: Vec<_> = entries.iter().filter(|entry| covered(entry) && !launched.contains(entry.as_str())).collect();
     assert!(missing.is_empty(), "no test launches {missing:?}");
 }
