@@ -14,7 +14,7 @@ use proptest::sample::{Index, select};
 tests! {
     kernels of "matmul/kernel.rs" where |entry| entry.contains("grouped");
     once: groups_have_the_bits_of_single_gemms, random_groups_have_the_bits_of_single_gemms,
-        partial_blocks_are_rejected;
+        blocks_without_a_tile_read_the_groups_only, partial_blocks_are_rejected;
 }
 
 /// Groups of no row, one row, all rows of blocks, and more than a pipeline of steps.
@@ -212,6 +212,14 @@ fn random_groups_have_the_bits_of_single_gemms() {
         let (gemm, x, y, sizes, (blocks, which, seed)) = case;
         GroupedCase::new(gemm, [x, y], &sizes, *which.get(&tiles(gemm)), blocks).check(seed);
     });
+}
+
+fn blocks_without_a_tile_read_the_groups_only() {
+    for gemm in gemms() {
+        for tile in tiles(gemm) {
+            GroupedCase::new(gemm, [64, 64], &[130], tile, 16).check(7);
+        }
+    }
 }
 
 fn partial_blocks_are_rejected() {
