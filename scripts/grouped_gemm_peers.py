@@ -4,8 +4,8 @@
     scripts/grouped_gemm_peers.py [--rows N] [--experts E] [--channels C] [--expert-channels F]
 
 Compare with `llm-rs bench gemm --experts E --shape N,2F,C --shape N,C,F` on the same machine. Prints the median and range of TFLOP/s
-of the output, of the gradient of the input, and of the gradient of the weight. The sizes of the groups grow linearly, the largest to
-three times the smallest, as in `bench gemm`.
+of the output, of the gradient of the input, and of the gradient of the weight. The sizes of the groups rise linearly, so the largest
+is about three times the smallest, as in `bench gemm`.
 """
 
 import argparse

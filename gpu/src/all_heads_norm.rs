@@ -133,7 +133,7 @@ impl<T: Element, const PACKETS: usize> Part<T, PACKETS> {
     }
 }
 
-/// Returns the sum over a packet of what `product` returns for each element.
+/// Returns the sum of `product(i)` over the elements i of a packet.
 #[inline(always)]
 fn packet_sum<T: Element>(product: impl Fn(usize) -> f32) -> f32 {
     let mut sum = 0.0;

@@ -302,8 +302,8 @@ impl ModelSource {
         Self { vocab: grows.then_some(vocab), ..self }
     }
 
-    /// Returns the model with experts, each of which is a copy of the MLP (sparse upcycling; Komatsuzaki et al., 2022,
-    /// arXiv:2212.05055). The routers are random.
+    /// Returns the model with experts. Each starts as a copy of the MLP, and the routers are random (sparse upcycling; Komatsuzaki et al.,
+    /// 2022, arXiv:2212.05055).
     pub fn with_experts(self, experts: Overrides) -> Result<Self> {
         let stored = self.stored_descriptor();
         ensure!(

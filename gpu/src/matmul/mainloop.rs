@@ -72,7 +72,7 @@ pub struct Strided<L>(PhantomData<L>);
 pub struct Symmetric<L>(PhantomData<L>);
 /// The operands `L` of a grouped GEMM. b consists of a matrix, or a pair of them, for each group of rows.
 pub struct Grouped<L>(PhantomData<L>);
-/// The operands a (K, M)ᵀ and b (K, N) of a grouped GEMM, whose groups have rows of both.
+/// The operands a (K, M)ᵀ and b (K, N) of a grouped GEMM. A group consists of the same rows of both.
 pub struct GroupedAtB;
 /// a (M, K) · b (N, K)ᵀ with FP8 operands, a of type `A` and b in E4M3.
 pub struct Fp8ABt<A, const EXACT: bool>(PhantomData<A>);

@@ -167,7 +167,7 @@ fn index(i: u32) -> u32 {
 /// Assigns work tiles to persistent thread blocks.
 pub trait Scheduler: Copy {
     /// Creates the scheduler of outputs (m, n) in tiles of `tile_m` x `tile_n`, for pipeline stages of `tile_k` columns of K.
-    /// `parts` is the number of slices of K, none of which may be empty, or the number of matrices of a batch, or of `groups`.
+    /// `parts` is the number of slices of K (no slice may be empty), of matrices in a batch, or of `groups`.
     fn new(tile: [u32; 3], shape: [u32; 3], parts: u32, groups: Global<u32>) -> Self;
     /// Returns true if this block has an `i`-th work tile.
     fn has(self, i: u32) -> bool;

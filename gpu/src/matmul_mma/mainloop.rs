@@ -111,7 +111,8 @@ pub fn multiply<T: Fp8>(a: Operand, b: Operand, columns: u32) -> Accumulators {
     sums
 }
 
-/// Adds the products of [`MMA_K`] columns of K, from column `k` of a stage on, in which the rows of the warp begin at `rows`.
+/// Adds the products of [`MMA_K`] columns of K to `d`. They start at column `k` of the stage, and the rows of this warp start at `a_row` and
+/// `b_row`.
 #[inline(always)]
 fn multiply_slice<T: Fp8>(d: &mut Accumulators, [a, b]: [Operand; 2], [a_row, b_row]: [usize; 2], k: usize) {
     let right: [_; BLOCKS / 2] = core::array::from_fn(|n| b.stages.fp8_b_transposed(b_row + 16 * n, k));

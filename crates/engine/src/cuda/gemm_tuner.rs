@@ -168,7 +168,7 @@ impl GemmDispatch {
     }
 }
 
-/// Writes groups whose sizes grow linearly, the largest to three times the smallest.
+/// Writes the description of groups to measure with. Their sizes rise linearly, so the largest is about three times the smallest.
 fn describe_groups(
     gemm: &Gemm,
     GroupOperands { description, count }: GroupOperands,

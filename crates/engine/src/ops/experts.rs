@@ -2,13 +2,14 @@
 //! the sum of theirs, weighted.
 //!
 //! Between [`Dispatch`] and [`Combine`], rows are in *expert order*: the rows of an expert are consecutive, in the order of their tokens.
-//! Padding extends each expert's rows to a multiple of [`GROUP_ROWS`], so that each tile of a GEMM has one expert. In training, that is at least
-//! one multiple, because a GEMM sums over the rows of each expert. P is the number of these rows for which tensors have room, [`Router::rows`].
+//! Padding extends each expert's rows to a multiple of [`GROUP_ROWS`], so that each tile of a GEMM belongs to one expert. In training, an
+//! expert without tokens has [`GROUP_ROWS`] rows of padding, because a GEMM sums over the rows of each expert. Tensors have room for P rows,
+//! [`Router::rows`].
 
 use crate::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
-/// Rows of which each expert has a multiple in expert order.
+/// In expert order, the number of rows of each expert is padded to a multiple of this one.
 pub use gpu::experts::GROUP_BLOCK as GROUP_ROWS;
 
 /// How a router scores experts by its logits.
@@ -23,8 +24,8 @@ pub enum RouterScores {
 
 /// How a router chooses experts.
 ///
-/// The chosen experts are those with the k largest logits, the largest first. Of equal logits, that of the expert with the lower index
-/// precedes. A NaN is smaller than any number. The weights of the chosen experts are their scores.
+/// The chosen experts are those with the k largest logits, the largest first. If logits are equal, the expert with the
+/// lower index comes first. A NaN is smaller than any number. The weights of the chosen experts are their scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Router {
     /// Number of experts (E).

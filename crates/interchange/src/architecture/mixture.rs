@@ -58,7 +58,7 @@ pub static QWEN3_MOE: Architecture = Architecture {
         let mut all = keys_of(descriptor);
         all.extend([
             ("moe_intermediate_size".to_owned(), descriptor.mlp_channels.into()),
-            // That of layers without experts, of which there are none.
+            // The size of dense layers. There are none, but transformers reads the key.
             ("intermediate_size".to_owned(), (active * descriptor.mlp_channels).into()),
             ("decoder_sparse_step".to_owned(), 1.into()),
             ("mlp_only_layers".to_owned(), json!([])),

@@ -31,7 +31,7 @@ fn small(scores: RouterScores, normalized: bool, shared_channels: u32) -> Descri
     Descriptor { experts: Some(experts), ..known }.with(overrides).unwrap()
 }
 
-/// Returns a model whose matrices are larger than initial ones.
+/// Returns a model with larger weights than initial ones, so that the scores of its experts differ.
 fn planned(descriptor: Descriptor, options: PlanOptions) -> (Decoder, Cpu) {
     let mut engine = Cpu::new();
     let (model, plan) = Decoder::plan(descriptor, options, &mut engine);

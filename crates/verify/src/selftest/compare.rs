@@ -36,7 +36,8 @@ impl Tolerance {
         Self { f32: f32 * group * group, bf16: bf16 * group.sqrt() }
     }
 
-    /// Gradients of a router's logits: differences between sums over an expert's channels, whose terms are rounded to bf16.
+    /// Gradients of a router's logits. They are differences of sums over the channels of experts, and the terms of these sums are rounded
+    /// to bf16.
     pub const ROUTER: Self = Self { f32: 1e-4, bf16: 8e-2 };
     /// Newton-Schulz iterations: rounding errors in directions of small singular values grow by up to a factor of a thousand.
     pub const ORTHOGONALIZED: Self = Self { f32: 2e-3, bf16: 2e-1 };
