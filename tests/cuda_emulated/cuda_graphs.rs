@@ -38,16 +38,7 @@ impl GraphTest {
             engine.zero(copy.slice(half, half))?;
             let shape = MatmulShape { rows: SIDE, c: SIDE, oc: SIDE };
             let epilogue = Epilogue::Residual(b);
-            engine.run(MatmulForward {
-                out,
-                inp: a,
-                weight: copy,
-                bias: None,
-                epilogue,
-                shape,
-                fp8: None,
-                groups: None,
-            })
+            engine.run(MatmulForward { epilogue, ..MatmulForward::new([out, a, copy], shape) })
         }
     }
 
@@ -115,16 +106,7 @@ fn work_that_cannot_be_captured_runs_and_the_reason_is_returned_once() {
     let varies: Work = Box::new(move |engine, i| {
         let shape = MatmulShape { rows: 8 + i, c: SIDE, oc: SIDE };
         let out = out.slice(0, shape.rows * SIDE);
-        engine.run(MatmulForward {
-            out,
-            inp: b,
-            weight: a,
-            bias: None,
-            epilogue: Epilogue::None,
-            shape,
-            fp8: None,
-            groups: None,
-        })
+        engine.run(MatmulForward::new([out, b, a], shape))
     });
     for (before, reason) in [
         (reads, "a copy to the host cannot be captured"),
@@ -158,16 +140,7 @@ fn errors_in_captured_work_are_returned() {
         let shape = MatmulShape { rows: SIDE, c: SIDE, oc: SIDE };
         let mut work = |engine: &mut dyn Engine| {
             let inp = a.slice(0, 8);
-            engine.run(MatmulForward {
-                out,
-                inp,
-                weight: a,
-                bias: None,
-                epilogue: Epilogue::None,
-                shape,
-                fp8: None,
-                groups: None,
-            })
+            engine.run(MatmulForward::new([out, inp, a], shape))
         };
         let text = test.engine.capture_or_replay(&key, &mut work).unwrap_err().to_string();
         assert_eq!(text, "inp: expected at least 256 elements, found 8");

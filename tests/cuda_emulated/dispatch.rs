@@ -47,21 +47,7 @@ fn memory_errors_name_the_tensor() {
 
     let (mut engine, x) = checked(&[("out", 16, f32), ("inp", 16, f32), ("weight", 16, f32)]);
     let shape = MatmulShape { rows: 4, c: 4, oc: 4 };
-    let text = format!(
-        "{:#}",
-        engine
-            .run(MatmulForward {
-                out: x[0],
-                inp: x[1],
-                weight: x[2],
-                bias: None,
-                epilogue: Epilogue::None,
-                shape,
-                fp8: None,
-                groups: None
-            })
-            .unwrap_err()
-    );
+    let text = format!("{:#}", engine.run(MatmulForward::new([x[0], x[1], x[2]], shape)).unwrap_err());
     assert!(text.starts_with("GEMM 4x4x4 NT f32") && text.ends_with("a: inp + 32 was never written"), "{text}");
 }
 
@@ -76,21 +62,7 @@ fn matmuls_use_the_selected_backend() {
         let MatmulShape { rows, c, oc } = shape;
         let (out, inp, weight) = (add("out", rows * oc), add("inp", rows * c), add("weight", oc * c));
         engine.allocate(&plan).unwrap();
-        let text = format!(
-            "{:#}",
-            engine
-                .run(MatmulForward {
-                    out,
-                    inp,
-                    weight,
-                    bias: None,
-                    epilogue: Epilogue::None,
-                    shape,
-                    fp8: None,
-                    groups: None
-                })
-                .unwrap_err()
-        );
+        let text = format!("{:#}", engine.run(MatmulForward::new([out, inp, weight], shape)).unwrap_err());
         let found = ["kernel matmul_", "GEMM", "no kernel computes"].map(|part| text.contains(part));
         found.iter().position(|found| *found).unwrap_or_else(|| panic!("{text}"))
     };
@@ -137,17 +109,8 @@ fn gelu_is_recomputed_by_the_kernel_that_computed_it() {
             "{:#}",
             engine
                 .run(MatmulBackward {
-                    dinp,
-                    adds_to_dinp: false,
-                    dweight: Some(dweight),
-                    dbias: None,
-                    dout,
-                    inp,
-                    weight,
                     activation,
-                    shape,
-                    fp8: None,
-                    groups: None
+                    ..MatmulBackward::new(dinp, Some(dweight), [dout, inp, weight], shape)
                 })
                 .unwrap_err()
         )
@@ -201,19 +164,8 @@ fn activations_are_fused_where_a_kernel_computes_the_gemm() {
         let first = format!("{:#}", engine.run(first).unwrap_err());
         let second = [None, Some(forward)].map(|recompute| {
             let activation = Some(ActivationInput { activation, preactivation, recompute });
-            let backward = MatmulBackward {
-                dinp,
-                adds_to_dinp: false,
-                dweight: Some(dweight),
-                dbias: None,
-                dout,
-                inp,
-                weight,
-                activation,
-                shape,
-                fp8: None,
-                groups: None,
-            };
+            let backward =
+                MatmulBackward { activation, ..MatmulBackward::new(dinp, Some(dweight), [dout, inp, weight], shape) };
             format!("{:#}", engine.run(backward).unwrap_err())
         });
         [first].into_iter().chain(second).collect::<Vec<_>>()

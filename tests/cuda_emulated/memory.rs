@@ -2,7 +2,7 @@
 
 use data::{Geometry, Loader, Prefetch, Tokens};
 use engine::cuda::{EmulatedGpu, Precision, emulated};
-use engine::ops::{AttentionShape, Epilogue, MatmulForward, MatmulShape, NormBackward, NormForward};
+use engine::ops::{AttentionShape, MatmulForward, MatmulShape, NormBackward, NormForward};
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, Engine, Workload};
@@ -80,16 +80,7 @@ fn asynchronous_read_returns_the_values_at_the_time_of_the_call() {
 fn operations_reject_tensors_of_the_wrong_shape_or_type() {
     let (mut engine, tensor) = with_tensor(Precision::Bf16, 64, DType::Bf16);
     let shape = MatmulShape { rows: 8, c: 8, oc: 8 };
-    let short = engine.run(MatmulForward {
-        out: tensor,
-        inp: tensor.slice(0, 32),
-        weight: tensor,
-        bias: None,
-        epilogue: Epilogue::None,
-        shape,
-        fp8: None,
-        groups: None,
-    });
+    let short = engine.run(MatmulForward::new([tensor, tensor.slice(0, 32), tensor], shape));
     assert_eq!(short.unwrap_err().to_string(), "inp: expected at least 64 elements, found 32");
     let text = engine.read_async(tensor).unwrap_err().to_string();
     assert_eq!(text, "the tensor read: expected f32, found bf16");

@@ -315,6 +315,13 @@ pub struct MatmulForward {
     pub groups: Option<Groups>,
 }
 
+impl MatmulForward {
+    /// Returns a layer without bias, in the precision of its tensors: `out = inp · weightᵀ`.
+    pub const fn new([out, inp, weight]: [Tensor; 3], shape: MatmulShape) -> Self {
+        Self { out, inp, weight, bias: None, epilogue: Epilogue::None, shape, fp8: None, groups: None }
+    }
+}
+
 /// Computes the gradients of a linear layer.
 ///
 /// `dinp = dout · weight`, multiplied by the derivative of the activation if `activation` is given; `dweight += doutᵀ · inp`, unless the
@@ -346,6 +353,30 @@ pub struct MatmulBackward {
     pub fp8: Option<Fp8Backward>,
     /// Set if each expert has its own matrix.
     pub groups: Option<Groups>,
+}
+
+impl MatmulBackward {
+    /// Returns the gradients of [`MatmulForward::new`]: `dinp = dout · weight`, `dweight += doutᵀ · inp`.
+    pub const fn new(
+        dinp: Tensor,
+        dweight: Option<Tensor>,
+        [dout, inp, weight]: [Tensor; 3],
+        shape: MatmulShape,
+    ) -> Self {
+        Self {
+            dinp,
+            adds_to_dinp: false,
+            dweight,
+            dbias: None,
+            dout,
+            inp,
+            weight,
+            activation: None,
+            shape,
+            fp8: None,
+            groups: None,
+        }
+    }
 }
 
 /// States that a linear layer's input (rows, C) is activation(preactivation).

@@ -91,7 +91,7 @@ impl Adapter {
     fn reduce(&self, engine: &mut dyn Engine, inp: Tensor) -> Result<()> {
         let (out, weight, shape) = (self.reduced, self.a, self.shape_a());
         let epilogue = Epilogue::None;
-        engine.run(MatmulForward { out, inp, weight, bias: None, epilogue, shape, fp8: None, groups: None })?;
+        engine.run(MatmulForward { epilogue, ..MatmulForward::new([out, inp, weight], shape) })?;
         engine.run(ScaleBlocks::whole(out, self.width, self.scale))
     }
 }

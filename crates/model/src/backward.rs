@@ -128,7 +128,13 @@ impl BackwardPass<'_> {
         let shape = model.linear_shape(weight, inp);
         let (fp8, dweight) = (model.fp8_backward(l, weight, shape), model.gradient(self.grads, weight, l));
         let (weight, activation, adds_to_dinp) = (model.param(weight, l), None, false);
-        MatmulBackward { dinp, adds_to_dinp, dweight, dbias, dout, inp, weight, activation, shape, fp8, groups: None }
+        MatmulBackward {
+            adds_to_dinp,
+            dbias,
+            activation,
+            fp8,
+            ..MatmulBackward::new(dinp, dweight, [dout, inp, weight], shape)
+        }
     }
 
     /// Adds the gradient through a norm, from `dchannels`, to `dresidual`, which is then that of the output of the sub-layer `before`.

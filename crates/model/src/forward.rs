@@ -118,7 +118,7 @@ impl Decoder {
         let shape = self.linear_shape(weight, inp);
         let fp8 = self.fp8_forward(l, weight, shape);
         let (weight, bias) = (self.param(weight, l), self.optional(bias, l));
-        MatmulForward { out, inp, weight, bias, epilogue, shape, fp8, groups: None }
+        MatmulForward { bias, epilogue, fp8, ..MatmulForward::new([out, inp, weight], shape) }
     }
 
     /// Returns the sizes of a linear layer with the input `inp` (rows, C).

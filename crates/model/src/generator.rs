@@ -22,7 +22,7 @@ use super::params::Param;
 use super::sharding::{LayerHooks, Unsharded};
 use anyhow::ensure;
 use engine::ops::{
-    CacheFill, CacheRead, Classifier, DecodeEmbed, DecodeMatmul, DecodeStepShape, Epilogue, MatmulForward, MatmulShape,
+    CacheFill, CacheRead, Classifier, DecodeEmbed, DecodeMatmul, DecodeStepShape, MatmulForward, MatmulShape,
     SampleTokens, Slot, SlotSampling, decode_splits,
 };
 use engine::plan::{Group, Plan};
@@ -464,16 +464,7 @@ impl Generator {
         let (v, vp, softcap) = (d.vocab, d.padded_vocab(), d.softcap);
         let norm = model.final_norm.rows(rows, d.channels);
         let (weight, weight_scale) = model.decoded_weight(model.head_param(), 0);
-        let matmul = MatmulForward {
-            out: self.logits(),
-            inp: norm.out,
-            weight,
-            bias: None,
-            epilogue: Epilogue::None,
-            shape: MatmulShape { rows, c: d.channels, oc: vp },
-            fp8: None,
-            groups: None,
-        };
+        let matmul = MatmulForward::new([self.logits(), norm.out, weight], MatmulShape { rows, c: d.channels, oc: vp });
         engine.run(DecodeMatmul { norm: Some(model.norm_of(&norm, residual, None)), matmul, weight_scale })?;
         let Cache { slots, seen, sampled, scratch, exchange, .. } = self.cache;
         let (logits, capacity) = (self.logits(), self.cache.capacity);

@@ -4,7 +4,7 @@
 use super::decoder::{Decoder, Training};
 use super::fp8_head::Fp8Head;
 use super::memory_plan::chunk_rows;
-use engine::ops::{Classifier, DecodeMatmul, Epilogue, MatmulBackward, MatmulForward, MatmulShape};
+use engine::ops::{Classifier, DecodeMatmul, MatmulBackward, MatmulForward, MatmulShape};
 use engine::tensor::Tensor;
 use engine::{BatchLayout, Engine, Result};
 use std::ops::Range;
@@ -37,7 +37,7 @@ impl Decoder {
         let out = self.logits.slice(0, shape.rows * vp);
         let fp8 = fp8.map(|fp8| fp8.forward(shape));
         let (weight, weight_scale) = self.decoded_weight(self.head_param(), 0);
-        let matmul = MatmulForward { out, inp, weight, bias: None, epilogue: Epilogue::None, shape, fp8, groups: None };
+        let matmul = MatmulForward { fp8, ..MatmulForward::new([out, inp, weight], shape) };
         match weight_scale {
             Some(_) => engine.run(DecodeMatmul { norm: None, matmul, weight_scale })?,
             None => engine.run(matmul)?,
@@ -77,17 +77,13 @@ impl Decoder {
             engine.run(Classifier { logits, losses, targets, v, vp, dloss, softcap, fp8: gradient })?;
             if let Some(training) = training {
                 engine.run(MatmulBackward {
-                    dinp: training.dchannels.slice(first * c, rows * c),
-                    adds_to_dinp: false,
-                    dweight: training.dhead.or_else(|| dhead(training)),
-                    dbias: None,
-                    dout: logits,
-                    inp,
-                    weight: self.param(self.head_param(), 0),
-                    activation: None,
-                    shape,
                     fp8: fp8.map(|fp8| fp8.backward(logits, shape)),
-                    groups: None,
+                    ..MatmulBackward::new(
+                        training.dchannels.slice(first * c, rows * c),
+                        training.dhead.or_else(|| dhead(training)),
+                        [logits, inp, self.param(self.head_param(), 0)],
+                        shape,
+                    )
                 })?;
             }
         }

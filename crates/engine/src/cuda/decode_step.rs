@@ -229,7 +229,7 @@ mod tests {
         cuda.write_i32(slots, &words).unwrap();
         let linear = |out, inp, weight, epilogue, oc| {
             let shape = MatmulShape { rows, c: C, oc };
-            MatmulForward { out, inp, weight, bias: None, epilogue, shape, fp8: None, groups: None }
+            MatmulForward { epilogue, ..MatmulForward::new([out, inp, weight], shape) }
         };
         let mut operations = vec![DecodeOperation::Embed(DecodeEmbed { out: values[0], slots, wte, wpe: None, c: C })];
         for layer in 0..LAYERS {

@@ -190,7 +190,7 @@ impl<T: Float> Cuda<T> {
         }
         let epilogue = Epilogue::Activation(input.activation, input.preactivation);
         let call =
-            self.forward_gemm(&MatmulForward { out, inp, weight, bias, epilogue, shape, fp8: None, groups: None })?;
+            self.forward_gemm(&MatmulForward { bias, epilogue, ..MatmulForward::new([out, inp, weight], shape) })?;
         Ok(if self.runs_on_wgmma(&call)? { None } else { Some(call) })
     }
 

@@ -508,14 +508,9 @@ fn matmul_forward(shape: MatmulShape, bias: bool, kind: EpilogueKind) -> Case {
             EpilogueKind::Activation(activation) => Epilogue::Activation(activation, x[4]),
         };
         e.run(MatmulForward {
-            out: x[0],
-            inp: x[1],
-            weight: x[2],
             bias: bias.then_some(x[3]),
             epilogue: kind,
-            shape,
-            fp8: None,
-            groups: None,
+            ..MatmulForward::new([x[0], x[1], x[2]], shape)
         })
     });
     let mut parts = vec![(Part::Gemm, Work { floats: 0, ..work })];
@@ -565,17 +560,9 @@ fn matmul_backward_operation(
     shape: MatmulShape,
 ) -> MatmulBackward {
     MatmulBackward {
-        dinp: x[0],
-        adds_to_dinp: false,
-        dweight: Some(x[1]),
         dbias: bias.then_some(x[2]),
-        dout: x[3],
-        inp: x[4],
-        weight: x[5],
         activation,
-        shape,
-        fp8: None,
-        groups: None,
+        ..MatmulBackward::new(x[0], Some(x[1]), [x[3], x[4], x[5]], shape)
     }
 }
 
@@ -609,14 +596,9 @@ fn matmul_backward_recompute(shape: MatmulShape, bias: bool, activation: Activat
     case.parts.push((ACTIVATION_FORWARD, pass));
     let forward = move |e: &mut dyn Engine, x: &[Tensor]| {
         e.run(MatmulForward {
-            out: x[10],
-            inp: x[7],
-            weight: x[8],
             bias: Some(x[9]),
             epilogue: Epilogue::Activation(activation, x[6]),
-            shape: before,
-            fp8: None,
-            groups: None,
+            ..MatmulForward::new([x[10], x[7], x[8]], before)
         })
     };
     let run = move |e: &mut dyn Engine, x: &[Tensor]| {

@@ -223,10 +223,9 @@ proptest! {
         engine.run(Dispatch { out: dispatched, inp: tokens, sources, groups: of, weights: None, c, active: k }).unwrap();
         let shape = MatmulShape { rows: p, c, oc: 2 * channels };
         let epilogue = Epilogue::Activation(Activation::SwiGlu, fc);
-        engine.run(MatmulForward { out: activated, inp: dispatched, weight: fcw, bias: None, epilogue, shape, fp8: None, groups }).unwrap();
+        engine.run(MatmulForward { epilogue, groups, ..MatmulForward::new([activated, dispatched, fcw], shape) }).unwrap();
         let proj = MatmulShape { rows: p, c: channels, oc: c };
-        let (inp, epilogue) = (activated, Epilogue::None);
-        engine.run(MatmulForward { out: outputs, inp, weight: projw, bias: None, epilogue, shape: proj, fp8: None, groups }).unwrap();
+        engine.run(MatmulForward { groups, ..MatmulForward::new([outputs, activated, projw], proj) }).unwrap();
         engine.run(Combine { out, residual: Some(residual), inp: outputs, weights, positions, c, active: k }).unwrap();
         let found = bench.after(activated);
         let engine = bench.dyn_engine();
@@ -234,9 +233,10 @@ proptest! {
         engine.run(Combine { out: dinp, residual: Some(dinp), inp: outputs, weights: None, positions, c, active: k }).unwrap();
         engine.run(Dispatch { out: outputs, inp: dout, sources, groups: of, weights, c, active: k }).unwrap();
         let activation = Some(ActivationInput { activation: Activation::SwiGlu, preactivation: fc, recompute: None });
-        let (dbias, fp8, adds_to_dinp) = (None, None, false);
-        engine.run(MatmulBackward { dinp: dfc, adds_to_dinp, dweight: Some(dprojw), dbias, dout: outputs, inp, weight: projw, activation, shape: proj, fp8, groups }).unwrap();
-        engine.run(MatmulBackward { dinp: outputs, adds_to_dinp, dweight: Some(dfcw), dbias, dout: dfc, inp: dispatched, weight: fcw, activation: None, shape, fp8, groups }).unwrap();
+        let backward = MatmulBackward::new(dfc, Some(dprojw), [outputs, activated, projw], proj);
+        engine.run(MatmulBackward { activation, groups, ..backward }).unwrap();
+        let backward = MatmulBackward::new(outputs, Some(dfcw), [dfc, dispatched, fcw], shape);
+        engine.run(MatmulBackward { groups, ..backward }).unwrap();
 
         // Every choice by itself, from the rows of its token.
         let (x, expected_weights) = (bench.before(tokens), bench.after(weight));

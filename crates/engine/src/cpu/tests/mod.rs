@@ -156,7 +156,7 @@ proptest! {
         let preactivation = activation.map(|_| bench.normal(rows * c * inputs));
         bench.ready();
         let shape = MatmulShape { rows, c, oc };
-        bench.dyn_engine().run(MatmulForward { out, inp, weight, bias, epilogue, shape, fp8: None, groups: None }).unwrap();
+        bench.dyn_engine().run(MatmulForward { bias, epilogue, ..MatmulForward::new([out, inp, weight], shape) }).unwrap();
         let (x, w) = (bench.before(inp), bench.before(weight));
         let b = bias.map(|bias| bench.before(bias));
         let mut expected = matmul_reference(rows, oc, c, |i, l| x[i * c + l], |l, j| w[j * c + l]);
@@ -183,7 +183,7 @@ proptest! {
             preactivation,
             recompute: recompute.then_some(forward),
         });
-        let backward = MatmulBackward { dinp, adds_to_dinp: false, dweight: Some(dweight), dbias, dout, inp, weight, activation: input, shape, fp8: None, groups: None };
+        let backward = MatmulBackward { dbias, activation: input, ..MatmulBackward::new(dinp, Some(dweight), [dout, inp, weight], shape) };
         bench.dyn_engine().run(backward).unwrap();
         let d = bench.before(dout);
         let x = match activation.zip(preactivation) {
@@ -473,35 +473,8 @@ fn products_and_norms_do_not_depend_on_the_number_of_threads() {
         bench.ready();
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         pool.install(|| {
-            bench
-                .dyn_engine()
-                .run(MatmulForward {
-                    out,
-                    inp,
-                    weight,
-                    bias: None,
-                    epilogue: Epilogue::None,
-                    shape,
-                    fp8: None,
-                    groups: None,
-                })
-                .unwrap();
-            bench
-                .dyn_engine()
-                .run(MatmulBackward {
-                    adds_to_dinp: false,
-                    dinp,
-                    dweight: Some(dweight),
-                    dbias: None,
-                    dout,
-                    inp,
-                    weight,
-                    activation: None,
-                    shape,
-                    fp8: None,
-                    groups: None,
-                })
-                .unwrap();
+            bench.dyn_engine().run(MatmulForward::new([out, inp, weight], shape)).unwrap();
+            bench.dyn_engine().run(MatmulBackward::new(dinp, Some(dweight), [dout, inp, weight], shape)).unwrap();
             bench.dyn_engine().run(GlobalNorm { norm, grads: dweight }).unwrap();
         });
         [out, dinp, dweight, norm].map(|tensor| bench.after(tensor))
@@ -617,31 +590,9 @@ fn invalid_operands_are_errors_that_name_the_tensor() {
     let mut message = |op: &dyn Fn(&mut dyn Engine) -> Result<()>| op(&mut bench.engine).unwrap_err().to_string();
     let shape = MatmulShape { rows: 8, c: 8, oc: 8 };
     let beside = Tensor { offset: a.offset + 4 * 20, ..a };
-    let overlap = message(&|engine| {
-        engine.run(MatmulForward {
-            out: a,
-            inp: beside,
-            weight: b,
-            bias: None,
-            epilogue: Epilogue::None,
-            shape,
-            fp8: None,
-            groups: None,
-        })
-    });
+    let overlap = message(&|engine| engine.run(MatmulForward::new([a, beside, b], shape)));
     assert!(overlap.contains("overlap"), "{overlap}");
-    let short = message(&|engine| {
-        engine.run(MatmulForward {
-            out: a,
-            inp: b.slice(0, 63),
-            weight: b,
-            bias: None,
-            epilogue: Epilogue::None,
-            shape,
-            fp8: None,
-            groups: None,
-        })
-    });
+    let short = message(&|engine| engine.run(MatmulForward::new([a, b.slice(0, 63), b], shape)));
     assert!(short.contains("tensor inp: expected 64 elements, found 63"), "{short}");
     let bf16 = message(&|engine| engine.zero(Tensor { dtype: DType::Bf16, ..a }));
     assert!(bf16.contains("bf16"), "{bf16}");

@@ -53,7 +53,7 @@ fn added_matmuls((rows, c, oc): (usize, usize, usize)) -> [Case; 3] {
     let forward =
         case("matmul_forward", format!("{name} added"), linear_workload(shape), forward, work, move |e, x| {
             let (epilogue, bias, fp8) = (Epilogue::Residual(x[0]), None, None);
-            e.run(MatmulForward { out: x[0], inp: x[1], weight: x[2], bias, epilogue, shape, fp8, groups: None })
+            e.run(MatmulForward { bias, epilogue, fp8, ..MatmulForward::new([x[0], x[1], x[2]], shape) })
         });
     let backward = |adds: bool| {
         let dinp = if adds { accumulated } else { output }("dinp", rows * c, Tolerance::CHAIN);
@@ -67,17 +67,8 @@ fn added_matmuls((rows, c, oc): (usize, usize, usize)) -> [Case; 3] {
         let name = format!("{name} {}", if adds { "added" } else { "frozen" });
         case("matmul_backward", name, linear_workload(shape), operands, work, move |e, x| {
             e.run(MatmulBackward {
-                dinp: x[0],
                 adds_to_dinp: adds,
-                dweight: adds.then_some(x[1]),
-                dbias: None,
-                dout: x[2],
-                inp: x[3],
-                weight: x[4],
-                activation: None,
-                shape,
-                fp8: None,
-                groups: None,
+                ..MatmulBackward::new(x[0], adds.then_some(x[1]), [x[2], x[3], x[4]], shape)
             })
         })
     };

@@ -221,16 +221,8 @@ fn decode_matmul(
             After::Activation(activation) => Epilogue::Activation(activation, x[5]),
         };
         let inp = if normed.is_some() { x[6] } else { inp };
-        let matmul = MatmulForward {
-            out: x[0],
-            inp,
-            weight: x[2],
-            bias: biased.then_some(x[3]),
-            epilogue,
-            shape,
-            fp8: None,
-            groups: None,
-        };
+        let matmul =
+            MatmulForward { bias: biased.then_some(x[3]), epilogue, ..MatmulForward::new([x[0], inp, x[2]], shape) };
         DecodeMatmul { norm: normed, matmul, weight_scale: None }
     }
 }

@@ -274,7 +274,7 @@ impl Step {
             Some([weight, scale]) => (x[weight], Some(x[scale])),
             None => (x[linear.weight], None),
         };
-        let matmul = MatmulForward { out: x[out], inp: x[inp], weight, bias, epilogue, shape, fp8: None, groups: None };
+        let matmul = MatmulForward { bias, epilogue, ..MatmulForward::new([x[out], x[inp], weight], shape) };
         DecodeOperation::Matmul(DecodeMatmul { norm: norm.copied(), matmul, weight_scale })
     }
 

@@ -204,17 +204,9 @@ fn backward(shape: Shape) -> Case {
         let recompute = ActivationForward { inp: x[m.dispatched], weight: x[m.fcw], bias: None, shape };
         let recompute = recomputes.then_some(recompute);
         let fcproj = MatmulBackward {
-            dinp: x[5],
-            adds_to_dinp: false,
-            dweight: Some(x[3]),
-            dbias: None,
-            dout: x[m.outputs],
-            inp: x[m.activated],
-            weight: x[m.fcprojw],
             activation: Some(ActivationInput { activation: Activation::SwiGlu, preactivation: x[m.fc], recompute }),
-            shape: m.linear([f, c]),
-            fp8: None,
             groups: Some(m.groups(x)),
+            ..MatmulBackward::new(x[5], Some(x[3]), [x[m.outputs], x[m.activated], x[m.fcprojw]], m.linear([f, c]))
         };
         e.run(fcproj)?;
         e.run(RouteBackward {

@@ -188,7 +188,7 @@ fn forward(
             accumulation,
         };
         let (bias, fp8) = (bias.then_some(x[3]), Some(fp8));
-        e.run(MatmulForward { out: x[0], inp: x[1], weight: x[2], bias, epilogue, shape, fp8, groups: None })
+        e.run(MatmulForward { bias, epilogue, fp8, ..MatmulForward::new([x[0], x[1], x[2]], shape) })
     };
     let before = move |e: &mut dyn Engine, x: &[Tensor]| {
         quantize_weight(e, x[2], [Some(x[first + 1]), None], weight_scale(x), shape)
@@ -292,19 +292,7 @@ fn head(shape: MatmulShape, v: usize, softcap: Option<f32>) -> Case {
             accumulation: Fp8Accumulation::ExactGradients,
             dinp: None,
         };
-        e.run(MatmulBackward {
-            dinp: x[0],
-            adds_to_dinp: false,
-            dweight: Some(x[1]),
-            dbias: None,
-            dout: logits,
-            inp: x[5],
-            weight: x[6],
-            activation: None,
-            shape,
-            fp8: Some(fp8),
-            groups: None,
-        })
+        e.run(MatmulBackward { fp8: Some(fp8), ..MatmulBackward::new(x[0], Some(x[1]), [logits, x[5], x[6]], shape) })
     };
     let before = move |e: &mut dyn Engine, x: &[Tensor]| {
         quantize(e, x[5], [None, Some(x[n + 1])], scale_of(x, 1), Scaling::Current, [rows, c])?;
@@ -412,7 +400,7 @@ fn mlp_forward(shape: MatmulShape, activation: Activation, accumulation: Fp8Accu
         let [out, inp, weight, bias] = [x[7], x[2], x[3], x[4]];
         // Kernels that apply ReLU² to FP8 have no bias, as in nanochat.
         let bias = (activation != Activation::ReluSquared).then_some(bias);
-        e.run(MatmulForward { out, inp, weight, bias, epilogue, shape, fp8: Some(fp8), groups: None })?;
+        e.run(MatmulForward { bias, epilogue, fp8: Some(fp8), ..MatmulForward::new([out, inp, weight], shape) })?;
         let fp8 = Fp8Forward {
             inp: x[n + 2],
             inp_scale: scale_of(x, 2).scale,
@@ -422,16 +410,7 @@ fn mlp_forward(shape: MatmulShape, activation: Activation, accumulation: Fp8Accu
             ..fp8
         };
         let [out, inp, weight] = [x[0], x[7], x[5]];
-        e.run(MatmulForward {
-            out,
-            inp,
-            weight,
-            bias: None,
-            epilogue: Epilogue::None,
-            shape: next,
-            fp8: Some(fp8),
-            groups: None,
-        })?;
+        e.run(MatmulForward { fp8: Some(fp8), ..MatmulForward::new([out, inp, weight], next) })?;
         let fp8 = Fp8Backward {
             dout: [x[n + 6], x[n + 7]],
             dout_is_quantized: false,
@@ -446,19 +425,7 @@ fn mlp_forward(shape: MatmulShape, activation: Activation, accumulation: Fp8Accu
             accumulation,
             dinp: None,
         };
-        e.run(MatmulBackward {
-            dinp: x[9],
-            adds_to_dinp: false,
-            dweight: Some(x[1]),
-            dbias: None,
-            dout: x[8],
-            inp: x[7],
-            weight: x[5],
-            activation: None,
-            shape: next,
-            fp8: Some(fp8),
-            groups: None,
-        })
+        e.run(MatmulBackward { fp8: Some(fp8), ..MatmulBackward::new(x[9], Some(x[1]), [x[8], x[7], x[5]], next) })
     };
     let before = move |e: &mut dyn Engine, x: &[Tensor]| {
         quantize_weight(e, x[3], [Some(x[n + 1]), None], scale_of(x, 1), shape)?;
@@ -549,17 +516,9 @@ fn mlp_backward(shape: MatmulShape, activation: Activation, accumulation: Fp8Acc
             dinp: Some(quantized),
         };
         e.run(MatmulBackward {
-            dinp: x[10],
-            adds_to_dinp: false,
-            dweight: Some(x[1]),
-            dbias: None,
-            dout: x[4],
-            inp: x[6],
-            weight: x[9],
             activation: Some(ActivationInput { activation, preactivation: x[7], recompute }),
-            shape: next,
             fp8: Some(fp8),
-            groups: None,
+            ..MatmulBackward::new(x[10], Some(x[1]), [x[4], x[6], x[9]], next)
         })?;
         let fp8 = Fp8Backward {
             dout: [x[n + 2], x[n + 3]],
@@ -572,19 +531,7 @@ fn mlp_backward(shape: MatmulShape, activation: Activation, accumulation: Fp8Acc
             dinp: None,
             ..fp8
         };
-        e.run(MatmulBackward {
-            dinp: x[0],
-            adds_to_dinp: false,
-            dweight: Some(x[2]),
-            dbias: None,
-            dout: x[10],
-            inp: x[5],
-            weight: x[8],
-            activation: None,
-            shape,
-            fp8: Some(fp8),
-            groups: None,
-        })
+        e.run(MatmulBackward { fp8: Some(fp8), ..MatmulBackward::new(x[0], Some(x[2]), [x[10], x[5], x[8]], shape) })
     };
     let before = move |e: &mut dyn Engine, x: &[Tensor]| {
         quantize_weight(e, x[8], [None, Some(x[n + 6])], scale_of(x, 4), shape)?;
@@ -673,16 +620,7 @@ fn quantized_norm(shape: MatmulShape, is_layernorm: bool, scaling: Scaling) -> C
             accumulation,
         };
         let (out, weight, epilogue) = (x[0], x[8], Epilogue::None);
-        e.run(MatmulForward {
-            out,
-            inp: normed,
-            weight,
-            bias: None,
-            epilogue,
-            shape,
-            fp8: Some(forward),
-            groups: None,
-        })?;
+        e.run(MatmulForward { epilogue, fp8: Some(forward), ..MatmulForward::new([out, normed, weight], shape) })?;
         let backward = Fp8Backward {
             dout: [x[n + 4], x[n + 5]],
             dout_is_quantized: false,
@@ -700,17 +638,9 @@ fn quantized_norm(shape: MatmulShape, is_layernorm: bool, scaling: Scaling) -> C
         let (dinp, dweight, dout) = (x[10], x[1], x[9]);
         let (inp, activation, fp8) = (normed, None, Some(backward));
         e.run(MatmulBackward {
-            dinp,
-            adds_to_dinp: false,
-            dweight: Some(dweight),
-            dbias: None,
-            dout,
-            inp,
-            weight,
             activation,
-            shape,
             fp8,
-            groups: None,
+            ..MatmulBackward::new(dinp, Some(dweight), [dout, inp, weight], shape)
         })
     };
     let before = move |e: &mut dyn Engine, x: &[Tensor]| {
@@ -772,16 +702,7 @@ fn quantized_attention(attention: AttentionShape, scaling: Scaling) -> Case {
             accumulation: Fp8Accumulation::Fast,
         };
         let [out, inp, weight] = [x[0], x[1], x[4]];
-        e.run(MatmulForward {
-            out,
-            inp,
-            weight,
-            bias: None,
-            epilogue: Epilogue::None,
-            shape,
-            fp8: Some(fp8),
-            groups: None,
-        })
+        e.run(MatmulForward { fp8: Some(fp8), ..MatmulForward::new([out, inp, weight], shape) })
     };
     let before =
         move |e: &mut dyn Engine, x: &[Tensor]| quantize_weight(e, x[4], [Some(x[6]), None], of(x[9], x[10]), shape);
