@@ -4,70 +4,24 @@ use crate::common::{fail, overridden, succeed, text};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A small model of each family.
-const MODELS: [&[&str]; 7] = [
-    &["--model", "llama3:1b", "--layers", "2", "--channels", "32", "--heads", "4", "--kv-heads", "2", "--ffn", "56"],
-    &["--model", "qwen2.5:0.5b", "--layers", "2", "--channels", "32", "--heads", "4", "--kv-heads", "2", "--ffn", "56"],
-    &[
-        "--model",
-        "qwen3:0.6b",
-        "--layers",
-        "2",
-        "--channels",
-        "32",
-        "--heads",
-        "4",
-        "--kv-heads",
-        "2",
-        "--head-size",
-        "16",
-    ],
-    &[
-        "--model",
-        "qwen3:30b-a3b",
-        "--layers",
-        "2",
-        "--channels",
-        "32",
-        "--heads",
-        "4",
-        "--kv-heads",
-        "2",
-        "--head-size",
-        "16",
-        "--ffn",
-        "24",
-        "--experts",
-        "5",
-        "--active-experts",
-        "2",
-    ],
-    &[
-        "--model",
-        "olmoe:1b-7b",
-        "--layers",
-        "2",
-        "--channels",
-        "32",
-        "--heads",
-        "4",
-        "--ffn",
-        "16",
-        "--experts",
-        "6",
-        "--active-experts",
-        "3",
-    ],
-    &["--model", "modern:d2", "--channels", "32", "--heads", "2"],
-    &["--model", "nanochat:d2", "--channels", "32", "--heads", "2", "--window", "9"],
+/// The flags of a small model of each family.
+const MODELS: [&str; 7] = [
+    "--model llama3:1b --layers 2 --channels 32 --heads 4 --kv-heads 2 --ffn 56",
+    "--model qwen2.5:0.5b --layers 2 --channels 32 --heads 4 --kv-heads 2 --ffn 56",
+    "--model qwen3:0.6b --layers 2 --channels 32 --heads 4 --kv-heads 2 --head-size 16",
+    "--model qwen3:30b-a3b --layers 2 --channels 32 --heads 4 --kv-heads 2 --head-size 16 --ffn 24 --experts 5 --active-experts 2",
+    "--model olmoe:1b-7b --layers 2 --channels 32 --heads 4 --ffn 16 --experts 6 --active-experts 3",
+    "--model modern:d2 --channels 32 --heads 2",
+    "--model nanochat:d2 --channels 32 --heads 2 --window 9",
 ];
 
 /// Trains on the built-in text, with batches of 2 x 16 tokens.
-fn train(model: &[&str], out: &Path, steps: &str, more: &[&str]) -> String {
+fn train(model: &str, out: &Path, steps: &str, more: &[&str]) -> String {
     let batch = ["--batch", "2", "--seq", "16", "--device", "cpu", "--val-every", "0", "--sample-every", "0"];
     let run =
         ["--steps", steps, "--checkpoint-every", "2", "--out", text(out), "--schedule", "constant", "--lr", "0.01"];
-    succeed(&[&["train"], &overridden(&[model, &batch, &run].concat(), more)[..]].concat())
+    let model: Vec<&str> = model.split(' ').collect();
+    succeed(&[&["train"], &overridden(&[&model[..], &batch, &run].concat(), more)[..]].concat())
 }
 
 fn model_file(run: &Path, step: usize) -> PathBuf {
@@ -163,7 +117,7 @@ fn experts_from_a_dense_model_compute_what_it_computes() {
         ["dense", "run", "tuned", "hf", "tokens.bin"].map(|name| dir.path().join(name));
     write_tokens(&tokens);
     train(MODELS[2], &dense, "4", &[]);
-    let experts = ["--model", text(&dense), "--experts", "4", "--active-experts", "2"];
+    let experts = format!("--model {} --experts 4 --active-experts 2", text(&dense));
     // Without a learning rate, the weights do not change.
     let printed = train(&experts, &run, "2", &["--lr", "0"]);
     assert!(printed.contains("2 of 4 experts of 256 channels"), "{printed}");
@@ -202,8 +156,9 @@ fn settings_that_experts_lack_are_errors() {
     let dir = tempfile::tempdir().unwrap();
     let run = dir.path().join("run");
     train(MODELS[3], &run, "2", &[]);
-    let start = [&["train"], MODELS[3], &["--batch", "2", "--seq", "16", "--steps", "1", "--device", "cpu"]].concat();
-    fail(&[&start[..], &["--precision", "fp8"]].concat(), &["--precision fp8: expected a model without experts"]);
+    let model: Vec<&str> = MODELS[3].split(' ').collect();
+    let start = ["--batch", "2", "--seq", "16", "--steps", "1", "--device", "cpu", "--precision", "fp8"];
+    fail(&[&["train"], &model[..], &start].concat(), &["--precision fp8: expected a model without experts"]);
     let out = dir.path().join("out");
     fail(&["export", "--format", "gguf", text(&run), text(&out)], &["expected a model without experts for GGUF"]);
     fail(&["export", "--format", "llmc", text(&run), text(&out)], &["expected a model with Llama's operations"]);
