@@ -15,7 +15,9 @@ use crate::norm::rows::RowOutput;
 use cuda_std::element::{larger_magnitudes, unpack_pair};
 use cuda_std::fp8::{Bf16Scale, transpose_bytes};
 use cuda_std::shared::Layout;
-use cuda_std::{E4m3, E5m2, Element, Fp8, Global, GlobalMut, Packet, SharedArray, bf16, kernel, math, thread, warp};
+use cuda_std::{
+    E4m3, E5m2, Element, Fp8, Global, GlobalMut, Packet, SharedArray, bf16, device, kernel, math, thread, warp,
+};
 
 /// Threads of a block.
 const THREADS: usize = 256;
@@ -124,14 +126,42 @@ pub(crate) fn store_block_amax(amax: GlobalMut<u32>, maxima: SharedArray<u32>, m
     }
 }
 
-/// `amax` = max(`amax`, largest magnitude of inp (n)) as f32 bits. `n` is a multiple of 8. Grid: [`grid`].
+/// The elements of a tensor that a kernel processes. Passed by value.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct Extent {
+    /// The elements of the tensor.
+    pub len: u64,
+    /// The elements of a row.
+    pub columns: u64,
+    /// (1) the number of rows to process, or null for all.
+    pub rows: Global<u32>,
+}
+
+impl Extent {
+    /// Returns the extent of all of `len` elements.
+    pub const fn all(len: usize) -> Self {
+        Self { len: len as u64, columns: 0, rows: Global::null() }
+    }
+}
+
+#[device]
+impl Extent {
+    /// Returns the number of elements to process.
+    fn elements(self) -> usize {
+        if self.rows.is_null() { self.len as usize } else { self.rows.at(0) as usize * self.columns as usize }
+    }
+}
+
+/// `amax` = max(`amax`, largest magnitude of inp) as f32 bits. Rows are multiples of 8 elements. Grid: [`grid`].
 #[kernel(threads = 256)]
-pub fn amax_bf16(amax: GlobalMut<u32>, inp: Global<bf16>, n: u64) {
+pub fn amax_bf16(amax: GlobalMut<u32>, inp: Global<bf16>, extent: Extent) {
+    let n = extent.elements();
     let first = thread::block_idx_x() as usize * BLOCK_ELEMENTS + thread::thread_idx_x() as usize * 8;
     let mut magnitudes = Magnitudes::NONE;
     for i in 0..PACKETS {
         let at = first + i * THREADS * 8;
-        if at < n as usize {
+        if at < n {
             magnitudes = magnitudes.and(Magnitudes::of(inp.packet_streaming(at)));
         }
     }
@@ -211,24 +241,25 @@ pub fn dequantize(out: GlobalMut<bf16>, inp: Global<E4m3>, scale: Global<f32>, n
     }
 }
 
-/// Counts the elements of inp (n) that quantization changes completely: counts\[0\] += those with a magnitude above `largest` ·
-/// scale, which saturate; counts\[1\] += those other than 0 with a magnitude of at most `smallest` · scale, which become 0. `n` is
-/// a multiple of 8. Grid: [`grid`].
+/// Counts the elements of inp that quantization changes completely: counts\[0\] += those with a magnitude above `largest` ·
+/// scale, which saturate; counts\[1\] += those other than 0 with a magnitude of at most `smallest` · scale, which become 0. Rows are
+/// multiples of 8 elements. Grid: [`grid`].
 #[kernel(threads = 256)]
 pub fn count_losses(
     counts: GlobalMut<u32>,
     inp: Global<bf16>,
     scale: Global<f32>,
-    n: u64,
+    extent: Extent,
     largest: f32,
     smallest: f32,
 ) {
+    let n = extent.elements();
     let factor = math::div_rn(1.0, scale.at(0));
     let first = thread::block_idx_x() as usize * BLOCK_ELEMENTS + thread::thread_idx_x() as usize * 8;
     let (mut saturated, mut zeroed) = (0, 0);
     for i in 0..PACKETS {
         let at = first + i * THREADS * 8;
-        if at < n as usize {
+        if at < n {
             let packet = inp.packet_streaming(at);
             for j in 0..8 {
                 // An infinity becomes NaN, which is neither.
@@ -319,7 +350,7 @@ impl<T: Fp8> RowOutput<bf16> for QuantizedOutput<T> {
     }
 }
 
-/// out (n) = inp (n) / scale in FP8. With `AMAX`, also does what [`amax_bf16`] does. `n` is a multiple of 8. Grid: [`grid`].
+/// out = inp / scale in FP8. With `AMAX`, also does what [`amax_bf16`] does. Rows are multiples of 8 elements. Grid: [`grid`].
 #[kernel(threads = 256, instances(
     e4m3 = <E4m3, false>, e4m3_amax = <E4m3, true>, e5m2 = <E5m2, false>, e5m2_amax = <E5m2, true>))]
 pub fn quantize<T: Fp8, const AMAX: bool>(
@@ -327,21 +358,22 @@ pub fn quantize<T: Fp8, const AMAX: bool>(
     amax: GlobalMut<u32>,
     inp: Global<bf16>,
     scale: Global<f32>,
-    n: u64,
+    extent: Extent,
 ) {
+    let n = extent.elements();
     let factor = math::div_rn(1.0, scale.at(0));
     let first = thread::block_idx_x() as usize * BLOCK_ELEMENTS + thread::thread_idx_x() as usize * 8;
     let mut packets = [Packet::zero(); PACKETS];
     for i in 0..PACKETS {
         let at = first + i * THREADS * 8;
-        if at < n as usize {
+        if at < n {
             packets[i] = inp.packet(at);
         }
     }
     let mut all = Magnitudes::NONE;
     for i in 0..PACKETS {
         let (at, magnitudes) = (first + i * THREADS * 8, Magnitudes::of(packets[i]));
-        if at < n as usize {
+        if at < n {
             out.set_eight(at, quantized::<T>(packets[i], magnitudes, factor));
         }
         all = all.and(magnitudes);
@@ -438,8 +470,10 @@ pub(crate) fn store_transposed<T: Fp8, const SUMS: bool>(
 
 /// `transposed` (columns, rows) = inp (rows, columns)ᵀ / scale in FP8. With `BOTH`, also out (rows, columns) = inp / scale.
 /// With `AMAX`, also does what [`amax_bf16`] does. With `SUMS`, also computes `partials` ([`sum_rows`], columns), the sums of
-/// the quantized values of each tile's columns, times the scale. `rows` and `columns` are multiples of 16. Grid:
-/// [`transpose_grid`].
+/// the quantized values of each tile's columns, times the scale. `rows` and `columns` are multiples of 16.
+///
+/// Rows from `end[0]` on, a multiple of [`TILE`], are neither read nor written, unless `end` is null. There may be a batch of matrices
+/// with equal shapes, without `SUMS`. Grid: [`transpose_grid`], times the matrices.
 #[kernel(threads = 256, instances(
     e4m3 = <E4m3, false, false, false>, e4m3_amax = <E4m3, false, true, false>,
     e5m2 = <E5m2, false, false, false>, e5m2_amax = <E5m2, false, true, false>,
@@ -456,11 +490,18 @@ pub fn quantize_transpose<T: Fp8, const BOTH: bool, const AMAX: bool, const SUMS
     scale: Global<f32>,
     rows: u32,
     columns: u32,
+    end: Global<u32>,
 ) {
     let (tile, maxima) = tile_and_maxima(&mut Layout::new());
-    let factor = math::div_rn(1.0, scale.at(0));
     let (rows, columns) = (rows as usize, columns as usize);
     let [row, column] = [thread::block_idx_y() as usize * TILE, thread::block_idx_x() as usize * TILE];
+    if !end.is_null() && row >= end.at(0) as usize {
+        return;
+    }
+    let factor = math::div_rn(1.0, scale.at(0));
+    let first = thread::block_idx_z() as usize * rows * columns;
+    let (inp, transposed) = (inp.skip(first), transposed.skip(first));
+    let out = if BOTH { out.skip(first) } else { out };
     // Sixteen threads load a row of the tile: 256 adjacent bytes.
     let thread = thread::thread_idx_x() as usize;
     let (first_row, packet) = (thread / 16, thread % 16);

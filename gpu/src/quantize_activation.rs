@@ -17,33 +17,33 @@ use cuda_std::{E4m3, E5m2, Global, GlobalMut, Packet, SharedArray, bf16, device,
 /// Packets of each tensor that a thread loads before it computes.
 const BATCH: usize = 4;
 /// Packets of each tensor that a thread processes.
-const PACKETS: usize = 8;
+pub(crate) const PACKETS: usize = 8;
 
 /// Returns the row and the 32-bit word of the thread's packet `i` in a tile of FP8 numbers.
 #[inline(always)]
-fn in_tile(i: usize) -> [usize; 2] {
+pub(crate) fn in_tile(i: usize) -> [usize; 2] {
     let thread = thread::thread_idx_x() as usize;
     [thread / 16 + i * 16, thread % 16 * 2]
 }
 
 /// The packets of a tile of the output (rows, columns) that a thread computes. Sixteen threads take a row of the tile.
 #[derive(Clone, Copy)]
-struct TilePart {
+pub(crate) struct TilePart {
     /// First row and first column of the tile.
-    first: [usize; 2],
-    rows: usize,
-    columns: usize,
+    pub first: [usize; 2],
+    pub rows: usize,
+    pub columns: usize,
 }
 
 #[device]
 impl TilePart {
-    fn new(rows: u32, columns: u32) -> Self {
+    pub fn new(rows: u32, columns: u32) -> Self {
         let first = [thread::block_idx_y() as usize * TILE, thread::block_idx_x() as usize * TILE];
         Self { first, rows: rows as usize, columns: columns as usize }
     }
 
     /// Returns row and column of packet `i` in the output, or `None` outside of it.
-    fn in_output(self, i: usize) -> Option<[usize; 2]> {
+    pub fn in_output(self, i: usize) -> Option<[usize; 2]> {
         let [row, word] = in_tile(i);
         let (row, column) = (self.first[0] + row, self.first[1] + word * 4);
         (row < self.rows && column < self.columns).then_some([row, column])
@@ -68,8 +68,8 @@ impl TilePart {
 /// transpose, if `TRANSPOSED`. I is [`ActivationFunction::INPUTS`].
 ///
 /// `amax` becomes the maximum of itself and the largest magnitude of the activation in bf16, unless it is null. `rows` and
-/// `columns` are multiples of 16. Grid: [`transpose_grid`](crate::quantize::transpose_grid) of out. Shared memory:
-/// [`tile_and_maxima`].
+/// `columns` are multiples of 16. Rows from `end[0]` on, a multiple of 128, are neither read nor written, unless `end` is null. Grid:
+/// [`transpose_grid`](crate::quantize::transpose_grid) of out. Shared memory: [`tile_and_maxima`].
 #[kernel(
     threads = 256,
     instances(
@@ -86,10 +86,14 @@ pub fn quantize_activation<A: ActivationFunction, const OUT: bool, const TRANSPO
     scale: Global<f32>,
     rows: u32,
     columns: u32,
+    end: Global<u32>,
 ) {
     let (tile, maxima) = tile_and_maxima(&mut Layout::new());
-    let factor = math::div_rn(1.0, scale.at(0));
     let part = TilePart::new(rows, columns);
+    if !end.is_null() && part.first[0] >= end.at(0) as usize {
+        return;
+    }
+    let factor = math::div_rn(1.0, scale.at(0));
     let mut all = Magnitudes::NONE;
     for batch in 0..PACKETS / BATCH {
         let first = batch * BATCH;

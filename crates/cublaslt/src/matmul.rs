@@ -96,7 +96,7 @@ impl GemmOperands {
         for (name, given, used) in [
             ("factors", scale.is_some(), epilogue.residual == Some(Residual::Scaled)),
             ("batch", batch.is_some(), matches!(gemm.batching, Batching::Strided | Batching::Symmetric)),
-            ("groups", groups.is_some(), gemm.batching == Batching::Grouped),
+            ("groups", groups.is_some(), gemm.batching.is_grouped()),
             ("scales of FP8 operands", fp8_scales.is_some(), fp8),
             ("scale of an FP8 output", fp8_output.is_some(), quantizes),
             ("scale of an activation in FP8", activation_scale.is_some(), quantizes && recomputes),
@@ -164,7 +164,7 @@ impl GemmOperands {
 pub(crate) fn library_epilogue(gemm: &Gemm) -> Option<u32> {
     let GemmEpilogue { bias, activation, output, .. } = gemm.epilogue;
     match (bias, activation) {
-        _ if output == GemmOutput::Fp8 || gemm.batching == Batching::Grouped => None,
+        _ if output == GemmOutput::Fp8 || gemm.batching.is_grouped() => None,
         (None, None) => Some(sys::EPILOGUE_DEFAULT),
         (Some(Bias::Add), None) => Some(sys::EPILOGUE_BIAS),
         (Some(Bias::Add), Some((Activation::Gelu, Pass::Forward))) => Some(sys::EPILOGUE_GELU_AUX_BIAS),

@@ -14,7 +14,7 @@ pub use route::{
     ENTRIES, MAX_EXPERTS, chunks, route_choose, route_choose_grid, route_count, route_groups, route_place, shared,
 };
 pub use route_backward::{BackwardSizes, route_backward};
-pub use rows::{combine, dispatch, grid};
+pub use rows::{combine, dispatch, dispatch_to_fp8, grid};
 
 /// The rows of a block: a group of a grouped GEMM consists of blocks. A group that is summed over has at least one. Rows that fill up a block are
 /// zeros.

@@ -1,8 +1,11 @@
 //! Copies of rows from the order of tokens to that of experts, and their sums in the other direction.
 //!
-//! Both kernels are memory-bound. Rows have C elements, a multiple of the packet. One warp per row.
+//! The kernels are memory-bound. Rows have C elements, a multiple of the packet. [`dispatch`] and [`combine`] take one warp per row.
 
-use cuda_std::{Element, Global, GlobalMut, Packet, kernel, math, thread, warp};
+use crate::quantize::{ColumnSums, Magnitudes, place, quantized, store_block_amax, store_transposed, tile_and_maxima};
+use crate::quantize_activation::{PACKETS, TilePart, in_tile};
+use cuda_std::shared::Layout;
+use cuda_std::{E4m3, E5m2, Element, Fp8, Global, GlobalMut, Packet, bf16, kernel, math, thread, warp};
 
 const WARPS: usize = 256 / LANES;
 const LANES: usize = warp::LANES as usize;
@@ -45,6 +48,73 @@ pub fn dispatch<T: Element>(
         let scaled = if weights.is_null() { packet } else { Packet::from_fn(|i| weight * packet.get(i)) };
         out.set_packet(column, scaled);
         column += LANES * T::PACKET;
+    }
+}
+
+/// Computes what [`dispatch`] does, rounded to bf16 and divided by a scale, in FP8: out (P, C), unless null, and `transposed` (C, P), unless
+/// null. `amax` becomes the maximum of itself and the largest magnitude before the division, unless it is null. C is a multiple of 16, and
+/// `end[0]` one of 128.
+///
+/// Grid: [`transpose_grid`](crate::quantize::transpose_grid) of (P, C). Shared memory: [`tile_and_maxima`].
+#[kernel(threads = 256, instances(e4m3 = <E4m3>, e5m2 = <E5m2>))]
+pub fn dispatch_to_fp8<T: Fp8>(
+    out: GlobalMut<T>,
+    transposed: GlobalMut<T>,
+    amax: GlobalMut<u32>,
+    inp: Global<bf16>,
+    sources: Global<i32>,
+    weights: Global<f32>,
+    end: Global<u32>,
+    scale: Global<f32>,
+    rows: u32,
+    channels: u32,
+    active: u32,
+) {
+    let (tile, maxima) = tile_and_maxima(&mut Layout::new());
+    let part = TilePart::new(rows, channels);
+    if part.first[0] >= end.at(0) as usize {
+        return;
+    }
+    let factor = math::div_rn(1.0, scale.at(0));
+    let mut of_rows = [-1; PACKETS];
+    for i in 0..PACKETS {
+        if let Some([row, _]) = part.in_output(i) {
+            of_rows[i] = sources.at(row);
+        }
+    }
+    let mut packets = [Packet::zero(); PACKETS];
+    for i in 0..PACKETS {
+        let [_, word] = in_tile(i);
+        if of_rows[i] >= 0 {
+            let token = (of_rows[i] as u32 / active) as usize;
+            packets[i] = inp.packet(token * part.columns + part.first[1] + word * 4);
+        }
+    }
+    let mut all = Magnitudes::NONE;
+    for i in 0..PACKETS {
+        let mut packet = packets[i];
+        if !weights.is_null() && of_rows[i] >= 0 {
+            let weight = weights.at(of_rows[i] as usize);
+            packet = Packet::from_fn(|j| weight * packet.get(j));
+        }
+        let magnitudes = Magnitudes::of(packet);
+        let words = quantized::<T>(packet, magnitudes, factor);
+        let [row, word] = in_tile(i);
+        tile.set_two(place(row, word), words);
+        if !out.is_null()
+            && let Some([row, column]) = part.in_output(i)
+        {
+            out.set_eight(row * part.columns + column, words);
+        }
+        all = all.and(magnitudes);
+    }
+    if !amax.is_null() {
+        store_block_amax(amax, maxima, all);
+    }
+    thread::sync_threads();
+    if !transposed.is_null() {
+        let no_sums = ColumnSums { partials: GlobalMut::null(), columns: 0, scale: 1.0 };
+        store_transposed::<T, false>(transposed, tile, part.first, [part.rows, part.columns], no_sums);
     }
 }
 

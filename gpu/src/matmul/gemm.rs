@@ -53,10 +53,18 @@ pub enum Batching {
     /// A batch of GEMMs of one shape in which b is a, multiplied by its transpose. So every output is symmetric; kernels
     /// compute only its tiles on and above the diagonal.
     Symmetric,
-    /// A grouped GEMM: groups of rows of different sizes, which are in device memory ([`Groups`](crate::experts::Groups)). The rows of group g of a (M, K) are
-    /// multiplied by matrix g of b, into the same rows of out (M, N). With the layout `Tn`, matrix g of out is the sum over the rows of group
-    /// g of a (K, M) and b (K, N). M, or K with that layout, is an upper limit of the rows of all groups.
+    /// A grouped GEMM over groups of rows of different sizes, which are in device memory ([`Groups`](crate::experts::Groups)). The rows of
+    /// group g of a (M, K) are multiplied by matrix g of b, into the same rows of out (M, N). M is an upper limit of the rows of all groups.
     Grouped,
+    /// A grouped GEMM that sums over groups of K. Matrix g of out is a · b over group g. K is an upper limit of the rows of all groups.
+    GroupedSum,
+}
+
+impl Batching {
+    /// Returns true for a grouped GEMM.
+    pub const fn is_grouped(self) -> bool {
+        matches!(self, Self::Grouped | Self::GroupedSum)
+    }
 }
 
 /// The part of a bias in an epilogue. It has N elements; its gradient M.

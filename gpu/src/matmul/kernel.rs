@@ -18,7 +18,7 @@ use super::epilogue::{
 use super::gated::GatedEpilogue;
 use super::gemm::{Batching, Bias, GemmEpilogue, GemmLayout, GemmOutput, GemmPrecision, Pass};
 use super::mainloop::{
-    AB, ABt, AtB, Fp8ABt, Grouped, GroupedAtB, Operands, Paired, Strided, Symmetric, load_stage, multiply,
+    AB, ABt, AtB, Fp8ABt, Grouped, GroupedSum, Operands, Paired, Strided, Symmetric, load_stage, multiply,
     multiply_promoted,
 };
 use super::quantized::QuantizedEpilogue;
@@ -176,6 +176,7 @@ impl<const COLUMN_SUMS: bool> Epilogue for Partials<COLUMN_SUMS> {
             swiglu_backward = Gated<SwiGlu, true, false>, swiglu_backward_and_value = Gated<SwiGlu, true, true>,
             geglu_backward = Gated<GeGlu, true, false>, geglu_backward_and_value = Gated<GeGlu, true, true>
         ],
+        gated_gradient = [swiglu_backward = Gated<SwiGlu, true, false>, geglu_backward = Gated<GeGlu, true, false>],
         gated = [swiglu = Gated<SwiGlu, false, true>, geglu = Gated<GeGlu, false, true>],
         gated_to_fp8 = [swiglu_to_fp8 = QuantizedGated<SwiGlu>, geglu_to_fp8 = QuantizedGated<GeGlu>],
         fp8_forward = [
@@ -219,8 +220,8 @@ impl<const COLUMN_SUMS: bool> Epilogue for Partials<COLUMN_SUMS> {
         grouped_ab = Grouped<AB> * [_ = Tma<Linear<false, false>>] * pingpong,
         grouped_ab = Grouped<AB> * [_ = Tma<Linear<false, false>>] * [t128x256 = Cooperative128x256],
         grouped_ab = Grouped<AB> * gated_backward * pingpong,
-        grouped_atb = GroupedAtB * [residual = Tma<Linear<false, true>>] * pingpong,
-        grouped_atb = GroupedAtB * [residual = Tma<Linear<false, true>>] * cooperative,
+        grouped_atb = GroupedSum<AtB> * [residual = Tma<Linear<false, true>>] * pingpong,
+        grouped_atb = GroupedSum<AtB> * [residual = Tma<Linear<false, true>>] * cooperative,
         e4m3 * linear * pingpong,
         e4m3 * linear * cooperative,
         e4m3 * fp8_forward * pingpong,
@@ -234,7 +235,17 @@ impl<const COLUMN_SUMS: bool> Epilogue for Partials<COLUMN_SUMS> {
         e4m3_exact * fp8_forward * exact_tile,
         e5m2_exact * gradient * exact_tile,
         e5m2_exact * weight_gradient * exact_tile,
-        e5m2_exact * fp8_backward * exact_tile
+        e5m2_exact * fp8_backward * exact_tile,
+        grouped_e4m3 = Grouped<Fp8ABt<E4m3, false>> * [_ = Tma<Linear<false, false>>] * pingpong,
+        grouped_e4m3 = Grouped<Fp8ABt<E4m3, false>> * [_ = Tma<Linear<false, false>>] * [t128x256 = Cooperative128x256],
+        grouped_e4m3 = Grouped<Paired<Fp8ABt<E4m3, false>>> * gated * pingpong,
+        grouped_e4m3 = Grouped<Paired<Fp8ABt<E4m3, false>>> * gated_to_fp8 * pingpong,
+        grouped_e5m2 = Grouped<Fp8ABt<E5m2, false>> * [_ = Tma<Linear<false, false>>] * pingpong,
+        grouped_e5m2 = Grouped<Fp8ABt<E5m2, false>> * [_ = Tma<Linear<false, false>>] * [t128x256 = Cooperative128x256],
+        grouped_e5m2 = Grouped<Fp8ABt<E5m2, false>> * gated_gradient * pingpong,
+        grouped_sum_e5m2 = GroupedSum<Fp8ABt<E5m2, false>> * [residual = Tma<Linear<false, true>>] * pingpong,
+        grouped_sum_e5m2 = GroupedSum<Fp8ABt<E5m2, false>> * [residual = Tma<Linear<false, true>>] * cooperative,
+        grouped_sum_e5m2_exact = GroupedSum<Fp8ABt<E5m2, true>> * [residual = Tma<Linear<false, true>>] * exact_tile
     ),
     select(
         L::LAYOUT: GemmLayout,

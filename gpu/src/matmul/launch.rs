@@ -77,13 +77,13 @@ pub struct Maps {
 pub fn maps(gemm: &Gemm, batch: StridedBatch, tile: TileShape) -> Maps {
     let Gemm { m, n, k, layout, epilogue, .. } = *gemm;
     let (fp8, tile_k) = (gemm.is_fp8(), tile_k(gemm));
-    let sums_rows = layout == GemmLayout::Tn;
+    let sums_groups = gemm.batching == Batching::GroupedSum;
     // Whether the matrix is one for all groups of a grouped GEMM.
     let matrix = |rows, columns, stride, tile, fp8, shared| {
         let extents = match gemm.batching {
             Batching::One => Extents::Matrix([rows, columns]),
-            Batching::Grouped if shared => Extents::Matrix([rows, columns]),
-            Batching::Grouped => Extents::Matrices([batch.count, rows, columns]),
+            batching if batching.is_grouped() && shared => Extents::Matrix([rows, columns]),
+            batching if batching.is_grouped() => Extents::Matrices([batch.count, rows, columns]),
             _ => Extents::Batch([batch.count, rows, columns], stride),
         };
         Map { extents, tile, fp8 }
@@ -98,8 +98,8 @@ pub fn maps(gemm: &Gemm, batch: StridedBatch, tile: TileShape) -> Maps {
             let pairs = if gemm.batching == Batching::Grouped { batch.count } else { 1 };
             Map { extents: Extents::Matrices([2 * pairs, n / 2, k]), tile: (tile.dims()[1] / 2, tile_k), fp8 }
         }
-        GemmLayout::Nt => matrix(n, k, batch.b, (tile.b_box_rows(), tile_k), fp8, sums_rows),
-        _ => matrix(k, n, batch.b, (TILE_K, TILE_K), fp8, sums_rows),
+        GemmLayout::Nt => matrix(n, k, batch.b, (tile.b_box_rows(), tile_k), fp8, sums_groups),
+        _ => matrix(k, n, batch.b, (TILE_K, TILE_K), fp8, sums_groups),
     };
     if epilogue.is_gated() {
         let f = if forward { n / 2 } else { n };
@@ -108,7 +108,7 @@ pub fn maps(gemm: &Gemm, batch: StridedBatch, tile: TileShape) -> Maps {
         let (out, second) = if forward { (activation, pairs) } else { (pairs, activation) };
         return Maps { a, b, out, aux: pairs, second };
     }
-    let output = |fp8| matrix(m, n, batch.out, (EPILOGUE_TILE, EPILOGUE_TILE), fp8, !sums_rows);
+    let output = |fp8| matrix(m, n, batch.out, (EPILOGUE_TILE, EPILOGUE_TILE), fp8, !sums_groups);
     Maps { a, b, out: output(epilogue.output == GemmOutput::Fp8), aux: output(false), second: output(false) }
 }
 
@@ -137,8 +137,12 @@ pub(crate) fn has_valid_shape(gemm: &Gemm) -> bool {
     let operand_multiple = if gemm.is_fp8() { 16 } else { 8 };
     let output_multiple = if epilogue.output == GemmOutput::Fp8 { 16 } else { 8 };
     let fits = |extent: usize| (1..1 << 31).contains(&extent);
-    let grouped_rows = if layout == GemmLayout::Tn { k } else { m };
-    (gemm.batching != Batching::Grouped || grouped_rows.is_multiple_of(GROUP_BLOCK))
+    let grouped_rows = match gemm.batching {
+        Batching::Grouped => m,
+        Batching::GroupedSum => k,
+        _ => 0,
+    };
+    grouped_rows.is_multiple_of(GROUP_BLOCK)
         && row_of_a.is_multiple_of(operand_multiple)
         && row_of_b.is_multiple_of(operand_multiple)
         && n.is_multiple_of(8)
@@ -430,7 +434,7 @@ impl fmt::Display for Gemm {
             Batching::One => "",
             Batching::Strided => " batched",
             Batching::Symmetric => " batched symmetric",
-            Batching::Grouped => " grouped",
+            Batching::Grouped | Batching::GroupedSum => " grouped",
         };
         write!(f, "{}x{}x{} {layout} {precision}{exact}{batch}", self.m, self.n, self.k)?;
         if self.epilogue == GemmEpilogue::NONE { Ok(()) } else { write!(f, " {}", self.epilogue) }

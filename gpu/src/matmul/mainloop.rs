@@ -34,9 +34,9 @@ pub trait Operands: 'static {
     /// True if the operands and outputs are batches of matrices with a constant stride.
     const STRIDED: bool = matches!(Self::BATCHING, Batching::Strided | Batching::Symmetric);
     /// True if the groups of a grouped GEMM share an output: each has rows of it.
-    const SHARED_OUT: bool = matches!(Self::BATCHING, Batching::Grouped) && !Self::A_M_MAJOR;
+    const SHARED_OUT: bool = matches!(Self::BATCHING, Batching::Grouped);
     /// True if the groups of a grouped GEMM share b: each has columns of K.
-    const SHARED_B: bool = matches!(Self::BATCHING, Batching::Grouped) && Self::A_M_MAJOR;
+    const SHARED_B: bool = matches!(Self::BATCHING, Batching::GroupedSum);
     /// True if the tensor maps of b have a third dimension for the matrices of a batch.
     const B_BATCHED: bool = Self::STRIDED || Self::SHARED_OUT;
     /// True if the tensor maps of outputs have a third dimension for the matrices of a batch.
@@ -72,8 +72,8 @@ pub struct Strided<L>(PhantomData<L>);
 pub struct Symmetric<L>(PhantomData<L>);
 /// The operands `L` of a grouped GEMM. b consists of a matrix, or a pair of them, for each group of rows.
 pub struct Grouped<L>(PhantomData<L>);
-/// The operands a (K, M)ᵀ and b (K, N) of a grouped GEMM. A group consists of the same rows of both.
-pub struct GroupedAtB;
+/// The operands `L` of a grouped GEMM that sums over groups of K.
+pub struct GroupedSum<L>(PhantomData<L>);
 /// a (M, K) · b (N, K)ᵀ with FP8 operands, a of type `A` and b in E4M3.
 pub struct Fp8ABt<A, const EXACT: bool>(PhantomData<A>);
 
@@ -119,15 +119,29 @@ impl<L: Operands> Operands for Symmetric<L> {
 
 impl<L: Operands> Operands for Grouped<L> {
     const LAYOUT: GemmLayout = L::LAYOUT;
+    const PRECISION: GemmPrecision = L::PRECISION;
     const BATCHING: Batching = Batching::Grouped;
     const B_PAIR: bool = L::B_PAIR;
     type Scheduler = GroupScheduler;
+
+    #[inline(always)]
+    #[track_caller]
+    fn mma_k_major<D: Accumulators>(d: &mut D, a: KMajorOperand, b: KMajorOperand, accumulate: bool) {
+        L::mma_k_major(d, a, b, accumulate);
+    }
 }
 
-impl Operands for GroupedAtB {
-    const LAYOUT: GemmLayout = GemmLayout::Tn;
-    const BATCHING: Batching = Batching::Grouped;
+impl<L: Operands> Operands for GroupedSum<L> {
+    const LAYOUT: GemmLayout = L::LAYOUT;
+    const PRECISION: GemmPrecision = L::PRECISION;
+    const BATCHING: Batching = Batching::GroupedSum;
     type Scheduler = GroupSumScheduler;
+
+    #[inline(always)]
+    #[track_caller]
+    fn mma_k_major<D: Accumulators>(d: &mut D, a: KMajorOperand, b: KMajorOperand, accumulate: bool) {
+        L::mma_k_major(d, a, b, accumulate);
+    }
 }
 
 impl<A: Fp8, const EXACT: bool> Operands for Fp8ABt<A, EXACT> {

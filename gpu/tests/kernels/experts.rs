@@ -1,16 +1,18 @@
 //! The choice of experts and the order of experts against a sequential reference, and gradients of the router against differences.
 
-use crate::common::{Tolerance, assert_close, noise, read, rounded, run, shared_bytes, wide};
+use crate::common::{Tolerance, assert_close, noise, quantized, read, rounded, run, shared_bytes, wide};
+use bytemuck::Pod;
 use cuda_std::emulate::Memory;
 use cuda_std::launch::Launch;
-use cuda_std::{Global, GlobalMut};
+use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, bf16};
 use gpu::experts::{self, BackwardSizes, ENTRIES, GROUP_BLOCK, Groups, Router};
+use gpu::quantize::{tile_and_maxima, transpose_grid};
 
 tests! {
     kernels of "experts";
     for both types: experts_match_reference, not_a_number_is_the_smallest_logit, rows_are_copied_and_summed,
         gradients_of_logits_match_differences;
-    once: chunks_have_a_common_order;
+    once: chunks_have_a_common_order, rows_are_quantized;
 }
 
 /// Tokens, experts, and experts of a token.
@@ -249,6 +251,61 @@ fn rows_are_copied_and_summed<T: Tolerance>() {
                     }
                 }
                 assert_close(&what, &read(&memory, out), &want, T::ROUNDING + 1e-6, 1.0);
+            }
+        }
+    }
+}
+
+/// Rows in the order of experts have the FP8 bits of their copies in bf16.
+fn rows_are_quantized() {
+    check_quantized::<E4m3>();
+    check_quantized::<E5m2>();
+}
+
+fn check_quantized<T: Fp8 + Pod>() {
+    for (i, [rows, count, active]) in SHAPES.into_iter().enumerate() {
+        let channels = [16, 48, 272, 528][i % 4];
+        let routed = reference(&logits(rows, count, 3), router([count, active], false, true), 1);
+        let (p, end) = (routed.sources.len(), routed.groups[count] as usize);
+        let factors: Vec<f32> = routed.weights.iter().map(|&x| x as f32).collect();
+        for (weighted, outputs) in [(false, [true, true]), (true, [true, false]), (true, [false, true])] {
+            let mut memory = Memory::new();
+            let inp = rounded::<bf16>(&noise(rows * channels, 1).iter().map(|x| 300.0 * x).collect::<Vec<_>>());
+            let weights = if weighted { memory.input("weights", &factors) } else { Global::null() };
+            let sources = memory.input("sources", &routed.sources);
+            let end_ = memory.input("groups", &routed.groups).skip(count);
+            let (from, scale) = (memory.input("inp", &inp), memory.input("scale", &[0.7]));
+            let (c, k) = (channels as u32, active as u32);
+            let sorted = memory.output("sorted", p * channels);
+            let launch = experts::dispatch(sorted, from, sources, weights, end_, c, k);
+            run(&mut memory, &launch, experts::grid(p), 0);
+            let copied = wide(memory.slice(sorted.reader(), end * channels).expect("all rows are written"));
+            let want = quantized::reference::<T>(&copied, 0.7);
+
+            let [out, transposed] = outputs.map(|used| match used {
+                true => memory.output::<T>("output", p * channels),
+                false => GlobalMut::null(),
+            });
+            // The recomputation of a tensor leaves its largest magnitude alone.
+            let amax = if outputs[0] { memory.buffer("amax", &[7]) } else { GlobalMut::null() };
+            let launch =
+                experts::dispatch_to_fp8(out, transposed, amax, from, sources, weights, end_, scale, p as u32, c, k);
+            run(&mut memory, &launch, transpose_grid(p, channels), shared_bytes(tile_and_maxima));
+            let at = |memory: &Memory, out: GlobalMut<T>, i| {
+                memory.slice(out.reader().skip(i), 1).ok().map(|value| value[0].to_bits())
+            };
+            for i in 0..p * channels {
+                let (row, column) = (i / channels, i % channels);
+                if outputs[0] {
+                    assert_eq!(at(&memory, out, i), want.get(i).copied(), "{rows} x {channels}, {i}");
+                }
+                if outputs[1] {
+                    let got = at(&memory, transposed, column * p + row);
+                    assert_eq!(got, want.get(i).copied(), "{rows} x {channels}, {i}, transposed");
+                }
+            }
+            if outputs[0] {
+                assert_eq!(memory.read(amax)[0], quantized::largest(&copied, f32::from_bits(7)));
             }
         }
     }

@@ -7,7 +7,7 @@ use cuda_std::emulate::Memory;
 use cuda_std::shared::Layout;
 use cuda_std::{E4m3, E5m2, Element, Fp8, Global, GlobalMut, bf16};
 use gpu::quantize::{
-    self, amax_bf16, count_losses, current_scale, delayed_scales, grid, quantize, quantize_transpose, scale_of,
+    self, Extent, amax_bf16, count_losses, current_scale, delayed_scales, grid, quantize, quantize_transpose, scale_of,
     scales_grid, sum_rows, transpose_fp8, transpose_grid,
 };
 use proptest::strategy::Strategy;
@@ -17,7 +17,8 @@ tests! {
     once: amax_is_the_largest_magnitude, amax_accumulates_and_keeps_nan, any_length_is_quantized,
         values_saturate_and_others_become_nan, current_scale_fits_the_largest_magnitude,
         delayed_scales_fit_the_largest_finite_amax, losses_are_counted, any_shape_is_transposed, columns_are_summed,
-        fp8_is_transposed, numbers_are_converted_exactly;
+        fp8_is_transposed, numbers_are_converted_exactly, rows_after_the_last_are_ignored,
+        matrices_of_a_batch_are_transposed;
 }
 
 fn shared_bytes() -> usize {
@@ -52,7 +53,7 @@ fn reference<T: Fp8>(values: &[bf16], scale: f32) -> Vec<u8> {
 fn amax_of(values: &[bf16], before: f32) -> u32 {
     let mut memory = Memory::new();
     let (inp, amax) = (memory.input("inp", values), memory.buffer("amax", &[before.to_bits()]));
-    run(&mut memory, &amax_bf16(amax, inp, values.len() as u64), grid(values.len()), maxima_bytes());
+    run(&mut memory, &amax_bf16(amax, inp, Extent::all(values.len())), grid(values.len()), maxima_bytes());
     memory.read(amax)[0]
 }
 
@@ -94,7 +95,7 @@ fn check_quantize<T: Fp8 + Pod, const AMAX: bool>(values: &[bf16], scale: f32) {
     let (out, amax) = (memory.output("out", values.len()), memory.buffer("amax", &[7]));
     run(
         &mut memory,
-        &quantize::<T, AMAX>(out, amax, inp, scale_, values.len() as u64),
+        &quantize::<T, AMAX>(out, amax, inp, scale_, Extent::all(values.len())),
         grid(values.len()),
         maxima_bytes(),
     );
@@ -118,7 +119,7 @@ fn values_saturate_and_others_become_nan() {
         let mut memory = Memory::new();
         let (inp, scale) = (memory.input("inp", &values.map(bf16::from_f32)), memory.input("scale", &[2.0f32]));
         let (out, amax) = (memory.output("out", 8), memory.zeroed("amax", 1));
-        run(&mut memory, &quantize::<E4m3, true>(out, amax, inp, scale, 8), 1, maxima_bytes());
+        run(&mut memory, &quantize::<E4m3, true>(out, amax, inp, scale, Extent::all(8)), 1, maxima_bytes());
         (bits(&memory.read(out)), f32::from_bits(memory.read(amax)[0]))
     };
     let finite = [448.0, -448.0, 1e3, 1e30, -1e30, 0.0, -0.0, 1e-30];
@@ -171,7 +172,7 @@ fn count<T: Fp8 + Pod>(values: &[bf16], scale: f32) {
     let (inp, scale_) = (memory.input("inp", values), memory.input("scale", &[scale]));
     let counts = memory.buffer("counts", &[5, 7]);
     let (n, format) = (values.len(), T::FORMAT);
-    let launch = count_losses(counts, inp, scale_, n as u64, format.max(), format.largest_rounded_to_zero());
+    let launch = count_losses(counts, inp, scale_, Extent::all(n), format.max(), format.largest_rounded_to_zero());
     run(&mut memory, &launch, grid(n), 0);
     let count = |lost: &dyn Fn(f32, f32) -> bool| {
         let with_fp8 = values.iter().map(|x| (x.to_f32(), T::from_f32(x.to_f32() * (1.0 / scale)).to_f32()));
@@ -207,7 +208,8 @@ fn check_transpose<T: Fp8 + Pod, const BOTH: bool, const AMAX: bool, const SUMS:
     let (transposed_, amax) = (memory.output("transposed", values.len()), memory.buffer("amax", &[7]));
     let sums = if SUMS { memory.output("sums", sum_rows(rows) * columns) } else { GlobalMut::from_address(0) };
     let (r, c) = (rows as u32, columns as u32);
-    let launch = quantize_transpose::<T, BOTH, AMAX, SUMS>(out, transposed_, amax, sums, inp, scale_, r, c);
+    let launch =
+        quantize_transpose::<T, BOTH, AMAX, SUMS>(out, transposed_, amax, sums, inp, scale_, r, c, Global::null());
     run(&mut memory, &launch, transpose_grid(rows, columns), shared_bytes());
     let want = reference::<T>(values, scale);
     if BOTH {
@@ -218,6 +220,78 @@ fn check_transpose<T: Fp8 + Pod, const BOTH: bool, const AMAX: bool, const SUMS:
     if SUMS {
         check_column_sums::<T>(&memory.read(sums), &want, columns, scale);
     }
+}
+
+/// Rows that a kernel must not process are infinite.
+fn rows_after_the_last_are_ignored() {
+    for (rows, end, columns) in [(384, 128, 48), (256, 0, 16), (256, 256, 144)] {
+        let mut values = values(rows * columns, 5);
+        values[end * columns..].fill(bf16::from_f32(f32::INFINITY));
+        let (used, scale) = (&values[..end * columns], 0.7);
+        let mut memory = Memory::new();
+        let (inp, scale_) = (memory.input("inp", &values), memory.input("scale", &[scale]));
+        let end_ = memory.input("end", &[end as u32]);
+        let extent = Extent { columns: columns as u64, rows: end_, ..Extent::all(rows * columns) };
+        let amaxes = [1, 2, 3].map(|_| memory.buffer("amax", &[7]));
+        let (n, r, c) = (rows * columns, rows as u32, columns as u32);
+        run(&mut memory, &amax_bf16(amaxes[0], inp, extent), grid(n), maxima_bytes());
+        let out = memory.output::<E4m3>("out", n);
+        run(&mut memory, &quantize::<E4m3, true>(out, amaxes[1], inp, scale_, extent), grid(n), maxima_bytes());
+        let want = reference::<E4m3>(used, scale);
+        let written = |memory: &Memory, out: GlobalMut<E4m3>| -> Vec<Option<u8>> {
+            let value = |i| memory.slice(out.reader().skip(i), 1).ok().map(|value| value[0].to_bits());
+            (0..n).map(value).collect()
+        };
+        let expected: Vec<_> = (0..n).map(|i| want.get(i).copied()).collect();
+        assert_eq!(written(&memory, out), expected);
+        let counts = memory.buffer("counts", &[5, 7]);
+        run(&mut memory, &count_losses(counts, inp, scale_, extent, 448.0, 0.0), grid(n), 0);
+        let saturated = used.iter().filter(|x| x.to_f32().abs() * (1.0 / scale) > 448.0).count() as u32;
+        assert_eq!(memory.read(counts), [5 + saturated, 7]);
+        let [out, transposed] = ["out", "transposed"].map(|name| memory.output::<E4m3>(name, n));
+        let launch = quantize_transpose::<E4m3, true, true, false>(
+            out,
+            transposed,
+            amaxes[2],
+            GlobalMut::null(),
+            inp,
+            scale_,
+            r,
+            c,
+            end_,
+        );
+        run(&mut memory, &launch, transpose_grid(rows, columns), shared_bytes());
+        assert_eq!(written(&memory, out), expected);
+        let expected: Vec<_> = (0..n).map(|i| expected[i % rows * columns + i / rows]).collect();
+        assert_eq!(written(&memory, transposed), expected);
+        assert_eq!(amaxes.map(|amax| memory.read(amax)[0]), [largest(used).max(7); 3]);
+    }
+}
+
+fn matrices_of_a_batch_are_transposed() {
+    let (count, rows, columns) = (3, 144, 32);
+    let values = values(count * rows * columns, 5);
+    let mut memory = Memory::new();
+    let (inp, scale) = (memory.input("inp", &values), memory.input("scale", &[0.7]));
+    let [out, transposed_] = ["out", "transposed"].map(|name| memory.output::<E4m3>(name, values.len()));
+    let none = GlobalMut::null();
+    let launch = quantize_transpose::<E4m3, true, false, false>(
+        out,
+        transposed_,
+        GlobalMut::null(),
+        none,
+        inp,
+        scale,
+        rows as u32,
+        columns as u32,
+        Global::null(),
+    );
+    let [x, y, _] = transpose_grid(rows, columns);
+    run(&mut memory, &launch, [x, y, count as u32], shared_bytes());
+    let want = reference::<E4m3>(&values, 0.7);
+    assert_eq!(bits(&memory.read(out)), want);
+    let matrices = want.chunks(rows * columns).flat_map(|matrix| transposed(matrix, columns));
+    assert_eq!(bits(&memory.read(transposed_)), matrices.collect::<Vec<_>>());
 }
 
 fn shapes() -> impl Strategy<Value = (usize, usize)> {

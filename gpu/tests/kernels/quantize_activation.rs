@@ -4,7 +4,7 @@ use crate::common::activation::{run_backward, run_forward};
 use crate::common::quantized::{self, check_column_sums, largest, reference, transposed};
 use crate::common::{for_all, noise, rounded, run, shared_bytes};
 use cuda_std::emulate::Memory;
-use cuda_std::{E4m3, E5m2, Element, GlobalMut, bf16};
+use cuda_std::{E4m3, E5m2, Element, Global, GlobalMut, bf16};
 use gpu::activation::Activation;
 use gpu::quantize::{sum_rows, tile_and_maxima, transpose_grid};
 use gpu::quantize_activation::{quantize_activation_gradient_select, quantize_activation_select, tiles_and_maxima};
@@ -13,7 +13,30 @@ use proptest::strategy::Strategy;
 tests! {
     kernels of "quantize_activation.rs";
     once: activations_have_the_bits_of_separate_quantization, gradients_have_the_bits_of_separate_quantization,
-        gradients_are_summed, nan_and_infinity_stay_in_their_place;
+        gradients_are_summed, nan_and_infinity_stay_in_their_place, rows_after_the_last_are_ignored;
+}
+
+/// Reads of rows after the last would fail, because the emulator knows that nothing has written them.
+fn rows_after_the_last_are_ignored() {
+    for (rows, end, columns) in [(256, 128, 48), (384, 384, 144)] {
+        let case = Case::new(Activation::SwiGlu, [end, columns], 5);
+        let (mut memory, n) = (Memory::new(), rows * columns);
+        let written = memory.output::<bf16>("inp", 2 * n);
+        memory.write(written, &case.inp).unwrap();
+        let (scale, end_) = (memory.input("scale", &[case.scale]), memory.input("end", &[end as u32]));
+        let (out, columnwise) = (memory.output::<E4m3>("out", n), memory.output::<E4m3>("transposed", n));
+        let amax = memory.buffer("amax", &[7]);
+        let (inp, r, c) = (written.reader(), rows as u32, columns as u32);
+        let key = (Activation::SwiGlu, true, true);
+        let launch = quantize_activation_select(key, out, columnwise, amax, inp, scale, r, c, end_).unwrap();
+        run(&mut memory, &launch, transpose_grid(rows, columns), shared_bytes(tile_and_maxima));
+        let want = run_forward(Activation::SwiGlu, &case.inp, columns);
+        let bits = quantized::bits(memory.slice(out.reader(), end * columns).unwrap());
+        assert_eq!(bits, reference::<E4m3>(&want, case.scale));
+        assert!((end * columns..n).all(|i| memory.slice(out.reader().skip(i), 1).is_err()));
+        assert!((0..n).all(|i| memory.slice(columnwise.reader().skip(i), 1).is_ok() == (i % rows < end)));
+        assert_eq!(memory.read(amax)[0], largest(&want, f32::from_bits(7)));
+    }
 }
 
 /// The tensors of a test: preactivation and gradient of the output.
@@ -44,7 +67,7 @@ impl Case {
         let amax = before.map_or(GlobalMut::null(), |before| memory.buffer("amax", &[before.to_bits()]));
         let (r, c) = (self.rows as u32, self.columns as u32);
         let key = (self.activation, is_out, is_transposed);
-        let launch = quantize_activation_select(key, out, columnwise, amax, inp, scale, r, c).unwrap();
+        let launch = quantize_activation_select(key, out, columnwise, amax, inp, scale, r, c, Global::null()).unwrap();
         run(&mut memory, &launch, transpose_grid(self.rows, self.columns), shared_bytes(tile_and_maxima));
         if is_out {
             quantized::check(&memory, out, want, self.scale, before.map(|before| (amax, before)));

@@ -65,13 +65,7 @@ fn quantize_gradient(
     set_scalar(arena, "scale", scale, scale_of(dloss, format.max()))?;
     let quantized = Quantize {
         out: Some(out),
-        transposed: None,
-        inp: gradient,
-        scale: Fp8Scale { scale, amax: scale, counts: None },
-        scaling: Scaling::Given,
-        format,
-        shape: [rows, vp],
-        column_sums: None,
+        ..Quantize::new(gradient, [rows, vp], format, Fp8Scale { scale, amax: scale, counts: None }, Scaling::Given)
     };
     quantize(arena, quantized)?;
     // The transpose may overwrite the gradient.

@@ -3,6 +3,8 @@
 use super::activation;
 use super::arena::{Arena, optional};
 use super::gemm::{Into, Matrix, Parallelism, multiply};
+use super::matmul::scales_product;
+use super::quantize;
 use crate::Result;
 use crate::ops::{
     ActivationInput, Combine, Dispatch, Epilogue, GROUP_ROWS, Groups, MatmulBackward, MatmulForward, MatmulShape,
@@ -110,7 +112,7 @@ pub(super) fn route(arena: &mut Arena, op: Route) -> Result<()> {
 }
 
 pub(super) fn dispatch(arena: &mut Arena, op: Dispatch) -> Result<()> {
-    let Dispatch { out, inp, sources, weights, c, active: k, .. } = op;
+    let Dispatch { out, inp, sources, weights, c, active: k, fp8, .. } = op;
     let rows = inp.len / c;
     let operands = [
         ("out", out, sources.len * c),
@@ -126,7 +128,7 @@ pub(super) fn dispatch(arena: &mut Arena, op: Dispatch) -> Result<()> {
         let weight = weights.get(source).copied().unwrap_or(1.0);
         out.iter_mut().zip(&inp[source / k * c..]).for_each(|(out, x)| *out = weight * x);
     });
-    Ok(())
+    fp8.map_or(Ok(()), |quantized| quantize::quantize(arena, quantized))
 }
 
 pub(super) fn combine(arena: &mut Arena, op: Combine) -> Result<()> {
@@ -237,8 +239,8 @@ fn gradient_of_logits(
     }
 }
 
-fn check_groups(bias: bool, fp8: bool, other: bool) -> Result<()> {
-    ensure!(!bias && !fp8 && !other, "matmul of experts: expected neither a bias, FP8, a residual nor an addition");
+fn check_groups(bias: bool, other: bool) -> Result<()> {
+    ensure!(!bias && !other, "matmul of experts: expected neither a bias, a residual nor an addition");
     Ok(())
 }
 
@@ -246,7 +248,11 @@ fn check_groups(bias: bool, fp8: bool, other: bool) -> Result<()> {
 pub(super) fn matmul_forward(arena: &mut Arena, op: &MatmulForward, groups: Groups) -> Result<()> {
     let MatmulForward { out, inp, weight, bias, epilogue, shape, fp8, .. } = *op;
     let (MatmulShape { rows, c, oc }, Groups { layout, count }) = (shape, groups);
-    check_groups(bias.is_some(), fp8.is_some(), matches!(epilogue, Epilogue::Residual(_)))?;
+    check_groups(bias.is_some(), matches!(epilogue, Epilogue::Residual(_)))?;
+    let (inp, weight, scale) = match fp8 {
+        Some(fp8) => (fp8.inp, fp8.weight, scales_product(arena, fp8.inp_scale, fp8.weight_scale)?),
+        None => (inp, weight, 1.0),
+    };
     let (preactivation, inputs) = match epilogue {
         Epilogue::Activation(activation, preactivation) => (Some(preactivation), activation.inputs()),
         Epilogue::None | Epilogue::Residual(_) => (None, 1),
@@ -263,49 +269,79 @@ pub(super) fn matmul_forward(arena: &mut Arena, op: &MatmulForward, groups: Grou
     sums.par_chunks_mut(super::CHUNK).for_each(|sums| sums.fill(0.0));
     let weights = weight.chunks(oc * c).map(|weight| Matrix::row_major(weight, oc, c).transposed());
     for (rows, weight) in rows_of_experts(bytemuck::cast_slice(layout), count).zip(weights) {
-        let inp = Matrix::row_major(&inp[rows.start * c..], rows.len(), c);
-        multiply(&mut sums[rows.start * oc..], Into::Overwrite, 1.0, inp, weight, ALL);
+        multiply(&mut sums[rows.start * oc..], Into::Overwrite, scale, rows_of(inp, &rows, c), weight, ALL);
     }
     if let Epilogue::Activation(activation, _) = epilogue {
         activation::forward(activation, out, preactivation, oc / inputs);
     }
-    Ok(())
+    fp8.and_then(|fp8| fp8.out).map_or(Ok(()), |next| quantize::quantize(arena, next))
+}
+
+/// Returns some rows of a matrix of `width` columns.
+fn rows_of<'a>(values: &'a [f32], rows: &Range<usize>, width: usize) -> Matrix<'a> {
+    Matrix::row_major(&values[rows.start * width..], rows.len(), width)
+}
+
+/// Returns some columns of a matrix of `height` rows and `width` columns.
+fn columns_of<'a>(values: &'a [f32], columns: &Range<usize>, height: usize, width: usize) -> Matrix<'a> {
+    Matrix::strided(&values[columns.start..], height, columns.len(), width)
 }
 
 /// Computes the gradients of a linear layer with a matrix for each expert.
 pub(super) fn matmul_backward(arena: &mut Arena, op: &MatmulBackward, groups: Groups) -> Result<()> {
     let MatmulBackward { dinp, adds_to_dinp, dweight, dbias, dout, inp, weight, activation, shape, fp8, .. } = *op;
     let (MatmulShape { rows, c, oc }, Groups { layout, count }) = (shape, groups);
-    check_groups(dbias.is_some(), fp8.is_some(), adds_to_dinp)?;
+    check_groups(dbias.is_some(), adds_to_dinp)?;
     let inputs = activation.map_or(1, |input| input.activation.inputs());
     ensure!(activation.is_none() || inputs == 2, "matmul of experts: expected a gated activation, found another");
+    if let Some(ActivationInput { activation, preactivation, recompute: Some(_) }) = activation {
+        let operands = [("inp", inp, rows * c), ("preactivation", preactivation, rows * c * inputs)];
+        let [inp, preactivation] = arena.split("matmul_backward", operands)?;
+        activation::forward(activation, inp, preactivation, c);
+    }
+    let [mut scale, mut weight_gradient_scale] = [1.0; 2];
+    if let Some(fp8) = fp8 {
+        for next in fp8.quantize_dout(op).into_iter().chain(fp8.quantize_inp(op)) {
+            quantize::quantize(arena, next)?;
+        }
+        scale = scales_product(arena, fp8.dout_scale.scale, fp8.weight_scale)?;
+        weight_gradient_scale = scales_product(arena, fp8.dout_scale.scale, fp8.inp_scale.scale)?;
+    }
     let operands = [
         ("dinp", dinp, rows * c * inputs),
         optional("dweight", dweight, count * oc * c),
-        ("dout", dout, rows * oc),
-        ("inp", inp, rows * c),
-        ("weight", weight, count * oc * c),
+        ("dout", fp8.map_or(dout, |fp8| fp8.dout[0]), rows * oc),
+        // A quantized input may share memory with other operands, unless the gradient of the activation replaces it.
+        optional("inp", (fp8.is_none() || activation.is_some()).then_some(inp), rows * c),
+        ("weight", fp8.map_or(weight, |fp8| fp8.weight_transposed), count * oc * c),
         optional("preactivation", activation.map(|input| input.preactivation), rows * c * inputs),
         ("groups", layout, 2 * count + 1 + rows / GROUP_ROWS),
+        optional("dout in FP8, transposed", fp8.map(|fp8| fp8.dout[1]), rows * oc),
+        optional("inp in FP8, transposed", fp8.map(|fp8| fp8.inp_transposed), rows * c),
     ];
-    let [dinp, dweight, dout, inp, weight, preactivation, layout] = arena.split("matmul_backward", operands)?;
+    let [dinp, dweight, dout, inp, weight, preactivation, layout, dout8_t, inp8_t] =
+        arena.split("matmul_backward", operands)?;
     let layout: &[i32] = bytemuck::cast_slice(layout);
-    let dout = |rows: &Range<usize>| Matrix::row_major(&dout[rows.start * oc..], rows.len(), oc);
-    if let Some(ActivationInput { activation, recompute: Some(_), .. }) = activation {
-        activation::forward(activation, inp, preactivation, c);
-    }
-    for (rows, dweight) in rows_of_experts(layout, count).zip(dweight.chunks_mut(oc * c)) {
-        let inp = Matrix::row_major(&inp[rows.start * c..], rows.len(), c);
-        multiply(dweight, Into::Add, 1.0, dout(&rows).transposed(), inp, ALL);
+    for (of_expert, dweight) in rows_of_experts(layout, count).zip(dweight.chunks_mut(oc * c)) {
+        let [a, b] = if fp8.is_some() {
+            [columns_of(dout8_t, &of_expert, oc, rows), columns_of(inp8_t, &of_expert, c, rows).transposed()]
+        } else {
+            [rows_of(dout, &of_expert, oc).transposed(), rows_of(inp, &of_expert, c)]
+        };
+        multiply(dweight, Into::Add, weight_gradient_scale, a, b, ALL);
     }
     let dinp_of_matmul = if activation.is_some() { &mut *inp } else { &mut *dinp };
     dinp_of_matmul.par_chunks_mut(super::CHUNK).for_each(|values| values.fill(0.0));
     for (rows, weight) in rows_of_experts(layout, count).zip(weight.chunks(oc * c)) {
-        let weight = Matrix::row_major(weight, oc, c);
-        multiply(&mut dinp_of_matmul[rows.start * c..], Into::Overwrite, 1.0, dout(&rows), weight, ALL);
+        let weight = match fp8 {
+            Some(_) => Matrix::row_major(weight, c, oc).transposed(),
+            None => Matrix::row_major(weight, oc, c),
+        };
+        let dout = rows_of(dout, &rows, oc);
+        multiply(&mut dinp_of_matmul[rows.start * c..], Into::Overwrite, scale, dout, weight, ALL);
     }
     if let Some(input) = activation {
         activation::backward(input.activation, dinp, inp, preactivation, c);
     }
-    Ok(())
+    fp8.and_then(|fp8| fp8.dinp).map_or(Ok(()), |next| quantize::quantize(arena, next))
 }

@@ -76,7 +76,8 @@ pub(super) fn add_column_sums(to: &mut [f32], values: &[f32], columns: usize) {
     });
 }
 
-fn scales_product(arena: &Arena, a: Tensor, b: Tensor) -> Result<f32> {
+/// Returns the product of two scales.
+pub(super) fn scales_product(arena: &Arena, a: Tensor, b: Tensor) -> Result<f32> {
     Ok(quantize::scalar(arena, "scale", a)? * quantize::scalar(arena, "scale", b)?)
 }
 

@@ -3,7 +3,7 @@
 use super::CHUNK;
 use super::arena::{Arena, optional};
 use crate::Result;
-use crate::ops::{Dequantize, Fp8Format, Fp8Scale, Fp8Scales, Quantize, Scaling, largest_rounded};
+use crate::ops::{Dequantize, Fp8Format, Fp8Scale, Fp8Scales, Groups, Quantize, Scaling, largest_rounded};
 use crate::tensor::Tensor;
 use anyhow::ensure;
 use cuda_std::{E4m3, E5m2, Element};
@@ -29,20 +29,25 @@ pub(super) fn set_scalar(arena: &mut Arena, name: &'static str, tensor: Tensor, 
 }
 
 pub(super) fn quantize(arena: &mut Arena, op: Quantize) -> Result<()> {
-    let Quantize { out, transposed, inp, scale: Fp8Scale { scale, amax, counts }, scaling, format, shape, column_sums } =
-        op;
-    let [rows, columns] = shape;
+    let Quantize { out, transposed, inp, scale: Fp8Scale { scale, amax, counts }, scaling, format, .. } = op;
+    let Quantize { shape: [rows, columns], column_sums, groups, .. } = op;
     ensure!(
         rows.is_multiple_of(16) && columns.is_multiple_of(16),
         "quantize: expected rows and columns that are multiples of 16, found {rows} x {columns}"
     );
     ensure!(
-        column_sums.is_none() || out.is_some() && transposed.is_some(),
-        "quantize: column sums: expected both layouts, found one"
+        column_sums.is_none() || out.is_some() && transposed.is_some() && op.matrices == 1,
+        "quantize: column sums: expected both layouts of one matrix, found one layout or several matrices"
     );
+    let used_rows = match groups {
+        Some(Groups { layout, count }) => bytemuck::cast_slice::<f32, i32>(arena.get(layout)?)[count] as usize,
+        None => rows,
+    };
+    let used = op.elements() / rows * used_rows;
     if scaling != Scaling::Given {
         let before = if scaling == Scaling::Current { 0.0 } else { scalar(arena, "amax", amax)? };
-        let largest = arena.get(inp)?.par_chunks(CHUNK).map(|chunk| chunk.iter().fold(0.0, |a, &b| larger(a, b)));
+        let largest =
+            arena.get(inp)?[..used].par_chunks(CHUNK).map(|chunk| chunk.iter().fold(0.0, |a, &b| larger(a, b)));
         let largest = largest.reduce(|| before, larger);
         set_scalar(arena, "amax", amax, largest)?;
         if scaling != Scaling::Delayed {
@@ -52,23 +57,24 @@ pub(super) fn quantize(arena: &mut Arena, op: Quantize) -> Result<()> {
     let scale = scalar(arena, "scale", scale)?;
     let factor = 1.0 / scale;
     if let Some(counts) = counts.filter(|_| scaling != Scaling::Given) {
-        count_losses(arena, counts, inp, factor, format)?;
+        count_losses(arena, counts, inp.slice(0, used), factor, format)?;
     }
     let round = |x: f32| match format {
         Fp8Format::E4m3 => E4m3::from_f32(scaled(x, factor)).to_f32(),
         Fp8Format::E5m2 => E5m2::from_f32(scaled(x, factor)).to_f32(),
     };
     let operands = [
-        optional("out", out, rows * columns),
-        optional("transposed", transposed, rows * columns),
-        ("inp", inp, rows * columns),
+        optional("out", out, op.elements()),
+        optional("transposed", transposed, op.elements()),
+        ("inp", inp, op.elements()),
         optional("column sums", column_sums, columns),
     ];
     let [out, transposed, inp, sums] = arena.split("quantize", operands)?;
-    out.par_iter_mut().with_min_len(CHUNK).zip(&*inp).for_each(|(out, &x)| *out = round(x));
-    transposed.par_chunks_mut(rows).enumerate().for_each(|(column, out)| {
-        for (row, out) in out.iter_mut().enumerate() {
-            *out = round(inp[row * columns + column]);
+    out.par_iter_mut().with_min_len(CHUNK).zip(&inp[..used]).for_each(|(out, &x)| *out = round(x));
+    transposed.par_chunks_mut(rows).enumerate().for_each(|(i, out)| {
+        let (first, column) = (i / columns * rows, i % columns);
+        for (row, out) in out[..used_rows].iter_mut().enumerate() {
+            *out = round(inp[(first + row) * columns + column]);
         }
     });
     sums.iter_mut().zip(transposed.chunks(rows)).for_each(|(sum, column)| {

@@ -130,7 +130,7 @@ pub(super) fn quantizing_kernel<T: Float>(
         |name, tensor: Option<Tensor>| tensor.map_or(Ok(GlobalMut::null()), |tensor| cuda.fp8::<E4m3>(name, tensor, n));
     let (out, transposed) = (address("out", op.out)?, address("transposed", op.transposed)?);
     let key = (activation, op.out.is_some() || op.transposed.is_none(), op.transposed.is_some());
-    let launch = quantize_activation_select(key, out, transposed, amax, inp, scale, r, c);
+    let launch = quantize_activation_select(key, out, transposed, amax, inp, scale, r, c, cuda.end(op)?);
     let launch = launch.with_context(|| no_kernel(activation))?;
     let (grid, shared_bytes) = (transpose_grid(rows, columns), shared_bytes(tile_and_maxima));
     Ok(Some(KernelLaunch { launch, grid, shared_bytes }))

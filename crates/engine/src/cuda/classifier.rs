@@ -73,12 +73,7 @@ fn classifier_fp8<T: Float>(cuda: &mut Cuda<T>, op: Classifier, fp8: Fp8Logits) 
     let quantized = Quantize {
         out: Some(fp8.out),
         transposed: Some(fp8.transposed),
-        inp: op.logits,
-        scale,
-        scaling: Scaling::Given,
-        format: Fp8Format::E5m2,
-        shape: [rows, vp],
-        column_sums: None,
+        ..Quantize::new(op.logits, [rows, vp], Fp8Format::E5m2, scale, Scaling::Given)
     };
     check(cuda, &quantized)?;
     let (out, scale) = (cuda.fp8("gradient", fp8.out, rows * vp)?, cuda.output("scale", fp8.scale, 1)?);

@@ -1,14 +1,16 @@
 //! Mixtures of experts: the router, and the copies between the order of tokens and that of experts.
 
 use super::executor::EmulatedGpu;
+use super::quantize::quantize;
 use super::{Cuda, Float, MatmulBackend, shared_bytes};
 use crate::gemm::GroupOperands;
-use crate::ops::{Combine, Dispatch, Groups, Route, RouteBackward, Router, RouterScores};
+use crate::ops::{Combine, Dispatch, Fp8Format, Groups, Quantize, Route, RouteBackward, Router, RouterScores};
 use crate::tensor::{DType, Tensor};
 use crate::{Result, Workload};
 use anyhow::ensure;
-use cuda_std::{Global, GlobalMut};
+use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut};
 use gpu::experts::{self as kernels, BackwardSizes, MAX_EXPERTS};
+use gpu::quantize::{tile_and_maxima, transpose_grid};
 
 /// Maximum number of experts of a token: the lanes of a warp.
 const MAX_ACTIVE: usize = 32;
@@ -68,6 +70,11 @@ impl<T: Float> Cuda<T> {
         Ok(GlobalMut::from_address(self.arena.address::<i32>(name, tensor, len)?.addr() as u64))
     }
 
+    /// Returns the end of the last group's rows, of `rows` rows in expert order.
+    pub(super) fn end_of_groups(&self, Groups { layout, count }: Groups, rows: usize) -> Result<Global<u32>> {
+        Ok(self.words("groups", layout, kernels::Groups { count, rows }.words())?.reader().skip(count))
+    }
+
     /// Returns the groups of a linear layer with `rows` rows in the order of experts.
     pub(super) fn groups(&self, Groups { layout, count }: Groups, rows: usize) -> Result<GroupOperands> {
         let len = kernels::Groups { count, rows }.words();
@@ -106,20 +113,56 @@ pub(super) fn route<T: Float>(cuda: &mut Cuda<T>, op: Route) -> Result<()> {
 }
 
 pub(super) fn dispatch<T: Float>(cuda: &mut Cuda<T>, op: Dispatch) -> Result<()> {
-    let Dispatch { out, inp, sources, groups, weights, c, active } = op;
+    let Dispatch { out, inp, sources, groups, weights, c, active, fp8 } = op;
+    if let Some(quantized) = fp8
+        && let Some((amax, scale)) = cuda.given_scale(&quantized)?
+    {
+        return match quantized.format {
+            Fp8Format::E4m3 => dispatch_to_fp8::<T, E4m3>(cuda, &op, &quantized, amax, scale),
+            Fp8Format::E5m2 => dispatch_to_fp8::<T, E5m2>(cuda, &op, &quantized, amax, scale),
+        };
+    }
     let (rows, p) = (inp.len / c, sources.len);
-    let Groups { layout, count } = groups;
-    let end = cuda.words("groups", layout, kernels::Groups { count, rows: p }.words())?.reader().skip(count);
     let launch = kernels::dispatch::<T>(
         cuda.output("out", out, p * c)?,
         cuda.input("inp", inp, rows * c)?,
         cuda.input("sources", sources, p)?,
         cuda.optional_input("weights", weights, rows * active)?,
-        end,
+        cuda.end_of_groups(groups, p)?,
         c as u32,
         active as u32,
     );
-    cuda.launch(launch, [kernels::grid(p), 1, 1], 0)
+    cuda.launch(launch, [kernels::grid(p), 1, 1], 0)?;
+    fp8.map_or(Ok(()), |quantized| quantize(cuda, quantized))
+}
+
+/// Copies rows and quantizes them with a given scale.
+fn dispatch_to_fp8<T: Float, F: Fp8>(
+    cuda: &mut Cuda<T>,
+    op: &Dispatch,
+    quantized: &Quantize,
+    amax: GlobalMut<u32>,
+    scale: Global<f32>,
+) -> Result<()> {
+    let Dispatch { inp, sources, groups, weights, c, active, .. } = *op;
+    let (rows, p) = (inp.len / c, sources.len);
+    let output = |name, tensor: Option<Tensor>| {
+        tensor.map_or(Ok(GlobalMut::null()), |tensor| cuda.fp8::<F>(name, tensor, p * c))
+    };
+    let launch = kernels::dispatch_to_fp8::<F>(
+        output("out", quantized.out)?,
+        output("transposed", quantized.transposed)?,
+        amax,
+        cuda.input("inp", inp, rows * c)?,
+        cuda.input("sources", sources, p)?,
+        cuda.optional_input("weights", weights, rows * active)?,
+        cuda.end_of_groups(groups, p)?,
+        scale,
+        p as u32,
+        c as u32,
+        active as u32,
+    );
+    cuda.launch(launch, transpose_grid(p, c), shared_bytes(tile_and_maxima))
 }
 
 pub(super) fn combine<T: Float>(cuda: &mut Cuda<T>, op: Combine) -> Result<()> {

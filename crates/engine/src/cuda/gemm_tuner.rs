@@ -2,7 +2,7 @@
 
 use super::executor::{Executor, GemmTimer};
 use super::gemm_dispatch::{GemmDispatch, unsupported};
-use crate::gemm::{Gemm, GemmCall, GemmChoice, GemmLayout, GemmTiming, GroupOperands, KernelConfig, Tuning};
+use crate::gemm::{Batching, Gemm, GemmCall, GemmChoice, GemmTiming, GroupOperands, KernelConfig, Tuning};
 use crate::{COOLDOWN, Result};
 use anyhow::Context;
 use cublaslt::Finalists;
@@ -174,7 +174,7 @@ fn describe_groups(
     GroupOperands { description, count }: GroupOperands,
     executor: &mut dyn Executor,
 ) -> Result<()> {
-    let layout = Groups { count, rows: if gemm.layout == GemmLayout::Tn { gemm.k } else { gemm.m } };
+    let layout = Groups { count, rows: if gemm.batching == Batching::GroupedSum { gemm.k } else { gemm.m } };
     let blocks = layout.rows / GROUP_BLOCK;
     // Each group has a block, and a part of the others.
     let end = |group: usize| group + (blocks - count) * group * (count + group) / (2 * count * count);

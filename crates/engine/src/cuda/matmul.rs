@@ -48,8 +48,15 @@ impl<T: Float> Cuda<T> {
         Gemm { m, n, k, layout, precision: self.gemm_precision(), batching: Batching::One, epilogue }
     }
 
-    /// Returns the GEMM, a grouped one if there are groups of `rows` rows, with their operands and the number of matrices of the weight.
-    fn grouped(&self, gemm: Gemm, groups: Option<Groups>, rows: usize) -> Result<(Gemm, Option<GroupOperands>, usize)> {
+    /// Returns the GEMM, a grouped one of kind `batching` if there are groups of `rows` rows, with their operands and the number of matrices of
+    /// the weight.
+    pub(super) fn grouped(
+        &self,
+        gemm: Gemm,
+        batching: Batching,
+        groups: Option<Groups>,
+        rows: usize,
+    ) -> Result<(Gemm, Option<GroupOperands>, usize)> {
         let Some(groups) = groups else { return Ok((gemm, None, 1)) };
         let gpu = self.executor.emulation();
         ensure!(
@@ -57,7 +64,7 @@ impl<T: Float> Cuda<T> {
             "{gemm}: expected one matrix, found {}, for which only the bf16 kernels of a Hopper GPU exist",
             groups.count
         );
-        let gemm = Gemm { batching: Batching::Grouped, ..gemm };
+        let gemm = Gemm { batching, ..gemm };
         Ok((gemm, Some(self.groups(groups, rows)?), groups.count))
     }
 
@@ -98,7 +105,7 @@ impl<T: Float> Cuda<T> {
             }
         };
         let (gemm, groups, matrices) =
-            self.grouped(self.gemm([rows, oc, c], GemmLayout::Nt, fused), op.groups, rows)?;
+            self.grouped(self.gemm([rows, oc, c], GemmLayout::Nt, fused), Batching::Grouped, op.groups, rows)?;
         let operands = GemmOperands {
             a: self.operand("inp", inp, rows * c)?,
             b: self.operand("weight", weight, matrices * oc * c)?,
@@ -149,7 +156,7 @@ impl<T: Float> Cuda<T> {
         }
         let sums = activation.is_gated().then_some(inp);
         let gemm = self.gemm([rows, c, oc], GemmLayout::Nn, GemmEpilogue::NONE.with(activation, Pass::Backward));
-        let (gemm, groups, matrices) = self.grouped(gemm, op.groups, rows)?;
+        let (gemm, groups, matrices) = self.grouped(gemm, Batching::Grouped, op.groups, rows)?;
         let inputs = rows * c * activation.inputs();
         let operands = GemmOperands {
             a: self.operand("dout", dout, rows * oc)?,
@@ -331,7 +338,7 @@ fn backward_input<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Result<(
         ..GemmEpilogue::NONE
     };
     let gemm = cuda.gemm([rows, c, oc], GemmLayout::Nn, epilogue);
-    let (gemm, groups, matrices) = cuda.grouped(gemm, op.groups, rows)?;
+    let (gemm, groups, matrices) = cuda.grouped(gemm, Batching::Grouped, op.groups, rows)?;
     let operands = GemmOperands {
         a: cuda.operand("dout", dout, rows * oc)?,
         b: cuda.operand("weight", weight, matrices * oc * c)?,
@@ -365,7 +372,8 @@ fn backward_weight<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, bias_kerne
     let matrices = op.groups.map_or(1, |groups| groups.count);
     let (output, out) = cuda.weight_gradient_output(dweight, matrices * oc * c)?;
     let epilogue = GemmEpilogue { bias: dbias.map(|_| Bias::Gradient), output, ..GemmEpilogue::RESIDUAL };
-    let (gemm, groups, _) = cuda.grouped(cuda.gemm([oc, c, rows], GemmLayout::Tn, epilogue), op.groups, rows)?;
+    let gemm = cuda.gemm([oc, c, rows], GemmLayout::Tn, epilogue);
+    let (gemm, groups, _) = cuda.grouped(gemm, Batching::GroupedSum, op.groups, rows)?;
     let operands = GemmOperands {
         groups,
         a: cuda.operand("dout", dout, rows * oc)?,

@@ -3,8 +3,8 @@
 use super::quantize::{quantize, transpose_quantized};
 use super::{Cuda, Float, Fp8Bits, activation, bias};
 use crate::gemm::{
-    EXACT_COLUMNS, Fp8Output, GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmOutput,
-    GemmPrecision, LOGITS_COLUMNS, LOGITS_TOKENS, Pass,
+    Batching, EXACT_COLUMNS, Fp8Output, GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands,
+    GemmOutput, GemmPrecision, LOGITS_COLUMNS, LOGITS_TOKENS, Pass, Residual,
 };
 use crate::ops::{
     Activation, ActivationInput, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, MatmulBackward,
@@ -148,11 +148,12 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
     };
     let fuses = |activation| cuda.gemms.uses_wgmma() && cuda.fuses_forward(activation, op.bias, oc);
     let unfused = activation.filter(|(activation, _)| !fuses(*activation));
+    let matrices = op.groups.map_or(1, |groups| groups.count);
     let plain = unfused.map(|(_, sums)| MatmulForward { out: sums, epilogue: Epilogue::None, ..*op });
     let GemmCall { gemm, operands, .. } = cuda.forward_gemm(plain.as_ref().unwrap_or(op))?;
     let operands = GemmOperands {
         a: cuda.fp8_address("inp in FP8", fp8.inp, rows * c)?,
-        b: cuda.fp8_address("weight in FP8", fp8.weight, oc * c)?,
+        b: cuda.fp8_address("weight in FP8", fp8.weight, matrices * oc * c)?,
         fp8_scales: cuda.scale_addresses([fp8.inp_scale, fp8.weight_scale])?,
         ..operands
     };
@@ -183,12 +184,21 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
                 return Ok(());
             }
         }
+        let shape = activation::ActivationShape { rows, columns: oc / activation.inputs() };
+        let kernel = activation::forward_kernel(cuda, activation, out, preactivation, shape)?;
+        if op.groups.is_some() {
+            // The kernel would read rows after the last group, which are undefined.
+            let gemm = Gemm { epilogue: GemmEpilogue::NONE.with(activation, Pass::Forward), ..gemm };
+            let out = cuda.operand("out", out, rows * shape.columns)?;
+            let operands = GemmOperands { out, preactivation: Some(operands.out), ..operands };
+            cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: vec![kernel] })?;
+            return fp8.out.map_or(Ok(()), |next| quantize(cuda, next));
+        }
         cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })?;
         if let Some(next) = fp8.out {
             return activation::quantize_forward(cuda, activation, preactivation, next);
         }
-        let shape = activation::ActivationShape { rows, columns: oc / activation.inputs() };
-        return cuda.launch_kernel(&activation::forward_kernel(cuda, activation, out, preactivation, shape)?);
+        return cuda.launch_kernel(&kernel);
     }
     let kernel = activation.map(|(activation, preactivation)| {
         let shape = activation::ActivationShape { rows, columns: oc / activation.inputs() };
@@ -229,16 +239,19 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &
 /// Computes dweight (OC, C) += doutᵀ (OC, rows) · inpᵀ (C, rows)ᵀ, unless the weight is frozen.
 fn weight_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Backward) -> Result<()> {
     let (MatmulShape { rows, c, oc }, Some(dweight)) = (op.shape, op.dweight) else { return Ok(()) };
-    let (output, out) = cuda.weight_gradient_output(dweight, oc * c)?;
+    let matrices = op.groups.map_or(1, |groups| groups.count);
+    let (output, out) = cuda.weight_gradient_output(dweight, matrices * oc * c)?;
     let epilogue = GemmEpilogue { output, ..GemmEpilogue::RESIDUAL };
     let gemm = Gemm {
         precision: backward_precision(fp8, LOGITS_TOKENS, rows),
         ..cuda.gemm([oc, c, rows], GemmLayout::Nt, epilogue)
     };
+    let (gemm, groups, _) = cuda.grouped(gemm, Batching::GroupedSum, op.groups, rows)?;
     let operands = GemmOperands {
         a: cuda.fp8_address("dout in FP8, transposed", fp8.dout[1], rows * oc)?,
         b: cuda.fp8_address("inp in FP8, transposed", fp8.inp_transposed, rows * c)?,
         out,
+        groups,
         residual: Some(out),
         fp8_scales: cuda.scale_addresses([fp8.dout_scale.scale, fp8.inp_scale.scale])?,
         ..GemmOperands::default()
@@ -254,7 +267,7 @@ fn input_gradient<T: Float>(
     fp8: &Fp8Backward,
     recomputed: Option<Recomputed>,
 ) -> Result<()> {
-    let MatmulBackward { dinp, inp, activation, shape: MatmulShape { rows, c, oc }, .. } = *op;
+    let MatmulBackward { dinp, adds_to_dinp, inp, activation, shape: MatmulShape { rows, c, oc }, .. } = *op;
     let dact = match activation {
         Some(input) if input.activation.is_gated() => inp,
         _ => dinp,
@@ -263,20 +276,40 @@ fn input_gradient<T: Float>(
         let fuses = cuda.gemms.uses_wgmma() && cuda.gelu_fusion == GeluFusion::Both && c.is_multiple_of(GELU_COLUMNS);
         fuses && input.activation == Activation::Gelu
     });
-    let epilogue =
-        GemmEpilogue { activation: fused.map(|input| (input.activation, Pass::Backward)), ..GemmEpilogue::NONE };
+    let epilogue = GemmEpilogue {
+        activation: fused.map(|input| (input.activation, Pass::Backward)),
+        residual: adds_to_dinp.then_some(Residual::Add),
+        ..GemmEpilogue::NONE
+    };
     let gemm = Gemm {
         precision: backward_precision(fp8, LOGITS_COLUMNS, oc),
         ..cuda.gemm([rows, c, oc], GemmLayout::Nt, epilogue)
     };
+    let (gemm, groups, matrices) = cuda.grouped(gemm, Batching::Grouped, op.groups, rows)?;
     let operands = GemmOperands {
         a: cuda.fp8_address("dout in FP8", fp8.dout[0], rows * oc)?,
-        b: cuda.fp8_address("weight in FP8, transposed", fp8.weight_transposed, oc * c)?,
+        b: cuda.fp8_address("weight in FP8, transposed", fp8.weight_transposed, matrices * oc * c)?,
+        groups,
         out: cuda.operand("dinp", dact, rows * c)?,
         preactivation: fused.map(|input| cuda.operand("preactivation", input.preactivation, rows * c)).transpose()?,
         fp8_scales: cuda.scale_addresses([fp8.dout_scale.scale, fp8.weight_scale])?,
         ..GemmOperands::default()
     };
+    if let (Some(ActivationInput { activation, preactivation, .. }), Some(_)) = (activation, op.groups) {
+        // The gradient of the router reads dinp, so the epilogue writes it in bf16.
+        let gemm = Gemm { epilogue: GemmEpilogue::NONE.with(activation, Pass::Backward), ..gemm };
+        let wide = rows * c * activation.inputs();
+        let operands = GemmOperands {
+            out: cuda.operand("dinp", dinp, wide)?,
+            preactivation: Some(cuda.operand("preactivation", preactivation, wide)?),
+            sums: Some(operands.out),
+            ..operands
+        };
+        let shape = activation::ActivationShape { rows, columns: c };
+        let after = vec![activation::backward_kernel(cuda, activation, dinp, dact, preactivation, shape)?];
+        cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after })?;
+        return fp8.dinp.map_or(Ok(()), |next| quantize(cuda, next));
+    }
     if let (Some(input), Some(next)) = (activation, fp8.dinp)
         && (fused.is_some()
             || input.activation == Activation::ReluSquared

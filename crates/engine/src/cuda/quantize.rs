@@ -7,7 +7,7 @@ use crate::{Engine, Result, Workload};
 use anyhow::{Context, ensure};
 use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, bf16};
 use gpu::launch::KernelLaunch;
-use gpu::quantize::QuantizedOperands;
+use gpu::quantize::{Extent, QuantizedOperands};
 use gpu::{bias, column_sum, quantize};
 
 impl<T: Float> Cuda<T> {
@@ -20,32 +20,44 @@ impl<T: Float> Cuda<T> {
     fn quantize_kernel<F: Fp8, const AMAX: bool>(&self, op: &Quantize) -> Result<KernelLaunch> {
         let [rows, columns] = op.shape;
         let (none, unused) = (GlobalMut::from_address(0), GlobalMut::from_address(0));
-        let n = rows * columns;
+        let n = op.elements();
         let (inp, scale) = (self.input::<bf16>("inp", op.inp, n)?, self.input("scale", op.scale.scale, 1)?);
         let amax = self.magnitude(op)?;
         let out = op.out.map(|out| self.fp8::<F>("out", out, n)).transpose()?;
         let Some(transposed) = op.transposed else {
             let out = out.unwrap_or(GlobalMut::from_address(0));
-            let launch = quantize::quantize::<F, AMAX>(out, amax, inp, scale, n as u64);
+            let launch = quantize::quantize::<F, AMAX>(out, amax, inp, scale, self.extent(op)?);
             let (grid, shared_bytes) = ([quantize::grid(n), 1, 1], shared_bytes(quantize::maxima));
             return Ok(KernelLaunch { launch, grid, shared_bytes });
         };
         let transposed = self.fp8::<F>("transposed", transposed, n)?;
         let sums = self.partial_sums(op)?;
-        let (r, c) = (rows as u32, columns as u32);
+        let (r, c, end) = (rows as u32, columns as u32, self.end(op)?);
         let launch = match (out, sums) {
             (Some(out), Some(sums)) => {
-                quantize::quantize_transpose::<F, true, AMAX, true>(out, transposed, amax, sums, inp, scale, r, c)
+                quantize::quantize_transpose::<F, true, AMAX, true>(out, transposed, amax, sums, inp, scale, r, c, end)
             }
             (Some(out), None) => {
-                quantize::quantize_transpose::<F, true, AMAX, false>(out, transposed, amax, none, inp, scale, r, c)
+                quantize::quantize_transpose::<F, true, AMAX, false>(out, transposed, amax, none, inp, scale, r, c, end)
             }
-            (None, _) => {
-                quantize::quantize_transpose::<F, false, AMAX, false>(unused, transposed, amax, none, inp, scale, r, c)
-            }
+            (None, _) => quantize::quantize_transpose::<F, false, AMAX, false>(
+                unused, transposed, amax, none, inp, scale, r, c, end,
+            ),
         };
-        let (grid, shared_bytes) = (quantize::transpose_grid(rows, columns), shared_bytes(quantize::tile_and_maxima));
+        let [x, y, _] = quantize::transpose_grid(rows, columns);
+        let (grid, shared_bytes) = ([x, y, op.matrices as u32], shared_bytes(quantize::tile_and_maxima));
         Ok(KernelLaunch { launch, grid, shared_bytes })
+    }
+
+    /// Returns the number of rows to quantize, or null for all.
+    pub(super) fn end(&self, op: &Quantize) -> Result<Global<u32>> {
+        let Some(groups) = op.groups else { return Ok(Global::null()) };
+        self.end_of_groups(groups, op.shape[0])
+    }
+
+    fn extent(&self, op: &Quantize) -> Result<Extent> {
+        let columns = op.shape[1] as u64;
+        Ok(Extent { columns, rows: self.end(op)?, ..Extent::all(op.elements()) })
     }
 
     /// Returns the memory for the partial sums of the columns, if the operation sums them.
@@ -145,31 +157,30 @@ pub(super) fn check<T: Float>(cuda: &Cuda<T>, op: &Quantize) -> Result<()> {
         "quantize: expected rows and columns that are multiples of 16, found {rows} x {columns}"
     );
     ensure!(
-        op.column_sums.is_none() || op.out.is_some() && op.transposed.is_some(),
-        "quantize: column sums: expected both layouts, found one"
+        op.column_sums.is_none() || op.out.is_some() && op.transposed.is_some() && op.matrices == 1,
+        "quantize: column sums: expected both layouts of one matrix, found one layout or several matrices"
     );
     Ok(())
 }
 
 pub(super) fn quantize<T: Float>(cuda: &mut Cuda<T>, op: Quantize) -> Result<()> {
-    let [rows, columns] = op.shape;
     check(cuda, &op)?;
+    let (n, extent) = (op.elements(), cuda.extent(&op)?);
     if matches!(op.scaling, Scaling::Current | Scaling::Calibrate) {
         if op.scaling == Scaling::Current {
             cuda.zero(op.scale.amax)?;
         }
-        let (n, amax) = (rows * columns, cuda.magnitude(&op)?);
-        let launch = quantize::amax_bf16(amax, cuda.input("inp", op.inp, n)?, n as u64);
+        let amax = cuda.magnitude(&op)?;
+        let launch = quantize::amax_bf16(amax, cuda.input("inp", op.inp, n)?, extent);
         cuda.launch(launch, [quantize::grid(n), 1, 1], shared_bytes(quantize::maxima))?;
         let scale = cuda.output("scale", op.scale.scale, 1)?;
         cuda.launch(quantize::current_scale(scale, amax.reader(), op.format.max()), [1; 3], 0)?;
     }
     if let Some(counts) = op.scale.counts.filter(|_| op.scaling != Scaling::Given) {
-        let n = rows * columns;
         let (inp, scale) = (cuda.input("inp", op.inp, n)?, cuda.input("scale", op.scale.scale, 1)?);
         let counts = GlobalMut::new(cuda.arena.address::<i32>("counts", counts, 2)?.cast());
         let (largest, smallest) = (largest_rounded(op.format), op.format.largest_rounded_to_zero());
-        let launch = quantize::count_losses(counts, inp, scale, n as u64, largest, smallest);
+        let launch = quantize::count_losses(counts, inp, scale, extent, largest, smallest);
         cuda.launch(launch, [quantize::grid(n), 1, 1], 0)?;
     }
     match op.format {

@@ -96,6 +96,8 @@ struct StoredProblem {
     batched: bool,
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     grouped: bool,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    groups_are_sums: bool,
 }
 
 #[derive(Clone, Copy, Serialize, Deserialize)]
@@ -157,6 +159,7 @@ impl From<&Gemm> for StoredProblem {
             output: (epilogue.output == GemmOutput::F32).then_some(StoredElement::F32),
             batched: matches!(batching, Batching::Strided | Batching::Symmetric),
             grouped: batching == Batching::Grouped,
+            groups_are_sums: batching == Batching::GroupedSum,
         }
     }
 }
@@ -182,6 +185,7 @@ impl StoredProblem {
         };
         let batching = match (self.batched, layout) {
             (false, _) if self.grouped => Batching::Grouped,
+            (false, _) if self.groups_are_sums => Batching::GroupedSum,
             (false, _) => Batching::One,
             (true, GemmLayout::Nn) => Batching::Strided,
             (true, _) => Batching::Symmetric,
@@ -366,7 +370,8 @@ mod tests {
             (nt, GemmPrecision::Bf16, Batching::Symmetric, scaled),
             (GemmLayout::Tn, GemmPrecision::Bf16, Batching::Symmetric, GemmEpilogue::NONE),
             (nt, GemmPrecision::Bf16, Batching::Grouped, GemmEpilogue::NONE.with(Activation::SwiGlu, Pass::Forward)),
-            (GemmLayout::Tn, GemmPrecision::Bf16, Batching::Grouped, GemmEpilogue::RESIDUAL),
+            (GemmLayout::Tn, GemmPrecision::Bf16, Batching::GroupedSum, GemmEpilogue::RESIDUAL),
+            (nt, fp8(Fp8Format::E5m2, None), Batching::GroupedSum, GemmEpilogue::RESIDUAL),
             (GemmLayout::Tn, GemmPrecision::Tf32, one, GemmEpilogue::BIAS_GRADIENT),
             (GemmLayout::Tn, GemmPrecision::Bf16, one, f32_output),
         ] {

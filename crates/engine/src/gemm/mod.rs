@@ -116,7 +116,7 @@ pub fn library_part(gemm: &Gemm) -> Gemm {
 pub fn is_in_library(gemm: &Gemm) -> bool {
     let GemmEpilogue { bias, residual, output, .. } = gemm.epilogue;
     let both = bias == Some(Bias::Add) && residual.is_some();
-    !(gemm.is_fp8() && (both || output == GemmOutput::Fp8)) && gemm.batching != Batching::Grouped
+    !(gemm.is_fp8() && (both || output == GemmOutput::Fp8)) && !gemm.batching.is_grouped()
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@
 //! expert without tokens has [`GROUP_ROWS`] rows of padding, because a GEMM sums over the rows of each expert. Tensors have room for P rows,
 //! [`Router::rows`].
 
+use super::Quantize;
 use crate::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
@@ -104,6 +105,8 @@ pub struct Dispatch {
     pub c: usize,
     /// Number of experts of a token (k).
     pub active: usize,
+    /// Set if linear layers read `out` in FP8: its quantization. Then nothing reads `out`, and an engine may leave it unwritten.
+    pub fp8: Option<Quantize>,
 }
 
 /// Sums the rows of each token in expert order: `out[token] = residual[token] + Σ weight · inp[position]` over its choices, in their order.

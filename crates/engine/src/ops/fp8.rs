@@ -3,7 +3,7 @@
 //! A tensor is stored as x / scale in an FP8 format, rounded to nearest even and saturating at the largest number of the format.
 //! One f32 scale belongs to the whole tensor. NaN and infinities become NaN, so saturation hides neither.
 
-use super::MatmulBackward;
+use super::{Groups, MatmulBackward};
 use crate::tensor::Tensor;
 pub use cuda_std::fp8::{Bf16Scale, Fp8Format};
 use cuda_std::{Element, bf16};
@@ -33,7 +33,7 @@ pub enum Scaling {
     Given,
 }
 
-/// Quantizes `inp` (rows, columns) to FP8, in one or both layouts. Rows and columns are multiples of 16.
+/// Quantizes `inp` (rows, columns), or a batch of such matrices, to FP8, in one or both layouts. Rows and columns are multiples of 16.
 #[derive(Clone, Copy, Debug)]
 pub struct Quantize {
     /// (rows, columns) FP8
@@ -48,10 +48,37 @@ pub struct Quantize {
     pub scaling: Scaling,
     /// The FP8 format.
     pub format: Fp8Format,
-    /// Rows and columns of `inp`.
+    /// Rows and columns of a matrix.
     pub shape: [usize; 2],
-    /// (columns) float, accumulated: the sums over the rows of the quantized values, times the scale. Needs both layouts.
+    /// (columns) float, accumulated: the sums over the rows of the quantized values, times the scale. Needs both layouts and one matrix.
     pub column_sums: Option<Tensor>,
+    /// Number of matrices, one after another in `inp`, `out` and `transposed`.
+    pub matrices: usize,
+    /// Set for rows in expert order. Rows after the last group are not read, and what is written there is undefined.
+    pub groups: Option<Groups>,
+}
+
+impl Quantize {
+    /// Returns the quantization of one matrix, without outputs.
+    pub const fn new(inp: Tensor, shape: [usize; 2], format: Fp8Format, scale: Fp8Scale, scaling: Scaling) -> Self {
+        Self {
+            out: None,
+            transposed: None,
+            inp,
+            scale,
+            scaling,
+            format,
+            shape,
+            column_sums: None,
+            matrices: 1,
+            groups: None,
+        }
+    }
+
+    /// Returns the elements of all matrices.
+    pub const fn elements(&self) -> usize {
+        self.matrices * self.shape[0] * self.shape[1]
+    }
 }
 
 /// Computes `out` = `inp` · `scale`, which is exact: [`Bf16Scale`] supports the scale, and the elements of `inp` are finite.
@@ -148,26 +175,18 @@ impl Fp8Backward {
         (!self.dout_is_quantized).then_some(Quantize {
             out: Some(self.dout[0]),
             transposed: op.dweight.map(|_| self.dout[1]),
-            inp: op.dout,
-            scale: self.dout_scale,
-            scaling: self.scaling,
-            format: Fp8Format::E5m2,
-            shape: [op.shape.rows, op.shape.oc],
             column_sums: op.dbias,
+            groups: op.groups,
+            ..Quantize::new(op.dout, [op.shape.rows, op.shape.oc], Fp8Format::E5m2, self.dout_scale, self.scaling)
         })
     }
 
     /// Returns the quantization of a linear layer's input, unless it is quantized.
     pub(crate) fn quantize_inp(&self, op: &MatmulBackward) -> Option<Quantize> {
         (!self.inp_is_quantized && op.dweight.is_some()).then_some(Quantize {
-            out: None,
             transposed: Some(self.inp_transposed),
-            inp: op.inp,
-            scale: self.inp_scale,
-            scaling: Scaling::Given,
-            format: Fp8Format::E4m3,
-            shape: [op.shape.rows, op.shape.c],
-            column_sums: None,
+            groups: op.groups,
+            ..Quantize::new(op.inp, [op.shape.rows, op.shape.c], Fp8Format::E4m3, self.inp_scale, Scaling::Given)
         })
     }
 }

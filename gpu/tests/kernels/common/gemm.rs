@@ -63,7 +63,7 @@ pub fn all_of(precision: GemmPrecision, batching: Batching, is_supported: impl F
         }
     }
     // Groups consist of blocks of 128 rows.
-    let size = if batching == Batching::Grouped { 128 } else { 16 };
+    let size = if batching.is_grouped() { 128 } else { 16 };
     gemms.retain(|gemm| is_supported(&sized(*gemm, [size; 3])));
     gemms
 }
@@ -91,7 +91,7 @@ fn configs(gemm: &Gemm) -> Vec<TileConfig> {
 
 /// A storage type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Type {
+pub enum Type {
     Bf16,
     F32,
     E4m3,
@@ -194,7 +194,7 @@ impl Case {
     }
 
     /// Returns the types of a, b and out.
-    fn types(self) -> [Type; 3] {
+    pub fn types(self) -> [Type; 3] {
         let (a, b) = match self.gemm.precision {
             GemmPrecision::Fp8 { a: Fp8Format::E4m3, .. } => (Type::E4m3, Type::E4m3),
             GemmPrecision::Fp8 { a: Fp8Format::E5m2, .. } => (Type::E5m2, Type::E4m3),
@@ -315,8 +315,26 @@ impl Inputs {
     }
 }
 
+/// Writes `values` in a type, and returns their address.
+pub fn write(memory: &mut Memory, name: &str, values: &[f64], kind: Type) -> u64 {
+    with_type!(kind, T => memory.buffer(name, &rounded::<T>(values)).pointer().addr() as u64)
+}
+
+/// Allocates `len` elements of a type, and returns their address.
+pub fn allocate(memory: &mut Memory, name: &str, len: usize, kind: Type) -> u64 {
+    with_type!(kind, T => memory.output::<T>(name, len).pointer().addr() as u64)
+}
+
+/// Returns the elements at an address. Those that were not written are NaN.
+pub fn read_written(memory: &Memory, address: u64, len: usize, kind: Type) -> Vec<f64> {
+    with_type!(kind, T => {
+        let at = |i| memory.slice(Global::<T>::from_address(address).skip(i), 1);
+        (0..len).map(|i| at(i).map_or(f64::NAN, |value| wide(value)[0])).collect()
+    })
+}
+
 /// Returns `values` rounded to a type.
-fn stored(values: &[f64], kind: Type) -> Vec<f64> {
+pub fn stored(values: &[f64], kind: Type) -> Vec<f64> {
     with_type!(kind, T => wide(&rounded::<T>(values)))
 }
 

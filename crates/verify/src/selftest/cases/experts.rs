@@ -122,7 +122,7 @@ impl Mixture {
     fn dispatch(&self, x: &[Tensor], out: usize, inp: usize, weights: Option<Tensor>) -> Dispatch {
         let Shape { router, c, .. } = self.shape;
         let (sources, groups) = (x[self.sources], self.groups(x));
-        Dispatch { out: x[out], inp: x[inp], sources, groups, weights, c, active: router.active }
+        Dispatch { out: x[out], inp: x[inp], sources, groups, weights, c, active: router.active, fp8: None }
     }
 
     fn linear(&self, [c, oc]: [usize; 2]) -> MatmulShape {

@@ -139,7 +139,7 @@ fn quantize(
     scaling: Scaling,
     shape: [usize; 2],
 ) -> Result<()> {
-    engine.run(Quantize { out, transposed, inp, scale, scaling, format: Fp8Format::E4m3, shape, column_sums: None })
+    engine.run(Quantize { out, transposed, ..Quantize::new(inp, shape, Fp8Format::E4m3, scale, scaling) })
 }
 
 /// Quantizes a weight (OC, C).
@@ -380,12 +380,7 @@ fn mlp_forward(shape: MatmulShape, activation: Activation, accumulation: Fp8Accu
         let quantized = Quantize {
             out: Some(x[n + 2]),
             transposed: Some(x[n + 3]),
-            inp: x[7],
-            scale: scale_of(x, 2),
-            scaling: Scaling::Delayed,
-            format: Fp8Format::E4m3,
-            shape: [rows, oc],
-            column_sums: None,
+            ..Quantize::new(x[7], [rows, oc], Fp8Format::E4m3, scale_of(x, 2), Scaling::Delayed)
         };
         quantize(e, x[2], [Some(x[n]), None], scale_of(x, 0), Scaling::Current, [rows, shape.c])?;
         let fp8 = Fp8Forward {
@@ -492,12 +487,8 @@ fn mlp_backward(shape: MatmulShape, activation: Activation, accumulation: Fp8Acc
         let quantized = Quantize {
             out: Some(x[n + 2]),
             transposed: Some(x[n + 3]),
-            inp: x[10],
-            scale: scale_of(x, 1),
-            scaling: Scaling::Delayed,
-            format: Fp8Format::E5m2,
-            shape: [rows, shape.oc],
             column_sums: has_bias.then_some(x[3]),
+            ..Quantize::new(x[10], [rows, shape.oc], Fp8Format::E5m2, scale_of(x, 1), Scaling::Delayed)
         };
         let forward = ActivationForward { inp: x[5], weight: x[8], bias: None, shape };
         let recompute = recomputes.then_some(forward);
@@ -600,12 +591,7 @@ fn quantized_norm(shape: MatmulShape, is_layernorm: bool, scaling: Scaling) -> C
         let quantized = Some(Quantize {
             out: Some(x[n]),
             transposed: Some(x[n + 1]),
-            inp: normed,
-            scale: scale_of(x, 0),
-            scaling,
-            format: Fp8Format::E4m3,
-            shape: [rows, c],
-            column_sums: None,
+            ..Quantize::new(normed, [rows, c], Fp8Format::E4m3, scale_of(x, 0), scaling)
         });
         let [mean, bias] = [mean, bias].map(|tensor| is_layernorm.then_some(tensor));
         let weight = Some(weight);
@@ -674,16 +660,8 @@ fn quantized_attention(attention: AttentionShape, scaling: Scaling) -> Case {
     operands.extend(of_attended);
     operands.extend(scale(["scale of weight", "amax of weight"], Fp8Format::E4m3));
     let run = move |e: &mut dyn Engine, x: &[Tensor]| {
-        let quantized = Quantize {
-            out: Some(x[5]),
-            transposed: None,
-            inp: x[1],
-            scale: of(x[7], x[8]),
-            scaling,
-            format: Fp8Format::E4m3,
-            shape: [rows, c],
-            column_sums: None,
-        };
+        let quantized =
+            Quantize { out: Some(x[5]), ..Quantize::new(x[1], [rows, c], Fp8Format::E4m3, of(x[7], x[8]), scaling) };
         e.run(AttentionForward {
             out: x[1],
             lse: x[2],
