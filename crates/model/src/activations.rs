@@ -49,8 +49,7 @@ impl<'a> Activations<'a> {
             kept_outputs: if offloads_outputs { layers.min(2) } else { layers },
             channels: d.channels,
             has_mean: d.norm == Normalization::LayerNorm,
-            // In FP8, transposed copies are kept instead.
-            keeps_norms: training && recompute < Recompute::ActivationAndNorms && !fp8,
+            keeps_norms: training && recompute < Recompute::ActivationAndNorms,
             normed: plan.add(Group::Activations, "normed", &[b, t, d.channels], dtype),
             plan,
         }
@@ -86,7 +85,8 @@ impl<'a> Activations<'a> {
         params: [Param; 2],
         feeds: Param,
     ) -> impl Fn(usize) -> NormBuffers + use<> {
-        let (parts, kept) = (self.kept, self.keeps_norms);
+        // In FP8, transposed copies of the inputs of linear layers are kept instead.
+        let (parts, kept) = (self.kept, self.keeps_norms && !(self.fp8 && feeds.kind().is_linear()));
         let out = if kept { self.add(name, parts, self.channels, self.dtype) } else { self.normed };
         let (mean, rstd) = self.statistics(name, parts);
         move |layer| {

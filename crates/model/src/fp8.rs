@@ -18,6 +18,8 @@ use super::fp8_head::{self, Fp8Head};
 use super::params::{Input, Output, Param, ParamKind};
 use super::recompute::Recompute;
 use anyhow::{Context, ensure};
+use clap::ValueEnum;
+use engine::gemm::EXACT_COLUMNS;
 use engine::ops::{Fp8Accumulation, Fp8Format, Fp8Scale, Fp8Scales, Scaling};
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
@@ -73,7 +75,20 @@ impl Fp8Options {
             let device = engine.describe();
             format!("--precision fp8: expected a GPU of compute capability 8.9 or later and bf16, found {device}; use --precision bf16")
         })?;
-        refuse_experts(descriptor)?;
+        if descriptor.experts.is_some() {
+            ensure!(
+                descriptor.adapters.is_none(),
+                "--precision fp8: adapters: expected a model without experts, found {descriptor}; use --precision bf16"
+            );
+            // Grouped GEMMs have no kernels with partial sums, except those of weight gradients.
+            let longest = descriptor.fc_channels().max(descriptor.channels);
+            ensure!(
+                accumulation == Fp8Accumulation::Fast || longest <= EXACT_COLUMNS as usize,
+                "--fp8-accumulation: expected fast, because experts have sums over more than {EXACT_COLUMNS} columns, found {}; \
+                 use --fp8-accumulation fast",
+                accumulation.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+            );
+        }
         let instead = if dtype == DType::Fp8 { "use --precision bf16" } else { "use --precision fp32" };
         for (what, extent, fix) in [
             ("batch x seq", b * t, "change --batch or --seq"),
@@ -97,15 +112,6 @@ impl Fp8Options {
     pub(super) fn dtype(self) -> DType {
         self.dtype
     }
-}
-
-/// Checks that the linear layers of a model are not those of experts.
-pub(super) fn refuse_experts(descriptor: &Descriptor) -> Result<()> {
-    ensure!(
-        descriptor.experts.is_none(),
-        "--precision fp8: expected a model without experts, found {descriptor}; use --precision bf16 or fp32"
-    );
-    Ok(())
 }
 
 /// Rows and columns of all matrices are multiples of this, as FP8 GEMMs require.
@@ -191,14 +197,19 @@ pub(super) const BUFFERS: usize = 5;
 pub(super) fn buffers(d: &Descriptor, rows: usize, recompute: Recompute) -> [(&'static str, [usize; 2]); BUFFERS] {
     // Only the gradients of weights read transposed operands.
     let trains_weights = d.adapters.is_none();
-    let unkept = Param::linear(d).filter(|&weight| trains_weights && !keeps_input(weight, recompute));
-    let unkept = unkept.map(|weight| weight.shape(d).1).max().unwrap_or(0);
-    let narrow = d.channels.max(d.attention_channels());
-    let widest_output = Param::linear(d).map(|weight| weight.shape(d).0).max().unwrap_or(0);
-    let recomputes = trains_weights && !keeps_input(Param::Fcprojw, recompute) && !d.activation.is_gated();
+    // Operands of experts have more rows. Their width is stated for `rows` rows.
+    let width = |weight: Param, columns: usize| (weight.rows(d, rows) * columns).div_ceil(rows);
+    let [inp, out] = [|(_, c)| c, |(oc, _)| oc]
+        .map(|of: fn((usize, usize)) -> usize| move |weight: Param| width(weight, of(weight.linear_shape(d))));
+    let unkept = Param::linear(d).filter(|&weight| trains_weights && !keeps_input(d, weight, recompute));
+    let unkept = unkept.map(&inp).max().unwrap_or(0);
+    let narrow = width(Param::Fcw, d.channels).max(d.attention_channels());
+    let widest_output = Param::linear(d).map(out).max().unwrap_or(0);
+    let widest = Param::linear(d).map(inp).max().unwrap_or(0).max(widest_output);
+    let recomputes = trains_weights && !keeps_input(d, Param::Fcprojw, recompute) && !d.activation.is_gated();
     [
         ("FP8 narrow operand", [rows, narrow]),
-        ("FP8 wide operand", [rows, widest_output.max(d.mlp_channels)]),
+        ("FP8 wide operand", [rows, widest]),
         ("FP8 dout transposed", [if trains_weights { widest_output } else { 0 }, rows]),
         ("FP8 narrow dout transposed", [if recomputes { d.channels } else { 0 }, rows]),
         ("FP8 inp transposed", [unkept, rows]),
@@ -207,8 +218,10 @@ pub(super) fn buffers(d: &Descriptor, rows: usize, recompute: Recompute) -> [(&'
 
 /// Reports whether the forward pass keeps a linear layer's input for the backward pass in FP8 only: outputs of norms and of the
 /// activation, unless they are recomputed. Attention's backward pass reads its output in the engine's type.
-pub(super) fn keeps_input(weight: Param, recompute: Recompute) -> bool {
+pub(super) fn keeps_input(d: &Descriptor, weight: Param, recompute: Recompute) -> bool {
     match weight.kind() {
+        // A copy in expert order, which is made again together with the activation.
+        ParamKind::Linear(Input::Norm, _) if weight.rows(d, 1) > 1 => recompute < Recompute::Activation,
         ParamKind::Linear(Input::Norm, _) => recompute < Recompute::ActivationAndNorms,
         ParamKind::Linear(Input::Activation, _) => recompute < Recompute::Activation,
         _ => false,
@@ -276,10 +289,10 @@ impl Fp8 {
         let copies = ["W", "W transposed"].map(|name| add(name, &[copied, elements]));
         let mut kept = [None; Param::ALL.len()];
         let trains_weights = d.adapters.is_none();
-        for weight in Param::linear(d).filter(|&weight| trains_weights && keeps_input(weight, recompute)) {
+        for weight in Param::linear(d).filter(|&weight| trains_weights && keeps_input(d, weight, recompute)) {
             let name = format!("FP8 inp of {}", weight.name());
-            kept[weight as usize] =
-                Some(plan.add(Group::Activations, name, &[layers, weight.shape(d).1, b * t], dtype));
+            let shape = [layers, weight.shape(d).1, weight.rows(d, b * t)];
+            kept[weight as usize] = Some(plan.add(Group::Activations, name, &shape, dtype));
         }
         let base = d.is_fp8_base().then(|| {
             let largest = Param::linear(d).map(|weight| weight.len(d)).max().unwrap_or(0);
@@ -444,8 +457,14 @@ impl Fp8 {
             let counts: Vec<u64> = bytes.as_chunks().0.iter().map(|&b| u64::from(u32::from_le_bytes(b))).collect();
             let n = Param::linear(d).count();
             for (index, weight) in Param::linear(d).enumerate() {
-                let (oc, c) = weight.shape(d);
-                let of_layer = if name == "weights" { oc * c } else { rows * if name == "inputs" { c } else { oc } };
+                let (oc, c) = weight.linear_shape(d);
+                let rows =
+                    rows * d.experts.filter(|_| weight.experts(d) > 1).map_or(1, |experts| experts.active as usize);
+                let of_layer = match name {
+                    "weights" => weight.len(d),
+                    "inputs" => rows * c,
+                    _ => rows * oc,
+                };
                 let sum = |i: usize| counts.chunks(2 * n).map(|layer| layer[2 * index + i]).sum();
                 all.push(Fp8Counts {
                     tensor: format!("{name} of {}", weight.name()),

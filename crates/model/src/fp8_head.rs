@@ -112,12 +112,7 @@ fn quantize([out, transposed]: [Tensor; 2], inp: Tensor, scale: Fp8Scale, shape:
     Quantize {
         out: Some(out),
         transposed: Some(transposed),
-        inp,
-        scale,
-        scaling: Scaling::Current,
-        format: Fp8Format::E4m3,
-        shape,
-        column_sums: None,
+        ..Quantize::new(inp, shape, Fp8Format::E4m3, scale, Scaling::Current)
     }
 }
 

@@ -35,16 +35,13 @@ impl Decoder {
     fn quantize_weight(&self, engine: &mut dyn Engine, layer: usize, weight: Param, inp: Tensor) -> Result<()> {
         let Some(fp8) = &self.fp8 else { return Ok(()) };
         let [out, transposed] = fp8.weight(&self.descriptor, layer, weight).map(Some);
-        let (oc, c) = weight.shape(&self.descriptor);
+        let (oc, c) = weight.linear_shape(&self.descriptor);
+        let scale = fp8.slot(fp8.weights, &self.descriptor, layer, weight);
         engine.run(Quantize {
             out,
             transposed,
-            inp,
-            scale: fp8.slot(fp8.weights, &self.descriptor, layer, weight),
-            scaling: Scaling::Current,
-            format: Fp8Format::E4m3,
-            shape: [oc, c],
-            column_sums: None,
+            matrices: weight.experts(&self.descriptor),
+            ..Quantize::new(inp, [oc, c], Fp8Format::E4m3, scale, Scaling::Current)
         })
     }
 
@@ -105,19 +102,22 @@ impl Decoder {
 
     /// Returns the quantization of `inp` (rows, C), the input of a linear layer.
     pub(super) fn quantized_input(&self, layer: usize, weight: Param, inp: Tensor) -> Option<Quantize> {
-        let (fp8, d) = (self.fp8.as_ref()?, &self.descriptor);
+        let (fp8, d) = (self.fp8.as_ref().filter(|_| weight.kind().is_linear())?, &self.descriptor);
         let (_, c) = weight.shape(d);
         let shape = [inp.len / c, c];
+        let scale = fp8.slot(fp8.inputs, d, layer, weight);
         Some(Quantize {
             out: Some(fp8.buffers.input(weight).slice(0, inp.len)),
             transposed: fp8.kept_input(d, layer, weight, shape),
-            inp,
-            scale: fp8.slot(fp8.inputs, d, layer, weight),
-            scaling: fp8.scaling,
-            format: Fp8Format::E4m3,
-            shape,
-            column_sums: None,
+            ..Quantize::new(inp, shape, Fp8Format::E4m3, scale, fp8.scaling)
         })
+    }
+
+    /// Returns the quantization of an input that is not kept, for the gradient of the weight.
+    pub(super) fn fp8_unkept_input(&self, layer: usize, weight: Param, inp: Tensor) -> Option<Quantize> {
+        let forward = self.quantized_input(layer, weight, inp).filter(|forward| forward.transposed.is_none())?;
+        let transposed = self.fp8.as_ref()?.buffers.inp_transposed.slice(0, inp.len);
+        Some(Quantize { out: None, transposed: Some(transposed), scaling: Scaling::Given, ..forward })
     }
 
     /// Returns the quantization of `dout` (rows, OC), the gradient of a linear layer's output, by the operation that computes it. That
@@ -130,23 +130,20 @@ impl Decoder {
         dbias: Option<Tensor>,
     ) -> Option<Quantize> {
         let (fp8, d) = (self.fp8.as_ref().filter(|_| self.frozen.is_none())?, &self.descriptor);
-        let (oc, _) = weight.shape(d);
+        let (oc, _) = weight.linear_shape(d);
         let [out, transposed] = fp8.buffers.output_gradient(weight, dout.len).map(Some);
+        let scale = fp8.slot(fp8.gradients, d, layer, weight);
         Some(Quantize {
             out,
             transposed,
-            inp: dout,
-            scale: fp8.slot(fp8.gradients, d, layer, weight),
-            scaling: fp8.scaling,
-            format: Fp8Format::E5m2,
-            shape: [dout.len / oc, oc],
             column_sums: dbias,
+            ..Quantize::new(dout, [dout.len / oc, oc], Fp8Format::E5m2, scale, fp8.scaling)
         })
     }
 
     /// Returns the FP8 operands of a linear layer's forward pass.
     pub(super) fn fp8_forward(&self, layer: usize, weight: Param, shape: MatmulShape) -> Option<Fp8Forward> {
-        let (fp8, d) = (self.fp8.as_ref()?, &self.descriptor);
+        let (fp8, d) = (self.fp8.as_ref().filter(|_| weight.kind().is_linear())?, &self.descriptor);
         Some(Fp8Forward {
             inp: fp8.buffers.input(weight).slice(0, shape.rows * shape.c),
             inp_scale: fp8.slot(fp8.inputs, d, layer, weight).scale,

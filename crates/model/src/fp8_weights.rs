@@ -9,7 +9,6 @@
 
 use super::decoder::Decoder;
 use super::descriptor::Descriptor;
-use super::fp8::refuse_experts;
 use super::params::Param;
 use anyhow::{Context, ensure};
 use engine::ops::{
@@ -40,7 +39,10 @@ impl WeightFormat {
             let device = engine.describe();
             format!("--precision fp8: expected a GPU of compute capability 8.9 or later and bf16, found {device}; use --precision bf16")
         })?;
-        refuse_experts(d)?;
+        ensure!(
+            d.experts.is_none(),
+            "--precision fp8: expected a model without experts, found {d}; use --precision bf16 or fp32"
+        );
         for param in Param::linear(d) {
             let (oc, c) = param.shape(d);
             ensure!(
@@ -131,16 +133,11 @@ impl Decoder {
         for (i, values) in values.chunks(chunk).enumerate() {
             let (inp, out) = (fp8.staging.slice(0, values.len()), numbers.slice(i * chunk, values.len()));
             engine.write(inp, values)?;
+            // The largest magnitude neither changes nor matters.
+            let scale = Fp8Scale { scale, amax: scale, counts: None };
             engine.run(Quantize {
                 out: Some(out),
-                transposed: None,
-                inp,
-                // The largest magnitude neither changes nor matters.
-                scale: Fp8Scale { scale, amax: scale, counts: None },
-                scaling: Scaling::Given,
-                format: Fp8Format::E4m3,
-                shape: [values.len() / c, c],
-                column_sums: None,
+                ..Quantize::new(inp, [values.len() / c, c], Fp8Format::E4m3, scale, Scaling::Given)
             })?;
         }
         Ok(())

@@ -355,13 +355,24 @@ impl Param {
 
     /// Returns the number of matrices of one shape, one for each expert, that the tensor has.
     pub fn experts(self, d: &Descriptor) -> usize {
-        if matches!(self, Self::Fcw | Self::Fcprojw) { d.expert_count() } else { 1 }
+        if self.is_of_experts() { d.expert_count() } else { 1 }
     }
 
     /// Returns the sizes (OC, C) of the linear layer that has this weight, or of that of one expert.
     pub fn linear_shape(self, d: &Descriptor) -> (usize, usize) {
         let (rows, cols) = self.shape(d);
         (rows / self.experts(d), cols)
+    }
+
+    /// Returns the rows of the linear layer's input for `tokens` tokens. Those of experts are in expert order.
+    pub fn rows(self, d: &Descriptor, tokens: usize) -> usize {
+        let experts = d.experts.filter(|_| self.is_of_experts());
+        experts.map_or(tokens, |experts| experts.router().rows(tokens))
+    }
+
+    /// Reports whether each expert has a matrix of its own, in a model with experts.
+    const fn is_of_experts(self) -> bool {
+        matches!(self, Self::Fcw | Self::Fcprojw)
     }
 
     /// Returns the number of elements that compute a token, for one layer: without the experts that are not active.

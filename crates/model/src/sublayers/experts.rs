@@ -8,7 +8,7 @@ use crate::recompute::Recompute;
 use crate::sharding::LayerHooks;
 use anyhow::Context;
 use engine::ops::{
-    ActivationForward, ActivationInput, Combine, Dispatch, Epilogue, MatmulBackward, MatmulForward, Route,
+    ActivationForward, ActivationInput, Combine, Dispatch, Epilogue, MatmulBackward, MatmulForward, Quantize, Route,
     RouteBackward, Router,
 };
 use engine::tensor::{DType, Tensor};
@@ -73,7 +73,9 @@ pub fn plan(
     let router @ Router { count, active, .. } = experts.router();
     let shared_channels = d.shared_channels();
     let rows = router.rows(tokens);
-    let recomputed = if activations.recompute < Recompute::Activation { kept } else { 1 };
+    // In FP8, transposed copies are kept instead.
+    let keeps = activations.recompute < Recompute::Activation && !activations.fp8;
+    let recomputed = if keeps { kept } else { 1 };
     let ln2 = activations.norm("ln2", [Param::Ln2w, Param::Ln2b], Param::Router);
     let logits = activations.add("router logits", kept, count, dtype);
     let dlogits = training.then(|| activations.add("d router logits", 1, count, dtype));
@@ -153,7 +155,7 @@ impl Mixture {
     fn dispatch(&self, model: &Decoder, out: Tensor, inp: Tensor, weights: Option<Tensor>) -> Dispatch {
         let (c, router) = (model.descriptor.channels, self.experts.router());
         let (groups, active) = (router.groups(self.groups), router.active);
-        Dispatch { out, inp, sources: self.sources, groups, weights, c, active }
+        Dispatch { out, inp, sources: self.sources, groups, weights, c, active, fp8: None }
     }
 
     /// Returns the sums of rows in expert order for each token.
@@ -168,12 +170,24 @@ impl Mixture {
         MatmulForward { groups, ..linear(model, self.layer, weight, tensors, epilogue) }
     }
 
-    /// Computes the activations of the experts from the logits.
-    fn activate(&self, engine: &mut dyn Engine, model: &Decoder) -> Result<()> {
+    /// Computes the activations of the experts from the logits. In FP8, quantizes those that the second linear layer reads, if `quantizes`.
+    fn activate(&self, engine: &mut dyn Engine, model: &Decoder, quantizes: bool) -> Result<()> {
         engine.run(self.route())?;
-        engine.run(self.dispatch(model, self.dispatched, self.ln2.out, None))?;
+        let fp8 = self.in_expert_order(model.fp8_input(self.layer, Param::Fcw, self.dispatched));
+        engine.run(Dispatch { fp8, ..self.dispatch(model, self.dispatched, self.ln2.out, None) })?;
         let epilogue = Epilogue::Activation(model.descriptor.activation, self.fc);
-        engine.run(self.of_experts(model, Param::Fcw, [self.activated, self.dispatched], epilogue))
+        let mut fc = self.of_experts(model, Param::Fcw, [self.activated, self.dispatched], epilogue);
+        if let Some(fp8) = &mut fc.fp8 {
+            let next = model.fp8_input(self.layer, Param::Fcprojw, self.activated).filter(|_| quantizes);
+            fp8.out = self.in_expert_order(next);
+        }
+        engine.run(fc)
+    }
+
+    /// Returns a quantization of rows in expert order.
+    fn in_expert_order(&self, quantize: Option<Quantize>) -> Option<Quantize> {
+        let groups = Some(self.experts.router().groups(self.groups));
+        quantize.map(|quantize| Quantize { groups, ..quantize })
     }
 
     /// Computes the output from the activations. `residual` includes the output of the MLP beside the experts.
@@ -185,9 +199,14 @@ impl Mixture {
     /// Computes the activations from the output of ln2, and the output unless it is not needed.
     fn compute(&self, engine: &mut dyn Engine, model: &Decoder, mut residual: Tensor, output: bool) -> Result<()> {
         engine.run(self.router(model))?;
-        self.activate(engine, model)?;
+        self.activate(engine, model, output)?;
         if let Some(shared) = &self.shared {
-            engine.run(shared.fc(model, self.layer, self.ln2.out))?;
+            model.quantized_input(self.layer, Param::SharedFcw, self.ln2.out).map_or(Ok(()), |inp| engine.run(inp))?;
+            let mut fc = shared.fc(model, self.layer, self.ln2.out);
+            if let Some(fp8) = &mut fc.fp8 {
+                fp8.out = model.fp8_input(self.layer, Param::SharedFcprojw, shared.activated).filter(|_| output);
+            }
+            engine.run(fc)?;
             if output {
                 engine.run(shared.fcproj(model, self.layer, [self.residual3, residual]))?;
                 residual = self.residual3;
@@ -290,7 +309,7 @@ impl SubLayer for Mixture {
             model.recompute_norm(engine, ln2, residual)?;
         }
         let recomputes = matches!(pass.recompute, Recompute::Activation | Recompute::ActivationAndNorms);
-        if recomputes {
+        if recomputes && model.fp8.is_none() {
             engine.run(self.dispatch(model, dispatched, ln2.out, None))?;
         }
         let activation_of = |preactivation: Tensor, weight: Param, inp: Tensor| {
@@ -299,11 +318,20 @@ impl SubLayer for Mixture {
             Some(ActivationInput { activation, preactivation, recompute: recomputes.then_some(forward) })
         };
 
-        engine.run(self.dispatch(model, outputs, pass.dresidual, Some(self.weights)))?;
+        let fp8 = self.in_expert_order(model.fp8_output_gradient(layer, Param::Fcprojw, outputs, None));
+        engine.run(Dispatch { fp8, ..self.dispatch(model, outputs, pass.dresidual, Some(self.weights)) })?;
         let dfc = pass.dwide.slice(0, fc.len);
-        let fcproj = self.experts_backward(pass, Param::Fcprojw, [dfc, outputs], activated);
+        let mut fcproj = self.experts_backward(pass, Param::Fcprojw, [dfc, outputs], activated);
+        if let Some(fp8) = &mut fcproj.fp8 {
+            fp8.dout_is_quantized = true;
+            fp8.dinp = self.in_expert_order(model.fp8_output_gradient(layer, Param::Fcw, dfc, None));
+        }
         engine.run(MatmulBackward { activation: activation_of(fc, Param::Fcw, dispatched), ..fcproj })?;
         engine.run(self.route_backward(pass, dlogits, dfc))?;
+        if let Some(inp) = model.fp8_unkept_input(layer, Param::Fcw, dispatched) {
+            let fp8 = self.in_expert_order(Some(inp));
+            engine.run(Dispatch { fp8, ..self.dispatch(model, dispatched, ln2.out, None) })?;
+        }
         engine.run(self.experts_backward(pass, Param::Fcw, [outputs, dfc], dispatched))?;
         engine.run(self.combine(model, pass.dchannels, None, None))?;
         let router = pass.linear(layer, Param::Router, [pass.dchannels, dlogits], ln2.out, None);
@@ -311,8 +339,12 @@ impl SubLayer for Mixture {
 
         let Some(SharedExpert { fc, activated }) = self.shared else { return Ok(()) };
         let dfc = pass.dwide.slice(0, fc.len);
-        let fcproj = pass.linear(layer, Param::SharedFcprojw, [dfc, pass.dresidual], activated, None);
+        let mut fcproj = pass.linear(layer, Param::SharedFcprojw, [dfc, pass.dresidual], activated, None);
+        if let Some(fp8) = &mut fcproj.fp8 {
+            fp8.dinp = model.fp8_output_gradient(layer, Param::SharedFcw, dfc, None);
+        }
         engine.run(MatmulBackward { activation: activation_of(fc, Param::SharedFcw, ln2.out), ..fcproj })?;
+        model.fp8_unkept_input(layer, Param::SharedFcw, ln2.out).map_or(Ok(()), |inp| engine.run(inp))?;
         let fc = pass.linear(layer, Param::SharedFcw, [pass.dchannels, dfc], ln2.out, None);
         engine.run(MatmulBackward { adds_to_dinp: true, ..fc })
     }
@@ -323,7 +355,7 @@ impl SubLayer for Mixture {
         // The experts read the norm's output, which a kernel of both norm and matmul does not write.
         engine.run(model.norm_of(&self.ln2, residual, None))?;
         engine.run(model.decode_matmul(None, (Param::Router, layer), &self.router(model)))?;
-        self.activate(engine, model)?;
+        self.activate(engine, model, true)?;
         if let Some(shared) = &self.shared {
             let fc = shared.fc(model, layer, self.ln2.out);
             engine.run(model.decode_matmul(None, (Param::SharedFcw, layer), &fc))?;

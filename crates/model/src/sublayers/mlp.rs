@@ -37,7 +37,7 @@ pub fn plan(
     let fc = activations.add("fc", kept, d.fc_channels(), dtype);
     // In FP8, a transposed copy is kept instead. The forward pass then uses `activated` only for evaluation, and the backward pass only if
     // the activation is gated.
-    let keeps_fp8 = activations.fp8 && fp8::keeps_input(Param::Fcprojw, recompute);
+    let keeps_fp8 = activations.fp8 && fp8::keeps_input(d, Param::Fcprojw, recompute);
     let parts = if recompute < Recompute::Activation && !keeps_fp8 { kept } else { 1 };
     let activated = match dwide.filter(|_| keeps_fp8 && !d.activation.is_gated()) {
         Some(dwide) => dwide.slice(0, activations.tokens() * d.mlp_channels),

@@ -4,9 +4,10 @@ use distributed::Ranks;
 use distributed::tcp_group::TcpGroup;
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
-use engine::ops::{AdamW, Fp8Accumulation};
+use engine::ops::{AdamW, Fp8Accumulation, RouterScores};
 use engine::trace::BitFlip;
 use engine::{BatchLayout, Engine};
+use model::descriptor::Experts;
 use model::verification::{Difference, Verification};
 use model::{
     Decoder, Descriptor, Fp8Options, Fp8Recipe, Fp8Settings, MasterWeights, PlanOptions, Recompute, Shard, TrainStep,
@@ -23,8 +24,11 @@ fn descriptor() -> Descriptor {
     Descriptor::gpt2(2, 1, 64, LAYOUT.t, VOCAB).unwrap()
 }
 
-/// Returns models with the norms and activations of GPT-2, Llama and nanochat.
-fn families() -> [Descriptor; 4] {
+/// The index of the model with experts in [`families`].
+const EXPERTS: usize = 4;
+
+/// Returns models with the norms and activations of GPT-2, Llama and nanochat, and with experts.
+fn families() -> [Descriptor; 5] {
     let gpt2 = descriptor();
     let norm = model::descriptor::Normalization::RmsNorm { eps: 1e-5, weights: true };
     let llama = Descriptor {
@@ -34,7 +38,17 @@ fn families() -> [Descriptor; 4] {
         ..gpt2
     };
     let with = |activation| Descriptor { activation, ..llama };
-    [gpt2, llama, with(engine::ops::Activation::ReluSquared), with(engine::ops::Activation::GeGlu)]
+    let experts = Experts {
+        count: 5,
+        active: 2,
+        scores: RouterScores::Softmax,
+        normalized: true,
+        shared_channels: 32,
+        aux_loss: 0.01,
+        z_loss: 0.001,
+    };
+    let experts = Descriptor { experts: Some(experts), mlp_channels: 48, ..llama };
+    [gpt2, llama, with(engine::ops::Activation::ReluSquared), with(engine::ops::Activation::GeGlu), experts]
 }
 
 /// Returns an emulated GPU with FP8 and without wgmma. Unless it has kernels with mma.sync, the library computes all GEMMs.
@@ -44,7 +58,7 @@ fn ada(mma_fp8: bool) -> EmulatedGpu {
 
 /// Returns the families on an emulated Hopper GPU, GPT-2 without kernels for tensor cores, and GPT-2 and nanochat with mma.sync.
 fn families_on_gpus() -> impl Iterator<Item = (Descriptor, EmulatedGpu)> {
-    let [gpt2, _, relu_squared, _] = families();
+    let [gpt2, _, relu_squared, ..] = families();
     let others = [(gpt2, ada(false)), (gpt2, ada(true)), (relu_squared, ada(true))];
     families().map(|descriptor| (descriptor, EmulatedGpu::new(true))).into_iter().chain(others)
 }
@@ -203,14 +217,17 @@ fn a_hundred_steps_are_deterministic_and_learn_as_well_as_f32() {
 
 #[test]
 fn recomputation_is_exact() {
-    for recipe in RECIPES {
+    let [gpt2, .., experts] = families();
+    for (descriptor, recipe) in [gpt2, experts].into_iter().flat_map(|descriptor| RECIPES.map(|it| (descriptor, it))) {
         let train = |recompute, keeps_weights| {
-            Setup { recompute, keeps_weights, grad_accum: 2, ..Setup::new(recipe) }.on_cpu().steps(4).bits()
+            let setup = Setup { recompute, keeps_weights, grad_accum: 2, descriptor, ..Setup::new(recipe) };
+            setup.on_cpu().steps(4).bits()
         };
         let stored = train(Recompute::Nothing, true);
         for recompute in Recompute::ALL {
             for keeps_weights in [false, true] {
-                assert!(train(recompute, keeps_weights) == stored, "{recipe:?}, {recompute:?}, {keeps_weights}");
+                let what = format!("{descriptor}, {recipe:?}, {recompute:?}, {keeps_weights}");
+                assert!(train(recompute, keeps_weights) == stored, "{what}");
             }
         }
     }
@@ -345,7 +362,7 @@ fn evaluation_does_not_use_fp8() {
 /// Each family of models with one of the settings. The emulator is slow.
 #[test]
 fn kernels_compute_the_gradients_of_the_cpu_engine() {
-    assert_gradients(|family, setting| family % 4 == setting);
+    assert_gradients(|family, setting| family % 4 == setting || (family, setting) == (EXPERTS, 2));
 }
 
 #[test]
