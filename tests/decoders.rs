@@ -158,13 +158,18 @@ fn settings_that_experts_lack_are_errors() {
     train(MODELS[3], &run, "2", &[]);
     let model: Vec<&str> = MODELS[3].split(' ').collect();
     let start = ["--batch", "2", "--seq", "16", "--steps", "1", "--device", "cpu", "--precision", "fp8"];
-    fail(&[&["train"], &model[..], &start].concat(), &["--precision fp8: expected a model without experts"]);
+    let in_fp8 = [&["train"], &model[..], &start].concat();
+    fail(&in_fp8, &["--precision fp8: channels of the MLP: expected a multiple of 16, found 24"]);
     let out = dir.path().join("out");
     fail(&["export", "--format", "gguf", text(&run), text(&out)], &["expected a model without experts for GGUF"]);
     fail(&["export", "--format", "llmc", text(&run), text(&out)], &["expected a model with Llama's operations"]);
     let lora = ["train", "--model", text(&run), "--lora-rank", "4", "--seq", "16", "--batch", "2", "--steps", "1"];
     let lora = [&lora[..], &["--device", "cpu"]].concat();
     fail(&[&lora[..], &["--lora-targets", "all"]].concat(), &["use --lora-targets qkv,attproj"]);
+    fail(
+        &[&lora[..], &["--lora-targets", "qkv,attproj", "--precision", "fp8"]].concat(),
+        &["--precision fp8: adapters: expected a model without experts"],
+    );
     succeed(&[&lora[..], &["--lora-targets", "qkv,attproj", "--out", text(&out)]].concat());
     fail(
         &["sample", text(&run), "--precision", "fp8", "--device", "cpu", "--prompt", "a"],
@@ -184,7 +189,7 @@ fn nanochat_models_of_transformers_are_fine_tuned_and_exported() {
     succeed(&["export", "--format", "hf", text(&reference), text(&hf)]);
     let weights = |directory: &Path| fs::read(directory.join("model.safetensors")).unwrap();
     assert!(weights(&hf) == weights(&reference));
-    train(&["--model", text(&reference), "--train", text(&tokens)], &run, "2", &[]);
+    train(&format!("--model {} --train {}", text(&reference), text(&tokens)), &run, "2", &[]);
     succeed(&["export", "--format", "hf", text(&run), text(&tuned)]);
     succeed(&["export", "--format", "hf", text(&tuned), text(&again)]);
     assert!(weights(&tuned) == weights(&again) && weights(&tuned) != weights(&reference));
@@ -207,8 +212,7 @@ fn llm_c_reads_and_writes_llama() {
     let tokens = dir.path().join("tokens.bin");
     write_tokens(&tokens);
     // The 8B model has the scaling that llm.c applies.
-    let model = ["--model", "llama3:8b", "--layers", "2", "--channels", "32", "--heads", "4", "--kv-heads", "2"];
-    train(&model, &run, "2", &[]);
+    train("--model llama3:8b --layers 2 --channels 32 --heads 4 --kv-heads 2", &run, "2", &[]);
     succeed(&["export", "--format", "llmc", text(&run), text(&file)]);
     succeed(&["export", "--format", "hf", text(&file), text(&hf)]);
     succeed(&["export", "--format", "llmc", text(&hf), text(&again)]);
@@ -298,22 +302,9 @@ fn every_command_reads_shards_of_32_bit_ids() {
     let head: Vec<i32> =
         fs::read(&shard).unwrap()[..12].as_chunks().0.iter().map(|&word| i32::from_le_bytes(word)).collect();
     assert_eq!(head, [20240801, 7, 200]);
-    let model = [
-        "--model",
-        "llama3.1:8b",
-        "--layers",
-        "1",
-        "--channels",
-        "16",
-        "--heads",
-        "2",
-        "--kv-heads",
-        "1",
-        "--ffn",
-        "16",
-    ];
+    let model = "--model llama3.1:8b --layers 1 --channels 16 --heads 2 --kv-heads 1 --ffn 16";
     let data = ["--train", text(&shard), "--val", text(&shard), "--sample-every", "0"];
-    let printed = train(&model, &run, "2", &data);
+    let printed = train(model, &run, "2", &data);
     assert!(printed.contains("128256") && printed.contains("step"), "{printed}");
     // The vocabulary is the model's, and llm.c's model file keeps it.
     succeed(&["export", "--format", "llmc", text(&run), text(&file)]);

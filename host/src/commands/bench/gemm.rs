@@ -38,7 +38,7 @@ pub struct Gemm {
     shape: Vec<MatmulShape>,
 
     /// Divide the rows of each --shape unevenly among this number of experts, each with a matrix of its own
-    #[arg(long, value_name = "N", value_parser = count, requires = "shape", conflicts_with = "fp8")]
+    #[arg(long, value_name = "N", value_parser = count, requires = "shape")]
     experts: Option<usize>,
 
     /// Multiply in FP8, with fast and with exact accumulation
@@ -170,13 +170,20 @@ fn row(timing: &GemmTiming) -> [Cell; 8] {
     ]
 }
 
-/// Plans the FP8 operands of a linear layer and its gradients. The gradient of its output is in E5M2, quantized before.
-fn fp8_operands(plan: &mut Plan, shape: MatmulShape, accumulation: Fp8Accumulation) -> (Fp8Forward, Fp8Backward) {
+/// Plans the FP8 operands of a linear layer with this number of matrices and its gradients. The gradient of its output is in E5M2,
+/// quantized before.
+fn fp8_operands(
+    plan: &mut Plan,
+    shape: MatmulShape,
+    matrices: usize,
+    accumulation: Fp8Accumulation,
+) -> (Fp8Forward, Fp8Backward) {
     let MatmulShape { rows, c, oc } = shape;
     let mut add = |name: &str, len: usize, dtype| plan.add(Group::Activations, name, &[len], dtype);
     let mut matrix = |name: &str, len| add(name, len, DType::Fp8);
     let (inp, inp_transposed) = (matrix("inp8", rows * c), matrix("inp8_t", rows * c));
-    let (weight, weight_transposed) = (matrix("weight8", oc * c), matrix("weight8_t", oc * c));
+    let weights = matrices * oc * c;
+    let (weight, weight_transposed) = (matrix("weight8", weights), matrix("weight8_t", weights));
     let dout = [matrix("dout8", rows * oc), matrix("dout8_t", rows * oc)];
     let mut scale = |name: &str| add(name, 1, DType::F32);
     let (inp_scale, weight_scale) = (scale("inp_scale"), scale("weight_scale"));
@@ -218,7 +225,7 @@ fn tune(
         let len = Groups { count, rows }.words();
         engine::ops::Groups { layout: plan.add(Group::Activations, "groups", &[len], DType::I32), count }
     });
-    let operands = fp8.map(|accumulation| fp8_operands(&mut plan, shape, accumulation));
+    let operands = fp8.map(|accumulation| fp8_operands(&mut plan, shape, matrices, accumulation));
     let workload = Workload {
         attention: AttentionShape { b: 1, t: rows, heads: 1, kv_heads: 1, head_size: c.min(oc) },
         channels: c.min(oc),

@@ -8,7 +8,7 @@ use super::{
     Case, DType, Engine, EpilogueKind, GELU, Init, Operand, Result, Tensor, Tolerance, Work, Workload, accumulated,
     case, f32, i32, input, linear_name, linear_workload, matmul_backward, matmul_forward, output, workload,
 };
-use super::{decode, decode_step};
+use super::{decode, decode_step, experts};
 use engine::ops::{
     Activation, ActivationForward, ActivationInput, AttentionForward, AttentionMask, AttentionShape, Classifier,
     Dequantize, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, Fp8Scales,
@@ -20,6 +20,7 @@ pub fn edge_cases() -> Vec<Case> {
     let mut cases = vec![delayed_scales(8, 16), delayed_scales(300, 1), dequantize(256), dequantize(256 * 77)];
     cases.extend(decode::edge_cases_in_fp8());
     cases.extend(decode_step::edge_cases_in_fp8());
+    cases.extend(experts::edge_cases_in_fp8());
     for (rows, c, oc) in [(16, 64, 64), (48, 80, 240), (144, 208, 160)] {
         cases.extend(linear(MatmulShape { rows, c, oc }));
         cases.extend(mlp(MatmulShape { rows, c, oc }));
@@ -53,7 +54,8 @@ pub fn model_cases() -> Vec<Case> {
         head(MatmulShape { rows: 128, c: 512, oc: 128_256 }, 128_256, None),
     ];
     let decoding = decode::model_cases_in_fp8().into_iter().chain(decode_step::model_cases_in_fp8());
-    layers.chain(head).chain([dequantize(1 << 24)]).chain(decoding).collect()
+    let experts = experts::model_cases_in_fp8();
+    layers.chain(head).chain([dequantize(1 << 24)]).chain(decoding).chain(experts).collect()
 }
 
 /// Returns the passes of a linear layer.
@@ -91,7 +93,7 @@ fn exact_f32(name: &'static str, value: f32) -> Operand {
 }
 
 /// Returns the operands of one tensor in FP8: scale and amax. The scale, if given, fits values of up to 1.
-fn scale(names: [&'static str; 2], format: Fp8Format) -> [Operand; 2] {
+pub(super) fn scale(names: [&'static str; 2], format: Fp8Format) -> [Operand; 2] {
     [exact_f32(names[0], 1.3 / format.max()), exact_f32(names[1], 0.01)]
 }
 
@@ -110,7 +112,6 @@ fn widen_tolerances(operands: &mut [Operand]) {
     }
 }
 
-/// Quantizes `inp` to E4M3.
 /// Quantizes a weight (OC, C) with a scale that is given.
 pub(super) fn quantize_by(engine: &mut dyn Engine, inp: Tensor, out: Tensor, scale: Tensor, oc: usize) -> Result<()> {
     let scales = Fp8Scale { scale, amax: scale, counts: None };
@@ -131,6 +132,7 @@ fn dequantize(n: usize) -> Case {
     Case { before: Some(Box::new(|e, x| quantize_by(e, x[3], x[1], x[2], 16))), ..case }
 }
 
+/// Quantizes `inp` to E4M3.
 fn quantize(
     engine: &mut dyn Engine,
     inp: Tensor,
@@ -325,7 +327,7 @@ fn mlp(shape: MatmulShape) -> [Case; 9] {
 /// Tolerance of sums of products of a tensor that both engines round to FP8 from slightly different values: a few percent of the
 /// values round to neighbors, which differ by up to 2^-3, or 2^-2 for E5M2. The emulator's largest error is 0.13. Tests of the
 /// kernels compare bits; these cases find gross errors on a GPU.
-const NEIGHBORS: Tolerance = Tolerance { f32: 0.25, bf16: 0.25 };
+pub(super) const NEIGHBORS: Tolerance = Tolerance { f32: 0.25, bf16: 0.25 };
 
 /// Returns the operands of [`mlp_forward`].
 fn mlp_forward_operands(MatmulShape { rows, c, oc }: MatmulShape, activation: Activation) -> Vec<Operand> {
