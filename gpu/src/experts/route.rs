@@ -1,12 +1,12 @@
 //! The choice of the experts of each token, and the order of experts.
 //!
-//! 1. [`route_choose`]: the experts with the K largest logits, and their weights. Of equal logits, the lower expert wins; a NaN is the
-//!    smallest.
+//! 1. [`route_choose`]: the experts with the K largest logits, or sums of score and bias, and their weights. Of equal numbers, the lower
+//!    expert wins; a NaN is the smallest.
 //! 2. [`route_count`]: the number of entries of each expert in each chunk of [`ENTRIES`] entries.
 //! 3. [`route_groups`]: their sums over the chunks before, and the groups.
 //! 4. [`route_place`]: the row of each entry in the order of experts, and the entry of each row.
 //!
-//! Shapes: logits (rows, E), experts and weights (rows, K), counts (chunks, E), positions (rows, K), sources (P), where P is
+//! Shapes: logits (rows, E), bias (E), experts and weights (rows, K), counts (chunks, E), positions (rows, K), sources (P), where P is
 //! [`Groups::rows`]. E is at most [`MAX_EXPERTS`], K at most 32, and rows · K below 2^31.
 
 use super::{GROUP_BLOCK, Groups, Router};
@@ -43,11 +43,11 @@ pub fn shared(layout: &mut Layout) -> (SharedArray<i32>, SharedArray<u32>) {
     (layout.array(ENTRIES), layout.array(block::SCRATCH))
 }
 
-/// Maps a logit to an integer of the same order. The smallest is that of NaN.
+/// Maps a number to an integer of the same order. The smallest is that of NaN.
 #[inline(always)]
-fn key(logit: f32) -> u32 {
-    let bits = logit.to_bits();
-    if logit.is_nan() {
+fn key(number: f32) -> u32 {
+    let bits = number.to_bits();
+    if number.is_nan() {
         0
     } else if bits >> 31 == 1 {
         !bits
@@ -56,9 +56,9 @@ fn key(logit: f32) -> u32 {
     }
 }
 
-/// Returns the logit of a [`key`].
+/// Returns the number of a [`key`].
 #[inline(always)]
-fn logit_of(key: u32) -> f32 {
+fn number_of(key: u32) -> f32 {
     f32::from_bits(if key >> 31 == 1 { key & !(1 << 31) } else { !key })
 }
 
@@ -99,6 +99,17 @@ impl<const N: usize> Logits<N> {
         self.values[i]
     }
 
+    /// Returns the logit of any expert, the same in all lanes.
+    fn of_expert(&self, expert: u32) -> f32 {
+        let mut logit = 0.0;
+        for i in 0..N {
+            if i as u32 == expert / warp::LANES {
+                logit = self.values[i];
+            }
+        }
+        warp::shuffle(logit, expert % warp::LANES)
+    }
+
     /// Returns the logarithm of the sum of the exponentials of all logits.
     pub(super) fn log_sum_exp(&self) -> f32 {
         self.max + math::ln(self.sum)
@@ -115,7 +126,8 @@ impl<const N: usize> Logits<N> {
     }
 }
 
-/// Computes experts and weights (rows, K) from logits (rows, E), with `N` at least E / 32. Grid: [`route_choose_grid`].
+/// Computes experts and weights (rows, K) from logits (rows, E), with `N` at least E / 32. Unless the bias is null, it is added to the scores for
+/// the choice, but not for the weights. Grid: [`route_choose_grid`].
 #[kernel(
     threads = 256,
     instances([bf16 = cuda_std::bf16, f32 = f32] * [e32 = 1, e64 = 2, e128 = 4, e256 = 8, e512 = 16])
@@ -124,6 +136,7 @@ pub fn route_choose<T: Element, const N: usize>(
     experts: GlobalMut<i32>,
     weights: GlobalMut<f32>,
     logits: Global<T>,
+    bias: Global<T>,
     rows: u32,
     router: Router,
 ) {
@@ -133,20 +146,28 @@ pub fn route_choose<T: Element, const N: usize>(
     }
     let (lane, active) = (warp::lane(), router.active as usize);
     let logits = Logits::<N>::load(logits.skip(row * router.experts as usize), router.experts);
+    let mut keys = [0; N];
+    for i in 0..N {
+        let (expert, logit) = (i * LANES + lane as usize, logits.logit(i));
+        let is_biased = !bias.is_null() && expert < router.experts as usize;
+        keys[i] = key(if is_biased { logits.score(logit, router) + bias.at(expert).to_f32() } else { logit });
+    }
     let (mut taken, mut sum) = (0u32, 0.0);
     let (mut my_expert, mut my_score) = (0, 0.0);
     for choice in 0..router.active {
-        // The key of the largest logit, and the complement of its expert. An expert that does not exist has the key 0.
+        // The largest key, and the complement of its expert. An expert that does not exist has the key 0.
         let mut best = 0;
         for i in 0..N {
             let expert = i as u32 * warp::LANES + lane;
-            let candidate = u64::from(key(logits.logit(i))) << 32 | u64::from(!expert);
+            let candidate = u64::from(keys[i]) << 32 | u64::from(!expert);
             if expert < router.experts && taken >> i & 1 == 0 && candidate > best {
                 best = candidate;
             }
         }
         let best = warp::reduce(best, |a: u64, b: u64| if a > b { a } else { b });
-        let (expert, score) = (!(best as u32), logits.score(logit_of((best >> 32) as u32), router));
+        let expert = !(best as u32);
+        let logit = if bias.is_null() { number_of((best >> 32) as u32) } else { logits.of_expert(expert) };
+        let score = logits.score(logit, router);
         if expert % warp::LANES == lane {
             taken |= 1 << (expert / warp::LANES);
         }

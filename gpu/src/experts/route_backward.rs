@@ -12,6 +12,8 @@
 //! An activation is linear in up, so g = Σ dup · up over the channels of a choice's row, where dup includes the weight. The weights do not need
 //! the outputs of the experts then. The gradient of the load-balancing loss is that of a · E Σ f s, where f is the share of an expert's
 //! entries per token, and that of the z-loss 2 z logsumexp(logits) · softmax(logits).
+//!
+//! The bias for the choice of experts has no gradient. [`route_bias_backward`] gives it one, of which only the sign is used.
 
 use super::route::Logits;
 use super::{Groups, Router};
@@ -19,6 +21,10 @@ use cuda_std::{Element, Global, GlobalMut, kernel, math, thread, warp};
 
 const WARPS: usize = 256 / LANES;
 const LANES: usize = warp::LANES as usize;
+
+/// The factor of the gradients of the bias. They are so small that they do not change the norm of all gradients, and their squares are normal
+/// numbers.
+pub const BIAS_GRADIENT: f32 = 1.0 / (1u64 << 50) as f32;
 
 /// The scalars of [`route_backward`]. Passed by value.
 #[derive(Clone, Copy, Debug)]
@@ -127,4 +133,17 @@ pub fn route_backward<T: Element, const N: usize>(
             dlogits.set(row * count + this as usize, T::from_f32(math::fma(z, softmax, dlogit)));
         }
     }
+}
+
+/// Adds [`BIAS_GRADIENT`] · (E · load - entries) to each element of dbias (E), where the load of an expert is the number of its entries. The
+/// difference is an integer: E times that from the mean load. Grid: 1.
+#[kernel(threads = 512, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+pub fn route_bias_backward<T: Element>(dbias: GlobalMut<T>, groups: Global<u32>, entries: u32, count: u32) {
+    let expert = thread::thread_idx_x() as usize;
+    if expert >= count as usize {
+        return;
+    }
+    let load = groups.at(Groups { count: count as usize, rows: 0 }.sizes() + expert);
+    let excess = i64::from(load) * i64::from(count) - i64::from(entries);
+    dbias.set(expert, T::from_f32(math::fma(BIAS_GRADIENT, excess as f32, dbias.at(expert).to_f32())));
 }

@@ -20,7 +20,7 @@ tests! {
         bf16_moments_follow_the_average_of_small_gradients, streams_are_independent,
         streams_of_a_slice_are_those_of_the_tensor, remainders_are_exact_master_weights, every_master_weight_can_be_updated,
         compact_state_keeps_nan_in_its_element_and_skips_steps, compact_state_gets_the_bits_of_f32_masters,
-        eight_bit_moments_are_rounded_f32_moments;
+        eight_bit_moments_are_rounded_f32_moments, signs_of_tiny_gradients_move_all_forms_of_weights;
 }
 
 /// All lengths up to two packets, all remainders around one block's tile, and several blocks.
@@ -808,5 +808,35 @@ fn eight_bit_moments_are_rounded_f32_moments() {
             assert_same(&format!("masters, step {step}"), &state.exact(), &want.exact());
             assert_eq!(blocks, Blocks::new(&want, &parts, settings.seed), "step {step}");
         }
+    }
+}
+
+/// Without decay of the moments, an update subtracts the learning rate times the sign of the gradient, however small the gradient is. The
+/// biases of routers are updated in this way.
+fn signs_of_tiny_gradients_move_all_forms_of_weights() {
+    fn check<T: Tolerance, M: Tolerance>(before: &State<T, M>, grads: &[T], settings: Settings, want: &[f64]) {
+        assert_eq!(before.updated(grads, settings).exact(), want);
+    }
+    let n = 2048 + 77;
+    let rate = 1.0 / 16.0;
+    let epsilon = f64::from(f32::MIN_POSITIVE);
+    let (norm, clip) = (1e30, f32::INFINITY);
+    let settings = Settings { norm, clip, rate, beta1: 0.0, beta2: 0.0, decay: 0.0, epsilon, ..SETTINGS };
+    let gradient = |i: usize| [0.0, 1.0, -1.0, 3.0, -100.0, 1e5, -1e7][i % 7] * 2f64.powi(-50);
+    let grads: Vec<_> = (0..n).map(gradient).collect();
+    let weights: Vec<_> = noise(n, 9).iter().map(|x| (x * 16.0).round() / 16.0).collect();
+    let want: Vec<_> =
+        weights.iter().zip(&grads).map(|(w, g)| if *g == 0.0 { *w } else { w - rate * g.signum() }).collect();
+    let f32s = State::<f32> { params: rounded(&weights), ..State::new(n, false) };
+    check(&f32s, &rounded(&grads), settings, &want);
+    let grads = rounded::<bf16>(&grads);
+    let alone = State::<bf16> { params: rounded(&weights), ..State::new(n, false) };
+    let mastered = State { masters: Masters::F32(rounded(&weights)), ..alone.clone() };
+    for mut state in [compact(&mastered), mastered, alone] {
+        check(&state, &grads, settings, &want);
+        check(&state.with_moments::<bf16>(), &grads, settings, &want);
+        let parts = [Part::all(n)];
+        Blocks::new(&state, &parts, 0).update(&mut state, &parts, &grads, settings);
+        assert_eq!(state.exact(), want, "moments in 8 bits");
     }
 }

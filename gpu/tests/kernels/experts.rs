@@ -10,7 +10,8 @@ use gpu::quantize::{tile_and_maxima, transpose_grid};
 
 tests! {
     kernels of "experts";
-    for both types: experts_match_reference, not_a_number_is_the_smallest_logit, rows_are_copied_and_summed,
+    for both types: experts_match_reference, biases_change_only_the_choice, gradients_of_biases_are_exact,
+        not_a_number_is_the_smallest_logit, rows_are_copied_and_summed,
         gradients_of_logits_match_differences;
     once: chunks_have_a_common_order, rows_are_quantized;
 }
@@ -53,14 +54,15 @@ struct Routed {
     groups: Vec<u32>,
 }
 
-/// Routes in the emulator.
-fn route<T: Tolerance>(logits: &[f64], rows: usize, router: Router, fewest: u32) -> Routed {
+/// Routes in the emulator. The bias is empty if there is none.
+fn route<T: Tolerance>(logits: &[f64], bias: &[f64], rows: usize, router: Router, fewest: u32) -> Routed {
     let (count, entries) = (router.experts as usize, rows * router.active as usize);
     let layout = Groups::new(count, entries);
     let mut memory = Memory::new();
     let logits = memory.input("logits", &rounded::<T>(logits));
+    let bias = if bias.is_empty() { Global::null() } else { memory.input("bias", &rounded::<T>(bias)) };
     let (ids, weights) = (memory.output::<i32>("experts", entries), memory.output("weights", entries));
-    let launch = instance!(route_choose::<T>(count, ids, weights, logits, rows as u32, router));
+    let launch = instance!(route_choose::<T>(count, ids, weights, logits, bias, rows as u32, router));
     run(&mut memory, &launch, experts::route_choose_grid(rows), 0);
     let (positions, sources) = (memory.output("positions", entries), memory.output("sources", layout.rows));
     let groups = memory.output("groups", layout.words());
@@ -113,14 +115,17 @@ fn weights(logits: &[f64], chosen: &[i32], router: Router) -> Vec<f64> {
 }
 
 /// Routes sequentially.
-fn reference(logits: &[f64], router: Router, fewest: u32) -> Routed {
+fn reference(logits: &[f64], bias: &[f64], router: Router, fewest: u32) -> Routed {
     let (count, active) = (router.experts as usize, router.active as usize);
     let rows = logits.len() / count;
     let layout = Groups::new(count, rows * active);
     let (mut chosen, mut all_weights, mut of_expert) = (Vec::new(), Vec::new(), vec![Vec::new(); count]);
     for (row, logits) in logits.chunks(count).enumerate() {
+        let scores = scores(logits, router.sigmoid == 1);
+        let biased: Vec<_> = scores.iter().zip(bias).map(|(score, bias)| score + bias).collect();
+        let numbers = if bias.is_empty() { logits } else { &biased };
         let mut sorted: Vec<_> = (0..count).collect();
-        sorted.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]));
+        sorted.sort_by(|&a, &b| numbers[b].total_cmp(&numbers[a]));
         for (choice, &expert) in sorted[..active].iter().enumerate() {
             of_expert[expert].push(row * active + choice);
         }
@@ -152,7 +157,7 @@ fn experts_match_reference<T: Tolerance>() {
         for (sigmoid, normalized) in [(false, false), (false, true), (true, false), (true, true)] {
             let (router, fewest) = (router([count, active], sigmoid, normalized), u32::from(sigmoid));
             let logits = logits(rows, count, i as u32);
-            let (got, want) = (route::<T>(&logits, rows, router, fewest), reference(&logits, router, fewest));
+            let (got, want) = (route::<T>(&logits, &[], rows, router, fewest), reference(&logits, &[], router, fewest));
             assert_close(&format!("{router:?}"), &got.weights, &want.weights, 1e-5, 1e-3);
             assert_eq!(Routed { weights: want.weights.clone(), ..got }, want, "{router:?}, {rows} tokens");
         }
@@ -161,15 +166,63 @@ fn experts_match_reference<T: Tolerance>() {
     for count in [1, 7] {
         let logits: Vec<_> = (0..300 * count).map(|i| if i % count == count / 2 { 2.0 } else { 1.0 }).collect();
         let router = router([count, 1], false, true);
-        assert_eq!(route::<T>(&logits, 300, router, 1), reference(&logits, router, 1));
+        assert_eq!(route::<T>(&logits, &[], 300, router, 1), reference(&logits, &[], router, 1));
+    }
+}
+
+/// Many sums of score and bias are equal, because many logits and many biases are.
+fn biases_change_only_the_choice<T: Tolerance>() {
+    for (i, [rows, count, active]) in SHAPES.into_iter().enumerate() {
+        let bias: Vec<_> = noise(count, 90 + i as u32).iter().map(|x| (x * 4.0).round() / 16.0).collect();
+        for (sigmoid, normalized) in [(false, false), (false, true), (true, false), (true, true)] {
+            let router = router([count, active], sigmoid, normalized);
+            let logits = logits(rows, count, i as u32);
+            let (got, want) = (route::<T>(&logits, &bias, rows, router, 1), reference(&logits, &bias, router, 1));
+            assert_close(&format!("{router:?}"), &got.weights, &want.weights, 1e-5, 1e-3);
+            assert_eq!(Routed { weights: want.weights.clone(), ..got }, want, "{router:?}, {rows} tokens");
+            assert!(count == active || want.experts != reference(&logits, &[], router, 1).experts, "{router:?}");
+        }
+    }
+    // Of equal sums, the lower expert precedes. A sum that is not a number comes last.
+    let router = router([5, 4], true, false);
+    let got = route::<T>(&[0.0, f64::NAN, 0.0, 0.0, 20.0], &[0.25, 9.0, 0.5, 0.25, f64::NAN], 1, router, 1);
+    assert_eq!((got.experts, &got.weights[..3]), (vec![2, 0, 3, 1], &[0.5; 3][..]));
+}
+
+/// The gradient of a bias has the sign of the difference from the mean load, and is exactly 0 at the mean.
+fn gradients_of_biases_are_exact<T: Tolerance>() {
+    for (i, [rows, count, active]) in SHAPES.into_iter().chain([[64, 512, 8]]).enumerate() {
+        let routed = reference(&logits(rows, count, i as u32), &[], router([count, active], false, true), 1);
+        let before = wide(&rounded::<T>(&noise(count, 7).iter().map(|x| x * 2f64.powi(-42)).collect::<Vec<_>>()));
+        let mut memory = Memory::new();
+        let dbias = memory.buffer("dbias", &rounded::<T>(&before));
+        let groups = memory.input("groups", &routed.groups);
+        let launch = experts::route_bias_backward(dbias, groups, (rows * active) as u32, count as u32);
+        run(&mut memory, &launch, 1, 0);
+        let loads = routed.groups[count + 1..].iter().map(|&load| f64::from(load));
+        let excess = loads.map(|load| load * count as f64 - (rows * active) as f64);
+        let want: Vec<_> = before.iter().zip(excess).map(|(x, excess)| x + excess * 2f64.powi(-50)).collect();
+        assert_eq!(read(&memory, dbias), wide(&rounded::<T>(&want)), "{count} experts");
+    }
+    // Of many entries, the differences of products that exceed 24 or 32 bits are exact.
+    let mean = 1 << 24;
+    for loads in [[mean + 1, mean - 1, mean], [2_000_000_000, 7, 8]] {
+        let (count, entries) = (loads.len(), loads.iter().sum::<u32>());
+        let groups: Vec<u32> = [0; 4].into_iter().chain(loads).collect();
+        let mut memory = Memory::new();
+        let (dbias, groups) = (memory.buffer("dbias", &[T::from_f32(0.0); 3]), memory.input("groups", &groups));
+        run(&mut memory, &experts::route_bias_backward(dbias, groups, entries, count as u32), 1, 0);
+        let excess = loads.map(|load| 3.0 * f64::from(load) - f64::from(entries));
+        let want = rounded::<T>(&excess.map(|excess| excess * 2f64.powi(-50)));
+        assert_eq!(read(&memory, dbias), wide(&want), "{loads:?}");
     }
 }
 
 fn not_a_number_is_the_smallest_logit<T: Tolerance>() {
     let router = router([5, 4], true, false);
     let logits = [f64::NAN, 0.5, f64::NEG_INFINITY, f64::INFINITY, f64::NAN];
-    assert_eq!(route::<T>(&logits, 1, router, 1).experts, [3, 1, 2, 0]);
-    let all = route::<T>(&[f64::NAN; 5], 1, router, 1);
+    assert_eq!(route::<T>(&logits, &[], 1, router, 1).experts, [3, 1, 2, 0]);
+    let all = route::<T>(&[f64::NAN; 5], &[], 1, router, 1);
     assert_eq!((all.experts, all.positions), (vec![0, 1, 2, 3], vec![0, 128, 256, 384]));
 }
 
@@ -195,7 +248,7 @@ fn chunks_have_a_common_order() {
 fn rows_are_copied_and_summed<T: Tolerance>() {
     for (i, [rows, count, active]) in SHAPES.into_iter().enumerate() {
         let channels = [8, 24, 264, 520][i % 4];
-        let routed = reference(&logits(rows, count, 3), router([count, active], false, true), 1);
+        let routed = reference(&logits(rows, count, 3), &[], router([count, active], false, true), 1);
         let (p, end) = (routed.sources.len(), routed.groups[count] as usize);
         for weighted in [false, true] {
             let mut memory = Memory::new();
@@ -265,7 +318,7 @@ fn rows_are_quantized() {
 fn check_quantized<T: Fp8 + Pod>() {
     for (i, [rows, count, active]) in SHAPES.into_iter().enumerate() {
         let channels = [16, 48, 272, 528][i % 4];
-        let routed = reference(&logits(rows, count, 3), router([count, active], false, true), 1);
+        let routed = reference(&logits(rows, count, 3), &[], router([count, active], false, true), 1);
         let (p, end) = (routed.sources.len(), routed.groups[count] as usize);
         let factors: Vec<f32> = routed.weights.iter().map(|&x| x as f32).collect();
         for (weighted, outputs) in [(false, [true, true]), (true, [true, false]), (true, [false, true])] {
@@ -331,7 +384,7 @@ fn gradients_of_logits_match_differences<T: Tolerance>() {
         ] {
             let router = router([count, active], sigmoid, normalized);
             let logits = logits(rows, count, i as u32);
-            let routed = reference(&logits, router, 1);
+            let routed = reference(&logits, &[], router, 1);
             let p = routed.sources.len();
             let mut memory = Memory::new();
             let values = |seed| wide(&rounded::<T>(&noise(p * 2 * channels, seed)));

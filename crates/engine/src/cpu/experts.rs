@@ -7,8 +7,8 @@ use super::matmul::scales_product;
 use super::quantize;
 use crate::Result;
 use crate::ops::{
-    ActivationInput, Combine, Dispatch, Epilogue, GROUP_ROWS, Groups, MatmulBackward, MatmulForward, MatmulShape,
-    Route, RouteBackward, Router, RouterScores,
+    ActivationInput, BIAS_GRADIENT, Combine, Dispatch, Epilogue, GROUP_ROWS, Groups, MatmulBackward, MatmulForward,
+    MatmulShape, Route, RouteBackward, Router, RouterScores,
 };
 use anyhow::ensure;
 use rayon::prelude::*;
@@ -53,13 +53,15 @@ fn scores(logits: &[f32], scores: RouterScores) -> Vec<f32> {
     }
 }
 
-/// Writes the experts of a token and their weights.
-fn choose(router: Router, logits: &[f32], experts: &mut [i32], weights: &mut [f32]) {
-    let key = |expert: usize| if logits[expert].is_nan() { f32::NEG_INFINITY } else { logits[expert] };
+/// Writes the experts of a token and their weights. The bias is empty if there is none.
+fn choose(router: Router, logits: &[f32], bias: &[f32], experts: &mut [i32], weights: &mut [f32]) {
+    let scores = scores(logits, router.scores);
+    let biased: Vec<f32> = scores.iter().zip(bias).map(|(score, bias)| score + bias).collect();
+    let numbers = if bias.is_empty() { logits } else { &biased };
+    let key = |expert: usize| if numbers[expert].is_nan() { f32::NEG_INFINITY } else { numbers[expert] };
     let mut order: Vec<usize> = (0..logits.len()).collect();
     // The sort is stable, so the lower of equal experts precedes.
     order.sort_by(|&a, &b| key(b).partial_cmp(&key(a)).unwrap_or(Ordering::Equal));
-    let scores = scores(logits, router.scores);
     let sum: f64 = order[..router.active].iter().map(|&expert| f64::from(scores[expert])).sum();
     let divisor = if router.normalized { sum } else { 1.0 };
     for ((&expert, chosen), weight) in order.iter().zip(experts).zip(weights) {
@@ -69,7 +71,7 @@ fn choose(router: Router, logits: &[f32], experts: &mut [i32], weights: &mut [f3
 }
 
 pub(super) fn route(arena: &mut Arena, op: Route) -> Result<()> {
-    let Route { logits, experts, weights, positions, sources, groups, router, trains } = op;
+    let Route { logits, bias, experts, weights, positions, sources, groups, router, trains } = op;
     check(router)?;
     let Router { count, active: k, .. } = router;
     let rows = logits.len / count;
@@ -80,12 +82,14 @@ pub(super) fn route(arena: &mut Arena, op: Route) -> Result<()> {
         ("positions", positions, rows * k),
         ("sources", sources, router.rows(rows)),
         ("groups", groups, router.layout_len(rows)),
+        optional("bias", bias, count),
     ];
-    let [logits, experts, weights, positions, sources, groups] = arena.split("route", operands)?;
+    let [logits, experts, weights, positions, sources, groups, bias] = arena.split("route", operands)?;
+    let bias = &*bias;
     let experts: &mut [i32] = bytemuck::cast_slice_mut(experts);
     let chosen = experts.par_chunks_mut(k).zip(weights.par_chunks_mut(k));
     let tokens = logits.par_chunks(count).zip(chosen).with_min_len(ROWS);
-    tokens.for_each(|(logits, (experts, weights))| choose(router, logits, experts, weights));
+    tokens.for_each(|(logits, (experts, weights))| choose(router, logits, bias, experts, weights));
 
     let [positions, sources, groups] = [positions, sources, groups].map(bytemuck::cast_slice_mut::<f32, i32>);
     groups.fill(0);
@@ -161,7 +165,7 @@ pub(super) fn combine(arena: &mut Arena, op: Combine) -> Result<()> {
 
 pub(super) fn route_backward(arena: &mut Arena, op: &RouteBackward) -> Result<()> {
     let RouteBackward { dlogits, logits, experts, weights, positions, groups, preactivation, dpreactivation, .. } = *op;
-    let RouteBackward { channels, router, aux_loss, .. } = *op;
+    let RouteBackward { dbias, channels, router, aux_loss, .. } = *op;
     check(router)?;
     let Router { count, active: k, .. } = router;
     let rows = logits.len / count;
@@ -175,12 +179,16 @@ pub(super) fn route_backward(arena: &mut Arena, op: &RouteBackward) -> Result<()
         ("groups", groups, router.layout_len(rows)),
         ("preactivation", preactivation, wide),
         ("dpreactivation", dpreactivation, wide),
+        optional("dbias", dbias, count),
     ];
-    let [dlogits, logits, experts, weights, positions, groups, preactivation, dpreactivation] =
+    let [dlogits, logits, experts, weights, positions, groups, preactivation, dpreactivation, dbias] =
         arena.split("route_backward", operands)?;
     let (logits, weights, preactivation, dpreactivation) = (&*logits, &*weights, &*preactivation, &*dpreactivation);
     let [experts, positions, groups] =
         [experts, positions, groups].map(|words| bytemuck::cast_slice::<f32, i32>(words));
+    for (dbias, of_expert) in dbias.iter_mut().zip(rows_of_experts(groups, count)) {
+        *dbias += BIAS_GRADIENT * ((of_expert.len() * count) as i64 - (rows * k) as i64) as f32;
+    }
     // The gradient of the load-balancing loss with respect to each score of a token.
     let dscores = rows_of_experts(groups, count).map(|of_expert| (of_expert.len() * count) as f32 / rows as f32);
     let dscores: Vec<f32> = dscores.map(|dscore| aux_loss * dscore).collect();

@@ -83,7 +83,7 @@ impl<T: Float> Cuda<T> {
 }
 
 pub(super) fn route<T: Float>(cuda: &mut Cuda<T>, op: Route) -> Result<()> {
-    let Route { logits, experts, weights, positions, sources, groups, router, trains } = op;
+    let Route { logits, bias, experts, weights, positions, sources, groups, router, trains } = op;
     check_router(router)?;
     let Router { count, active, .. } = router;
     let rows = logits.len / count;
@@ -99,8 +99,9 @@ pub(super) fn route<T: Float>(cuda: &mut Cuda<T>, op: Route) -> Result<()> {
         (cuda.output("positions", positions, entries)?, cuda.output("sources", sources, layout.rows)?);
     let groups = cuda.words("groups", groups, layout.words())?;
     let logits = cuda.input::<T>("logits", logits, rows * count)?;
+    let bias = cuda.optional_input::<T>("bias", bias, count)?;
     let (rows_32, entries, count_32, of) = (rows as u32, entries as u32, count as u32, router_of(router));
-    let launch = instance!(route_choose::<T>(count; experts, weights, logits, rows_32, of));
+    let launch = instance!(route_choose::<T>(count; experts, weights, logits, bias, rows_32, of));
     cuda.launch(launch, [kernels::route_choose_grid(rows), 1, 1], 0)?;
     let (ids, shared) = (experts.reader(), shared_bytes(kernels::shared));
     cuda.launch(kernels::route_count(counts, ids, entries, count_32), [chunks, 1, 1], shared)?;
@@ -183,7 +184,7 @@ pub(super) fn combine<T: Float>(cuda: &mut Cuda<T>, op: Combine) -> Result<()> {
 
 pub(super) fn route_backward<T: Float>(cuda: &mut Cuda<T>, op: &RouteBackward) -> Result<()> {
     let RouteBackward { dlogits, logits, experts, weights, positions, groups, preactivation, dpreactivation, .. } = *op;
-    let RouteBackward { channels, router, aux_loss, z_loss, .. } = *op;
+    let RouteBackward { dbias, channels, router, aux_loss, z_loss, .. } = *op;
     check_router(router)?;
     let Router { count, active, .. } = router;
     let (rows, entries) = (logits.len / count, logits.len / count * active);
@@ -201,5 +202,8 @@ pub(super) fn route_backward<T: Float>(cuda: &mut Cuda<T>, op: &RouteBackward) -
     let launch = instance!(route_backward::<T>(
         count; dlogits, logits, experts, weights, positions, groups, up, dup, of, sizes
     ));
-    cuda.launch(launch, [kernels::route_choose_grid(rows), 1, 1], 0)
+    cuda.launch(launch, [kernels::route_choose_grid(rows), 1, 1], 0)?;
+    let Some(dbias) = dbias else { return Ok(()) };
+    let dbias = cuda.output::<T>("dbias", dbias, count)?;
+    cuda.launch(kernels::route_bias_backward(dbias, groups, entries as u32, count as u32), [1; 3], 0)
 }

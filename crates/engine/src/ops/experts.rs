@@ -10,6 +10,8 @@ use super::Quantize;
 use crate::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
+/// The factor of [`RouteBackward::dbias`]. The gradients are so small that they do not change the norm of all gradients.
+pub use gpu::experts::BIAS_GRADIENT;
 /// In expert order, the number of rows of each expert is padded to a multiple of this one.
 pub use gpu::experts::GROUP_BLOCK as GROUP_ROWS;
 
@@ -25,8 +27,9 @@ pub enum RouterScores {
 
 /// How a router chooses experts.
 ///
-/// The chosen experts are those with the k largest logits, the largest first. If logits are equal, the expert with the
-/// lower index comes first. A NaN is smaller than any number. The weights of the chosen experts are their scores.
+/// The chosen experts are those with the k largest logits, the largest first. With a bias, they are those with the k largest sums of score
+/// and bias. If these numbers are equal, the expert with the lower index comes first. A NaN is smaller than any number. The weights of the
+/// chosen experts are their scores, without the bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Router {
     /// Number of experts (E).
@@ -70,6 +73,8 @@ pub struct Groups {
 pub struct Route {
     /// (rows, E) float
     pub logits: Tensor,
+    /// (E) float: added to the scores for the choice
+    pub bias: Option<Tensor>,
     /// (rows, k) i32: the chosen experts
     pub experts: Tensor,
     /// (rows, k) f32: their weights
@@ -139,6 +144,9 @@ pub struct Combine {
 pub struct RouteBackward {
     /// (rows, E) float
     pub dlogits: Tensor,
+    /// (E) float: to each element, [`BIAS_GRADIENT`] · (E · load - rows · k) is added, where the load of an expert is the number of its rows. The
+    /// bias has no gradient; descent along the sign of this one evens out the loads (Wang et al., 2024, arXiv:2408.15664).
+    pub dbias: Option<Tensor>,
     /// (rows, E) float
     pub logits: Tensor,
     /// (rows, k) i32, see [`Route`]

@@ -148,7 +148,7 @@ impl Mixture {
     fn route(&self) -> Route {
         let Self { logits, chosen: experts, weights, positions, sources, groups, .. } = *self;
         let (router, trains) = (self.experts.router(), self.dlogits.is_some());
-        Route { logits, experts, weights, positions, sources, groups, router, trains }
+        Route { logits, bias: None, experts, weights, positions, sources, groups, router, trains }
     }
 
     /// Returns the copy of `inp` (B, T, C) to expert order.
@@ -230,6 +230,7 @@ impl Mixture {
         let (dpreactivation, channels) = (dfc, d.mlp_channels);
         RouteBackward {
             dlogits,
+            dbias: None,
             logits,
             experts,
             weights,

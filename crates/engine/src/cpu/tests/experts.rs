@@ -1,7 +1,7 @@
 //! Mixtures of experts.
 
 use super::*;
-use crate::ops::{Combine, Dispatch, GROUP_ROWS, Groups, Route, RouteBackward, Router, RouterScores};
+use crate::ops::{BIAS_GRADIENT, Combine, Dispatch, GROUP_ROWS, Groups, Route, RouteBackward, Router, RouterScores};
 
 /// The tensors that [`Route`] writes.
 struct Routing {
@@ -32,9 +32,9 @@ impl Bench {
 }
 
 impl Routing {
-    fn route(&self, logits: Tensor, router: Router) -> Route {
+    fn route(&self, logits: Tensor, bias: Option<Tensor>, router: Router) -> Route {
         let Self { experts, weights, positions, sources, groups } = *self;
-        Route { logits, experts, weights, positions, sources, groups, router, trains: true }
+        Route { logits, bias, experts, weights, positions, sources, groups, router, trains: true }
     }
 }
 
@@ -56,12 +56,13 @@ fn weights(logits: &[f64], router: Router, experts: &[usize]) -> Vec<f64> {
 }
 
 /// Routes these logits, checks the order of rows, and returns the experts and the weights of each token.
-fn route(router: Router, logits: Vec<f32>) -> (Vec<Vec<usize>>, Vec<f64>) {
+fn route(router: Router, logits: Vec<f32>, bias: Option<&[f32]>) -> (Vec<Vec<usize>>, Vec<f64>) {
     let (mut bench, rows) = (Bench::new(), logits.len() / router.count);
     let logits = bench.with(logits);
+    let bias = bias.map(|bias| bench.with(bias.to_vec()));
     let routing = bench.routing(router, rows);
     bench.ready();
-    bench.dyn_engine().run(routing.route(logits, router)).unwrap();
+    bench.dyn_engine().run(routing.route(logits, bias, router)).unwrap();
     let [experts, positions, sources, groups] =
         [routing.experts, routing.positions, routing.sources, routing.groups].map(|tensor| bench.read_ints(tensor));
     let (starts, rest) = groups.split_at(router.count + 1);
@@ -103,8 +104,27 @@ fn equal_logits_choose_the_lower_index_and_nan_is_the_smallest() {
         ([f32::NEG_INFINITY, nan, f32::NEG_INFINITY, f32::INFINITY], [3, 0]),
     ];
     for (logits, expected) in cases {
-        assert_eq!(route(ROUTER, logits.to_vec()).0, [expected], "{logits:?}");
+        assert_eq!(route(ROUTER, logits.to_vec(), None).0, [expected], "{logits:?}");
     }
+}
+
+#[test]
+fn a_bias_changes_the_choice_and_not_the_weights() {
+    let (nan, router) = (f32::NAN, Router { scores: RouterScores::Sigmoid, normalized: false, ..ROUTER });
+    let cases = [
+        ([0.0, 0.0, 0.0, 0.0], [0, 1]),
+        ([0.0, 0.0, 0.25, 0.5], [3, 2]),
+        ([0.25, -0.5, 0.25, 0.25], [0, 2]),
+        ([nan, 0.0, nan, -0.5], [1, 3]),
+    ];
+    for (bias, expected) in cases {
+        assert_eq!(route(router, vec![0.0; 4], Some(&bias)), (vec![expected.to_vec()], vec![0.5; 2]), "{bias:?}");
+    }
+    // Scores are compared, not logits: those of 2 and 3 differ by 0.07, and those of 0 and 1 by 0.23.
+    let logits = vec![0.0, 1.0, 2.0, 3.0];
+    assert_eq!(route(router, logits, Some(&[0.3, 0.0, 0.15, 0.0])).0, [[2, 3]]);
+    let softmax = route(ROUTER, vec![1.0, 0.0, 2.0, f32::NAN], Some(&[0.0, 0.1, 0.0, 9.0]));
+    assert_eq!(softmax.0, [[0, 1]], "all scores are NaN");
 }
 
 #[test]
@@ -112,7 +132,7 @@ fn an_expert_may_have_no_token_one_token_or_all() {
     // All tokens choose expert 2; one of them chooses expert 3, the others expert 0.
     let rows = 2 * GROUP_ROWS + 1;
     let logits = (0..rows).flat_map(|row| if row == 7 { [0.0, 0.0, 9.0, 1.0] } else { [1.0, 0.0, 9.0, 0.0] }).collect();
-    let (experts, _) = route(ROUTER, logits);
+    let (experts, _) = route(ROUTER, logits, None);
     let count = |expert: usize| experts.iter().filter(|of_token| of_token.contains(&expert)).count();
     assert_eq!([0, 1, 2, 3].map(count), [rows - 1, 0, rows, 1]);
 }
@@ -154,20 +174,27 @@ proptest! {
         let mut bench = Bench::new();
         let logits = bench.normal(rows * count);
         let dlogits = bench.normal(rows * count);
+        let dbias = bench.with(vec![3.0 * BIAS_GRADIENT; count]);
         let routing = bench.routing(router, rows);
         let wide = router.rows(rows) * 2 * channels;
         let (preactivation, dpreactivation) = (bench.normal(wide), bench.normal(wide));
         bench.ready();
-        bench.dyn_engine().run(routing.route(logits, router)).unwrap();
+        bench.dyn_engine().run(routing.route(logits, None, router)).unwrap();
         let Routing { experts, weights: weight, positions, groups, .. } = routing;
         let (aux_loss, z_loss) = (0.7 * aux as f32, 0.3 * z as f32);
         let op = RouteBackward {
-            dlogits, logits, experts, weights: weight, positions, groups, preactivation, dpreactivation, channels, router, aux_loss, z_loss,
+            dlogits, dbias: Some(dbias), logits, experts, weights: weight, positions, groups, preactivation, dpreactivation, channels,
+            router, aux_loss, z_loss,
         };
         bench.dyn_engine().run(op).unwrap();
 
         let x = bench.before(logits);
-        let (chosen, _) = route(router, x.iter().map(|&x| x as f32).collect());
+        let (chosen, _) = route(router, x.iter().map(|&x| x as f32).collect(), None);
+        for (expert, found) in bench.after(dbias).into_iter().enumerate() {
+            let load = chosen.iter().filter(|of_token| of_token.contains(&expert)).count();
+            let expected = (3 + load * count) as f64 - (rows * active) as f64;
+            prop_assert_eq!(found.to_bits(), (f64::from(BIAS_GRADIENT) * expected).to_bits());
+        }
         let expected: Vec<f64> =
             chosen.iter().zip(x.chunks(count)).flat_map(|(chosen, logits)| weights(logits, router, chosen)).collect();
         bench.assert_of(1.0, "weights", weight, &expected);
@@ -219,7 +246,7 @@ proptest! {
         let of = Groups { layout: groups, count };
         let groups = Some(of);
         let engine = bench.dyn_engine();
-        engine.run(routing.route(logits, router)).unwrap();
+        engine.run(routing.route(logits, None, router)).unwrap();
         engine.run(Dispatch { out: dispatched, inp: tokens, sources, groups: of, weights: None, c, active: k }).unwrap();
         let shape = MatmulShape { rows: p, c, oc: 2 * channels };
         let epilogue = Epilogue::Activation(Activation::SwiGlu, fc);

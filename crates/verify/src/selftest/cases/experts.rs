@@ -22,8 +22,8 @@ pub(super) fn edge_cases() -> Vec<Case> {
         (300, router(40, 3, RouterScores::Sigmoid, true), 64, 136),
         (33, router(200, 8, RouterScores::Softmax, false), 136, 64),
     ] {
-        for recomputes in [false, true] {
-            cases.extend(mixture(Shape { rows, router, c, f, recomputes, fp8: false }));
+        for (recomputes, biased) in [(false, false), (true, false), (false, true)] {
+            cases.extend(mixture(Shape { rows, router, c, f, recomputes, biased, fp8: false }));
         }
     }
     cases
@@ -32,7 +32,7 @@ pub(super) fn edge_cases() -> Vec<Case> {
 /// Returns a layer of Qwen3-30B-A3B.
 pub(super) fn model_cases() -> Vec<Case> {
     let router = Router { count: 128, active: 8, scores: RouterScores::Softmax, normalized: true };
-    mixture(Shape { rows: 2048, router, c: 2048, f: 768, recomputes: false, fp8: false })
+    mixture(Shape { rows: 2048, router, c: 2048, f: 768, recomputes: false, biased: false, fp8: false })
 }
 
 /// Returns mixtures in FP8.
@@ -40,14 +40,14 @@ pub(super) fn edge_cases_in_fp8() -> Vec<Case> {
     let router = |count, active, normalized| Router { count, active, scores: RouterScores::Softmax, normalized };
     let shapes =
         [(16, router(1, 1, false), 64, 64), (80, router(8, 2, true), 80, 48), (304, router(40, 3, true), 64, 144)];
-    let shape = |(rows, router, c, f), recomputes| Shape { rows, router, c, f, recomputes, fp8: true };
+    let shape = |(rows, router, c, f), recomputes| Shape { rows, router, c, f, recomputes, biased: recomputes, fp8: true };
     shapes.into_iter().flat_map(|it| [false, true].map(|recomputes| backward(shape(it, recomputes)))).collect()
 }
 
 /// Returns a layer of Qwen3-30B-A3B in FP8.
 pub(super) fn model_cases_in_fp8() -> Vec<Case> {
     let router = Router { count: 128, active: 8, scores: RouterScores::Softmax, normalized: true };
-    vec![backward(Shape { rows: 2048, router, c: 2048, f: 768, recomputes: false, fp8: true })]
+    vec![backward(Shape { rows: 2048, router, c: 2048, f: 768, recomputes: false, biased: false, fp8: true })]
 }
 
 #[derive(Clone, Copy)]
@@ -59,17 +59,20 @@ struct Shape {
     f: usize,
     /// Whether the backward pass recomputes the activation.
     recomputes: bool,
+    /// Whether a bias changes the choice of experts.
+    biased: bool,
     /// Whether the linear layers multiply in FP8.
     fp8: bool,
 }
 
 impl Shape {
     fn name(self) -> String {
-        let Self { rows, router: Router { count, active, scores, normalized }, c, f, recomputes, fp8 } = self;
+        let Self { rows, router: Router { count, active, scores, normalized }, c, f, recomputes, biased, fp8 } = self;
         let normalized = if normalized { " normalized" } else { "" };
         let recomputes = if recomputes { " recompute" } else { "" };
+        let biased = if biased { " bias" } else { "" };
         let fp8 = if fp8 { " fp8" } else { "" };
-        format!("{rows}x{c} E{count} K{active} F{f} {scores:?}{normalized}{recomputes}{fp8}").to_lowercase()
+        format!("{rows}x{c} E{count} K{active} F{f} {scores:?}{normalized}{biased}{recomputes}{fp8}").to_lowercase()
     }
 
     fn workload(self) -> Workload {
@@ -89,6 +92,7 @@ struct Mixture {
     shape: Shape,
     trains: bool,
     logits: usize,
+    bias: Option<usize>,
     inp: usize,
     fcw: usize,
     fcprojw: usize,
@@ -132,7 +136,7 @@ const IN_FP8: [([&str; 4], Fp8Format); 6] = [
 impl Mixture {
     /// Adds the tensors of the forward pass.
     fn new(shape: Shape, trains: bool, operands: &mut Vec<Operand>) -> Self {
-        let Shape { rows, router, c, f, .. } = shape;
+        let Shape { rows, router, c, f, biased, .. } = shape;
         let (count, active, p) = (router.count, router.active, router.rows(rows));
         let mut add = |operand| {
             operands.push(operand);
@@ -145,6 +149,7 @@ impl Mixture {
             shape,
             trains,
             logits: add(input("logits", rows * count, Init::Uniform { mean: 0.0, spread: 3.0 })),
+            bias: biased.then(|| add(input("bias", count, Init::Uniform { mean: 0.0, spread: 0.5 }))),
             inp: add(input("inp", rows * c, UNIT)),
             fcw: add(input("fcw", count * 2 * f * c, scaled(c))),
             fcprojw: add(input("fcprojw", count * c * f, scaled(f))),
@@ -264,6 +269,7 @@ impl Mixture {
         let Shape { router, c, f, .. } = self.shape;
         e.run(Route {
             logits: x[self.logits],
+            bias: self.bias.map(|bias| x[bias]),
             experts: x[self.chosen],
             weights: x[self.weights],
             positions: x[self.positions],
@@ -325,6 +331,7 @@ fn backward(shape: Shape) -> Case {
         accumulated("dfcprojw", count * c * f, of_dweights),
         input("dout", rows * c, UNIT),
         Operand { checked: None, ..output("dfc", p * 2 * f, Tolerance::CHAIN) },
+        Operand { init: Init::Zero, ..output("dbias", count, Tolerance::ELEMENTWISE) },
     ];
     let mixture = Arc::new(Mixture::new(shape, true, &mut operands));
     let before = mixture.clone();
@@ -350,6 +357,7 @@ fn backward(shape: Shape) -> Case {
         e.run(fcproj)?;
         e.run(RouteBackward {
             dlogits: x[1],
+            dbias: m.bias.map(|_| x[6]),
             logits: x[m.logits],
             experts: x[m.chosen],
             weights: x[m.weights],
