@@ -71,11 +71,13 @@ fn models_on_the_cpu() -> Vec<(&'static str, Descriptor)> {
         active: 2,
         scores: RouterScores::Softmax,
         normalized: true,
+        bias: false,
         shared_channels: 0,
         aux_loss: 0.0,
         z_loss: 0.0,
     };
-    let sigmoid = Experts { scores: RouterScores::Sigmoid, normalized: false, shared_channels: 40, ..experts };
+    let sigmoid =
+        Experts { scores: RouterScores::Sigmoid, normalized: false, bias: true, shared_channels: 40, ..experts };
     let all_heads = qwen3.qk_norm.map(|norm| QkNorm { scope: QkNormScope::AllHeads, ..norm });
     models.push(("experts", Descriptor { experts: Some(experts), ..qwen3 }));
     models.push((

@@ -95,6 +95,8 @@ pub struct Training {
     pub(super) dwide: Tensor,
     pub(super) stream: StreamGradients,
     pub(super) recompute: Recompute,
+    /// (layers, words) i32: the groups of experts in each layer, see [`Route::groups`](engine::ops::Route::groups)
+    pub(super) expert_groups: Option<Tensor>,
     /// Set if the model was planned for Muon.
     pub(super) muon: Option<MuonBuffers>,
     /// Set if the model was planned for FP8.

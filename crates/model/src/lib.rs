@@ -11,7 +11,7 @@
 //! * [`fp8`], [`fp8_layers`], [`fp8_head`]: FP8 in training. [`fp8_weights`]: weights in FP8.
 //! * [`storage`]: types of the optimizer state. [`muon_buffers`]: Muon's memory.
 //! * [`verification`], [`digests`]: detection of faulty hardware, and hashes of parameters and optimizer state.
-//! * [`scoring`]: scores of some tokens, for evaluations.
+//! * [`scoring`]: scores of some tokens, for evaluations. [`expert_loads`]: loads of experts, for the log.
 //! * [`train_step`]: one optimizer step. [`guards`], [`schedule`]: which steps may change the model, and the learning rate.
 //!
 //! Kernels and operations belong to the engine; files and the command line belong to other crates.
@@ -25,6 +25,7 @@ pub mod data_parallel;
 pub mod decoder;
 pub mod descriptor;
 pub mod digests;
+pub mod expert_loads;
 pub mod fit;
 pub mod forward;
 pub mod fp8;

@@ -171,14 +171,15 @@ impl SharedBuffers {
     }
 }
 
-/// Plans the sub-layers of each layer.
-fn layers(activations: &mut Activations, d: &Descriptor, dwide: Option<Tensor>) -> Vec<Layer> {
+/// Plans the sub-layers of each layer. Returns them and the groups of experts.
+fn layers(activations: &mut Activations, d: &Descriptor, dwide: Option<Tensor>) -> (Vec<Layer>, Option<Tensor>) {
     let attention = sublayers::attention::plan(activations, d);
-    let mlp: Box<dyn Fn(usize) -> Arc<dyn SubLayer>> = match d.experts {
-        Some(experts) => Box::new(sublayers::experts::plan(activations, d, experts, dwide.is_some())),
+    let groups = d.experts.map(|experts| sublayers::experts::plan_groups(activations, d, experts, dwide.is_some()));
+    let mlp: Box<dyn Fn(usize) -> Arc<dyn SubLayer>> = match d.experts.zip(groups) {
+        Some((experts, groups)) => Box::new(sublayers::experts::plan(activations, d, experts, groups, dwide.is_some())),
         None => Box::new(sublayers::mlp::plan(activations, d, dwide)),
     };
-    (0..d.layers).map(|layer| vec![attention(layer), mlp(layer)]).collect()
+    ((0..d.layers).map(|layer| vec![attention(layer), mlp(layer)]).collect(), groups)
 }
 
 /// Plans the cosines and sines of rotary positions.
@@ -264,7 +265,7 @@ impl Decoder {
         let mut activations = Activations::new(&mut plan, &descriptor, &options, dtype, keeps_fp8, offloads_outputs);
         let embedding_norm = descriptor.embedding_norm.then(|| activations.embedding_norm());
         let stream = StreamBuffers::plan(&mut activations, &descriptor, training);
-        let layers = layers(&mut activations, &descriptor, backward.map(|[_, dwide]| dwide));
+        let (layers, expert_groups) = layers(&mut activations, &descriptor, backward.map(|[_, dwide]| dwide));
         let final_norm = activations.final_norm([Param::Lnfw, Param::Lnfb]);
         let frozen = frozen.map(|(layout, params)| {
             let adapters = AdapterBuffers::plan(&mut activations, &descriptor, options.training);
@@ -304,6 +305,7 @@ impl Decoder {
                 dwide,
                 stream,
                 recompute,
+                expert_groups,
                 muon,
                 fp8,
             }

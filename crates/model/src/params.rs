@@ -55,6 +55,9 @@ pub enum ParamGroup {
     Matrices,
     /// Biases, and weights of norms.
     Vectors,
+    /// The biases by which routers choose experts, which are updated by
+    /// [`GroupSettings::sign_descent`](crate::GroupSettings::sign_descent).
+    RouterBiases,
     /// The factors of the residual stream before each layer.
     ResidualScales,
     /// The factors of the first residual stream before each layer.
@@ -63,20 +66,21 @@ pub enum ParamGroup {
 
 impl ParamGroup {
     /// All groups, in the order of [`Self`].
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Embeddings,
         Self::Head,
         Self::ValueEmbeddings,
         Self::Smear,
         Self::Matrices,
         Self::Vectors,
+        Self::RouterBiases,
         Self::ResidualScales,
         Self::EmbeddingScales,
     ];
 
     /// Reports whether weight decay applies: to matrices and embeddings, and as in nanochat to the factors of the residual stream.
     pub const fn decayed(self) -> bool {
-        !matches!(self, Self::Smear | Self::Vectors | Self::EmbeddingScales)
+        !matches!(self, Self::Smear | Self::Vectors | Self::RouterBiases | Self::EmbeddingScales)
     }
 }
 
@@ -207,6 +211,8 @@ params! { d;
     ResidualScale = "resid", Factor, d.adds(Addition::ResidualScales), (1, 1);
     /// The factor of the first residual stream before a layer.
     EmbeddingScale = "x0", Factor, d.adds(Addition::ResidualScales), (1, 1);
+    /// Added to the scores of experts for their choice.
+    RouterBias = "routerb", Bias, d.experts.is_some_and(|experts| experts.bias), (1, d.expert_count());
 }
 
 /// The contiguous part of the parameter block that holds a parameter.
@@ -217,6 +223,7 @@ enum Part {
     ValueTable,
     LayerMatrices,
     LayerVectors,
+    RouterBiases,
     ResidualScales,
     EmbeddingScales,
     LastNorm,
@@ -226,7 +233,8 @@ impl Part {
     /// The parts of the embeddings, in order.
     const EMBEDDINGS: [Self; 2] = [Self::Embeddings, Self::Smear];
     /// The parts of a layer, in order.
-    const LAYER: [Self; 4] = [Self::LayerMatrices, Self::LayerVectors, Self::ResidualScales, Self::EmbeddingScales];
+    const LAYER: [Self; 5] =
+        [Self::LayerMatrices, Self::LayerVectors, Self::RouterBiases, Self::ResidualScales, Self::EmbeddingScales];
 
     /// Returns the group of the part's parameters. The head is a group of its own.
     const fn group(self) -> ParamGroup {
@@ -236,6 +244,7 @@ impl Part {
             Self::Smear => ParamGroup::Smear,
             Self::LayerMatrices => ParamGroup::Matrices,
             Self::LayerVectors | Self::LastNorm => ParamGroup::Vectors,
+            Self::RouterBiases => ParamGroup::RouterBiases,
             Self::ResidualScales => ParamGroup::ResidualScales,
             Self::EmbeddingScales => ParamGroup::EmbeddingScales,
         }
@@ -264,6 +273,7 @@ impl Param {
         match (self, self.kind()) {
             (Self::Lnfw | Self::Lnfb, _) => Part::LastNorm,
             (Self::SmearGate | Self::SmearScale | Self::BackoutScale, _) => Part::Smear,
+            (Self::RouterBias, _) => Part::RouterBiases,
             (Self::ResidualScale, _) => Part::ResidualScales,
             (_, ParamKind::Factor) => Part::EmbeddingScales,
             (_, ParamKind::ValueEmbedding) => Part::ValueTable,
@@ -589,9 +599,11 @@ impl Params {
             Part::Embeddings | Part::Smear => Unit::Embeddings,
             Part::ValueTable => Unit::ValueEmbedding(layer),
             Part::LastNorm => Unit::Layer(self.descriptor.layers - 1),
-            Part::LayerMatrices | Part::LayerVectors | Part::ResidualScales | Part::EmbeddingScales => {
-                Unit::Layer(layer)
-            }
+            Part::LayerMatrices
+            | Part::LayerVectors
+            | Part::RouterBiases
+            | Part::ResidualScales
+            | Part::EmbeddingScales => Unit::Layer(layer),
         }
     }
 

@@ -60,6 +60,15 @@ pub struct GroupSettings {
     pub weight_decay: f32,
 }
 
+impl GroupSettings {
+    /// Returns settings with which AdamW subtracts `rate` times the sign of a gradient. With decays of 0, the moments are the gradient and its
+    /// square, and the quotient of the gradient and the root is exactly 1 or -1. The square of a gradient above 2^-63 is a normal number,
+    /// and epsilon does not change its root.
+    pub const fn sign_descent(rate: f32) -> Self {
+        Self { learning_rate: rate, beta1: 0.0, beta2: 0.0, eps: f32::MIN_POSITIVE, weight_decay: 0.0 }
+    }
+}
+
 /// Hyperparameters of one update.
 #[derive(Clone, Copy, Debug)]
 pub struct Update {
@@ -74,18 +83,28 @@ pub struct Update {
 }
 
 impl From<AdamW> for Update {
-    /// Updates all parameters with AdamW.
+    /// Updates all parameters with AdamW, except the biases of routers, which do not change.
     fn from(adamw: AdamW) -> Self {
-        Self { adamw, groups: [None; ParamGroup::ALL.len()], muon: None, grad_factor: 1.0 }
+        let update = Self { adamw, groups: [None; ParamGroup::ALL.len()], muon: None, grad_factor: 1.0 };
+        update.with_router_bias_rate(0.0)
     }
 }
 
 impl Update {
+    /// Sets the change of the biases of routers: each grows by `rate` if the load of its expert is below the mean, and shrinks if it is above.
+    #[must_use]
+    pub fn with_router_bias_rate(mut self, rate: f32) -> Self {
+        self.groups[ParamGroup::RouterBiases as usize] = Some(GroupSettings::sign_descent(rate));
+        self
+    }
+
     /// Returns AdamW's hyperparameters of a group.
     fn adamw_of(&self, group: ParamGroup) -> AdamW {
         let Some(settings) = self.groups[group as usize] else { return self.adamw };
         let GroupSettings { learning_rate, beta1, beta2, eps, weight_decay } = settings;
-        AdamW { learning_rate, beta1, beta2, eps, weight_decay, ..self.adamw }
+        // Clipping could make these gradients too small for their squares.
+        let clip = if group == ParamGroup::RouterBiases { f32::INFINITY } else { self.adamw.clip };
+        AdamW { learning_rate, beta1, beta2, eps, weight_decay, clip, ..self.adamw }
     }
 }
 

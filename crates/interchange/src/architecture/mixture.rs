@@ -123,6 +123,7 @@ fn with_experts(keys: Keys, dense: Descriptor, count: usize, aux_loss: f32) -> R
         active: narrow(keys.size(ACTIVE)?),
         scores: RouterScores::Softmax,
         normalized: keys.flag(NORMALIZED, false)?,
+        bias: false,
         shared_channels: 0,
         aux_loss: keys.float(AUX_LOSS, aux_loss)?,
         z_loss: 0.0,

@@ -16,6 +16,10 @@ pub struct Experts {
     pub scores: RouterScores,
     /// Whether the weights of a token's experts are divided by their sum.
     pub normalized: bool,
+    /// Whether each expert has a bias that is added to its score for the choice. Training changes it so that experts get equal numbers of
+    /// tokens (Wang et al., 2024, arXiv:2408.15664).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub bias: bool,
     /// Channels of an MLP that computes all tokens beside the experts; 0 if there is none.
     #[serde(default)]
     pub shared_channels: u32,
@@ -38,6 +42,7 @@ impl Experts {
         active: 1,
         scores: RouterScores::Softmax,
         normalized: true,
+        bias: false,
         shared_channels: 0,
         aux_loss: 0.01,
         z_loss: 0.001,

@@ -62,11 +62,19 @@ pub fn widest_gradient(d: &Descriptor, experts: &Experts, tokens: usize) -> usiz
     (experts.router().rows(tokens) * d.fc_channels()).max(tokens * 2 * d.shared_channels())
 }
 
+/// Plans the groups of experts: in training those of all layers, whose loads are reported.
+pub fn plan_groups(activations: &mut Activations, d: &Descriptor, experts: Experts, training: bool) -> Tensor {
+    let layers = if training { d.layers } else { 1 };
+    let words = experts.router().layout_len(activations.tokens());
+    activations.add_rows("groups of experts", layers, 1, words, DType::I32)
+}
+
 /// Plans the activations of experts in all layers. Returns the sub-layer of each layer.
 pub fn plan(
     activations: &mut Activations,
     d: &Descriptor,
     experts: Experts,
+    groups: Tensor,
     training: bool,
 ) -> impl Fn(usize) -> Arc<dyn SubLayer> + use<> {
     let (kept, dtype, tokens) = (activations.kept, activations.dtype, activations.tokens());
@@ -88,7 +96,7 @@ pub fn plan(
     let fc = add("fc", kept, d.fc_channels(), dtype);
     let activated = add("activated", recomputed, d.mlp_channels, dtype);
     let outputs = add("outputs of experts", 1, d.channels, dtype);
-    let groups = activations.add_rows("groups of experts", kept, 1, router.layout_len(tokens), DType::I32);
+    let layers = if training { d.layers } else { 1 };
     let shared = (shared_channels > 0).then(|| SharedExpert {
         fc: activations.add("shared fc", kept, 2 * shared_channels, dtype),
         activated: activations.add("shared activated", recomputed, shared_channels, dtype),
@@ -108,7 +116,7 @@ pub fn plan(
             weights: part(weights),
             positions: part(positions),
             sources: part(sources),
-            groups: part(groups),
+            groups: groups.part(layer % layers, layers),
             dispatched: recomputed(dispatched),
             fc: part(fc),
             activated: recomputed(activated),
@@ -145,10 +153,11 @@ impl Mixture {
         linear(model, self.layer, Param::Router, [self.logits, self.ln2.out], Epilogue::None)
     }
 
-    fn route(&self) -> Route {
+    fn route(&self, model: &Decoder) -> Route {
         let Self { logits, chosen: experts, weights, positions, sources, groups, .. } = *self;
         let (router, trains) = (self.experts.router(), self.dlogits.is_some());
-        Route { logits, bias: None, experts, weights, positions, sources, groups, router, trains }
+        let bias = model.optional(Param::RouterBias, self.layer);
+        Route { logits, bias, experts, weights, positions, sources, groups, router, trains }
     }
 
     /// Returns the copy of `inp` (B, T, C) to expert order.
@@ -172,7 +181,7 @@ impl Mixture {
 
     /// Computes the activations of the experts from the logits. In FP8, quantizes those that the second linear layer reads, if `quantizes`.
     fn activate(&self, engine: &mut dyn Engine, model: &Decoder, quantizes: bool) -> Result<()> {
-        engine.run(self.route())?;
+        engine.run(self.route(model))?;
         let fp8 = self.in_expert_order(model.fp8_input(self.layer, Param::Fcw, self.dispatched));
         engine.run(Dispatch { fp8, ..self.dispatch(model, self.dispatched, self.ln2.out, None) })?;
         let epilogue = Epilogue::Activation(model.descriptor.activation, self.fc);
@@ -221,16 +230,17 @@ impl Mixture {
         MatmulBackward { groups, ..pass.linear(self.layer, weight, grads, inp, None) }
     }
 
-    /// Returns the gradient of the logits from that of `fc`.
+    /// Returns the gradient of the logits from that of `fc`, and that of the bias.
     fn route_backward(&self, pass: &BackwardPass, dlogits: Tensor, dfc: Tensor) -> RouteBackward {
         let Self { logits, chosen: experts, weights, positions, groups, fc: preactivation, .. } = *self;
         let (d, router) = (&pass.model.descriptor, self.experts.router());
         let scale = pass.dloss / d.layers as f32;
         let [aux_loss, z_loss] = [self.experts.aux_loss, self.experts.z_loss].map(|coefficient| scale * coefficient);
         let (dpreactivation, channels) = (dfc, d.mlp_channels);
+        let dbias = pass.model.gradient(pass.grads, Param::RouterBias, self.layer);
         RouteBackward {
             dlogits,
-            dbias: None,
+            dbias,
             logits,
             experts,
             weights,

@@ -27,7 +27,8 @@ fn small(scores: RouterScores, normalized: bool, shared_channels: u32) -> Descri
         ..Overrides::default()
     };
     let known = Descriptor { vocab: VOCAB, max_seq_len: T, head_size: 8, .."qwen3:30b-a3b".parse().unwrap() };
-    let experts = Experts { count: 5, active: 2, scores, normalized, shared_channels, aux_loss: 0.0, z_loss: 0.0 };
+    let (bias, aux_loss, z_loss) = (false, 0.0, 0.0);
+    let experts = Experts { count: 5, active: 2, scores, normalized, bias, shared_channels, aux_loss, z_loss };
     Descriptor { experts: Some(experts), ..known }.with(overrides).unwrap()
 }
 
@@ -139,9 +140,18 @@ fn losses_of_the_router_do_not_depend_on_micro_batches_or_recomputation() {
     }
 }
 
+fn with_bias(d: Descriptor) -> Descriptor {
+    Descriptor { experts: d.experts.map(|experts| Experts { bias: true, ..experts }), ..d }
+}
+
+const RATE: f32 = 0.0625;
+
+const ADAMW: AdamW =
+    AdamW { learning_rate: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 1, clip: 1.0, seed: 0 };
+
 /// Returns the parameters after three steps, from each rank's parts.
 fn trained(ranks: usize, stage: u8, optimizer: Optimizer) -> Vec<f32> {
-    let d = with_router_losses(small(RouterScores::Softmax, true, 20));
+    let d = with_bias(with_router_losses(small(RouterScores::Softmax, true, 20)));
     let layout = BatchLayout::new(2, T);
     let rank = |group: TcpGroup| {
         let rank = group.rank;
@@ -158,18 +168,9 @@ fn trained(ranks: usize, stage: u8, optimizer: Optimizer) -> Vec<f32> {
                 next += ranks;
                 Ok(layout.targets().len())
             };
-            let adamw = AdamW {
-                learning_rate: 1e-3,
-                beta1: 0.9,
-                beta2: 0.95,
-                eps: 1e-8,
-                weight_decay: 0.1,
-                step: number,
-                clip: 1.0,
-                seed: 0,
-            };
             let muon = (optimizer == Optimizer::Muon).then(Muon::default);
-            let mut decide = |_: &mut dyn Engine, _| Ok(Some(Update { muon, ..adamw.into() }));
+            let update = Update { muon, ..AdamW { step: number, ..ADAMW }.into() }.with_router_bias_rate(RATE);
+            let mut decide = |_: &mut dyn Engine, _| Ok(Some(update));
             step.run(&mut engine, &mut connected, &mut load, &mut decide).unwrap();
         }
         let mut parts = Vec::new();
@@ -197,13 +198,20 @@ fn trained(ranks: usize, stage: u8, optimizer: Optimizer) -> Vec<f32> {
 
 #[test]
 fn two_ranks_train_like_one_in_every_zero_stage() {
+    let params = Params::new(with_bias(small(RouterScores::Softmax, true, 20)));
     for optimizer in [Optimizer::AdamW, Optimizer::Muon] {
         let one = trained(1, 0, optimizer);
+        let biases = |all: &[f32]| [0, 1].map(|layer| all[params.range(Param::RouterBias, layer)].to_vec());
+        // Each of the three steps adds the rate or subtracts it, unless a load is the mean.
+        let of_one = biases(&one).concat();
+        assert!(of_one.iter().all(|x| (x / RATE).fract() == 0.0 && x.abs() <= 3.0 * RATE), "{of_one:?}");
+        assert!(of_one.iter().any(|x| x.abs() > RATE), "{of_one:?}");
         let scale = one.iter().fold(0.0f32, |max, x| max.max(x.abs()));
         let stages: Vec<Vec<f32>> = (0..=3).map(|stage| trained(2, stage, optimizer)).collect();
         for (stage, two) in stages.iter().enumerate() {
             let error = one.iter().zip(two).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
             assert!(error <= 1e-5 * scale, "{optimizer:?}, stage {stage}: {error} of {scale}");
+            assert_eq!(biases(two), biases(&one), "{optimizer:?}, stage {stage}");
         }
         assert!(stages[2] == stages[3], "{optimizer:?}");
     }
@@ -216,4 +224,91 @@ fn muon_orthogonalizes_each_matrix_of_each_expert() {
     assert_eq!((Param::Fcprojw.matrices(&d), Param::Router.matrices(&d)), (vec![32; 5], vec![5]));
     assert_eq!((Param::SharedFcw.matrices(&d), Param::SharedFcprojw.matrices(&d)), (vec![20; 2], vec![32]));
     assert_eq!(d.parameters() - d.active_parameters(), 2 * 3 * 3 * 12 * 32);
+}
+
+/// Returns the number of rows of each expert in each layer, from the choices of the last forward pass.
+fn loads(model: &Decoder, engine: &mut Cpu) -> Vec<Vec<u32>> {
+    let read = model.read_groups(engine).unwrap().unwrap();
+    model.expert_loads(&engine.wait(read).unwrap().values)
+}
+
+/// A model without a bias has the same loss and norm: the gradients of biases are too small for it. Clipping, the schedule of the learning
+/// rate and weight decay do not change the steps of a bias, and nothing changes after a loss that is not finite.
+#[test]
+fn biases_move_by_the_rate_whatever_the_gradients_are() {
+    let layout = BatchLayout::new(2, T);
+    let run_with = |d: Descriptor, adamw: AdamW, poison: bool, recompute| {
+        let options = PlanOptions { recompute, ..PlanOptions::training(layout.b, layout.t) };
+        let (model, mut engine) = planned(d, options);
+        let mut step = TrainStep::new(&model, layout, 2);
+        let mut load = |engine: &mut dyn Engine| {
+            load(engine, &model, layout, 0);
+            Ok(layout.targets().len())
+        };
+        let mut stats = Vec::new();
+        let mut decide = |engine: &mut dyn Engine, found: model::StepStats| {
+            stats = engine.read(found.tensor)?;
+            if poison {
+                engine.write(found.tensor, &[f32::INFINITY, stats[1]])?;
+            }
+            Ok(Some(Update::from(adamw).with_router_bias_rate(RATE)))
+        };
+        step.run(&mut engine, &mut Ranks::Single, &mut load, &mut decide).unwrap();
+        let biases: Vec<Vec<f32>> = if d.has(Param::RouterBias) {
+            let read = |layer| engine.read(model.layout.of(model.params, Param::RouterBias, layer)).unwrap();
+            [0, 1].map(read).to_vec()
+        } else {
+            Vec::new()
+        };
+        (stats, biases, loads(&model, &mut engine))
+    };
+    let run = |d, adamw, poison| run_with(d, adamw, poison, Recompute::Nothing);
+    for scores in [RouterScores::Softmax, RouterScores::Sigmoid] {
+        let d = small(scores, true, 0);
+        let (stats, biases, loads) = run(with_bias(d), ADAMW, false);
+        // The loads of all layers are kept, also if layers are recomputed.
+        for recompute in Recompute::ALL {
+            assert_eq!(run_with(with_bias(d), ADAMW, false, recompute).2, loads, "{recompute:?}");
+        }
+        // Scores and logits have the same order, so biases of 0 change nothing.
+        assert_eq!(run(d, ADAMW, false), (stats, Vec::new(), loads.clone()));
+        let mean = (2 * layout.targets().len()) as f32 / 5.0;
+        let expected = |load: &u32| if *load as f32 > mean { -RATE } else { RATE };
+        let expected: Vec<Vec<f32>> = loads.iter().map(|loads| loads.iter().map(expected).collect()).collect();
+        assert_eq!(biases, expected, "{loads:?}");
+        let clipped = AdamW { learning_rate: 0.0, weight_decay: 10.0, step: 7, clip: 1e-25, ..ADAMW };
+        assert_eq!(run(with_bias(d), clipped, false).1, expected);
+        assert_eq!(run(with_bias(d), ADAMW, true).1, vec![vec![0.0; 5]; 2]);
+    }
+}
+
+/// Most tokens choose the same experts at first. Biases divide the tokens evenly among all experts, and the router alone does not.
+#[test]
+fn biases_even_out_the_loads() {
+    let layout = BatchLayout::new(8, T);
+    let largest = |d: Descriptor| {
+        let (model, mut engine) = planned(d, PlanOptions::training(layout.b, layout.t));
+        let mut step = TrainStep::new(&model, layout, 1);
+        let mut largest = Vec::new();
+        for number in 1..=60 {
+            let mut load = |engine: &mut dyn Engine| {
+                load(engine, &model, layout, 0);
+                Ok(layout.targets().len())
+            };
+            let adamw = AdamW { learning_rate: 1e-4, step: number, ..ADAMW };
+            let mut decide = |_: &mut dyn Engine, _| Ok(Some(Update::from(adamw).with_router_bias_rate(0.01)));
+            step.run(&mut engine, &mut Ranks::Single, &mut load, &mut decide).unwrap();
+            let loads = loads(&model, &mut engine);
+            let mean = (2 * layout.targets().len()) as f64 / 5.0;
+            largest.push(loads.iter().flatten().map(|&load| f64::from(load) / mean).fold(0.0, f64::max));
+        }
+        (largest[0], largest[50..].iter().sum::<f64>() / 10.0)
+    };
+    for scores in [RouterScores::Softmax, RouterScores::Sigmoid] {
+        let d = small(scores, true, 0);
+        let ([first, without], [first_with, with]) = (largest(d).into(), largest(with_bias(d)).into());
+        println!("{scores:?}: largest load {first} at first, {without} without a bias, {with} with one");
+        assert_eq!(first.to_bits(), first_with.to_bits());
+        assert!(without > 1.4 && with < 1.15, "{scores:?}: {without} without a bias, {with} with one");
+    }
 }

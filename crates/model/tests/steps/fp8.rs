@@ -46,6 +46,7 @@ fn families() -> [Descriptor; 5] {
         shared_channels: 32,
         aux_loss: 0.01,
         z_loss: 0.001,
+        bias: true,
     };
     let experts = Descriptor { experts: Some(experts), mlp_channels: 48, ..llama };
     [gpt2, llama, with(engine::ops::Activation::ReluSquared), with(engine::ops::Activation::GeGlu), experts]
