@@ -87,13 +87,14 @@ MODELS = {
     "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(
         hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6, tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}, moe_intermediate_size=24, num_experts=5,
-        num_experts_per_tok=2, norm_topk_prob=True, router_aux_loss_coef=0.1, experts_implementation="eager", **COMMON)),
+        num_experts_per_tok=2, norm_topk_prob=True, router_aux_loss_coef=0.1, output_router_logits=True,
+        experts_implementation="eager", **COMMON)),
     # Weights of three of seven experts that are not normalized, and a norm of all heads.
     "olmoe": (OlmoeForCausalLM, OlmoeConfig(
         hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=16, rms_norm_eps=1e-5,
         tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, num_experts=7,
-        num_experts_per_tok=3, norm_topk_prob=False, router_aux_loss_coef=0.1, pad_token_id=None, bos_token_id=None,
-        eos_token_id=None, experts_implementation="eager", **COMMON)),
+        num_experts_per_tok=3, norm_topk_prob=False, router_aux_loss_coef=0.1, output_router_logits=True, pad_token_id=None,
+        bos_token_id=None, eos_token_id=None, experts_implementation="eager", **COMMON)),
     # Head sizes that the GPU kernels support.
     "llama-bf16": (LlamaForCausalLM, LlamaConfig(
         hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=128, rms_norm_eps=1e-5,

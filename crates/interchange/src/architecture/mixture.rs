@@ -113,6 +113,8 @@ const EXPERTS: &str = "num_experts";
 const ACTIVE: &str = "num_experts_per_tok";
 const NORMALIZED: &str = "norm_topk_prob";
 const AUX_LOSS: &str = "router_aux_loss_coef";
+/// Whether transformers computes the load-balancing loss, and adds it to the loss of training. Generation requires that it does not.
+const WITH_AUX_LOSS: &str = "output_router_logits";
 
 /// Returns the model with the experts of a configuration. `aux_loss` is the default of transformers.
 fn with_experts(keys: Keys, dense: Descriptor, count: usize, aux_loss: f32) -> Result<Descriptor> {
@@ -125,7 +127,7 @@ fn with_experts(keys: Keys, dense: Descriptor, count: usize, aux_loss: f32) -> R
         normalized: keys.flag(NORMALIZED, false)?,
         bias: false,
         shared_channels: 0,
-        aux_loss: keys.float(AUX_LOSS, aux_loss)?,
+        aux_loss: if keys.flag(WITH_AUX_LOSS, false)? { keys.float(AUX_LOSS, aux_loss)? } else { 0.0 },
         z_loss: 0.0,
     };
     Descriptor { experts: Some(experts), ..dense }.checked().context("not a supported shape")
@@ -142,7 +144,7 @@ fn keys_of(descriptor: &Descriptor) -> serde_json::Map<String, serde_json::Value
                 NORMALIZED: experts.normalized,
                 AUX_LOSS: shortest(experts.aux_loss),
                 "attention_bias": false,
-                "output_router_logits": false,
+                WITH_AUX_LOSS: false,
             })
         },
     );

@@ -266,6 +266,15 @@ impl Architecture {
 /// Returns why transformers cannot represent a model.
 fn unknown(descriptor: &Descriptor) -> String {
     let plain = Descriptor { additions: Additions::NONE, ..*descriptor };
+    let unbiased = descriptor.experts.map(|experts| Experts { bias: false, ..experts });
+    if unbiased != descriptor.experts
+        && let Some(architecture) = Architecture::find(&Descriptor { experts: unbiased, ..*descriptor })
+    {
+        let class = architecture.class;
+        return format!(
+            "biases of routers, which {class} lacks; use llm-rs's model file, or train with --router-bias-rate 0"
+        );
+    }
     match (Architecture::find(&plain), Architecture::find(&Descriptor { windows: None, ..plain })) {
         (Some(architecture), _) => {
             format!("{} with the additions {}, for which no class exists", architecture.class, descriptor.additions)
@@ -280,14 +289,14 @@ pub(crate) fn same_model(one: &Descriptor, other: &Descriptor) -> bool {
     comparable(one) == comparable(other)
 }
 
-/// Returns the model without what another program does not store: the initialization, the coefficient of the z-loss, and the pairs,
-/// to which weights are converted.
+/// Returns the model without what another program does not store: the initialization, the coefficients of the router's losses, and the
+/// pairs, to which weights are converted.
 fn comparable(descriptor: &Descriptor) -> Descriptor {
     let positions = match descriptor.positions {
         Positions::Rotary(rotary) => Positions::Rotary(Rotary { pairs: RotaryPairs::HalfSplit, ..rotary }),
         Positions::Learned => Positions::Learned,
     };
-    let experts = descriptor.experts.map(|experts| Experts { z_loss: 0.0, ..experts });
+    let experts = descriptor.experts.map(|experts| Experts { aux_loss: 0.0, z_loss: 0.0, ..experts });
     Descriptor { init: Init::Normal, positions, experts, ..*descriptor }
 }
 
@@ -343,6 +352,26 @@ mod tests {
             let padded: usize = descriptor.params().filter(|param| param.has_vocab_rows()).map(padded).sum();
             assert_eq!(elements, descriptor.parameters() - padded);
         }
+    }
+
+    #[test]
+    fn biases_of_routers_are_refused() {
+        let known: Descriptor = "qwen3:30b-a3b".parse().unwrap();
+        let experts = known.experts.map(|experts| Experts { bias: true, ..experts });
+        let error = Architecture::of(&Descriptor { experts, ..known }).unwrap_err().to_string();
+        assert!(error.contains("found biases of routers, which Qwen3MoeForCausalLM lacks; use llm-rs's"), "{error}");
+    }
+
+    /// transformers trains with the load-balancing loss only if the routers' logits are outputs.
+    #[test]
+    fn the_load_balancing_loss_depends_on_its_switch() {
+        let known: Descriptor = "qwen3:30b-a3b".parse().unwrap();
+        let mut keys = (QWEN3_MOE.keys)(&known);
+        let of = |keys: &_| (QWEN3_MOE.descriptor)(Keys(keys)).unwrap().experts;
+        let with = |aux_loss| known.experts.map(|experts| Experts { aux_loss, ..experts });
+        assert_eq!((known.experts, of(&keys)), (with(0.001), with(0.0)));
+        keys.insert("output_router_logits".to_owned(), true.into());
+        assert_eq!(of(&keys), known.experts);
     }
 
     #[test]
