@@ -336,6 +336,7 @@ mod tests {
             ms: 10.0,
             tokens_per_second: 25_600.0,
             mfu: Some(0.5),
+            experts: None,
             tokens: 256,
             verdict: Verdict::default(),
         };

@@ -6,6 +6,7 @@ use crate::evaluate::core::{self, TaskScore};
 use crate::evaluate::multiple_choice::Score;
 use crate::train::SourceLoss;
 use anyhow::{Context, Result, anyhow};
+use metrics::expert_loads::ExpertLoads;
 use metrics::run::RunLog;
 use metrics::tensorboard;
 use model::digests::Digests;
@@ -19,7 +20,7 @@ use system::fs::File;
 use system::process;
 
 /// One training step.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize)]
 pub struct Step {
     /// Number of the step, from 0.
     pub step: usize,
@@ -36,6 +37,9 @@ pub struct Step {
     /// Model FLOPs utilization as a fraction, if the peak of the device is known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mfu: Option<f64>,
+    /// Loads of the experts, if the model has any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub experts: Option<ExpertLoads>,
     /// Tokens trained on so far, including this step.
     pub tokens: u64,
     /// Z-scores, and whether the update was skipped.
@@ -329,7 +333,7 @@ impl Log {
 
     /// Logs a training step.
     pub fn step(&mut self, step: &Step) -> Result<()> {
-        let Step { step: s, loss, lr, norm, tokens_per_second, mfu, .. } = step;
+        let Step { step: s, loss, lr, norm, tokens_per_second, mfu, experts, .. } = step;
         let mut values = vec![
             (tensorboard::TRAIN_LOSS, *loss),
             (tensorboard::LEARNING_RATE, *lr),
@@ -337,6 +341,13 @@ impl Log {
             (tensorboard::TOKENS_PER_SECOND, *tokens_per_second as f32),
         ];
         values.extend(mfu.map(|mfu| (tensorboard::MFU, mfu as f32)));
+        if let Some(experts) = experts {
+            values.extend([
+                (tensorboard::EXPERT_LOAD, experts.mean()),
+                (tensorboard::WORST_EXPERT_LOAD, experts.worst()),
+                (tensorboard::UNUSED_EXPERTS, experts.all_unused() as f32),
+            ]);
+        }
         let line = format!("s:{s} trl:{loss:.4} lr:{lr:.6} norm:{norm:.2}");
         self.write(*s, Some(&line), step, &values)
     }
@@ -545,6 +556,7 @@ mod tests {
             ms: 100.0,
             tokens_per_second: 2560.0,
             mfu: None,
+            experts: Some(ExpertLoads::of(&[vec![3, 0], vec![1, 1]])),
             tokens: 256,
             verdict: Verdict::default(),
         };
@@ -558,6 +570,7 @@ mod tests {
         let times: Vec<f64> = records.iter().map(|record| record["time"].as_f64().unwrap()).collect();
         assert!(times[0] > 1.7e9 && times.is_sorted(), "{times:?}");
         assert_eq!((&records[1]["tokens"], records[1].get("mfu")), (&256.into(), None));
+        assert_eq!(records[1]["experts"].to_string(), r#"{"max_load":[2.0,1.0],"unused":[1,0]}"#);
         assert_eq!((&records[2]["step"], &records[2]["correct"]), (&20.into(), &2955.into()));
         assert_eq!(records[2]["tokens"], 256);
         assert!(["loss_z", "norm_z", "skipped"].iter().all(|key| records[1].get(key).is_none()), "{}", records[1]);

@@ -29,6 +29,8 @@ pub enum Metric {
     Norm,
     /// Tokens per second
     Speed,
+    /// Largest load of an expert, relative to the mean load
+    Experts,
     /// HellaSwag accuracy
     Hellaswag,
     /// CORE: mean centered accuracy of its tasks
@@ -37,8 +39,8 @@ pub enum Metric {
 
 impl Metric {
     /// All metrics, in the order of their panels.
-    pub const ALL: [Self; 7] =
-        [Self::Loss, Self::Sources, Self::Lr, Self::Norm, Self::Speed, Self::Hellaswag, Self::Core];
+    pub const ALL: [Self; 8] =
+        [Self::Loss, Self::Sources, Self::Lr, Self::Norm, Self::Speed, Self::Experts, Self::Hellaswag, Self::Core];
 }
 
 /// Points of a curve. A value that is unknown or not finite is NaN.

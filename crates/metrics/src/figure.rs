@@ -199,7 +199,7 @@ impl Figure {
         let mut entries: Vec<_> = match runs {
             [_] => panels
                 .iter()
-                .filter(|panel| [LOSS, SOURCES].contains(&panel.title))
+                .filter(|panel| [LOSS, SOURCES, EXPERTS].contains(&panel.title))
                 .flat_map(|panel| &panel.lines)
                 .filter(|line| line.kind != Kind::Raw)
                 .map(|line| key(line.kind, line.color, line.dash, &line.name))
@@ -330,6 +330,7 @@ impl Figure {
 
 const LOSS: &str = "loss";
 const SOURCES: &str = "validation loss by source";
+const EXPERTS: &str = "largest load of an expert / mean load";
 
 /// Returns the dashes of a run, which tell runs of the same color apart.
 fn dash_of(run: usize) -> Dash {
@@ -363,20 +364,20 @@ impl Panel {
             let mut line = |kind, color, name, points: Points| {
                 lines.push(Line { kind, color, dash: dash_of(i), name, points });
             };
-            let mut noisy = |name: String, raw: Points| {
+            let mut noisy = |name: String, raw: Points, color| {
                 let smoothing = options.smoothing_of(run);
                 if smoothing > 0.0 {
-                    line(Kind::Curve, i, name.clone(), smooth(&raw, smoothing));
-                    line(Kind::Raw, i, name, raw);
+                    line(Kind::Curve, color, name.clone(), smooth(&raw, smoothing));
+                    line(Kind::Raw, color, name, raw);
                 } else {
-                    line(Kind::Curve, i, name, raw);
+                    line(Kind::Curve, color, name, raw);
                 }
             };
             // One run has a color for training and another for evaluation.
             let evaluation_color = if runs.len() == 1 { 1 } else { i };
             match metric {
                 Metric::Loss => {
-                    noisy(name("training loss"), positions.of_steps(run, |step| step.loss));
+                    noisy(name("training loss"), positions.of_steps(run, |step| step.loss), i);
                     let validations = positions.of_evaluations(run, &run.validations);
                     if !validations.is_empty() {
                         let name =
@@ -394,8 +395,19 @@ impl Panel {
                     }
                 }
                 Metric::Lr => line(Kind::Curve, i, name("learning rate"), positions.of_steps(run, |step| step.lr)),
-                Metric::Norm => noisy(name("gradient norm"), positions.of_steps(run, |step| step.norm)),
-                Metric::Speed => noisy(name("tokens/s"), positions.of_steps(run, |step| step.tokens_per_second)),
+                Metric::Norm => noisy(name("gradient norm"), positions.of_steps(run, |step| step.norm), i),
+                Metric::Speed => noisy(name("tokens/s"), positions.of_steps(run, |step| step.tokens_per_second), i),
+                Metric::Experts => {
+                    noisy(
+                        name("load of experts, mean of the layers"),
+                        positions.of_steps(run, |step| step.expert_load[0]),
+                        i,
+                    );
+                    if runs.len() == 1 {
+                        let worst = positions.of_steps(run, |step| step.expert_load[1]);
+                        noisy(name("load of experts, worst layer"), worst, evaluation_color);
+                    }
+                }
                 Metric::Hellaswag => {
                     let scores = positions.of_evaluations(run, &run.hellaswag);
                     line(Kind::Evaluations, evaluation_color, name("HellaSwag"), scores);
@@ -412,6 +424,7 @@ impl Panel {
             Metric::Lr => ("learning rate", Unit::Number, true, true),
             Metric::Norm => ("gradient norm", Unit::Number, true, true),
             Metric::Speed => ("tokens per second", Unit::Number, true, false),
+            Metric::Experts => (EXPERTS, Unit::Number, true, false),
             Metric::Hellaswag => ("HellaSwag accuracy", Unit::Percent, false, false),
             Metric::Core => ("CORE", Unit::Number, false, false),
         };
@@ -525,6 +538,29 @@ mod tests {
             }
         }
         text
+    }
+
+    #[test]
+    fn loads_of_experts_have_a_panel() {
+        let line = |step: u64| {
+            let (loss, experts) = (5.0 - step as f64 / 9.0, r#"{"max_load":[1.5,2.5],"unused":[0,1]}"#);
+            format!("{{\"step\":{step},\"loss\":{loss},\"lr\":0.1,\"experts\":{experts}}}\n")
+        };
+        let text: String = (0..9).map(line).collect();
+        let figure = |runs: &[RunLog]| {
+            let options = FigureOptions { metrics: vec![Metric::Experts], ..FigureOptions::default() };
+            Figure::new(runs, &options).map(|figure| {
+                figure.panels[0].curves.iter().map(|(name, _, points)| (name.clone(), points[0].1)).collect::<Vec<_>>()
+            })
+        };
+        let one =
+            [("load of experts, mean of the layers".to_owned(), 2.0), ("load of experts, worst layer".to_owned(), 2.5)];
+        assert_eq!(figure(&[log("a", &text)]).unwrap(), one);
+        let two = [("a".to_owned(), 2.0), ("b".to_owned(), 2.0)];
+        assert_eq!(figure(&[log("a", &text), log("b", &text)]).unwrap(), two);
+        assert!(
+            figure(&[log("a", &llmc(3))]).unwrap_err().to_string().contains("expected values in a log, found none")
+        );
     }
 
     #[test]

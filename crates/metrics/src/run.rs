@@ -1,5 +1,6 @@
 //! The log of a run, read from `main.jsonl` of llm.rs or from `main.log` of llm.rs and llm.c.
 
+use crate::expert_loads::ExpertLoads;
 use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 use std::fs::{self, File};
@@ -28,6 +29,10 @@ pub struct Step {
     pub tokens_per_second: f32,
     /// Model FLOPs utilization as a fraction.
     pub mfu: f32,
+    /// The largest load of an expert divided by the mean load: the mean over the layers, and that of the worst layer.
+    pub expert_load: [f32; 2],
+    /// Number of experts without a token in all layers.
+    pub unused_experts: f32,
     /// Tokens trained on so far, including this step.
     pub tokens: Option<u64>,
     /// Unix time in seconds at which the step was logged.
@@ -113,6 +118,7 @@ struct Record {
     #[serde(default, deserialize_with = "present")]
     time: Option<f64>,
     tokens: Option<u64>,
+    experts: Option<ExpertLoads>,
     #[serde(default)]
     sources: Vec<SourceRecord>,
 }
@@ -203,6 +209,7 @@ impl RunLog {
     fn add_json(&mut self, line: &[u8]) -> bool {
         let Ok(record) = serde_json::from_slice::<Record>(line) else { return false };
         let Record { step, tokens, .. } = record;
+        let experts = record.experts.as_ref();
         let time = record.time.unwrap_or(f64::NAN);
         let f32_or_nan = |value: Option<f64>| finite(value.unwrap_or(f64::NAN) as f32);
         // Only training steps have a learning rate.
@@ -216,6 +223,8 @@ impl RunLog {
                 ms: f32_or_nan(record.ms),
                 tokens_per_second: f32_or_nan(record.tokens_per_second),
                 mfu: f32_or_nan(record.mfu),
+                expert_load: experts.map_or([f32::NAN; 2], |experts| [experts.mean(), experts.worst()].map(finite)),
+                unused_experts: experts.map_or(f32::NAN, |experts| experts.all_unused() as f32),
                 tokens,
                 time,
             });
@@ -267,6 +276,8 @@ impl RunLog {
             ms: f32::NAN,
             tokens_per_second: f32::NAN,
             mfu: f32::NAN,
+            expert_load: [f32::NAN; 2],
+            unused_experts: f32::NAN,
             tokens: None,
             time: f64::NAN,
         }));
@@ -400,6 +411,9 @@ mod tests {
         }
         let step = json.steps[0];
         assert_eq!((step.ms, step.tokens_per_second, step.mfu, step.tokens), (250.0, 256.0, 0.5, Some(64)));
+        assert!(step.expert_load.iter().all(|load| load.is_nan()) && step.unused_experts.is_nan());
+        let experts = parse(r#"{"step":0,"loss":5.4,"lr":0.1,"experts":{"max_load":[1.5,2.5],"unused":[0,3]}}"#);
+        assert_eq!((experts.steps[0].expert_load, experts.steps[0].unused_experts), ([2.0, 2.5], 3.0));
         assert_eq!((step.time, json.validations[0].time), (1700000001.5, 1700000000.25));
         assert!(plain.steps[0].tokens.is_none() && plain.steps[0].ms.is_nan());
     }

@@ -20,6 +20,12 @@ pub const GRADIENT_NORM: &str = "train/gradient_norm";
 pub const TOKENS_PER_SECOND: &str = "train/tokens_per_second";
 /// Tag of the model FLOPs utilization.
 pub const MFU: &str = "train/mfu";
+/// Tag of the largest load of an expert divided by the mean load, the mean over the layers.
+pub const EXPERT_LOAD: &str = "train/expert_load";
+/// Tag of the same in the worst layer.
+pub const WORST_EXPERT_LOAD: &str = "train/worst_expert_load";
+/// Tag of the number of experts without a token in all layers.
+pub const UNUSED_EXPERTS: &str = "train/unused_experts";
 /// Tag of the validation loss.
 pub const VAL_LOSS: &str = "eval/loss";
 /// Tag of the HellaSwag accuracy.
@@ -84,6 +90,9 @@ pub fn write(run: &RunLog, time: f64, mut to: impl Write) -> Result<()> {
             (GRADIENT_NORM, step.norm),
             (TOKENS_PER_SECOND, step.tokens_per_second),
             (MFU, step.mfu),
+            (EXPERT_LOAD, step.expert_load[0]),
+            (WORST_EXPERT_LOAD, step.expert_load[1]),
+            (UNUSED_EXPERTS, step.unused_experts),
         ];
         let mut values = vec![(TRAIN_LOSS, step.loss)];
         values.extend(others.into_iter().filter(|(_, value)| value.is_finite()));

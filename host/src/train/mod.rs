@@ -154,6 +154,8 @@ struct LaunchedStep {
     /// FLOPs per token of this rank.
     flops_per_token: usize,
     stats: StepStats,
+    /// The groups of the experts in the last micro-batch, if the model has any.
+    groups: Option<PendingRead>,
     read: PendingRead,
     /// Set if the verdict was needed before the update.
     verdict: Option<Verdict>,
@@ -457,11 +459,12 @@ impl Run<'_> {
             self.console
                 .line(&format!("warning: CUDA graph capture failed, kernels are launched individually: {error}"))?;
         }
+        let groups = self.model.read_groups(self.engine)?;
         let read = self.engine.read_async(training.stats)?;
         self.state.step = step + 1;
         self.state.progress.evaluated = false;
         session.boundary = Boundary::of(&self.state);
-        Ok(LaunchedStep { step, learning_rate, flops_per_token, stats, read, verdict })
+        Ok(LaunchedStep { step, learning_rate, flops_per_token, stats, groups, read, verdict })
     }
 
     /// Waits for the last checkpoint and returns the result of the run.
