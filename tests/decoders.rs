@@ -150,6 +150,92 @@ fn muon_trains_experts() {
     assert!(losses.len() == 40 && mean(&losses[30..]) < 0.85 * losses[0], "{losses:?}");
 }
 
+/// Returns the largest load of an expert in each step, relative to the mean load: the mean over the layers.
+fn largest_loads(run: &Path) -> Vec<f32> {
+    metrics::run::RunLog::read(run).unwrap().steps.iter().map(|step| step.expert_load[0]).collect()
+}
+
+/// Biases are in the model file, the log and the settings, and runs continue with them. Other programs cannot have them.
+#[test]
+fn biases_of_routers_balance_experts() {
+    let dir = tempfile::tempdir().unwrap();
+    let [plain, biased, resumed, more] = ["plain", "biased", "resumed", "more"].map(|name| dir.path().join(name));
+    // Without a learning rate, only biases change.
+    let settings = ["--lr", "0", "--batch", "32", "--checkpoint-every", "20"];
+    train(MODELS[3], &plain, "40", &settings);
+    let with_bias = [&settings[..], &["--router-bias-rate", "0.002"]].concat();
+    train(MODELS[3], &biased, "40", &with_bias);
+    let mean = |loads: &[f32]| loads.iter().sum::<f32>() / loads.len() as f32;
+    let [without, with] = [&plain, &biased].map(|run| mean(&largest_loads(run)[30..]));
+    println!("largest load: {without} without a bias, {with} with one");
+    assert!(without > 1.45 && with < 1.35, "{without} without a bias, {with} with one");
+
+    let file = fs::read(model_file(&biased, 40)).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
+    assert_eq!(tensors.tensor("routerb").unwrap().shape(), [2, 5]);
+    let config = fs::read_to_string(biased.join("config.toml")).unwrap();
+    assert!(config.contains("router-bias-rate = 0.002"), "{config}");
+    assert!(fs::read_to_string(biased.join("report.html")).unwrap().contains("largest load of an expert / mean load"));
+    let log = fs::read_to_string(biased.join("main.jsonl")).unwrap();
+    let last: serde_json::Value = serde_json::from_str(log.lines().last().unwrap()).unwrap();
+    assert_eq!(
+        [&last["experts"]["max_load"], &last["experts"]["unused"]].map(|list| list.as_array().unwrap().len()),
+        [2; 2]
+    );
+
+    fs::create_dir(&resumed).unwrap();
+    for entry in fs::read_dir(&biased).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        if !name.contains("00000040") {
+            fs::copy(biased.join(&name), resumed.join(&name)).unwrap();
+        }
+    }
+    train(MODELS[3], &resumed, "40", &[&with_bias[..], &["--resume"]].concat());
+    assert_eq!(fs::read(model_file(&resumed, 40)).unwrap(), file);
+    let other = ["--resume", "--out", text(&resumed), "--device", "cpu", "--seq", "16", "--router-bias-rate", "0.1"];
+    let model: Vec<&str> = MODELS[3].split(' ').collect();
+    fail(&[&["train"], &model[..], &settings, &other].concat(), &["router-bias-rate"]);
+
+    // Evaluation and generation choose experts by the biases, and another run continues with them.
+    let tokens = dir.path().join("tokens.bin");
+    write_tokens(&tokens);
+    train(&format!("--model {}", text(&biased)), &more, "2", &["--lr", "0", "--router-bias-rate", "0"]);
+    assert!(fs::read_to_string(more.join("config.toml")).unwrap().contains("router-bias-rate = 0.0"));
+    let [before, after] = [&biased, &more].map(|run| loss(run, &tokens).to_bits());
+    assert_eq!(before, after);
+    succeed(&["sample", "--model", text(&biased), "--prompt", "to be", "-g", "8", "--device", "cpu"]);
+    let out = dir.path().join("out");
+    let found = "found biases of routers, which Qwen3MoeForCausalLM lacks; use llm-rs's model file";
+    fail(&["export", "--format", "hf", text(&more), text(&out)], &[found]);
+}
+
+/// A model without biases gets some of 0, which change nothing before the first step, in place of the load-balancing loss.
+#[test]
+fn biases_are_added_to_a_model_with_weights() {
+    let dir = tempfile::tempdir().unwrap();
+    let [run, more, tokens] = ["run", "more", "tokens.bin"].map(|name| dir.path().join(name));
+    train(MODELS[4], &run, "2", &["--router-scores", "sigmoid", "--router-z-loss", "0.01"]);
+    let config = fs::read_to_string(run.join("config.toml")).unwrap();
+    assert!(config.contains("router-scores = \"sigmoid\"") && config.contains("router-z-loss = 0.01"), "{config}");
+    write_tokens(&tokens);
+    train(&format!("--model {}", text(&run)), &more, "2", &["--lr", "0", "--router-bias-rate", "1e-9"]);
+    assert_eq!(loss(&run, &tokens).to_bits(), loss(&more, &tokens).to_bits());
+    let file = fs::read(model_file(&more, 2)).unwrap();
+    let descriptor = String::from_utf8_lossy(&file[..4096]).into_owned();
+    assert!(descriptor.contains(r#"\"bias\":true"#) && descriptor.contains(r#"\"aux_loss\":0.0"#), "{descriptor}");
+    let start = ["train", "--model", text(&run), "--device", "cpu", "--seq", "16", "--steps", "1", "--out", "none"];
+    fail(
+        &[&start[..], &["--router-scores", "sigmoid"]].concat(),
+        &["--router-scores: expected a model without trained"],
+    );
+    fail(
+        &["train", "--device", "cpu", "--router-z-loss", "0.1"],
+        &["router: expected a model with experts for --router"],
+    );
+    let lora = ["--lora-rank", "4", "--lora-targets", "qkv", "--router-bias-rate", "0.1"];
+    fail(&[&start[..], &lora].concat(), &["--lora-rank: expected no --router flags"]);
+}
+
 /// Settings without kernels or formats for experts.
 #[test]
 fn settings_that_experts_lack_are_errors() {

@@ -28,8 +28,8 @@ struct Entry {
     value: Value,
 }
 
-/// Keys that replace sizes of the model.
-const SIZES: [&str; 10] = [
+/// Keys that replace sizes of the model, or settings of its routers.
+const SIZES: [&str; 14] = [
     "layers",
     "heads",
     "kv-heads",
@@ -40,6 +40,10 @@ const SIZES: [&str; 10] = [
     "window-pattern",
     "experts",
     "active-experts",
+    "router-scores",
+    "router-aux-loss",
+    "router-z-loss",
+    "router-bias-rate",
 ];
 
 impl ConfigFile {

@@ -2,6 +2,7 @@
 
 use crate::threads::{TIMEOUT, close, distance, numbers};
 use crate::world::{World, copy_checkpoint, free_endpoint, output_text, program, wait_for_all};
+use checkpoint::directory;
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -223,18 +224,40 @@ fn muon_resumes_with_any_world_size_and_zero_stage() {
     }
 }
 
+/// A small model whose experts are balanced by biases.
+const BALANCED_EXPERTS: &[&str] = &[
+    "--model",
+    "olmoe:1b-7b",
+    "--layers",
+    "2",
+    "--channels",
+    "32",
+    "--heads",
+    "4",
+    "--ffn",
+    "16",
+    "--experts",
+    "6",
+    "--active-experts",
+    "3",
+    "--router-bias-rate",
+    "0.01",
+];
+
 #[test]
 fn resumed_sharded_runs_are_bitwise_identical() {
     let world = World::new();
-    for (ranks, stage) in [(2, "1"), (3, "3")] {
+    for (ranks, stage, shape) in [(2, "1", &[][..]), (3, "3", &[]), (2, "2", BALANCED_EXPERTS)] {
         let out = format!("whole_{stage}");
-        let more = ["--total-batch", if ranks == 2 { "128" } else { "96" }, "--zero-stage", stage];
+        let batch = ["--total-batch", if ranks == 2 { "128" } else { "96" }, "--zero-stage", stage];
+        let more = [shape, &batch].concat();
+        let model = if shape.is_empty() { "model_00000008.bin".to_owned() } else { directory::decoder_name(8) };
         succeed(&world.ranks(ranks, &out, &out, &more), &out);
         let resumed = format!("resumed_{stage}");
         copy_checkpoint(&world, &out, 4, &resumed);
         succeed(&world.ranks(ranks, &resumed, &resumed, &[&more[..], &["--resume"]].concat()), &resumed);
         let states = (0..ranks).map(|rank| format!("state_00000008_{rank:05}.bin"));
-        for name in states.chain(["model_00000008.bin".to_owned(), "main.log".to_owned()]) {
+        for name in states.chain([model, "main.log".to_owned()]) {
             let [whole, again] = [&out, &resumed].map(|out| fs::read(world.path(out).join(&name)).unwrap());
             assert!(whole == again, "{name} of stage {stage} differs");
         }

@@ -15,7 +15,7 @@ use checkpoint::tensors;
 use engine::Engine;
 use engine::ops::RotaryPairs;
 use engine::tensor::{DType, Tensor};
-use model::descriptor::{Experts, Overrides, Positions};
+use model::descriptor::{Experts, Overrides, Positions, RouterOverrides};
 use model::{Decoder, Descriptor, Param, WeightStore};
 use rng::Mt19937;
 use std::fs;
@@ -35,7 +35,7 @@ pub struct ModelSource {
     adapter: Option<Adapted>,
     /// Number of ids to which the vocabulary grows when the model is loaded.
     vocab: Option<usize>,
-    /// Set if the model becomes one with experts when it is loaded.
+    /// The experts of the loaded model, if they differ from those in the files, or if the files have none.
     experts: Option<Experts>,
 }
 
@@ -313,6 +313,18 @@ impl ModelSource {
         Ok(Self { experts: stored.with(experts)?.experts, ..self })
     }
 
+    /// Returns the model with other settings of its routers. Biases that the files lack start at 0.
+    pub fn with_router(self, router: RouterOverrides) -> Result<Self> {
+        ensure!(
+            router.scores.is_none() || self.stored_descriptor().experts.is_none(),
+            "--router-scores: expected a model without trained routers, found one with {}; omit this flag",
+            self.stored_descriptor()
+        );
+        let descriptor = self.descriptor();
+        let changed = descriptor.with_router(router)?;
+        Ok(if changed == descriptor { self } else { Self { experts: changed.experts, ..self } })
+    }
+
     /// Returns the number of rows of wte in llm.c's files of this model.
     pub fn padded_vocab(&self) -> usize {
         match &self.kind {
@@ -351,7 +363,11 @@ impl ModelSource {
 
     /// Reads the part of a tensor that belongs to some experts, or a whole tensor of expert 0, without adapters.
     fn read_base(&self, param: Param, layer: usize, experts: Range<usize>, dtype: DType) -> Result<Vec<u8>> {
-        match self.experts {
+        let stored = self.stored_descriptor();
+        if param == Param::RouterBias && !stored.has(param) {
+            return Ok(vec![0; param.len(&self.descriptor()) * dtype.bytes()]);
+        }
+        match self.experts.filter(|_| stored.experts.is_none()) {
             Some(_) if param == Param::Router => {
                 let mut values = vec![0.0; param.len(&self.descriptor())];
                 Mt19937::new(model::init::SEED + layer as u32).normal(&mut values, ROUTER_STD);

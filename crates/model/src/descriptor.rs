@@ -10,7 +10,7 @@ mod windows;
 
 pub use adapters::{AdapterBase, AdapterTarget, AdapterTargets, Adapters};
 pub use additions::{Addition, Additions};
-pub use experts::Experts;
+pub use experts::{Experts, RouterOverrides};
 pub use overrides::Overrides;
 pub use rotary::{Llama3Scaling, Rotary, RotaryScaling, YarnScaling};
 pub use windows::{WindowPattern, Windows};
@@ -212,6 +212,12 @@ pub enum DescriptorError {
         "experts: expected both --experts and --active-experts for a shape without experts, found one of them; add the other"
     )]
     IncompleteExperts,
+    /// A model without experts has no router.
+    #[error(
+        "router: expected a model with experts for --router-scores, --router-aux-loss, --router-z-loss and --router-bias-rate, found {0}; \
+         add --experts and --active-experts, or omit these flags"
+    )]
+    WithoutRouter(String),
     /// Experts have no adapters.
     #[error(
         "LoRA targets: expected matrices of attention in a model with experts, found {0}; use --lora-targets qkv,attproj"
@@ -548,10 +554,13 @@ impl fmt::Display for Descriptor {
             write!(f, " of {}", self.head_size)?;
         }
         write!(f, ", {channels} channels")?;
-        if let Some(Experts { count, active, shared_channels, .. }) = self.experts {
+        if let Some(Experts { count, active, shared_channels, bias, .. }) = self.experts {
             write!(f, ", {active} of {count} experts of {} channels", self.mlp_channels)?;
             if shared_channels > 0 {
                 write!(f, " beside one of {shared_channels}")?;
+            }
+            if bias {
+                write!(f, " with biases for their choice")?;
             }
         } else if self.mlp_channels != 4 * channels {
             write!(f, " ({} in the MLP)", self.mlp_channels)?;

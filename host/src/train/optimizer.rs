@@ -22,6 +22,8 @@ const EPS: f32 = 1e-8;
 pub struct OptimizerSettings {
     /// Groups of parameters with other hyperparameters of AdamW. Later ones take precedence.
     pub groups: Vec<GroupFlag>,
+    /// Change of the biases of routers in each step. The schedule does not apply to it.
+    pub router_bias_rate: f32,
     /// Set if Muon updates the layers' matrices.
     pub muon: Option<MuonSettings>,
 }
@@ -92,11 +94,13 @@ impl FromStr for GroupFlag {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let names = || ParamGroup::ALL.map(name_of).join(", ");
+        // The biases of routers have a flag of their own.
+        let groups = || ParamGroup::ALL.into_iter().filter(|&group| group != ParamGroup::RouterBiases);
+        let names = || groups().map(name_of).collect::<Vec<_>>().join(", ");
         let (name, list) = text.split_once(':').ok_or_else(|| {
             format!("expected GROUP:KEY=VALUE,... such as head:lr=0.004, where GROUP is {}, found '{text}'", names())
         })?;
-        let group = ParamGroup::ALL.into_iter().find(|&group| name_of(group) == name);
+        let group = groups().find(|&group| name_of(group) == name);
         let group = group.ok_or_else(|| format!("expected a group of {}, found '{name}'", names()))?;
         let mut values = [None; 5];
         for entry in list.split(',') {
@@ -165,7 +169,7 @@ impl Settings {
     /// Returns the hyperparameters of a step, counted from 0. The learning rates of all groups have the same schedule.
     pub(super) fn update(&self, step: usize, seed: u32) -> Update {
         let rate = |peak: f32| Schedule { peak, ..self.schedule }.at(step);
-        let OptimizerSettings { groups, muon } = &self.optimizer;
+        let OptimizerSettings { groups, router_bias_rate, muon } = &self.optimizer;
         let mut update = Update::from(AdamW {
             learning_rate: self.schedule.at(step),
             beta1: BETAS.0,
@@ -179,6 +183,7 @@ impl Settings {
         for group in groups {
             group.apply(&mut update, rate);
         }
+        update = update.with_router_bias_rate(*router_bias_rate);
         update.muon = muon.map(|muon| Muon {
             learning_rate: rate(muon.lr),
             momentum: muon.momentum_at(step, &self.schedule),
@@ -232,7 +237,12 @@ mod tests {
         assert_eq!(update.groups[ParamGroup::Head as usize], Some(head));
         assert_eq!(update.groups[ParamGroup::Embeddings as usize], None);
         assert!(parse("lr=0.1").unwrap_err().contains("value-embeddings"));
-        for (text, expected) in [("tail:lr=1", "'tail'"), ("head:beta=1", "'beta'"), ("head:beta1=1", "'beta1=1'")] {
+        for (text, expected) in [
+            ("tail:lr=1", "'tail'"),
+            ("router-biases:lr=1", "'router-biases'"),
+            ("head:beta=1", "'beta'"),
+            ("head:beta1=1", "'beta1=1'"),
+        ] {
             assert!(parse(text).unwrap_err().ends_with(expected), "{text}");
         }
     }

@@ -16,12 +16,12 @@ pub use gpu::experts::BIAS_GRADIENT;
 pub use gpu::experts::GROUP_BLOCK as GROUP_ROWS;
 
 /// How a router scores experts by its logits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RouterScores {
-    /// The softmax over all experts.
+    /// The softmax over all experts
     Softmax,
-    /// The sigmoid of each logit.
+    /// The sigmoid of each logit
     Sigmoid,
 }
 

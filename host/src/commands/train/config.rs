@@ -37,6 +37,8 @@ pub struct Config {
     pub final_fraction: f32,
     /// Weight decay of matrices and embeddings.
     pub weight_decay: f32,
+    /// Change of the biases of routers in each step. Present if the model has biases.
+    pub router_bias_rate: Option<f32>,
     /// Interval of validation.
     pub val_every: usize,
     /// Batches per validation.
@@ -200,6 +202,7 @@ kernels = \"sm_80\"
             warmup: flags.warmup.unwrap(),
             final_fraction: flags.final_fraction.unwrap(),
             weight_decay: flags.weight_decay.unwrap(),
+            router_bias_rate: flags.router_bias_rate,
             val_every: flags.val_every.unwrap(),
             val_batches: count(flags.val_batches),
             sample_length: flags.sample_length.unwrap(),

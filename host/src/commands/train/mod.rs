@@ -625,6 +625,7 @@ fn optimizer(config: &Config) -> OptimizerSettings {
     let rates = [(ParamGroup::Embeddings, flags.embedding_lr), (ParamGroup::Head, flags.head_lr)];
     OptimizerSettings {
         groups: rates.into_iter().filter_map(of_rate).chain(flags.group.iter().copied()).collect(),
+        router_bias_rate: config.router_bias_rate.unwrap_or(0.0),
         muon: (flags.optimizer() == Optimizer::Muon).then(|| MuonSettings {
             lr: flags.muon_lr.unwrap_or(default.lr),
             momentum: flags.muon_momentum.unwrap_or(default.momentum),

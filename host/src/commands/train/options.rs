@@ -17,7 +17,7 @@ use checkpoint::resume::Accepted;
 use clap::{Arg, ArgAction, Args, Command};
 use data::mixture::Packing;
 use distributed::rendezvous::Endpoint;
-use engine::ops::MuonCoefficients;
+use engine::ops::{MuonCoefficients, RouterScores};
 use model::schedule::{ScheduleKind, WeightDecaySchedule};
 use model::{MasterWeights, Moments, Offload, Optimizer, Recompute};
 use planner::quantity::bytes;
@@ -152,6 +152,11 @@ pub struct TrainOptions {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub active_experts: Option<usize>,
 
+    /// Scores by which routers choose and weight experts [default: from --model]
+    #[arg(long, value_enum, value_name = "SCORES", help_heading = MODEL)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub router_scores: Option<RouterScores>,
+
     /// Windows of attention.
     #[command(flatten)]
     #[serde(flatten)]
@@ -227,6 +232,22 @@ pub struct TrainOptions {
     #[arg(long, value_name = "GROUP:KEY=VALUE,...", help_heading = OPTIMIZER)]
     #[serde(skip_serializing_if = "Vec::is_empty", default)]
     pub group: Vec<GroupFlag>,
+
+    /// Coefficient of the load-balancing loss of routers [default: from --model; 0 if --router-bias-rate adds biases]
+    #[arg(long, value_name = "X", value_parser = non_negative, help_heading = OPTIMIZER)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub router_aux_loss: Option<f32>,
+
+    /// Coefficient of the z-loss of routers [default: from --model]
+    #[arg(long, value_name = "X", value_parser = non_negative, help_heading = OPTIMIZER)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub router_z_loss: Option<f32>,
+
+    /// Change of the biases of routers in each step, which balance experts without a loss. They are added to a model without biases, unless
+    /// X is 0 [default: 0.001 if the model has biases]
+    #[arg(long, value_name = "X", value_parser = non_negative, help_heading = OPTIMIZER)]
+    #[serde(skip)]
+    pub router_bias_rate: Option<f32>,
 
     /// Maximum norm of the gradient, to which larger gradients are scaled; 0: none [default: 1]
     #[arg(long, value_name = "X", value_parser = non_negative, help_heading = OPTIMIZER)]

@@ -134,6 +134,9 @@ const CORE_MAX_PER_TASK: usize = 500;
 /// A failure of the machine costs at most this many minutes and one step.
 const CHECKPOINT_MINUTES: f32 = 15.0;
 
+/// Change of the biases of routers in each step, as in DeepSeek-V3.
+const ROUTER_BIAS_RATE: f32 = 0.001;
+
 /// Fraction of the steps in which a trapezoidal schedule decays.
 const WARMDOWN: f64 = 0.4;
 
@@ -220,6 +223,8 @@ impl Resolved {
         if let Some(data) = &data {
             save_packing(&mut config, data);
         }
+        let biased = frozen.is_none() && descriptor.experts.is_some_and(|experts| experts.bias);
+        config.router_bias_rate = biased.then(|| options.router_bias_rate.unwrap_or(ROUTER_BIAS_RATE));
         shape.save(&mut config.flags);
         let conversations = datasets.conversations()?;
         Ok(Self {
@@ -513,6 +518,7 @@ fn config(
         warmup: options.warmup.unwrap_or(defaults.warmup.min(steps / 10)),
         final_fraction,
         weight_decay: options.weight_decay.unwrap_or(defaults.weight_decay),
+        router_bias_rate: None,
         val_every: options.val_every.unwrap_or(defaults.val_every),
         val_batches: if let Some(Count::Some(n)) = options.val_batches { n } else { VAL_BATCHES },
         sample_length: options.sample_length.unwrap_or(defaults.sample_length),

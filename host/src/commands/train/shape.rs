@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use engine::open::Precision;
 use interchange::ModelSource;
 use interchange::peft::AdapterFile;
-use model::descriptor::{AdapterBase, Adapters, GPT2_VOCAB, Overrides};
+use model::descriptor::{AdapterBase, Adapters, GPT2_VOCAB, Overrides, RouterOverrides};
 use model::{Descriptor, Optimizer};
 use std::path::Path;
 use tokenizer::BYTE_VOCAB;
@@ -57,7 +57,9 @@ pub fn resolve(
     let vocab = resumed.map(|descriptor| descriptor.vocab).or(vocab);
     let default = (from_files && !overrides.has_sizes()).then(|| "d12".to_owned());
     let Some(name) = options.model.clone().or(default) else {
-        return custom(overrides, vocab.unwrap_or(if from_files { GPT2_VOCAB } else { BYTE_VOCAB }), seq);
+        let (shape, descriptor) =
+            custom(overrides, vocab.unwrap_or(if from_files { GPT2_VOCAB } else { BYTE_VOCAB }), seq)?;
+        return Ok((shape, descriptor.with_router(router(options))?, None));
     };
     let shape = ModelFlags { model: Some(name.clone()), overrides };
     // A known name is always a shape, even if there is a file or directory of that name.
@@ -65,7 +67,8 @@ pub fn resolve(
         (Ok(known), _) => {
             let of_shape = if from_files { known.vocab } else { BYTE_VOCAB };
             let known = Descriptor { vocab: vocab.unwrap_or(of_shape), ..known };
-            Ok((shape, known.with(overrides).context("the shape of the model")?, None))
+            let descriptor = known.with(overrides).context("the shape of the model")?;
+            Ok((shape, descriptor.with_router(router(options))?, None))
         }
         (Err(error), None) if !is_path(&name) => Err(error).context("--model"),
         (Err(_), resumed) => {
@@ -81,9 +84,16 @@ pub fn resolve(
             if !experts.is_empty() {
                 source = source.with_experts(experts).context("--experts")?;
             }
+            let source = source.with_router(router(options))?;
             Ok((shape, source.descriptor(), Some(source)))
         }
     }
+}
+
+/// Returns the settings of the routers that the flags replace.
+fn router(options: &TrainOptions) -> RouterOverrides {
+    let TrainOptions { router_scores: scores, router_aux_loss: aux_loss, router_z_loss: z_loss, .. } = *options;
+    RouterOverrides { scores, aux_loss, z_loss, bias: options.router_bias_rate.is_some_and(|rate| rate > 0.0) }
 }
 
 /// The frozen model of a run that trains adapters.
@@ -123,6 +133,10 @@ pub fn with_adapters(
         options.optimizer() == Optimizer::AdamW,
         "{flag}: expected --optimizer adamw, found muon, which orthogonalizes whole matrices; use adamw"
     );
+    ensure!(
+        router(options) == RouterOverrides::default(),
+        "{flag}: expected no --router flags, because routers are frozen, found some; omit them"
+    );
     let name = name.filter(|name| is_path(name)).with_context(|| {
         format!("{flag}: expected a --model with weights, found {}; pass the path of a model", name.unwrap_or("none"))
     })?;
@@ -153,7 +167,7 @@ pub fn with_adapters(
 }
 
 /// Returns a GPT-2 of the given sizes, or the default model of the built-in text.
-fn custom(overrides: Overrides, vocab: usize, seq: usize) -> Result<(ModelFlags, Descriptor, Option<ModelSource>)> {
+fn custom(overrides: Overrides, vocab: usize, seq: usize) -> Result<(ModelFlags, Descriptor)> {
     let small = Overrides { layers: Some(SMALL.0), heads: Some(SMALL.1), channels: Some(SMALL.2), ..overrides };
     let overrides = if overrides.has_sizes() { overrides } else { small };
     let (Some(layers), Some(heads), Some(channels)) = (overrides.layers, overrides.heads, overrides.channels) else {
@@ -164,7 +178,7 @@ fn custom(overrides: Overrides, vocab: usize, seq: usize) -> Result<(ModelFlags,
     };
     let gpt2 = Descriptor::gpt2(layers, heads, channels, seq, vocab).context("--layers, --heads, --channels")?;
     let descriptor = gpt2.with(overrides).context("the shape of the model")?;
-    Ok((ModelFlags { model: None, overrides }, descriptor, None))
+    Ok((ModelFlags { model: None, overrides }, descriptor))
 }
 
 /// Returns whether a value of `--model` is a path. The files may have been deleted when a run is resumed.

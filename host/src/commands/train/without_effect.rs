@@ -26,6 +26,7 @@ pub fn notes(options: &TrainOptions, config: &Config, opened: &Opened, ranks: us
     let unevaluated = "--val-every is 0";
     let f32 = opened.precision == Precision::Fp32;
     let frozen = [flags.embedding_lr, flags.head_lr, flags.muon_lr].iter().all(|lr| lr.unwrap_or(config.lr) == 0.0);
+    let frozen = frozen && config.router_bias_rate.unwrap_or(0.0) == 0.0;
     let fusion = hardware.gelu_fusion.is_some_and(|fusion| fusion != GeluFusion::None);
     [
         ("--matmul", cpu && hardware.matmul != MatmulBackend::default(), on_cpu),
