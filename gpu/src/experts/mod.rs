@@ -4,7 +4,8 @@
 //! consecutive rows, in the order of the tokens. The groups are those of a grouped GEMM ([`Groups`]), so the last block of each is filled up with
 //! rows of zeros. Nothing depends on the order in which threads run.
 //!
-//! `route` chooses the experts and computes the order, `rows` copies rows, and `route_backward` computes the gradient of the router's logits.
+//! `route` chooses the experts and computes the order, `rows` copies rows, and `route_backward` computes the gradients of the choices and of the
+//! router's logits.
 
 mod route;
 mod route_backward;
@@ -13,7 +14,7 @@ mod rows;
 pub use route::{
     ENTRIES, MAX_EXPERTS, chunks, route_choose, route_choose_grid, route_count, route_groups, route_place, shared,
 };
-pub use route_backward::{BackwardSizes, route_backward};
+pub use route_backward::{BackwardSizes, choice_gradients, route_backward};
 pub use rows::{combine, dispatch, grid};
 
 /// The rows of a block: a group of a grouped GEMM consists of blocks. A group that is summed over has at least one. Rows that fill up a block are

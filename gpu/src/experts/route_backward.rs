@@ -26,8 +26,6 @@ const LANES: usize = warp::LANES as usize;
 pub struct BackwardSizes {
     /// Tokens.
     pub rows: u32,
-    /// F.
-    pub channels: u32,
     /// The coefficient a of the load-balancing loss, times the gradient of a token's loss.
     pub aux_loss: f32,
     /// The coefficient z of the z-loss, times the gradient of a token's loss.
@@ -49,8 +47,33 @@ fn dot<T: Element>(up: Global<T>, dup: Global<T>, channels: usize) -> f32 {
     warp::sum(sum)
 }
 
-/// Computes dlogits (rows, E) from logits (rows, E), experts, weights and positions (rows, K), the groups ([`Groups`]), and the preactivation (P, 2, F)
-/// with its gradient. F is a multiple of the packet, and `N` at least E / 32.
+/// Computes out (entries), the gradients g, from their positions (entries) in the order of experts, and the preactivation (P, 2, F) with its
+/// gradient. F is a multiple of the packet.
+///
+/// One warp per entry. Grid: [`grid`](super::grid) of the entries.
+#[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+pub fn choice_gradients<T: Element>(
+    out: GlobalMut<f32>,
+    positions: Global<i32>,
+    preactivation: Global<T>,
+    dpreactivation: Global<T>,
+    entries: u32,
+    channels: u32,
+) {
+    let entry = thread::block_idx_x() as usize * WARPS + warp::index() as usize;
+    if entry >= entries as usize {
+        return;
+    }
+    let (position, channels) = (positions.at(entry) as u32, channels as usize);
+    let at = position as usize * 2 * channels;
+    let gradient = dot(preactivation.skip(at), dpreactivation.skip(at), channels);
+    if warp::lane() == 0 {
+        out.set(entry, gradient);
+    }
+}
+
+/// Computes dlogits (rows, E) from logits (rows, E), experts, weights and gradients g (rows, K), and the groups ([`Groups`]). `N` is at least
+/// E / 32.
 ///
 /// One warp per token. Grid: [`route_choose_grid`](super::route_choose_grid).
 #[kernel(
@@ -62,10 +85,8 @@ pub fn route_backward<T: Element, const N: usize>(
     logits: Global<T>,
     experts: Global<i32>,
     weights: Global<f32>,
-    positions: Global<i32>,
+    gradients: Global<f32>,
     groups: Global<u32>,
-    preactivation: Global<T>,
-    dpreactivation: Global<T>,
     router: Router,
     sizes: BackwardSizes,
 ) {
@@ -73,19 +94,12 @@ pub fn route_backward<T: Element, const N: usize>(
     if row >= sizes.rows as usize {
         return;
     }
-    let (lane, channels, count) = (warp::lane(), sizes.channels as usize, router.experts as usize);
-    // Each lane holds a choice: its expert, its position, its weight and then its gradient g.
-    let (mut expert, mut position, mut weight, mut gradient) = (0, 0, 0.0, 0.0);
+    let (lane, count) = (warp::lane(), router.experts as usize);
+    // Each lane holds a choice: its expert, its weight and its gradient g.
+    let (mut expert, mut weight, mut gradient) = (0, 0.0, 0.0);
     if lane < router.active {
         let at = row * router.active as usize + lane as usize;
-        (expert, position, weight) = (experts.at(at) as u32, positions.at(at) as u32, weights.at(at));
-    }
-    for choice in 0..router.active {
-        let at = warp::shuffle(position, choice) as usize * 2 * channels;
-        let g = dot(preactivation.skip(at), dpreactivation.skip(at), channels);
-        if choice == lane {
-            gradient = g;
-        }
+        (expert, weight, gradient) = (experts.at(at) as u32, weights.at(at), gradients.at(at));
     }
     let total = warp::sum(gradient);
     if router.normalized == 1 {

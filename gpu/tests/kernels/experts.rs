@@ -280,21 +280,29 @@ fn gradients_of_logits_match_differences<T: Tolerance>() {
             let values = |seed| wide(&rounded::<T>(&noise(p * 2 * channels, seed)));
             let (up, dup) = (values(4), values(5));
             let factors: Vec<f32> = routed.weights.iter().map(|&x| x as f32).collect();
-            let inputs = [&logits, &up, &dup].map(|values| memory.input("input", &rounded::<T>(values)));
-            let experts = memory.input("experts", &routed.experts);
+            let [values, up_view, dup_view] =
+                [&logits, &up, &dup].map(|values| memory.input("input", &rounded::<T>(values)));
+            let experts_view = memory.input("experts", &routed.experts);
             let weights = memory.input("weights", &factors);
             let positions = memory.input("positions", &routed.positions);
             let groups = memory.input("groups", &routed.groups);
+            let (entries, gradients) = (rows * active, memory.output("gradients", rows * active));
+            let launch =
+                experts::choice_gradients(gradients, positions, up_view, dup_view, entries as u32, channels as u32);
+            run(&mut memory, &launch, experts::grid(entries), 0);
             let dlogits = memory.output::<T>("dlogits", rows * count);
-            let sizes = BackwardSizes {
-                rows: rows as u32,
-                channels: channels as u32,
-                aux_loss: losses[0] as f32,
-                z_loss: losses[1] as f32,
-            };
-            let [values, up_view, dup_view] = inputs;
+            let sizes = BackwardSizes { rows: rows as u32, aux_loss: losses[0] as f32, z_loss: losses[1] as f32 };
+            let gradients = gradients.reader();
             let launch = instance!(route_backward::<T>(
-                count, dlogits, values, experts, weights, positions, groups, up_view, dup_view, router, sizes
+                count,
+                dlogits,
+                values,
+                experts_view,
+                weights,
+                gradients,
+                groups,
+                router,
+                sizes
             ));
             run(&mut memory, &launch, experts::route_choose_grid(rows), 0);
             let got = read(&memory, dlogits);

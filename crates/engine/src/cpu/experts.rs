@@ -5,8 +5,8 @@ use super::arena::{Arena, optional};
 use super::gemm::{Into, Matrix, Parallelism, multiply};
 use crate::Result;
 use crate::ops::{
-    ActivationInput, Combine, Dispatch, Epilogue, GROUP_ROWS, Groups, MatmulBackward, MatmulForward, MatmulShape,
-    Route, RouteBackward, Router, RouterScores,
+    ActivationInput, ChoiceGradients, Combine, Dispatch, Epilogue, GROUP_ROWS, Groups, MatmulBackward, MatmulForward,
+    MatmulShape, Route, RouteBackward, Router, RouterScores,
 };
 use anyhow::ensure;
 use rayon::prelude::*;
@@ -157,40 +157,47 @@ pub(super) fn combine(arena: &mut Arena, op: Combine) -> Result<()> {
     Ok(())
 }
 
+pub(super) fn choice_gradients(arena: &mut Arena, op: ChoiceGradients) -> Result<()> {
+    let ChoiceGradients { out, positions, preactivation, dpreactivation, channels } = op;
+    let operands = [
+        ("out", out, out.len),
+        ("positions", positions, out.len),
+        ("preactivation", preactivation, preactivation.len),
+        ("dpreactivation", dpreactivation, preactivation.len),
+    ];
+    let [out, positions, preactivation, dpreactivation] = arena.split("choice_gradients", operands)?;
+    let (up, dup) = (&*preactivation, &*dpreactivation);
+    let positions: &[i32] = bytemuck::cast_slice(positions);
+    out.par_iter_mut().zip(positions).with_min_len(ROWS).for_each(|(out, &position)| {
+        let start = position as usize * 2 * channels;
+        *out = dot(&up[start..][..channels], &dup[start..][..channels]);
+    });
+    Ok(())
+}
+
 pub(super) fn route_backward(arena: &mut Arena, op: &RouteBackward) -> Result<()> {
-    let RouteBackward { dlogits, logits, experts, weights, positions, groups, preactivation, dpreactivation, .. } = *op;
-    let RouteBackward { channels, router, aux_loss, .. } = *op;
+    let RouteBackward { dlogits, logits, experts, weights, gradients, groups, router, aux_loss, .. } = *op;
     check(router)?;
     let Router { count, active: k, .. } = router;
     let rows = logits.len / count;
-    let wide = router.rows(rows) * 2 * channels;
     let operands = [
         ("dlogits", dlogits, rows * count),
         ("logits", logits, rows * count),
         ("experts", experts, rows * k),
         ("weights", weights, rows * k),
-        ("positions", positions, rows * k),
+        ("gradients", gradients, rows * k),
         ("groups", groups, router.layout_len(rows)),
-        ("preactivation", preactivation, wide),
-        ("dpreactivation", dpreactivation, wide),
     ];
-    let [dlogits, logits, experts, weights, positions, groups, preactivation, dpreactivation] =
-        arena.split("route_backward", operands)?;
-    let (logits, weights, preactivation, dpreactivation) = (&*logits, &*weights, &*preactivation, &*dpreactivation);
-    let [experts, positions, groups] =
-        [experts, positions, groups].map(|words| bytemuck::cast_slice::<f32, i32>(words));
+    let [dlogits, logits, experts, weights, gradients, groups] = arena.split("route_backward", operands)?;
+    let (logits, weights, gradients) = (&*logits, &*weights, &*gradients);
+    let [experts, groups] = [experts, groups].map(|words| bytemuck::cast_slice::<f32, i32>(words));
     // The gradient of the load-balancing loss with respect to each score of a token.
     let dscores = rows_of_experts(groups, count).map(|of_expert| (of_expert.len() * count) as f32 / rows as f32);
     let dscores: Vec<f32> = dscores.map(|dscore| aux_loss * dscore).collect();
-    let weighted = |&position: &i32| {
-        let start = position as usize * 2 * channels;
-        dot(&preactivation[start..][..channels], &dpreactivation[start..][..channels])
-    };
     dlogits.par_chunks_mut(count).enumerate().with_min_len(ROWS).for_each(|(token, dlogits)| {
         let choices = token * k..(token + 1) * k;
-        let dweights: Vec<f32> = positions[choices.clone()].iter().map(weighted).collect();
         let chosen = experts[choices.clone()].iter().map(|&expert| expert as usize);
-        let chosen = chosen.zip(weights[choices].iter().copied()).zip(dweights);
+        let chosen = chosen.zip(weights[choices.clone()].iter().copied()).zip(gradients[choices].iter().copied());
         let logits = &logits[token * count..][..count];
         gradient_of_logits(op, logits, dlogits, &dscores, chosen);
     });

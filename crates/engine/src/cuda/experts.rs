@@ -3,7 +3,7 @@
 use super::executor::EmulatedGpu;
 use super::{Cuda, Float, MatmulBackend, shared_bytes};
 use crate::gemm::GroupOperands;
-use crate::ops::{Combine, Dispatch, Groups, Route, RouteBackward, Router, RouterScores};
+use crate::ops::{ChoiceGradients, Combine, Dispatch, Groups, Route, RouteBackward, Router, RouterScores};
 use crate::tensor::{DType, Tensor};
 use crate::{Result, Workload};
 use anyhow::ensure;
@@ -138,25 +138,34 @@ pub(super) fn combine<T: Float>(cuda: &mut Cuda<T>, op: Combine) -> Result<()> {
     cuda.launch(launch, [kernels::grid(rows), 1, 1], 0)
 }
 
+pub(super) fn choice_gradients<T: Float>(cuda: &mut Cuda<T>, op: ChoiceGradients) -> Result<()> {
+    let ChoiceGradients { out, positions, preactivation, dpreactivation, channels } = op;
+    let (entries, wide) = (out.len, preactivation.len);
+    let launch = kernels::choice_gradients::<T>(
+        cuda.output("out", out, entries)?,
+        cuda.input("positions", positions, entries)?,
+        cuda.input("preactivation", preactivation, wide)?,
+        cuda.input("dpreactivation", dpreactivation, wide)?,
+        entries as u32,
+        channels as u32,
+    );
+    cuda.launch(launch, [kernels::grid(entries), 1, 1], 0)
+}
+
 pub(super) fn route_backward<T: Float>(cuda: &mut Cuda<T>, op: &RouteBackward) -> Result<()> {
-    let RouteBackward { dlogits, logits, experts, weights, positions, groups, preactivation, dpreactivation, .. } = *op;
-    let RouteBackward { channels, router, aux_loss, z_loss, .. } = *op;
+    let RouteBackward { dlogits, logits, experts, weights, gradients, groups, router, aux_loss, z_loss } = *op;
     check_router(router)?;
     let Router { count, active, .. } = router;
     let (rows, entries) = (logits.len / count, logits.len / count * active);
     let layout = kernels::Groups::new(count, entries);
-    let wide = layout.rows * 2 * channels;
     let dlogits = cuda.output("dlogits", dlogits, rows * count)?;
-    let logits = cuda.input("logits", logits, rows * count)?;
+    let logits: Global<T> = cuda.input("logits", logits, rows * count)?;
     let (experts, weights) = (cuda.input("experts", experts, entries)?, cuda.input("weights", weights, entries)?);
-    let positions = cuda.input("positions", positions, entries)?;
+    let gradients = cuda.input("gradients", gradients, entries)?;
     let groups = cuda.words("groups", groups, layout.words())?.reader();
-    let up: Global<T> = cuda.input("preactivation", preactivation, wide)?;
-    let dup: Global<T> = cuda.input("dpreactivation", dpreactivation, wide)?;
-    let sizes = BackwardSizes { rows: rows as u32, channels: channels as u32, aux_loss, z_loss };
-    let of = router_of(router);
+    let (of, sizes) = (router_of(router), BackwardSizes { rows: rows as u32, aux_loss, z_loss });
     let launch = instance!(route_backward::<T>(
-        count; dlogits, logits, experts, weights, positions, groups, up, dup, of, sizes
+        count; dlogits, logits, experts, weights, gradients, groups, of, sizes
     ));
     cuda.launch(launch, [kernels::route_choose_grid(rows), 1, 1], 0)
 }

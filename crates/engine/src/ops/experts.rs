@@ -125,10 +125,24 @@ pub struct Combine {
     pub active: usize,
 }
 
-/// Computes the gradient of the logits of a [`Route`], through the weights of the chosen experts and from the auxiliary losses.
+/// Computes the gradient of each choice's weight, times that weight.
 ///
-/// An expert's activation is up · f(gate). It is linear in up, so the gradient of a choice's weight, times that weight, is Σ dup · up over
-/// the channels of the choice's row.
+/// An expert's activation is up · f(gate). It is linear in up, so this is Σ dup · up over the channels of the choice's row.
+#[derive(Clone, Copy, Debug)]
+pub struct ChoiceGradients {
+    /// (rows, k) f32
+    pub out: Tensor,
+    /// (rows, k) i32, see [`Route`]
+    pub positions: Tensor,
+    /// (P, 2 F) float: up, then gate, of each row in expert order
+    pub preactivation: Tensor,
+    /// (P, 2 F) float: the gradient of `preactivation`, which includes the weights
+    pub dpreactivation: Tensor,
+    /// Channels of an expert (F).
+    pub channels: usize,
+}
+
+/// Computes the gradient of the logits of a [`Route`], through the weights of the chosen experts and from the auxiliary losses.
 ///
 /// The load-balancing loss is E Σ f P over the experts (Fedus et al., 2021, arXiv:2101.03961), where f is the number of an expert's rows
 /// per token, without a gradient, and P its mean score. The z-loss is the mean of logsumexp(logits)² (Zoph et al., 2022, arXiv:2202.08906).
@@ -142,16 +156,10 @@ pub struct RouteBackward {
     pub experts: Tensor,
     /// (rows, k) f32
     pub weights: Tensor,
-    /// (rows, k) i32
-    pub positions: Tensor,
+    /// (rows, k) f32, see [`ChoiceGradients`]
+    pub gradients: Tensor,
     /// (2 E + 1 + P / [`GROUP_ROWS`]) i32
     pub groups: Tensor,
-    /// (P, 2 F) float: up, then gate, of each row in expert order
-    pub preactivation: Tensor,
-    /// (P, 2 F) float: the gradient of `preactivation`, which includes the weights
-    pub dpreactivation: Tensor,
-    /// Channels of an expert (F).
-    pub channels: usize,
     /// How experts are chosen.
     pub router: Router,
     /// Coefficient of the load-balancing loss, times the gradient of a token's loss.

@@ -8,8 +8,8 @@ use crate::recompute::Recompute;
 use crate::sharding::LayerHooks;
 use anyhow::Context;
 use engine::ops::{
-    ActivationForward, ActivationInput, Combine, Dispatch, Epilogue, MatmulBackward, MatmulForward, Route,
-    RouteBackward, Router,
+    ActivationForward, ActivationInput, ChoiceGradients, Combine, Dispatch, Epilogue, MatmulBackward, MatmulForward,
+    Route, RouteBackward, Router,
 };
 use engine::tensor::{DType, Tensor};
 use engine::{Engine, Result};
@@ -23,8 +23,7 @@ struct Mixture {
     ln2: NormBuffers,
     /// (B, T, E)
     logits: Tensor,
-    /// (B, T, E): the gradient of `logits`, in training
-    dlogits: Option<Tensor>,
+    gradients: Option<RouterGradients>,
     /// (B, T, k) i32
     chosen: Tensor,
     /// (B, T, k) f32
@@ -46,6 +45,15 @@ struct Mixture {
     shared: Option<SharedExpert>,
     /// (B, T, C)
     residual3: Tensor,
+}
+
+/// The gradients of a router in training.
+#[derive(Clone, Copy, Debug)]
+struct RouterGradients {
+    /// (B, T, E)
+    logits: Tensor,
+    /// (B, T, k) f32, see [`ChoiceGradients`]
+    choices: Tensor,
 }
 
 /// The activations of the MLP beside the experts.
@@ -76,7 +84,10 @@ pub fn plan(
     let recomputed = if activations.recompute < Recompute::Activation { kept } else { 1 };
     let ln2 = activations.norm("ln2", [Param::Ln2w, Param::Ln2b], Param::Router);
     let logits = activations.add("router logits", kept, count, dtype);
-    let dlogits = training.then(|| activations.add("d router logits", 1, count, dtype));
+    let gradients = training.then(|| RouterGradients {
+        logits: activations.add("d router logits", 1, count, dtype),
+        choices: activations.add("d choices of experts", 1, active, DType::F32),
+    });
     let chosen = activations.add("chosen experts", kept, active, DType::I32);
     let weights = activations.add("weights of experts", kept, active, DType::F32);
     let positions = activations.add("positions in expert order", kept, active, DType::I32);
@@ -101,7 +112,7 @@ pub fn plan(
             experts,
             ln2: ln2(layer),
             logits: part(logits),
-            dlogits,
+            gradients,
             chosen: part(chosen),
             weights: part(weights),
             positions: part(positions),
@@ -145,7 +156,7 @@ impl Mixture {
 
     fn route(&self) -> Route {
         let Self { logits, chosen: experts, weights, positions, sources, groups, .. } = *self;
-        let (router, trains) = (self.experts.router(), self.dlogits.is_some());
+        let (router, trains) = (self.experts.router(), self.gradients.is_some());
         Route { logits, experts, weights, positions, sources, groups, router, trains }
     }
 
@@ -202,27 +213,14 @@ impl Mixture {
         MatmulBackward { groups, ..pass.linear(self.layer, weight, grads, inp, None) }
     }
 
-    /// Returns the gradient of the logits from that of `fc`.
-    fn route_backward(&self, pass: &BackwardPass, dlogits: Tensor, dfc: Tensor) -> RouteBackward {
-        let Self { logits, chosen: experts, weights, positions, groups, fc: preactivation, .. } = *self;
+    /// Returns the gradient of the logits.
+    fn route_backward(&self, pass: &BackwardPass, gradients: RouterGradients) -> RouteBackward {
+        let Self { logits, chosen: experts, weights, groups, .. } = *self;
         let (d, router) = (&pass.model.descriptor, self.experts.router());
         let scale = pass.dloss / d.layers as f32;
         let [aux_loss, z_loss] = [self.experts.aux_loss, self.experts.z_loss].map(|coefficient| scale * coefficient);
-        let (dpreactivation, channels) = (dfc, d.mlp_channels);
-        RouteBackward {
-            dlogits,
-            logits,
-            experts,
-            weights,
-            positions,
-            groups,
-            preactivation,
-            dpreactivation,
-            channels,
-            router,
-            aux_loss,
-            z_loss,
-        }
+        let RouterGradients { logits: dlogits, choices: gradients } = gradients;
+        RouteBackward { dlogits, logits, experts, weights, gradients, groups, router, aux_loss, z_loss }
     }
 }
 
@@ -237,7 +235,10 @@ impl SubLayer for Mixture {
             experts: self.experts,
             ln2: self.ln2.rows(rows, d.channels),
             logits: of(self.logits, count),
-            dlogits: self.dlogits.map(|dlogits| of(dlogits, count)),
+            gradients: self.gradients.map(|RouterGradients { logits, choices }| RouterGradients {
+                logits: of(logits, count),
+                choices: of(choices, active),
+            }),
             chosen: of(self.chosen, active),
             weights: of(self.weights, active),
             positions: of(self.positions, active),
@@ -284,7 +285,7 @@ impl SubLayer for Mixture {
     fn backward(&self, engine: &mut dyn Engine, pass: &BackwardPass, residual: Tensor) -> Result<()> {
         let Self { layer, ref ln2, fc, activated, outputs, dispatched, .. } = *self;
         let (model, activation) = (pass.model, pass.model.descriptor.activation);
-        let dlogits = self.dlogits.context("this model was planned for inference only")?;
+        let gradients = self.gradients.context("this model was planned for inference only")?;
         // A layer that was recomputed as a whole has all activations.
         if pass.recompute == Recompute::ActivationAndNorms {
             model.recompute_norm(engine, ln2, residual)?;
@@ -303,10 +304,12 @@ impl SubLayer for Mixture {
         let dfc = pass.dwide.slice(0, fc.len);
         let fcproj = self.experts_backward(pass, Param::Fcprojw, [dfc, outputs], activated);
         engine.run(MatmulBackward { activation: activation_of(fc, Param::Fcw, dispatched), ..fcproj })?;
-        engine.run(self.route_backward(pass, dlogits, dfc))?;
+        let (out, positions, channels) = (gradients.choices, self.positions, model.descriptor.mlp_channels);
+        engine.run(ChoiceGradients { out, positions, preactivation: fc, dpreactivation: dfc, channels })?;
+        engine.run(self.route_backward(pass, gradients))?;
         engine.run(self.experts_backward(pass, Param::Fcw, [outputs, dfc], dispatched))?;
         engine.run(self.combine(model, pass.dchannels, None, None))?;
-        let router = pass.linear(layer, Param::Router, [pass.dchannels, dlogits], ln2.out, None);
+        let router = pass.linear(layer, Param::Router, [pass.dchannels, gradients.logits], ln2.out, None);
         engine.run(MatmulBackward { adds_to_dinp: true, ..router })?;
 
         let Some(SharedExpert { fc, activated }) = self.shared else { return Ok(()) };

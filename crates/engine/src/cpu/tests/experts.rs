@@ -1,7 +1,7 @@
 //! Mixtures of experts.
 
 use super::*;
-use crate::ops::{Combine, Dispatch, GROUP_ROWS, Groups, Route, RouteBackward, Router, RouterScores};
+use crate::ops::{ChoiceGradients, Combine, Dispatch, GROUP_ROWS, Groups, Route, RouteBackward, Router, RouterScores};
 
 /// The tensors that [`Route`] writes.
 struct Routing {
@@ -157,13 +157,14 @@ proptest! {
         let routing = bench.routing(router, rows);
         let wide = router.rows(rows) * 2 * channels;
         let (preactivation, dpreactivation) = (bench.normal(wide), bench.normal(wide));
+        let gradients = bench.normal(rows * active);
         bench.ready();
         bench.dyn_engine().run(routing.route(logits, router)).unwrap();
         let Routing { experts, weights: weight, positions, groups, .. } = routing;
         let (aux_loss, z_loss) = (0.7 * aux as f32, 0.3 * z as f32);
-        let op = RouteBackward {
-            dlogits, logits, experts, weights: weight, positions, groups, preactivation, dpreactivation, channels, router, aux_loss, z_loss,
-        };
+        let of_choices = ChoiceGradients { out: gradients, positions, preactivation, dpreactivation, channels };
+        bench.dyn_engine().run(of_choices).unwrap();
+        let op = RouteBackward { dlogits, logits, experts, weights: weight, gradients, groups, router, aux_loss, z_loss };
         bench.dyn_engine().run(op).unwrap();
 
         let x = bench.before(logits);

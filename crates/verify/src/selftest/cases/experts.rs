@@ -4,8 +4,8 @@ use super::{Case, UNIT, accumulated, case, f32, i32, input, output, workload};
 use crate::selftest::case::{Init, Operand, Work};
 use crate::selftest::compare::Tolerance;
 use engine::ops::{
-    Activation, ActivationForward, ActivationInput, AttentionShape, Combine, Dispatch, Epilogue, Groups,
-    MatmulBackward, MatmulForward, MatmulShape, Route, RouteBackward, Router, RouterScores,
+    Activation, ActivationForward, ActivationInput, AttentionShape, ChoiceGradients, Combine, Dispatch, Epilogue,
+    Groups, MatmulBackward, MatmulForward, MatmulShape, Route, RouteBackward, Router, RouterScores,
 };
 use engine::tensor::Tensor;
 use engine::{Engine, Result, Workload};
@@ -192,6 +192,7 @@ fn backward(shape: Shape) -> Case {
         accumulated("dfcprojw", count * c * f, Tolerance::CHAIN),
         input("dout", rows * c, UNIT),
         Operand { checked: None, ..output("dfc", p * 2 * f, Tolerance::CHAIN) },
+        f32(Operand { checked: None, ..output("gradients", rows * active, Tolerance::ROUTER) }),
     ];
     let mixture = Arc::new(Mixture::new(shape, true, &mut operands));
     let before = mixture.clone();
@@ -209,23 +210,22 @@ fn backward(shape: Shape) -> Case {
             ..MatmulBackward::new(x[5], Some(x[3]), [x[m.outputs], x[m.activated], x[m.fcprojw]], m.linear([f, c]))
         };
         e.run(fcproj)?;
+        let (positions, preactivation, dpreactivation) = (x[m.positions], x[m.fc], x[5]);
+        e.run(ChoiceGradients { out: x[6], positions, preactivation, dpreactivation, channels: f })?;
         e.run(RouteBackward {
             dlogits: x[1],
             logits: x[m.logits],
             experts: x[m.chosen],
             weights: x[m.weights],
-            positions: x[m.positions],
+            gradients: x[6],
             groups: x[m.groups],
-            preactivation: x[m.fc],
-            dpreactivation: x[5],
-            channels: f,
             router,
             aux_loss: 0.1,
             z_loss: 0.01,
         })?;
         let (dinp, dweight, dout, inp, weight) = (x[m.outputs], Some(x[2]), x[5], x[m.dispatched], x[m.fcw]);
         e.run(MatmulBackward { dinp, dweight, dout, inp, weight, activation: None, shape, ..fcproj })?;
-        let (inp, positions) = (x[m.outputs], x[m.positions]);
+        let inp = x[m.outputs];
         e.run(Combine { out: x[0], residual: None, inp, weights: None, positions, c, active })
     });
     Case { before: Some(Box::new(move |e, x| before.forward(e, x))), ..case }
