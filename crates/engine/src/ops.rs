@@ -20,7 +20,9 @@ pub use decode::{
     CacheFill, CacheRead, DecodeAttention, DecodeEmbed, DecodeMatmul, DecodeOperation, DecodeStep, DecodeStepShape,
     SampleTokens, Slot, SlotSampling, decode_splits,
 };
-pub use experts::{ChoiceGradients, Combine, Dispatch, GROUP_ROWS, Groups, Route, RouteBackward, Router, RouterScores};
+pub use experts::{
+    ChoiceGradients, Combine, Dispatch, ExpertRange, GROUP_ROWS, Groups, Route, RouteBackward, Router, RouterScores,
+};
 pub(crate) use fp8::largest_rounded;
 pub use fp8::{
     Bf16Scale, Dequantize, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, Fp8Scales,

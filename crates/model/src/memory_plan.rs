@@ -200,6 +200,7 @@ pub(super) fn workload(descriptor: &Descriptor, options: &PlanOptions) -> Worklo
             .collect(),
         mlp_channels: descriptor.mlp_channels,
         router: descriptor.experts.map(|experts| experts.router()),
+        routed_tokens: options.b * options.t,
         qk_norm: descriptor.qk_norm.map(|norm| norm.scope),
         padded_vocab: descriptor.padded_vocab(),
         parameters: layout.elements(),

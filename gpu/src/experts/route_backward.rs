@@ -13,8 +13,8 @@
 //! the outputs of the experts then. The gradient of the load-balancing loss is that of a · E Σ f s, where f is the share of an expert's
 //! entries per token, and that of the z-loss 2 z logsumexp(logits) · softmax(logits).
 
+use super::Router;
 use super::route::Logits;
-use super::{Groups, Router};
 use cuda_std::{Element, Global, GlobalMut, kernel, math, thread, warp};
 
 const WARPS: usize = 256 / LANES;
@@ -26,6 +26,8 @@ const LANES: usize = warp::LANES as usize;
 pub struct BackwardSizes {
     /// Tokens.
     pub rows: u32,
+    /// Tokens that the loads count.
+    pub tokens: u32,
     /// The coefficient a of the load-balancing loss, times the gradient of a token's loss.
     pub aux_loss: f32,
     /// The coefficient z of the z-loss, times the gradient of a token's loss.
@@ -47,8 +49,8 @@ fn dot<T: Element>(up: Global<T>, dup: Global<T>, channels: usize) -> f32 {
     warp::sum(sum)
 }
 
-/// Computes out (entries), the gradients g, from their positions (entries) in the order of experts, and the preactivation (P, 2, F) with its
-/// gradient. F is a multiple of the packet.
+/// Computes out (entries), the gradients g, from their positions (entries) in the order of experts, and the preactivation (P, 2, F) with
+/// its gradient. g is 0 if the position is negative. F is a multiple of the packet.
 ///
 /// One warp per entry. Grid: [`grid`](super::grid) of the entries.
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
@@ -64,16 +66,19 @@ pub fn choice_gradients<T: Element>(
     if entry >= entries as usize {
         return;
     }
-    let (position, channels) = (positions.at(entry) as u32, channels as usize);
-    let at = position as usize * 2 * channels;
-    let gradient = dot(preactivation.skip(at), dpreactivation.skip(at), channels);
+    let (position, channels) = (positions.at(entry), channels as usize);
+    let mut gradient = 0.0;
+    if position >= 0 {
+        let at = position as u32 as usize * 2 * channels;
+        gradient = dot(preactivation.skip(at), dpreactivation.skip(at), channels);
+    }
     if warp::lane() == 0 {
         out.set(entry, gradient);
     }
 }
 
-/// Computes dlogits (rows, E) from logits (rows, E), experts, weights and gradients g (rows, K), and the groups ([`Groups`]). `N` is at least
-/// E / 32.
+/// Computes dlogits (rows, E) from logits (rows, E), experts, weights and gradients g (rows, K), and loads (E), the entries of each expert.
+/// `N` is at least E / 32.
 ///
 /// One warp per token. Grid: [`route_choose_grid`](super::route_choose_grid).
 #[kernel(
@@ -86,7 +91,7 @@ pub fn route_backward<T: Element, const N: usize>(
     experts: Global<i32>,
     weights: Global<f32>,
     gradients: Global<f32>,
-    groups: Global<u32>,
+    loads: Global<u32>,
     router: Router,
     sizes: BackwardSizes,
 ) {
@@ -107,14 +112,13 @@ pub fn route_backward<T: Element, const N: usize>(
     }
 
     let logits = Logits::<N>::load(logits.skip(row * count), router.experts);
-    let entries = groups.skip(Groups { count, rows: 0 }.sizes());
-    let balance = sizes.aux_loss * router.experts as f32 / sizes.rows as f32;
+    let balance = sizes.aux_loss * router.experts as f32 / sizes.tokens as f32;
     // Gradients of the scores from the load-balancing loss, and for the softmax their mean.
     let (mut dscores, mut mean) = ([0.0; N], 0.0);
     for i in 0..N {
         let expert = i * LANES + lane as usize;
         if sizes.aux_loss != 0.0 && expert < count {
-            dscores[i] = balance * entries.at(expert) as f32;
+            dscores[i] = balance * loads.at(expert) as f32;
             mean = math::fma(logits.softmax(logits.logit(i)), dscores[i], mean);
         }
     }

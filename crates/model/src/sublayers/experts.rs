@@ -34,6 +34,8 @@ struct Mixture {
     sources: Tensor,
     /// i32, see [`Route::groups`]
     groups: Tensor,
+    /// (E) i32, see [`Route::loads`]
+    loads: Tensor,
     /// (P, C): the outputs of ln2 in expert order
     dispatched: Tensor,
     /// (P, 2 F): the sums before the activation
@@ -98,6 +100,7 @@ pub fn plan(
     let activated = add("activated", recomputed, d.mlp_channels, dtype);
     let outputs = add("outputs of experts", 1, d.channels, dtype);
     let groups = activations.add_rows("groups of experts", kept, 1, router.layout_len(tokens), DType::I32);
+    let loads = activations.add_rows("loads of experts", kept, 1, count, DType::I32);
     let shared = (shared_channels > 0).then(|| SharedExpert {
         fc: activations.add("shared fc", kept, 2 * shared_channels, dtype),
         activated: activations.add("shared activated", recomputed, shared_channels, dtype),
@@ -118,6 +121,7 @@ pub fn plan(
             positions: part(positions),
             sources: part(sources),
             groups: part(groups),
+            loads: part(loads),
             dispatched: recomputed(dispatched),
             fc: part(fc),
             activated: recomputed(activated),
@@ -155,9 +159,9 @@ impl Mixture {
     }
 
     fn route(&self) -> Route {
-        let Self { logits, chosen: experts, weights, positions, sources, groups, .. } = *self;
+        let Self { logits, chosen: experts, weights, positions, sources, groups, loads, .. } = *self;
         let (router, trains) = (self.experts.router(), self.gradients.is_some());
-        Route { logits, experts, weights, positions, sources, groups, router, trains }
+        Route { logits, experts, weights, positions, sources, groups, loads, router, trains }
     }
 
     /// Returns the copy of `inp` (B, T, C) to expert order.
@@ -215,12 +219,13 @@ impl Mixture {
 
     /// Returns the gradient of the logits.
     fn route_backward(&self, pass: &BackwardPass, gradients: RouterGradients) -> RouteBackward {
-        let Self { logits, chosen: experts, weights, groups, .. } = *self;
+        let Self { logits, chosen: experts, weights, loads, .. } = *self;
         let (d, router) = (&pass.model.descriptor, self.experts.router());
         let scale = pass.dloss / d.layers as f32;
         let [aux_loss, z_loss] = [self.experts.aux_loss, self.experts.z_loss].map(|coefficient| scale * coefficient);
         let RouterGradients { logits: dlogits, choices: gradients } = gradients;
-        RouteBackward { dlogits, logits, experts, weights, gradients, groups, router, aux_loss, z_loss }
+        let tokens = logits.len / router.count;
+        RouteBackward { dlogits, logits, experts, weights, gradients, loads, tokens, router, aux_loss, z_loss }
     }
 }
 
@@ -244,6 +249,7 @@ impl SubLayer for Mixture {
             positions: of(self.positions, active),
             sources: sorted(self.sources, 1),
             groups: self.groups.slice(0, router.layout_len(rows)),
+            loads: self.loads,
             dispatched: sorted(self.dispatched, d.channels),
             fc: sorted(self.fc, d.fc_channels()),
             activated: sorted(self.activated, d.mlp_channels),

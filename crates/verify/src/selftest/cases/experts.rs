@@ -5,7 +5,7 @@ use crate::selftest::case::{Init, Operand, Work};
 use crate::selftest::compare::Tolerance;
 use engine::ops::{
     Activation, ActivationForward, ActivationInput, AttentionShape, ChoiceGradients, Combine, Dispatch, Epilogue,
-    Groups, MatmulBackward, MatmulForward, MatmulShape, Route, RouteBackward, Router, RouterScores,
+    ExpertRange, Groups, MatmulBackward, MatmulForward, MatmulShape, Route, RouteBackward, Router, RouterScores,
 };
 use engine::tensor::Tensor;
 use engine::{Engine, Result, Workload};
@@ -13,13 +13,22 @@ use std::sync::Arc;
 
 /// Returns mixtures of few experts, some of them without a token, and of one.
 pub(super) fn edge_cases() -> Vec<Case> {
-    let router = |count, active, scores, normalized| Router { count, active, scores, normalized };
+    let router = |count, active, scores, normalized| Router {
+        count,
+        active,
+        scores,
+        normalized,
+        local: ExpertRange { first: 0, count },
+    };
+    let of = |first, count, router| Router { local: ExpertRange { first, count }, ..router };
     let mut cases = Vec::new();
     for (rows, router, c, f) in [
         (1, router(1, 1, RouterScores::Softmax, false), 64, 64),
         (70, router(8, 2, RouterScores::Softmax, true), 72, 40),
         (300, router(40, 3, RouterScores::Sigmoid, true), 64, 136),
         (33, router(200, 8, RouterScores::Softmax, false), 136, 64),
+        (150, of(3, 2, router(8, 3, RouterScores::Softmax, true)), 72, 40),
+        (40, of(60, 40, router(100, 6, RouterScores::Sigmoid, false)), 64, 72),
     ] {
         for recomputes in [false, true] {
             cases.extend(mixture(Shape { rows, router, c, f, recomputes }));
@@ -30,7 +39,8 @@ pub(super) fn edge_cases() -> Vec<Case> {
 
 /// Returns a layer of Qwen3-30B-A3B.
 pub(super) fn model_cases() -> Vec<Case> {
-    let router = Router { count: 128, active: 8, scores: RouterScores::Softmax, normalized: true };
+    let local = ExpertRange { first: 0, count: 128 };
+    let router = Router { count: 128, active: 8, scores: RouterScores::Softmax, normalized: true, local };
     mixture(Shape { rows: 2048, router, c: 2048, f: 768, recomputes: false })
 }
 
@@ -47,10 +57,12 @@ struct Shape {
 
 impl Shape {
     fn name(self) -> String {
-        let Self { rows, router: Router { count, active, scores, normalized }, c, f, recomputes } = self;
+        let Self { rows, router: Router { count, active, scores, normalized, local }, c, f, recomputes } = self;
         let normalized = if normalized { " normalized" } else { "" };
         let recomputes = if recomputes { " recompute" } else { "" };
-        format!("{rows}x{c} E{count} K{active} F{f} {scores:?}{normalized}{recomputes}").to_lowercase()
+        let ExpertRange { first, count: locals } = local;
+        let local = if locals < count { format!(" local {first}+{locals}") } else { String::new() };
+        format!("{rows}x{c} E{count} K{active} F{f} {scores:?}{normalized}{local}{recomputes}").to_lowercase()
     }
 
     fn workload(self) -> Workload {
@@ -78,6 +90,7 @@ struct Mixture {
     positions: usize,
     sources: usize,
     groups: usize,
+    loads: usize,
     dispatched: usize,
     fc: usize,
     activated: usize,
@@ -88,7 +101,7 @@ impl Mixture {
     /// Adds the tensors of the forward pass.
     fn new(shape: Shape, trains: bool, operands: &mut Vec<Operand>) -> Self {
         let Shape { rows, router, c, f, .. } = shape;
-        let (count, active, p) = (router.count, router.active, router.rows(rows));
+        let (count, active, p, local) = (router.count, router.active, router.rows(rows), router.local.count);
         let mut add = |operand| {
             operands.push(operand);
             operands.len() - 1
@@ -101,13 +114,14 @@ impl Mixture {
             trains,
             logits: add(input("logits", rows * count, Init::Uniform { mean: 0.0, spread: 3.0 })),
             inp: add(input("inp", rows * c, UNIT)),
-            fcw: add(input("fcw", count * 2 * f * c, scaled(c))),
-            fcprojw: add(input("fcprojw", count * c * f, scaled(f))),
+            fcw: add(input("fcw", local * 2 * f * c, scaled(c))),
+            fcprojw: add(input("fcprojw", local * c * f, scaled(f))),
             chosen: add(words("chosen", rows * active)),
             weights: add(f32(output("weights", rows * active, Tolerance::CHAIN))),
             positions: add(words("positions", rows * active)),
             sources: add(words("sources", p)),
             groups: add(words("groups", router.layout_len(rows))),
+            loads: add(words("loads", count)),
             dispatched: add(unchecked("dispatched", p * c)),
             fc: add(unchecked("fc", p * 2 * f)),
             activated: add(unchecked("activated", p * f)),
@@ -139,6 +153,7 @@ impl Mixture {
             positions: x[self.positions],
             sources: x[self.sources],
             groups: x[self.groups],
+            loads: x[self.loads],
             router,
             trains: self.trains,
         })?;
@@ -188,8 +203,8 @@ fn backward(shape: Shape) -> Case {
     let mut operands = vec![
         output("dinp", rows * c, Tolerance::SQUARED_CHAIN),
         output("dlogits", rows * count, Tolerance::ROUTER),
-        accumulated("dfcw", count * 2 * f * c, Tolerance::CHAIN),
-        accumulated("dfcprojw", count * c * f, Tolerance::CHAIN),
+        accumulated("dfcw", router.local.count * 2 * f * c, Tolerance::CHAIN),
+        accumulated("dfcprojw", router.local.count * c * f, Tolerance::CHAIN),
         input("dout", rows * c, UNIT),
         Operand { checked: None, ..output("dfc", p * 2 * f, Tolerance::CHAIN) },
         f32(Operand { checked: None, ..output("gradients", rows * active, Tolerance::ROUTER) }),
@@ -218,7 +233,8 @@ fn backward(shape: Shape) -> Case {
             experts: x[m.chosen],
             weights: x[m.weights],
             gradients: x[6],
-            groups: x[m.groups],
+            loads: x[m.loads],
+            tokens: rows,
             router,
             aux_loss: 0.1,
             z_loss: 0.01,
