@@ -380,8 +380,8 @@ impl Run<'_> {
         let last = step == steps;
         let due = |every: Option<usize>| every.is_some_and(|n| last || (step > 0 && step.is_multiple_of(n)));
         let evaluate = !stop && !self.state.progress.evaluated;
-        // If ranks shard the parameters, all of them take part in sampling.
-        let samples = self.ranks.is_first() || self.model.zero.shards_parameters();
+        // If ranks exchange parameters or tokens in a forward pass, all of them take part in sampling.
+        let samples = self.ranks.is_first() || self.model.zero.forward_communicates();
         let validate =
             evaluate && !self.val.sources.is_empty() && (due(val_every) || (step == 0 && val_every.is_some()));
         let score = evaluate && self.hellaswag.is_some() && due(val_every);
