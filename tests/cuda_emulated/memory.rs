@@ -30,6 +30,7 @@ fn digests_are_those_of_the_bytes() {
         linear_layers: vec![(128, 32)],
         mlp_channels: 128,
         router: None,
+        routed_tokens: 0,
         qk_norm: None,
         padded_vocab: 128,
         parameters: 5003,

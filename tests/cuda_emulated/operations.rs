@@ -108,6 +108,7 @@ fn attention_gradients_are_the_same_in_every_order_of_blocks() {
             linear_layers: vec![(128, 32)],
             mlp_channels: 128,
             router: None,
+            routed_tokens: 0,
             qk_norm: None,
             padded_vocab: 128,
             parameters: 0,

@@ -1,5 +1,6 @@
 //! Runs that lose ranks for good and continue with the others (`--min-ranks`). Each rank has a supervisor of its own.
 
+use crate::expert_parallel::create_model;
 use crate::threads::TIMEOUT;
 use crate::world::{
     LONG, PERMANENT, World, copy_checkpoint, free_endpoint, output_text, program, script, wait_for_all,
@@ -107,6 +108,26 @@ fn wait_for_text(file: &Path, text: &str) {
 #[test]
 fn a_run_without_its_first_rank_has_the_bits_of_a_run_of_that_size() {
     assert_continues_without(0, "first", &World::new(), &[]);
+}
+
+/// Twelve experts divide among four ranks and among three.
+#[test]
+fn a_run_whose_ranks_share_experts_continues_without_a_rank() {
+    let world = World::new();
+    create_model(&world);
+    let shared = ["--model", "experts", "--expert-parallel", "--zero-stage", "1"];
+    let mut ranks = Ranks::start(&world, "shared", &[0, 1, 2, 3], &shared);
+    world.wait_for("shared", 20);
+    ranks.remove(1);
+    let text = ranks.complete();
+    let steps = resumed_after(&text);
+    assert!(steps.len() == 1 && steps[0] >= 20, "{steps:?}: {text}");
+    resume(&world, "shared", steps[0], 3, "reference", &shared);
+    let states = (0..3).map(|rank| format!("state_{LAST:08}_{rank:05}.bin"));
+    for name in [format!("model_{LAST:08}.safetensors"), "main.log".to_owned()].into_iter().chain(states) {
+        let [found, expected] = ["shared", "reference"].map(|out| fs::read(world.path(out).join(&name)).unwrap());
+        assert!(found == expected, "{name} differs");
+    }
 }
 
 /// The other kinds of rendezvous, another rank, and parameters in shards.

@@ -4,6 +4,7 @@ mod checkpoints;
 mod clusters;
 mod compact_state;
 mod elastic;
+mod expert_parallel;
 mod failures;
 mod hardware;
 mod hybrid_sharding;

@@ -15,7 +15,7 @@ use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
 use host::train::{HardwareChecks, MuonSettings, OptimizerSettings, Run, Settings, Validation, ValidationSource};
-use model::descriptor::Additions;
+use model::descriptor::{Additions, Experts, Overrides};
 use model::guards::Limits;
 use model::schedule::{Schedule, ScheduleKind};
 use model::{
@@ -70,6 +70,8 @@ struct Threads {
     delayed: bool,
     /// Whether validation follows the last step.
     validates: bool,
+    /// Whether the model has experts, and whether ranks share them.
+    experts: Option<bool>,
 }
 
 /// A value that a rank keeps.
@@ -160,7 +162,8 @@ impl Threads {
         let rank = group.rank;
         let mut engine: Box<dyn Engine> = match self.engine {
             EngineKind::Cpu => Box::new(Cpu::new()),
-            _ => emulated(EmulatedGpu::new(false), Precision::Bf16, None, false),
+            // Only Hopper GPUs have kernels for experts.
+            _ => emulated(EmulatedGpu::new(self.experts.is_some()), Precision::Bf16, None, false),
         };
         let (mut ranks, model) = self.prepare(group, &mut *engine);
         if let Some((_, value)) = self.corrupt.filter(|(corrupt, _)| *corrupt == rank) {
@@ -227,7 +230,7 @@ impl Threads {
         };
         let groups = ShardGroups::new(n, self.shard_size.unwrap_or(n)).unwrap();
         let shard = Shard { rank: groups.index(Scope::ShardGroup, rank), ranks: groups.shard_size() };
-        let zero = Zero::new(self.stage, shard);
+        let zero = Zero::new(self.stage, shard).share_experts(self.experts == Some(true));
         let optimizer = if self.muon { Optimizer::Muon } else { Optimizer::AdamW };
         let options = PlanOptions { master_weights, moments, zero, optimizer, ..PlanOptions::training(b, T) };
         let (model, plan) = Decoder::plan(shape(self), options, engine);
@@ -424,6 +427,7 @@ const ON_CPU: Threads = Threads {
     additions: Additions::NONE,
     delayed: false,
     validates: true,
+    experts: None,
 };
 
 #[test]
@@ -494,7 +498,27 @@ const SHARDED: Threads = Threads { descriptor: (3, 2, 24), ..ON_CPU };
 
 fn shape(threads: Threads) -> Descriptor {
     let (layers, heads, channels) = threads.descriptor;
+    if threads.experts.is_some() {
+        return with_experts(layers, heads, channels);
+    }
     Descriptor { additions: threads.additions, ..Descriptor::gpt2(layers, heads, channels, T, VOCAB).unwrap() }
+}
+
+/// Returns a model with 4 experts and an MLP beside them.
+fn with_experts(layers: usize, heads: usize, channels: usize) -> Descriptor {
+    let known: Descriptor = "qwen3:30b-a3b".parse().unwrap();
+    let sizes = Overrides {
+        layers: Some(layers),
+        heads: Some(heads),
+        kv_heads: Some(heads),
+        channels: Some(channels),
+        mlp_channels: Some(channels),
+        ..Overrides::default()
+    };
+    let (shared_channels, aux_loss) = (channels as u32, 0.1);
+    let of = |experts| Experts { count: 4, active: 2, shared_channels, aux_loss, ..experts };
+    let known = Descriptor { vocab: VOCAB, max_seq_len: T, head_size: channels / heads, ..known };
+    Descriptor { experts: known.experts.map(of), ..known }.with(sizes).unwrap()
 }
 
 pub fn close(got: &[f64], expected: &[f64], what: &str) {
@@ -722,6 +746,57 @@ fn zero_stages_are_bitwise_identical_if_the_summation_order_is() {
 
 /// The result does not depend on which rank orthogonalizes a matrix, nor on the boundaries of the shards. Three ranks do not
 /// divide the matrices evenly. Their mean is not exact, but the same in stages 0 and 1.
+/// The losses, norms and weights are those of one rank with the micro-batches of a shard group, also if collectives complete as late as the
+/// waits of the engine allow.
+#[test]
+fn ranks_that_share_experts_match_one_rank() {
+    let base = Threads { experts: Some(true), descriptor: (3, 2, 32), ..ON_CPU };
+    for (ranks, size, b) in [(2, 2, 6), (4, 4, 3), (4, 2, 3)] {
+        let one = Threads { b: b * size, accum: 2 * ranks / size, ..base }.run();
+        let weights = assemble(&one, |result| &result.params, shape(base));
+        for (stage, muon) in [(1, false), (2, false), (3, false), (1, true), (3, true)] {
+            let what = format!("{ranks} ranks in groups of {size}, stage {stage}, Muon: {muon}");
+            if muon && ranks / size > 1 {
+                continue;
+            }
+            let shared = Threads { ranks, shard_size: Some(size), stage, b, muon, ..base };
+            let results = shared.run();
+            assert!(results.iter().all(|result| result.error.is_none()), "{what}: {:?}", results[0].error);
+            if !muon {
+                close(&results[0].losses, &one[0].losses, &what);
+                close(&results[0].norms, &one[0].norms, &what);
+                let found = assemble(&results, |result| &result.params, shape(base));
+                assert!(distance(&found, &weights) < 1e-4, "{what}: {}", distance(&found, &weights));
+            }
+            assert_eq!(Threads { delayed: true, ..shared }.run(), results, "{what}");
+        }
+    }
+}
+
+#[test]
+fn ranks_share_experts_on_emulated_gpus() {
+    let base = Threads {
+        experts: Some(true),
+        engine: EngineKind::EmulatedWithMasters,
+        descriptor: (2, 1, 64),
+        steps: 3,
+        accum: 1,
+        validates: false,
+        ..ON_CPU
+    };
+    let one = Threads { b: 2, ..base }.run();
+    for stage in [1, 3] {
+        let shared = Threads { ranks: 2, stage, b: 1, ..base };
+        let results = shared.run();
+        assert!(results.iter().all(|result| result.error.is_none()), "{:?}", results[0].error);
+        for (got, expected) in [(&results[0].losses, &one[0].losses), (&results[0].norms, &one[0].norms)] {
+            let worst = got.iter().zip(expected).map(|(a, b)| (a - b).abs() / b).fold(0.0, f64::max);
+            assert!(got.len() == 3 && worst < 0.02, "stage {stage}: {got:?}, {expected:?}");
+        }
+        assert_eq!(Threads { delayed: true, ..shared }.run(), results, "stage {stage}");
+    }
+}
+
 #[test]
 fn muon_is_bitwise_identical_in_every_zero_stage() {
     for (base, stages) in [

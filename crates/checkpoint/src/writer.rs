@@ -523,19 +523,17 @@ impl HostLayout {
         let params = model.param_store();
         for unit in model.layout.units() {
             let range = model.layout.unit(unit);
-            if !model.zero.shards_parameters() || !matches!(unit, Unit::Layer(_)) {
-                if let Some(block) = &self.params {
-                    let at = block.start + range.start * size;
-                    read.read(engine, params.unit(unit), at..at + range.len() * size)?;
-                }
-            } else {
+            let of_unit = if params.is_sharded(unit) {
                 let whole = Tensor { len: range.len(), dtype: model.params.dtype, ..gathered };
                 ranks.all_gather(engine, Sharded { whole, shard: params.own(unit) })?;
                 ranks.wait_on_stream(engine)?;
-                if let Some(block) = &self.params {
-                    let at = block.start + range.start * size;
-                    read.read(engine, whole, at..at + whole.bytes())?;
-                }
+                whole
+            } else {
+                params.unit(unit)
+            };
+            if let Some(block) = &self.params {
+                let at = block.start + range.start * size;
+                read.read(engine, of_unit, at..at + of_unit.bytes())?;
             }
             for (block, tensor) in &self.state {
                 let store = if *tensor == model.params { params } else { model.state_store(*tensor) };

@@ -192,6 +192,15 @@ impl Ranks {
         }
     }
 
+    /// Returns the largest value of a rank.
+    pub fn largest(&mut self, value: usize) -> Result<usize> {
+        let mut values = vec![0.0; self.world_size()];
+        values[self.rank()] = value as f64;
+        self.set_operation("comparing sizes");
+        self.tcp_group().map_or(Ok(()), |group| group.all_reduce_sum_f64(&mut values))?;
+        Ok(values.into_iter().fold(0.0, f64::max) as usize)
+    }
+
     /// Sums host values over all ranks, in place.
     pub fn all_reduce_sum_f64(&mut self, values: &mut [f64]) -> Result<()> {
         self.set_operation("reducing losses");
@@ -253,6 +262,19 @@ impl Ranks {
     pub fn all_gather(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()> {
         self.set_operation("gathering shards");
         self.communicator_of(Scope::ShardGroup).map_or(Ok(()), |ranks| ranks.all_gather(engine, of))
+    }
+
+    /// Gathers values of tokens like [`all_gather`](Self::all_gather).
+    pub fn gather_tokens(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()> {
+        self.set_operation("exchanging tokens");
+        self.communicator_of(Scope::ShardGroup).map_or(Ok(()), |ranks| ranks.all_gather(engine, of))
+    }
+
+    /// Sums values of tokens like [`reduce_scatter`](Self::reduce_scatter).
+    pub fn reduce_tokens(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()> {
+        self.set_operation("exchanging tokens");
+        let ranks = self.communicator_of(Scope::ShardGroup);
+        ranks.map_or(Ok(()), |ranks| ranks.reduce_scatter(engine, of, Reduction::Sum))
     }
 
     /// Copies the tensors of rank 0 to all ranks.

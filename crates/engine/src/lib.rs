@@ -101,6 +101,8 @@ pub struct Workload {
     pub mlp_channels: usize,
     /// Set if the MLP has experts.
     pub router: Option<ops::Router>,
+    /// Tokens that the router sees at a time.
+    pub routed_tokens: usize,
     /// The norm of queries and keys, if there is one.
     pub qk_norm: Option<ops::QkNormScope>,
     /// Padded vocabulary (Vp).

@@ -20,7 +20,10 @@ pub use decode::{
     CacheFill, CacheRead, DecodeAttention, DecodeEmbed, DecodeMatmul, DecodeOperation, DecodeStep, DecodeStepShape,
     SampleTokens, Slot, SlotSampling, decode_splits,
 };
-pub use experts::{BIAS_GRADIENT, Combine, Dispatch, GROUP_ROWS, Groups, Route, RouteBackward, Router, RouterScores};
+pub use experts::{
+    BIAS_GRADIENT, ChoiceGradients, Combine, Dispatch, ExpertRange, GROUP_ROWS, Groups, Route, RouteBackward, Router,
+    RouterScores,
+};
 pub(crate) use fp8::largest_rounded;
 pub use fp8::{
     Bf16Scale, Dequantize, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Logits, Fp8Scale, Fp8Scales,
@@ -86,6 +89,7 @@ operations!(
     ValueEmbedBackward,
     GateInputBackward,
     Route,
+    ChoiceGradients,
     RouteBackward,
     Dispatch,
     Combine,

@@ -7,7 +7,7 @@
 //! The backward pass reads the activations of each layer. Those that [`Recompute`] selects are not kept: they lie in one buffer
 //! for all layers and are recomputed by the operation that computed them, so that gradients keep their bits.
 
-use super::decoder::{BackwardPass, Decoder, NormBuffers, SubLayer};
+use super::decoder::{BackwardPass, Decoder, NormBuffers, Rows, SubLayer};
 use super::descriptor::Normalization;
 use super::nvtx::Range;
 use super::params::{Param, Unit};
@@ -33,7 +33,7 @@ impl Decoder {
         let training = self.training()?;
         let d = &self.descriptor;
         let (rows, c) = (layout.b * layout.t, d.channels);
-        let layers = self.layers(rows, 0);
+        let layers = self.layers(Rows::new(rows));
         let encoded = self.encoded.slice(0, rows * c);
         let embedding_norm = self.embedding_norm.map(|norm| norm.rows(rows, c));
         let embedded = embedding_norm.map_or(encoded, |norm| norm.out);
@@ -81,10 +81,10 @@ impl Decoder {
             pass.leave_layer(engine, l, output(layer.last()))?;
             let residual = output(before(l, 0));
             if training.recompute == Recompute::Layers {
-                self.recompute_layer(engine, (l, layer), layout, [residual, first])?;
+                self.recompute_layer(engine, hooks, (l, layer), layout, [residual, first])?;
             }
             for (i, sublayer) in layer.iter().enumerate().rev() {
-                sublayer.backward(engine, &pass, input(l, i))?;
+                sublayer.backward(engine, &pass, hooks, input(l, i))?;
                 if let (0, Some(below)) = (i, below) {
                     hooks.begin_gradients(engine, below)?;
                 }
@@ -92,8 +92,8 @@ impl Decoder {
             }
             pass.enter_layer(engine, l, [residual, first])?;
             hooks.gradients_ready(engine, Unit::Layer(l))?;
-            if !self.layout.unit(Unit::ValueEmbedding(l)).is_empty() {
-                hooks.gradients_ready(engine, Unit::ValueEmbedding(l))?;
+            for unit in self.layout.units_of(l).filter(|unit| *unit != Unit::Layer(l)) {
+                hooks.gradients_ready(engine, unit)?;
             }
             if let Some(below) = below {
                 self.fetch_output(engine, hooks, below, below.checked_sub(2).and_then(of_layer))?;

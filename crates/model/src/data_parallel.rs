@@ -15,6 +15,7 @@ use super::sharding::{Interrupted, LayerHooks};
 use anyhow::Context;
 use distributed::tcp_group::Reduction;
 use distributed::{Ranks, Scope, Transfer};
+use engine::tensor::Sharded;
 use engine::{Engine, Result};
 
 /// State of the two buffers that alternate between layers, see [`sharding`](crate::sharding).
@@ -63,7 +64,7 @@ impl DataParallel<'_> {
         } else if self.last {
             !matches!(self.ranks, Ranks::Single) || self.model.zero.is_sharded()
         } else {
-            self.model.zero.shards_gradients()
+            self.model.zero.passes_communicate()
         }
     }
 
@@ -97,16 +98,20 @@ impl DataParallel<'_> {
     }
 
     /// Begins to reduce the gradients of `unit` to this rank's shard: over the shard group, and if they are complete, over the replicas.
-    fn reduce_to_shard(&mut self, engine: &mut dyn Engine, unit: Unit, reduction: Reduction) -> Result<()> {
+    fn reduce_to_shard(&mut self, engine: &mut dyn Engine, unit: Unit) -> Result<()> {
         let training = self.training()?;
         let of = self.model.grad_store(&training).sharded(unit);
+        let reduction = if self.model.zero.passes_communicate() { Reduction::Sum } else { Reduction::Mean };
         self.ranks.set_part(|| unit.to_string());
         self.ranks.reduce_scatter(engine, of, reduction)?;
-        if self.last {
-            self.ranks.set_part(|| unit.to_string());
-            self.ranks.all_reduce_mean(engine, Scope::Replicas, of.shard)?;
-        }
-        Ok(())
+        if self.last { self.average_shard(engine, unit) } else { Ok(()) }
+    }
+
+    /// Begins to average this rank's shard of the gradients of `unit` over the replicas.
+    fn average_shard(&mut self, engine: &mut dyn Engine, unit: Unit) -> Result<()> {
+        let training = self.training()?;
+        self.ranks.set_part(|| unit.to_string());
+        self.ranks.all_reduce_mean(engine, Scope::Replicas, self.model.grad_store(&training).own(unit))
     }
 
     /// Begins to gather the parameters of `layer` unless its buffer has them. No later launch may use that buffer for another layer.
@@ -162,6 +167,26 @@ impl LayerHooks for DataParallel<'_> {
         next.map_or(Ok(()), |next| self.gather(engine, next))
     }
 
+    fn common_rows(&mut self, rows: usize) -> Result<usize> {
+        // The micro-batches of a step have the same size on all ranks.
+        let differ = self.model.zero.shares_experts() && !matches!(self.stop, StopRequest::Never);
+        if differ { self.ranks.largest(rows) } else { Ok(rows) }
+    }
+
+    fn gather_tokens(&mut self, engine: &mut dyn Engine, layer: usize, of: Sharded) -> Result<()> {
+        self.ranks.set_part(|| format!("the tokens of layer {layer}"));
+        self.ranks.gather_tokens(engine, of)
+    }
+
+    fn reduce_tokens(&mut self, engine: &mut dyn Engine, layer: usize, of: Sharded) -> Result<()> {
+        self.ranks.set_part(|| format!("the tokens of layer {layer}"));
+        self.ranks.reduce_tokens(engine, of)
+    }
+
+    fn wait_for_tokens(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        self.wait_on_stream(engine)
+    }
+
     fn wait_for_copies(&mut self, engine: &mut dyn Engine) -> Result<()> {
         if !self.model.zero.shards_parameters() {
             self.buffers.gathering = [false; 2];
@@ -187,25 +212,29 @@ impl LayerHooks for DataParallel<'_> {
 
     fn gradients_ready(&mut self, engine: &mut dyn Engine, unit: Unit) -> Result<()> {
         match (self.model.zero.stage(), unit) {
+            // They are the sums over all tokens of the shard group.
+            (_, Unit::ExpertsFc(_) | Unit::ExpertsFcproj(_)) if self.last => self.average_shard(engine, unit),
             (0, _) if self.last => {
                 let training = self.training()?;
                 self.ranks.set_part(|| unit.to_string());
                 self.ranks.all_reduce_mean(engine, Scope::World, self.model.grad_store(&training).unit(unit))
             }
-            (1, _) if self.last => self.reduce_to_shard(engine, unit, Reduction::Mean),
             (2.., Unit::Layer(layer)) => {
                 // Waits for the reduction that overlapped this layer; the next one is not waited for yet.
                 self.wait_on_stream(engine)?;
-                self.reduce_to_shard(engine, unit, Reduction::Sum)?;
+                self.reduce_to_shard(engine, unit)?;
                 self.buffers.reducing[layer % 2] = true;
                 Ok(())
             }
-            (2.., _) if self.last => self.reduce_to_shard(engine, unit, Reduction::Sum),
+            (1.., _) if self.last => self.reduce_to_shard(engine, unit),
             _ => Ok(()),
         }
     }
 
     fn parameters_updated(&mut self, engine: &mut dyn Engine, unit: Unit) -> Result<()> {
+        if unit.is_of_experts() {
+            return Ok(());
+        }
         // The copies hold parameters from before the update.
         if self.model.copies_layers() && matches!(unit, Unit::Layer(_)) {
             self.buffers.parameters = [None; 2];

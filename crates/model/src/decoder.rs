@@ -95,8 +95,8 @@ pub struct Training {
     pub(super) dwide: Tensor,
     pub(super) stream: StreamGradients,
     pub(super) recompute: Recompute,
-    /// (layers, words) i32: the groups of experts in each layer, see [`Route::groups`](engine::ops::Route::groups)
-    pub(super) expert_groups: Option<Tensor>,
+    /// (layers, E) i32: the loads of experts in each layer, see [`Route::loads`](engine::ops::Route::loads)
+    pub(super) expert_loads: Option<Tensor>,
     /// Set if the model was planned for Muon.
     pub(super) muon: Option<MuonBuffers>,
     /// Set if the model was planned for FP8.
@@ -123,9 +123,9 @@ pub(super) type Layer = Vec<Arc<dyn SubLayer>>;
 /// A part of a layer that adds to the residual stream. It begins with a norm and ends with a linear layer that adds the residual stream in
 /// its epilogue. It holds the handles of the activations that the backward pass reads.
 pub(super) trait SubLayer: fmt::Debug + Send + Sync {
-    /// Returns the sub-layer with the first `rows` rows of its activations, and with room for `past` rows before those in the activations
-    /// of attention.
-    fn rows(&self, rows: usize, past: usize, d: &Descriptor) -> Arc<dyn SubLayer>;
+    /// Returns the sub-layer with the first rows of its activations, and with room for past rows before those in the activations of
+    /// attention.
+    fn rows(&self, rows: Rows, d: &Descriptor) -> Arc<dyn SubLayer>;
 
     /// Returns the norm at the beginning. The passes compute it, and its gradient.
     fn norm(&self) -> NormBuffers;
@@ -147,14 +147,45 @@ pub(super) trait SubLayer: fmt::Debug + Send + Sync {
 
     /// Computes the activations again from the output of the norm and the sub-layer's input `residual`. The output of the `last` sub-layer is
     /// not needed.
-    fn recompute(&self, engine: &mut dyn Engine, pass: &ForwardPass, residual: Tensor, last: bool) -> Result<()>;
+    fn recompute(
+        &self,
+        engine: &mut dyn Engine,
+        pass: &ForwardPass,
+        hooks: &mut dyn LayerHooks,
+        residual: Tensor,
+        last: bool,
+    ) -> Result<()>;
 
     /// Computes the gradients of the parameters except those of the norm, and from `dresidual`, the gradient of the output, `dchannels`, the
     /// gradient of the norm's output. `residual` is the sub-layer's input.
-    fn backward(&self, engine: &mut dyn Engine, pass: &BackwardPass, residual: Tensor) -> Result<()>;
+    fn backward(
+        &self,
+        engine: &mut dyn Engine,
+        pass: &BackwardPass,
+        hooks: &mut dyn LayerHooks,
+        residual: Tensor,
+    ) -> Result<()>;
 
     /// Computes the output, norm included, for the newest token of each sequence.
     fn decode(&self, engine: &mut dyn Engine, pass: &DecodePass, residual: Tensor) -> Result<()>;
+}
+
+/// Numbers of rows in a pass.
+#[derive(Clone, Copy)]
+pub(super) struct Rows {
+    /// Rows of this rank.
+    pub(super) own: usize,
+    /// Rows before them in the activations of attention.
+    pub(super) past: usize,
+    /// Largest number of rows of a rank, if ranks exchange tokens.
+    pub(super) common: usize,
+}
+
+impl Rows {
+    /// Returns the rows of a pass in which all ranks have the same number.
+    pub(super) const fn new(rows: usize) -> Self {
+        Self { own: rows, past: 0, common: rows }
+    }
 }
 
 /// Values that the sub-layers share in a forward pass.
@@ -291,9 +322,9 @@ impl Decoder {
         })
     }
 
-    /// Returns the layers with the first `rows` rows of their activations, after `past` rows in those of attention.
-    pub(super) fn layers(&self, rows: usize, past: usize) -> Vec<Layer> {
-        let of = |layer: &Layer| layer.iter().map(|sublayer| sublayer.rows(rows, past, &self.descriptor)).collect();
+    /// Returns the layers with these rows of their activations.
+    pub(super) fn layers(&self, rows: Rows) -> Vec<Layer> {
+        let of = |layer: &Layer| layer.iter().map(|sublayer| sublayer.rows(rows, &self.descriptor)).collect();
         self.layers.iter().map(of).collect()
     }
 

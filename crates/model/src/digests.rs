@@ -1,7 +1,7 @@
 //! Digests of parameters and optimizer state, equal on all ranks and for any sharding.
 
 use super::decoder::{Decoder, Training};
-use super::params::{Param, Unit};
+use super::params::Param;
 use super::sharding::Store;
 use anyhow::bail;
 use distributed::Ranks;
@@ -28,20 +28,18 @@ impl Decoder {
             bail!("this model was planned for inference only")
         };
         let master = master.tensor().map(|master| ("master", master));
-        let (params, state) = (self.zero.shards_parameters(), self.zero.shards_optimizer());
-        // The embeddings of parameters are never sharded.
-        let mut stores = vec![("params", self.param_store(), self.params, [false, params])];
+        let mut stores = vec![("params", self.param_store(), self.params)];
         for (name, tensor) in [("m", m), ("v", v)].into_iter().chain(master) {
-            stores.push((name, self.state_store(tensor), tensor, [state; 2]));
+            stores.push((name, self.state_store(tensor), tensor));
         }
         let mut sums = Vec::new();
-        for (_, store, _, sharded) in &stores {
-            sums.extend(self.digest_of(engine, *store, *sharded)?);
+        for (_, store, _) in &stores {
+            sums.extend(self.digest_of(engine, *store)?);
         }
         let all = ranks.gather(sums.iter().flat_map(|sum| sum.to_le_bytes()).collect())?;
         let all: Vec<Vec<u64>> = all.iter().map(|bytes| words(bytes)).collect();
         let (mut digests, mut differs) = (Digests::new(), None);
-        for (i, (name, _, tensor, _)) in stores.iter().enumerate() {
+        for (i, (name, _, tensor)) in stores.iter().enumerate() {
             let Some(first) = all.first() else { break };
             // Each shard group has all shards, in the same order.
             let group = self.zero.shard().ranks;
@@ -64,17 +62,16 @@ impl Decoder {
         Ok(digests)
     }
 
-    /// Returns the digests of the values that every rank has, and of this rank's shards. `sharded` states whether ranks shard the
-    /// embeddings, and the layers.
-    fn digest_of(&self, engine: &mut dyn Engine, store: Store, sharded: [bool; 2]) -> Result<[u64; 2]> {
+    /// Returns the digests of the values that every rank has, and of this rank's shards.
+    fn digest_of(&self, engine: &mut dyn Engine, store: Store) -> Result<[u64; 2]> {
         let mut sums = [0u64; 2];
         for (i, param) in Param::ALL.into_iter().enumerate().filter(|(_, param)| self.descriptor.has(*param)) {
             for layer in param.layers(&self.descriptor) {
                 let Some((range, tensor)) = store.held(param, layer) else { continue };
                 let position = (i + layer * LAYER) as u64 * TENSOR + range.start as u64;
                 let digest = engine.digest(tensor, position)?;
-                let of_layer = matches!(self.layout.unit_of(param, layer), Unit::Layer(_));
-                let sum = &mut sums[usize::from(sharded[usize::from(of_layer)])];
+                let is_sharded = store.is_sharded(self.layout.unit_of(param, layer));
+                let sum = &mut sums[usize::from(is_sharded)];
                 *sum = sum.wrapping_add(digest);
             }
         }

@@ -5,17 +5,16 @@ use engine::tensor::DType;
 use engine::{Engine, PendingRead, Result};
 
 impl Decoder {
-    /// Begins to read the groups of experts of the last micro-batch, which [`expert_loads`](Self::expert_loads) interprets. Returns nothing for
-    /// a model without experts.
-    pub fn read_groups(&self, engine: &mut dyn Engine) -> Result<Option<PendingRead>> {
-        let groups = self.training()?.expert_groups;
-        groups.map(|groups| engine.read_async(groups.reinterpret(groups.len, DType::F32))).transpose()
+    /// Begins to read the loads of experts in the last micro-batch, which [`expert_loads`](Self::expert_loads) interprets. Returns nothing for a
+    /// model without experts.
+    pub fn read_loads(&self, engine: &mut dyn Engine) -> Result<Option<PendingRead>> {
+        let loads = self.training()?.expert_loads;
+        loads.map(|loads| engine.read_async(loads.reinterpret(loads.len, DType::F32))).transpose()
     }
 
     /// Returns the loads of the experts in each layer: the numbers of tokens that chose them.
-    pub fn expert_loads(&self, groups: &[f32]) -> Vec<Vec<u32>> {
-        let count = self.descriptor.expert_count();
-        let loads = |of_layer: &[f32]| of_layer[count + 1..][..count].iter().map(|word| word.to_bits()).collect();
-        groups.chunks_exact(groups.len() / self.descriptor.layers).map(loads).collect()
+    pub fn expert_loads(&self, words: &[f32]) -> Vec<Vec<u32>> {
+        let of_layer = |words: &[f32]| words.iter().map(|word| word.to_bits()).collect();
+        words.chunks_exact(self.descriptor.expert_count()).map(of_layer).collect()
     }
 }

@@ -72,6 +72,16 @@ pub fn plan_run(
 ) -> Result<(Decoder, Plan)> {
     let PlanOptions { b, t, .. } = options;
     check_batch(&descriptor, b, t)?;
+    options.zero.check(&descriptor)?;
+    ensure!(
+        b * t <= MAX_TOKENS / options.zero.expert_ranks(),
+        "--batch {b} x --seq {t}: expected at most {MAX_TOKENS} tokens of {} ranks at once; use a smaller batch",
+        options.zero.expert_ranks()
+    );
+    ensure!(
+        options.fp8.is_none() || !options.zero.shares_experts(),
+        "--expert-parallel: expected --precision bf16 or fp32, found fp8; leave one of the flags out"
+    );
     engine.check(&workload(&descriptor, &options))?;
     let free = limits.free_memory(engine)?;
     ensure!(
@@ -243,7 +253,7 @@ impl Search<'_> {
         let ranks = std::iter::successors(Some(2 * self.limits.ranks), |ranks| Some(2 * ranks));
         let ranks = ranks.take_while(|&ranks| self.options.training && ranks <= MAX_RANKS_ADVISED);
         let sharded = ranks.map(|ranks| PlanOptions {
-            zero: Zero::new(3, Shard { rank: 0, ranks }),
+            zero: self.zero(3, Shard { rank: 0, ranks }),
             recompute: Recompute::Layers,
             ..single
         });
@@ -259,16 +269,21 @@ impl Search<'_> {
         format!("not even --batch 1 fits: {}", resorts.join(", or "))
     }
 
+    /// Returns a ZeRO stage, with expert parallelism if the run has it.
+    fn zero(&self, stage: u8, shard: Shard) -> Zero {
+        Zero::new(stage, shard).share_experts(self.options.zero.shares_experts())
+    }
+
     /// Returns `options` and those with more recomputation or sharding, in the order of the time that they cost.
     fn levels(&self, options: PlanOptions) -> Vec<PlanOptions> {
         if !options.training {
             return vec![options];
         }
         let stages = if self.limits.shard.ranks > 1 { options.zero.stage()..=3 } else { 0..=0 };
-        let stages = stages.map(|stage| PlanOptions { zero: Zero::new(stage, self.limits.shard), ..options });
+        let stages = stages.map(|stage| PlanOptions { zero: self.zero(stage, self.limits.shard), ..options });
         let all_ranks = Shard { rank: 0, ranks: self.limits.ranks };
         let larger = options.zero.stage().max(1)..=if self.is_hybrid() { 3 } else { 0 };
-        let larger = larger.map(|stage| PlanOptions { zero: Zero::new(stage, all_ranks), ..options });
+        let larger = larger.map(|stage| PlanOptions { zero: self.zero(stage, all_ranks), ..options });
         let stages = stages.chain(larger);
         let with_recompute = |options: PlanOptions| {
             let more = Recompute::ALL.into_iter().filter(move |&level| level >= options.recompute);
@@ -350,7 +365,8 @@ impl Search<'_> {
     /// Reports whether a step consists of whole micro-batches of these settings.
     fn is_allowed(&self, options: PlanOptions) -> bool {
         let tokens = options.b * options.t * options.zero.shard().ranks.max(self.limits.ranks);
-        self.limits.total_batch.is_none_or(|total| total.is_multiple_of(tokens))
+        options.zero.check(&self.descriptor).is_ok()
+            && self.limits.total_batch.is_none_or(|total| total.is_multiple_of(tokens))
     }
 
     /// Returns the flags in which `options` differ from those of the run, except batch and sequence.

@@ -18,7 +18,7 @@
 //!
 //! [`Descriptor`]: super::Descriptor
 
-use super::decoder::{Decoder, ForwardPass, Layer, NormBuffers};
+use super::decoder::{Decoder, ForwardPass, Layer, NormBuffers, Rows};
 use super::fp8::Fp8;
 use super::nvtx::Range;
 use super::params::Param;
@@ -47,7 +47,7 @@ impl Decoder {
         hooks: &mut dyn LayerHooks,
     ) -> Result<()> {
         let rows = layout.b * layout.t;
-        let layers = self.layers(rows, past);
+        let layers = self.layers(Rows { own: rows, past, common: hooks.common_rows(rows)? });
         let after = |layer: usize| (layer + 1 < layers.len()).then_some(layer + 1);
 
         hooks.gather_embeddings(engine)?;
@@ -132,6 +132,7 @@ impl Decoder {
     pub(super) fn recompute_layer(
         &self,
         engine: &mut dyn Engine,
+        hooks: &mut dyn LayerHooks,
         (l, layer): (usize, &Layer),
         layout: BatchLayout,
         [residual, first]: [Tensor; 2],
@@ -141,7 +142,7 @@ impl Decoder {
         let pass = ForwardPass { model: &model, layout, past: 0 };
         for (i, sublayer) in layer.iter().enumerate() {
             model.norm(engine, &sublayer.norm(), residual)?;
-            sublayer.recompute(engine, &pass, residual, i + 1 == layer.len())?;
+            sublayer.recompute(engine, &pass, hooks, residual, i + 1 == layer.len())?;
             residual = sublayer.output();
         }
         Ok(())

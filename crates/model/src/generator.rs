@@ -13,7 +13,7 @@
 //! only the last tokens, in a ring: T is the size of the window, and position p is at p mod T.
 
 use super::Unit;
-use super::decoder::{Cache, DecodePass, Decoder};
+use super::decoder::{Cache, DecodePass, Decoder, Rows};
 use super::descriptor::Descriptor;
 use super::fit;
 use super::fp8_weights::WeightFormat;
@@ -417,7 +417,7 @@ impl Generator {
         let pass = DecodePass { model, rows, cache: self.cache };
         let first = self.embed(engine)?;
         let mut residual = first;
-        for (l, layer) in model.layers(rows, 0).iter().enumerate() {
+        for (l, layer) in model.layers(Rows::new(rows)).iter().enumerate() {
             residual = model.enter_layer(engine, l, [residual, first])?;
             for sublayer in layer {
                 sublayer.decode(engine, &pass, residual)?;

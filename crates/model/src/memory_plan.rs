@@ -121,7 +121,7 @@ impl SharedBuffers {
         let (vp, c) = Param::Wte.shape(descriptor);
         let f32 = DType::F32;
         let mlp = descriptor.experts.map_or(descriptor.fc_channels(), |experts| {
-            sublayers::experts::widest_gradient(descriptor, &experts, b * t).div_ceil(b * t)
+            sublayers::experts::widest_gradient(descriptor, zero, &experts, b * t).div_ceil(b * t)
         });
         let widest = mlp.max(descriptor.qkv_channels());
         let (stream, wide, dhead) = ([b, t, c], [b, t, widest], [vp, c]);
@@ -171,15 +171,22 @@ impl SharedBuffers {
     }
 }
 
-/// Plans the sub-layers of each layer. Returns them and the groups of experts.
-fn layers(activations: &mut Activations, d: &Descriptor, dwide: Option<Tensor>) -> (Vec<Layer>, Option<Tensor>) {
+/// Plans the sub-layers of each layer. Returns them and the loads of experts.
+fn layers(
+    activations: &mut Activations,
+    d: &Descriptor,
+    zero: Zero,
+    dwide: Option<Tensor>,
+) -> (Vec<Layer>, Option<Tensor>) {
     let attention = sublayers::attention::plan(activations, d);
-    let groups = d.experts.map(|experts| sublayers::experts::plan_groups(activations, d, experts, dwide.is_some()));
-    let mlp: Box<dyn Fn(usize) -> Arc<dyn SubLayer>> = match d.experts.zip(groups) {
-        Some((experts, groups)) => Box::new(sublayers::experts::plan(activations, d, experts, groups, dwide.is_some())),
+    let loads = d.experts.map(|experts| sublayers::experts::plan_loads(activations, d, experts, dwide.is_some()));
+    let mlp: Box<dyn Fn(usize) -> Arc<dyn SubLayer>> = match d.experts.zip(loads) {
+        Some((experts, loads)) => {
+            Box::new(sublayers::experts::plan(activations, d, (experts, zero), loads, dwide.is_some()))
+        }
         None => Box::new(sublayers::mlp::plan(activations, d, dwide)),
     };
-    ((0..d.layers).map(|layer| vec![attention(layer), mlp(layer)]).collect(), groups)
+    ((0..d.layers).map(|layer| vec![attention(layer), mlp(layer)]).collect(), loads)
 }
 
 /// Plans the cosines and sines of rotary positions.
@@ -200,11 +207,12 @@ pub(super) fn workload(descriptor: &Descriptor, options: &PlanOptions) -> Worklo
             .map(|p| p.linear_shape(descriptor))
             .collect(),
         mlp_channels: descriptor.mlp_channels,
-        router: descriptor.experts.map(|experts| experts.router()),
+        router: descriptor.experts.map(|experts| options.zero.router(&experts)),
+        routed_tokens: options.zero.expert_ranks() * options.b * options.t,
         qk_norm: descriptor.qk_norm.map(|norm| norm.scope),
         padded_vocab: descriptor.padded_vocab(),
         parameters: layout.elements(),
-        norm_tensors: if options.zero.shards_optimizer() { descriptor.layers + 1 } else { 1 },
+        norm_tensors: if options.zero.shards_optimizer() { layout.units().count() } else { 1 },
         update_ranges: layout.group_ranges().len(),
         training: options.training,
     }
@@ -265,7 +273,7 @@ impl Decoder {
         let mut activations = Activations::new(&mut plan, &descriptor, &options, dtype, keeps_fp8, offloads_outputs);
         let embedding_norm = descriptor.embedding_norm.then(|| activations.embedding_norm());
         let stream = StreamBuffers::plan(&mut activations, &descriptor, training);
-        let (layers, expert_groups) = layers(&mut activations, &descriptor, backward.map(|[_, dwide]| dwide));
+        let (layers, expert_loads) = layers(&mut activations, &descriptor, zero, backward.map(|[_, dwide]| dwide));
         let final_norm = activations.final_norm([Param::Lnfw, Param::Lnfb]);
         let frozen = frozen.map(|(layout, params)| {
             let adapters = AdapterBuffers::plan(&mut activations, &descriptor, options.training);
@@ -305,7 +313,7 @@ impl Decoder {
                 dwide,
                 stream,
                 recompute,
-                expert_groups,
+                expert_loads,
                 muon,
                 fp8,
             }

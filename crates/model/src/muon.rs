@@ -7,13 +7,13 @@
 //! If ranks shard the optimizer state, each matrix has an owner. Each rank computes the momentum of its shard and sends its part of a
 //! matrix to the owner, which orthogonalizes it and returns to each rank that rank's part. Each rank applies its shard. The bits of a matrix
 //! depend neither on its owner nor on the rest of its batch, so neither do the results. The parameters that were updated last are gathered
-//! while the next matrices are orthogonalized.
+//! while the next matrices are orthogonalized. If ranks share the experts, each owns the matrices of its experts, and they are not sent.
 //!
 //! Muon has no second moments of single weights. With [`MuonVariance`], the running means of a matrix are the first elements of its v,
 //! so that they are stored, sharded and resumed like v. They are sent and returned with the matrix.
 
 use super::decoder::{Decoder, Training};
-use super::muon_buffers::{Matrix, MuonBuffers, fullest_layer, matrices, shapes};
+use super::muon_buffers::{Matrix, MuonBuffers, fullest_layer, index, matrices, shapes};
 use super::params::{GroupRange, Unit};
 use super::sharding::LayerHooks;
 use super::update::{Muon, Update};
@@ -90,12 +90,11 @@ impl Decoder {
     /// Lets the engine collect the GEMMs of an update, for autotuning.
     pub(super) fn tune_muon(&self, engine: &mut dyn Engine) -> Result<()> {
         let Some(buffers) = self.training.and_then(|training| training.muon) else { return Ok(()) };
-        let (layer, matrices) = fullest_layer(&self.layout);
-        let start = self.layout.unit(Unit::Layer(layer)).start;
+        let (_, matrices) = fullest_layer(&self.layout);
         for shape in shapes(&[&matrices]) {
             let matrix = &matrices[shape[0].1];
             // Only the number of matrices counts, not their places.
-            let tensor = buffers.update.slice(matrix.elements.start - start, matrix.elements.len());
+            let tensor = buffers.update.slice(0, matrix.elements.len());
             let tensors = vec![tensor; buffers.batches.largest(matrix, shape.len())];
             engine.run(buffers.orthogonalize(&tensors, matrix, &Muon::default()))?;
         }
@@ -108,8 +107,8 @@ impl Decoder {
         Ok(buffers.batches.layers)
     }
 
-    /// Updates this rank's shard of the matrices of several layers, which take the ranges `decayed` of the parameters. `updated` lists units
-    /// that are updated already. Their parameters are gathered while this function computes.
+    /// Updates this rank's shard of the matrices of several layers. `decayed` are the ranges of the matrices of all layers. `updated` lists
+    /// units that are updated already. Their parameters are gathered while this function computes.
     pub(super) fn apply_muon(
         &self,
         engine: &mut dyn Engine,
@@ -121,11 +120,14 @@ impl Decoder {
         let training = self.training()?;
         let buffers = training.muon.context("this model was planned for AdamW only")?;
         let shard = self.layout.shard();
-        for (i, decayed) in decayed.iter().enumerate() {
-            self.momentum(engine, decayed, buffers.layer(i), update, muon)?;
+        for (i, layer) in layers.clone().enumerate() {
+            let of_layer = decayed.iter().filter(|range| range.unit.layer() == Some(layer));
+            for range in of_layer {
+                self.momentum(engine, range, buffers.layer(i), update, muon)?;
+            }
         }
         let matrices: Vec<Vec<Matrix>> = layers.map(|layer| matrices(&self.layout, layer)).collect();
-        let members = self.members(training, &buffers, &matrices, decayed);
+        let members = self.members(training, &buffers, &matrices, decayed)?;
         let of_all: Vec<Member> = members.concat();
         if shard.ranks > 1 {
             if muon.additions.variance {
@@ -170,27 +172,35 @@ impl Decoder {
         Ok(())
     }
 
-    /// Returns the matrices of each layer of a group. They take the ranges `decayed` of the parameters.
+    /// Returns the matrices of each layer of a group, which are in the ranges `decayed` of the parameters.
     fn members<'a>(
         &self,
         training: &Training,
         buffers: &MuonBuffers,
         matrices: &'a [Vec<Matrix>],
         decayed: &'a [GroupRange],
-    ) -> Vec<Vec<Member<'a>>> {
-        let mut owners = owners(&matrices.concat(), self.layout.shard().ranks).into_iter();
-        let layers = matrices.iter().zip(decayed).enumerate();
-        let members = layers.map(|(layer, (matrices, decayed))| {
-            let (start, mut first) = (self.layout.unit(decayed.unit).start, 0);
-            let of_layer = matrices.iter().zip(&mut owners).map(|(matrix, owner)| {
-                let tensor = buffers.layer(layer).slice(matrix.elements.start - start, matrix.elements.len());
+    ) -> Result<Vec<Vec<Member<'a>>>> {
+        let shard = self.layout.shard();
+        let is_shared = |matrix: &Matrix| matrix.elements.start >= self.layout.experts();
+        let exchanged: Vec<Matrix> = matrices.iter().flatten().filter(|matrix| !is_shared(matrix)).cloned().collect();
+        let mut owners = owners(&exchanged, shard.ranks).into_iter();
+        let layers = matrices.iter().enumerate();
+        let members = layers.map(|(layer, matrices)| {
+            let mut first = 0;
+            let of_layer = matrices.iter().map(|matrix| {
+                let holds = |range: &&GroupRange| range.elements.contains(&matrix.elements.start);
+                let decayed = decayed.iter().find(holds).context("a matrix is in no range of the parameters")?;
+                let owner = if is_shared(matrix) { Some(shard.rank) } else { owners.next() };
+                let owner = owner.context("a matrix has no owner")?;
+                let at = index(&self.layout, decayed.unit, matrix.elements.start);
+                let tensor = buffers.layer(layer).slice(at, matrix.elements.len());
                 let means = matrix.means();
                 let second = match buffers.means(layer) {
                     Some(copies) => copies.slice(first, means.len()),
                     None => self.state_store(training.v).at(decayed.unit, means.clone()),
                 };
                 first += means.len();
-                Member { decayed, matrix, tensor, owner, second }
+                Ok(Member { decayed, matrix, tensor, owner, second })
             });
             of_layer.collect()
         });
@@ -229,8 +239,7 @@ impl Decoder {
         })
     }
 
-    /// Updates the momentum of this rank's shard of a layer's matrices, and writes this rank's part of the update to `of_layer`, which has the
-    /// layout of the layer.
+    /// Updates the momentum of this rank's shard of a range of a layer's matrices, and writes this rank's part of the update to `of_layer`.
     fn momentum(
         &self,
         engine: &mut dyn Engine,
@@ -241,11 +250,10 @@ impl Decoder {
     ) -> Result<()> {
         let training = self.training()?;
         let unit = matrices.unit;
-        let start = self.layout.unit(unit).start;
         let mine = intersection(&matrices.elements, &self.layout.own(unit));
         let Some(range) = matrices.within(&mine) else { return Ok(()) };
         engine.run(MuonMomentum {
-            update: of_layer.slice(mine.start - start, mine.len()),
+            update: of_layer.slice(index(&self.layout, unit, mine.start), mine.len()),
             m: self.state_store(training.m).at(unit, mine.clone()),
             grads: self.grad_store(training).at(unit, mine.clone()),
             stats: training.stats,

@@ -1,6 +1,6 @@
 //! The matrices that Muon updates, and the memory of their update.
 
-use super::params::{Param, Params};
+use super::params::{Param, Params, Unit};
 use super::update::Muon;
 use engine::ops::Orthogonalize;
 use engine::plan::Wanted;
@@ -32,8 +32,9 @@ impl Matrix {
     }
 }
 
-/// Returns the matrices of a layer. Queries, keys and values are matrices of their own, as are up and gate of a gated activation, of each expert. Layers have
-/// the same matrices at the same positions, but some layers may have more of them.
+/// Returns the matrices of a layer, without the experts of other ranks if ranks share them. Queries, keys and values are matrices of their
+/// own, as are up and gate of a gated activation, of each expert. Layers have the same matrices at the same positions, but some layers may
+/// have more of them.
 pub(super) fn matrices(layout: &Params, layer: usize) -> Vec<Matrix> {
     let d = layout.descriptor();
     let mut matrices = Vec::new();
@@ -43,8 +44,12 @@ pub(super) fn matrices(layout: &Params, layer: usize) -> Vec<Matrix> {
         let (_, cols) = param.shape(d);
         let mut start = layout.range(param, layer).start;
         for rows in param.matrices(d) {
-            matrices.push(Matrix { rows, cols, elements: start..start + rows * cols });
-            start += rows * cols;
+            let elements = start..start + rows * cols;
+            start = elements.end;
+            let unit = layout.unit_of(param, layer);
+            if !unit.is_of_experts() || layout.own(unit).contains(&elements.start) {
+                matrices.push(Matrix { rows, cols, elements });
+            }
         }
     }
     matrices
@@ -54,6 +59,23 @@ pub(super) fn matrices(layout: &Params, layer: usize) -> Vec<Matrix> {
 pub(super) fn fullest_layer(layout: &Params) -> (usize, Vec<Matrix>) {
     let layers = (0..layout.descriptor().layers).map(|layer| (layer, matrices(layout, layer)));
     layers.max_by_key(|(_, matrices)| matrices.len()).unwrap_or_default()
+}
+
+/// Returns the elements of a layer's part of [`MuonBuffers::update`]: the largest layer, and this rank's experts of one layer if ranks
+/// share them.
+fn layer_elements(layout: &Params) -> usize {
+    let experts = [Unit::ExpertsFc(0), Unit::ExpertsFcproj(0)].map(|unit| layout.own(unit).len());
+    layout.largest_layer() + experts.iter().sum::<usize>()
+}
+
+/// Returns the index of an element of a unit in its layer's part of [`MuonBuffers::update`].
+pub(super) fn index(layout: &Params, unit: Unit, element: usize) -> usize {
+    let (own, layer) = (layout.own(unit), layout.largest_layer());
+    match unit {
+        Unit::ExpertsFc(_) => layer + element - own.start,
+        Unit::ExpertsFcproj(of) => layer + layout.own(Unit::ExpertsFc(of)).len() + element - own.start,
+        _ => element - layout.unit(unit).start,
+    }
 }
 
 /// Tiles of 128 x 128 on and above the diagonal of a batch of symmetric matrices that fill a large GPU: eight for each of 132 SMs.
@@ -110,7 +132,7 @@ impl Batches {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MuonBuffers {
     pub(super) batches: Batches,
-    /// (layers, largest layer) float: the updates, in the layout of the layers' parameters
+    /// (layers, largest layer and its shared experts) float: the updates, at the [`index`] of the layers' parameters
     pub(super) update: Tensor,
     /// (largest batch) float: orthogonalized matrices
     out: Tensor,
@@ -163,7 +185,7 @@ impl MuonSizes {
         let count = shapes.iter().map(|shape| batches.largest(&matrices[shape[0].1], shape.len())).max().unwrap_or(0);
         Self {
             batches,
-            update: [batches.layers, layout.largest_layer()],
+            update: [batches.layers, layer_elements(layout)],
             batch: [largest(|matrix| matrix.elements.len())],
             square: [largest(|matrix| matrix.rows.min(matrix.cols).pow(2))],
             // Also the sums of squares of one matrix's rows or columns.

@@ -1,8 +1,10 @@
 //! The parameter tensors and their layout in memory.
 //!
 //! One contiguous block per unit, so that its gradients can be reduced, or its parameters gathered, in one call:
-//! `[wte wpe lm_head smear] [value embedding of layer l] … [layer 0] … [layer L-1, lnfw lnfb]`. Tensors that a model lacks take no memory. In a layer's block the matrices (weight-decayed) come first. llm.c's
-//! files hold the tensors in [`Param::ALL`] order with all layers of one tensor together; [`Params::file_order`] translates.
+//! `[wte wpe lm_head smear] [value embedding of layer l] … [layer 0] … [layer L-1, lnfw lnfb]`. Tensors that a model lacks take no memory.
+//! In a layer's block the matrices (weight-decayed) come first. If ranks share the experts, `[fcw of layer l] … [fcprojw of layer l] …`
+//! follow instead of being in the layers. llm.c's files hold the tensors in [`Param::ALL`] order with all layers of one tensor together;
+//! [`Params::file_order`] translates.
 
 use super::descriptor::{Addition, Biases, Descriptor, Normalization, Positions};
 use engine::ops::UpdateRange;
@@ -227,6 +229,8 @@ enum Part {
     ResidualScales,
     EmbeddingScales,
     LastNorm,
+    ExpertsFc,
+    ExpertsFcproj,
 }
 
 impl Part {
@@ -242,7 +246,7 @@ impl Part {
             Self::Embeddings => ParamGroup::Embeddings,
             Self::ValueTable => ParamGroup::ValueEmbeddings,
             Self::Smear => ParamGroup::Smear,
-            Self::LayerMatrices => ParamGroup::Matrices,
+            Self::LayerMatrices | Self::ExpertsFc | Self::ExpertsFcproj => ParamGroup::Matrices,
             Self::LayerVectors | Self::LastNorm => ParamGroup::Vectors,
             Self::RouterBiases => ParamGroup::RouterBiases,
             Self::ResidualScales => ParamGroup::ResidualScales,
@@ -407,15 +411,7 @@ impl Param {
 }
 
 /// Parameters begin at multiples of this many elements, because vector loads and cuBLASLt require aligned rows.
-const ALIGNMENT: usize = 64;
-
-/// Returns the elements that the tensors of a part in `layer` take before `end`, without those that the layout lacks.
-fn part_elements(descriptor: &Descriptor, set: ParamSet, part: Part, layer: usize, end: Option<Param>) -> usize {
-    let before = Param::ALL.into_iter().take_while(|param| Some(*param) != end);
-    let present = before
-        .filter(|param| param.part() == part && set.has(descriptor, *param) && param.is_in_layer(descriptor, layer));
-    present.map(|param| param.len(descriptor).next_multiple_of(ALIGNMENT)).sum()
-}
+pub(super) const ALIGNMENT: usize = 64;
 
 /// One of several equal shards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -444,8 +440,29 @@ pub enum Unit {
     Embeddings,
     /// The value embedding of a layer. It is kept like the embeddings, and its gradients are complete when those of the layer are.
     ValueEmbedding(usize),
-    /// All tensors of a layer. The last layer includes lnfw and lnfb.
+    /// All tensors of a layer, without the experts if ranks share them. The last layer includes lnfw and lnfb.
     Layer(usize),
+    /// The experts' fcw of a layer, if ranks share the experts. A shard has the matrices of consecutive experts.
+    ExpertsFc(usize),
+    /// The experts' fcprojw of a layer, likewise.
+    ExpertsFcproj(usize),
+}
+
+impl Unit {
+    /// Reports whether no rank ever has the whole unit, because ranks share the experts.
+    pub const fn is_of_experts(self) -> bool {
+        matches!(self, Self::ExpertsFc(_) | Self::ExpertsFcproj(_))
+    }
+
+    /// Returns the layer to which the unit belongs.
+    pub const fn layer(self) -> Option<usize> {
+        match self {
+            Self::Embeddings => None,
+            Self::ValueEmbedding(layer) | Self::Layer(layer) | Self::ExpertsFc(layer) | Self::ExpertsFcproj(layer) => {
+                Some(layer)
+            }
+        }
+    }
 }
 
 impl fmt::Display for Unit {
@@ -454,6 +471,8 @@ impl fmt::Display for Unit {
             Self::Embeddings => f.write_str("the embeddings"),
             Self::ValueEmbedding(layer) => write!(f, "the value embedding of layer {layer}"),
             Self::Layer(layer) => write!(f, "layer {layer}"),
+            Self::ExpertsFc(layer) => write!(f, "fc of the experts of layer {layer}"),
+            Self::ExpertsFcproj(layer) => write!(f, "fcproj of the experts of layer {layer}"),
         }
     }
 }
@@ -489,10 +508,14 @@ pub struct Params {
     descriptor: Descriptor,
     set: ParamSet,
     shard: Shard,
+    /// Whether the experts are units of their own, which ranks share.
+    shares_experts: bool,
     /// Start of the value embedding of each layer, and the end of the last one.
     values_at: Vec<usize>,
     /// Start of each layer, and the end of the last one.
     layers_at: Vec<usize>,
+    /// Start of the fcw and fcprojw of each layer's experts, and the end of the last ones.
+    experts_at: [Vec<usize>; 2],
 }
 
 /// A range of the parameter block that an optimizer treats alike.
@@ -540,26 +563,32 @@ impl Params {
 
     /// Returns the layout for ranks that shard each unit.
     pub fn sharded(descriptor: Descriptor, shard: Shard) -> Self {
-        Self::of_set(descriptor, ParamSet::All, shard)
+        Self::of_set(descriptor, ParamSet::All, shard, false)
+    }
+
+    /// Returns the layout for ranks that shard each unit and share the experts: each has those of consecutive experts.
+    pub fn with_shared_experts(descriptor: Descriptor, shard: Shard) -> Self {
+        Self::of_set(descriptor, ParamSet::All, shard, true)
     }
 
     /// Returns the layout of the parameters that a model with adapters keeps in the type of activations.
     pub(super) fn frozen(descriptor: &Descriptor) -> Self {
         let set = if descriptor.is_fp8_base() { ParamSet::WithoutLinear } else { ParamSet::All };
-        Self::of_set(descriptor.base(), set, Shard::UNSHARDED)
+        Self::of_set(descriptor.base(), set, Shard::UNSHARDED, false)
     }
 
     /// Returns the layout of the parameters that a model with weights in FP8 keeps in the engine's type.
     pub(super) fn beside_fp8(descriptor: Descriptor) -> Self {
-        Self::of_set(descriptor, ParamSet::WithoutLinearAndHead, Shard::UNSHARDED)
+        Self::of_set(descriptor, ParamSet::WithoutLinearAndHead, Shard::UNSHARDED, false)
     }
 
-    fn of_set(descriptor: Descriptor, set: ParamSet, shard: Shard) -> Self {
-        let mut layout = Self { descriptor, set, shard, values_at: Vec::new(), layers_at: Vec::new() };
+    fn of_set(descriptor: Descriptor, set: ParamSet, shard: Shard, shares_experts: bool) -> Self {
+        let (values_at, layers_at, experts_at) = (Vec::new(), Vec::new(), [Vec::new(), Vec::new()]);
+        let mut layout = Self { descriptor, set, shard, shares_experts, values_at, layers_at, experts_at };
         let padded = |n: usize| n.div_ceil(shard.ranks).next_multiple_of(ALIGNMENT) * shard.ranks;
         let mut end = padded(layout.unit_len(Unit::Embeddings));
-        let units: [fn(usize) -> Unit; 2] = [Unit::ValueEmbedding, Unit::Layer];
-        let [values_at, layers_at] = units.map(|unit| {
+        let units: [fn(usize) -> Unit; 4] = [Unit::ValueEmbedding, Unit::Layer, Unit::ExpertsFc, Unit::ExpertsFcproj];
+        let [values_at, layers_at, fc_at, fcproj_at] = units.map(|unit| {
             let mut starts = vec![end];
             for layer in 0..descriptor.layers {
                 end += padded(layout.unit_len(unit(layer)));
@@ -567,13 +596,32 @@ impl Params {
             }
             starts
         });
-        (layout.values_at, layout.layers_at) = (values_at, layers_at);
+        (layout.values_at, layout.layers_at, layout.experts_at) = (values_at, layers_at, [fc_at, fcproj_at]);
         layout
+    }
+
+    /// Returns the part that contains a parameter.
+    const fn part_of(&self, param: Param) -> Part {
+        match param {
+            Param::Fcw if self.shares_experts => Part::ExpertsFc,
+            Param::Fcprojw if self.shares_experts => Part::ExpertsFcproj,
+            _ => param.part(),
+        }
+    }
+
+    /// Returns the elements that the tensors of a part in `layer` take before `end`, without those that the layout lacks.
+    fn part_elements(&self, part: Part, layer: usize, end: Option<Param>) -> usize {
+        let descriptor = &self.descriptor;
+        let before = Param::ALL.into_iter().take_while(|param| Some(*param) != end);
+        let present = before.filter(|param| {
+            self.part_of(*param) == part && self.set.has(descriptor, *param) && param.is_in_layer(descriptor, layer)
+        });
+        present.map(|param| param.len(descriptor).next_multiple_of(ALIGNMENT)).sum()
     }
 
     /// Returns the elements of a part, in `layer` if the part belongs to layers, without padding at its end.
     fn part_len(&self, part: Part, layer: usize) -> usize {
-        part_elements(&self.descriptor, self.set, part, layer, None)
+        self.part_elements(part, layer, None)
     }
 
     /// Returns the parts of a unit, in order, and the layer to which they belong.
@@ -582,6 +630,8 @@ impl Params {
             Unit::Embeddings => (&Part::EMBEDDINGS[..], 0),
             Unit::ValueEmbedding(layer) => (&[Part::ValueTable][..], layer),
             Unit::Layer(layer) => (&Part::LAYER[..], layer),
+            Unit::ExpertsFc(layer) => (&[Part::ExpertsFc][..], layer),
+            Unit::ExpertsFcproj(layer) => (&[Part::ExpertsFcproj][..], layer),
         };
         let last = unit == Unit::Layer(self.descriptor.layers - 1);
         (parts.iter().copied().chain(last.then_some(Part::LastNorm)), layer)
@@ -599,6 +649,8 @@ impl Params {
             Part::Embeddings | Part::Smear => Unit::Embeddings,
             Part::ValueTable => Unit::ValueEmbedding(layer),
             Part::LastNorm => Unit::Layer(self.descriptor.layers - 1),
+            Part::ExpertsFc => Unit::ExpertsFc(layer),
+            Part::ExpertsFcproj => Unit::ExpertsFcproj(layer),
             Part::LayerMatrices
             | Part::LayerVectors
             | Part::RouterBiases
@@ -632,6 +684,11 @@ impl Params {
 
     /// Returns the elements of the whole block, padding included.
     pub fn elements(&self) -> usize {
+        self.experts_at[1][self.descriptor.layers]
+    }
+
+    /// Returns the start of the experts that ranks share, which are the last units: the end of the block if there are none.
+    pub fn experts(&self) -> usize {
         self.layers_at[self.descriptor.layers]
     }
 
@@ -642,8 +699,8 @@ impl Params {
 
     /// Returns the range of `param`, which the layout has, in `layer` (0 for tensors that are not layered).
     pub fn range(&self, param: Param, layer: usize) -> Range<usize> {
-        let part = param.part();
-        let in_part = part_elements(&self.descriptor, self.set, part, layer, Some(param));
+        let part = self.part_of(param);
+        let in_part = self.part_elements(part, layer, Some(param));
         let start = self.part_at(part, layer) + in_part;
         start..start + param.len(&self.descriptor)
     }
@@ -656,15 +713,21 @@ impl Params {
 
     /// Returns all units in block order.
     pub fn units(&self) -> impl Iterator<Item = Unit> + use<> {
-        let layers = 0..self.descriptor.layers;
-        let values = layers.clone().map(Unit::ValueEmbedding).filter(|unit| !self.unit(*unit).is_empty());
-        let values: Vec<Unit> = values.collect();
-        std::iter::once(Unit::Embeddings).chain(values).chain(layers.map(Unit::Layer))
+        let of_layers = |unit: fn(usize) -> Unit| (0..self.descriptor.layers).map(unit);
+        let [values, layers] = [Unit::ValueEmbedding, Unit::Layer].map(of_layers);
+        let [fc, fcproj] = [Unit::ExpertsFc, Unit::ExpertsFcproj].map(of_layers);
+        let all = std::iter::once(Unit::Embeddings).chain(values).chain(layers).chain(fc).chain(fcproj);
+        all.filter(|unit| !self.unit(*unit).is_empty()).collect::<Vec<_>>().into_iter()
+    }
+
+    /// Returns the units of a layer.
+    pub fn units_of(&self, layer: usize) -> impl Iterator<Item = Unit> + use<> {
+        self.units().filter(move |unit| unit.layer() == Some(layer))
     }
 
     /// Returns the unit that contains a tensor.
     pub fn unit_of(&self, param: Param, layer: usize) -> Unit {
-        self.unit_of_part(param.part(), layer)
+        self.unit_of_part(self.part_of(param), layer)
     }
 
     /// Returns the range of a unit, padding included.
@@ -673,6 +736,8 @@ impl Params {
             Unit::Embeddings => 0..self.values_at[0],
             Unit::ValueEmbedding(layer) => self.values_at[layer]..self.values_at[layer + 1],
             Unit::Layer(layer) => self.layers_at[layer]..self.layers_at[layer + 1],
+            Unit::ExpertsFc(layer) => self.experts_at[0][layer]..self.experts_at[0][layer + 1],
+            Unit::ExpertsFcproj(layer) => self.experts_at[1][layer]..self.experts_at[1][layer + 1],
         }
     }
 
@@ -702,8 +767,41 @@ impl Params {
         params.flat_map(move |p| p.layers(&descriptor).map(move |l| (p, l)))
     }
 
-    /// Returns the ranges of the block by unit and group. Padding belongs to none.
+    /// Returns the ranges of the block by unit and group. Padding belongs to none. If ranks share the experts, a range of the layout in
+    /// which they do not is in up to four parts, so that each element draws the same random number.
     pub fn group_ranges(&self) -> Vec<GroupRange> {
+        if !self.shares_experts {
+            return self.whole_group_ranges();
+        }
+        let whole = Self::of_set(self.descriptor, self.set, self.shard, false);
+        let mut ranges = Vec::new();
+        for range in whole.whole_group_ranges() {
+            let Unit::Layer(layer) = range.unit else {
+                ranges.push(range);
+                continue;
+            };
+            let [fc, fcproj] = [Param::Fcw, Param::Fcprojw].map(|param| whole.range(param, layer));
+            let (layer_at, whole_layer) = (self.unit(range.unit).start, whole.unit(range.unit));
+            let after = layer_at + fc.start - whole_layer.start;
+            let (fc_unit, fcproj_unit) = (Unit::ExpertsFc(layer), Unit::ExpertsFcproj(layer));
+            for (elements, unit, at) in [
+                (whole_layer.start..fc.start, range.unit, layer_at),
+                (fc.clone(), fc_unit, self.unit(fc_unit).start),
+                (fcproj.clone(), fcproj_unit, self.unit(fcproj_unit).start),
+                (fcproj.end..whole_layer.end, range.unit, after),
+            ] {
+                let part = range.part(&elements);
+                if !part.elements.is_empty() {
+                    let moved = at + part.elements.start - elements.start;
+                    ranges.push(GroupRange { unit, elements: moved..moved + part.elements.len(), ..part });
+                }
+            }
+        }
+        ranges
+    }
+
+    /// Returns the ranges of the block if ranks do not share the experts.
+    fn whole_group_ranges(&self) -> Vec<GroupRange> {
         let mut ranges = Vec::new();
         let mut number = 0;
         for unit in self.units() {
@@ -786,6 +884,46 @@ mod tests {
             for (range, whole) in layouts[0].group_ranges().into_iter().zip(alone.group_ranges()) {
                 assert_eq!((range.unsharded_start, range.elements.len()), (whole.elements.start, whole.elements.len()));
                 assert_eq!((range.unit, range.group), (whole.unit, whole.group));
+            }
+        }
+    }
+
+    #[test]
+    fn shared_experts_are_units_whose_shards_are_whole_experts() {
+        let overrides = crate::descriptor::Overrides { layers: Some(3), ..crate::descriptor::Overrides::default() };
+        let descriptor = "qwen3:30b-a3b".parse::<Descriptor>().unwrap().with(overrides).unwrap();
+        let alone = Params::new(descriptor);
+        for ranks in [2, 4] {
+            let layouts = (0..ranks).map(|rank| Params::with_shared_experts(descriptor, Shard { rank, ranks }));
+            let layouts: Vec<Params> = layouts.collect();
+            let units: Vec<Unit> = layouts[0].units_of(1).collect();
+            assert_eq!(units, [Unit::Layer(1), Unit::ExpertsFc(1), Unit::ExpertsFcproj(1)]);
+            assert_eq!(layouts[0].elements() - layouts[0].experts(), 3 * 3 * 128 * 2048 * 768);
+            for param in [Param::Fcw, Param::Fcprojw] {
+                let (range, unit) = (layouts[0].range(param, 2), layouts[0].unit_of(param, 2));
+                assert_eq!(range, layouts[0].unit(unit));
+                let matrix = param.len(&descriptor) / 128;
+                for (rank, layout) in layouts.iter().enumerate() {
+                    let first = range.start + rank * (128 / ranks) * matrix;
+                    assert_eq!(layout.own(unit), first..first + 128 / ranks * matrix);
+                }
+            }
+            // Each element of each tensor has the group and the random number that it has without sharing.
+            let find = |layout: &Params, element: usize| {
+                let ranges = layout.group_ranges().into_iter().filter(|range| range.elements.contains(&element));
+                let found: Vec<_> = ranges.collect();
+                assert_eq!(found.len(), 1, "element {element}");
+                let seed = found[0].within(&(element..element + 1)).unwrap().seed;
+                assert!(layout.unit(found[0].unit).contains(&element), "element {element}");
+                (found[0].group, seed)
+            };
+            for (param, layer) in alone.file_order() {
+                let [shared, whole] = [&layouts[1], &alone].map(|layout| layout.range(param, layer));
+                assert_eq!(shared.len(), whole.len());
+                for i in [0, 64, shared.len() - 1] {
+                    let i = i.min(shared.len() - 1);
+                    assert_eq!(find(&layouts[1], shared.start + i), find(&alone, whole.start + i), "{}", param.name());
+                }
             }
         }
     }

@@ -5,10 +5,16 @@
 //!
 //! Each rank keeps one shard of every layer. Passes need whole layers. They find them in two buffers that alternate between
 //! layers: layer `l` uses buffer `l % 2`, so that one buffer can be filled or drained while the other is in use.
+//!
+//! With expert parallelism, the ranks of a shard group share the experts of each layer. A rank computes with its own experts only, for the
+//! tokens of all ranks, so nothing gathers them or reduces their gradients over the group.
 
 use super::Descriptor;
-use super::params::{Param, Params, Shard, Unit};
+use super::descriptor::Experts;
+use super::params::{ALIGNMENT, Param, Params, Shard, Unit};
+use anyhow::{Context, ensure};
 use distributed::Transfer;
+use engine::ops::{ExpertRange, Router};
 use engine::plan::{Group, Location, Plan};
 use engine::tensor::{DType, Sharded, Tensor};
 use engine::{Engine, Result};
@@ -20,15 +26,51 @@ pub struct Zero {
     /// 0: nothing; 1: optimizer state; 2: gradients as well; 3: parameters as well.
     stage: u8,
     shard: Shard,
+    shares_experts: bool,
 }
 
 impl Zero {
     /// Every rank keeps everything.
-    pub const NONE: Self = Self { stage: 0, shard: Shard::UNSHARDED };
+    pub const NONE: Self = Self { stage: 0, shard: Shard::UNSHARDED, shares_experts: false };
 
     /// Creates a stage. A shard group of one rank shards nothing.
     pub fn new(stage: u8, shard: Shard) -> Self {
-        if shard.ranks == 1 || stage == 0 { Self::NONE } else { Self { stage, shard } }
+        if shard.ranks == 1 || stage == 0 { Self::NONE } else { Self { stage, shard, shares_experts: false } }
+    }
+
+    /// Makes the ranks of a shard group share the experts if `on` (expert parallelism). Without sharding, nothing changes.
+    pub fn share_experts(self, on: bool) -> Self {
+        Self { shares_experts: on && self.is_sharded(), ..self }
+    }
+
+    /// Checks that the ranks of a shard group can share the experts of a model, if they should.
+    pub fn check(self, descriptor: &Descriptor) -> Result<()> {
+        if !self.shares_experts {
+            return Ok(());
+        }
+        let experts = descriptor.experts.context(
+            "--expert-parallel: expected a model with experts, found one with a dense MLP; leave the flag out",
+        )?;
+        ensure!(
+            descriptor.adapters.is_none(),
+            "--expert-parallel: expected a run that trains all weights, found --lora; leave one of the flags out"
+        );
+        let (count, ranks) = (experts.count as usize, self.shard.ranks);
+        ensure!(
+            count.is_multiple_of(ranks),
+            "--expert-parallel: expected a number of experts that the {ranks} ranks of a shard group divide, found {count}; use a \
+             --shard-size that divides it, or leave the flag out"
+        );
+        for param in [Param::Fcw, Param::Fcprojw] {
+            let elements = param.len(descriptor) / ranks;
+            ensure!(
+                elements.is_multiple_of(ALIGNMENT),
+                "--expert-parallel: expected a multiple of {ALIGNMENT} elements of {} on each of {ranks} ranks, found {elements}; leave \
+                 the flag out",
+                param.name()
+            );
+        }
+        Ok(())
     }
 
     /// Returns the stage.
@@ -61,16 +103,50 @@ impl Zero {
         self.stage >= 3
     }
 
-    /// Returns the gradient of each token's loss, where a rank has `tokens` of a step. Sharded gradients are summed over the shard group
-    /// after every micro-batch, and averaged over the replicas after the last one. Others are averaged over all ranks after the last one.
+    /// Reports whether the ranks of a shard group share the experts.
+    pub fn shares_experts(self) -> bool {
+        self.shares_experts
+    }
+
+    /// Reports whether the forward passes of the ranks of a shard group communicate, so that all ranks must run equally many.
+    pub fn forward_communicates(self) -> bool {
+        self.shards_parameters() || self.shares_experts
+    }
+
+    /// Reports whether the passes of every micro-batch communicate. Then gradients are sums over the shard group: each micro-batch adds to
+    /// sharded gradients, and those of shared experts are sums over the tokens of all ranks. Otherwise gradients are averaged over the
+    /// group.
+    pub fn passes_communicate(self) -> bool {
+        self.shards_gradients() || self.shares_experts
+    }
+
+    /// Returns the number of ranks that share experts, and exchange tokens.
+    pub fn expert_ranks(self) -> usize {
+        if self.shares_experts { self.shard.ranks } else { 1 }
+    }
+
+    /// Returns the gradient of each token's loss, where a rank has `tokens` of a step. Gradients are summed or averaged over the shard
+    /// group, see [`passes_communicate`](Self::passes_communicate), and averaged over the replicas after the last micro-batch.
     pub fn dloss(self, tokens: usize) -> f32 {
-        let summed = if self.shards_gradients() { self.shard.ranks } else { 1 };
+        let summed = if self.passes_communicate() { self.shard.ranks } else { 1 };
         1.0 / (tokens * summed) as f32
     }
 
     /// Returns the layout of parameters, gradients and optimizer state.
     pub fn layout(self, descriptor: Descriptor) -> Params {
-        Params::sharded(descriptor, self.shard)
+        if self.shares_experts {
+            Params::with_shared_experts(descriptor, self.shard)
+        } else {
+            Params::sharded(descriptor, self.shard)
+        }
+    }
+
+    /// Returns the router of a model's experts, with those of this rank as the local ones.
+    pub fn router(self, experts: &Experts) -> Router {
+        let router = experts.router();
+        let count = router.count / self.expert_ranks();
+        let first = if self.shares_experts { self.shard.rank * count } else { 0 };
+        Router { local: ExpertRange { first, count }, ..router }
     }
 }
 
@@ -84,11 +160,11 @@ pub struct Store<'a> {
 
 #[derive(Clone, Copy, Debug)]
 enum Form {
-    /// All values, in layout order.
+    /// All values, in layout order; of experts that ranks share, this rank's shards.
     Whole,
     /// This rank's shards of all units, one after another.
     Shards,
-    /// All embeddings, then this rank's shards of the layers. Passes use copies.
+    /// All embeddings, then this rank's shards of the layers and of shared experts. Passes use copies of the layers.
     Buffered(Copies),
 }
 
@@ -113,7 +189,8 @@ impl<'a> Store<'a> {
     ) -> (Tensor, Option<Copies>) {
         let is_on_host = location == Location::Host;
         if !sharded && !is_on_host {
-            return (plan.add(group, name, &[layout.elements()], dtype), None);
+            let experts = (layout.elements() - layout.experts()) / layout.shard().ranks;
+            return (plan.add(group, name, &[layout.experts() + experts], dtype), None);
         }
         let embeddings = layout.embeddings();
         let layers = (layout.elements() - embeddings) / if sharded { layout.shard().ranks } else { 1 };
@@ -140,6 +217,11 @@ impl<'a> Store<'a> {
         layout.elements() / layout.shard().ranks
     }
 
+    /// Reports whether this rank keeps only its shard of a unit.
+    pub fn is_sharded(&self, unit: Unit) -> bool {
+        matches!((self.form, unit), (Form::Shards, _) | (Form::Buffered(_), Unit::Layer(_))) || unit.is_of_experts()
+    }
+
     /// Returns a whole unit; for buffered layers, its buffer.
     ///
     /// # Panics
@@ -147,7 +229,9 @@ impl<'a> Store<'a> {
     pub fn unit(&self, unit: Unit) -> Tensor {
         let range = self.layout.unit(unit);
         match (self.form, unit) {
-            (Form::Shards, _) => panic!("{unit:?} is sharded: no rank has all of it"),
+            (Form::Shards, _) | (_, Unit::ExpertsFc(_) | Unit::ExpertsFcproj(_)) => {
+                panic!("{unit:?} is sharded: no rank has all of it")
+            }
             (Form::Buffered(copies), Unit::Layer(layer)) => copies.layers.part(layer % 2, 2).slice(0, range.len()),
             (Form::Buffered(Copies { embeddings: Some(embeddings), .. }), _) => {
                 embeddings.slice(range.start, range.len())
@@ -156,13 +240,18 @@ impl<'a> Store<'a> {
         }
     }
 
-    /// Returns everything before the layers.
+    /// Returns the values that all ranks have, and this rank's shards of the others. Either may be empty.
     ///
     /// # Panics
     /// If only shards exist.
-    pub fn embeddings(&self) -> Tensor {
-        assert!(!matches!(self.form, Form::Shards), "the embeddings are sharded: no rank has all of them");
-        self.kept.slice(0, self.layout.embeddings())
+    pub fn replicated_and_own(&self) -> [Tensor; 2] {
+        let replicated = match self.form {
+            Form::Shards => panic!("the values are sharded: no rank has all of them"),
+            Form::Whole => self.layout.experts(),
+            Form::Buffered(_) if self.layout.shard().ranks == 1 => self.kept.len,
+            Form::Buffered(_) => self.layout.embeddings(),
+        };
+        [self.kept.slice(0, replicated), self.kept.slice(replicated, self.kept.len - replicated)]
     }
 
     /// Returns the copy of everything before the layers and its source, if the values are in the host's memory.
@@ -171,9 +260,12 @@ impl<'a> Store<'a> {
         Some([embeddings?, self.kept.slice(0, self.layout.embeddings())])
     }
 
-    /// Returns a whole tensor in its [`unit`](Self::unit).
+    /// Returns a whole tensor in its [`unit`](Self::unit), or the part of this rank's experts if ranks share them.
     pub fn tensor(&self, param: Param, layer: usize) -> Tensor {
         let (range, unit) = (self.layout.range(param, layer), self.layout.unit_of(param, layer));
+        if unit.is_of_experts() {
+            return self.own(unit);
+        }
         self.unit(unit).slice(range.start - self.layout.unit(unit).start, range.len())
     }
 
@@ -186,12 +278,13 @@ impl<'a> Store<'a> {
     pub fn own(&self, unit: Unit) -> Tensor {
         let (own, start) = (self.layout.own(unit), self.layout.unit(unit).start);
         let ranks = self.layout.shard().ranks;
-        let embeddings = self.layout.embeddings();
-        let at = match (self.form, unit) {
-            (Form::Shards, _) => start / ranks,
-            (Form::Buffered(_), Unit::Layer(_)) => embeddings + (start - embeddings) / ranks,
-            _ => own.start,
+        // Units before `whole` are kept as a whole, and shards of the others follow.
+        let whole = match self.form {
+            Form::Shards => 0,
+            Form::Buffered(_) => self.layout.embeddings(),
+            Form::Whole => self.layout.experts(),
         };
+        let at = if start < whole { own.start } else { whole + (start - whole) / ranks };
         self.kept.slice(at, own.len())
     }
 
@@ -216,7 +309,7 @@ impl<'a> Store<'a> {
             Form::Whole => self.layout.units().map(|unit| self.own(unit)).collect(),
             Form::Buffered(_) => {
                 let embeddings = self.layout.embeddings();
-                let own = self.layout.units().filter(|unit| !matches!(unit, Unit::Layer(_))).map(|unit| self.own(unit));
+                let own = self.layout.units().filter(|unit| !self.is_sharded(*unit)).map(|unit| self.own(unit));
                 own.chain([self.kept.slice(embeddings, self.kept.len - embeddings)]).collect()
             }
         }
@@ -225,8 +318,7 @@ impl<'a> Store<'a> {
     /// Returns the elements of a tensor that this rank keeps between steps, and where they are.
     pub fn held(&self, param: Param, layer: usize) -> Option<(Range<usize>, Tensor)> {
         let (range, unit) = (self.layout.range(param, layer), self.layout.unit_of(param, layer));
-        let of_layer = matches!(unit, Unit::Layer(_));
-        if matches!((self.form, of_layer), (Form::Whole, _) | (Form::Buffered(_), false)) {
+        if !self.is_sharded(unit) {
             return Some((0..range.len(), self.kept.slice(range.start, range.len())));
         }
         let own = self.layout.own(unit);
@@ -258,6 +350,26 @@ pub trait LayerHooks {
     /// Called before the pass reads the parameters of `layer`, possibly several times until it is called for another layer. The
     /// pass will read those of `next` afterwards.
     fn gather_parameters(&mut self, engine: &mut dyn Engine, layer: usize, next: Option<usize>) -> Result<()>;
+
+    /// Returns the largest number of rows that a rank has in this forward pass, if ranks exchange tokens.
+    fn common_rows(&mut self, rows: usize) -> Result<usize> {
+        Ok(rows)
+    }
+
+    /// Begins to gather the values of the tokens of all ranks that share the experts of `layer`.
+    fn gather_tokens(&mut self, _engine: &mut dyn Engine, _layer: usize, _of: Sharded) -> Result<()> {
+        Ok(())
+    }
+
+    /// Begins to sum the values of the tokens of all ranks that share the experts of `layer`. This rank's part is of its own tokens.
+    fn reduce_tokens(&mut self, _engine: &mut dyn Engine, _layer: usize, _of: Sharded) -> Result<()> {
+        Ok(())
+    }
+
+    /// Called before the pass reads what it has gathered or reduced, and before it overwrites the source.
+    fn wait_for_tokens(&mut self, _engine: &mut dyn Engine) -> Result<()> {
+        Ok(())
+    }
 
     /// Called when the queries, keys and values `qkv` (B, T, NH + 2 KV, HS) of a layer are complete, before its attention. Generation copies
     /// keys and values to its cache. If the batch continues a sequence, `qkv` begins with the rows of its past, which the callback provides.

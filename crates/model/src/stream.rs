@@ -144,7 +144,8 @@ impl Decoder {
         let out = self.stream.layer_input(layer, residual);
         if self.stream.mixed.is_some() {
             let [scale, added_scale] = self.scales(layer);
-            engine.run(Mix { out, inp: residual, added: first, scale: Some(scale), added_scale, subtracts: false })?;
+            let (scale, added_scale) = (Some(scale), Some(added_scale));
+            engine.run(Mix { out, inp: residual, added: first, scale, added_scale, subtracts: false })?;
         }
         Ok(out)
     }
@@ -169,7 +170,7 @@ impl Decoder {
         let Some(BackoutBuffers { middle: copied, .. }) = self.stream.backout else { return Ok(residual) };
         let out = self.stream.final_input(residual);
         let added = copied.map_or(middle, |copied| copied.slice(0, residual.len));
-        let added_scale = self.param(Param::BackoutScale, 0);
+        let added_scale = Some(self.param(Param::BackoutScale, 0));
         engine.run(Mix { out, inp: residual, added, scale: None, added_scale, subtracts: true })?;
         Ok(out)
     }

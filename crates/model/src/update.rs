@@ -149,9 +149,8 @@ impl Decoder {
             if let (Some(muon), Unit::Layer(layer)) = (&update.muon, unit)
                 && layer.is_multiple_of(self.muon_layers()?)
             {
-                let layers = layer..matrices.len().min(layer + self.muon_layers()?);
-                let layers = (layers.clone(), &matrices[layers]);
-                self.apply_muon(engine, layers, (update, muon), &mut updated, hooks)?;
+                let layers = layer..self.descriptor.layers.min(layer + self.muon_layers()?);
+                self.apply_muon(engine, (layers, &matrices), (update, muon), &mut updated, hooks)?;
             }
             updated.push(unit);
             if update.muon.is_none() {

@@ -1,8 +1,8 @@
 //! Detection of faulty hardware: a micro-batch is computed twice, and every tensor that an operation writes is compared bit for bit.
 //!
 //! Runs are bit-exact, so a difference means that a GPU computed or stored a wrong value. The first tensor that differs names the
-//! operation and the layer. With several ranks that each have all parameters (ZeRO stage 0 or 1), the second computation is in turn on
-//! the same GPU and on the GPU of each other rank; otherwise it is on the same GPU.
+//! operation and the layer. With several ranks that each have all parameters (ZeRO stage 0 or 1 without expert parallelism), the second
+//! computation is in turn on the same GPU and on the GPU of each other rank; otherwise it is on the same GPU.
 
 use super::data_parallel::{DataParallel, StopRequest};
 use super::decoder::Decoder;
@@ -14,7 +14,7 @@ pub use super::train_step::Verification;
 use super::train_step::TrainStep;
 use anyhow::{Context, ensure};
 use distributed::{Ranks, Transfer};
-use engine::tensor::Tensor;
+use engine::tensor::{Sharded, Tensor};
 use engine::trace::{BitFlip, Entry, Tracer};
 use engine::{Engine, Result};
 use serde::{Deserialize, Serialize};
@@ -84,8 +84,8 @@ impl TrainStep {
         let Some(Verification { number, flip }) = self.verification.take() else { return Ok(()) };
         let (rank, world) = (ranks.rank(), ranks.world_size());
         let first = self.trace(engine, ranks, flip.filter(|flip| flip.rank == rank))?;
-        // Ranks that shard more exchange gradients in each pass. Those sums depend on the rank that has a batch.
-        let shift = if self.model.zero.shards_gradients() { 0 } else { number % world };
+        // Other ranks exchange gradients or tokens in each pass. Those sums depend on the rank that has a batch.
+        let shift = if self.model.zero.passes_communicate() { 0 } else { number % world };
         let difference = if shift == 0 {
             let second = self.trace(engine, ranks, None)?;
             compare(&first, &second, [rank, rank])
@@ -219,6 +219,18 @@ impl LayerHooks for Placed<'_> {
 
     fn parameters_updated(&mut self, engine: &mut dyn Engine, unit: Unit) -> Result<()> {
         self.inner.parameters_updated(engine, unit)
+    }
+
+    fn gather_tokens(&mut self, engine: &mut dyn Engine, layer: usize, of: Sharded) -> Result<()> {
+        self.inner.gather_tokens(engine, layer, of)
+    }
+
+    fn reduce_tokens(&mut self, engine: &mut dyn Engine, layer: usize, of: Sharded) -> Result<()> {
+        self.inner.reduce_tokens(engine, layer, of)
+    }
+
+    fn wait_for_tokens(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        self.inner.wait_for_tokens(engine)
     }
 
     fn exchange(&mut self, engine: &mut dyn Engine, transfers: &[Transfer]) -> Result<()> {

@@ -8,7 +8,7 @@ use crate::cluster::{Cluster, Members};
 use crate::compute::Compute;
 use crate::links::{Algorithm, Links, Operation};
 use model::params::Params;
-use model::{Muon, Optimizer, Param, ParamKind, Unit};
+use model::{Descriptor, Muon, Optimizer, Param, ParamKind, Recompute, Unit, Zero};
 use serde::Serialize;
 
 /// Measured loss of kernels beside collectives, as a multiple of the time of the collectives: two H200 with NVLink
@@ -43,6 +43,8 @@ pub struct Step<'a> {
     pub optimizer: Optimizer,
     /// Micro-batches of a rank.
     pub micro_batches: usize,
+    /// Set if the ranks of a shard group share the experts.
+    pub tokens: Option<TokenExchange>,
     /// The cluster.
     pub cluster: Cluster,
     /// Its connections.
@@ -53,6 +55,32 @@ pub struct Step<'a> {
     pub passes: Passes,
     /// Time that kernels lose while a collective runs, as a multiple of the collective's time.
     pub slowdown: f64,
+}
+
+/// The values of tokens that the ranks of a shard group exchange in each layer, if they share the experts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TokenExchange {
+    /// Elements of the residual stream of all tokens.
+    channels: usize,
+    /// Elements of the router's logits of all tokens.
+    logits: usize,
+    /// Bytes of the gradients of all choices.
+    choices: usize,
+    recompute: Recompute,
+}
+
+impl TokenExchange {
+    /// Returns the exchange of a micro-batch of `tokens` tokens on each rank.
+    pub fn new(descriptor: &Descriptor, zero: Zero, tokens: usize, recompute: Recompute) -> Self {
+        let tokens = zero.expert_ranks() * tokens;
+        let active = descriptor.experts.map_or(0, |experts| experts.active as usize);
+        Self {
+            channels: tokens * descriptor.channels,
+            logits: tokens * descriptor.experts.map_or(0, |experts| experts.count as usize),
+            choices: tokens * active * size_of::<f32>(),
+            recompute,
+        }
+    }
 }
 
 /// Parts of the time of a micro-batch.
@@ -247,7 +275,7 @@ impl Simulation<'_> {
     fn micro_batch(&mut self, last: bool) {
         let Step { stage, passes, compute, layout, .. } = *self.step;
         let layers = layout.descriptor().layers;
-        let communicates = stage >= 2 || (last && self.step.cluster.gpus > 1);
+        let communicates = stage >= 2 || self.step.tokens.is_some() || (last && self.step.cluster.gpus > 1);
         // Micro-batches that communicate are not CUDA graphs. The launches are spread over the passes.
         let launches = if communicates { 1.0 + compute.launches / compute.micro_batch } else { 1.0 };
         self.gather(0);
@@ -258,11 +286,23 @@ impl Simulation<'_> {
             if layer + 1 < layers {
                 self.gather(layer + 1);
             }
+            self.gather_tokens(true);
             self.compute(passes.forward * launches);
+            self.reduce_tokens();
         }
         self.compute(passes.head * launches);
         for layer in (0..layers).rev() {
+            if let Some(TokenExchange { recompute, .. }) = self.step.tokens
+                && recompute > Recompute::Nothing
+            {
+                self.gather_tokens(recompute == Recompute::Layers);
+            }
+            self.gather_tokens(false);
             self.compute(passes.backward * launches);
+            if let Some(TokenExchange { choices, .. }) = self.step.tokens {
+                self.begin("gradients of choices", Operation::ReduceScatter, Scope::ShardGroup, choices);
+            }
+            self.reduce_tokens();
             let bytes = self.bytes(Unit::Layer(layer));
             if stage >= 2 {
                 // The whole layer is zeroed, and this rank's shard copied.
@@ -273,11 +313,36 @@ impl Simulation<'_> {
             self.reduce("gradients of a layer", bytes, last, stage >= 2 || last);
             let bytes = self.bytes(Unit::ValueEmbedding(layer));
             self.reduce("gradients of a value embedding", bytes, last, last && bytes > 0);
+            for unit in [Unit::ExpertsFc(layer), Unit::ExpertsFcproj(layer)] {
+                let bytes = self.bytes(unit) / layout.shard().ranks;
+                if last && bytes > 0 {
+                    self.begin("gradients of experts", Operation::AllReduce, Scope::Replicas, bytes);
+                }
+            }
             if layer >= 2 {
                 self.gather(layer - 2);
             }
         }
         self.reduce("gradients of embeddings", self.bytes(Unit::Embeddings), last, last);
+    }
+
+    /// Gathers the values of tokens, and the logits of their routers, if ranks share the experts.
+    fn gather_tokens(&mut self, logits: bool) {
+        let Some(exchange) = self.step.tokens else { return };
+        let bytes = self.step.element_bytes;
+        self.begin("tokens", Operation::AllGather, Scope::ShardGroup, exchange.channels * bytes);
+        if logits {
+            self.begin("router logits", Operation::AllGather, Scope::ShardGroup, exchange.logits * bytes);
+        }
+        self.wait();
+    }
+
+    /// Sums the values of tokens, if ranks share the experts.
+    fn reduce_tokens(&mut self) {
+        let Some(exchange) = self.step.tokens else { return };
+        let bytes = exchange.channels * self.step.element_bytes;
+        self.begin("tokens", Operation::ReduceScatter, Scope::ShardGroup, bytes);
+        self.wait();
     }
 
     /// Begins to reduce gradients. After the `last` micro-batch, they are also averaged over the replicas.
@@ -350,6 +415,7 @@ impl Simulation<'_> {
             Unit::Layer(_) => "parameters of a layer",
             Unit::Embeddings => "parameters of embeddings",
             Unit::ValueEmbedding(_) => "parameters of a value embedding",
+            Unit::ExpertsFc(_) | Unit::ExpertsFcproj(_) => return,
         };
         self.begin(part, Operation::AllGather, Scope::ShardGroup, self.bytes(unit));
     }
@@ -363,6 +429,7 @@ impl Simulation<'_> {
                 && param.is_matrix()
                 && param.kind() != ParamKind::ValueEmbedding
                 && param.layers(descriptor).any(|found| found == layer)
+                && !self.step.layout.unit_of(*param, layer).is_of_experts()
         };
         let elements: usize = descriptor.params().filter(is_updated).map(|param| param.len(descriptor)).sum();
         elements * self.step.element_bytes
@@ -374,7 +441,7 @@ impl Simulation<'_> {
 mod tests {
     use super::*;
     use crate::compute::Source;
-    use model::{Descriptor, Shard, Zero};
+    use model::Shard;
 
     /// Simulates d12 on 16 GPUs with a micro-batch of 37 ms: 1 ms forward and 2 ms backward for each layer, 1 ms for the head.
     fn step(stage: u8, shard_size: usize, micro_batches: usize, slowdown: f64) -> Timeline {
@@ -394,6 +461,7 @@ mod tests {
             stage: zero.stage(),
             optimizer: Optimizer::AdamW,
             micro_batches,
+            tokens: None,
             cluster: Cluster::new(16, 8).unwrap(),
             links: &Links::new(400e9, 50e9),
             compute,

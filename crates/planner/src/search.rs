@@ -4,7 +4,7 @@ use crate::cluster::Cluster;
 use crate::compute::{self, Assumptions, Compute, MicroBatch, Source};
 use crate::links::Links;
 use crate::measured::{MeasuredStep, Storage};
-use crate::schedule::{self, Passes, Step, Timeline};
+use crate::schedule::{self, Passes, Step, Timeline, TokenExchange};
 use anyhow::{Context, Result, ensure};
 use engine::Engine;
 use engine::open::Precision;
@@ -38,6 +38,8 @@ pub struct Request {
     pub stages: Vec<u8>,
     /// Shard sizes to plan for stages 1 to 3. Each divides the number of GPUs.
     pub shard_sizes: Vec<usize>,
+    /// Whether the ranks of a shard group share the experts. Then only stages 1 to 3 are planned.
+    pub expert_parallel: bool,
     /// Number formats.
     pub precision: Precision,
     /// Settings of FP8, if that is the precision.
@@ -123,6 +125,8 @@ pub struct Planned {
     pub zero_stage: u8,
     /// Ranks that shard together; 1 in stage 0.
     pub shard_size: usize,
+    /// Whether they share the experts.
+    pub expert_parallel: bool,
     /// Sequences of a micro-batch.
     pub batch: usize,
     /// Micro-batches of a rank in a step.
@@ -171,6 +175,7 @@ impl Request {
             !self.measured.is_empty() || compute::can_assume(self.storage),
             "--optimizer muon: expected a measured step, found none; pass a file of `bench step --optimizer muon --json` with --measured"
         );
+        self.check_expert_parallel()?;
         let settings = self.settings();
         ensure!(
             !settings.is_empty(),
@@ -183,12 +188,32 @@ impl Request {
         Ok(planned)
     }
 
+    /// Returns what the ranks of a shard group share.
+    fn zero(&self, stage: u8, shard_size: usize) -> Zero {
+        Zero::new(stage, Shard { rank: 0, ranks: shard_size }).share_experts(self.expert_parallel)
+    }
+
+    /// Checks that there is a setting in which ranks can share the experts, if they should.
+    fn check_expert_parallel(&self) -> Result<()> {
+        if !self.expert_parallel {
+            return Ok(());
+        }
+        let sizes = self.shard_sizes.iter().filter(|size| **size > 1);
+        let checks: Vec<Result<()>> = sizes.map(|&size| self.zero(1, size).check(&self.descriptor)).collect();
+        ensure!(
+            self.stages.iter().any(|stage| *stage > 0) && !checks.is_empty(),
+            "--expert-parallel: expected a --zero-stage from 1 to 3 and a --shard-size of at least 2, found none"
+        );
+        if checks.iter().any(Result::is_ok) { Ok(()) } else { checks.into_iter().collect() }
+    }
+
     /// Returns the settings whose micro-batches divide a step.
     fn settings(&self) -> Vec<Setting> {
         let mut settings = Vec::new();
-        for &stage in &self.stages {
+        for &stage in self.stages.iter().filter(|&&stage| stage > 0 || !self.expert_parallel) {
             let sizes = if stage == 0 { &[1][..] } else { &self.shard_sizes };
-            for &shard_size in sizes.iter().filter(|&&size| stage == 0 || size > 1) {
+            let is_possible = |size: usize| size > 1 && self.zero(stage, size).check(&self.descriptor).is_ok();
+            for &shard_size in sizes.iter().filter(|&&size| stage == 0 || is_possible(size)) {
                 for &batch in &self.batches {
                     let tokens = batch * self.seq * self.cluster.gpus;
                     let total = self.total_batch.unwrap_or(tokens);
@@ -207,7 +232,8 @@ impl Request {
     fn planned(&self, setting: &Setting, engine: &mut dyn Engine) -> Result<Planned> {
         let Setting { stage, shard_size, batch, micro_batches, recompute } = *setting;
         let shard = Shard { rank: 0, ranks: shard_size };
-        let (descriptor, zero, storage) = (self.descriptor, Zero::new(stage, shard), self.storage);
+        let (descriptor, storage) = (self.descriptor, self.storage);
+        let zero = self.zero(stage, shard_size);
         let fp8 = self.fp8.map(|settings| Fp8Options::new(settings, &descriptor, [batch, self.seq], engine));
         let options = PlanOptions {
             recompute,
@@ -230,6 +256,7 @@ impl Request {
             stage: zero.stage(),
             optimizer: storage.optimizer,
             micro_batches,
+            tokens: zero.shares_experts().then(|| TokenExchange::new(&descriptor, zero, batch * self.seq, recompute)),
             cluster: self.cluster,
             links: &self.links,
             compute,
@@ -243,6 +270,7 @@ impl Request {
         Ok(Planned {
             zero_stage: stage,
             shard_size,
+            expert_parallel: self.expert_parallel,
             batch,
             micro_batches,
             recompute,

@@ -31,6 +31,7 @@ fn links() -> Links {
 /// Predicts a measured step from other measurements.
 fn predict(step: &MeasuredStep, measured: Vec<MeasuredStep>, links: Links) -> Planned {
     let request = Request {
+        expert_parallel: false,
         descriptor: step.descriptor,
         cluster: Cluster::new(step.ranks, step.ranks).unwrap(),
         links,

@@ -2,9 +2,12 @@
 //!
 //! A token has K choices, and entry token · K + choice is one of them. In the order of experts, the entries of an expert are a group of
 //! consecutive rows, in the order of the tokens. The groups are those of a grouped GEMM ([`Groups`]), so the last block of each is filled up with
-//! rows of zeros. Nothing depends on the order in which threads run.
+//! rows of zeros. Nothing depends on the order in which threads run. If GPUs share the experts, each has the rows of its own ([`Local`]).
 //!
-//! `route` chooses the experts and computes the order, `rows` copies rows, and `route_backward` computes the gradients of the router.
+//! `route` chooses the experts and computes the order, `rows` copies rows, and `route_backward` computes the gradients of the choices and
+//! of the router.
+
+use cuda_std::device;
 
 mod route;
 mod route_backward;
@@ -13,7 +16,7 @@ mod rows;
 pub use route::{
     ENTRIES, MAX_EXPERTS, chunks, route_choose, route_choose_grid, route_count, route_groups, route_place, shared,
 };
-pub use route_backward::{BIAS_GRADIENT, BackwardSizes, route_backward, route_bias_backward};
+pub use route_backward::{BIAS_GRADIENT, BackwardSizes, choice_gradients, route_backward, route_bias_backward};
 pub use rows::{combine, dispatch, dispatch_to_fp8, grid};
 
 /// The rows of a block: a group of a grouped GEMM consists of blocks. A group that is summed over has at least one. Rows that fill up a block are
@@ -51,6 +54,24 @@ impl Groups {
     /// Returns the number of words.
     pub const fn words(self) -> usize {
         self.blocks() + self.rows / GROUP_BLOCK
+    }
+}
+
+/// The experts whose entries have a row in the order of experts. Passed to kernels by value.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Local {
+    /// The first one.
+    pub first: u32,
+    /// Their number.
+    pub count: u32,
+}
+
+#[device]
+impl Local {
+    /// Returns the number of an expert among these, if it is less than their number. Otherwise the expert is not one of them.
+    fn index(self, expert: u32) -> u32 {
+        expert.wrapping_sub(self.first)
     }
 }
 

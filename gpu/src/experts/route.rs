@@ -4,12 +4,12 @@
 //!    expert wins; a NaN is the smallest.
 //! 2. [`route_count`]: the number of entries of each expert in each chunk of [`ENTRIES`] entries.
 //! 3. [`route_groups`]: their sums over the chunks before, and the groups.
-//! 4. [`route_place`]: the row of each entry in the order of experts, and the entry of each row.
+//! 4. [`route_place`]: the row of each entry in the order of experts, -1 if its expert is not local, and the entry of each row.
 //!
 //! Shapes: logits (rows, E), bias (E), experts and weights (rows, K), counts (chunks, E), positions (rows, K), sources (P), where P is
 //! [`Groups::rows`]. E is at most [`MAX_EXPERTS`], K at most 32, and rows · K below 2^31.
 
-use super::{GROUP_BLOCK, Groups, Router};
+use super::{GROUP_BLOCK, Groups, Local, Router};
 use crate::activation::sigmoid;
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, SharedArray, block, device, kernel, math, thread, warp};
@@ -212,15 +212,18 @@ pub fn route_count(counts: GlobalMut<u32>, experts: Global<i32>, entries: u32, c
     }
 }
 
-/// Computes the groups ([`Groups`]), replaces counts (chunks, E) by their sums over the chunks before, and sets the sources of rows without an
-/// entry to -1. `rows` is that of the groups, and `fewest_blocks` the minimum of a group. Grid: 1. Shared memory: [`shared`].
+/// Computes the groups ([`Groups`]) of the local experts and the loads (E), the number of entries of each expert. Replaces counts (chunks,
+/// E) by their sums over the chunks before, and sets the sources of rows without an entry to -1. `rows` is that of the groups, and
+/// `fewest_blocks` the minimum of a group. Grid: 1. Shared memory: [`shared`].
 #[kernel(threads = 512)]
 pub fn route_groups(
     groups: GlobalMut<u32>,
+    loads: GlobalMut<u32>,
     counts: GlobalMut<u32>,
     sources: GlobalMut<i32>,
     chunks: u32,
     count: u32,
+    local: Local,
     rows: u32,
     fewest_blocks: u32,
 ) {
@@ -246,16 +249,19 @@ pub fn route_groups(
             }
             first += BATCH;
         }
+        loads.set(expert as usize, size);
     }
-    let padded = if exists { size.div_ceil(BLOCK).max(fewest_blocks) * BLOCK } else { 0 };
+    let index = local.index(expert);
+    let is_local = index < local.count;
+    let padded = if is_local { size.div_ceil(BLOCK).max(fewest_blocks) * BLOCK } else { 0 };
     let start = block::exclusive_sum(padded, scratch);
-    let layout = Groups { count, rows: rows as usize };
+    let layout = Groups { count: local.count as usize, rows: rows as usize };
     let blocks = groups.skip(layout.blocks());
-    if exists {
-        groups.set(expert as usize, start);
-        groups.set(layout.sizes() + expert as usize, size);
+    if is_local {
+        groups.set(index as usize, start);
+        groups.set(layout.sizes() + index as usize, size);
         for block in start / BLOCK..(start + padded) / BLOCK {
-            blocks.set(block as usize, expert);
+            blocks.set(block as usize, index);
         }
         for row in start + size..start + padded {
             sources.set(row as usize, -1);
@@ -263,7 +269,7 @@ pub fn route_groups(
     }
     let end = block::sum(padded, scratch);
     if expert == 0 {
-        groups.set(count, end);
+        groups.set(layout.count, end);
     }
     let mut block = end / BLOCK + expert;
     while block < rows / BLOCK {
@@ -287,17 +293,28 @@ pub fn route_place(
     groups: Global<u32>,
     entries: u32,
     count: u32,
+    local: Local,
 ) {
     let (chunk, len) = load_chunk(experts, entries);
     let (expert, first) = (thread::thread_idx_x(), thread::block_idx_x() as usize * ENTRIES);
     if expert < count {
-        let before = counts.at((thread::block_idx_x() * count + expert) as usize);
-        let mut position = groups.at(expert as usize) + before;
+        let index = local.index(expert);
+        let is_local = index < local.count;
+        let mut position = 0;
+        if is_local {
+            let before = counts.at((thread::block_idx_x() * count + expert) as usize);
+            position = groups.at(index as usize) + before;
+        }
         for i in 0..len {
-            if chunk.at(i) == expert as i32 {
+            if chunk.at(i) != expert as i32 {
+                continue;
+            }
+            if is_local {
                 positions.set(first + i, position as i32);
                 sources.set(position as usize, (first + i) as i32);
                 position += 1;
+            } else {
+                positions.set(first + i, -1);
             }
         }
     }

@@ -15,8 +15,8 @@
 //!
 //! The bias for the choice of experts has no gradient. [`route_bias_backward`] gives it one, of which only the sign is used.
 
+use super::Router;
 use super::route::Logits;
-use super::{Groups, Router};
 use cuda_std::{Element, Global, GlobalMut, kernel, math, thread, warp};
 
 const WARPS: usize = 256 / LANES;
@@ -32,8 +32,8 @@ pub const BIAS_GRADIENT: f32 = 1.0 / (1u64 << 50) as f32;
 pub struct BackwardSizes {
     /// Tokens.
     pub rows: u32,
-    /// F.
-    pub channels: u32,
+    /// Tokens that the loads count.
+    pub tokens: u32,
     /// The coefficient a of the load-balancing loss, times the gradient of a token's loss.
     pub aux_loss: f32,
     /// The coefficient z of the z-loss, times the gradient of a token's loss.
@@ -55,8 +55,36 @@ fn dot<T: Element>(up: Global<T>, dup: Global<T>, channels: usize) -> f32 {
     warp::sum(sum)
 }
 
-/// Computes dlogits (rows, E) from logits (rows, E), experts, weights and positions (rows, K), the groups ([`Groups`]), and the preactivation (P, 2, F)
-/// with its gradient. F is a multiple of the packet, and `N` at least E / 32.
+/// Computes out (entries), the gradients g, from their positions (entries) in the order of experts, and the preactivation (P, 2, F) with
+/// its gradient. g is 0 if the position is negative. F is a multiple of the packet.
+///
+/// One warp per entry. Grid: [`grid`](super::grid) of the entries.
+#[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+pub fn choice_gradients<T: Element>(
+    out: GlobalMut<f32>,
+    positions: Global<i32>,
+    preactivation: Global<T>,
+    dpreactivation: Global<T>,
+    entries: u32,
+    channels: u32,
+) {
+    let entry = thread::block_idx_x() as usize * WARPS + warp::index() as usize;
+    if entry >= entries as usize {
+        return;
+    }
+    let (position, channels) = (positions.at(entry), channels as usize);
+    let mut gradient = 0.0;
+    if position >= 0 {
+        let at = position as u32 as usize * 2 * channels;
+        gradient = dot(preactivation.skip(at), dpreactivation.skip(at), channels);
+    }
+    if warp::lane() == 0 {
+        out.set(entry, gradient);
+    }
+}
+
+/// Computes dlogits (rows, E) from logits (rows, E), experts, weights and gradients g (rows, K), and loads (E), the entries of each expert.
+/// `N` is at least E / 32.
 ///
 /// One warp per token. Grid: [`route_choose_grid`](super::route_choose_grid).
 #[kernel(
@@ -68,10 +96,8 @@ pub fn route_backward<T: Element, const N: usize>(
     logits: Global<T>,
     experts: Global<i32>,
     weights: Global<f32>,
-    positions: Global<i32>,
-    groups: Global<u32>,
-    preactivation: Global<T>,
-    dpreactivation: Global<T>,
+    gradients: Global<f32>,
+    loads: Global<u32>,
     router: Router,
     sizes: BackwardSizes,
 ) {
@@ -79,19 +105,12 @@ pub fn route_backward<T: Element, const N: usize>(
     if row >= sizes.rows as usize {
         return;
     }
-    let (lane, channels, count) = (warp::lane(), sizes.channels as usize, router.experts as usize);
-    // Each lane holds a choice: its expert, its position, its weight and then its gradient g.
-    let (mut expert, mut position, mut weight, mut gradient) = (0, 0, 0.0, 0.0);
+    let (lane, count) = (warp::lane(), router.experts as usize);
+    // Each lane holds a choice: its expert, its weight and its gradient g.
+    let (mut expert, mut weight, mut gradient) = (0, 0.0, 0.0);
     if lane < router.active {
         let at = row * router.active as usize + lane as usize;
-        (expert, position, weight) = (experts.at(at) as u32, positions.at(at) as u32, weights.at(at));
-    }
-    for choice in 0..router.active {
-        let at = warp::shuffle(position, choice) as usize * 2 * channels;
-        let g = dot(preactivation.skip(at), dpreactivation.skip(at), channels);
-        if choice == lane {
-            gradient = g;
-        }
+        (expert, weight, gradient) = (experts.at(at) as u32, weights.at(at), gradients.at(at));
     }
     let total = warp::sum(gradient);
     if router.normalized == 1 {
@@ -99,14 +118,13 @@ pub fn route_backward<T: Element, const N: usize>(
     }
 
     let logits = Logits::<N>::load(logits.skip(row * count), router.experts);
-    let entries = groups.skip(Groups { count, rows: 0 }.sizes());
-    let balance = sizes.aux_loss * router.experts as f32 / sizes.rows as f32;
+    let balance = sizes.aux_loss * router.experts as f32 / sizes.tokens as f32;
     // Gradients of the scores from the load-balancing loss, and for the softmax their mean.
     let (mut dscores, mut mean) = ([0.0; N], 0.0);
     for i in 0..N {
         let expert = i * LANES + lane as usize;
         if sizes.aux_loss != 0.0 && expert < count {
-            dscores[i] = balance * entries.at(expert) as f32;
+            dscores[i] = balance * loads.at(expert) as f32;
             mean = math::fma(logits.softmax(logits.logit(i)), dscores[i], mean);
         }
     }
@@ -135,15 +153,14 @@ pub fn route_backward<T: Element, const N: usize>(
     }
 }
 
-/// Adds [`BIAS_GRADIENT`] · (E · load - entries) to each element of dbias (E), where the load of an expert is the number of its entries. The
-/// difference is an integer: E times that from the mean load. Grid: 1.
+/// Adds [`BIAS_GRADIENT`] · (E · load - entries) to each element of dbias (E), from loads (E), the number of entries of each expert. The difference
+/// is an integer: E times that from the mean load. Grid: 1.
 #[kernel(threads = 512, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
-pub fn route_bias_backward<T: Element>(dbias: GlobalMut<T>, groups: Global<u32>, entries: u32, count: u32) {
+pub fn route_bias_backward<T: Element>(dbias: GlobalMut<T>, loads: Global<u32>, entries: u32, count: u32) {
     let expert = thread::thread_idx_x() as usize;
     if expert >= count as usize {
         return;
     }
-    let load = groups.at(Groups { count: count as usize, rows: 0 }.sizes() + expert);
-    let excess = i64::from(load) * i64::from(count) - i64::from(entries);
+    let excess = i64::from(loads.at(expert)) * i64::from(count) - i64::from(entries);
     dbias.set(expert, T::from_f32(math::fma(BIAS_GRADIENT, excess as f32, dbias.at(expert).to_f32())));
 }

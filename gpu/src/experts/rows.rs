@@ -119,7 +119,7 @@ pub fn dispatch_to_fp8<T: Fp8>(
 }
 
 /// Computes out (rows, C) = residual (rows, C) + the sum of rows `positions[token, choice]` of inp (P, C) over the choices, each times its weight
-/// unless weights (rows, K) is null. The residual may be null or out. Grid: [`grid`] of rows.
+/// unless weights (rows, K) is null. A choice with a negative position has no row. The residual may be null or out. Grid: [`grid`] of rows.
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn combine<T: Element>(
     out: GlobalMut<T>,
@@ -150,7 +150,7 @@ pub fn combine<T: Element>(
         let mut sums = [0.0; 8];
         for choice in 0..active as u32 {
             let (position, weight) = (warp::shuffle(position, choice), warp::shuffle(weight, choice));
-            if column < channels {
+            if column < channels && position as i32 >= 0 {
                 let packet = inp.packet(position as usize * channels + column);
                 for i in 0..T::PACKET {
                     sums[i] = math::fma(weight, packet.get(i), sums[i]);

@@ -5,7 +5,7 @@ use bytemuck::Pod;
 use cuda_std::emulate::Memory;
 use cuda_std::launch::Launch;
 use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, bf16};
-use gpu::experts::{self, BackwardSizes, ENTRIES, GROUP_BLOCK, Groups, Router};
+use gpu::experts::{self, BackwardSizes, ENTRIES, GROUP_BLOCK, Groups, Local, Router};
 use gpu::quantize::{tile_and_maxima, transpose_grid};
 
 tests! {
@@ -24,6 +24,26 @@ fn router([experts, active]: [usize; 2], sigmoid: bool, normalized: bool) -> Rou
     let [experts, active, sigmoid, normalized] =
         [experts, active, usize::from(sigmoid), usize::from(normalized)].map(|x| x as u32);
     Router { experts, active, sigmoid, normalized }
+}
+
+/// Returns all experts, and parts of them.
+fn parts(count: usize) -> Vec<Local> {
+    let part = |first: usize, count: usize| Local { first: first as u32, count: count as u32 };
+    if count == 1 {
+        vec![all(count)]
+    } else {
+        vec![all(count), part(0, 1), part(count / 3, count / 2), part(count / 2, count - count / 2)]
+    }
+}
+
+/// Returns all experts.
+fn all(count: usize) -> Local {
+    Local { first: 0, count: count as u32 }
+}
+
+/// Returns the layout of the groups of local experts.
+fn layout_of(rows: usize, router: Router, local: Local) -> Groups {
+    Groups::new(local.count as usize, rows * router.active.min(local.count) as usize)
 }
 
 /// Returns an instance of a kernel that has room for this number of experts.
@@ -52,12 +72,13 @@ struct Routed {
     positions: Vec<i32>,
     sources: Vec<i32>,
     groups: Vec<u32>,
+    loads: Vec<u32>,
 }
 
 /// Routes in the emulator. The bias is empty if there is none.
-fn route<T: Tolerance>(logits: &[f64], bias: &[f64], rows: usize, router: Router, fewest: u32) -> Routed {
+fn route<T: Tolerance>(logits: &[f64], bias: &[f64], rows: usize, router: Router, local: Local, fewest: u32) -> Routed {
     let (count, entries) = (router.experts as usize, rows * router.active as usize);
-    let layout = Groups::new(count, entries);
+    let layout = layout_of(rows, router, local);
     let mut memory = Memory::new();
     let logits = memory.input("logits", &rounded::<T>(logits));
     let bias = if bias.is_empty() { Global::null() } else { memory.input("bias", &rounded::<T>(bias)) };
@@ -65,14 +86,15 @@ fn route<T: Tolerance>(logits: &[f64], bias: &[f64], rows: usize, router: Router
     let launch = instance!(route_choose::<T>(count, ids, weights, logits, bias, rows as u32, router));
     run(&mut memory, &launch, experts::route_choose_grid(rows), 0);
     let (positions, sources) = (memory.output("positions", entries), memory.output("sources", layout.rows));
-    let groups = memory.output("groups", layout.words());
-    order(&mut memory, [ids, positions, sources], groups, layout, entries, fewest);
+    let (groups, loads) = (memory.output("groups", layout.words()), memory.output("loads", count));
+    order(&mut memory, [ids, positions, sources], [groups, loads], layout, (entries, router.experts, local), fewest);
     Routed {
         experts: memory.read(ids),
         weights: read(&memory, weights),
         positions: memory.read(positions),
         sources: memory.read(sources),
         groups: memory.read(groups),
+        loads: memory.read(loads),
     }
 }
 
@@ -80,19 +102,19 @@ fn route<T: Tolerance>(logits: &[f64], bias: &[f64], rows: usize, router: Router
 fn order(
     memory: &mut Memory,
     [ids, positions, sources]: [GlobalMut<i32>; 3],
-    groups: GlobalMut<u32>,
+    [groups, loads]: [GlobalMut<u32>; 2],
     layout: Groups,
-    entries: usize,
+    (entries, count, local): (usize, u32, Local),
     fewest: u32,
 ) {
     let (chunks, shared) = (experts::chunks(entries) as u32, shared_bytes(experts::shared));
-    let (count, entries) = (layout.count as u32, entries as u32);
+    let (entries, p) = (entries as u32, layout.rows as u32);
     let counts = memory.output("counts", (chunks * count) as usize);
     let mut step = |launch: &Launch, grid| run(memory, launch, grid, shared);
     step(&experts::route_count(counts, ids.reader(), entries, count), chunks);
-    step(&experts::route_groups(groups, counts, sources, chunks, count, layout.rows as u32, fewest), 1);
-    let place =
-        experts::route_place(positions, sources, ids.reader(), counts.reader(), groups.reader(), entries, count);
+    step(&experts::route_groups(groups, loads, counts, sources, chunks, count, local, p, fewest), 1);
+    let (ids, counts, groups) = (ids.reader(), counts.reader(), groups.reader());
+    let place = experts::route_place(positions, sources, ids, counts, groups, entries, count, local);
     step(&place, chunks);
 }
 
@@ -115,10 +137,10 @@ fn weights(logits: &[f64], chosen: &[i32], router: Router) -> Vec<f64> {
 }
 
 /// Routes sequentially.
-fn reference(logits: &[f64], bias: &[f64], router: Router, fewest: u32) -> Routed {
+fn reference(logits: &[f64], bias: &[f64], router: Router, local: Local, fewest: u32) -> Routed {
     let (count, active) = (router.experts as usize, router.active as usize);
     let rows = logits.len() / count;
-    let layout = Groups::new(count, rows * active);
+    let layout = layout_of(rows, router, local);
     let (mut chosen, mut all_weights, mut of_expert) = (Vec::new(), Vec::new(), vec![Vec::new(); count]);
     for (row, logits) in logits.chunks(count).enumerate() {
         let scores = scores(logits, router.sigmoid == 1);
@@ -133,9 +155,11 @@ fn reference(logits: &[f64], bias: &[f64], router: Router, fewest: u32) -> Route
         all_weights.extend(weights(logits, &of_row, router));
         chosen.extend(of_row);
     }
-    let (mut positions, mut sources) = (vec![0; rows * active], Vec::new());
+    let loads = of_expert.iter().map(|entries| entries.len() as u32).collect();
+    let of_local = &of_expert[local.first as usize..][..local.count as usize];
+    let (mut positions, mut sources) = (vec![-1; rows * active], Vec::new());
     let (mut starts, mut blocks) = (vec![0], Vec::new());
-    for (expert, entries) in of_expert.iter().enumerate() {
+    for (expert, entries) in of_local.iter().enumerate() {
         for &entry in entries {
             positions[entry] = sources.len() as i32;
             sources.push(entry as i32);
@@ -147,9 +171,9 @@ fn reference(logits: &[f64], bias: &[f64], router: Router, fewest: u32) -> Route
     }
     sources.resize(layout.rows, -1);
     blocks.resize(layout.rows / GROUP_BLOCK, 0);
-    let sizes = of_expert.iter().map(|entries| entries.len() as u32);
+    let sizes = of_local.iter().map(|entries| entries.len() as u32);
     let groups = starts.iter().copied().chain(sizes).chain(blocks).collect();
-    Routed { experts: chosen, weights: all_weights, positions, sources, groups }
+    Routed { experts: chosen, weights: all_weights, positions, sources, groups, loads }
 }
 
 fn experts_match_reference<T: Tolerance>() {
@@ -157,16 +181,25 @@ fn experts_match_reference<T: Tolerance>() {
         for (sigmoid, normalized) in [(false, false), (false, true), (true, false), (true, true)] {
             let (router, fewest) = (router([count, active], sigmoid, normalized), u32::from(sigmoid));
             let logits = logits(rows, count, i as u32);
-            let (got, want) = (route::<T>(&logits, &[], rows, router, fewest), reference(&logits, &[], router, fewest));
-            assert_close(&format!("{router:?}"), &got.weights, &want.weights, 1e-5, 1e-3);
-            assert_eq!(Routed { weights: want.weights.clone(), ..got }, want, "{router:?}, {rows} tokens");
+            for local in parts(count) {
+                let got = route::<T>(&logits, &[], rows, router, local, fewest);
+                let want = reference(&logits, &[], router, local, fewest);
+                assert_close(&format!("{router:?}"), &got.weights, &want.weights, 1e-5, 1e-3);
+                assert_eq!(
+                    Routed { weights: want.weights.clone(), ..got },
+                    want,
+                    "{router:?}, {local:?}, {rows} tokens"
+                );
+            }
         }
     }
-    // All tokens choose the same expert, and with one expert there is no other.
+    // All tokens choose the same expert, which may not be local, and with one expert there is no other.
     for count in [1, 7] {
         let logits: Vec<_> = (0..300 * count).map(|i| if i % count == count / 2 { 2.0 } else { 1.0 }).collect();
         let router = router([count, 1], false, true);
-        assert_eq!(route::<T>(&logits, &[], 300, router, 1), reference(&logits, &[], router, 1));
+        for local in parts(count) {
+            assert_eq!(route::<T>(&logits, &[], 300, router, local, 1), reference(&logits, &[], router, local, 1));
+        }
     }
 }
 
@@ -177,29 +210,32 @@ fn biases_change_only_the_choice<T: Tolerance>() {
         for (sigmoid, normalized) in [(false, false), (false, true), (true, false), (true, true)] {
             let router = router([count, active], sigmoid, normalized);
             let logits = logits(rows, count, i as u32);
-            let (got, want) = (route::<T>(&logits, &bias, rows, router, 1), reference(&logits, &bias, router, 1));
+            let local = all(count);
+            let got = route::<T>(&logits, &bias, rows, router, local, 1);
+            let want = reference(&logits, &bias, router, local, 1);
             assert_close(&format!("{router:?}"), &got.weights, &want.weights, 1e-5, 1e-3);
             assert_eq!(Routed { weights: want.weights.clone(), ..got }, want, "{router:?}, {rows} tokens");
-            assert!(count == active || want.experts != reference(&logits, &[], router, 1).experts, "{router:?}");
+            assert!(count == active || want.experts != reference(&logits, &[], router, local, 1).experts, "{router:?}");
         }
     }
     // Of equal sums, the lower expert precedes. A sum that is not a number comes last.
     let router = router([5, 4], true, false);
-    let got = route::<T>(&[0.0, f64::NAN, 0.0, 0.0, 20.0], &[0.25, 9.0, 0.5, 0.25, f64::NAN], 1, router, 1);
+    let got = route::<T>(&[0.0, f64::NAN, 0.0, 0.0, 20.0], &[0.25, 9.0, 0.5, 0.25, f64::NAN], 1, router, all(5), 1);
     assert_eq!((got.experts, &got.weights[..3]), (vec![2, 0, 3, 1], &[0.5; 3][..]));
 }
 
 /// The gradient of a bias has the sign of the difference from the mean load, and is exactly 0 at the mean.
 fn gradients_of_biases_are_exact<T: Tolerance>() {
     for (i, [rows, count, active]) in SHAPES.into_iter().chain([[64, 512, 8]]).enumerate() {
-        let routed = reference(&logits(rows, count, i as u32), &[], router([count, active], false, true), 1);
+        let routed =
+            reference(&logits(rows, count, i as u32), &[], router([count, active], false, true), all(count), 1);
         let before = wide(&rounded::<T>(&noise(count, 7).iter().map(|x| x * 2f64.powi(-42)).collect::<Vec<_>>()));
         let mut memory = Memory::new();
         let dbias = memory.buffer("dbias", &rounded::<T>(&before));
-        let groups = memory.input("groups", &routed.groups);
-        let launch = experts::route_bias_backward(dbias, groups, (rows * active) as u32, count as u32);
+        let loads_ = memory.input("loads", &routed.loads);
+        let launch = experts::route_bias_backward(dbias, loads_, (rows * active) as u32, count as u32);
         run(&mut memory, &launch, 1, 0);
-        let loads = routed.groups[count + 1..].iter().map(|&load| f64::from(load));
+        let loads = routed.loads.iter().map(|&load| f64::from(load));
         let excess = loads.map(|load| load * count as f64 - (rows * active) as f64);
         let want: Vec<_> = before.iter().zip(excess).map(|(x, excess)| x + excess * 2f64.powi(-50)).collect();
         assert_eq!(read(&memory, dbias), wide(&rounded::<T>(&want)), "{count} experts");
@@ -208,10 +244,9 @@ fn gradients_of_biases_are_exact<T: Tolerance>() {
     let mean = 1 << 24;
     for loads in [[mean + 1, mean - 1, mean], [2_000_000_000, 7, 8]] {
         let (count, entries) = (loads.len(), loads.iter().sum::<u32>());
-        let groups: Vec<u32> = [0; 4].into_iter().chain(loads).collect();
         let mut memory = Memory::new();
-        let (dbias, groups) = (memory.buffer("dbias", &[T::from_f32(0.0); 3]), memory.input("groups", &groups));
-        run(&mut memory, &experts::route_bias_backward(dbias, groups, entries, count as u32), 1, 0);
+        let (dbias, loads_) = (memory.buffer("dbias", &[T::from_f32(0.0); 3]), memory.input("loads", &loads));
+        run(&mut memory, &experts::route_bias_backward(dbias, loads_, entries, count as u32), 1, 0);
         let excess = loads.map(|load| 3.0 * f64::from(load) - f64::from(entries));
         let want = rounded::<T>(&excess.map(|excess| excess * 2f64.powi(-50)));
         assert_eq!(read(&memory, dbias), wide(&want), "{loads:?}");
@@ -221,8 +256,9 @@ fn gradients_of_biases_are_exact<T: Tolerance>() {
 fn not_a_number_is_the_smallest_logit<T: Tolerance>() {
     let router = router([5, 4], true, false);
     let logits = [f64::NAN, 0.5, f64::NEG_INFINITY, f64::INFINITY, f64::NAN];
-    assert_eq!(route::<T>(&logits, &[], 1, router, 1).experts, [3, 1, 2, 0]);
-    let all = route::<T>(&[f64::NAN; 5], &[], 1, router, 1);
+    let local = Local { first: 0, count: 5 };
+    assert_eq!(route::<T>(&logits, &[], 1, router, local, 1).experts, [3, 1, 2, 0]);
+    let all = route::<T>(&[f64::NAN; 5], &[], 1, router, local, 1);
     assert_eq!((all.experts, all.positions), (vec![0, 1, 2, 3], vec![0, 128, 256, 384]));
 }
 
@@ -233,7 +269,8 @@ fn chunks_have_a_common_order() {
     let (mut memory, layout) = (Memory::new(), Groups::new(count, entries));
     let (positions, sources) = (memory.output("positions", entries), memory.output("sources", layout.rows));
     let (groups, experts) = (memory.output("groups", layout.words()), memory.buffer("experts", &ids));
-    order(&mut memory, [experts, positions, sources], groups, layout, entries, 1);
+    let (loads, local) = (memory.output("loads", count), Local { first: 0, count: 3 });
+    order(&mut memory, [experts, positions, sources], [groups, loads], layout, (entries, 3, local), 1);
     let starts = memory.read(groups);
     let mut next = starts[..count].to_vec();
     let sources = memory.read(sources);
@@ -248,9 +285,10 @@ fn chunks_have_a_common_order() {
 fn rows_are_copied_and_summed<T: Tolerance>() {
     for (i, [rows, count, active]) in SHAPES.into_iter().enumerate() {
         let channels = [8, 24, 264, 520][i % 4];
-        let routed = reference(&logits(rows, count, 3), &[], router([count, active], false, true), 1);
-        let (p, end) = (routed.sources.len(), routed.groups[count] as usize);
-        for weighted in [false, true] {
+        let parts = parts(count).into_iter().flat_map(|local| [(local, false), (local, true)]);
+        for (local, weighted) in parts {
+            let routed = reference(&logits(rows, count, 3), &[], router([count, active], false, true), local, 1);
+            let (p, end) = (routed.sources.len(), routed.groups[local.count as usize] as usize);
             let mut memory = Memory::new();
             let inp = wide(&rounded::<T>(&noise(rows * channels, 1)));
             let residual = wide(&rounded::<T>(&noise(rows * channels, 2)));
@@ -260,11 +298,12 @@ fn rows_are_copied_and_summed<T: Tolerance>() {
             let sources = memory.input("sources", &routed.sources);
             let positions = memory.input("positions", &routed.positions);
             let groups = memory.input("groups", &routed.groups);
+            let count = local.count as usize;
             let (from, sorted) = (memory.input("inp", &rounded::<T>(&inp)), memory.output("sorted", p * channels));
             let launch =
                 experts::dispatch(sorted, from, sources, weights, groups.skip(count), channels as u32, active as u32);
             run(&mut memory, &launch, experts::grid(p), 0);
-            let what = format!("{rows} x {channels}, {count} experts, weighted: {weighted}");
+            let what = format!("{rows} x {channels}, {local:?}, weighted: {weighted}");
             let got = wide(memory.slice(sorted.reader(), end * channels).expect("all rows are written"));
             assert!(memory.slice(sorted.reader().skip(end * channels), 1).is_err() || end == p);
             let mut want = vec![0.0; end * channels];
@@ -298,7 +337,7 @@ fn rows_are_copied_and_summed<T: Tolerance>() {
                 );
                 run(&mut memory, &launch, experts::grid(rows), 0);
                 let mut want = if in_place.is_some() { residual.clone() } else { vec![0.0; rows * channels] };
-                for (entry, &position) in routed.positions.iter().enumerate() {
+                for (entry, &position) in routed.positions.iter().enumerate().filter(|(_, position)| **position >= 0) {
                     for j in 0..channels {
                         want[entry / active * channels + j] += weight(entry) * got[position as usize * channels + j];
                     }
@@ -318,7 +357,7 @@ fn rows_are_quantized() {
 fn check_quantized<T: Fp8 + Pod>() {
     for (i, [rows, count, active]) in SHAPES.into_iter().enumerate() {
         let channels = [16, 48, 272, 528][i % 4];
-        let routed = reference(&logits(rows, count, 3), &[], router([count, active], false, true), 1);
+        let routed = reference(&logits(rows, count, 3), &[], router([count, active], false, true), all(count), 1);
         let (p, end) = (routed.sources.len(), routed.groups[count] as usize);
         let factors: Vec<f32> = routed.weights.iter().map(|&x| x as f32).collect();
         for (weighted, outputs) in [(false, [true, true]), (true, [true, false]), (true, [false, true])] {
@@ -384,37 +423,53 @@ fn gradients_of_logits_match_differences<T: Tolerance>() {
         ] {
             let router = router([count, active], sigmoid, normalized);
             let logits = logits(rows, count, i as u32);
-            let routed = reference(&logits, &[], router, 1);
+            // The loads of the tokens of this GPU and of others.
+            let (local, tokens) = (parts(count).pop().expect("all"), rows + 3 * usize::from(sigmoid));
+            let local = if normalized { Local { first: 0, count: count as u32 } } else { local };
+            let routed = reference(&logits, &[], router, local, 1);
             let p = routed.sources.len();
             let mut memory = Memory::new();
             let values = |seed| wide(&rounded::<T>(&noise(p * 2 * channels, seed)));
             let (up, dup) = (values(4), values(5));
             let factors: Vec<f32> = routed.weights.iter().map(|&x| x as f32).collect();
-            let inputs = [&logits, &up, &dup].map(|values| memory.input("input", &rounded::<T>(values)));
-            let experts = memory.input("experts", &routed.experts);
+            let [values, up_view, dup_view] =
+                [&logits, &up, &dup].map(|values| memory.input("input", &rounded::<T>(values)));
+            let experts_view = memory.input("experts", &routed.experts);
             let weights = memory.input("weights", &factors);
             let positions = memory.input("positions", &routed.positions);
-            let groups = memory.input("groups", &routed.groups);
+            let loads = memory.input("loads", &routed.loads);
+            let (entries, gradients) = (rows * active, memory.output("gradients", rows * active));
+            let launch =
+                experts::choice_gradients(gradients, positions, up_view, dup_view, entries as u32, channels as u32);
+            run(&mut memory, &launch, experts::grid(entries), 0);
             let dlogits = memory.output::<T>("dlogits", rows * count);
             let sizes = BackwardSizes {
                 rows: rows as u32,
-                channels: channels as u32,
+                tokens: tokens as u32,
                 aux_loss: losses[0] as f32,
                 z_loss: losses[1] as f32,
             };
-            let [values, up_view, dup_view] = inputs;
+            let gradients = gradients.reader();
             let launch = instance!(route_backward::<T>(
-                count, dlogits, values, experts, weights, positions, groups, up_view, dup_view, router, sizes
+                count,
+                dlogits,
+                values,
+                experts_view,
+                weights,
+                gradients,
+                loads,
+                router,
+                sizes
             ));
             run(&mut memory, &launch, experts::route_choose_grid(rows), 0);
             let got = read(&memory, dlogits);
-            let shares: Vec<_> =
-                routed.groups[count + 1..=2 * count].iter().map(|&n| f64::from(n) / rows as f64).collect();
+            let shares: Vec<_> = routed.loads.iter().map(|&n| f64::from(n) / tokens as f64).collect();
             for row in 0..rows {
                 let chosen = &routed.experts[row * active..(row + 1) * active];
                 let dweights: Vec<_> = (row * active..(row + 1) * active)
                     .map(|entry| {
-                        let at = routed.positions[entry] as usize * 2 * channels;
+                        let Ok(position) = usize::try_from(routed.positions[entry]) else { return 0.0 };
+                        let at = position * 2 * channels;
                         let g: f64 = (at..at + channels).map(|j| up[j] * dup[j]).sum();
                         g / routed.weights[entry]
                     })

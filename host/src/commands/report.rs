@@ -240,7 +240,7 @@ pub fn zero_stages(
     engine: &mut dyn Engine,
 ) -> String {
     let mut planned = |stage| {
-        let zero = Zero::new(stage, Shard { rank: 0, ..limits.shard });
+        let zero = Zero::new(stage, Shard { rank: 0, ..limits.shard }).share_experts(options.zero.shares_experts());
         let (_, plan) = Decoder::plan(descriptor, PlanOptions { zero, ..options }, engine);
         let groups = [Group::Parameters, Group::Gradients, Group::Optimizer].map(|group| plan.group_bytes(group));
         (groups, plan.bytes())

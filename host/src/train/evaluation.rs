@@ -163,7 +163,7 @@ impl Run<'_> {
         let mut tokens = Vec::new();
         let prompt = [tokenizer.document()];
         let stop = || self.stop.requested();
-        let shared = self.model.zero.shards_parameters();
+        let shared = self.model.zero.forward_communicates();
         let stop = if shared { StopRequest::OfAnyRank(&stop) } else { StopRequest::OfThisRank(&stop) };
         let hooks = &mut session.step.hooks(self.ranks, stop);
         let length = self.settings.sample_tokens;
@@ -191,17 +191,14 @@ impl Run<'_> {
 
     /// Compares the replicated parts of model and optimizer on all ranks, and shards with their replicas.
     pub(super) fn check_ranks(&mut self, training: &Training) -> Result<()> {
-        let (zero, params) = (self.model.zero, self.model.params);
-        let mut tensors = vec![if zero.shards_parameters() {
-            ("the embeddings", self.model.param_store().embeddings())
-        } else {
-            ("params", params)
-        }];
+        let zero = self.model.zero;
+        let [replicated, own] = self.model.param_store().replicated_and_own();
+        let mut tensors = vec![(if zero.shards_parameters() { "the embeddings" } else { "params" }, replicated)];
         if !zero.shards_optimizer() {
             tensors.extend(training.state());
         }
         tensors.extend(training.fp8.iter().flat_map(Fp8::state).map(|tensor| ("FP8 statistics", tensor)));
-        let mut shards = if zero.shards_parameters() { vec![("params", params)] } else { Vec::new() };
+        let mut shards = if own.len > 0 { vec![("params", own)] } else { Vec::new() };
         if zero.shards_optimizer() {
             shards.extend(training.state());
         }

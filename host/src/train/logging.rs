@@ -27,10 +27,10 @@ impl Diverged {
 impl Run<'_> {
     /// Waits for a step's loss and reports it.
     pub(super) fn log_step(&mut self, launched: LaunchedStep, session: &mut Session) -> Result<()> {
-        let LaunchedStep { step, learning_rate, flops_per_token, stats, groups, read, verdict } = launched;
+        let LaunchedStep { step, learning_rate, flops_per_token, stats, loads, read, verdict } = launched;
         self.ranks.set_operation("waiting for the GPU");
         let before = std::mem::replace(&mut session.boundary.intact, false);
-        let groups = groups.map(|groups| self.engine.wait(groups)).transpose()?;
+        let loads = loads.map(|loads| self.engine.wait(loads)).transpose()?;
         let read = self.engine.wait(read)?;
         // Aborted collectives leave values that are no loss.
         if !self.ranks.collectives_are_synchronous() {
@@ -59,7 +59,7 @@ impl Run<'_> {
                 .engine
                 .peak()
                 .map(|peak| mfu(flops_per_token, tokens_per_second / self.ranks.world_size() as f64, &peak)),
-            experts: groups.map(|groups| ExpertLoads::of(&self.model.expert_loads(&groups.values))),
+            experts: loads.map(|loads| ExpertLoads::of(&self.model.expert_loads(&loads.values))),
             tokens: progress.tokens,
             verdict,
         };

@@ -154,8 +154,8 @@ struct LaunchedStep {
     /// FLOPs per token of this rank.
     flops_per_token: usize,
     stats: StepStats,
-    /// The groups of the experts in the last micro-batch, if the model has any.
-    groups: Option<PendingRead>,
+    /// The loads of the experts in the last micro-batch, if the model has any.
+    loads: Option<PendingRead>,
     read: PendingRead,
     /// Set if the verdict was needed before the update.
     verdict: Option<Verdict>,
@@ -382,8 +382,8 @@ impl Run<'_> {
         let last = step == steps;
         let due = |every: Option<usize>| every.is_some_and(|n| last || (step > 0 && step.is_multiple_of(n)));
         let evaluate = !stop && !self.state.progress.evaluated;
-        // If ranks shard the parameters, all of them take part in sampling.
-        let samples = self.ranks.is_first() || self.model.zero.shards_parameters();
+        // If ranks exchange parameters or tokens in a forward pass, all of them take part in sampling.
+        let samples = self.ranks.is_first() || self.model.zero.forward_communicates();
         let validate =
             evaluate && !self.val.sources.is_empty() && (due(val_every) || (step == 0 && val_every.is_some()));
         let score = evaluate && self.hellaswag.is_some() && due(val_every);
@@ -459,12 +459,12 @@ impl Run<'_> {
             self.console
                 .line(&format!("warning: CUDA graph capture failed, kernels are launched individually: {error}"))?;
         }
-        let groups = self.model.read_groups(self.engine)?;
+        let loads = self.model.read_loads(self.engine)?;
         let read = self.engine.read_async(training.stats)?;
         self.state.step = step + 1;
         self.state.progress.evaluated = false;
         session.boundary = Boundary::of(&self.state);
-        Ok(LaunchedStep { step, learning_rate, flops_per_token, stats, groups, read, verdict })
+        Ok(LaunchedStep { step, learning_rate, flops_per_token, stats, loads, read, verdict })
     }
 
     /// Waits for the last checkpoint and returns the result of the run.

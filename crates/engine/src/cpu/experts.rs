@@ -7,8 +7,8 @@ use super::matmul::scales_product;
 use super::quantize;
 use crate::Result;
 use crate::ops::{
-    ActivationInput, BIAS_GRADIENT, Combine, Dispatch, Epilogue, GROUP_ROWS, Groups, MatmulBackward, MatmulForward,
-    MatmulShape, Route, RouteBackward, Router, RouterScores,
+    ActivationInput, BIAS_GRADIENT, ChoiceGradients, Combine, Dispatch, Epilogue, GROUP_ROWS, Groups, MatmulBackward,
+    MatmulForward, MatmulShape, Route, RouteBackward, Router, RouterScores,
 };
 use anyhow::ensure;
 use rayon::prelude::*;
@@ -31,7 +31,7 @@ fn check(router: Router) -> Result<()> {
     Ok(())
 }
 
-/// Returns the rows of each expert in expert order, without padding.
+/// Returns the rows of each local expert in expert order, without padding.
 fn rows_of_experts(layout: &[i32], count: usize) -> impl Iterator<Item = Range<usize>> {
     let (starts, counts) = (&layout[..count], &layout[count + 1..][..count]);
     starts.iter().zip(counts).map(|(&start, &rows)| start as usize..(start + rows) as usize)
@@ -71,9 +71,9 @@ fn choose(router: Router, logits: &[f32], bias: &[f32], experts: &mut [i32], wei
 }
 
 pub(super) fn route(arena: &mut Arena, op: Route) -> Result<()> {
-    let Route { logits, bias, experts, weights, positions, sources, groups, router, trains } = op;
+    let Route { logits, bias, experts, weights, positions, sources, groups, loads, router, trains } = op;
     check(router)?;
-    let Router { count, active: k, .. } = router;
+    let Router { count, active: k, local, .. } = router;
     let rows = logits.len / count;
     let operands = [
         ("logits", logits, rows * count),
@@ -82,23 +82,27 @@ pub(super) fn route(arena: &mut Arena, op: Route) -> Result<()> {
         ("positions", positions, rows * k),
         ("sources", sources, router.rows(rows)),
         ("groups", groups, router.layout_len(rows)),
+        ("loads", loads, count),
         optional("bias", bias, count),
     ];
-    let [logits, experts, weights, positions, sources, groups, bias] = arena.split("route", operands)?;
+    let [logits, experts, weights, positions, sources, groups, loads, bias] = arena.split("route", operands)?;
     let bias = &*bias;
     let experts: &mut [i32] = bytemuck::cast_slice_mut(experts);
     let chosen = experts.par_chunks_mut(k).zip(weights.par_chunks_mut(k));
     let tokens = logits.par_chunks(count).zip(chosen).with_min_len(ROWS);
     tokens.for_each(|(logits, (experts, weights))| choose(router, logits, bias, experts, weights));
 
-    let [positions, sources, groups] = [positions, sources, groups].map(bytemuck::cast_slice_mut::<f32, i32>);
+    let [positions, sources, groups, loads] =
+        [positions, sources, groups, loads].map(bytemuck::cast_slice_mut::<f32, i32>);
     groups.fill(0);
     sources.fill(-1);
-    let (starts, rest) = groups.split_at_mut(count + 1);
-    let (counts, blocks) = rest.split_at_mut(count);
+    loads.fill(0);
     for &expert in &*experts {
-        counts[expert as usize] += 1;
+        loads[expert as usize] += 1;
     }
+    let (starts, rest) = groups.split_at_mut(local.count + 1);
+    let (counts, blocks) = rest.split_at_mut(local.count);
+    counts.copy_from_slice(&loads[local.first..][..local.count]);
     for (expert, &rows) in counts.iter().enumerate() {
         let padded = (rows as usize).max(usize::from(trains)).next_multiple_of(GROUP_ROWS);
         let start = starts[expert] as usize;
@@ -107,7 +111,10 @@ pub(super) fn route(arena: &mut Arena, op: Route) -> Result<()> {
     }
     let mut next = starts.to_vec();
     for (source, (&expert, position)) in experts.iter().zip(positions).enumerate() {
-        let next = &mut next[expert as usize];
+        *position = -1;
+        let of_local = (expert as usize).checked_sub(local.first).filter(|&expert| expert < local.count);
+        let Some(expert) = of_local else { continue };
+        let next = &mut next[expert];
         *position = *next;
         sources[*next as usize] = source as i32;
         *next += 1;
@@ -156,51 +163,60 @@ pub(super) fn combine(arena: &mut Arena, op: Combine) -> Result<()> {
             None => out.fill(0.0),
         }
         for (choice, &position) in positions.iter().enumerate() {
+            let Ok(position) = usize::try_from(position) else { continue };
             let weight = weights.get(token * k + choice).copied().unwrap_or(1.0);
-            out.iter_mut().zip(&inp[position as usize * c..]).for_each(|(out, x)| *out += weight * x);
+            out.iter_mut().zip(&inp[position * c..]).for_each(|(out, x)| *out += weight * x);
         }
     });
     Ok(())
 }
 
+pub(super) fn choice_gradients(arena: &mut Arena, op: ChoiceGradients) -> Result<()> {
+    let ChoiceGradients { out, positions, preactivation, dpreactivation, channels } = op;
+    let operands = [
+        ("out", out, out.len),
+        ("positions", positions, out.len),
+        ("preactivation", preactivation, preactivation.len),
+        ("dpreactivation", dpreactivation, preactivation.len),
+    ];
+    let [out, positions, preactivation, dpreactivation] = arena.split("choice_gradients", operands)?;
+    let (up, dup) = (&*preactivation, &*dpreactivation);
+    let positions: &[i32] = bytemuck::cast_slice(positions);
+    out.par_iter_mut().zip(positions).with_min_len(ROWS).for_each(|(out, &position)| {
+        let of_row = |row: usize| dot(&up[row * 2 * channels..][..channels], &dup[row * 2 * channels..][..channels]);
+        *out = usize::try_from(position).map_or(0.0, of_row);
+    });
+    Ok(())
+}
+
 pub(super) fn route_backward(arena: &mut Arena, op: &RouteBackward) -> Result<()> {
-    let RouteBackward { dlogits, logits, experts, weights, positions, groups, preactivation, dpreactivation, .. } = *op;
-    let RouteBackward { dbias, channels, router, aux_loss, .. } = *op;
+    let RouteBackward { dlogits, dbias, logits, experts, weights, gradients, loads, .. } = *op;
+    let RouteBackward { tokens, router, aux_loss, .. } = *op;
     check(router)?;
     let Router { count, active: k, .. } = router;
     let rows = logits.len / count;
-    let wide = router.rows(rows) * 2 * channels;
     let operands = [
         ("dlogits", dlogits, rows * count),
         ("logits", logits, rows * count),
         ("experts", experts, rows * k),
         ("weights", weights, rows * k),
-        ("positions", positions, rows * k),
-        ("groups", groups, router.layout_len(rows)),
-        ("preactivation", preactivation, wide),
-        ("dpreactivation", dpreactivation, wide),
+        ("gradients", gradients, rows * k),
+        ("loads", loads, count),
         optional("dbias", dbias, count),
     ];
-    let [dlogits, logits, experts, weights, positions, groups, preactivation, dpreactivation, dbias] =
-        arena.split("route_backward", operands)?;
-    let (logits, weights, preactivation, dpreactivation) = (&*logits, &*weights, &*preactivation, &*dpreactivation);
-    let [experts, positions, groups] =
-        [experts, positions, groups].map(|words| bytemuck::cast_slice::<f32, i32>(words));
-    for (dbias, of_expert) in dbias.iter_mut().zip(rows_of_experts(groups, count)) {
-        *dbias += BIAS_GRADIENT * ((of_expert.len() * count) as i64 - (rows * k) as i64) as f32;
+    let [dlogits, logits, experts, weights, gradients, loads, dbias] = arena.split("route_backward", operands)?;
+    let (logits, weights, gradients) = (&*logits, &*weights, &*gradients);
+    let [experts, loads] = [experts, loads].map(|words| bytemuck::cast_slice::<f32, i32>(words));
+    for (dbias, &load) in dbias.iter_mut().zip(loads) {
+        *dbias += BIAS_GRADIENT * (i64::from(load) * count as i64 - (tokens * k) as i64) as f32;
     }
     // The gradient of the load-balancing loss with respect to each score of a token.
-    let dscores = rows_of_experts(groups, count).map(|of_expert| (of_expert.len() * count) as f32 / rows as f32);
+    let dscores = loads.iter().map(|&load| (load as usize * count) as f32 / tokens as f32);
     let dscores: Vec<f32> = dscores.map(|dscore| aux_loss * dscore).collect();
-    let weighted = |&position: &i32| {
-        let start = position as usize * 2 * channels;
-        dot(&preactivation[start..][..channels], &dpreactivation[start..][..channels])
-    };
     dlogits.par_chunks_mut(count).enumerate().with_min_len(ROWS).for_each(|(token, dlogits)| {
         let choices = token * k..(token + 1) * k;
-        let dweights: Vec<f32> = positions[choices.clone()].iter().map(weighted).collect();
         let chosen = experts[choices.clone()].iter().map(|&expert| expert as usize);
-        let chosen = chosen.zip(weights[choices].iter().copied()).zip(dweights);
+        let chosen = chosen.zip(weights[choices.clone()].iter().copied()).zip(gradients[choices].iter().copied());
         let logits = &logits[token * count..][..count];
         gradient_of_logits(op, logits, dlogits, &dscores, chosen);
     });

@@ -107,6 +107,7 @@ impl Cpu {
             Operation::ValueEmbedBackward(op) => value_embedding::backward(arena, &op),
             Operation::GateInputBackward(op) => value_embedding::input_backward(arena, op),
             Operation::Route(op) => experts::route(arena, op),
+            Operation::ChoiceGradients(op) => experts::choice_gradients(arena, op),
             Operation::RouteBackward(op) => experts::route_backward(arena, &op),
             Operation::Dispatch(op) => experts::dispatch(arena, op),
             Operation::Combine(op) => experts::combine(arena, op),

@@ -39,10 +39,10 @@ pub(super) fn mix(arena: &mut Arena, op: Mix) -> Result<()> {
         ("inp", inp, n),
         optional("added", distinct(added, inp), n),
         optional("scale", scale, 1),
-        ("added_scale", added_scale, 1),
+        optional("added_scale", added_scale, 1),
     ];
     let [out, inp, added, scale, added_scale] = arena.split("mix", operands)?;
-    let (scale, added_scale) = (factor(scale), sign(subtracts) * added_scale[0]);
+    let (scale, added_scale) = (factor(scale), sign(subtracts) * factor(added_scale));
     let added = if added.is_empty() { &*inp } else { added };
     out.par_iter_mut().with_min_len(CHUNK).zip(&*inp).zip(added).for_each(|((out, x), y)| {
         *out = scale * x + added_scale * y;

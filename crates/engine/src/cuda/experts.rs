@@ -4,12 +4,14 @@ use super::executor::EmulatedGpu;
 use super::quantize::quantize;
 use super::{Cuda, Float, MatmulBackend, shared_bytes};
 use crate::gemm::GroupOperands;
-use crate::ops::{Combine, Dispatch, Fp8Format, Groups, Quantize, Route, RouteBackward, Router, RouterScores};
+use crate::ops::{
+    ChoiceGradients, Combine, Dispatch, Fp8Format, Groups, Quantize, Route, RouteBackward, Router, RouterScores,
+};
 use crate::tensor::{DType, Tensor};
 use crate::{Result, Workload};
 use anyhow::ensure;
 use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut};
-use gpu::experts::{self as kernels, BackwardSizes, MAX_EXPERTS};
+use gpu::experts::{self as kernels, BackwardSizes, Local, MAX_EXPERTS};
 use gpu::quantize::{tile_and_maxima, transpose_grid};
 
 /// Maximum number of experts of a token: the lanes of a warp.
@@ -17,7 +19,7 @@ const MAX_ACTIVE: usize = 32;
 
 /// Returns the 32-bit words of scratch memory.
 pub(super) fn scratch(workload: &Workload) -> usize {
-    workload.router.map_or(0, |router| kernels::chunks(workload.rows() * router.active) * router.count)
+    workload.router.map_or(0, |router| kernels::chunks(workload.routed_tokens * router.active) * router.count)
 }
 
 /// Checks that there are kernels for the experts of a model.
@@ -42,7 +44,7 @@ fn check_router(Router { count, active, .. }: Router) -> Result<()> {
 }
 
 /// Returns the router as kernels take it.
-fn router_of(Router { count, active, scores, normalized }: Router) -> kernels::Router {
+fn router_of(Router { count, active, scores, normalized, .. }: Router) -> kernels::Router {
     kernels::Router {
         experts: count as u32,
         active: active as u32,
@@ -83,12 +85,13 @@ impl<T: Float> Cuda<T> {
 }
 
 pub(super) fn route<T: Float>(cuda: &mut Cuda<T>, op: Route) -> Result<()> {
-    let Route { logits, bias, experts, weights, positions, sources, groups, router, trains } = op;
+    let Route { logits, bias, experts, weights, positions, sources, groups, loads, router, trains } = op;
     check_router(router)?;
-    let Router { count, active, .. } = router;
+    let Router { count, active, local, .. } = router;
+    let local = Local { first: local.first as u32, count: local.count as u32 };
     let rows = logits.len / count;
     let entries = rows * active;
-    let layout = kernels::Groups::new(count, entries);
+    let layout = router.layout(rows);
     let chunks = kernels::chunks(entries) as u32;
     let scratch = cuda.scratch(chunks as usize * count)?;
     let counts = cuda.output::<f32>("counts", scratch, chunks as usize * count)?;
@@ -97,7 +100,7 @@ pub(super) fn route<T: Float>(cuda: &mut Cuda<T>, op: Route) -> Result<()> {
     let weights = cuda.output("weights", weights, entries)?;
     let (positions, sources) =
         (cuda.output("positions", positions, entries)?, cuda.output("sources", sources, layout.rows)?);
-    let groups = cuda.words("groups", groups, layout.words())?;
+    let (groups, loads) = (cuda.words("groups", groups, layout.words())?, cuda.words("loads", loads, count)?);
     let logits = cuda.input::<T>("logits", logits, rows * count)?;
     let bias = cuda.optional_input::<T>("bias", bias, count)?;
     let (rows_32, entries, count_32, of) = (rows as u32, entries as u32, count as u32, router_of(router));
@@ -105,11 +108,11 @@ pub(super) fn route<T: Float>(cuda: &mut Cuda<T>, op: Route) -> Result<()> {
     cuda.launch(launch, [kernels::route_choose_grid(rows), 1, 1], 0)?;
     let (ids, shared) = (experts.reader(), shared_bytes(kernels::shared));
     cuda.launch(kernels::route_count(counts, ids, entries, count_32), [chunks, 1, 1], shared)?;
-    let launch =
-        kernels::route_groups(groups, counts, sources, chunks, count_32, layout.rows as u32, u32::from(trains));
+    let (p, fewest) = (layout.rows as u32, u32::from(trains));
+    let launch = kernels::route_groups(groups, loads, counts, sources, chunks, count_32, local, p, fewest);
     cuda.launch(launch, [1; 3], shared)?;
     let (sums, described) = (counts.reader(), groups.reader());
-    let launch = kernels::route_place(positions, sources, ids, sums, described, entries, count_32);
+    let launch = kernels::route_place(positions, sources, ids, sums, described, entries, count_32, local);
     cuda.launch(launch, [chunks, 1, 1], shared)
 }
 
@@ -182,28 +185,38 @@ pub(super) fn combine<T: Float>(cuda: &mut Cuda<T>, op: Combine) -> Result<()> {
     cuda.launch(launch, [kernels::grid(rows), 1, 1], 0)
 }
 
+pub(super) fn choice_gradients<T: Float>(cuda: &mut Cuda<T>, op: ChoiceGradients) -> Result<()> {
+    let ChoiceGradients { out, positions, preactivation, dpreactivation, channels } = op;
+    let (entries, wide) = (out.len, preactivation.len);
+    let launch = kernels::choice_gradients::<T>(
+        cuda.output("out", out, entries)?,
+        cuda.input("positions", positions, entries)?,
+        cuda.input("preactivation", preactivation, wide)?,
+        cuda.input("dpreactivation", dpreactivation, wide)?,
+        entries as u32,
+        channels as u32,
+    );
+    cuda.launch(launch, [kernels::grid(entries), 1, 1], 0)
+}
+
 pub(super) fn route_backward<T: Float>(cuda: &mut Cuda<T>, op: &RouteBackward) -> Result<()> {
-    let RouteBackward { dlogits, logits, experts, weights, positions, groups, preactivation, dpreactivation, .. } = *op;
-    let RouteBackward { dbias, channels, router, aux_loss, z_loss, .. } = *op;
+    let RouteBackward { dlogits, dbias, logits, experts, weights, gradients, loads, tokens, .. } = *op;
+    let RouteBackward { router, aux_loss, z_loss, .. } = *op;
     check_router(router)?;
     let Router { count, active, .. } = router;
     let (rows, entries) = (logits.len / count, logits.len / count * active);
-    let layout = kernels::Groups::new(count, entries);
-    let wide = layout.rows * 2 * channels;
     let dlogits = cuda.output("dlogits", dlogits, rows * count)?;
-    let logits = cuda.input("logits", logits, rows * count)?;
+    let logits: Global<T> = cuda.input("logits", logits, rows * count)?;
     let (experts, weights) = (cuda.input("experts", experts, entries)?, cuda.input("weights", weights, entries)?);
-    let positions = cuda.input("positions", positions, entries)?;
-    let groups = cuda.words("groups", groups, layout.words())?.reader();
-    let up: Global<T> = cuda.input("preactivation", preactivation, wide)?;
-    let dup: Global<T> = cuda.input("dpreactivation", dpreactivation, wide)?;
-    let sizes = BackwardSizes { rows: rows as u32, channels: channels as u32, aux_loss, z_loss };
+    let gradients = cuda.input("gradients", gradients, entries)?;
+    let loads = cuda.words("loads", loads, count)?.reader();
     let of = router_of(router);
+    let sizes = BackwardSizes { rows: rows as u32, tokens: tokens as u32, aux_loss, z_loss };
     let launch = instance!(route_backward::<T>(
-        count; dlogits, logits, experts, weights, positions, groups, up, dup, of, sizes
+        count; dlogits, logits, experts, weights, gradients, loads, of, sizes
     ));
     cuda.launch(launch, [kernels::route_choose_grid(rows), 1, 1], 0)?;
     let Some(dbias) = dbias else { return Ok(()) };
     let dbias = cuda.output::<T>("dbias", dbias, count)?;
-    cuda.launch(kernels::route_bias_backward(dbias, groups, entries as u32, count as u32), [1; 3], 0)
+    cuda.launch(kernels::route_bias_backward(dbias, loads, (tokens * active) as u32, count as u32), [1; 3], 0)
 }

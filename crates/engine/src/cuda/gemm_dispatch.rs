@@ -321,6 +321,7 @@ mod tests {
                 Global::from_address(sums),
                 64,
                 48,
+                Global::null(),
             );
             let (grid, shared_bytes) = (transpose_grid(64, 48), shared_bytes(tile_and_maxima));
             let fallback = vec![KernelLaunch { launch: kernel, grid, shared_bytes }];

@@ -357,6 +357,7 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::ValueEmbedBackward(op) => value_embedding::backward(self, &op),
             Operation::GateInputBackward(op) => value_embedding::input_backward(self, op),
             Operation::Route(op) => experts::route(self, op),
+            Operation::ChoiceGradients(op) => experts::choice_gradients(self, op),
             Operation::RouteBackward(op) => experts::route_backward(self, &op),
             Operation::Dispatch(op) => experts::dispatch(self, op),
             Operation::Combine(op) => experts::combine(self, op),

@@ -39,7 +39,7 @@ pub(super) fn mix<T: Float>(cuda: &mut Cuda<T>, op: Mix) -> Result<()> {
         cuda.input("inp", inp, n)?,
         cuda.input("added", added, n)?,
         cuda.optional_input("scale", scale, 1)?,
-        cuda.input("added_scale", added_scale, 1)?,
+        cuda.optional_input("added_scale", added_scale, 1)?,
         sign(subtracts),
         n as u64,
     );

@@ -62,6 +62,7 @@ impl Operation<'_> {
                 some("sources", op.sources),
                 some("groups", op.groups),
             ],
+            Self::ChoiceGradients(op) => vec![some("gradients of choices", op.out)],
             Self::RouteBackward(op) => vec![some("dlogits", op.dlogits)],
             // Rows after the last expert's are undefined, so a trace shows the operations that read the others.
             Self::Dispatch(_) => Vec::new(),

@@ -14,8 +14,8 @@ pub struct Mix {
     pub added: Tensor,
     /// (1) float; 1 if absent
     pub scale: Option<Tensor>,
-    /// (1) float
-    pub added_scale: Tensor,
+    /// (1) float; 1 if absent
+    pub added_scale: Option<Tensor>,
     /// Subtracts the second term.
     pub subtracts: bool,
 }

@@ -1,7 +1,7 @@
 //! Mixtures of experts.
 
 use super::{Descriptor, DescriptorError};
-use engine::ops::{Router, RouterScores};
+use engine::ops::{ExpertRange, Router, RouterScores};
 use serde::{Deserialize, Serialize};
 
 /// The experts of each layer, in place of an MLP (Shazeer et al., 2017, arXiv:1701.06538). Each expert is an MLP without biases. A router, a
@@ -83,8 +83,9 @@ impl Experts {
 
     /// Returns how experts are chosen.
     pub const fn router(&self) -> Router {
-        let Self { count, active, scores, normalized, .. } = *self;
-        Router { count: count as usize, active: active as usize, scores, normalized }
+        let Self { active, scores, normalized, .. } = *self;
+        let count = self.count as usize;
+        Router { count, active: active as usize, scores, normalized, local: ExpertRange { first: 0, count } }
     }
 
     /// Checks the numbers.

@@ -1,7 +1,7 @@
 //! Attention: qkv, rotary positions with a norm of queries and keys, attention, attproj.
 
 use crate::activations::Activations;
-use crate::decoder::{BackwardPass, Cache, DecodePass, Decoder, ForwardPass, NormBuffers, SubLayer};
+use crate::decoder::{BackwardPass, Cache, DecodePass, Decoder, ForwardPass, NormBuffers, Rows, SubLayer};
 use crate::descriptor::{Descriptor, Positions, QkNorm};
 use crate::params::Param;
 use crate::recompute::Recompute;
@@ -143,7 +143,7 @@ fn after(tensor: Tensor, elements: usize) -> Tensor {
 }
 
 impl SubLayer for Attention {
-    fn rows(&self, rows: usize, past: usize, d: &Descriptor) -> Arc<dyn SubLayer> {
+    fn rows(&self, Rows { own: rows, past, .. }: Rows, d: &Descriptor) -> Arc<dyn SubLayer> {
         let of = |tensor: Tensor, width: usize| tensor.slice(0, rows * width);
         Arc::new(Self {
             layer: self.layer,
@@ -180,12 +180,25 @@ impl SubLayer for Attention {
         self.attend(engine, pass, residual, false)
     }
 
-    fn recompute(&self, engine: &mut dyn Engine, pass: &ForwardPass, residual: Tensor, last: bool) -> Result<()> {
+    fn recompute(
+        &self,
+        engine: &mut dyn Engine,
+        pass: &ForwardPass,
+        _hooks: &mut dyn LayerHooks,
+        residual: Tensor,
+        last: bool,
+    ) -> Result<()> {
         self.project(engine, pass, residual)?;
         self.attend(engine, pass, residual, last)
     }
 
-    fn backward(&self, engine: &mut dyn Engine, pass: &BackwardPass, residual: Tensor) -> Result<()> {
+    fn backward(
+        &self,
+        engine: &mut dyn Engine,
+        pass: &BackwardPass,
+        _hooks: &mut dyn LayerHooks,
+        residual: Tensor,
+    ) -> Result<()> {
         let Self { layer, ref ln1, qkv, attended, lse, .. } = *self;
         let (model, d) = (pass.model, &pass.model.descriptor);
         let dqkv = pass.dwide.slice(0, qkv.len);

@@ -1,7 +1,7 @@
 //! The dense MLP: fc, activation, fcproj.
 
 use crate::activations::Activations;
-use crate::decoder::{BackwardPass, DecodePass, Decoder, ForwardPass, NormBuffers, SubLayer};
+use crate::decoder::{BackwardPass, DecodePass, Decoder, ForwardPass, NormBuffers, Rows, SubLayer};
 use crate::descriptor::Descriptor;
 use crate::fp8;
 use crate::params::Param;
@@ -72,7 +72,7 @@ impl Mlp {
 }
 
 impl SubLayer for Mlp {
-    fn rows(&self, rows: usize, _past: usize, d: &Descriptor) -> Arc<dyn SubLayer> {
+    fn rows(&self, Rows { own: rows, .. }: Rows, d: &Descriptor) -> Arc<dyn SubLayer> {
         let of = |tensor: Tensor, width: usize| tensor.slice(0, rows * width);
         Arc::new(Self {
             layer: self.layer,
@@ -110,7 +110,14 @@ impl SubLayer for Mlp {
         pass.model.run_linear(engine, self.layer, Param::Fcprojw, &self.fcproj(pass.model, residual))
     }
 
-    fn recompute(&self, engine: &mut dyn Engine, pass: &ForwardPass, residual: Tensor, last: bool) -> Result<()> {
+    fn recompute(
+        &self,
+        engine: &mut dyn Engine,
+        pass: &ForwardPass,
+        _hooks: &mut dyn LayerHooks,
+        residual: Tensor,
+        last: bool,
+    ) -> Result<()> {
         let model = pass.model;
         model.run_linear(engine, self.layer, Param::Fcw, &self.fc(model))?;
         if last {
@@ -120,7 +127,13 @@ impl SubLayer for Mlp {
         }
     }
 
-    fn backward(&self, engine: &mut dyn Engine, pass: &BackwardPass, residual: Tensor) -> Result<()> {
+    fn backward(
+        &self,
+        engine: &mut dyn Engine,
+        pass: &BackwardPass,
+        _hooks: &mut dyn LayerHooks,
+        residual: Tensor,
+    ) -> Result<()> {
         let Self { layer, ref ln2, fc, activated, .. } = *self;
         let (model, activation) = (pass.model, pass.model.descriptor.activation);
         let in_fp8 = model.fp8.is_some();

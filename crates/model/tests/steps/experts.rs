@@ -3,12 +3,12 @@
 use distributed::Ranks;
 use distributed::tcp_group::TcpGroup;
 use engine::cpu::Cpu;
-use engine::ops::{AdamW, RouterScores};
+use engine::ops::{AdamW, MuonAdditions, RouterScores};
 use engine::{BatchLayout, Engine};
 use model::descriptor::{Experts, Overrides};
 use model::{
-    Decoder, Descriptor, Muon, Optimizer, Param, Params, PlanOptions, Recompute, Shard, TrainStep, Unsharded, Update,
-    Zero, init,
+    Decoder, Descriptor, LayerHooks, Muon, Optimizer, Param, Params, PlanOptions, Recompute, Shard, StepStats,
+    StopRequest, TrainStep, Unsharded, Update, Zero, init,
 };
 use rng::Mt19937;
 use std::thread;
@@ -49,14 +49,18 @@ fn planned(descriptor: Descriptor, options: PlanOptions) -> (Decoder, Cpu) {
     (model, engine)
 }
 
-/// Loads the sequences from `first` on.
+/// Loads the sequences from `first` on; if there are none, sequences of one token.
 fn load(engine: &mut dyn Engine, model: &Decoder, layout: BatchLayout, first: usize) {
     let mut words = engine.host_buffer(layout.words()).unwrap();
     let mut rng = Mt19937::new(9);
     let all: Vec<i32> = (0..2 * 8 * T).map(|_| rng.below(VOCAB as u32) as i32).collect();
     let tokens = layout.b * layout.t;
-    words[layout.inputs()].copy_from_slice(&all[first * T..][..tokens]);
-    words[layout.targets()].copy_from_slice(&all[(8 + first) * T..][..tokens]);
+    if first < 8 {
+        words[layout.inputs()].copy_from_slice(&all[first * T..][..tokens]);
+        words[layout.targets()].copy_from_slice(&all[(8 + first) * T..][..tokens]);
+    } else {
+        words[..layout.targets().end].fill(7);
+    }
     layout.sort(&mut words);
     engine.load_batch(model.batch.slice(0, layout.words()), layout, words).unwrap();
 }
@@ -149,28 +153,87 @@ const RATE: f32 = 0.0625;
 const ADAMW: AdamW =
     AdamW { learning_rate: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 1, clip: 1.0, seed: 0 };
 
-/// Returns the parameters after three steps, from each rank's parts.
-fn trained(ranks: usize, stage: u8, optimizer: Optimizer) -> Vec<f32> {
-    let d = with_bias(with_router_losses(small(RouterScores::Softmax, true, 20)));
-    let layout = BatchLayout::new(2, T);
-    let rank = |group: TcpGroup| {
-        let rank = group.rank;
-        let zero = Zero::new(stage, Shard { rank, ranks });
-        let options = PlanOptions { zero, optimizer, ..PlanOptions::training(layout.b, layout.t) };
-        let (model, mut engine) = planned(d, options);
+/// A part of a tensor in a layer that a rank keeps: the index of its first value, and the values.
+type Part = (Param, usize, usize, Vec<f32>);
+
+/// Three steps of eight sequences.
+#[derive(Clone, Copy)]
+struct Steps {
+    descriptor: Descriptor,
+    ranks: usize,
+    /// Number of ranks that shard together.
+    shard_size: usize,
+    stage: u8,
+    expert_parallel: bool,
+    optimizer: Optimizer,
+    recompute: Recompute,
+    /// Sequences of a micro-batch of a rank.
+    b: usize,
+    /// Makes all tokens equal, so that they choose the same experts.
+    equal_tokens: bool,
+    /// Added to the denominator of AdamW.
+    eps: f32,
+}
+
+impl Steps {
+    fn new(ranks: usize, stage: u8, optimizer: Optimizer) -> Self {
+        let descriptor = with_bias(with_router_losses(small(RouterScores::Softmax, true, 20)));
+        let shard_size = if stage > 0 { ranks } else { 1 };
+        let (recompute, expert_parallel) = (Recompute::Nothing, false);
+        let (b, equal_tokens, eps) = (2, false, 1e-8);
+        Self { descriptor, ranks, shard_size, stage, expert_parallel, optimizer, recompute, b, equal_tokens, eps }
+    }
+
+    /// Returns the losses and the parameters after the steps, from each rank's parts.
+    fn run(self) -> (Vec<f32>, Vec<f32>) {
+        let groups = TcpGroup::in_process(self.ranks, Duration::from_mins(1)).unwrap();
+        let results: Vec<_> = thread::scope(|scope| {
+            let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || self.run_rank(group))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let layout = Params::new(self.descriptor);
+        let mut whole = vec![f32::NAN; layout.elements()];
+        for (param, layer, first, values) in results.iter().flat_map(|(_, parts)| parts) {
+            let start = layout.range(*param, *layer).start + first;
+            for (to, value) in whole[start..].iter_mut().zip(values) {
+                assert!(to.is_nan() || to.to_bits() == value.to_bits(), "{} differs between ranks", param.name());
+                *to = *value;
+            }
+        }
+        whole.retain(|value| !value.is_nan());
+        assert_eq!(whole.len(), self.descriptor.parameters());
+        (results[0].0.clone(), whole)
+    }
+
+    fn run_rank(self, group: TcpGroup) -> (Vec<f32>, Vec<Part>) {
+        let Self { ranks, shard_size, stage, expert_parallel, optimizer, recompute, b, .. } = self;
+        let (rank, layout) = (group.rank, BatchLayout::new(b, T));
+        let shard = Shard { rank: rank % shard_size, ranks: shard_size };
+        let zero = Zero::new(stage, shard).share_experts(expert_parallel);
+        zero.check(&self.descriptor).unwrap();
+        let options = PlanOptions { zero, optimizer, recompute, ..PlanOptions::training(b, T) };
+        let (model, mut engine) = planned(self.descriptor, options);
         let mut connected = if ranks == 1 { Ranks::Single } else { Ranks::Connected(group) };
-        connected.init_communicator(&engine, model.params, if stage > 0 { ranks } else { 1 }).unwrap();
-        let mut step = TrainStep::new(&model, layout, 2 / ranks);
-        let mut next = rank;
+        connected.init_communicator(&engine, model.params, shard_size).unwrap();
+        let accum = 8 / (ranks * b);
+        let mut step = TrainStep::new(&model, layout, accum);
+        let (mut next, mut losses) = (0, Vec::new());
         for number in 1..=3 {
             let mut load = |engine: &mut dyn Engine| {
-                load(engine, &model, layout, 2 * (next % 4));
-                next += ranks;
+                let first = (next % accum * ranks + rank) * b;
+                load(engine, &model, layout, if self.equal_tokens { 8 } else { first });
+                next += 1;
                 Ok(layout.targets().len())
             };
-            let muon = (optimizer == Optimizer::Muon).then(Muon::default);
-            let update = Update { muon, ..AdamW { step: number, ..ADAMW }.into() }.with_router_bias_rate(RATE);
-            let mut decide = |_: &mut dyn Engine, _| Ok(Some(update));
+            let adamw = AdamW { eps: self.eps, step: number, ..ADAMW };
+            let additions = MuonAdditions { variance: true, cautious_decay: true, ..MuonAdditions::default() };
+            let muon = Muon { learning_rate: 1e-3, momentum: 0.9, weight_decay: 0.1, additions, ..Muon::default() };
+            let muon = (optimizer == Optimizer::Muon).then_some(muon);
+            let mut decide = |engine: &mut dyn Engine, stats: StepStats| {
+                losses.extend(stats.loss_and_norm(&engine.read(stats.tensor)?)?);
+                let update = Update { muon, ..adamw.into() };
+                Ok(Some(update.with_router_bias_rate(RATE)))
+            };
             step.run(&mut engine, &mut connected, &mut load, &mut decide).unwrap();
         }
         let mut parts = Vec::new();
@@ -180,41 +243,159 @@ fn trained(ranks: usize, stage: u8, optimizer: Optimizer) -> Vec<f32> {
             }
         }
         connected.close().unwrap();
-        parts
-    };
-    let groups = TcpGroup::in_process(ranks, Duration::from_mins(1)).unwrap();
-    let parts: Vec<_> = thread::scope(|scope| {
-        let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(|| rank(group))).collect();
-        threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
-    });
-    let layout = Params::new(d);
-    let mut whole = vec![0.0; layout.elements()];
-    for (param, layer, first, values) in parts {
-        let start = layout.range(param, layer).start + first;
-        whole[start..start + values.len()].copy_from_slice(&values);
+        (losses, parts)
     }
-    whole
+}
+
+/// Checks that losses, norms and parameters agree up to rounding.
+fn assert_close((losses, params): &(Vec<f32>, Vec<f32>), expected: &(Vec<f32>, Vec<f32>), what: &str) {
+    let distance = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    let scale = expected.1.iter().fold(0.0f32, |max, x| max.max(x.abs()));
+    let errors = [distance(losses, &expected.0), distance(params, &expected.1)];
+    assert!(errors[0] <= 1e-5 * expected.0[0] && errors[1] <= 1e-5 * scale, "{what}: {errors:?}, {scale}");
 }
 
 #[test]
 fn two_ranks_train_like_one_in_every_zero_stage() {
     let params = Params::new(with_bias(small(RouterScores::Softmax, true, 20)));
     for optimizer in [Optimizer::AdamW, Optimizer::Muon] {
-        let one = trained(1, 0, optimizer);
+        let one = Steps::new(1, 0, optimizer).run();
         let biases = |all: &[f32]| [0, 1].map(|layer| all[params.range(Param::RouterBias, layer)].to_vec());
         // Each of the three steps adds the rate or subtracts it, unless a load is the mean.
-        let of_one = biases(&one).concat();
+        let of_one = biases(&one.1).concat();
         assert!(of_one.iter().all(|x| (x / RATE).fract() == 0.0 && x.abs() <= 3.0 * RATE), "{of_one:?}");
         assert!(of_one.iter().any(|x| x.abs() > RATE), "{of_one:?}");
-        let scale = one.iter().fold(0.0f32, |max, x| max.max(x.abs()));
-        let stages: Vec<Vec<f32>> = (0..=3).map(|stage| trained(2, stage, optimizer)).collect();
+        let stages: Vec<_> = (0..=3).map(|stage| Steps::new(2, stage, optimizer).run()).collect();
         for (stage, two) in stages.iter().enumerate() {
-            let error = one.iter().zip(two).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-            assert!(error <= 1e-5 * scale, "{optimizer:?}, stage {stage}: {error} of {scale}");
-            assert_eq!(biases(two), biases(&one), "{optimizer:?}, stage {stage}");
+            assert_close(two, &one, &format!("{optimizer:?}, stage {stage}"));
+            assert_eq!(biases(&two.1), biases(&one.1), "{optimizer:?}, stage {stage}");
         }
         assert!(stages[2] == stages[3], "{optimizer:?}");
     }
+}
+
+/// Returns a model with another number of experts.
+fn with_experts(d: Descriptor, count: u32, active: u32) -> Descriptor {
+    Descriptor { experts: d.experts.map(|experts| Experts { count, active, ..experts }), ..d }
+}
+
+/// The load-balancing loss counts the tokens of all ranks that share the experts, so one rank needs their micro-batch as its own.
+#[test]
+fn ranks_that_share_experts_train_like_one() {
+    for (shared_channels, optimizer) in [(0, Optimizer::AdamW), (20, Optimizer::AdamW), (20, Optimizer::Muon)] {
+        let descriptor = with_experts(small(RouterScores::Softmax, true, shared_channels), 8, 3);
+        let descriptor = with_router_losses(descriptor);
+        for (ranks, shard_size, b) in [(2, 2, 2), (4, 4, 1), (4, 2, 1)] {
+            let one = Steps { descriptor, b: b * shard_size, ..Steps::new(1, 0, optimizer) }.run();
+            for stage in 1..=3 {
+                let shared =
+                    Steps { descriptor, shard_size, b, expert_parallel: true, ..Steps::new(ranks, stage, optimizer) };
+                let what =
+                    format!("{ranks} ranks in groups of {shard_size}, stage {stage}, {shared_channels}, {optimizer:?}");
+                let first = shared.run();
+                assert_close(&first, &one, &what);
+                assert!(first == shared.run(), "{what}: two runs differ");
+            }
+        }
+    }
+}
+
+#[test]
+fn recomputation_does_not_change_what_shared_experts_compute() {
+    let descriptor = with_router_losses(with_experts(small(RouterScores::Sigmoid, false, 20), 4, 2));
+    for stage in 1..=3 {
+        let base = Steps { descriptor, expert_parallel: true, ..Steps::new(2, stage, Optimizer::AdamW) };
+        let runs = Recompute::ALL.map(|recompute| Steps { recompute, ..base }.run());
+        assert!(runs.iter().all(|run| *run == runs[0]), "stage {stage}");
+    }
+}
+
+/// One expert of one rank gets all tokens, and the other ranks none.
+#[test]
+fn all_tokens_may_choose_the_experts_of_one_rank() {
+    let descriptor = with_experts(small(RouterScores::Sigmoid, false, 0), 4, 1);
+    // Some gradients are 0 up to rounding, which a small eps would amplify.
+    let one = Steps { descriptor, b: 8, equal_tokens: true, eps: 1e-2, ..Steps::new(1, 0, Optimizer::AdamW) };
+    let (losses, params) = one.run();
+    // Experts without a token keep their weights, apart from weight decay. The first values of one expert differ from that.
+    let layout = Params::new(descriptor);
+    let fcw = layout.range(Param::Fcw, 0);
+    let (initial, mut engine) = planned(descriptor, PlanOptions::inference(1, T));
+    let initial = engine.read(initial.layout.of(initial.params, Param::Fcw, 0)).unwrap();
+    let decayed = initial.iter().map(|x| x * (1.0f32 - 1e-4).powi(3));
+    let moved: Vec<bool> = params[fcw.clone()].iter().zip(decayed).map(|(x, kept)| (x - kept).abs() > 1e-6).collect();
+    let of_experts: Vec<_> = moved.chunks(fcw.len() / 4).map(|of_expert| of_expert.contains(&true)).collect();
+    assert_eq!(of_experts.iter().filter(|moves| **moves).count(), 1, "{of_experts:?}");
+    for ranks in [2, 4] {
+        let shared = Steps { b: 8 / ranks, ranks, shard_size: ranks, stage: 1, expert_parallel: true, ..one };
+        assert_close(&shared.run(), &(losses.clone(), params.clone()), &format!("{ranks} ranks"));
+    }
+}
+
+/// Returns the losses of the tokens of a batch.
+fn losses(engine: &mut Cpu, model: &Decoder, layout: BatchLayout, hooks: &mut dyn LayerHooks) -> Vec<f32> {
+    engine.zero(model.losses).unwrap();
+    model.forward(engine, layout, hooks).unwrap();
+    model.loss(engine, layout, None).unwrap();
+    engine.read(model.losses.slice(0, layout.b * layout.t)).unwrap()
+}
+
+/// In evaluations, ranks have batches of different sizes.
+#[test]
+fn ranks_that_share_experts_evaluate_batches_of_any_size() {
+    let descriptor = with_experts(small(RouterScores::Softmax, true, 20), 8, 3);
+    let layouts = [BatchLayout::new(2, T), BatchLayout::new(1, 5), BatchLayout::new(1, T), BatchLayout::new(3, 7)];
+    let rank = |group: TcpGroup| {
+        let rank = group.rank;
+        let zero = Zero::new(1, Shard { rank, ranks: 4 }).share_experts(true);
+        let (model, mut engine) = planned(descriptor, PlanOptions { zero, ..PlanOptions::training(2, T) });
+        let mut ranks = Ranks::Connected(group);
+        ranks.init_communicator(&engine, model.params, 4).unwrap();
+        let mut step = TrainStep::new(&model, layouts[0], 1);
+        let mut all = Vec::new();
+        for turn in 0..4 {
+            let layout = layouts[(rank + turn) % 4];
+            load(&mut engine, &model, layout, 0);
+            let mut hooks = step.hooks(&mut ranks, StopRequest::OfAnyRank(&|| false));
+            all.push((layout, losses(&mut engine, &model, layout, &mut hooks)));
+        }
+        ranks.close().unwrap();
+        all
+    };
+    let (alone, mut engine) = planned(descriptor, PlanOptions::inference(2, T));
+    let groups = TcpGroup::in_process(4, Duration::from_mins(1)).unwrap();
+    let all: Vec<_> = thread::scope(|scope| {
+        let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(|| rank(group))).collect();
+        threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+    });
+    for (layout, found) in all {
+        load(&mut engine, &alone, layout, 0);
+        let expected = losses(&mut engine, &alone, layout, &mut Unsharded);
+        let error = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(found.len() == expected.len() && error < 1e-4, "{layout:?}: {error}");
+    }
+}
+
+#[test]
+fn experts_that_ranks_cannot_share_are_refused() {
+    let shared = |ranks| Zero::new(1, Shard { rank: 0, ranks }).share_experts(true);
+    let error = |zero: Zero, d: &Descriptor| zero.check(d).unwrap_err().to_string();
+    let experts = with_experts(small(RouterScores::Softmax, true, 0), 6, 2);
+    assert!(shared(3).check(&experts).is_ok() && shared(1).check(&experts).is_ok());
+    assert!(
+        error(shared(4), &experts)
+            .contains("expected a number of experts that the 4 ranks of a shard group divide, found 6")
+    );
+    let dense = Descriptor::gpt2(2, 2, 32, T, VOCAB).unwrap();
+    assert!(error(shared(2), &dense).contains("expected a model with experts, found one with a dense MLP"));
+    assert!(Zero::new(1, Shard { rank: 0, ranks: 4 }).check(&experts).is_ok());
+    let narrow = Overrides { mlp_channels: Some(1), ..Overrides::default() };
+    let narrow = experts.with(narrow).unwrap();
+    assert!(
+        error(shared(6), &narrow).contains("expected a multiple of 64 elements of fcprojw"),
+        "{}",
+        error(shared(6), &narrow)
+    );
 }
 
 #[test]
@@ -228,7 +409,7 @@ fn muon_orthogonalizes_each_matrix_of_each_expert() {
 
 /// Returns the number of rows of each expert in each layer, from the choices of the last forward pass.
 fn loads(model: &Decoder, engine: &mut Cpu) -> Vec<Vec<u32>> {
-    let read = model.read_groups(engine).unwrap().unwrap();
+    let read = model.read_loads(engine).unwrap().unwrap();
     model.expert_loads(&engine.wait(read).unwrap().values)
 }
 

@@ -147,6 +147,7 @@ fn orthogonalized_together(
         linear_layers: vec![(8, 8)],
         mlp_channels: 8,
         router: None,
+        routed_tokens: 0,
         qk_norm: None,
         padded_vocab: 128,
         parameters: rows * cols,

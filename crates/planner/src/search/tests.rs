@@ -20,6 +20,7 @@ fn request() -> Request {
         recompute: LEVELS.to_vec(),
         stages: vec![0, 1, 2, 3],
         shard_sizes: vec![2, 8],
+        expert_parallel: false,
         precision: Precision::Bf16,
         fp8: None,
         storage: Storage { optimizer: Optimizer::AdamW, master_weights: MasterWeights::F32, moments: Moments::F32 },
@@ -52,6 +53,7 @@ fn planned(group: (u8, usize), tokens_per_second: f64, fits: bool, bytes: usize)
     Planned {
         zero_stage: group.0,
         shard_size: group.1,
+        expert_parallel: false,
         batch: 1,
         micro_batches: 1,
         recompute: Recompute::Nothing,
@@ -81,6 +83,41 @@ fn every_setting_is_planned_once_and_in_order() {
     assert_eq!(found, expected);
     request.stages = vec![0];
     assert_eq!(plan(&request).len(), 4);
+}
+
+/// Ranks that share experts keep fewer parameters, and activations with room for the tokens of all of them.
+#[test]
+fn ranks_that_share_experts_are_planned_with_their_exchange() {
+    let descriptor: Descriptor = "modern-moe:d4".parse().unwrap();
+    // 64 experts divide among 2 and 8 ranks, but not among 6.
+    let apart = Request { descriptor, cluster: Cluster::new(24, 8).unwrap(), shard_sizes: vec![2, 6, 8], ..request() };
+    let shared = Request { expert_parallel: true, ..apart.clone() };
+    let (shared, apart) = (plan(&shared), plan(&apart));
+    let layouts: Vec<_> = shared.iter().map(|of| (of.zero_stage, of.shard_size)).collect();
+    assert!((1..=3).all(|stage| layouts.contains(&(stage, 2)) && layouts.contains(&(stage, 8))), "{layouts:?}");
+    assert!(layouts.iter().all(|(stage, size)| *stage > 0 && *size != 6), "{layouts:?}");
+    for of in &shared {
+        let same = |other: &&Planned| other.is_like(of) && (other.batch, other.recompute) == (of.batch, of.recompute);
+        let other = apart.iter().find(same).unwrap();
+        let [found, before] = [of, other].map(|planned| planned.memory);
+        assert!(found.gradients < before.gradients && found.activations > before.activations, "{of:?}");
+        let times = |planned: &Planned, part| {
+            planned.timeline.collectives.iter().filter(|of| of.part == part).map(|of| of.times).sum::<f64>()
+        };
+        // Each layer gathers and sums in both passes, and a recomputed one gathers again.
+        let expected = 4.0 * if of.recompute == Recompute::Nothing { 4.0 } else { 5.0 };
+        assert!((times(of, "tokens") - expected).abs() < 1e-9 && times(other, "tokens") == 0.0, "{:?}", of.timeline);
+    }
+    let error = error_of(&Request {
+        expert_parallel: true,
+        shard_sizes: vec![6],
+        cluster: Cluster::new(24, 8).unwrap(),
+        descriptor,
+        ..request()
+    });
+    assert!(error.contains("that the 6 ranks of a shard group divide, found 64"), "{error}");
+    let error = error_of(&Request { expert_parallel: true, stages: vec![0], ..request() });
+    assert!(error.starts_with("--expert-parallel: expected a --zero-stage from 1 to 3"), "{error}");
 }
 
 #[test]

@@ -269,6 +269,7 @@ fn workload(b: usize, t: usize, channels: usize, heads: usize, padded_vocab: usi
         linear_layers: [(3, 1), (1, 1), (4, 1), (1, 4)].map(|(oc, c)| (oc * channels, c * channels)).to_vec(),
         mlp_channels: 4 * channels,
         router: None,
+        routed_tokens: b * t,
         qk_norm: None,
         padded_vocab,
         parameters,

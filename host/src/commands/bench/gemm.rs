@@ -232,6 +232,7 @@ fn tune(
         linear_layers: vec![(oc, c), (c, oc)],
         mlp_channels: 4 * c.min(oc),
         router: None,
+        routed_tokens: 0,
         qk_norm: None,
         padded_vocab: c.max(oc),
         parameters: 0,

@@ -18,7 +18,7 @@ use model::descriptor::Overrides;
 use model::fit::{self, RunLimits};
 use model::{
     Decoder, Descriptor, Fp8Options, MasterWeights, Moments, Muon, Offload, Optimizer, Param, ParamKind, PlanOptions,
-    Recompute, TrainStep, Update, Zero,
+    Recompute, TrainStep, Update,
 };
 use planner::quantity::bytes;
 use serde_json::{Value, json};
@@ -73,6 +73,9 @@ pub struct Step {
     /// Number of ranks that shard together, as in `train` [default: all]
     #[arg(long, value_name = "N", value_parser = count)]
     shard_size: Option<usize>,
+    /// The ranks of a shard group share the experts, as in `train`
+    #[arg(long)]
+    expert_parallel: bool,
     /// Timed steps, after three warm-up steps
     #[arg(short = 'x', long, default_value = "10", value_parser = count)]
     steps: usize,
@@ -175,6 +178,7 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
             "batch": [options.batch, options.seq, options.grad_accum],
             "zero_stage": options.zero_stage,
             "shard_size": options.shard_size,
+            "expert_parallel": options.expert_parallel,
         });
         trace::write(path, &profile.ranks, &settings)?;
     }
@@ -219,7 +223,7 @@ impl Step {
         let layout = BatchLayout::new(self.batch, self.seq);
         let Self { recompute, optimizer, master_weights, moments, offload, .. } = *self;
         let shard = multi_rank::shard(ranks, self.shard_size)?;
-        let zero = Zero::new(self.zero_stage, shard);
+        let zero = multi_rank::zero(self.zero_stage, shard, ranks.world_size(), self.expert_parallel)?;
         let fp8 = self.fp8.resolve(self.hardware.precision.unwrap_or(Precision::Bf16))?;
         let fp8 = fp8.map(|settings| Fp8Options::new(settings, &descriptor, [layout.b, layout.t], engine));
         let plan_options = PlanOptions {
@@ -285,6 +289,7 @@ impl Step {
             "fp8-head": self.fp8.fp8_head,
             "zero-stage": self.zero_stage,
             "shard-size": self.shard_size,
+            "expert-parallel": self.expert_parallel,
             "lora": self.lora,
             "steps": self.steps,
         });
@@ -361,6 +366,9 @@ impl Results {
         table.note("zero_stage", options.zero_stage);
         if let Some(size) = options.shard_size {
             table.note("shard_size", size);
+        }
+        if options.expert_parallel {
+            table.note("expert_parallel", true);
         }
         if let Some((communication, _)) = &self.communication {
             communication.note(&mut table);

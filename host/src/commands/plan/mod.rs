@@ -74,6 +74,9 @@ pub struct Plan {
     /// Numbers of ranks that shard together, separated by commas [default: the GPUs of one node, and all GPUs]
     #[arg(long, value_name = "N", value_delimiter = ',', value_parser = count, help_heading = SETTINGS)]
     shard_size: Vec<usize>,
+    /// The ranks of a shard group share the experts, as in `train`
+    #[arg(long, help_heading = SETTINGS)]
+    expert_parallel: bool,
 
     /// Optimizer of the layers' matrices, as in `train`
     #[arg(long, value_enum, default_value = "adamw", help_heading = COMPUTE)]
@@ -211,6 +214,7 @@ impl Plan {
             recompute: self.recompute.clone(),
             stages: self.zero_stage.clone(),
             shard_sizes,
+            expert_parallel: self.expert_parallel,
             precision: self.precision,
             fp8: self.fp8.resolve(self.precision)?,
             storage: Storage { optimizer: self.optimizer, master_weights: self.master_weights, moments: self.moments },

@@ -44,9 +44,10 @@ pub fn gib(bytes: usize) -> String {
 
 /// Returns the flags of `train` that select a setting.
 pub fn flags(planned: &Planned) -> String {
-    let Planned { zero_stage, shard_size, batch, recompute, .. } = planned;
+    let Planned { zero_stage, shard_size, expert_parallel, batch, recompute, .. } = planned;
     let shard = if *shard_size > 1 { format!(" --shard-size {shard_size}") } else { String::new() };
-    format!("--zero-stage {zero_stage}{shard} --batch {batch} --recompute {}", u8::from(*recompute))
+    let experts = if *expert_parallel { " --expert-parallel" } else { "" };
+    format!("--zero-stage {zero_stage}{shard}{experts} --batch {batch} --recompute {}", u8::from(*recompute))
 }
 
 /// Prints what is planned, and what is measured or assumed.

@@ -46,7 +46,7 @@ use interchange::ModelSource;
 use metrics::report::Summary;
 use model::fit::{self, RunLimits};
 use model::schedule::Schedule;
-use model::{Decoder, Descriptor, Fp8Options, Optimizer, ParamGroup, PlanOptions, Zero};
+use model::{Decoder, Descriptor, Fp8Options, Optimizer, ParamGroup, PlanOptions};
 use reports::{draw, read_log, report_dry_run, report_end, report_start};
 use resolve::Resolved;
 use shape::Frozen;
@@ -295,7 +295,8 @@ fn identify(
     let val = Some(fingerprint::of_shards(val)?).filter(|val| !val.is_empty());
     let identity = Identity::new(config.values()?, engine.describe(), train, val, ranks.world_size());
     multi_rank::check_ranks(ranks, &identity, gpu)?;
-    multi_rank::check_tokenizer(ranks, tokenizer.tokenizer.as_ref(), config.flags.zero_stage)?;
+    let sample_together = config.flags.zero_stage == 3 || config.flags.expert_parallel;
+    multi_rank::check_tokenizer(ranks, tokenizer.tokenizer.as_ref(), sample_together)?;
     Ok(identity)
 }
 
@@ -464,14 +465,13 @@ fn plan(
     engine: &mut dyn Engine,
 ) -> Result<(Decoder, Plan, String)> {
     let shard = limits.shard;
-    let zero = Zero::new(config.flags.zero_stage, shard);
-    let capacity = capacity(config, &descriptor, engine)?;
-    let options = PlanOptions { zero, ..capacity };
+    let zero = multi_rank::zero(config.flags.zero_stage, shard, limits.ranks, config.flags.expert_parallel)?;
+    let options = PlanOptions { zero, ..capacity(config, &descriptor, engine)? };
     let (model, plan) = fit::plan_run(descriptor, options, limits, engine)?;
     if shard.ranks == 1 {
         return Ok((model, plan, String::new()));
     }
-    let stages = zero_stages(descriptor, capacity, (zero.stage(), limits), engine);
+    let stages = zero_stages(descriptor, options, (zero.stage(), limits), engine);
     // The engine keeps the places of the plan that it made last.
     let (model, plan) = Decoder::plan(descriptor, options, engine);
     Ok((model, plan, stages))

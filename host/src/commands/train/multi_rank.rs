@@ -18,7 +18,7 @@ use distributed::tcp_group::TcpGroup;
 use distributed::{Ranks, Scope, ShardGroups};
 use engine::open::{Device, GPU};
 use engine::{BatchLayout, Engine};
-use model::{Decoder, Shard, Training};
+use model::{Decoder, Shard, Training, Zero};
 use rng::XorShift;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -106,9 +106,21 @@ pub fn check_ranks(ranks: &mut Ranks, identity: &Identity, gpu: Option<usize>) -
     preflight::check_ranks(group, &RankInfo::new(identity, gpu)?)
 }
 
-/// Checks that all ranks have the tokenizer of rank 0 if they generate text together, which is the case under ZeRO-3.
-pub fn check_tokenizer(ranks: &mut Ranks, tokenizer: Option<&Tokenizer>, zero_stage: u8) -> Result<()> {
-    if zero_stage < 3 {
+/// Returns what the ranks of a shard group share. A single rank ignores the flags.
+pub fn zero(stage: u8, shard: Shard, world_size: usize, expert_parallel: bool) -> Result<Zero> {
+    let zero = Zero::new(stage, shard);
+    ensure!(
+        !expert_parallel || world_size == 1 || zero.is_sharded(),
+        "--expert-parallel: expected --zero-stage 1, 2 or 3 and shard groups of several ranks, found --zero-stage {stage} and groups of {}; \
+         use --zero-stage 1, or leave the flag out",
+        shard.ranks
+    );
+    Ok(zero.share_experts(expert_parallel))
+}
+
+/// Checks that all ranks have the tokenizer of rank 0 if they generate text `together`, because their forward passes communicate.
+pub fn check_tokenizer(ranks: &mut Ranks, tokenizer: Option<&Tokenizer>, together: bool) -> Result<()> {
+    if !together {
         return Ok(());
     }
     let first = ranks.broadcast(tokenizer.map(Tokenizer::identity))?;

@@ -480,6 +480,11 @@ pub struct TrainOptions {
     #[arg(long, value_name = "N", value_parser = count, help_heading = DISTRIBUTED)]
     pub shard_size: Option<usize>,
 
+    /// With --zero-stage 1 to 3, for models with experts: the ranks of a shard group share the experts of each layer, and exchange tokens
+    /// instead of weights (expert parallelism)
+    #[arg(long, value_name = "0|1", value_parser = switch, default_value = "0", num_args = 0..=1, default_missing_value = "1", action = ArgAction::Set, help_heading = DISTRIBUTED)]
+    pub expert_parallel: bool,
+
     /// Start and restart with fewer ranks, but at least N, if some do not join within --rendezvous-timeout. The total batch of a step stays
     /// the same. Ranks that arrive later join at the next restart. Implies --resume=auto; all ranks must share --out [default: all ranks]
     #[arg(long, value_name = "N", value_parser = count, requires_all = ["out", "batch", "seq", "total_batch", "steps"], help_heading = DISTRIBUTED)]

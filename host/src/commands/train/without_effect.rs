@@ -42,6 +42,7 @@ pub fn notes(options: &TrainOptions, config: &Config, opened: &Opened, ranks: us
         ("--zero-stage", single && flags.zero_stage > 0, one_rank),
         ("--zero-stage", grouped == Some(1) && flags.zero_stage > 0, "--shard-size is 1"),
         ("--shard-size", single && options.shard_size.is_some(), one_rank),
+        ("--expert-parallel", single && flags.expert_parallel, one_rank),
         ("--shard-size", grouped.is_some() && flags.zero_stage == 0, "--zero-stage is 0"),
         ("--check-ranks", single && flags.check_ranks > 0, one_rank),
         ("--check-ranks", !single && flags.check_ranks > config.steps, &ends),

@@ -1,7 +1,10 @@
 //! Mixtures of experts.
 
 use super::*;
-use crate::ops::{BIAS_GRADIENT, Combine, Dispatch, GROUP_ROWS, Groups, Route, RouteBackward, Router, RouterScores};
+use crate::ops::{
+    BIAS_GRADIENT, ChoiceGradients, Combine, Dispatch, ExpertRange, GROUP_ROWS, Groups, Route, RouteBackward, Router,
+    RouterScores,
+};
 
 /// The tensors that [`Route`] writes.
 struct Routing {
@@ -10,6 +13,7 @@ struct Routing {
     positions: Tensor,
     sources: Tensor,
     groups: Tensor,
+    loads: Tensor,
 }
 
 impl Bench {
@@ -21,6 +25,7 @@ impl Bench {
             positions: self.ints(choices),
             sources: self.ints(router.rows(rows)),
             groups: self.ints(router.layout_len(rows)),
+            loads: self.ints(router.count),
         }
     }
 
@@ -33,8 +38,8 @@ impl Bench {
 
 impl Routing {
     fn route(&self, logits: Tensor, bias: Option<Tensor>, router: Router) -> Route {
-        let Self { experts, weights, positions, sources, groups } = *self;
-        Route { logits, bias, experts, weights, positions, sources, groups, router, trains: true }
+        let Self { experts, weights, positions, sources, groups, loads } = *self;
+        Route { logits, bias, experts, weights, positions, sources, groups, loads, router, trains: true }
     }
 }
 
@@ -63,15 +68,18 @@ fn route(router: Router, logits: Vec<f32>, bias: Option<&[f32]>) -> (Vec<Vec<usi
     let routing = bench.routing(router, rows);
     bench.ready();
     bench.dyn_engine().run(routing.route(logits, bias, router)).unwrap();
-    let [experts, positions, sources, groups] =
-        [routing.experts, routing.positions, routing.sources, routing.groups].map(|tensor| bench.read_ints(tensor));
-    let (starts, rest) = groups.split_at(router.count + 1);
-    let (counts, blocks) = rest.split_at(router.count);
-    assert_eq!((starts[0], counts.iter().sum::<i32>()), (0, (rows * router.active) as i32));
+    let Routing { experts, positions, sources, groups, loads, .. } = routing;
+    let [experts, positions, sources, groups, loads] =
+        [experts, positions, sources, groups, loads].map(|tensor| bench.read_ints(tensor));
+    let ExpertRange { first, count } = router.local;
+    let (starts, rest) = groups.split_at(count + 1);
+    let (counts, blocks) = rest.split_at(count);
+    assert_eq!((starts[0], loads.iter().sum::<i32>()), (0, (rows * router.active) as i32));
+    assert_eq!(counts, &loads[first..][..count]);
     let mut used = 0;
-    for expert in 0..router.count {
+    for expert in 0..count {
         let of_expert: Vec<i32> =
-            (0..experts.len()).filter(|&i| experts[i] == expert as i32).map(|i| i as i32).collect();
+            (0..experts.len()).filter(|&i| experts[i] == (first + expert) as i32).map(|i| i as i32).collect();
         let (start, end) = (starts[expert] as usize, starts[expert + 1] as usize);
         let padded = of_expert.len().div_ceil(GROUP_ROWS).max(1) * GROUP_ROWS;
         assert_eq!((counts[expert] as usize, end - start), (of_expert.len(), padded));
@@ -83,13 +91,23 @@ fn route(router: Router, logits: Vec<f32>, bias: Option<&[f32]>) -> (Vec<Vec<usi
     assert!(sources[used..].iter().all(|&source| source == -1));
     assert!(blocks[used / GROUP_ROWS..].iter().all(|&block| block == 0));
     for (choice, &position) in positions.iter().enumerate() {
-        assert_eq!(sources[position as usize], choice as i32);
+        if (first..first + count).contains(&(experts[choice] as usize)) {
+            assert_eq!(sources[position as usize], choice as i32);
+        } else {
+            assert_eq!(position, -1);
+        }
     }
     let experts = experts.chunks(router.active).map(|of| of.iter().map(|&expert| expert as usize).collect()).collect();
     (experts, bench.after(routing.weights))
 }
 
-const ROUTER: Router = Router { count: 4, active: 2, scores: RouterScores::Softmax, normalized: true };
+const ROUTER: Router = Router {
+    count: 4,
+    active: 2,
+    scores: RouterScores::Softmax,
+    normalized: true,
+    local: ExpertRange { first: 0, count: 4 },
+};
 
 #[test]
 fn equal_logits_choose_the_lower_index_and_nan_is_the_smallest() {
@@ -132,6 +150,10 @@ fn an_expert_may_have_no_token_one_token_or_all() {
     // All tokens choose expert 2; one of them chooses expert 3, the others expert 0.
     let rows = 2 * GROUP_ROWS + 1;
     let logits = (0..rows).flat_map(|row| if row == 7 { [0.0, 0.0, 9.0, 1.0] } else { [1.0, 0.0, 9.0, 0.0] }).collect();
+    let logits: Vec<f32> = logits;
+    for (first, count) in [(0, 1), (1, 1), (2, 2), (3, 1)] {
+        route(Router { local: ExpertRange { first, count }, ..ROUTER }, logits.clone(), None);
+    }
     let (experts, _) = route(ROUTER, logits, None);
     let count = |expert: usize| experts.iter().filter(|of_token| of_token.contains(&expert)).count();
     assert_eq!([0, 1, 2, 3].map(count), [rows - 1, 0, rows, 1]);
@@ -169,7 +191,8 @@ proptest! {
         z in 0usize..2,
     ) {
         let scores = if sigmoid { RouterScores::Sigmoid } else { RouterScores::Softmax };
-        let router = Router { count, active: active.min(count), scores, normalized };
+        let local = ExpertRange { first: 0, count };
+        let router = Router { count, active: active.min(count), scores, normalized, local };
         let (active, channels) = (router.active, 3);
         let mut bench = Bench::new();
         let logits = bench.normal(rows * count);
@@ -178,13 +201,15 @@ proptest! {
         let routing = bench.routing(router, rows);
         let wide = router.rows(rows) * 2 * channels;
         let (preactivation, dpreactivation) = (bench.normal(wide), bench.normal(wide));
+        let gradients = bench.normal(rows * active);
         bench.ready();
         bench.dyn_engine().run(routing.route(logits, None, router)).unwrap();
-        let Routing { experts, weights: weight, positions, groups, .. } = routing;
+        let Routing { experts, weights: weight, positions, loads, .. } = routing;
         let (aux_loss, z_loss) = (0.7 * aux as f32, 0.3 * z as f32);
+        let of_choices = ChoiceGradients { out: gradients, positions, preactivation, dpreactivation, channels };
+        bench.dyn_engine().run(of_choices).unwrap();
         let op = RouteBackward {
-            dlogits, dbias: Some(dbias), logits, experts, weights: weight, positions, groups, preactivation, dpreactivation, channels,
-            router, aux_loss, z_loss,
+            dlogits, dbias: Some(dbias), logits, experts, weights: weight, gradients, loads, tokens: rows, router, aux_loss, z_loss,
         };
         bench.dyn_engine().run(op).unwrap();
 
@@ -230,7 +255,7 @@ proptest! {
         channels in 1usize..10,
         weighted: bool,
     ) {
-        let router = Router { count, active: active.min(count), ..ROUTER };
+        let router = Router { count, active: active.min(count), local: ExpertRange { first: 0, count }, ..ROUTER };
         let (k, p) = (router.active, router.rows(rows));
         let mut bench = Bench::new();
         let (logits, tokens, residual) = (bench.normal(rows * count), bench.normal(rows * c), bench.normal(rows * c));
@@ -241,13 +266,13 @@ proptest! {
         let (dfcw, dprojw) = (bench.normal(fcw.len), bench.normal(projw.len));
         let (out, dout, dfc, dinp) = (bench.normal(rows * c), bench.normal(rows * c), bench.normal(fc.len), bench.normal(rows * c));
         bench.ready();
-        let Routing { experts, weights: weight, positions, sources, groups } = routing;
+        let Routing { experts, weights: weight, positions, sources, groups, .. } = routing;
         let weights = weighted.then_some(weight);
         let of = Groups { layout: groups, count };
         let groups = Some(of);
         let engine = bench.dyn_engine();
         engine.run(routing.route(logits, None, router)).unwrap();
-        engine.run(Dispatch { out: dispatched, inp: tokens, sources, groups: of, weights: None, c, active: k }).unwrap();
+        engine.run(Dispatch { out: dispatched, inp: tokens, sources, groups: of, weights: None, c, active: k, fp8: None }).unwrap();
         let shape = MatmulShape { rows: p, c, oc: 2 * channels };
         let epilogue = Epilogue::Activation(Activation::SwiGlu, fc);
         engine.run(MatmulForward { epilogue, groups, ..MatmulForward::new([activated, dispatched, fcw], shape) }).unwrap();
@@ -258,7 +283,7 @@ proptest! {
         let engine = bench.dyn_engine();
         // Also the sums of all rows, which are added to the output.
         engine.run(Combine { out: dinp, residual: Some(dinp), inp: outputs, weights: None, positions, c, active: k }).unwrap();
-        engine.run(Dispatch { out: outputs, inp: dout, sources, groups: of, weights, c, active: k }).unwrap();
+        engine.run(Dispatch { out: outputs, inp: dout, sources, groups: of, weights, c, active: k, fp8: None }).unwrap();
         let activation = Some(ActivationInput { activation: Activation::SwiGlu, preactivation: fc, recompute: None });
         let backward = MatmulBackward::new(dfc, Some(dprojw), [outputs, activated, projw], proj);
         engine.run(MatmulBackward { activation, groups, ..backward }).unwrap();

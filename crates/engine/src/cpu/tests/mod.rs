@@ -300,6 +300,7 @@ proptest! {
             linear_layers: vec![(packed, c), (c, c), (4 * c, c), (c, 4 * c)],
             mlp_channels: 4 * c,
             router: None,
+            routed_tokens: 0,
             qk_norm: None,
             padded_vocab: 128,
             parameters: 0,

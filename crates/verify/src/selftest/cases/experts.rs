@@ -4,9 +4,9 @@ use super::{Case, UNIT, accumulated, case, f32, fp8, i32, input, output, workloa
 use crate::selftest::case::{Init, Operand, Work};
 use crate::selftest::compare::Tolerance;
 use engine::ops::{
-    Activation, ActivationForward, ActivationInput, AttentionShape, Combine, Dispatch, Epilogue, Fp8Accumulation,
-    Fp8Backward, Fp8Format, Fp8Forward, Fp8Scale, Groups, MatmulBackward, MatmulForward, MatmulShape, Quantize, Route,
-    RouteBackward, Router, RouterScores, Scaling,
+    Activation, ActivationForward, ActivationInput, AttentionShape, ChoiceGradients, Combine, Dispatch, Epilogue,
+    ExpertRange, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Scale, Groups, MatmulBackward, MatmulForward,
+    MatmulShape, Quantize, Route, RouteBackward, Router, RouterScores, Scaling,
 };
 use engine::tensor::Tensor;
 use engine::{Engine, Result, Workload};
@@ -14,13 +14,22 @@ use std::sync::Arc;
 
 /// Returns mixtures of few experts, some of them without a token, and of one.
 pub(super) fn edge_cases() -> Vec<Case> {
-    let router = |count, active, scores, normalized| Router { count, active, scores, normalized };
+    let router = |count, active, scores, normalized| Router {
+        count,
+        active,
+        scores,
+        normalized,
+        local: ExpertRange { first: 0, count },
+    };
+    let of = |first, count, router| Router { local: ExpertRange { first, count }, ..router };
     let mut cases = Vec::new();
     for (rows, router, c, f) in [
         (1, router(1, 1, RouterScores::Softmax, false), 64, 64),
         (70, router(8, 2, RouterScores::Softmax, true), 72, 40),
         (300, router(40, 3, RouterScores::Sigmoid, true), 64, 136),
         (33, router(200, 8, RouterScores::Softmax, false), 136, 64),
+        (150, of(3, 2, router(8, 3, RouterScores::Softmax, true)), 72, 40),
+        (40, of(60, 40, router(100, 6, RouterScores::Sigmoid, false)), 64, 72),
     ] {
         for (recomputes, biased) in [(false, false), (true, false), (false, true)] {
             cases.extend(mixture(Shape { rows, router, c, f, recomputes, biased, fp8: false }));
@@ -29,24 +38,37 @@ pub(super) fn edge_cases() -> Vec<Case> {
     cases
 }
 
+/// Returns the router of Qwen3-30B-A3B.
+fn of_qwen3() -> Router {
+    let local = ExpertRange { first: 0, count: 128 };
+    Router { count: 128, active: 8, scores: RouterScores::Softmax, normalized: true, local }
+}
+
 /// Returns a layer of Qwen3-30B-A3B.
 pub(super) fn model_cases() -> Vec<Case> {
-    let router = Router { count: 128, active: 8, scores: RouterScores::Softmax, normalized: true };
+    let router = of_qwen3();
     mixture(Shape { rows: 2048, router, c: 2048, f: 768, recomputes: false, biased: false, fp8: false })
 }
 
 /// Returns mixtures in FP8.
 pub(super) fn edge_cases_in_fp8() -> Vec<Case> {
-    let router = |count, active, normalized| Router { count, active, scores: RouterScores::Softmax, normalized };
+    let router = |count, active, normalized| Router {
+        count,
+        active,
+        scores: RouterScores::Softmax,
+        normalized,
+        local: ExpertRange { first: 0, count },
+    };
     let shapes =
         [(16, router(1, 1, false), 64, 64), (80, router(8, 2, true), 80, 48), (304, router(40, 3, true), 64, 144)];
-    let shape = |(rows, router, c, f), recomputes| Shape { rows, router, c, f, recomputes, biased: recomputes, fp8: true };
+    let shape =
+        |(rows, router, c, f), recomputes| Shape { rows, router, c, f, recomputes, biased: recomputes, fp8: true };
     shapes.into_iter().flat_map(|it| [false, true].map(|recomputes| backward(shape(it, recomputes)))).collect()
 }
 
 /// Returns a layer of Qwen3-30B-A3B in FP8.
 pub(super) fn model_cases_in_fp8() -> Vec<Case> {
-    let router = Router { count: 128, active: 8, scores: RouterScores::Softmax, normalized: true };
+    let router = of_qwen3();
     vec![backward(Shape { rows: 2048, router, c: 2048, f: 768, recomputes: false, biased: false, fp8: true })]
 }
 
@@ -67,12 +89,16 @@ struct Shape {
 
 impl Shape {
     fn name(self) -> String {
-        let Self { rows, router: Router { count, active, scores, normalized }, c, f, recomputes, biased, fp8 } = self;
+        let Self { rows, router, c, f, recomputes, biased, fp8 } = self;
+        let Router { count, active, scores, normalized, local } = router;
         let normalized = if normalized { " normalized" } else { "" };
         let recomputes = if recomputes { " recompute" } else { "" };
         let biased = if biased { " bias" } else { "" };
         let fp8 = if fp8 { " fp8" } else { "" };
-        format!("{rows}x{c} E{count} K{active} F{f} {scores:?}{normalized}{biased}{recomputes}{fp8}").to_lowercase()
+        let ExpertRange { first, count: locals } = local;
+        let local = if locals < count { format!(" local {first}+{locals}") } else { String::new() };
+        format!("{rows}x{c} E{count} K{active} F{f} {scores:?}{normalized}{local}{biased}{recomputes}{fp8}")
+            .to_lowercase()
     }
 
     fn workload(self) -> Workload {
@@ -101,6 +127,7 @@ struct Mixture {
     positions: usize,
     sources: usize,
     groups: usize,
+    loads: usize,
     dispatched: usize,
     fc: usize,
     activated: usize,
@@ -137,7 +164,7 @@ impl Mixture {
     /// Adds the tensors of the forward pass.
     fn new(shape: Shape, trains: bool, operands: &mut Vec<Operand>) -> Self {
         let Shape { rows, router, c, f, biased, .. } = shape;
-        let (count, active, p) = (router.count, router.active, router.rows(rows));
+        let (count, active, p, local) = (router.count, router.active, router.rows(rows), router.local.count);
         let mut add = |operand| {
             operands.push(operand);
             operands.len() - 1
@@ -151,13 +178,14 @@ impl Mixture {
             logits: add(input("logits", rows * count, Init::Uniform { mean: 0.0, spread: 3.0 })),
             bias: biased.then(|| add(input("bias", count, Init::Uniform { mean: 0.0, spread: 0.5 }))),
             inp: add(input("inp", rows * c, UNIT)),
-            fcw: add(input("fcw", count * 2 * f * c, scaled(c))),
-            fcprojw: add(input("fcprojw", count * c * f, scaled(f))),
+            fcw: add(input("fcw", local * 2 * f * c, scaled(c))),
+            fcprojw: add(input("fcprojw", local * c * f, scaled(f))),
             chosen: add(words("chosen", rows * active)),
             weights: add(f32(output("weights", rows * active, Tolerance::CHAIN))),
             positions: add(words("positions", rows * active)),
             sources: add(words("sources", p)),
             groups: add(words("groups", router.layout_len(rows))),
+            loads: add(words("loads", count)),
             dispatched: add(unchecked("dispatched", p * c)),
             fc: add(unchecked("fc", p * 2 * f)),
             activated: add(unchecked("activated", p * f)),
@@ -275,6 +303,7 @@ impl Mixture {
             positions: x[self.positions],
             sources: x[self.sources],
             groups: x[self.groups],
+            loads: x[self.loads],
             router,
             trains: self.trains,
         })?;
@@ -327,10 +356,11 @@ fn backward(shape: Shape) -> Case {
     let mut operands = vec![
         output("dinp", rows * c, of_dinp),
         output("dlogits", rows * count, of_dlogits),
-        accumulated("dfcw", count * 2 * f * c, of_dweights),
-        accumulated("dfcprojw", count * c * f, of_dweights),
+        accumulated("dfcw", router.local.count * 2 * f * c, of_dweights),
+        accumulated("dfcprojw", router.local.count * c * f, of_dweights),
         input("dout", rows * c, UNIT),
         Operand { checked: None, ..output("dfc", p * 2 * f, Tolerance::CHAIN) },
+        f32(Operand { checked: None, ..output("gradients", rows * active, Tolerance::ROUTER) }),
         Operand { init: Init::Zero, ..output("dbias", count, Tolerance::ELEMENTWISE) },
     ];
     let mixture = Arc::new(Mixture::new(shape, true, &mut operands));
@@ -355,17 +385,17 @@ fn backward(shape: Shape) -> Case {
             ..MatmulBackward::new(x[5], Some(x[3]), [x[m.outputs], x[m.activated], x[m.fcprojw]], m.linear([f, c]))
         };
         e.run(fcproj)?;
+        let (positions, preactivation, dpreactivation) = (x[m.positions], x[m.fc], x[5]);
+        e.run(ChoiceGradients { out: x[6], positions, preactivation, dpreactivation, channels: f })?;
         e.run(RouteBackward {
             dlogits: x[1],
-            dbias: m.bias.map(|_| x[6]),
+            dbias: m.bias.map(|_| x[7]),
             logits: x[m.logits],
             experts: x[m.chosen],
             weights: x[m.weights],
-            positions: x[m.positions],
-            groups: x[m.groups],
-            preactivation: x[m.fc],
-            dpreactivation: x[5],
-            channels: f,
+            gradients: x[6],
+            loads: x[m.loads],
+            tokens: rows,
             router,
             aux_loss: 0.1,
             z_loss: 0.01,
@@ -373,7 +403,7 @@ fn backward(shape: Shape) -> Case {
         let (dinp, dweight, dout, inp, weight) = (x[m.outputs], Some(x[2]), x[5], x[m.dispatched], x[m.fcw]);
         let fp8 = m.fp8_backward(x, [InFp8::Dfc, InFp8::Dispatched, InFp8::Fcw], None);
         e.run(MatmulBackward { dinp, dweight, dout, inp, weight, activation: None, shape, fp8, ..fcproj })?;
-        let (inp, positions) = (x[m.outputs], x[m.positions]);
+        let inp = x[m.outputs];
         e.run(Combine { out: x[0], residual: None, inp, weights: None, positions, c, active })
     });
     let before = move |e: &mut dyn Engine, x: &[Tensor]| {

@@ -51,9 +51,10 @@ fn elements_workload(n: usize) -> Workload {
 
 /// Returns the scaled sum and its gradient in all forms.
 fn mixes(n: usize) -> Vec<Case> {
-    let forms = [(true, false, false), (true, true, true), (false, false, true)];
+    let (both, second) = ([true; 2], [false, true]);
+    let forms = [(both, false, false), (both, true, true), (second, false, true), ([false; 2], false, false)];
     let mut cases: Vec<_> =
-        forms.into_iter().map(|(scaled, same, subtracts)| mix(n, scaled, same, subtracts)).collect();
+        forms.into_iter().map(|(scales, same, subtracts)| mix(n, scales, same, subtracts)).collect();
     for form in [
         MixForm { is_scaled: true, adds_inp: false, gradients: [true; 2] },
         MixForm { is_scaled: true, adds_inp: true, gradients: [true; 2] },
@@ -68,7 +69,7 @@ fn mixes(n: usize) -> Vec<Case> {
 
 const SCALE: Init = Init::Uniform { mean: 1.0, spread: 0.25 };
 
-fn mix(n: usize, is_scaled: bool, adds_inp: bool, subtracts: bool) -> Case {
+fn mix(n: usize, scales: [bool; 2], adds_inp: bool, subtracts: bool) -> Case {
     let operands = vec![
         output("out", n, Tolerance::REDUCTION),
         input("inp", n, UNIT),
@@ -77,15 +78,17 @@ fn mix(n: usize, is_scaled: bool, adds_inp: bool, subtracts: bool) -> Case {
         input("added_scale", 1, SCALE),
     ];
     let name = format!(
-        "{n}{}{}{}",
-        if is_scaled { " scaled" } else { "" },
+        "{n}{}{}{}{}",
+        if scales[0] { " scaled" } else { "" },
+        if scales[1] { "" } else { " plain" },
         if adds_inp { " inp" } else { "" },
         if subtracts { " subtracts" } else { "" }
     );
     let work = Work { floats: n * if adds_inp { 2 } else { 3 }, bytes: 0, flops: 0 };
     exact(case("mix", name, elements_workload(n), operands, work, move |e, x| {
         let added = if adds_inp { x[1] } else { x[2] };
-        e.run(Mix { out: x[0], inp: x[1], added, scale: is_scaled.then_some(x[3]), added_scale: x[4], subtracts })
+        let [scale, added_scale] = [3, 4].map(|i| scales[i - 3].then_some(x[i]));
+        e.run(Mix { out: x[0], inp: x[1], added, scale, added_scale, subtracts })
     }))
 }
 
