@@ -5,7 +5,7 @@
 
 Compare with `llm-rs bench step -e qwen3:30b-a3b --layers L` on the same machine. The shape is that of Qwen3-30B-A3B with fewer layers, and
 parameters, gradients and AdamW's moments are bf16. A step has N tokens in micro-batches of B sequences. Prints the median time of a step
-for each B and implementation of the experts, or why it failed.
+for each B, or why it failed.
 """
 
 import argparse
@@ -31,23 +31,22 @@ def main():
         sys.exit("GPU: PyTorch finds none; check the driver and that PyTorch was built with CUDA")
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, transformers {transformers.__version__}")
     for batch in map(int, options.batches.split(",")):
-        for implementation in ["grouped_mm"]:
-            try:
-                measure(torch, transformers, options, batch, implementation)
-            except (RuntimeError, ValueError) as error:
-                print(f"B = {batch}, {implementation}: {str(error).splitlines()[0][:300]}", flush=True)
-            torch.cuda.empty_cache()
-            torch._dynamo.reset()
+        try:
+            measure(torch, transformers, options, batch)
+        except (RuntimeError, ValueError) as error:
+            print(f"B = {batch}: {str(error).splitlines()[0][:300]}", flush=True)
+        torch.cuda.empty_cache()
+        torch._dynamo.reset()
 
 
-def measure(torch, transformers, options, batch, implementation):
+def measure(torch, transformers, options, batch):
     config = transformers.Qwen3MoeConfig(
         vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=options.layers,
         num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
         max_position_embeddings=options.seq, tie_word_embeddings=False, decoder_sparse_step=1, use_cache=False,
         output_router_logits=False, rope_theta=1e6,
     )
-    config._experts_implementation = implementation
+    config._experts_implementation = "grouped_mm"
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
@@ -74,11 +73,10 @@ def measure(torch, transformers, options, batch, implementation):
         times.append(time.time() - start)
     median = statistics.median(times[3:])
     print(
-        f"B = {batch}, {implementation}: {median * 1e3:.0f} ms, {options.tokens / median:.0f} tokens/s, "
+        f"B = {batch}: {median * 1e3:.0f} ms, {options.tokens / median:.0f} tokens/s, "
         f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, loss {loss:.3f}, gradient norm {norm:.3f}, first step {times[0]:.0f} s",
         flush=True,
     )
-    del model, optimizer, compiled
 
 
 if __name__ == "__main__":

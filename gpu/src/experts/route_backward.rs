@@ -161,6 +161,7 @@ pub fn route_bias_backward<T: Element>(dbias: GlobalMut<T>, loads: Global<u32>, 
     if expert >= count as usize {
         return;
     }
-    let excess = i64::from(loads.at(expert)) * i64::from(count) - i64::from(entries);
+    let load = loads.at(expert);
+    let excess = i64::from(load) * i64::from(count) - i64::from(entries);
     dbias.set(expert, T::from_f32(math::fma(BIAS_GRADIENT, excess as f32, dbias.at(expert).to_f32())));
 }

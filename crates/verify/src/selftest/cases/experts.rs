@@ -351,8 +351,11 @@ fn backward(shape: Shape) -> Case {
     let Shape { rows, router, c, f, recomputes, .. } = shape;
     let Router { active, count, .. } = router;
     let p = router.rows(rows);
-    let [of_dinp, of_dlogits, of_dweights] =
-        if shape.fp8 { [fp8::NEIGHBORS; 3] } else { [Tolerance::SQUARED_CHAIN, Tolerance::ROUTER, Tolerance::CHAIN] };
+    let [of_dinp, of_dlogits, of_dweights] = if shape.fp8 {
+        [fp8::CHAINED_NEIGHBORS; 3]
+    } else {
+        [Tolerance::SQUARED_CHAIN, Tolerance::ROUTER, Tolerance::CHAIN]
+    };
     let mut operands = vec![
         output("dinp", rows * c, of_dinp),
         output("dlogits", rows * count, of_dlogits),
@@ -361,7 +364,7 @@ fn backward(shape: Shape) -> Case {
         input("dout", rows * c, UNIT),
         Operand { checked: None, ..output("dfc", p * 2 * f, Tolerance::CHAIN) },
         f32(Operand { checked: None, ..output("gradients", rows * active, Tolerance::ROUTER) }),
-        Operand { init: Init::Zero, ..output("dbias", count, Tolerance::ELEMENTWISE) },
+        Operand { init: Init::Zero, ..output("dbias", count, Tolerance::ACCUMULATED) },
     ];
     let mixture = Arc::new(Mixture::new(shape, true, &mut operands));
     let before = mixture.clone();

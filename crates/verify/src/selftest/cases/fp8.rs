@@ -327,7 +327,10 @@ fn mlp(shape: MatmulShape) -> [Case; 9] {
 /// Tolerance of sums of products of a tensor that both engines round to FP8 from slightly different values: a few percent of the
 /// values round to neighbors, which differ by up to 2^-3, or 2^-2 for E5M2. The emulator's largest error is 0.13. Tests of the
 /// kernels compare bits; these cases find gross errors on a GPU.
-pub(super) const NEIGHBORS: Tolerance = Tolerance { f32: 0.25, bf16: 0.25 };
+const NEIGHBORS: Tolerance = Tolerance { f32: 0.25, bf16: 0.25 };
+
+/// The same if the values before the rounding are results of operations in FP8. The largest error on an H200 is 0.28.
+pub(super) const CHAINED_NEIGHBORS: Tolerance = Tolerance { f32: 0.5, bf16: 0.5 };
 
 /// Returns the operands of [`mlp_forward`].
 fn mlp_forward_operands(MatmulShape { rows, c, oc }: MatmulShape, activation: Activation) -> Vec<Operand> {
