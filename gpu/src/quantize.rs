@@ -472,7 +472,7 @@ pub(crate) fn store_transposed<T: Fp8, const SUMS: bool>(
 /// With `AMAX`, also does what [`amax_bf16`] does. With `SUMS`, also computes `partials` ([`sum_rows`], columns), the sums of
 /// the quantized values of each tile's columns, times the scale. `rows` and `columns` are multiples of 16.
 ///
-/// Rows from `end[0]` on, a multiple of [`TILE`], are neither read nor written, unless `end` is null. There may be a batch of matrices
+/// Rows from `end[0]` on, a multiple of 128, are neither read nor written, unless `end` is null. There may be a batch of matrices
 /// with equal shapes, without `SUMS`. Grid: [`transpose_grid`], times the matrices.
 #[kernel(threads = 256, instances(
     e4m3 = <E4m3, false, false, false>, e4m3_amax = <E4m3, false, true, false>,
