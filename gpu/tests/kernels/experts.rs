@@ -374,10 +374,8 @@ fn check_quantized<T: Fp8 + Pod>() {
             let copied = wide(memory.slice(sorted.reader(), end * channels).expect("all rows are written"));
             let want = quantized::reference::<T>(&copied, 0.7);
 
-            let [out, transposed] = outputs.map(|used| match used {
-                true => memory.output::<T>("output", p * channels),
-                false => GlobalMut::null(),
-            });
+            let [out, transposed] =
+                outputs.map(|used| if used { memory.output::<T>("output", p * channels) } else { GlobalMut::null() });
             // The recomputation of a tensor leaves its largest magnitude alone.
             let amax = if outputs[0] { memory.buffer("amax", &[7]) } else { GlobalMut::null() };
             let launch =

@@ -122,8 +122,8 @@ pub(super) fn route(arena: &mut Arena, op: Route) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn dispatch(arena: &mut Arena, op: Dispatch) -> Result<()> {
-    let Dispatch { out, inp, sources, weights, c, active: k, fp8, .. } = op;
+pub(super) fn dispatch(arena: &mut Arena, op: &Dispatch) -> Result<()> {
+    let Dispatch { out, inp, sources, weights, c, active: k, fp8, .. } = *op;
     let rows = inp.len / c;
     let operands = [
         ("out", out, sources.len * c),

@@ -109,7 +109,7 @@ impl Cpu {
             Operation::Route(op) => experts::route(arena, op),
             Operation::ChoiceGradients(op) => experts::choice_gradients(arena, op),
             Operation::RouteBackward(op) => experts::route_backward(arena, &op),
-            Operation::Dispatch(op) => experts::dispatch(arena, op),
+            Operation::Dispatch(op) => experts::dispatch(arena, &op),
             Operation::Combine(op) => experts::combine(arena, op),
             Operation::AttentionForward(op) => {
                 let scratch = self.scratch(op.out.len)?;

@@ -116,14 +116,14 @@ pub(super) fn route<T: Float>(cuda: &mut Cuda<T>, op: Route) -> Result<()> {
     cuda.launch(launch, [chunks, 1, 1], shared)
 }
 
-pub(super) fn dispatch<T: Float>(cuda: &mut Cuda<T>, op: Dispatch) -> Result<()> {
-    let Dispatch { out, inp, sources, groups, weights, c, active, fp8 } = op;
+pub(super) fn dispatch<T: Float>(cuda: &mut Cuda<T>, op: &Dispatch) -> Result<()> {
+    let Dispatch { out, inp, sources, groups, weights, c, active, fp8 } = *op;
     if let Some(quantized) = fp8
         && let Some((amax, scale)) = cuda.given_scale(&quantized)?
     {
         return match quantized.format {
-            Fp8Format::E4m3 => dispatch_to_fp8::<T, E4m3>(cuda, &op, &quantized, amax, scale),
-            Fp8Format::E5m2 => dispatch_to_fp8::<T, E5m2>(cuda, &op, &quantized, amax, scale),
+            Fp8Format::E4m3 => dispatch_to_fp8::<T, E4m3>(cuda, op, &quantized, amax, scale),
+            Fp8Format::E5m2 => dispatch_to_fp8::<T, E5m2>(cuda, op, &quantized, amax, scale),
         };
     }
     let (rows, p) = (inp.len / c, sources.len);

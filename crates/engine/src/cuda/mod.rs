@@ -359,7 +359,7 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::Route(op) => experts::route(self, op),
             Operation::ChoiceGradients(op) => experts::choice_gradients(self, op),
             Operation::RouteBackward(op) => experts::route_backward(self, &op),
-            Operation::Dispatch(op) => experts::dispatch(self, op),
+            Operation::Dispatch(op) => experts::dispatch(self, &op),
             Operation::Combine(op) => experts::combine(self, op),
             Operation::AttentionForward(op) => attention::forward(self, &op),
             Operation::AttentionBackward(op) => attention::backward(self, &op),
